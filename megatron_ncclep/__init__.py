@@ -1,0 +1,50 @@
+"""megatron_ncclep: the Megatron-Core MoE token dispatcher `ncclep`.
+
+Importing this package has no side effects and needs neither CUDA nor Megatron-Core: the names below
+are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron_ncclep.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_ncclep.combine import combine
+    from megatron_ncclep.config import EpConfig
+    from megatron_ncclep.dispatch import dispatch
+    from megatron_ncclep.engines import create_engine
+    from megatron_ncclep.engines.engine import Engine, RoutePlan
+    from megatron_ncclep.integration import install
+    from megatron_ncclep.route_plan import make_plan
+
+_HOME = {
+    "EpConfig": "config",
+    "Engine": "engines.engine",
+    "RoutePlan": "engines.engine",
+    "create_engine": "engines",
+    "make_plan": "route_plan",
+    "dispatch": "dispatch",
+    "combine": "combine",
+    "install": "integration",
+}
+
+__all__ = [
+    "Engine",
+    "EpConfig",
+    "RoutePlan",
+    "__version__",
+    "combine",
+    "create_engine",
+    "dispatch",
+    "install",
+    "make_plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

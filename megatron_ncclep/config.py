@@ -1,0 +1,107 @@
+"""EpConfig: every option of the dispatcher, its default and its limits."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ncclep import envs
+from megatron_ncclep.errors import InputError
+
+ALIGNMENTS = (1, 16, 32, 64, 128)
+OPTION_PREFIX = "ncclep_"
+
+
+def _option(default: Any, parse: Any, help: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "help": help})
+
+
+@dataclass(frozen=True)
+class EpConfig:
+    """Options of one dispatcher; immutable and checked when made.
+
+    Raises:
+        InputError: a value is outside its limits.
+    """
+
+    engine: str = _option(
+        "auto", str, "engine that moves the tokens; 'auto' chooses and logs the reason"
+    )
+    alignment: int = _option(
+        1, int, "pad every expert's block of rows to a multiple of this: 1, 16, 32, 64 or 128"
+    )
+    max_recv_rows: int | None = _option(
+        None,
+        int,
+        "static mode: the dispatched tensor always has this many rows; rows that do not fit are "
+        "dropped and counted (default: exactly the rows that the routing needs)",
+    )
+    num_sms: int | None = _option(
+        None, int, "SMs that the engine's kernels may use (default: the engine's own)"
+    )
+    timeout_s: float = _option(
+        60.0, float, "seconds that a rank waits for the others before it raises an error"
+    )
+
+    def __post_init__(self) -> None:
+        if self.alignment not in ALIGNMENTS:
+            raise InputError(f"alignment {self.alignment}: must be one of {ALIGNMENTS}")
+        for name in ("max_recv_rows", "num_sms"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(f"{name} {value}: must be positive, or left out")
+        if self.max_recv_rows is not None and self.max_recv_rows % self.alignment:
+            raise InputError(
+                f"max_recv_rows {self.max_recv_rows}: must be a multiple of the alignment "
+                f"{self.alignment}, so that the last block ends inside the tensor"
+            )
+        if not self.timeout_s > 0:
+            raise InputError(f"timeout_s {self.timeout_s}: must be positive")
+
+    @classmethod
+    def resolve(cls, **given: Any) -> EpConfig:
+        """Build a config from `given`, then the environment, then the defaults.
+
+        An entry of `given` that is None counts as not given.
+
+        Raises:
+            InputError: an unknown option or a value outside its limits.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise InputError(f"unknown option {unknown[0]!r}: the options are {sorted(known)}")
+        from_env = {name: envs.get(f"NCCLEP_{name.upper()}") for name in known}
+        merged = {**from_env, **{k: v for k, v in given.items() if v is not None}}
+        return cls(**{name: value for name, value in merged.items() if value is not None})
+
+    def non_default(self) -> dict[str, Any]:
+        """The options whose value is not the default, by name."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        }
+
+
+def add_option_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one `--ncclep-*` argument for each option; what is not given parses as None."""
+    group = parser.add_argument_group(title="ncclep token dispatcher")
+    for f in dataclasses.fields(EpConfig):
+        group.add_argument(
+            f"--{OPTION_PREFIX}{f.name}".replace("_", "-"),
+            type=f.metadata["parse"],
+            default=None,
+            help=f"{f.metadata['help']} (environment: NCCLEP_{f.name.upper()}; "
+            f"default: {f.default})",
+        )
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that the command line named, without the prefix."""
+    return {
+        name.removeprefix(OPTION_PREFIX): value
+        for name, value in vars(args).items()
+        if name.startswith(OPTION_PREFIX) and value is not None
+    }

@@ -1,0 +1,83 @@
+"""Every environment variable of this package: name, type, default, meaning.
+
+This is the only place that reads them.  `ncclep env` prints the table with the values in force.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ncclep.errors import InputError
+
+
+def _switch(text: str) -> bool:
+    values = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    if text.lower() not in values:
+        raise ValueError(f"not one of {', '.join(values)}")
+    return values[text.lower()]
+
+
+def _log_level(text: str) -> str:
+    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ValueError("not one of debug, info, warning, error")
+    return text.upper()
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One environment variable; `parse` raises ValueError on text that it cannot take."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    meaning: str
+
+    def get(self) -> Any:
+        """Return the parsed value, or the default when the variable is unset or empty.
+
+        Raises:
+            InputError: the text cannot be parsed; the message names variable, text and type.
+        """
+        text = os.environ.get(self.name, "")
+        if text == "":
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise InputError(f"{self.name}={text!r}: {error} ({self.meaning})") from error
+
+
+VARIABLES = {
+    variable.name: variable
+    for variable in (
+        EnvVar("NCCLEP_AUTOLOAD", _switch, True, "0: `import torch` does not load the integration"),
+        EnvVar("NCCLEP_LOG", _log_level, "INFO", "log level: debug, info, warning or error"),
+        # The defaults of EpConfig's options; a value given in code or on the command line wins.
+        EnvVar("NCCLEP_ENGINE", str, None, "engine name, as --ncclep-engine"),
+        EnvVar("NCCLEP_ALIGNMENT", int, None, "rows an expert's block is padded to a multiple of"),
+        EnvVar("NCCLEP_MAX_RECV_ROWS", int, None, "static mode: rows of the dispatched tensor"),
+        EnvVar("NCCLEP_NUM_SMS", int, None, "SMs that the engine's kernels may use"),
+        EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds a rank waits for the others"),
+    )
+}
+
+
+def get(name: str) -> Any:
+    """Return the typed value of the environment variable `name`, which must be in `VARIABLES`."""
+    return VARIABLES[name].get()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`ncclep env` takes no arguments."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the table of variables with the values in force."""
+    width = max(len(name) for name in VARIABLES)
+    for variable in VARIABLES.values():
+        print(f"{variable.name:{width}}  {variable.get()!s:8}  {variable.meaning}")
+    return 0

@@ -1,0 +1,31 @@
+"""Every exception this package raises for a user's sake; each message carries values and remedy."""
+
+from __future__ import annotations
+
+
+class EpError(Exception):
+    """Base of all errors of this package."""
+
+
+class InputError(EpError, ValueError):
+    """An argument is wrong on some rank; every rank of the group raises it with the same text."""
+
+
+class UnsupportedError(EpError, ValueError):
+    """A Megatron option or a configuration that this dispatcher does not support."""
+
+
+class EngineUnavailableError(EpError, RuntimeError):
+    """An engine was asked for by name and cannot run here."""
+
+
+class GroupClosedError(EpError, RuntimeError):
+    """The engine was closed, or its process group was destroyed."""
+
+
+class PeerError(EpError, RuntimeError):
+    """A rank died, did not arrive before the deadline, or is in another call than this one."""
+
+
+class IntegrationError(EpError, RuntimeError):
+    """A place of Megatron-Core that the integration hooks into is not what it expects."""
