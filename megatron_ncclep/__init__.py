@@ -1,7 +1,8 @@
 """megatron_ncclep: the Megatron-Core MoE token dispatcher `ncclep`.
 
 Importing this package has no side effects and needs neither CUDA nor Megatron-Core: the names below
-are loaded when they are first used.
+are loaded when they are first used.  The two differentiable steps are
+`megatron_ncclep.dispatch.dispatch` and `megatron_ncclep.combine.combine`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ncclep.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_ncclep.combine import combine
     from megatron_ncclep.config import EpConfig
-    from megatron_ncclep.dispatch import dispatch
     from megatron_ncclep.engines import create_engine
     from megatron_ncclep.engines.engine import Engine, RoutePlan
     from megatron_ncclep.integration import install
@@ -26,8 +25,6 @@ _HOME = {
     "RoutePlan": "engines.engine",
     "create_engine": "engines",
     "make_plan": "route_plan",
-    "dispatch": "dispatch",
-    "combine": "combine",
     "install": "integration",
 }
 
@@ -36,9 +33,7 @@ __all__ = [
     "EpConfig",
     "RoutePlan",
     "__version__",
-    "combine",
     "create_engine",
-    "dispatch",
     "install",
     "make_plan",
 ]
