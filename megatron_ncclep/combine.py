@@ -1,0 +1,40 @@
+"""Step 3, combine: the experts' rows come home and are added up; differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_ncclep.engines.engine import Engine, RoutePlan
+
+
+class Combine(torch.autograd.Function):
+    """Forward: `engine.combine`.  Its backward is a dispatch of gradients over the same plan."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan) -> torch.Tensor:  # type: ignore[override]
+        """Add the rows `y` up at their tokens' home."""
+        ctx.engine, ctx.plan = engine, plan
+        return engine.combine(plan, y)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        """Send each token's gradient to the slots of its experts."""
+        return ctx.engine.dispatch(ctx.plan, grad_out)[0], None, None
+
+
+def combine(engine: Engine, plan: RoutePlan, y: torch.Tensor) -> torch.Tensor:
+    """Add every token's expert outputs up, unweighted.  Collective, differentiable.
+
+    Args:
+        engine: that made `plan`.
+        plan: routes of this micro-batch.
+        y: [plan.num_rows, hidden]; padding rows are not read.
+
+    Returns:
+        [plan.num_tokens, hidden]; zero for a token without experts.
+    """
+    return Combine.apply(y, engine, plan)  # type: ignore[no-untyped-call]

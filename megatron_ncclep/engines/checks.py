@@ -1,0 +1,103 @@
+"""What makes an argument of plan, dispatch or combine wrong, in words, for every engine.
+
+Each function returns None or a sentence with the value and the remedy.  It does not raise: the
+engine tells the sentence to the other ranks first (`EpGroup.agree`), so that all of them raise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS, EngineCaps, RoutePlan
+
+
+def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str | None:
+    """Say what is wrong with the device of `tensor`, if it is not of `device`'s type."""
+    if tensor.device.type == device.type:
+        return None
+    return (
+        f"{name} is on {tensor.device}, but the process group moves {device.type} tensors: move it "
+        f"with .to('{device.type}'), or make the group with a backend for {tensor.device.type}"
+    )
+
+
+def topk_problem(topk_idx: torch.Tensor, num_experts: int, device: torch.device) -> str | None:
+    """Say what is wrong with the routing of this rank, if anything is.
+
+    Reads values on the host: an engine that must not wait for the device checks them in its own
+    kernel instead.
+    """
+    if topk_idx.dim() != 2:
+        return f"topk_idx has shape {list(topk_idx.shape)}: it must be [num_tokens, top_k]"
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        return f"topk_idx is {topk_idx.dtype}: it must be int32 or int64"
+    if problem := device_problem("topk_idx", topk_idx, device):
+        return problem
+    if topk_idx.shape[1] == 0:
+        return "topk_idx has top_k 0: it needs at least one column (fill it with -1 if need be)"
+    if bool((topk_idx == TOO_MANY_EXPERTS).any()):
+        token = int((topk_idx == TOO_MANY_EXPERTS).any(dim=1).nonzero()[0])
+        return (
+            f"the routing map names more than top_k={topk_idx.shape[1]} experts for token {token}: "
+            "a router that adds picks of its own needs a larger top_k"
+        )
+    outside = (topk_idx < NOT_ROUTED) | (topk_idx >= num_experts)
+    if bool(outside.any()):
+        token, pick = (int(i) for i in outside.nonzero()[0])
+        return (
+            f"expert index {int(topk_idx[token, pick])} of token {token}, pick {pick}, is out of "
+            f"range: there are {num_experts} experts, and {NOT_ROUTED} means not routed"
+        )
+    ordered = topk_idx.sort(dim=1).values
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
+    if bool(repeated.any()):
+        token, pick = (int(i) for i in repeated.nonzero()[0])
+        return f"token {token} names expert {int(ordered[token, pick])} twice: name it once"
+    return None
+
+
+def payload_problem(
+    name: str, tensor: torch.Tensor, num_rows: int, caps: EngineCaps, device: torch.device
+) -> str | None:
+    """Say what is wrong with the rows `tensor`, which should be [num_rows, hidden]."""
+    if tensor.dim() != 2 or tensor.shape[0] != num_rows:
+        return f"{name} has shape {list(tensor.shape)}: the plan expects [{num_rows}, hidden]"
+    if problem := device_problem(name, tensor, device):
+        return problem
+    if tensor.dtype not in caps.payload_dtypes:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in caps.payload_dtypes)
+        return f"{name} is {tensor.dtype}: engine {caps.name!r} moves {known}"
+    row_bytes = tensor.shape[1] * tensor.element_size()
+    if row_bytes == 0 or row_bytes % caps.row_bytes_multiple:
+        return (
+            f"a row of {name} has {row_bytes} bytes: engine {caps.name!r} needs a positive "
+            f"multiple of {caps.row_bytes_multiple}; change the hidden size"
+        )
+    return None
+
+
+def weight_dtype(payload: torch.Tensor) -> torch.dtype:
+    """The dtype weights travel in: fp32, or fp64 beside an fp64 payload (gradient checks)."""
+    return torch.float64 if payload.dtype == torch.float64 else torch.float32
+
+
+def weights_problem(
+    w: torch.Tensor | None, shape: tuple[int, ...], payload: torch.Tensor, device: torch.device
+) -> str | None:
+    """Say what is wrong with the weights `w` beside `payload`, if there are any."""
+    if w is None:
+        return None
+    if tuple(w.shape) != shape:
+        return f"w has shape {list(w.shape)}: the plan expects {list(shape)}"
+    if w.dtype != weight_dtype(payload):
+        return f"w is {w.dtype}: beside {payload.dtype} rows it must be {weight_dtype(payload)}"
+    return device_problem("w", w, device)
+
+
+def plan_problem(plan: RoutePlan, kind: type[RoutePlan], num_experts: int) -> str | None:
+    """Say why `plan` cannot be used by an engine whose plans are `kind`."""
+    if not isinstance(plan, kind):
+        return f"the plan is a {type(plan).__name__}: use the engine that made it"
+    if plan.num_experts != num_experts:
+        return f"the plan is for {plan.num_experts} experts, the engine for {num_experts}"
+    return None

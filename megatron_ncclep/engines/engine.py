@@ -1,0 +1,128 @@
+"""The engine interface: what moves tokens, without autograd and without Megatron.
+
+docs/contract.md states the contract in full; `reference.py` is its meaning in code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+
+# An entry of topk_idx that routes nowhere.
+NOT_ROUTED = -1
+# What a row of topk_idx holds when the routing map named more experts than top_k for its token.
+TOO_MANY_EXPERTS = -2
+
+
+@dataclass(frozen=True)
+class EngineCaps:
+    """What an engine can do; checked before every call, so that a limit is an error with words."""
+
+    name: str
+    # How combine adds up, by name; two engines with the same name agree to the bit.
+    reduction: str
+    payload_dtypes: tuple[torch.dtype, ...]
+    # The bytes of one row must be a multiple of this.
+    row_bytes_multiple: int
+    # Options of EpConfig that the engine honours beside `engine`; any other one is refused.
+    options: frozenset[str]
+    # Largest number of rows that one rank may receive.
+    max_rows: int = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """Where every row goes: made once per micro-batch and layer, kept until backward.
+
+    An engine subclasses it with whatever it needs to find the rows again; the fields here are what
+    every engine provides.  A plan is immutable, and any number of plans may be alive at once.
+
+    Attributes:
+        plan_id: the same number on every rank of the group for the same plan.
+        num_tokens: T, tokens of this rank.
+        top_k: K, picks per token.
+        num_experts: E, experts of the whole group.
+        num_rows: R, rows of the dispatched tensor on this rank (padding included).
+        tokens_per_expert: int64 [num_local_experts], on the plan's device: rows of each local
+            expert's block, padded to the alignment.  Their sum is `num_rows`, except in static
+            mode, where rows after the last block are zero.
+        routed_per_expert: int64 [num_local_experts], on the plan's device: the rows of each block
+            that hold a token.
+        num_dropped: int64 scalar on the plan's device: picks for this rank's experts that did not
+            fit (static mode; otherwise 0).
+    """
+
+    plan_id: int
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    num_rows: int
+    tokens_per_expert: torch.Tensor
+    routed_per_expert: torch.Tensor
+    num_dropped: torch.Tensor
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the plan keeps alive."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return sum(v.nbytes for v in values if isinstance(v, torch.Tensor))
+
+    def tokens_per_expert_on_host(self) -> torch.Tensor:
+        """Return `tokens_per_expert` as a CPU tensor; waits for the plan, not for other work."""
+        return self.tokens_per_expert.cpu()
+
+
+class Engine(Protocol):
+    """Plan, dispatch and combine over one expert-parallel group.
+
+    Every method is collective: all ranks of the group call the same methods in the same order.  A
+    wrong argument on any rank raises the same InputError on every rank.
+    """
+
+    caps: EngineCaps
+
+    def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
+        """Agree on the routes of one micro-batch.
+
+        Args:
+            topk_idx: [num_tokens, top_k] int32 or int64; global expert indices, distinct within a
+                row, `NOT_ROUTED` where a pick goes nowhere.
+        """
+        ...
+
+    def dispatch(
+        self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy every token's row to a slot of each of its experts.
+
+        Args:
+            plan: made by this engine.
+            x: [num_tokens, hidden] payload.
+            w: [num_tokens, top_k] weights of the picks, or None.
+
+        Returns:
+            rows [num_rows, hidden] in slot order, and their weights [num_rows] (None without `w`).
+            Padding rows and their weights are zero.
+        """
+        ...
+
+    def combine(
+        self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add up every token's rows at its home rank: the unweighted adjoint of `dispatch`.
+
+        Args:
+            plan: made by this engine.
+            y: [num_rows, hidden] payload; padding rows are not read.
+            w: [num_rows] values to bring back to the picks, or None.
+
+        Returns:
+            out [num_tokens, hidden], zero for a token without experts, and the values at their
+            picks [num_tokens, top_k] (None without `w`; zero where a pick goes nowhere).
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds.  Idempotent; every later call raises GroupClosedError."""
+        ...

@@ -1,0 +1,174 @@
+"""EpGroup: the ranks that exchange tokens, and how they agree before they do.
+
+Whatever belongs to a group and not to one layer lives here: its size, the device its backend moves,
+the count of its calls.  All layers of a model share the group's one EpGroup.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.errors import EpError, GroupClosedError, InputError, PeerError
+
+PHASES = ("open", "plan", "dispatch", "combine")
+# Values that one call compares across ranks; the message has a fixed size, whatever the call is,
+# so that ranks in different calls can still read each other's.
+MAX_VALUES = 8
+# Values are numbers on the wire; this one says "not given".
+NONE_VALUE = -1
+TEXT_BYTES = 1024
+
+# The only association from a torch group to its EpGroup; it holds neither alive.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, EpGroup] = weakref.WeakKeyDictionary()
+
+
+class EpGroup:
+    """The ranks of one process group, in rank order.
+
+    Attributes:
+        process_group: the torch.distributed group.
+        rank, size: of this process in the group.
+        device: where tensors live that the group's backend moves.
+        announced: texts that were logged once for this group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._process_group = weakref.ref(process_group)
+        _require_alive(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        backends = dist.get_backend_config(process_group)
+        on_gpu = "nccl" in backends and torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
+        self.announced: set[str] = set()
+        self._num_calls = 0
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> EpGroup:
+        """Return the EpGroup of `process_group`, made at the first call.  Not collective.
+
+        Raises:
+            GroupClosedError: the process group was destroyed.
+        """
+        if process_group not in _groups:
+            _groups[process_group] = cls(process_group)
+        _require_alive(process_group)
+        return _groups[process_group]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch group; raises GroupClosedError once it is destroyed."""
+        group = self._process_group()
+        if group is None:
+            raise GroupClosedError(_DESTROYED)
+        _require_alive(group)
+        return group
+
+    def agree(
+        self,
+        phase: str,
+        values: Mapping[str, int | None],
+        problem: str | None,
+        timeout_s: float,
+        error: type[EpError] = InputError,
+    ) -> int:
+        """Make sure that every rank is in the same call with matching arguments.  Collective.
+
+        Args:
+            phase: one of `PHASES`.
+            values: what must be equal on all ranks, at most `MAX_VALUES` of them.
+            problem: what is wrong on this rank, if anything is.
+            timeout_s: seconds to wait for the other ranks.
+            error: what to raise for a problem.
+
+        Returns:
+            the number of this call, the same on every rank.
+
+        Raises:
+            InputError: on every rank, when values differ or (unless `error` says otherwise) when
+                any rank has a problem.
+            PeerError: a rank did not come in time, died, or is in another call.
+        """
+        self._num_calls += 1
+        call = self._num_calls
+        mine = [PHASES.index(phase), call, int(problem is not None)]
+        mine += [NONE_VALUE if v is None else v for v in values.values()]
+        mine += [0] * (3 + MAX_VALUES - len(mine))
+        theirs = self.gather(torch.tensor(mine), f"{phase}, call {call}", timeout_s).tolist()
+
+        if any(row[:2] != mine[:2] for row in theirs):
+            where = [f"rank {r} is in {PHASES[row[0]]}, call {row[1]}" for r, row in enumerate(theirs)]
+            raise PeerError(
+                f"the ranks of the expert-parallel group are in different calls: {'; '.join(where)}."
+                " Every rank must run the same layers in the same order, backward included"
+            )
+        if any(row[2] for row in theirs):
+            raise error(f"{phase}: {self._gather_problems(problem, phase, timeout_s)}")
+        for i, name in enumerate(values):
+            seen = [row[3 + i] for row in theirs]
+            if len(set(seen)) > 1:
+                each = ", ".join(
+                    f"rank {r} has {None if v == NONE_VALUE else v}" for r, v in enumerate(seen)
+                )
+                raise InputError(
+                    f"{phase}: {name} differs between the ranks of the expert-parallel group: "
+                    f"{each}. Give every rank the same {name}"
+                )
+        return call
+
+    def gather(self, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+        """Gather a 1-D CPU tensor of the same length from every rank: [size, length] on the CPU."""
+        sent = mine.to(self.device)
+        received = sent.new_empty(self.size, sent.numel())
+        self.wait(
+            lambda: dist.all_gather(
+                list(received.unbind()), sent, group=self.process_group, async_op=True
+            ),
+            what,
+            timeout_s,
+        )
+        return received.cpu()
+
+    def wait(self, start: Callable[[], Any], what: str, timeout_s: float) -> None:
+        """Start a collective and wait for it, at most `timeout_s` seconds.
+
+        Raises:
+            PeerError: the backend gave up or the time is over; names this rank and `what`.
+        """
+        try:
+            start().wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
+            raise PeerError(
+                f"rank {self.rank} of {self.size}: no answer from the other ranks of the "
+                f"expert-parallel group in {what} (deadline {timeout_s:g} s): a rank died, is late "
+                f"or left the group's order of calls; look at the other ranks' output. {error}"
+            ) from error
+
+    def _gather_problems(self, problem: str | None, phase: str, timeout_s: float) -> str:
+        """Exchange what is wrong on which rank, as one text that is the same on every rank."""
+        text = (problem or "").encode()[:TEXT_BYTES]
+        mine = torch.frombuffer(bytearray(text.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        theirs = self.gather(mine, f"{phase}, exchanging error messages", timeout_s)
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in theirs]
+        return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)
+
+
+_CPU = torch.device("cpu")
+_DESTROYED = (
+    "the expert-parallel process group was destroyed: make the engine (or the model) anew after "
+    "torch.distributed is initialised again"
+)
+
+
+def _require_alive(process_group: dist.ProcessGroup) -> None:
+    """Raise GroupClosedError when torch no longer knows the group."""
+    try:
+        dist.get_rank(process_group)
+    except ValueError as error:
+        raise GroupClosedError(_DESTROYED) from error

@@ -1,0 +1,260 @@
+"""Gives Megatron-Core the dispatcher type `ncclep`; the only file that knows Megatron's insides.
+
+Five places are changed, each in memory and each without effect on other dispatcher types:
+
+    TransformerConfig, field moe_token_dispatcher_type   accepts the value; command lines offer it
+    TransformerConfig.__post_init__                      validates the value as 'alltoall'
+    MoELayer.__init__                                    builds our dispatcher
+    add_megatron_arguments                               offers our options, --ncclep-*
+    parse_args                                           takes their values
+
+`HOOKS` says which module has which.  `install()` changes the modules that are imported already and
+hooks the import of the others (autoload.py), so that the order of imports does not matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+from packaging.version import Version
+
+from megatron_ncclep import autoload
+from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
+from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
+from megatron_ncclep.support import NEWEST, OLDEST, check_supported
+
+NAME = "ncclep"
+# Megatron validates the configuration and builds the layer as if this type had been asked for.
+STAND_IN = "alltoall"
+FIELD = "moe_token_dispatcher_type"
+_MARK = "_changed_by_megatron_ncclep"
+
+_CONFIG_MODULE = "megatron.core.transformer.transformer_config"
+_LAYER_MODULE = "megatron.core.transformer.moe.moe_layer"
+_ARGUMENTS_MODULE = "megatron.training.arguments"
+
+
+def install(**options: Any) -> None:
+    """Make `moe_token_dispatcher_type="ncclep"` work in this process.  Idempotent, not collective.
+
+    Call it before building a model.  Not needed for scripts on a machine where the package is
+    installed with pip: `import torch` does the same there (see autoload.py).
+
+    Args:
+        options: fields of `EpConfig`; they become the defaults of every TransformerConfig.  A
+            config's own `config.ncclep = EpConfig(...)` and the command line win over them, they
+            win over the environment.
+
+    Raises:
+        InputError: an option is unknown or outside its limits.
+        IntegrationError: this Megatron-Core lacks a place that the integration changes, or a model
+            was built before it could take effect.
+    """
+    resolved = EpConfig.resolve(**options) if options else None
+    layer_module = sys.modules.get(_LAYER_MODULE)
+    already = layer_module is not None and _is_changed(layer_module.MoELayer.__init__)
+    if (not already or resolved) and layer_module is not None:
+        _require_no_model(layer_module)
+    autoload.hook_imports()
+    for name in HOOKS:
+        if name in sys.modules:
+            change_module(sys.modules[name])
+    if resolved is not None:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        TransformerConfig.ncclep = resolved
+    if "megatron.core" in sys.modules:
+        warn_if_untested()
+
+
+def change_module(module: ModuleType) -> None:
+    """Change one of the modules that `HOOKS` names; what is changed already stays as it is.
+
+    Raises:
+        IntegrationError: a place is not what the integration expects; names it.
+    """
+    for change in HOOKS[module.__name__]:
+        change(module)
+
+
+def warn_if_untested() -> None:
+    """Warn when this Megatron-Core's version is outside the range that the tests run with."""
+    import megatron.core
+
+    version = megatron.core.__version__
+    if not Version(OLDEST) <= Version(version) <= Version(NEWEST):
+        warnings.warn(
+            f"megatron_ncclep is tested with Megatron-Core {OLDEST} to {NEWEST}; this is {version}",
+            stacklevel=2,
+        )
+
+
+def _change_field(module: ModuleType) -> None:
+    """Let the config's field, from which command lines take their choices, accept the value."""
+    fields = getattr(module.TransformerConfig, "__dataclass_fields__", {})
+    if FIELD not in fields or not get_args(fields[FIELD].type):
+        raise _changed(f"{module.__name__}.TransformerConfig.{FIELD}", "a Literal of type names")
+    field = fields[FIELD]
+    if NAME not in get_args(field.type):
+        field.type = Literal[(*get_args(field.type), NAME)]
+        module.TransformerConfig.__annotations__[FIELD] = field.type
+
+
+def _change_post_init(module: ModuleType) -> None:
+    """Let the config validate `ncclep` as it validates `alltoall`; the value stays `ncclep`."""
+    config_class = module.TransformerConfig
+    original = _original(module, config_class, "__post_init__", ["self"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        with _as_stand_in(self):
+            original(self)
+
+    config_class.__post_init__ = _marked(__post_init__)
+
+
+def _change_layer(module: ModuleType) -> None:
+    """Let MoELayer build our dispatcher; the class stays the same object."""
+    layer_class = module.MoELayer
+    original = _original(module, layer_class, "__init__", ["config", "pg_collection"])
+    if original is None:
+        return
+    if not hasattr(module, "get_default_pg_collection"):
+        raise _changed(f"{module.__name__}.get_default_pg_collection", "a function")
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        config = bound.arguments["config"]
+        if getattr(config, FIELD) != NAME:
+            original(self, *args, **kwargs)
+            return
+        warn_if_untested()
+        groups = bound.arguments.get("pg_collection") or module.get_default_pg_collection()
+        check_supported(config, groups.expt_tp.size())
+        if config.num_moe_experts % groups.ep.size():
+            raise InputError(
+                f"{config.num_moe_experts} experts cannot be divided over "
+                f"{groups.ep.size()} expert-parallel ranks"
+            )
+        with _as_stand_in(config):
+            original(self, *args, **kwargs)
+        # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
+        from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
+
+        self.token_dispatcher = NcclEpTokenDispatcher(
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
+        )
+
+    layer_class.__init__ = _marked(__init__)
+
+
+def _change_add_arguments(module: ModuleType) -> None:
+    """Offer our options on Megatron's command line."""
+    original = _original(module, module, "add_megatron_arguments", ["parser"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser = original(parser)
+        add_option_arguments(parser)
+        return parser
+
+    module.add_megatron_arguments = _marked(add_megatron_arguments)
+
+
+def _change_parse_args(module: ModuleType) -> None:
+    """Make the options of the command line the defaults of the process's configs."""
+    original = _original(module, module, "parse_args", [])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def parse_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = original(*args, **kwargs)
+        options = given_options(parsed)
+        if options and getattr(parsed, FIELD, None) != NAME:
+            raise UnsupportedError(
+                f"--ncclep-{next(iter(options)).replace('_', '-')} was given, but the dispatcher is "
+                f"{getattr(parsed, FIELD, None)!r}, which would ignore it: leave it out, or add "
+                f"--moe-token-dispatcher-type {NAME}"
+            )
+        if options:
+            install(**options)
+        return parsed
+
+    module.parse_args = _marked(parse_args)
+
+
+# Module -> what is changed in it.
+HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
+    _CONFIG_MODULE: (_change_field, _change_post_init),
+    _LAYER_MODULE: (_change_layer,),
+    _ARGUMENTS_MODULE: (_change_add_arguments, _change_parse_args),
+}
+
+
+@contextmanager
+def _as_stand_in(config: Any) -> Iterator[None]:
+    """Show `config` to Megatron as if it asked for the stand-in type; the value comes back."""
+    if getattr(config, FIELD) != NAME:
+        yield
+        return
+    setattr(config, FIELD, STAND_IN)
+    try:
+        yield
+    finally:
+        setattr(config, FIELD, NAME)
+
+
+def _require_no_model(layer_module: ModuleType) -> None:
+    """Raise when an MoELayer exists: it was built without what `install` is about to set."""
+    layer = next((o for o in gc.get_objects() if isinstance(o, layer_module.MoELayer)), None)
+    if layer is not None:
+        raise IntegrationError(
+            "megatron_ncclep.install() was called after a model was built: the model's MoE layers "
+            f"already have their dispatcher ({type(layer.token_dispatcher).__name__}). Call it "
+            "before building the model"
+        )
+
+
+def _original(module: ModuleType, owner: Any, name: str, parameters: list[str]) -> Any:
+    """Return the function to wrap, or None if it is wrapped already; check its parameters."""
+    function = getattr(owner, name, None)
+    where = f"{module.__name__}.{'' if owner is module else owner.__name__ + '.'}{name}"
+    if not callable(function):
+        raise _changed(where, "a function")
+    if _is_changed(function):
+        return None
+    missing = [p for p in parameters if p not in inspect.signature(function).parameters]
+    if missing:
+        raise _changed(where, f"a function with the parameter {missing[0]!r}")
+    return function
+
+
+def _changed(place: str, expected: str) -> IntegrationError:
+    return IntegrationError(
+        f"{place} is not {expected}: this Megatron-Core is not one that megatron_ncclep knows "
+        f"({OLDEST} to {NEWEST})"
+    )
+
+
+def _marked(function: Any) -> Any:
+    setattr(function, _MARK, True)
+    return function
+
+
+def _is_changed(function: Any) -> bool:
+    return getattr(function, _MARK, False)

@@ -1,0 +1,117 @@
+"""Which Megatron options the dispatcher refuses, and what to do instead.
+
+A Megatron option that the dispatcher would get wrong or ignore is refused when the model is built.
+docs/support.md shows the same table to users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ncclep.errors import UnsupportedError
+
+# Versions of Megatron-Core that the tests run with.
+OLDEST, NEWEST = "0.16.1", "0.19.2"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One unsupported setting.
+
+    Attributes:
+        option: name of the TransformerConfig field.
+        is_set: says whether a value of it is refused.
+        remedy: what the user can do, as the rest of a sentence.
+    """
+
+    option: str
+    is_set: Callable[[Any], bool]
+    remedy: str
+
+
+def _is_on(value: Any) -> bool:
+    return bool(value)
+
+
+REFUSALS = (
+    Refusal(
+        "moe_shared_expert_overlap",
+        _is_on,
+        "leave it out: shared experts run before the dispatch, with the same result",
+    ),
+    Refusal(
+        "overlap_moe_expert_parallel_comm",
+        _is_on,
+        "leave it out: the schedule that overlaps two micro-batches is not supported yet",
+    ),
+    Refusal(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        _is_on,
+        "leave it out: delayed weight gradients are not supported yet",
+    ),
+    Refusal(
+        "moe_router_padding_for_quantization",
+        _is_on,
+        "set the option alignment (--ncclep-alignment 16 or 32) instead: it pads with zero rows",
+    ),
+    Refusal(
+        "moe_router_padding_for_fp8",
+        _is_on,
+        "set the option alignment (--ncclep-alignment 16 or 32) instead: it pads with zero rows",
+    ),
+    Refusal("fp8", _is_on, "train in bf16, fp16 or fp32: quantised experts are not supported yet"),
+    Refusal("fp4", _is_on, "train in bf16, fp16 or fp32: quantised experts are not supported yet"),
+    Refusal(
+        "cuda_graph_impl",
+        lambda value: value not in (None, "none"),
+        "leave it at 'none': CUDA graphs are not supported yet",
+    ),
+    Refusal("enable_cuda_graph", _is_on, "leave it out: CUDA graphs are not supported yet"),
+    Refusal("external_cuda_graph", _is_on, "leave it out: CUDA graphs are not supported yet"),
+    Refusal(
+        "moe_paged_stash", _is_on, "leave it out: it needs the flex dispatcher's over-budget report"
+    ),
+    Refusal(
+        "moe_expert_rank_capacity_factor",
+        lambda value: value is not None,
+        "set the option max_recv_rows (--ncclep-max-recv-rows) instead",
+    ),
+    Refusal(
+        "moe_ncclep_static_shape",
+        _is_on,
+        "it belongs to Megatron's flex dispatcher; set the option max_recv_rows instead",
+    ),
+    Refusal("moe_ncclep_zero_copy", _is_on, "it belongs to Megatron's flex dispatcher"),
+    Refusal(
+        "transformer_impl",
+        lambda value: value == "inference_optimized",
+        "use 'local' or 'transformer_engine': this dispatcher is for training",
+    ),
+)
+
+
+def check_supported(config: Any, expert_tensor_parallel_size: int) -> None:
+    """Refuse a TransformerConfig that the dispatcher would get wrong or ignore.
+
+    Args:
+        config: TransformerConfig; a field that this Megatron-Core does not have counts as not set.
+        expert_tensor_parallel_size: ranks that share one expert.
+
+    Raises:
+        UnsupportedError: names the option, its value and the remedy.
+    """
+    for refusal in REFUSALS:
+        value = getattr(config, refusal.option, None)
+        if refusal.is_set(value):
+            raise UnsupportedError(
+                f"moe_token_dispatcher_type='ncclep' does not support {refusal.option}={value!r}: "
+                f"{refusal.remedy}"
+            )
+    if expert_tensor_parallel_size > 1:
+        raise UnsupportedError(
+            "moe_token_dispatcher_type='ncclep' does not support expert tensor parallelism "
+            f"(size {expert_tensor_parallel_size}): set expert_tensor_parallel_size=1 "
+            "(--expert-tensor-parallel-size 1; without it Megatron takes the tensor-parallel size)"
+        )

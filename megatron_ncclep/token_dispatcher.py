@@ -1,0 +1,138 @@
+"""Megatron's six dispatcher hooks in terms of plan, dispatch and combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+from megatron_ncclep.combine import combine
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.dispatch import dispatch
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.route_plan import topk_from_routing_map, weights_from_probs
+
+
+class NcclEpTokenDispatcher(MoETokenDispatcher):
+    """Token dispatcher over one expert-parallel group.
+
+    Megatron calls the hooks in the order in which they stand here, once per micro-batch; what the
+    later ones need (plan and shape) is kept on the dispatcher between them, because Megatron's
+    hooks have no other place for it.  What backward needs is in the autograd graph, so that any
+    number of micro-batches may be between forward and backward.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any,
+    ) -> None:
+        """Make the engine.  Collective over the expert-parallel group.
+
+        Args:
+            num_local_experts: experts of this rank.
+            local_expert_indices: their global indices, consecutive.
+            config: TransformerConfig; its attribute `ncclep` is the EpConfig, if it has one.
+            pg_collection: Megatron's process groups; `ep`, `expt_tp` and `tp_ep` are used.
+
+        Raises:
+            InputError, EngineUnavailableError: see `create_engine`.
+        """
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        options = getattr(config, "ncclep", None) or EpConfig.resolve()
+        self.engine = create_engine(self.ep_group, config.num_moe_experts, options)
+        self._max_recv_rows = options.max_recv_rows
+        # With padding to capacity an expert takes tokens that did not choose it, so that a token
+        # may have more experts than the router's top-k.
+        self._router_adds_picks = config.moe_pad_expert_input_to_capacity
+        self._plan: RoutePlan | None = None
+        self._hidden_shape: torch.Size | None = None
+        # int64 scalar on the device: picks dropped so far in static mode, forward passes only.
+        self.num_dropped: torch.Tensor | None = None
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the routes off the map.  No communication, unless capacity padding needs it.
+
+        Args:
+            hidden_states: [..., hidden]; all leading dimensions together are the tokens.
+            routing_map: [num_tokens, num_experts] bool.
+            probs: [num_tokens, num_experts].
+
+        Returns:
+            hidden_states as [num_tokens, hidden] and the weights [num_tokens, top_k].
+        """
+        self._hidden_shape = hidden_states.shape
+        self._topk_idx = topk_from_routing_map(routing_map, self._top_k(routing_map))
+        weights = weights_from_probs(probs, self._topk_idx)
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), weights
+
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plan the routes and dispatch rows and weights.  Collective.
+
+        Args:
+            hidden_states: [num_tokens, hidden].
+            probs: weights [num_tokens, top_k].
+
+        Returns:
+            rows [num_rows, hidden] in slot order, and their weights [num_rows].
+        """
+        self._plan = self.engine.plan(self._topk_idx)
+        del self._topk_idx
+        if self._max_recv_rows is not None:
+            dropped = self._plan.num_dropped
+            self.num_dropped = dropped if self.num_dropped is None else self.num_dropped + dropped
+        return dispatch(self.engine, self._plan, hidden_states, probs)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Say where each expert's rows are; the rows are already in the experts' order.
+
+        Returns:
+            rows, tokens_per_expert int64 [num_local_experts], and the rows' weights.
+            tokens_per_expert is on the CPU, where Megatron's experts want it, and adds up to the
+            number of rows: in static mode the rows after the last block, which are zero, count as
+            the last expert's.
+        """
+        assert self._plan is not None, "token_dispatch comes first"
+        tokens_per_expert = self._plan.tokens_per_expert_on_host()
+        if self._max_recv_rows is not None:
+            tokens_per_expert = tokens_per_expert.clone()
+            tokens_per_expert[-1] += self._plan.num_rows - tokens_per_expert.sum()
+        return hidden_states, tokens_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Nothing to do: combine reads the experts' rows where they are."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add the experts' rows [num_rows, hidden] up at home: [num_tokens, hidden].  Collective."""
+        assert self._plan is not None, "token_dispatch comes first"
+        plan, self._plan = self._plan, None
+        return combine(self.engine, plan, hidden_states)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Give the output the shape that the hidden states came in."""
+        assert self._hidden_shape is not None, "dispatch_preprocess comes first"
+        return hidden_states.view(self._hidden_shape)
+
+    def _top_k(self, routing_map: torch.Tensor) -> int:
+        """Columns that the picks of this micro-batch need, the same on every rank."""
+        top_k: int = self.config.moe_router_topk
+        if not self._router_adds_picks:
+            return top_k
+        needed = routing_map.sum(dim=1).max() if len(routing_map) else routing_map.new_zeros(())
+        needed = needed.long()
+        dist.all_reduce(needed, dist.ReduceOp.MAX, group=self.ep_group)
+        return max(top_k, int(needed))
