@@ -1,0 +1,1 @@
+"""Cases, oracle, comparison and launcher: shared by the tests and the benchmarks."""

@@ -1,0 +1,129 @@
+"""Cases: routings with a readable name, made anew on any rank from the case alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+
+
+@dataclass(frozen=True)
+class Case:
+    """One routing problem of a whole group.
+
+    Attributes:
+        name: readable identity.
+        tokens: T of each rank; its length is the number of ranks.
+        num_experts: E.
+        top_k: K.
+        hidden: H.
+        dtype: payload dtype.
+        alignment, max_recv_rows: as in EpConfig.
+        skew: 0 spreads tokens evenly over experts; 1 sends everything to as few as possible.
+        dropped: fraction of picks that go nowhere.
+        seed: of the routing and the payload.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    num_experts: int = 8
+    top_k: int = 2
+    hidden: int = 16
+    dtype: torch.dtype = torch.float32
+    alignment: int = 1
+    max_recv_rows: int | None = None
+    skew: float = 0.0
+    dropped: float = 0.0
+    seed: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """R, ranks of the group."""
+        return len(self.tokens)
+
+    def config(self, engine: str = "reference") -> EpConfig:
+        """The engine's options for this case, with a deadline short enough for a test."""
+        return EpConfig(
+            engine=engine,
+            alignment=self.alignment,
+            max_recv_rows=self.max_recv_rows,
+            timeout_s=20.0,
+        )
+
+    def topk_idx(self, rank: int) -> torch.Tensor:
+        """[tokens[rank], top_k] int64: distinct experts of each token, -1 for dropped picks."""
+        generator = self._generator(rank, 1)
+        T, K, E = self.tokens[rank], self.top_k, self.num_experts
+        scores = torch.rand(T, E, generator=generator)
+        scores += self.skew * torch.linspace(1, 0, E)
+        topk_idx = scores.argsort(dim=1, descending=True)[:, :K]
+        gone = torch.rand(T, K, generator=generator) < self.dropped
+        return topk_idx.masked_fill(gone, -1)
+
+    def rows(self, rank: int, num_rows: int, salt: int) -> torch.Tensor:
+        """[num_rows, hidden] of the case's dtype: random, and offset by rank.
+
+        The values name (rank, row, column) up to rounding: sums of rows that were swapped, taken
+        from another rank or counted twice come out different.
+        """
+        noise = torch.rand(num_rows, self.hidden, generator=self._generator(rank, salt))
+        return (noise + rank + 1).to(self.dtype)
+
+    def weights(self, rank: int) -> torch.Tensor:
+        """[tokens[rank], top_k] fp32 in (0, 1); fp64 beside fp64 rows; all different."""
+        shape = (self.tokens[rank], self.top_k)
+        weights = torch.rand(shape, generator=self._generator(rank, 3), dtype=torch.float64)
+        return weights.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+
+    def _generator(self, rank: int, salt: int) -> torch.Generator:
+        return torch.Generator().manual_seed(1000003 * self.seed + 1009 * rank + salt)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def contract_cases(num_ranks: int) -> list[Case]:
+    """The cases that every engine must pass exactly, for a group of `num_ranks`."""
+    R = num_ranks
+    E = 4 * R  # four experts on each rank
+
+    def uneven(most: int) -> tuple[int, ...]:
+        return tuple(most * (r + 1) // R for r in range(R))
+
+    one_empty = (*uneven(20)[:-1], 0)
+    cases = [
+        Case("even", (16,) * R, E),
+        Case("uneven", uneven(23), E, top_k=3),
+        Case("a-rank-without-tokens", one_empty, E),
+        Case("no-tokens-at-all", (0,) * R, E),
+        Case("one-token", (*(0,) * (R - 1), 1), E),
+        Case("top-1", uneven(17), E, top_k=1),
+        Case("top-k-is-all-experts", uneven(9), E, top_k=E),
+        Case("top-k-is-32", uneven(7), 32 * R, top_k=32),
+        Case("one-expert-on-each-rank", uneven(14), R, top_k=min(R, 2)),
+        Case("masked-picks", uneven(31), E, top_k=4, dropped=0.4),
+        Case("tokens-without-experts", uneven(31), E, top_k=2, dropped=0.8),
+        Case("nobody-routes", uneven(11), E, dropped=1.1),
+        Case("all-to-the-first-experts", uneven(19), E, skew=100.0),
+        Case("skewed", uneven(40), 8 * R, top_k=4, skew=1.0),
+        Case("hidden-1", uneven(13), E, hidden=1),
+        Case("hidden-odd", uneven(13), E, hidden=37),
+        *(
+            Case(f"{str(dtype).removeprefix('torch.')}-top-6", uneven(25), E + R, 6, dtype=dtype)
+            if E + R >= 6
+            else Case(f"{str(dtype).removeprefix('torch.')}-top-4", uneven(25), E, 4, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        ),
+        *(
+            Case(f"alignment-{a}", uneven(29), E, 3, alignment=a, dropped=0.1)
+            for a in (16, 32, 64, 128)
+        ),
+        Case("static-with-room", uneven(12), E, max_recv_rows=256),
+        Case("static-overflow", uneven(40), E, 3, max_recv_rows=48, skew=0.5),
+        Case("static-overflow-aligned", uneven(60), E, 3, alignment=16, max_recv_rows=96, skew=0.5),
+        Case("static-one-row", uneven(6), E, max_recv_rows=1),
+        Case("static-bf16", uneven(30), E, 4, dtype=torch.bfloat16, max_recv_rows=64, dropped=0.2),
+    ]
+    return cases

@@ -1,0 +1,148 @@
+"""RankPool: processes that stay alive and run functions as the ranks of a group, on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a function that runs on a rank gets as its first argument.
+
+    Attributes:
+        rank: of this process.
+        num_ranks: R of `group`.
+        group: the process group of the ranks that run the function.
+    """
+
+    rank: int
+    num_ranks: int
+    group: dist.ProcessGroup
+
+
+class RankError(AssertionError):
+    """A function raised on a rank, or a rank died or did not answer in time."""
+
+
+class RankPool:
+    """Up to `size` processes under one gloo group, started once because starting is slow.
+
+    A function runs on the first R of them, over a group of just these.  When a rank dies or is late
+    the whole pool is killed; the next `run` starts it anew.
+    """
+
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size = size
+        self.backend = backend
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60
+    ) -> list[Any]:
+        """Call `function(context, *args)` on the first `ranks` processes; return what they return.
+
+        Args:
+            function: importable by name (pickled).
+            args: picklable.
+            ranks: R; default: all.
+            timeout: seconds for all of them together.
+
+        Raises:
+            RankError: with the traceback of every rank that failed.
+        """
+        if not self._processes:
+            self._start()
+        ranks = ranks or self.size
+        job = pickle.dumps((function, args, ranks))
+        for pipe in self._pipes[:ranks]:
+            pipe.send_bytes(job)
+        deadline = time.monotonic() + timeout
+        answers: list[Any] = []
+        failures = []
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise RankError(f"rank {rank} did not answer within {timeout} s")
+            try:
+                succeeded, answer = pickle.loads(pipe.recv_bytes())
+            except EOFError as error:
+                self.close()
+                raise RankError(f"rank {rank} died") from error
+            answers.append(answer)
+            if not succeeded:
+                failures.append(f"--- rank {rank} ---\n{answer}")
+        if failures:
+            raise RankError("\n" + "\n".join(failures))
+        return answers
+
+    def close(self) -> None:
+        """Kill the processes of this pool.  A later `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.size, self.backend, port, theirs, sys.path),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(
+    rank: int, size: int, backend: str, port: int, pipe: Connection, path: list[str]
+) -> None:
+    """Run jobs until the pool closes its end of the pipe."""
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
+    while True:
+        try:
+            function, args, ranks = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = function(RankContext(rank, ranks, groups[ranks]), *args)
+            reply = pickle.dumps((True, answer))
+        except BaseException:
+            reply = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(reply)

@@ -1,0 +1,138 @@
+"""The oracle: one process sees all ranks and moves one row at a time.
+
+It shares no code with any engine.  Slow, and short enough to be read against docs/contract.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Who sits in one row of a rank's dispatched tensor."""
+
+    source: int
+    token: int
+    pick: int
+    local_expert: int
+
+
+@dataclass(frozen=True)
+class OraclePlan:
+    """Routes of the whole group.
+
+    Attributes:
+        topk_idx: of each rank, [num_tokens, top_k].
+        slots: for each rank, one entry per row of its dispatched tensor; None is a zero row.
+        routed: for each rank, the rows of each local expert that hold a token.
+        padded: for each rank, the rows of each local expert's block.
+        num_dropped: for each rank, picks for its experts that did not fit.
+    """
+
+    topk_idx: list[torch.Tensor]
+    slots: list[list[Slot | None]]
+    routed: list[list[int]]
+    padded: list[list[int]]
+    num_dropped: list[int]
+
+
+def oracle_plan(
+    topk_idx: list[torch.Tensor],
+    num_experts: int,
+    alignment: int = 1,
+    max_recv_rows: int | None = None,
+) -> OraclePlan:
+    """Give every pick of every rank its slot.
+
+    Args:
+        topk_idx: of each rank, [num_tokens, top_k], -1 where a pick goes nowhere.
+        num_experts: E; rank r of R holds experts r * E / R to (r + 1) * E / R - 1.
+        alignment: rows of a block are padded to a multiple of it.
+        max_recv_rows: static mode, or None.
+    """
+    num_ranks = len(topk_idx)
+    num_local = num_experts // num_ranks
+    plan = OraclePlan(topk_idx, [], [], [], [])
+    for rank in range(num_ranks):
+        blocks: list[list[Slot]] = [[] for _ in range(num_local)]
+        num_rows, num_dropped, is_full = 0, 0, False
+        for source in range(num_ranks):
+            for token in range(len(topk_idx[source])):
+                for local_expert in range(num_local):
+                    expert = rank * num_local + local_expert
+                    for pick, chosen in enumerate(topk_idx[source][token].tolist()):
+                        if chosen != expert:
+                            continue
+                        block = blocks[local_expert]
+                        needed = alignment if len(block) % alignment == 0 else 0
+                        if max_recv_rows is not None and num_rows + needed > max_recv_rows:
+                            is_full = True
+                        if is_full:
+                            num_dropped += 1
+                            continue
+                        num_rows += needed
+                        block.append(Slot(source, token, pick, local_expert))
+        slots: list[Slot | None] = []
+        padded = []
+        for block in blocks:
+            rows = (len(block) + alignment - 1) // alignment * alignment
+            slots += [*block, *[None] * (rows - len(block))]
+            padded.append(rows)
+        if max_recv_rows is not None:
+            slots += [None] * (max_recv_rows - len(slots))
+        plan.slots.append(slots)
+        plan.routed.append([len(block) for block in blocks])
+        plan.padded.append(padded)
+        plan.num_dropped.append(num_dropped)
+    return plan
+
+
+def oracle_dispatch(
+    plan: OraclePlan, x: list[torch.Tensor], w: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Copy rows `x` [num_tokens, hidden] and weights `w` [num_tokens, top_k] to their slots."""
+    rows, row_w = [], []
+    for slots in plan.slots:
+        mine = torch.zeros(len(slots), x[0].shape[1], dtype=x[0].dtype)
+        mine_w = torch.zeros(len(slots), dtype=w[0].dtype)
+        for row, slot in enumerate(slots):
+            if slot is not None:
+                mine[row] = x[slot.source][slot.token]
+                mine_w[row] = w[slot.source][slot.token][slot.pick]
+        rows.append(mine)
+        row_w.append(mine_w)
+    return rows, row_w
+
+
+def oracle_combine(
+    plan: OraclePlan, y: list[torch.Tensor], w: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Add rows `y` [num_rows, hidden] up at home; bring `w` [num_rows] back to the picks.
+
+    The order of additions is the contract's: on an expert's rank over local experts, upwards, in
+    fp32 (fp64 for fp64), rounded once; at home over ranks, upwards, the home rank's part unrounded.
+    """
+    dtype = y[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    hidden = y[0].shape[1]
+    out, home_w = [], []
+    for home, topk_idx in enumerate(plan.topk_idx):
+        num_tokens, top_k = topk_idx.shape
+        total = torch.zeros(num_tokens, hidden, dtype=wide)
+        values = torch.zeros(num_tokens, top_k, dtype=w[0].dtype)
+        for rank, slots in enumerate(plan.slots):
+            partial: dict[int, torch.Tensor] = {}
+            for row, slot in enumerate(slots):  # slots are in the order of local experts
+                if slot is None or slot.source != home:
+                    continue
+                before = partial.get(slot.token, torch.zeros(hidden, dtype=wide))
+                partial[slot.token] = before + y[rank][row].to(wide)
+                values[slot.token, slot.pick] = w[rank][row]
+            for token, part in partial.items():
+                total[token] += part if rank == home else part.to(dtype).to(wide)
+        out.append(total.to(dtype))
+        home_w.append(values)
+    return out, home_w

@@ -1,0 +1,217 @@
+"""Gradients, and the schedules that training really has: plans alive together, recompute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ncclep.combine import combine
+from megatron_ncclep.dispatch import dispatch
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.compare import assert_same_bits
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+CASES = [
+    Case("dropless", (9, 5, 12, 1), 8, 3, hidden=5, dtype=torch.float64),
+    Case("masked-and-padded", (7, 0, 4), 6, 2, hidden=3, dtype=torch.float64, alignment=16, dropped=0.3),
+    Case("overflow", (14, 9), 4, 2, hidden=4, dtype=torch.float64, max_recv_rows=12),
+    Case("one-rank", (8,), 4, 4, hidden=3, dtype=torch.float64),
+]
+by_name = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def open_case(ctx: RankContext, case: Case, engine_name: str) -> tuple[Engine, RoutePlan]:
+    engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
+    return engine, engine.plan(case.topk_idx(ctx.rank))
+
+
+def inner_products(ctx: RankContext, case: Case, engine_name: str) -> tuple[float, ...]:
+    engine, plan = open_case(ctx, case, engine_name)
+    # Small integers: every product and sum is exact, so the identity must hold exactly.
+    whole = torch.Generator().manual_seed(ctx.rank)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-8, 9, shape, generator=whole).to(case.dtype)
+
+    x, w = integers(plan.num_tokens, case.hidden), integers(plan.num_tokens, case.top_k)
+    y, v = integers(plan.num_rows, case.hidden), integers(plan.num_rows)
+    rows, row_w = engine.dispatch(plan, x, w)
+    out, home = engine.combine(plan, y, v)
+    return ((rows * y).sum().item(), (x * out).sum().item(),
+            (row_w * v).sum().item(), (w * home).sum().item())
+
+
+@by_name
+def test_combine_is_the_adjoint_of_dispatch(pool: RankPool, engine_name: str, case: Case) -> None:
+    products = pool.run(inner_products, case, engine_name, ranks=case.num_ranks)
+    dx_y, x_cy, dw_v, w_cv = (sum(values) for values in zip(*products, strict=True))
+    assert dx_y == x_cy
+    assert dw_v == w_cv
+    assert dx_y != 0
+
+
+def gradcheck_on_rank(ctx: RankContext, case: Case, engine_name: str) -> bool:
+    """Compare analytic and numeric gradients of sum over ranks of loss(combine(experts(dispatch))).
+
+    gradcheck perturbs one input of one rank at a time, while every call is collective; so all ranks
+    walk through all ranks' inputs together, and the loss is the sum over ranks.
+    """
+    engine, plan = open_case(ctx, case, engine_name)
+    x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
+    w = case.weights(ctx.rank).requires_grad_()
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        rows, row_w = dispatch(engine, plan, x, w)
+        index = torch.arange(plan.num_rows, dtype=x.dtype)[:, None]
+        experts = torch.sin(rows * (1 + 0.1 * index)) * row_w[:, None]
+        out = combine(engine, plan, experts)
+        return (out * torch.cos(out)).sum()
+
+    loss(x, w).backward()
+    step = 1e-6
+    for source in range(ctx.num_ranks):
+        for kind, mine in (("x", x), ("w", w)):
+            mine_size = torch.tensor([mine.numel() if ctx.rank == source else 0])
+            torch.distributed.all_reduce(mine_size, group=ctx.group)
+            for element in range(int(mine_size)):
+                values = []
+                for sign in (1, -1):
+                    moved = {"x": x.detach().clone(), "w": w.detach().clone()}
+                    if ctx.rank == source:
+                        moved[kind].view(-1)[element] += sign * step
+                    total = loss(**moved).reshape(1)
+                    torch.distributed.all_reduce(total, group=ctx.group)
+                    values.append(total.item())
+                if ctx.rank == source:
+                    numeric = (values[0] - values[1]) / (2 * step)
+                    analytic = mine.grad.view(-1)[element].item()
+                    # Central differences in fp64: error ~ step^2 + 1e-16 * |loss| / step ~ 1e-8.
+                    assert abs(numeric - analytic) < 1e-6 * (1 + abs(analytic)), (
+                        f"d loss / d {kind}[{element}]: {analytic}, numerically {numeric}"
+                    )
+    return True
+
+
+@by_name
+def test_gradients_are_the_numeric_ones(pool: RankPool, engine_name: str, case: Case) -> None:
+    small = Case(**{**vars(case), "tokens": tuple(t // 3 for t in case.tokens), "hidden": 2})
+    assert all(pool.run(gradcheck_on_rank, small, engine_name, ranks=case.num_ranks))
+
+
+def torch_gradcheck(ctx: RankContext, engine_name: str) -> bool:
+    case = Case("gradcheck", (6,), 4, 2, hidden=3, dtype=torch.float64, alignment=16, dropped=0.2)
+    engine, plan = open_case(ctx, case, engine_name)
+    x = case.rows(0, 6, salt=2).requires_grad_()
+    w = case.weights(0).requires_grad_()
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, row_w = dispatch(engine, plan, x, w)
+        return combine(engine, plan, rows.sin() * row_w[:, None]), row_w
+
+    return torch.autograd.gradcheck(layer, (x, w))
+
+
+def test_torch_gradcheck_on_one_rank(pool: RankPool, engine_name: str) -> None:
+    assert pool.run(torch_gradcheck, engine_name, ranks=1) == [True]
+
+
+class Step:
+    """Forward and backward of one micro-batch, which may be far apart."""
+
+    def __init__(self, ctx: RankContext, engine: Engine, case: Case) -> None:
+        self.engine = engine
+        self.plan = engine.plan(case.topk_idx(ctx.rank))
+        self.x = case.rows(ctx.rank, case.tokens[ctx.rank], salt=2).requires_grad_()
+        self.w = case.weights(ctx.rank).requires_grad_()
+        rows, row_w = dispatch(engine, self.plan, self.x, self.w)
+        self.out = combine(engine, self.plan, torch.tanh(rows) * row_w[:, None])
+
+    def backward(self) -> list[torch.Tensor]:
+        self.out.backward(torch.cos(self.out.detach()))
+        return [self.out.detach(), self.x.grad, self.w.grad]
+
+
+def schedule_on_rank(ctx: RankContext, order: str, engine_name: str) -> list[list[torch.Tensor]]:
+    """Run e.g. "F0 F1 B0 F2 B1 B2" over two layers' engines; return each micro-batch's results."""
+    cases = [
+        Case("mb0", (9, 4, 7), 6, 2, hidden=8),
+        Case("mb1", (3, 11, 0), 12, 3, hidden=20, alignment=16),  # another layer: other shapes
+        Case("mb2", (5, 5, 5), 6, 2, hidden=8, seed=1),
+    ]
+    engines = [create_engine(ctx.group, c.num_experts, c.config(engine_name)) for c in cases]
+    engines[2] = engines[0]
+    steps: dict[int, Step] = {}
+    results: dict[int, list[torch.Tensor]] = {}
+    for action in order.split():
+        i = int(action[1])
+        if action[0] == "F":
+            steps[i] = Step(ctx, engines[i], cases[i])
+        else:
+            results[i] = steps.pop(i).backward()
+    return [results[i] for i in sorted(results)]
+
+
+def test_plans_alive_together_do_not_disturb_each_other(pool: RankPool, engine_name: str) -> None:
+    alone = pool.run(schedule_on_rank, "F0 B0 F1 B1 F2 B2", engine_name, ranks=3)
+    together = pool.run(schedule_on_rank, "F0 F1 B0 F2 B1 B2", engine_name, ranks=3)
+    backwards = pool.run(schedule_on_rank, "F0 F1 F2 B2 B0 B1", engine_name, ranks=3)
+    for rank in range(3):
+        for i in range(3):
+            for what, a, b, c in zip(
+                ("out", "x.grad", "w.grad"), alone[rank][i], together[rank][i], backwards[rank][i],
+                strict=True,
+            ):
+                assert_same_bits(b, a, f"1F1B: rank {rank}, micro-batch {i}, {what}")
+                assert_same_bits(c, a, f"reversed: rank {rank}, micro-batch {i}, {what}")
+
+
+def recompute_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
+    engine, plan = open_case(ctx, case, engine_name)
+    x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+    with torch.no_grad():
+        first = dispatch(engine, plan, x, case.weights(ctx.rank))
+        engine.plan(case.topk_idx(ctx.rank).flip(0))  # another micro-batch comes between
+    again = dispatch(engine, plan, x.requires_grad_(), case.weights(ctx.rank).requires_grad_())
+    return [*first, *again]
+
+
+@by_name
+def test_dispatching_again_from_a_saved_plan(pool: RankPool, engine_name: str, case: Case) -> None:
+    for rank, (rows, w, rows2, w2) in enumerate(
+        pool.run(recompute_on_rank, case, engine_name, ranks=case.num_ranks)
+    ):
+        assert_same_bits(rows2, rows, f"rows of rank {rank}")
+        assert_same_bits(w2, w, f"weights of rank {rank}")
+
+
+def repeat_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[list[torch.Tensor]]:
+    engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
+    return [Step(ctx, engine, case).backward() for _ in range(5)]
+
+
+def test_repeated_runs_give_the_same_bits(pool: RankPool, engine_name: str) -> None:
+    case = Case("repeat", (60, 30, 45, 0), 16, 6, hidden=64, dtype=torch.bfloat16, skew=0.5)
+    for rank, runs in enumerate(pool.run(repeat_on_rank, case, engine_name)):
+        for run in runs[1:]:
+            for what, a, b in zip(("out", "x.grad", "w.grad"), runs[0], run, strict=True):
+                assert_same_bits(b, a, f"rank {rank}, {what}")
+
+
+def double_weights_on_rank(ctx: RankContext, engine_name: str) -> tuple[torch.dtype, ...]:
+    case = Case("fp64-probabilities", (4, 3))
+    engine, plan = open_case(ctx, case, engine_name)
+    x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
+    w = case.weights(ctx.rank).double().requires_grad_()
+    rows, row_w = dispatch(engine, plan, x, w)
+    combine(engine, plan, rows * row_w[:, None].float()).sum().backward()
+    expected = x.detach().sum(dim=1, keepdim=True).expand(-1, case.top_k)
+    # One fp32 sum of 16 values in another order.
+    assert torch.allclose(w.grad.float(), expected, rtol=1e-5)
+    return row_w.dtype, w.grad.dtype
+
+
+def test_fp64_weights_come_back_as_fp64(pool: RankPool, engine_name: str) -> None:
+    for dtypes in pool.run(double_weights_on_rank, engine_name, ranks=2):
+        assert dtypes == (torch.float64, torch.float64)
