@@ -13,7 +13,7 @@ import torch
 # An entry of topk_idx that routes nowhere.
 NOT_ROUTED = -1
 # What a row of topk_idx holds when the routing map named more experts than top_k for its token.
-TOO_MANY_EXPERTS = -2
+TOO_MANY_EXPERTS = -(2**31)
 
 
 @dataclass(frozen=True)

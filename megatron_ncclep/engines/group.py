@@ -127,22 +127,26 @@ class EpGroup:
         sent = mine.to(self.device)
         received = sent.new_empty(self.size, sent.numel())
         self.wait(
-            lambda: dist.all_gather(
-                list(received.unbind()), sent, group=self.process_group, async_op=True
+            lambda group: dist.all_gather(
+                list(received.unbind()), sent, group=group, async_op=True
             ),
             what,
             timeout_s,
         )
         return received.cpu()
 
-    def wait(self, start: Callable[[], Any], what: str, timeout_s: float) -> None:
-        """Start a collective and wait for it, at most `timeout_s` seconds.
+    def wait(
+        self, start: Callable[[dist.ProcessGroup], Any], what: str, timeout_s: float
+    ) -> None:
+        """Start a collective on the torch group and wait for it, at most `timeout_s` seconds.
 
         Raises:
+            GroupClosedError: the process group was destroyed.
             PeerError: the backend gave up or the time is over; names this rank and `what`.
         """
+        group = self.process_group
         try:
-            start().wait(timedelta(seconds=timeout_s))
+            start(group).wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
             raise PeerError(
                 f"rank {self.rank} of {self.size}: no answer from the other ranks of the "

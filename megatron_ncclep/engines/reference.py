@@ -279,12 +279,12 @@ class ReferenceEngine:
         """Send `sent_splits[r]` entries of dimension 0 to rank r; return what comes, by source."""
         received = sent.new_empty(sum(received_splits), *sent.shape[1:])
         self.group.wait(
-            lambda: dist.all_to_all_single(
+            lambda group: dist.all_to_all_single(
                 received,
                 sent.contiguous(),
                 received_splits,
                 sent_splits,
-                group=self.group.process_group,
+                group=group,
                 async_op=True,
             ),
             what,

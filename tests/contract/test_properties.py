@@ -1,0 +1,67 @@
+"""Random routings: whatever tokens, experts, masks and alignment, all three steps are the oracle's."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.testing.oracle import oracle_combine, oracle_plan
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    ranks = draw(st.integers(1, 4))
+    num_experts = ranks * draw(st.integers(1, 6))
+    alignment = draw(st.sampled_from([1, 1, 16, 32]))
+    static = draw(st.none() | st.integers(1, 6))
+    return Case(
+        "random",
+        tuple(draw(st.lists(st.integers(0, 40), min_size=ranks, max_size=ranks))),
+        num_experts,
+        top_k=draw(st.integers(1, min(num_experts, 8))),
+        hidden=draw(st.integers(1, 9)),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64])),
+        alignment=alignment,
+        max_recv_rows=None if static is None else 16 * alignment * static,
+        skew=draw(st.sampled_from([0.0, 0.5, 100.0])),
+        dropped=draw(st.sampled_from([0.0, 0.2, 0.9])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def all_steps_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
+    engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
+    plan = engine.plan(case.topk_idx(ctx.rank))
+    x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+    rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
+    out, home = engine.combine(plan, case.rows(ctx.rank, plan.num_rows, salt=5), row_w)
+    return [rows, row_w, out, home]
+
+
+@settings(
+    max_examples=120,
+    deadline=None,  # no timing assertions
+    derandomize=True,  # the same cases on every machine; a failing one can be run again
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(case=cases())
+def test_every_step_is_the_oracles(pool: RankPool, engine_name: str, case: Case) -> None:
+    ranks = range(case.num_ranks)
+    oracle = oracle_plan(
+        [case.topk_idx(r) for r in ranks], case.num_experts, case.alignment, case.max_recv_rows
+    )
+    x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
+    w = [case.weights(r) for r in ranks]
+    results = pool.run(all_steps_on_rank, case, engine_name, ranks=case.num_ranks)
+    for rank, (rows, row_w, _, _) in enumerate(results):
+        assert_dispatched(oracle, x, w, rank, rows, row_w)
+    y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
+    out, home = oracle_combine(oracle, y, [result[1] for result in results])
+    for rank, result in enumerate(results):
+        assert_same_bits(result[2], out[rank], f"output of rank {rank}")
+        assert_same_bits(result[3], home[rank], f"weights back at rank {rank}")
