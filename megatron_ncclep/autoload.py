@@ -11,7 +11,6 @@ extensions.
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
@@ -48,20 +47,15 @@ def hook_imports() -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds what the others find, and wraps the loader of the modules that are to be changed."""
 
-    def __init__(self) -> None:
-        self._searching: set[str] = set()
-
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec for one of the hooked modules, None for all others."""
-        if fullname not in HOOKED_MODULES or fullname in self._searching:
+        if fullname not in HOOKED_MODULES:
             return None
-        self._searching.add(fullname)
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching.discard(fullname)
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _ChangingLoader(spec.loader)
         return spec

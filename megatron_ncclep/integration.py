@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -60,9 +61,8 @@ def install(**options: Any) -> None:
     """
     resolved = EpConfig.resolve(**options) if options else None
     layer_module = sys.modules.get(_LAYER_MODULE)
-    already = layer_module is not None and _is_changed(layer_module.MoELayer.__init__)
-    if (not already or resolved) and layer_module is not None:
-        _require_no_model(layer_module)
+    if layer_module is not None:
+        _require_no_model(layer_module, resolved is not None)
     autoload.hook_imports()
     for name in HOOKS:
         if name in sys.modules:
@@ -170,9 +170,19 @@ def _change_add_arguments(module: ModuleType) -> None:
     def add_megatron_arguments(parser: Any) -> Any:
         parser = original(parser)
         add_option_arguments(parser)
+        _escape_percent_signs(parser)
         return parser
 
     module.add_megatron_arguments = _marked(add_megatron_arguments)
+
+
+def _escape_percent_signs(parser: Any) -> None:
+    """Let `--help` print: 0.18 and 0.19 have a help text with a bare "10%)", which argparse takes
+    for a format and fails.
+    """
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"%([%(]?)", lambda m: m[0] if m[1] else "%%", action.help)
 
 
 def _change_parse_args(module: ModuleType) -> None:
@@ -219,15 +229,25 @@ def _as_stand_in(config: Any) -> Iterator[None]:
         setattr(config, FIELD, NAME)
 
 
-def _require_no_model(layer_module: ModuleType) -> None:
-    """Raise when an MoELayer exists: it was built without what `install` is about to set."""
-    layer = next((o for o in gc.get_objects() if isinstance(o, layer_module.MoELayer)), None)
-    if layer is not None:
-        raise IntegrationError(
-            "megatron_ncclep.install() was called after a model was built: the model's MoE layers "
-            f"already have their dispatcher ({type(layer.token_dispatcher).__name__}). Call it "
-            "before building the model"
-        )
+def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
+    """Raise when an MoELayer exists that was built without what `install` is about to set.
+
+    Before the first `install` that is every layer; later only a layer with our dispatcher, whose
+    options are about to change.
+    """
+    is_first = not _is_changed(layer_module.MoELayer.__init__)
+    if not is_first and not has_options:
+        return
+    for layer in gc.get_objects():
+        if type(layer) is not layer_module.MoELayer:
+            continue
+        dispatcher = type(layer.token_dispatcher)
+        if is_first or dispatcher.__module__ == "megatron_ncclep.token_dispatcher":
+            raise IntegrationError(
+                "megatron_ncclep.install() was called after a model was built: the model's MoE "
+                f"layers already have their dispatcher ({dispatcher.__name__}). Call it before "
+                "building the model"
+            )
 
 
 def _original(module: ModuleType, owner: Any, name: str, parameters: list[str]) -> Any:

@@ -52,7 +52,7 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def run(
-        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60
+        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 240
     ) -> list[Any]:
         """Call `function(context, *args)` on the first `ranks` processes; return what they return.
 
@@ -133,7 +133,7 @@ def _serve(
     )
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, timeout=timedelta(seconds=300))
     groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
     while True:
         try:

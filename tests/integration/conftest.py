@@ -1,0 +1,17 @@
+"""Fixtures for tests that run Megatron-Core on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_ncclep.testing.launcher import RankPool
+
+
+@pytest.fixture(scope="session")
+def megatron_pool() -> Iterator[RankPool]:
+    """Four processes of their own: Megatron on a CPU needs patches that last."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()

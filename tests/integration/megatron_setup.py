@@ -1,0 +1,81 @@
+"""Builds Megatron layers and models on the ranks of a pool; what the comparisons share."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
+
+
+def initialize(ep: int, tp: int = 1) -> None:
+    """Set Megatron up on this rank, over all ranks of the pool, from scratch."""
+    from megatron_ncclep import cpu
+
+    cpu.enable()
+    import megatron_ncclep
+
+    gc.collect()  # the layers of the last test: install() refuses to come after a model
+    megatron_ncclep.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+    )
+    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+    torch.manual_seed(123)
+
+
+def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **options: Any) -> Any:
+    """A TransformerConfig for small MoE layers; `options` win over the defaults."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    ncclep = options.pop("ncclep", None)
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 32,
+        "moe_ffn_hidden_size": 32,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "add_bias_linear": False,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "bias_dropout_fusion": False,
+    }
+    config = TransformerConfig(**{**values, **options})
+    assert config.moe_token_dispatcher_type == dispatcher
+    if ncclep is not None and dispatcher == "ncclep":
+        config.ncclep = ncclep
+    return config
+
+
+def build_layer(config: Any) -> Any:
+    """One MoELayer, with random experts that all differ, the same for every dispatcher."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False).submodules.mlp
+    # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
+    submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
+    layer = MoELayer(config, submodules=submodules, layer_number=1)
+    layer.set_layer_number(1)
+    return layer.to(config.params_dtype)

@@ -1,0 +1,81 @@
+"""Every supported Megatron-Core still has the places that the integration changes.
+
+The installed version is tested by everything else here too; the others are unpacked wheels under
+`<environment>/megatron/<version>` (scripts/fetch_megatron.sh) that a child process imports.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from megatron_ncclep.support import NEWEST, OLDEST
+
+INSTALLED = version("megatron-core")
+SUPPORTED = ["0.16.1", "0.17.1", "0.18.2", "0.19.2"]
+
+CHECK = """
+import warnings
+warnings.filterwarnings("error", message="megatron_ncclep")  # hook_imports warns, here it raises
+from megatron_ncclep import autoload, integration
+autoload.hook_imports()
+import megatron.core
+assert megatron.core.__version__ == "{version}", megatron.core.__file__
+from pathlib import Path
+from megatron_ncclep import cpu
+cpu.enable()
+import megatron.core.transformer.moe.moe_layer as layer
+import megatron.core.transformer.transformer_config as config
+assert integration._is_changed(layer.MoELayer.__init__)
+assert integration._is_changed(config.TransformerConfig.__post_init__)
+made = config.TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
+                                num_moe_experts=2, moe_token_dispatcher_type="ncclep",
+                                add_bias_linear=False)
+assert made.moe_token_dispatcher_type == "ncclep"
+integration.install()
+# Not in 0.16.1's wheel; of a wheel beside it on the path the folder would be another one.
+if (Path(megatron.core.__file__).parents[1] / "training").is_dir():
+    import argparse
+    import megatron.training.arguments as arguments
+    assert integration._is_changed(arguments.parse_args)
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    action = next(a for a in parser._actions if a.dest == "moe_token_dispatcher_type")
+    assert "ncclep" in action.choices and "alltoall" in action.choices, action.choices
+    assert "--ncclep-num-sms" in parser.format_help()
+print("ok")
+"""
+
+
+def versions_here() -> list[str]:
+    """0.17 and later need Python 3.12; the oldest runs on every Python we support."""
+    return SUPPORTED if sys.version_info >= (3, 12) else [INSTALLED]
+
+
+def test_the_range_is_the_tested_one() -> None:
+    assert (SUPPORTED[0], SUPPORTED[-1]) == (OLDEST, NEWEST)
+    assert Version(OLDEST) <= Version(INSTALLED) <= Version(NEWEST)
+
+
+@pytest.mark.parametrize("megatron_version", versions_here())
+def test_hook_points(megatron_version: str) -> None:
+    environment = dict(os.environ, NCCLEP_AUTOLOAD="0", OMP_NUM_THREADS="1")
+    if megatron_version != INSTALLED:
+        unpacked = Path(sys.prefix) / "megatron" / megatron_version
+        assert (unpacked / "megatron" / "core").is_dir(), (
+            f"no Megatron-Core {megatron_version} in {unpacked}: run scripts/fetch_megatron.sh"
+        )
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(unpacked), environment.get("PYTHONPATH", "")]
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK.format(version=megatron_version)],
+        env=environment, capture_output=True, text=True, timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("ok")

@@ -1,0 +1,184 @@
+"""Loading: autoload imports nothing and can be switched off; hooks work in any order of imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from megatron_ncclep import autoload, integration
+
+
+def run_python(code: str, **environment: str) -> str:
+    """Run `code` in a fresh interpreter; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_autoload_names_the_modules_that_integration_changes() -> None:
+    assert set(autoload.HOOKED_MODULES) == set(integration.HOOKS)
+
+
+def test_a_plain_install_is_enough() -> None:
+    """The entry point is found by `import torch`; nothing of Megatron is imported by it."""
+    out = run_python(
+        """
+        import sys, torch
+        early = [m for m in sys.modules if m.startswith("megatron.")]
+        assert not early, early
+        assert "megatron_ncclep.autoload" in sys.modules
+        assert "megatron_ncclep.integration" not in sys.modules
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        made = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
+            num_moe_experts=2, moe_token_dispatcher_type="ncclep", add_bias_linear=False)
+        print(made.moe_token_dispatcher_type)
+        """
+    )
+    assert "ncclep" in out
+
+
+@pytest.mark.parametrize("switch", ["NCCLEP_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_off_switches(switch: str) -> None:
+    run_python(
+        """
+        import sys, torch
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        from typing import get_args
+        field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
+        assert "ncclep" not in get_args(field.type)
+        assert "megatron_ncclep.integration" not in sys.modules
+        """,
+        **{switch: "0"},
+    )
+
+
+def test_a_failure_does_not_break_import_torch() -> None:
+    out = run_python("import torch; print(torch.ones(1).item())", NCCLEP_AUTOLOAD="maybe")
+    assert "1.0" in out
+    assert "could not hook into imports" in out
+    assert "NCCLEP_AUTOLOAD='maybe'" in out
+
+
+def test_looking_for_a_module_does_not_use_the_hook_up() -> None:
+    run_python(
+        """
+        import importlib.util, torch
+        name = "megatron.core.transformer.transformer_config"
+        importlib.util.find_spec(name)
+        importlib.util.find_spec(name)
+        from megatron_ncclep import integration
+        module = __import__(name, fromlist=["x"])
+        assert integration._is_changed(module.TransformerConfig.__post_init__)
+        # The module has its own loader back: sources and resources are found as ever.
+        assert "ChangingLoader" not in type(module.__loader__).__name__
+        assert "ChangingLoader" not in type(module.__spec__.loader).__name__
+        import inspect
+        assert "class TransformerConfig" in inspect.getsource(module)
+        """
+    )
+
+
+def test_install_after_megatron_was_imported_and_twice() -> None:
+    run_python(
+        """
+        import torch
+        import megatron.core.transformer.moe.moe_layer as layer
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        class_before = layer.MoELayer
+        import megatron_ncclep
+        megatron_ncclep.install()
+        first = layer.MoELayer.__init__
+        megatron_ncclep.install()
+        assert layer.MoELayer.__init__ is first and layer.MoELayer is class_before
+        options = dict(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2,
+                       add_bias_linear=False)
+        for kind in ("ncclep", "alltoall", "allgather"):
+            assert TransformerConfig(moe_token_dispatcher_type=kind, **options
+                                     ).moe_token_dispatcher_type == kind
+        """,
+        NCCLEP_AUTOLOAD="0",
+    )
+
+
+def test_the_config_is_validated_as_alltoall_is() -> None:
+    run_python(
+        """
+        import pytest, torch
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        for kind in ("ncclep", "alltoall"):
+            with pytest.raises(ValueError, match="moe_expert_capacity_factor"):
+                TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
+                    num_moe_experts=2, moe_token_dispatcher_type=kind, add_bias_linear=False,
+                    moe_pad_expert_input_to_capacity=True)
+        """
+    )
+
+
+def test_a_version_outside_the_range_is_a_warning() -> None:
+    run_python(
+        """
+        import pytest, torch, megatron.core
+        from megatron_ncclep import integration
+        megatron.core.__version__ = "0.99.0"
+        with pytest.warns(UserWarning, match="0.16.1 to 0.19.2; this is 0.99.0"):
+            integration.install()
+        """
+    )
+
+
+def test_a_changed_hook_point_is_an_error_that_names_it() -> None:
+    run_python(
+        """
+        import pytest, torch
+        import megatron.core.transformer.moe.moe_layer as layer
+        import megatron.core.transformer.transformer_config as config
+        from megatron_ncclep import integration
+        from megatron_ncclep.errors import IntegrationError
+        layer.MoELayer.__init__ = lambda self, settings: None
+        with pytest.raises(IntegrationError, match="moe_layer.MoELayer.__init__ is not .*'config'"):
+            integration.install()
+        config.TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"].type = str
+        with pytest.raises(IntegrationError, match="moe_token_dispatcher_type is not a Literal"):
+            integration.change_module(config)
+        """,
+        NCCLEP_AUTOLOAD="0",
+    )
+
+
+def test_options_of_config_environment_and_install() -> None:
+    run_python(
+        """
+        import pytest
+        from megatron_ncclep.config import EpConfig
+        from megatron_ncclep.errors import InputError
+        assert EpConfig.resolve().alignment == 32
+        assert EpConfig.resolve(alignment=64).alignment == 64
+        assert EpConfig.resolve(alignment=None).alignment == 32
+        for wrong in ({"alignment": 7}, {"num_sms": 0}, {"timeout_s": 0}, {"max_recv_rows": 33},
+                      {"numsms": 3}):
+            with pytest.raises(InputError, match=next(iter(wrong))):
+                EpConfig.resolve(**wrong)
+        """,
+        NCCLEP_ALIGNMENT="32",
+    )
+
+
+def test_an_environment_variable_that_cannot_be_parsed_is_named() -> None:
+    run_python(
+        """
+        import pytest
+        from megatron_ncclep.config import EpConfig
+        from megatron_ncclep.errors import InputError
+        with pytest.raises(InputError, match="NCCLEP_NUM_SMS='many'"):
+            EpConfig.resolve()
+        """,
+        NCCLEP_NUM_SMS="many",
+    )

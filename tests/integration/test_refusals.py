@@ -1,0 +1,114 @@
+"""What the dispatcher does not support is refused when the model is built, never ignored."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from megatron_setup import build_layer, initialize, make_config
+
+from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
+from megatron_ncclep.support import REFUSALS, check_supported
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+BUILDS = {
+    "shared-expert-overlap": (
+        {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
+        "moe_shared_expert_overlap=True: leave it out",
+    ),
+    "router-padding": (
+        {"moe_router_padding_for_quantization": True},
+        "moe_router_padding_for_quantization=True: set the option alignment",
+    ),
+}
+
+
+def build_error(ctx: RankContext, options: dict[str, Any]) -> str:
+    initialize(ep=4)
+    config = make_config("ncclep", torch.float32, 4)
+    # Set after validation: Megatron's own checks ask for FP8 hardware with some of them.
+    for name, value in options.items():
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedError) as caught:
+        build_layer(config)
+    assert config.moe_token_dispatcher_type == "ncclep"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_unsupported_options_are_refused_at_build(megatron_pool: RankPool, name: str) -> None:
+    options, message = BUILDS[name]
+    for text in megatron_pool.run(build_error, options):
+        assert message in text
+
+
+def every_refusal(ctx: RankContext) -> list[str]:
+    initialize(ep=4)
+    missing = []
+    for refusal in REFUSALS:
+        config = make_config("ncclep", torch.float32, 4)
+        if not hasattr(config, refusal.option):
+            missing.append(refusal.option)
+            continue
+        check_supported(config, 1)
+        value = {"fp8": "e4m3", "cuda_graph_impl": "local", "moe_expert_rank_capacity_factor": 1.5,
+                 "transformer_impl": "inference_optimized"}.get(refusal.option, True)
+        setattr(config, refusal.option, value)
+        with pytest.raises(UnsupportedError, match=refusal.option):
+            check_supported(config, 1)
+    with pytest.raises(UnsupportedError, match="--expert-tensor-parallel-size 1"):
+        check_supported(make_config("ncclep", torch.float32, 4), 2)
+    return missing
+
+
+def test_every_refusal_refuses(megatron_pool: RankPool) -> None:
+    # Fields that an older Megatron-Core does not have yet.
+    newer = {
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "moe_paged_stash",
+        "moe_expert_rank_capacity_factor",
+        "moe_ncclep_static_shape",
+        "moe_ncclep_zero_copy",
+        "fp4",
+    }
+    for missing in megatron_pool.run(every_refusal):
+        assert set(missing) <= newer
+
+
+def indivisible_on_rank(ctx: RankContext) -> str:
+    initialize(ep=4)
+    config = make_config("ncclep", torch.float32, 4)
+    config.num_moe_experts = 6
+    with pytest.raises(InputError) as caught:
+        build_layer(config)
+    return str(caught.value)
+
+
+def test_experts_that_cannot_be_divided(megatron_pool: RankPool) -> None:
+    for text in megatron_pool.run(indivisible_on_rank):
+        assert "6 experts cannot be divided over 4 expert-parallel ranks" in text
+
+
+def install_too_late(ctx: RankContext) -> None:
+    initialize(ep=4)
+    import megatron_ncclep
+
+    megatron_ncclep.install()  # nothing new to set: harmless at any time
+    layer = build_layer(make_config("ncclep", torch.float32, 4))
+    megatron_ncclep.install()
+    with pytest.raises(IntegrationError, match="after a model was built.*NcclEpTokenDispatcher"):
+        megatron_ncclep.install(alignment=16)
+    del layer
+    gc.collect()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    megatron_ncclep.install(alignment=16)
+    layer = build_layer(make_config("ncclep", torch.float32, 4))
+    assert layer.token_dispatcher.engine.config.alignment == 16
+    del TransformerConfig.ncclep
+
+
+def test_install_after_a_model_was_built(megatron_pool: RankPool) -> None:
+    megatron_pool.run(install_too_late)
