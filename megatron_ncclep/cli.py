@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from megatron_ncclep.errors import EpError
 from megatron_ncclep.version import __version__
 
 # name -> (module with `add_arguments(parser)` and `main(args) -> int`, one line of help)
@@ -18,14 +20,29 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the `ncclep` command with `argv` (default: the process's) and return its exit status."""
-    parser = argparse.ArgumentParser(prog="ncclep", description=__doc__)
+    """Run the `ncclep` command with `argv` (default: the process's) and return its exit status.
+
+    A user's mistake (EpError) is printed as one line, with exit status 2.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="ncclep", description="Train with the Megatron-Core token dispatcher ncclep."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, summary) in COMMANDS.items():
-        command = subparsers.add_parser(name, help=summary, description=import_module(module).__doc__,
-                                        formatter_class=argparse.RawDescriptionHelpFormatter)
-        import_module(module).add_arguments(command)
-        command.set_defaults(run=import_module(module).main)
+    for name, (module_name, summary) in COMMANDS.items():
+        command = subparsers.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if argv[:1] == [name]:
+            module = import_module(module_name)
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.main)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        status: int = args.run(args)
+    except EpError as error:
+        print(f"ncclep {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    return status

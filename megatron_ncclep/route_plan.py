@@ -62,7 +62,9 @@ def weights_from_probs(probs: torch.Tensor, topk_idx: torch.Tensor) -> torch.Ten
         [num_tokens, top_k] of the dtype of `probs`; zero where a pick goes nowhere.
     """
     picked = probs.gather(1, topk_idx.clamp(min=0))
-    return torch.where(topk_idx >= 0, picked, torch.zeros((), dtype=probs.dtype, device=probs.device))
+    return torch.where(
+        topk_idx >= 0, picked, torch.zeros((), dtype=probs.dtype, device=probs.device)
+    )
 
 
 def make_plan(

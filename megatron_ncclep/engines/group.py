@@ -103,7 +103,9 @@ class EpGroup:
         theirs = self.gather(torch.tensor(mine), f"{phase}, call {call}", timeout_s).tolist()
 
         if any(row[:2] != mine[:2] for row in theirs):
-            where = [f"rank {r} is in {PHASES[row[0]]}, call {row[1]}" for r, row in enumerate(theirs)]
+            where = [
+                f"rank {r} is in {PHASES[row[0]]}, call {row[1]}" for r, row in enumerate(theirs)
+            ]
             raise PeerError(
                 f"the ranks of the expert-parallel group are in different calls: {'; '.join(where)}."
                 " Every rank must run the same layers in the same order, backward included"
@@ -135,9 +137,7 @@ class EpGroup:
         )
         return received.cpu()
 
-    def wait(
-        self, start: Callable[[dist.ProcessGroup], Any], what: str, timeout_s: float
-    ) -> None:
+    def wait(self, start: Callable[[dist.ProcessGroup], Any], what: str, timeout_s: float) -> None:
         """Start a collective on the torch group and wait for it, at most `timeout_s` seconds.
 
         Raises:

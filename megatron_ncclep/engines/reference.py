@@ -116,13 +116,17 @@ class ReferenceEngine:
         picks_received = counts[:, 1, self.group.rank]
         first_sent = pairs_sent.cumsum(0) - pairs_sent
         picks = self._exchange(
-            torch.stack([pair_of_pick - first_sent[expert // num_local], expert % num_local], dim=1),
+            torch.stack(
+                [pair_of_pick - first_sent[expert // num_local], expert % num_local], dim=1
+            ),
             picks_sent.tolist(),
             picks_received.tolist(),
             "plan, exchanging picks",
         )
         # They arrive in the order (source rank, token, local expert).
-        first_received = (pairs_received.cumsum(0) - pairs_received).repeat_interleave(picks_received)
+        first_received = (pairs_received.cumsum(0) - pairs_received).repeat_interleave(
+            picks_received
+        )
         pick_pair = picks[:, 0] + first_received.to(picks.device)
         slots = self._slots(picks[:, 1])
 

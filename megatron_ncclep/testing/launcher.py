@@ -52,7 +52,11 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def run(
-        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 240
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int | None = None,
+        timeout: float = 240,
     ) -> list[Any]:
         """Call `function(context, *args)` on the first `ranks` processes; return what they return.
 

@@ -15,7 +15,16 @@ from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 CASES = [
     Case("dropless", (9, 5, 12, 1), 8, 3, hidden=5, dtype=torch.float64),
-    Case("masked-and-padded", (7, 0, 4), 6, 2, hidden=3, dtype=torch.float64, alignment=16, dropped=0.3),
+    Case(
+        "masked-and-padded",
+        (7, 0, 4),
+        6,
+        2,
+        hidden=3,
+        dtype=torch.float64,
+        alignment=16,
+        dropped=0.3,
+    ),
     Case("overflow", (14, 9), 4, 2, hidden=4, dtype=torch.float64, max_recv_rows=12),
     Case("one-rank", (8,), 4, 4, hidden=3, dtype=torch.float64),
 ]
@@ -39,8 +48,12 @@ def inner_products(ctx: RankContext, case: Case, engine_name: str) -> tuple[floa
     y, v = integers(plan.num_rows, case.hidden), integers(plan.num_rows)
     rows, row_w = engine.dispatch(plan, x, w)
     out, home = engine.combine(plan, y, v)
-    return ((rows * y).sum().item(), (x * out).sum().item(),
-            (row_w * v).sum().item(), (w * home).sum().item())
+    return (
+        (rows * y).sum().item(),
+        (x * out).sum().item(),
+        (row_w * v).sum().item(),
+        (w * home).sum().item(),
+    )
 
 
 @by_name
@@ -160,7 +173,10 @@ def test_plans_alive_together_do_not_disturb_each_other(pool: RankPool, engine_n
     for rank in range(3):
         for i in range(3):
             for what, a, b, c in zip(
-                ("out", "x.grad", "w.grad"), alone[rank][i], together[rank][i], backwards[rank][i],
+                ("out", "x.grad", "w.grad"),
+                alone[rank][i],
+                together[rank][i],
+                backwards[rank][i],
                 strict=True,
             ):
                 assert_same_bits(b, a, f"1F1B: rank {rank}, micro-batch {i}, {what}")

@@ -12,7 +12,9 @@ from megatron_ncclep.testing.launcher import RankContext, RankPool
 from megatron_ncclep.testing.oracle import OraclePlan, oracle_combine, oracle_plan
 
 CASES = [
-    pytest.param(case, id=f"{ranks}ranks-{case}") for ranks in (1, 2, 3, 4) for case in contract_cases(ranks)
+    pytest.param(case, id=f"{ranks}ranks-{case}")
+    for ranks in (1, 2, 3, 4)
+    for case in contract_cases(ranks)
 ]
 WEIGHT_DTYPE = {torch.float64: torch.float64}
 

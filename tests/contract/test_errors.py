@@ -150,7 +150,9 @@ def option_that_would_be_ignored(ctx, engine):
 
 
 def too_many_rows(ctx, engine):
-    engine.caps = EngineCaps("reference", "", engine.caps.payload_dtypes, 1, frozenset(), max_rows=4)
+    engine.caps = EngineCaps(
+        "reference", "", engine.caps.payload_dtypes, 1, frozenset(), max_rows=4
+    )
     engine.plan(TOPK)
 
 

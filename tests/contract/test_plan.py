@@ -11,7 +11,9 @@ from megatron_ncclep.testing.launcher import RankContext, RankPool
 from megatron_ncclep.testing.oracle import oracle_plan
 
 CASES = [
-    pytest.param(case, id=f"{ranks}ranks-{case}") for ranks in (1, 2, 3, 4) for case in contract_cases(ranks)
+    pytest.param(case, id=f"{ranks}ranks-{case}")
+    for ranks in (1, 2, 3, 4)
+    for case in contract_cases(ranks)
 ]
 
 

@@ -11,7 +11,11 @@ SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
 
 
 def initialize(ep: int, tp: int = 1) -> None:
-    """Set Megatron up on this rank, over all ranks of the pool, from scratch."""
+    """Set Megatron up on this rank, over all ranks of the pool, with fresh random numbers.
+
+    Groups of the sizes asked for are kept from the last call if they are the same: Megatron makes
+    dozens of process groups at a time and never destroys one, and each brings threads of its own.
+    """
     from megatron_ncclep import cpu
 
     cpu.enable()
@@ -22,12 +26,18 @@ def initialize(ep: int, tp: int = 1) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
-    )
+    wanted = {
+        "tensor_model_parallel_size": tp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+    }
+    if not parallel_state.model_parallel_is_initialized() or wanted != {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(**wanted)
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
     torch.manual_seed(123)
 

@@ -75,7 +75,10 @@ def test_hook_points(megatron_version: str) -> None:
         )
     done = subprocess.run(
         [sys.executable, "-c", CHECK.format(version=megatron_version)],
-        env=environment, capture_output=True, text=True, timeout=240,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("ok")

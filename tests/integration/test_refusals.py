@@ -53,8 +53,12 @@ def every_refusal(ctx: RankContext) -> list[str]:
             missing.append(refusal.option)
             continue
         check_supported(config, 1)
-        value = {"fp8": "e4m3", "cuda_graph_impl": "local", "moe_expert_rank_capacity_factor": 1.5,
-                 "transformer_impl": "inference_optimized"}.get(refusal.option, True)
+        value = {
+            "fp8": "e4m3",
+            "cuda_graph_impl": "local",
+            "moe_expert_rank_capacity_factor": 1.5,
+            "transformer_impl": "inference_optimized",
+        }.get(refusal.option, True)
         setattr(config, refusal.option, value)
         with pytest.raises(UnsupportedError, match=refusal.option):
             check_supported(config, 1)
@@ -98,7 +102,7 @@ def install_too_late(ctx: RankContext) -> None:
     megatron_ncclep.install()  # nothing new to set: harmless at any time
     layer = build_layer(make_config("ncclep", torch.float32, 4))
     megatron_ncclep.install()
-    with pytest.raises(IntegrationError, match="after a model was built.*NcclEpTokenDispatcher"):
+    with pytest.raises(IntegrationError, match=r"after a model was built.*NcclEpTokenDispatcher"):
         megatron_ncclep.install(alignment=16)
     del layer
     gc.collect()

@@ -1,0 +1,51 @@
+# `make train` and `make test` are all that a newcomer needs; `make help` lists the rest.
+
+SHELL := /bin/bash
+VENV ?= .venv
+BIN = $(VENV)/bin
+# Written when the environment is complete; anything that decides its content makes it out of date.
+READY = $(VENV)/.ready
+export PYTHON
+
+SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
+NATIVE_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: help train test lint types format setup clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
+	@echo
+	@echo "ARGS=\"...\"  arguments of 'ncclep train' or of pytest"
+	@echo "PYTHON=...  the Python to use: a version such as 3.12, a command or a path"
+	@echo "VENV=...    the folder of the virtual environment (default: .venv)"
+
+train: ARGS = --ranks 2 --compare alltoall
+train: $(READY)  ## train a small mixture-of-experts GPT on this machine's CPU
+	$(BIN)/ncclep train $(ARGS)
+
+test: $(READY)  ## run the tests; ARGS="-k NAME" picks some
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## check style: Python, shell scripts, native sources
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck $(SHELL_SCRIPTS)
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES))
+
+types: $(READY)  ## check types
+	$(BIN)/mypy
+
+format: $(READY)  ## rewrite all sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))
+
+setup: $(READY)  ## make the virtual environment only
+
+$(READY): pyproject.toml setup.py $(wildcard constraints/*.txt) scripts/setup_venv.sh scripts/fetch_megatron.sh
+	scripts/setup_venv.sh $(VENV)
+	@touch $@
+
+clean:  ## remove what the other targets made, the environments included; runs/ stays
+	rm -rf .venv* build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,137 @@
+"""Run an unmodified Megatron-LM script, with the dispatcher type `ncclep` available to it.
+
+    ncclep run pretrain_gpt.py --moe-token-dispatcher-type ncclep ...
+    torchrun --nproc-per-node 8 -m megatron_ncclep run pretrain_gpt.py ...
+
+The script runs as `python SCRIPT ARGS...` would run it: as `__main__`, in this process, with its
+own folder in front of the import path; its exit status and exceptions are the command's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.util
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_ncclep import autoload
+from megatron_ncclep.errors import InputError, IntegrationError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `[--cpu] SCRIPT ARGS...`; all that follows the script is the script's."""
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="run on a machine without a GPU; the script also needs --distributed-backend gloo, "
+        "--transformer-impl local and --use-cpu-initialization",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="path of the script, pretrain_gpt.py say")
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the script; return 0 when it ends without SystemExit.
+
+    Not collective by itself: every rank of `torchrun` calls it.
+
+    Raises:
+        InputError: SCRIPT is not a file.
+        UnsupportedError: `--cpu` on a machine with a GPU.
+        Exception: whatever the script raises.
+    """
+    script = Path(args.script)
+    if not script.is_file():
+        what = "a folder" if script.is_dir() else "not there"
+        raise InputError(f"script {args.script!r} is {what}: give the path of a Python file")
+    _pose_as_python(script, args.arguments)
+    autoload.hook_imports()
+    after_import("megatron.core.datasets.utils", skip_missing_makefile)
+    if args.cpu:
+        _move_to_cpu()
+    runpy.run_path(args.script, run_name="__main__")
+    return 0
+
+
+def _pose_as_python(script: Path, arguments: Sequence[str]) -> None:
+    """Set `sys.argv` and `sys.path[0]` to what `python SCRIPT ARGS...` would set them to."""
+    sys.argv = [str(script), *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # `python -P` leaves sys.path[0] out; from 3.11
+        sys.path[0] = str(script.resolve().parent)
+
+
+def _move_to_cpu() -> None:
+    # Only now: the Megatron that gets imported must be the one that the script will find.
+    from megatron_ncclep import cpu
+
+    cpu.enable()
+    # The wheel of 0.16 has no megatron.training; scripts that need only megatron.core still run.
+    if importlib.util.find_spec("megatron.training") is not None:
+        cpu.enable_training_scripts()
+
+
+def skip_missing_makefile(datasets_utils: ModuleType) -> None:
+    """Make `compile_helpers` do nothing where there is nothing to compile with and no need to.
+
+    megatron.training calls it at start-up.  It runs `make` in the installed package, but the wheels
+    bring the compiled helpers and no Makefile, so that every run would end there.  A checkout has a
+    Makefile: there nothing is changed.  Where both are missing, the call raises IntegrationError.
+
+    Args:
+        datasets_utils: the module megatron.core.datasets.utils.
+    """
+    folder = Path(str(datasets_utils.__file__)).parent
+    if (folder / "Makefile").exists():
+        return
+
+    def compile_helpers() -> None:
+        name = f"{datasets_utils.__package__}.helpers_cpp"
+        if importlib.util.find_spec(name) is None:
+            raise IntegrationError(
+                f"{name} is not compiled, and {folder} has no Makefile to compile it with: install "
+                "a megatron-core wheel that was built for this Python, or run from a checkout"
+            )
+
+    datasets_utils.compile_helpers = compile_helpers  # type: ignore[attr-defined]
+
+
+def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Call `change(module)` when the submodule `name` gets imported; now, if it already was."""
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _SubmoduleFinder(name, change))
+
+
+class _SubmoduleFinder(importlib.abc.MetaPathFinder):
+    """Finds one submodule in its package, as Python does, and lets it be changed when it is run."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._change = change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the submodule, None for all others."""
+        if fullname != self._name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._change(module)
+
+            loader.exec_module = exec_module
+        return spec

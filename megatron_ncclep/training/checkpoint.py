@@ -1,0 +1,144 @@
+"""Checkpoints in Megatron-Core's distributed format.
+
+`megatron.core.dist_checkpointing` works on the CPU with gloo in every supported version, and
+stores each expert under its global number: a run can go on with another dispatcher, on another
+number of ranks and with another expert parallelism.  One border cannot be crossed: with experts on
+several ranks Megatron has one optimizer for them and one for the rest, without just one, and the
+two layouts do not load into each other.  Random states are not stored, because the loop derives
+them from the seed and the step (`loop.seed_step`).
+
+    OUT/checkpoint/step-000200/     .distcp files, written by all ranks
+    OUT/checkpoint/latest           the number of the newest complete one
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_ncclep.errors import InputError
+
+# What may differ between a checkpoint and the run that goes on from it.
+CHANGEABLE = frozenset({"train-iters", "micro-batch-size", "eval-iters"})
+
+
+def latest_step(folder: Path) -> int | None:
+    """The step of the newest complete checkpoint in `folder`, None if there is none."""
+    pointer = folder / "latest"
+    return int(pointer.read_text(encoding="ascii")) if pointer.is_file() else None
+
+
+def _step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def check_settings(
+    folder: Path, settings: dict[str, Any], fingerprint: str, expert_parallel: int
+) -> None:
+    """Check that the newest checkpoint in `folder` belongs to the same model, recipe and text.
+
+    Raises:
+        InputError: a value differs; the message names it.
+    """
+    step = latest_step(folder)
+    if step is None:
+        return
+    saved = json.loads((_step_folder(folder, step) / "settings.json").read_text(encoding="utf-8"))
+    for name in sorted(settings.keys() | saved["settings"].keys()):
+        then, now = saved["settings"].get(name), settings.get(name)
+        if then != now and name not in CHANGEABLE:
+            raise InputError(
+                f"--resume: {name} was {then} when {folder} was written and is {now} now: "
+                "set it back, or start a new run with another --out"
+            )
+    if saved["fingerprint"] != fingerprint:
+        raise InputError(
+            f"--resume: the text is not the one that {folder} was written with: set --text back, "
+            "or start a new run with another --out"
+        )
+    before = saved["expert_parallel"]
+    if (before == 1) != (expert_parallel == 1):
+        raise InputError(
+            f"--resume: the experts were on {before} ranks when {folder} was written and are on "
+            f"{expert_parallel} now: Megatron's optimizer state does not move between one rank and "
+            f"several; choose --ranks or --expert-parallel accordingly"
+        )
+
+
+def _state(model: Any, optimizer: Any, scheduler: Any, is_loading: bool) -> dict[str, Any]:
+    """The sharded state dict; `model` is the GPTModel, without wrappers."""
+    from megatron.core import parallel_state
+
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        # Optimizer state under plain parameter names, whatever the ranks' optimizers are.
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+    }
+    state = {"model": model.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state, is_loading=is_loading, metadata=metadata
+    )
+    state["scheduler"] = scheduler.state_dict()
+    return state
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    settings: dict[str, Any],
+    fingerprint: str,
+    expert_parallel: int,
+) -> None:
+    """Write the state after `step` steps and drop the one before.  Collective.
+
+    A crash leaves either the old checkpoint or the new one as the latest.
+    """
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    before = latest_step(folder)
+    target = _step_folder(folder, step)
+    if dist.get_rank() == 0:
+        if target.exists():
+            shutil.rmtree(target)  # an unfinished one, or an earlier run's
+        target.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_state(model, optimizer, scheduler, is_loading=False), str(target))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        record = {
+            "step": step,
+            "settings": settings,
+            "fingerprint": fingerprint,
+            "expert_parallel": expert_parallel,
+        }
+        (target / "settings.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        pointer = folder / "latest.new"
+        pointer.write_text(str(step), encoding="ascii")
+        pointer.replace(folder / "latest")
+        if before is not None and before != step:
+            shutil.rmtree(_step_folder(folder, before))
+    dist.barrier()
+
+
+def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> int:
+    """Load the newest checkpoint of `folder` and return its step, 0 if there is none.  Collective."""
+    from megatron.core import dist_checkpointing
+
+    step = latest_step(folder)
+    if step is None:
+        return 0
+    source = _step_folder(folder, step)
+    state = dist_checkpointing.load(
+        _state(model, optimizer, scheduler, is_loading=True), str(source)
+    )
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    return step

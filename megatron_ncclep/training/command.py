@@ -1,0 +1,171 @@
+"""Train a mixture-of-experts GPT on text with Megatron-Core.
+
+Without --text the text is the source of the running interpreter's standard library.  Results go to
+--out: log.jsonl, loss.png and checkpoint/.  The command starts its ranks itself; under torchrun it
+is one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_ncclep import config_files
+from megatron_ncclep.config import add_option_arguments, given_options
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.training.job import DISPATCHERS, Job
+from megatron_ncclep.training.quiet import hide_remarks
+from megatron_ncclep.training.settings import parse_changes
+
+DEFAULT_RANKS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ncclep train`."""
+    parser.add_argument(
+        "--model",
+        default="tiny",
+        metavar="NAME_OR_PATH",
+        help=f"model file: {', '.join(config_files.names('model'))}, or a path that ends in .yaml "
+        "(default: tiny)",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change values of the model file, such as --set num-layers=2 lr=1e-3",
+    )
+    parser.add_argument("--steps", type=int, help="optimizer steps (the file's train-iters)")
+    parser.add_argument("--seed", type=int, help="of weights and data order (the file's seed)")
+    parser.add_argument(
+        "--dispatcher", choices=DISPATCHERS, default="ncclep", help="default: ncclep"
+    )
+    parser.add_argument(
+        "--compare",
+        choices=DISPATCHERS,
+        help="train a second time with this dispatcher and plot both",
+    )
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="text files or folders, or the prefix of a Megatron .bin/.idx pair",
+    )
+    parser.add_argument("--out", help="folder for the results (default: runs/NAME of the model)")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run in --out")
+    parser.add_argument(
+        "--ranks", type=int, help=f"processes to start (default: {DEFAULT_RANKS}, or torchrun's)"
+    )
+    parser.add_argument(
+        "--expert-parallel", type=int, help="ranks that share the experts (default: all)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto (the default) takes the GPUs when there are any",
+    )
+    parser.add_argument(
+        "--save-every", type=int, default=100, help="steps between checkpoints (default: 100)"
+    )
+    parser.add_argument(
+        "--exit-at-step", type=int, help="write a checkpoint and stop after this step"
+    )
+    parser.add_argument(
+        "--print-every",
+        type=int,
+        default=10,
+        help="steps between lines when stdout is not a terminal (default: 10)",
+    )
+    add_option_arguments(parser)
+
+
+def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
+    """Turn the parsed arguments into a Job.
+
+    Args:
+        world_size: ranks that torchrun has started; None outside torchrun.
+
+    Raises:
+        InputError: an argument is wrong or contradicts another.
+    """
+    ranks = args.ranks if args.ranks is not None else world_size or DEFAULT_RANKS
+    changes: dict[str, Any] = parse_changes(args.set)
+    for name, value in (("train-iters", args.steps), ("seed", args.seed)):
+        if value is not None:
+            if name in changes:
+                raise InputError(f"--set {name} and its own option contradict each other")
+            changes[name] = value
+    return Job(
+        model=args.model,
+        changes=changes,
+        dispatcher=args.dispatcher,
+        options=given_options(args),
+        compare=args.compare,
+        texts=args.text,
+        out=args.out or f"runs/{Path(args.model).stem}",
+        resume=args.resume,
+        overwrite=args.overwrite,
+        ranks=ranks,
+        expert_parallel=args.expert_parallel or ranks,
+        device=args.device,
+        save_every=args.save_every,
+        exit_at_step=args.exit_at_step,
+        print_every=args.print_every,
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `ncclep train` and return its exit status.
+
+    Raises:
+        EpError: something that one process can tell is wrong; the ranks are not started then.
+    """
+    # torchrun sets both for every process that it starts.
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    if under_torchrun:
+        from megatron_ncclep.training.loop import run
+
+        run(job, prepared=False)
+        return 0
+    hide_remarks()
+    job.prepare()
+    path = Path(job.out) / "job.json"
+    job.save(path)
+    return _start_ranks(job, path)
+
+
+def _start_ranks(job: Job, path: Path) -> int:
+    """Start the ranks as children, wait for them, and return their exit status."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
+    if job.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(job.ranks), "-m", "megatron_ncclep.training.worker"]
+    with subprocess.Popen([*command, str(path)], env=environment) as child:
+        # Ctrl-C reaches the child by itself, which ends its ranks; a plain kill does not.
+        before = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
+        try:
+            status = _wait(child)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return status if status >= 0 else 128 - status
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        # torchrun got the same signal and is ending its ranks: wait for it, then say so.
+        child.wait()
+        return 128 + signal.SIGINT

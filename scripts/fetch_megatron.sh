@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Unpacks the other supported versions of Megatron-Core beside the installed one.
+#
+# They land in VENV/megatron/VERSION/, each a folder to put first on PYTHONPATH; nothing of them is
+# importable otherwise.  The tests of the places that the integration hooks into find them as
+# `sys.prefix`/megatron/*.  Together they take about 30 MB, since their dependencies are left out.
+set -euo pipefail
+
+# Megatron-Core needs Python 3.12 from 0.17 on, and 0.16.1 can be imported there too.
+versions=(0.16.1 0.17.1 0.18.2)
+
+if [ $# -ne 1 ] || [ ! -x "$1/bin/pip" ]; then
+    echo "usage: scripts/fetch_megatron.sh VENV   (a virtual environment that exists)" >&2
+    exit 2
+fi
+for version in "${versions[@]}"; do
+    folder=$1/megatron/$version
+    [ ! -d "$folder" ] || continue
+    echo "fetch: Megatron-Core $version"
+    # Under another name until it is whole: an interrupted download is not taken for a finished one.
+    rm -rf "$folder.part"
+    "$1/bin/pip" install --quiet --no-deps --target "$folder.part" "megatron-core==$version"
+    mv "$folder.part" "$folder"
+done

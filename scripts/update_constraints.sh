@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Writes constraints/pyXY.txt anew: the exact versions that a fresh installation of this tree has.
+set -euo pipefail
+
+if [ $# -lt 1 ] || [ "$1" = --help ]; then
+    echo "usage: scripts/update_constraints.sh VERSION [REQUIREMENT...]" >&2
+    echo "  VERSION      of Python, such as 3.12" >&2
+    echo "  REQUIREMENT  a version to keep instead of the newest, such as torch==2.13.0" >&2
+    exit 2
+fi
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+version=$1
+shift
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+if [ $# -gt 0 ]; then
+    printf '%s\n' "$@" >"$work/keep.txt"
+fi
+PYTHON=$version CONSTRAINTS=$([ $# -gt 0 ] && echo "$work/keep.txt" || echo none) \
+    scripts/setup_venv.sh "$work/venv"
+{
+    echo "# What a fresh installation with Python $version has; scripts/setup_venv.sh installs these."
+    echo "# Written by: scripts/update_constraints.sh $version $*" | sed 's/ *$//'
+    # A CPU build of torch, 2.13.0+cpu, satisfies the version without its suffix.
+    "$work/venv/bin/pip" freeze --all --exclude pip --exclude-editable | sed 's/+cpu$//'
+} >"$work/constraints.txt"
+mv "$work/constraints.txt" "constraints/py${version/./}.txt"
+echo "wrote constraints/py${version/./}.txt"

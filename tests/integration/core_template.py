@@ -1,0 +1,58 @@
+"""A small script that needs only megatron.core: one MoE layer over all ranks learns a function.
+
+Usage: core_template.py DISPATCHER.  Like pretrain_template.py it knows nothing of megatron_ncclep;
+every release has what it uses.  Rank 0 prints the loss of each step with all its digits.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def main():
+    """Train for ten steps."""
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=1,
+        num_moe_experts=8,
+        moe_router_topk=4,
+        moe_token_dispatcher_type=sys.argv[1],
+        expert_model_parallel_size=dist.get_world_size(),
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False).submodules.mlp
+    # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
+    submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
+    torch.manual_seed(1)
+    layer = MoELayer(config, submodules=submodules, layer_number=1)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=3e-2)
+    torch.manual_seed(2 + dist.get_rank())
+    x = torch.randn(12, 2, 16, device="cuda")
+    for step in range(10):
+        loss = (layer(x)[0] - x.flip(-1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for name, parameter in layer.named_parameters():
+            if "experts" not in name:  # an expert has the gradients of all ranks' tokens already
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            print(f"step {step} loss {total.item() / dist.get_world_size()!r}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

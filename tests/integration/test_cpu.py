@@ -1,0 +1,106 @@
+"""megatron_ncclep.cpu: what Megatron-Core asks of a GPU works on a CPU, once it was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep import cpu
+from megatron_ncclep.errors import IntegrationError, UnsupportedError
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+
+def test_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    stream = torch.cuda.Stream
+    with pytest.raises(UnsupportedError, match=r"sees 3 GPU.*--cpu.*CUDA_VISIBLE_DEVICES"):
+        cpu.enable()
+    assert torch.cuda.Stream is stream
+    assert not cpu.enabled()
+
+
+def test_missing_place_is_named() -> None:
+    with pytest.raises(IntegrationError, match=r"torch\.cuda\.no_such_thing does not exist"):
+        cpu._replace(torch.cuda, no_such_thing=None)
+
+
+def use_cuda_names(context: RankContext) -> None:
+    cpu.enable()
+    cpu.enable()  # once more changes nothing
+    assert cpu.enabled()
+    x = torch.arange(3.0, device="cuda")
+    assert x.device == torch.zeros(1, device=torch.cuda.current_device()).device == cpu.CPU
+    assert x.to("cuda:0").cuda().device == cpu.CPU
+    assert x.to(torch.device("cuda", 0), torch.int32).dtype == torch.int32
+    assert x.type() == "torch.cuda.FloatTensor"
+    assert torch.nn.Linear(2, 2).cuda().weight.device == cpu.CPU
+
+    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    assert stream == torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        event.record()
+    stream.wait_event(event)
+    stream.wait_stream(torch.cuda.current_stream())
+    x.record_stream(stream)
+    torch.cuda.synchronize()
+    assert event.query()
+    assert event.elapsed_time(torch.cuda.Event()) == 0.0
+
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_cuda_names_mean_the_cpu(megatron_pool: RankPool) -> None:
+    megatron_pool.run(use_cuda_names, ranks=1, timeout=300)
+
+
+def gather_and_scatter_unevenly(context: RankContext) -> None:
+    cpu.enable()
+    lengths = [3, 0, 2][: context.num_ranks]
+    own = torch.full((lengths[context.rank], 2), float(context.rank + 1))
+    gathered = [torch.full((n, 2), -1.0) for n in lengths]
+    dist.all_gather(gathered, own, group=context.group)
+    for rank, part in enumerate(gathered):
+        assert torch.equal(part, torch.full((lengths[rank], 2), float(rank + 1)))
+
+    # Row i for rank r is worth 10 r + i on every rank, times the sender's rank + 1.
+    parts = [(10.0 * r + torch.arange(n)) * (context.rank + 1) for r, n in enumerate(lengths)]
+    received = torch.empty(lengths[context.rank])
+    dist.reduce_scatter(received, parts, group=context.group)
+    senders = sum(range(1, context.num_ranks + 1))
+    expected = (10.0 * context.rank + torch.arange(lengths[context.rank])) * senders
+    assert torch.equal(received, expected)
+
+    with pytest.raises(UnsupportedError, match=r"all_gather.*async_op"):
+        dist.all_gather(gathered, own, group=context.group, async_op=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_of_uneven_lengths(megatron_pool: RankPool, ranks: int) -> None:
+    megatron_pool.run(gather_and_scatter_unevenly, ranks=ranks, timeout=300)
+
+
+def fork_the_generator(context: RankContext) -> list[float]:
+    cpu.enable()
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker()
+    torch.manual_seed(1)
+    tracker.add("own", 2)
+    before = torch.get_rng_state()
+    with tracker.fork("own"):
+        inside = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before), "the outer generator was moved"
+    with tracker.fork("own"):
+        assert not torch.equal(torch.rand(3), inside), "the inner generator was not"
+    torch.manual_seed(2)
+    assert torch.equal(torch.rand(3), inside)
+    return inside.tolist()
+
+
+def test_tracker_forks_the_cpus_generator(megatron_pool: RankPool) -> None:
+    megatron_pool.run(fork_the_generator, ranks=1, timeout=300)

@@ -1,0 +1,307 @@
+"""What the package is made of: its layers, what an import costs, and what a wheel holds."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "megatron_ncclep"
+
+# docs/architecture.md: imports point only to what is to the left or in the same column.
+LAYERS = ("base", "engines", "steps", "token_dispatcher", "integration", "tools")
+LAYER_OF = {
+    "version": "base",
+    "errors": "base",
+    "envs": "base",
+    "logs": "base",
+    "config": "base",
+    "config_files": "base",
+    "support": "base",
+    "engines": "engines",
+    "route_plan": "steps",
+    "dispatch": "steps",
+    "combine": "steps",
+    "token_dispatcher": "token_dispatcher",
+    "integration": "integration",
+    "autoload": "integration",
+    # What people run.  The package's own file only loads names when they are used.
+    "__init__": "tools",
+    "__main__": "tools",
+    "cli": "tools",
+    "cpu": "tools",
+    "launch": "tools",
+    "render": "tools",
+    "testing": "tools",
+    "training": "tools",
+}
+WITHOUT_MEGATRON = ("base", "engines", "steps")
+# Set by whoever starts the processes of a job; not options of this package.
+LAUNCHER_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_of(dotted: str) -> str:
+    """The layer of a module such as `megatron_ncclep.engines.group`."""
+    parts = dotted.split(".")
+    return LAYER_OF[parts[1] if len(parts) > 1 else "__init__"]
+
+
+def dotted_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(dotted: str) -> bool:
+    path = ROOT.joinpath(*dotted.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def imports(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that `source` imports, in functions too.
+
+    Left out is what only a type checker sees, under `if TYPE_CHECKING`.  `from a import b` counts
+    as `a.b` if that is a module of this package and as `a` otherwise.
+    """
+
+    def visit(node: ast.AST) -> Iterator[tuple[int, str]]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: write imports in full"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield node.lineno, whole if is_module(whole) else str(node.module)
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.lineno, str(node.args[0].value)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child)
+
+    yield from visit(ast.parse(source))
+
+
+def environment_reads(source: str) -> Iterator[tuple[int, str]]:
+    """Line and expression of every read of one environment variable.
+
+    Handing the whole environment to a child process and setting variables for it are no reads.
+    """
+    for node in ast.walk(ast.parse(source)):
+        key: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            if ast.unparse(node.value) == "os.environ":
+                key = node.slice
+        elif isinstance(node, ast.Call):
+            if ast.unparse(node.func) in (
+                "os.getenv",
+                "os.environ.get",
+                "os.environ.pop",
+                "os.environ.setdefault",
+            ):
+                key = node.args[0]
+        elif isinstance(node, ast.Compare):
+            if ast.unparse(node.comparators[0]) == "os.environ":
+                key = node.left
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {alias.name for alias in node.names} & {"environ", "getenv"}
+        ):
+            yield node.lineno, ast.unparse(node)
+        if key is not None and not (
+            isinstance(key, ast.Constant) and key.value in LAUNCHER_VARIABLES
+        ):
+            yield node.lineno, ast.unparse(node)
+
+
+def declared_packages() -> list[str]:
+    """The `packages` of setup.py."""
+    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "packages":
+            return list(ast.literal_eval(node.value))
+    raise AssertionError("setup.py has no packages")
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+def test_every_module_has_a_layer():
+    found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES}
+    assert found == set(LAYER_OF), "name the layer of a new module in LAYER_OF"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted_name)
+def test_imports_point_one_way(path: Path):
+    own = layer_of(dotted_name(path))
+    wrong = [
+        f"line {line}: {own} imports {name}"
+        for line, name in imports(path.read_text())
+        if name.split(".")[0] == "megatron_ncclep"
+        and name != "megatron_ncclep"
+        and LAYERS.index(layer_of(name)) > LAYERS.index(own)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in MODULES if layer_of(dotted_name(path)) in WITHOUT_MEGATRON],
+    ids=dotted_name,
+)
+def test_only_the_integration_knows_megatron(path: Path):
+    wrong = [
+        f"line {line}: imports {name}"
+        for line, name in imports(path.read_text())
+        if name.split(".")[0] == "megatron"
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "engines").rglob("*.py")), ids=dotted_name)
+def test_engines_know_nothing_of_autograd(path: Path):
+    """Gradients are the business of dispatch.py and combine.py, once for all engines."""
+    assert not [name for _, name in imports(path.read_text()) if "autograd" in name]
+    assert "autograd.Function" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if path != PACKAGE / "envs.py"], ids=dotted_name
+)
+def test_only_envs_reads_the_environment(path: Path):
+    wrong = [f"line {line}: {text}" for line, text in environment_reads(path.read_text())]
+    assert not wrong, "put the variable into envs.py, where `ncclep env` lists it"
+
+
+def test_the_finders_find():
+    """The checks above look for nothing but what these two functions see."""
+    source = """
+import os, megatron.core
+from megatron_ncclep import envs
+from megatron_ncclep.errors import EpError
+if TYPE_CHECKING:
+    import torch
+def f():
+    from megatron.core import x
+    import_module("megatron.training")
+    os.environ["A"], os.environ.get("B"), os.getenv("C"), "D" in os.environ, os.environ[name]
+    os.environ["RANK"], dict(os.environ)
+    os.environ["E"] = "1"
+"""
+    assert [name for _, name in imports(source)] == [
+        "os",
+        "megatron.core",
+        "megatron_ncclep.envs",
+        "megatron_ncclep.errors",
+        "megatron.core",
+        "megatron.training",
+    ]
+    assert sorted(text for _, text in environment_reads(source)) == [
+        "'D' in os.environ",
+        "os.environ.get('B')",
+        "os.environ['A']",
+        "os.environ[name]",
+        "os.getenv('C')",
+    ]
+
+
+# --- what an import costs ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import megatron_ncclep",
+        "import megatron_ncclep.autoload",
+        "from megatron_ncclep.cli import main; main(['render', '--model', 'tiny', "
+        "'--dispatcher', 'ncclep', '--cluster', 'local-cpu'])",
+    ],
+)
+def test_imports_neither_torch_nor_megatron(statement: str):
+    code = (
+        f"import sys; {statement}; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- what a wheel holds --------------------------------------------------------------------------
+
+
+def test_setup_names_every_package():
+    found = {dotted_name(path) for path in MODULES if path.name == "__init__.py"}
+    assert {*found, "megatron_ncclep.configs"} == set(declared_packages())
+
+
+def test_every_folder_with_modules_is_a_package():
+    """A folder without `__init__.py` would be missing from the wheel without a word."""
+    for path in MODULES:
+        assert (path.parent / "__init__.py").is_file(), path.parent
+
+
+def test_wheel_is_complete(tmp_path: Path):
+    """Built from a copy, so that nothing of the build stays in the tree."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("megatron_ncclep", "configs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+         "--no-index", "--wheel-dir", str(tmp_path), str(tree)],
+        text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        metadata = {name.split("/")[-1] for name in archive.namelist()} - held
+        (entry_points,) = (n for n in archive.namelist() if n.endswith("/entry_points.txt"))
+        declared = archive.read(entry_points).decode()
+    expected = {path.relative_to(ROOT).as_posix() for path in MODULES}
+    expected |= {f"megatron_ncclep/{p.relative_to(ROOT)}" for p in ROOT.glob("configs/*/*.yaml")}
+    assert held == {*expected, "megatron_ncclep/py.typed"}
+    assert "LICENSE" in metadata
+    assert "ncclep = megatron_ncclep.cli:main" in declared
+    assert "megatron_ncclep = megatron_ncclep.autoload:autoload" in declared
+
+
+def test_installed_package_finds_its_configs(tmp_path: Path):
+    """As in an installed package, configs/ lies inside; what lies beside it is somebody else's."""
+    shutil.copytree(PACKAGE, tmp_path / "megatron_ncclep")
+    shutil.copytree(ROOT / "configs", tmp_path / "megatron_ncclep" / "configs")
+    (tmp_path / "configs" / "cluster").mkdir(parents=True)
+    code = "from megatron_ncclep import config_files as c; print(c.folder(), *c.names('cluster'))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
+        text=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folder, *names = done.stdout.split()
+    assert folder == str(tmp_path / "megatron_ncclep" / "configs")
+    assert names == sorted(path.stem for path in ROOT.glob("configs/cluster/*.yaml"))

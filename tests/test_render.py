@@ -1,0 +1,370 @@
+"""configs/ and `ncclep render`: what the files may say, and the command that three of them make."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from megatron_ncclep import config_files, render
+from megatron_ncclep.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+COMBINATIONS = list(itertools.product(*(config_files.names(kind) for kind in config_files.KINDS)))
+
+SLURM_JOB = {
+    "SLURM_JOB_ID": "31234",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURMD_NODENAME": "node7",
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Write a configuration file and return its path as text."""
+
+    def write_file(name: str, text: str) -> str:
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write_file
+
+
+@pytest.fixture
+def fake_commands(tmp_path: Path) -> dict[str, str]:
+    """An environment where `ncclep` is this tree's, and srun and torchrun print their words."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    echo = 'printf "%s\\n" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-}" "$(basename "$0")" "$@"'
+    programs = {
+        "ncclep": f'exec {shlex.quote(sys.executable)} -m megatron_ncclep "$@"',
+        "srun": echo,
+        "torchrun": echo,
+    }
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "OMP_"))}
+    return {
+        **inherited,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "VIRTUAL_ENV": str(tmp_path),
+    }
+
+
+def run_script(
+    name: str, *args: str, env: Mapping[str, str], ok: bool = True
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(ROOT / "scripts" / name), *args],
+        env=env,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode == 0) is ok, done.stdout + done.stderr
+    return done
+
+
+def words(*args: object, **kwargs: object) -> list[str]:
+    """The rendered command as a shell splits it."""
+    lines = render.command_lines(*args, **kwargs)  # type: ignore[arg-type]
+    readable = shlex.split(render.format_command(lines).replace("\\\n", " "))
+    assert readable == shlex.split(render.format_command(lines, one_line=True))
+    return readable
+
+
+# --- the files -----------------------------------------------------------------------------------
+
+
+def test_every_kind_has_files():
+    for kind in config_files.KINDS:
+        assert config_files.names(kind), kind
+    assert {"local-cpu", "local-gpu", "slurm"} <= set(config_files.names("cluster"))
+    assert {"ncclep", "alltoall", "allgather"} <= set(config_files.names("dispatcher"))
+
+
+@pytest.mark.parametrize(("model", "dispatcher", "cluster"), [*COMBINATIONS])
+def test_every_shipped_combination_renders(model: str, dispatcher: str, cluster: str):
+    command = words(model, dispatcher, cluster)
+    flags = [word for word in command if word.startswith("--")]
+    assert len(flags) == len(set(flags)), "an argument is given twice"
+    expected = config_files.load("dispatcher", dispatcher)["moe-token-dispatcher-type"]
+    assert command[command.index("--moe-token-dispatcher-type") + 1] == expected
+
+
+def test_unknown_name_lists_the_names():
+    with pytest.raises(InputError, match=r"no dispatcher configuration 'nclep'.*alltoall.*ncclep"):
+        config_files.load("dispatcher", "nclep")
+    with pytest.raises(InputError, match=r"no model configuration 'nowhere/x\.yaml'"):
+        config_files.load("model", "nowhere/x.yaml")
+    with pytest.raises(InputError, match="'cloud': must be one of model, dispatcher, cluster"):
+        config_files.names("cloud")
+
+
+def test_a_bare_name_is_not_a_path():
+    """A name is looked up, not joined to a path: nothing outside configs/ can be meant by it."""
+    with pytest.raises(InputError, match="no model configuration"):
+        config_files.load("model", "../dispatcher/ncclep")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- num-layers", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("lr: [1", "not valid YAML"),
+        ("--lr: 1", "without its dashes"),
+        ("lr: 1e-4", "such as 1.0e-4"),
+        ("lr: '0.1'", "such as 1.0e-4"),
+        ("lr:", "lr: None must be a number"),
+        ("data-path: []", "leave out a list without any"),
+        ("swiglu: [true]", "write a flag as true or false"),
+        ("a: {b: 1}", "must be a number"),
+        ("a: [[1]]", "must be a number"),
+    ],
+)
+def test_malformed_files_are_refused(write, text: str, message: str):
+    with pytest.raises(InputError, match=message) as error:
+        config_files.load("model", write("bad", text))
+    assert "bad.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("torchrn: {standalone: true}", "unknown section 'torchrn'.*env, srun, torchrun"),
+        ("torchrun: 8", "torchrun must be a mapping, is 8"),
+        ("megatron: {lr: 1e-4}", "megatron: lr"),
+    ],
+)
+def test_malformed_cluster_files_are_refused(write, text: str, message: str):
+    with pytest.raises(InputError, match=message):
+        render.read_cluster(write("bad", text))
+
+
+def test_keys_of_the_files_are_arguments_of_megatron():
+    """A key that Megatron-LM does not know, or a flag with a value, would fail only at launch."""
+    if Version(version("megatron-core")) < Version("0.17"):
+        pytest.skip("wheels of Megatron-Core before 0.17 have no argument parser")
+    listing = """
+import argparse, json
+from megatron.training.arguments import add_megatron_arguments
+parser = add_megatron_arguments(argparse.ArgumentParser())
+print(json.dumps({s: a.nargs for s, a in parser._option_string_actions.items()}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", listing], text=True, capture_output=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    num_values = json.loads(done.stdout.splitlines()[-1])
+    for kind in config_files.KINDS:
+        for name in config_files.names(kind):
+            content = (
+                render.read_cluster(name)["megatron"]
+                if kind == "cluster"
+                else config_files.load(kind, name)
+            )
+            for key, value in content.items():
+                where = f"{kind} {name}: {key}"
+                assert f"--{key}" in num_values, f"{where} is no argument of Megatron-LM"
+                nargs = num_values[f"--{key}"]
+                assert isinstance(value, bool) == (nargs == 0), f"{where}: {value}, nargs {nargs}"
+                assert not isinstance(value, list) or nargs in ("*", "+"), where
+
+
+# --- composition ---------------------------------------------------------------------------------
+
+CLUSTER = """
+env: {OMP_NUM_THREADS: 1}
+torchrun: {standalone: true, nproc-per-node: 2}
+run: {cpu: true}
+megatron: {distributed-backend: gloo}
+"""
+
+
+def test_a_whole_command(write):
+    model = write("m", "num-layers: 4\nswiglu: true\nbf16: false\ndata-path: [0.5, my text]\n")
+    command = words(model, "ncclep", write("c", CLUSTER), "a dir/train.py", ["--seed", "7"])
+    assert command == [
+        "OMP_NUM_THREADS=1", "torchrun", "--standalone", "--nproc-per-node", "2",
+        "-m", "megatron_ncclep", "run", "--cpu", "a dir/train.py",
+        "--num-layers", "4", "--swiglu", "--data-path", "0.5", "my text",
+        "--moe-token-dispatcher-type", "ncclep", "--distributed-backend", "gloo", "--seed", "7",
+    ]  # fmt: skip
+
+
+def test_one_argument_a_line(write):
+    lines = render.command_lines(
+        write("m", "data-path: [0.5, x]"), "ncclep", write("c", CLUSTER), extra=["--lr", "1", "--a"]
+    )
+    assert render.format_command(lines).split(" \\\n    ") == [
+        "OMP_NUM_THREADS=1", "torchrun", "--standalone", "--nproc-per-node 2",
+        "-m megatron_ncclep run --cpu pretrain_gpt.py", "--data-path 0.5 x",
+        "--moe-token-dispatcher-type ncclep", "--distributed-backend gloo", "--lr 1", "--a",
+    ]  # fmt: skip
+
+
+def test_two_files_that_disagree_are_named(write):
+    model = write("m", "distributed-backend: nccl\nlr: 1")
+    cluster = write("c", CLUSTER)
+    with pytest.raises(InputError) as error:
+        render.command_lines(model, "ncclep", cluster)
+    for part in (f"model {model}", f"cluster {cluster}", "nccl;", "gloo", "--distributed-backend"):
+        assert part.rstrip(";") in str(error.value)
+
+
+@pytest.mark.parametrize("extra", [["--distributed-backend", "mpi"], ["--distributed-backend=mpi"]])
+def test_the_command_line_decides(write, extra: list[str]):
+    model = write("m", "distributed-backend: nccl\nlr: 1")
+    command = " ".join(words(model, "ncclep", write("c", CLUSTER), extra=extra))
+    assert command.count("--distributed-backend") == 1
+    assert command.endswith(" ".join(extra))
+
+
+def test_two_files_that_agree_are_no_conflict(write):
+    model = write("m", "distributed-backend: gloo")
+    assert words(model, "ncclep", write("c", CLUSTER)).count("--distributed-backend") == 1
+
+
+def test_a_flag_is_not_the_number_one(write):
+    """In Python True == 1: compared that way, `a: true` and `a: 1` would seem to agree."""
+    cluster = write("c", "torchrun: {standalone: true}\nmegatron: {a: true}")
+    with pytest.raises(InputError, match="a: 1"):
+        render.command_lines(write("m", "a: 1"), "ncclep", cluster)
+
+
+def test_number_of_processes(write):
+    command = words(write("m", "lr: 1"), "ncclep", write("c", CLUSTER), nproc=4)
+    assert command[command.index("--nproc-per-node") + 1] == "4"
+
+
+def test_expert_parallel_size_that_the_processes_cannot_form():
+    model = config_files.names("model")[0]
+    size = f"--{render.EXPERT_PARALLEL}"
+    with pytest.raises(InputError, match=f"6 processes cannot form .*{size} 6"):
+        render.command_lines(model, "ncclep", "local-gpu", nproc=6)
+    command = words(model, "ncclep", "local-gpu", nproc=6, extra=[size, "6"])
+    assert command[command.index(size) + 1] == "6"
+
+
+# --- quoting -------------------------------------------------------------------------------------
+
+NASTY = [
+    "a b", "it's", '"', "$HOME", "${HOME}", "$((1 + 1))", "`date`", "$(date)", "\\", "*", "a;b",
+    "${X", "", "é", "\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_a_value_reaches_the_program_as_it_is(write, text: str):
+    """bash itself splits the command; `printf` is the program that is started."""
+    model = write("m", json.dumps({"data-path": text}))
+    lines = render.command_lines(model, "ncclep", write("c", "{}"), text, ["--extra", text])
+    done = subprocess.run(
+        ["bash", "-uc", f"torchrun() {{ printf '%s\\0' \"$@\"; }}; {render.format_command(lines)}"],
+        text=True, capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    received = done.stdout.split("\0")[:-1]
+    assert received == [
+        "-m", "megatron_ncclep", "run", text, "--data-path", text,
+        "--moe-token-dispatcher-type", "ncclep", "--extra", text,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("${A}", "one two"),
+        ("${A}:$((20 + B % 4))", "one two:22"),
+        ('"`$A`\\${A}', '"`$A`\\one two'),
+        ("$A", "$A"),
+        ("$(echo x)", "$(echo x)"),
+        ("${A} $(echo x)", "one two $(echo x)"),
+    ],
+)
+def test_only_variables_and_sums_are_left_to_the_shell(text: str, expected: str):
+    done = subprocess.run(
+        ["bash", "-uc", f"printf %s {render.quote(text)}"],
+        env={**os.environ, "A": "one two", "B": "10"},
+        text=True, capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == expected
+
+
+# --- the scripts ---------------------------------------------------------------------------------
+
+
+def test_launch_local_dry_run_prints_the_command(fake_commands):
+    model = config_files.names("model")[0]
+    done = run_script(
+        "launch_local.sh", "--dry-run", "--model", model, "--script", "my train.py",
+        "--", "--data-path", "a b", env=fake_commands,
+    )  # fmt: skip
+    expected = render.command_lines(
+        model, "ncclep", "local-cpu", "my train.py", ["--data-path", "a b"]
+    )
+    assert done.stdout == render.format_command(expected) + "\n"
+
+
+def test_launch_local_runs_the_command(fake_commands):
+    model = config_files.names("model")[0]
+    done = run_script(
+        "launch_local.sh", "--model", model, "--dispatcher", "alltoall", "--script", "my train.py",
+        env=fake_commands,
+    )  # fmt: skip
+    started = words(model, "alltoall", "local-cpu", "my train.py")
+    assert done.stdout.splitlines()[-len(started) :] == started
+
+
+def test_slurm_script_fills_in_the_job(fake_commands):
+    model = config_files.names("model")[0]
+    done = run_script("train.slurm", "--model", model, env={**fake_commands, **SLURM_JOB})
+    started = done.stdout.splitlines()
+    started = started[started.index("srun") :]
+    assert started[: started.index("-m")] == [
+        "srun", "--ntasks-per-node", "1", "--kill-on-bad-exit", "1",
+        "torchrun", "--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "c10d",
+        "--rdzv-id", "31234", "--rdzv-endpoint", "node7:21234",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", sorted(SLURM_JOB))
+def test_slurm_script_names_a_variable_that_is_missing(fake_commands, missing: str):
+    job = {name: value for name, value in SLURM_JOB.items() if name != missing}
+    model = config_files.names("model")[0]
+    done = run_script("train.slurm", "--model", model, env={**fake_commands, **job}, ok=False)
+    assert f"{missing}: unbound variable" in done.stderr
+    assert "\nsrun\n" not in done.stdout
+
+
+def test_slurm_dry_run_needs_no_job(fake_commands):
+    model = config_files.names("model")[0]
+    done = run_script("train.slurm", "--dry-run", "--model", model, env=fake_commands)
+    assert '"${SLURM_JOB_ID}"' in done.stdout
+
+
+@pytest.mark.parametrize("script", ["launch_local.sh", "train.slurm"])
+def test_scripts_say_how_they_are_used(fake_commands, script: str):
+    assert "usage:" in run_script(script, "--help", env=fake_commands).stdout
+    assert "usage:" in run_script(script, env=fake_commands, ok=False).stderr
+
+
+@pytest.mark.parametrize("script", ["launch_local.sh", "train.slurm"])
+def test_scripts_stop_when_the_composition_fails(fake_commands, script: str):
+    done = run_script(script, "--model", "nope", env={**fake_commands, **SLURM_JOB}, ok=False)
+    assert "no model configuration 'nope'" in done.stderr
+    assert done.stdout == ""
