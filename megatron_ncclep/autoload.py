@@ -1,8 +1,8 @@
 """Lets a plain `pip install` be enough: hooks the import of a few Megatron-Core modules.
 
-torch calls `autoload` at the end of `import torch` (entry point group `torch.backends`).  It puts a
-finder in front of the import system that lets three Megatron modules be changed right after they
-were imported; it imports nothing itself, and it can never break `import torch`.
+torch calls `autoload` at the end of `import torch` (entry point group `torch.backends`).  It has
+three Megatron modules changed right after they are imported; it imports nothing itself, and it can
+never break `import torch`.
 
 Off switches: NCCLEP_AUTOLOAD=0 for this package, TORCH_DEVICE_BACKEND_AUTOLOAD=0 for all of torch's
 extensions.
@@ -10,15 +10,11 @@ extensions.
 
 from __future__ import annotations
 
-import importlib.abc
-import sys
 import warnings
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 from megatron_ncclep import envs
+from megatron_ncclep.post_import import after_import
 
 # The modules that integration.HOOKS changes; named here too, because importing integration for them
 # would cost every `import torch` its time.  A test compares the two.
@@ -39,58 +35,21 @@ def autoload() -> None:
 
 
 def hook_imports() -> None:
-    """Let the modules of `HOOKED_MODULES` be changed when they are imported.  Idempotent."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Have the modules of `HOOKED_MODULES` changed when they are imported.  Idempotent."""
+    for name in HOOKED_MODULES:
+        after_import(name, change_or_warn)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the others find, and wraps the loader of the modules that are to be changed."""
+def change_or_warn(module: ModuleType) -> None:
+    """Change one of the modules.
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return a spec for one of the hooked modules, None for all others."""
-        if fullname not in HOOKED_MODULES:
-            return None
-        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ChangingLoader(spec.loader)
-        return spec
+    A place that is not what the integration expects is a warning here, because the script may not
+    want our dispatcher at all; `install()` raises it.
+    """
+    from megatron_ncclep import integration
+    from megatron_ncclep.errors import IntegrationError
 
-
-class _ChangingLoader(importlib.abc.Loader):
-    """Loads a module as its own loader does, then changes it and gives it its loader back."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module as its own loader does."""
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then change it.
-
-        A place that is not what the integration expects is a warning here, because the script may
-        not want our dispatcher at all; `install()` raises it.
-        """
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        from megatron_ncclep import integration
-        from megatron_ncclep.errors import IntegrationError
-
-        try:
-            integration.change_module(module)
-        except IntegrationError as error:
-            warnings.warn(
-                f"--moe-token-dispatcher-type ncclep is not available: {error}", stacklevel=2
-            )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+    try:
+        integration.change_module(module)
+    except IntegrationError as error:
+        warnings.warn(f"--moe-token-dispatcher-type ncclep is not available: {error}", stacklevel=2)

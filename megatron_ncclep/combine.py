@@ -14,14 +14,14 @@ class Combine(torch.autograd.Function):
     """Forward: `engine.combine`.  Its backward is a dispatch of gradients over the same plan."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan) -> torch.Tensor:
         """Add the rows `y` up at their tokens' home."""
         ctx.engine, ctx.plan = engine, plan
         return engine.combine(plan, y)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         """Send each token's gradient to the slots of its experts."""
         return ctx.engine.dispatch(ctx.plan, grad_out)[0], None, None
 
@@ -37,4 +37,4 @@ def combine(engine: Engine, plan: RoutePlan, y: torch.Tensor) -> torch.Tensor:
     Returns:
         [plan.num_tokens, hidden]; zero for a token without experts.
     """
-    return Combine.apply(y, engine, plan)  # type: ignore[no-untyped-call]
+    return Combine.apply(y, engine, plan)

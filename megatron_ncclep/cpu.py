@@ -73,7 +73,6 @@ def enable_training_scripts() -> None:
     """
     enable()
     _pretend_one_device()
-    _ignore_device_id()
     _allow_no_cuda()
     _skip_fused_kernels()
 
@@ -367,23 +366,6 @@ def _allow_sequence_parallel_norm() -> None:
 def _pretend_one_device() -> None:
     """Count one CUDA device: megatron.training.initialize skips model parallelism without any."""
     _replace(torch.cuda, device_count=lambda: 1)
-
-
-def _ignore_device_id() -> None:
-    """Create process groups without a CUDA `device_id`, which megatron.training.initialize names.
-
-    All versions that have megatron.training; gloo binds to no device.
-    """
-    original = dist.init_process_group
-    if getattr(original, "ignores_device_id", False):
-        return
-
-    @functools.wraps(original)
-    def init_process_group(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-
-    setattr(init_process_group, "ignores_device_id", True)  # noqa: B010
-    _replace(dist, init_process_group=init_process_group)
 
 
 def _allow_no_cuda() -> None:

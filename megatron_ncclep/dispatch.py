@@ -15,7 +15,7 @@ class Dispatch(torch.autograd.Function):
     """Forward: `engine.dispatch`.  Its backward is a combine of gradients over the same plan."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, w: torch.Tensor, engine: Engine, plan: RoutePlan
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Send the rows `x` and the weights `w`."""
@@ -24,7 +24,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor) -> tuple[Any, ...]:
         """Add the gradients of a token's rows up; bring each weight's gradient to its pick."""
         grad_x, grad_w = ctx.engine.combine(ctx.plan, grad_rows, grad_row_w)
         return grad_x, grad_w, None, None
@@ -46,5 +46,5 @@ def dispatch(
         rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows]; padding rows
         and their weights are zero, and get no gradient.
     """
-    rows, row_w = Dispatch.apply(x, w.to(weight_dtype(x)), engine, plan)  # type: ignore[no-untyped-call]
+    rows, row_w = Dispatch.apply(x, w.to(weight_dtype(x)), engine, plan)
     return rows, row_w.to(w.dtype)

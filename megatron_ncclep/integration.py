@@ -9,7 +9,7 @@ Five places are changed, each in memory and each without effect on other dispatc
     parse_args                                           takes their values
 
 `HOOKS` says which module has which.  `install()` changes the modules that are imported already and
-hooks the import of the others (autoload.py), so that the order of imports does not matter.
+hooks the import of the others (post_import.py), so that the order of imports does not matter.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any, Literal, get_args
 
 from packaging.version import Version
 
-from megatron_ncclep import autoload
 from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
+from megatron_ncclep.post_import import after_import
 from megatron_ncclep.support import NEWEST, OLDEST, check_supported
 
 NAME = "ncclep"
@@ -63,10 +63,8 @@ def install(**options: Any) -> None:
     layer_module = sys.modules.get(_LAYER_MODULE)
     if layer_module is not None:
         _require_no_model(layer_module, resolved is not None)
-    autoload.hook_imports()
     for name in HOOKS:
-        if name in sys.modules:
-            change_module(sys.modules[name])
+        after_import(name, change_module)
     if resolved is not None:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -116,11 +114,11 @@ def _change_post_init(module: ModuleType) -> None:
         return
 
     @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
+    def post_init(self: Any) -> None:
         with _as_stand_in(self):
             original(self)
 
-    config_class.__post_init__ = _marked(__post_init__)
+    config_class.__post_init__ = _marked(post_init)
 
 
 def _change_layer(module: ModuleType) -> None:
@@ -134,7 +132,7 @@ def _change_layer(module: ModuleType) -> None:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         config = bound.arguments["config"]
         if getattr(config, FIELD) != NAME:
@@ -157,10 +155,10 @@ def _change_layer(module: ModuleType) -> None:
             self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
         )
 
-    layer_class.__init__ = _marked(__init__)
+    layer_class.__init__ = _marked(init)
 
 
-def _change_add_arguments(module: ModuleType) -> None:
+def _change_add_arguments(module: Any) -> None:
     """Offer our options on Megatron's command line."""
     original = _original(module, module, "add_megatron_arguments", ["parser"])
     if original is None:
@@ -185,7 +183,7 @@ def _escape_percent_signs(parser: Any) -> None:
             action.help = re.sub(r"%([%(]?)", lambda m: m[0] if m[1] else "%%", action.help)
 
 
-def _change_parse_args(module: ModuleType) -> None:
+def _change_parse_args(module: Any) -> None:
     """Make the options of the command line the defaults of the process's configs."""
     original = _original(module, module, "parse_args", [])
     if original is None:
@@ -197,8 +195,8 @@ def _change_parse_args(module: ModuleType) -> None:
         options = given_options(parsed)
         if options and getattr(parsed, FIELD, None) != NAME:
             raise UnsupportedError(
-                f"--ncclep-{next(iter(options)).replace('_', '-')} was given, but the dispatcher is "
-                f"{getattr(parsed, FIELD, None)!r}, which would ignore it: leave it out, or add "
+                f"--ncclep-{next(iter(options)).replace('_', '-')} was given, but the dispatcher "
+                f"is {getattr(parsed, FIELD, None)!r}, which would ignore it: leave it out, or add "
                 f"--moe-token-dispatcher-type {NAME}"
             )
         if options:

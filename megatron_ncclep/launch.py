@@ -10,18 +10,16 @@ own folder in front of the import path; its exit status and exceptions are the c
 from __future__ import annotations
 
 import argparse
-import importlib.abc
 import importlib.util
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from megatron_ncclep import autoload
 from megatron_ncclep.errors import InputError, IntegrationError
+from megatron_ncclep.post_import import after_import
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,37 +99,3 @@ def skip_missing_makefile(datasets_utils: ModuleType) -> None:
             )
 
     datasets_utils.compile_helpers = compile_helpers  # type: ignore[attr-defined]
-
-
-def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Call `change(module)` when the submodule `name` gets imported; now, if it already was."""
-    if name in sys.modules:
-        change(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _SubmoduleFinder(name, change))
-
-
-class _SubmoduleFinder(importlib.abc.MetaPathFinder):
-    """Finds one submodule in its package, as Python does, and lets it be changed when it is run."""
-
-    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._change = change
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of the submodule, None for all others."""
-        if fullname != self._name:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self._change(module)
-
-            loader.exec_module = exec_module
-        return spec

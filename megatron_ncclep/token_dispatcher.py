@@ -117,7 +117,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add the experts' rows [num_rows, hidden] up at home: [num_tokens, hidden].  Collective."""
+        """Add the rows [num_rows, hidden] up at home: [num_tokens, hidden].  Collective."""
         assert self._plan is not None, "token_dispatch comes first"
         plan, self._plan = self._plan, None
         return combine(self.engine, plan, hidden_states)

@@ -22,6 +22,7 @@ LAYER_OF = {
     "errors": "base",
     "envs": "base",
     "logs": "base",
+    "post_import": "base",
     "config": "base",
     "config_files": "base",
     "support": "base",

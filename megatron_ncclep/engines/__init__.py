@@ -85,7 +85,7 @@ def choose_engine(group: EpGroup, config: EpConfig) -> tuple[str, str]:
     """Return the name of the engine to use and the reason, without making it."""
     if config.engine != "auto":
         return config.engine, "asked for by name"
-    reasons = []
+    reasons: list[str] = []
     for name, entry in ENGINES.items():
         obstacle = entry.obstacle(group)
         if obstacle is None:

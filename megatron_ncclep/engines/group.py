@@ -107,8 +107,9 @@ class EpGroup:
                 f"rank {r} is in {PHASES[row[0]]}, call {row[1]}" for r, row in enumerate(theirs)
             ]
             raise PeerError(
-                f"the ranks of the expert-parallel group are in different calls: {'; '.join(where)}."
-                " Every rank must run the same layers in the same order, backward included"
+                f"the ranks of the expert-parallel group are in different calls: "
+                f"{'; '.join(where)}. "
+                "Every rank must run the same layers in the same order, backward included"
             )
         if any(row[2] for row in theirs):
             raise error(f"{phase}: {self._gather_problems(problem, phase, timeout_s)}")

@@ -26,7 +26,8 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) ->
     if bool(different.any()):
         first = tuple(int(i) for i in different.nonzero()[0])
         raise AssertionError(
-            f"{what}{list(first)} is {actual[first].item()!r}, expected {expected[first].item()!r}; "
+            f"{what}{list(first)} is {actual[first].item()!r}, "
+            f"expected {expected[first].item()!r}; "
             f"{int(different.sum())} of {different.numel()} elements differ"
         )
 

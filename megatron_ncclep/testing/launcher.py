@@ -1,4 +1,4 @@
-"""RankPool: processes that stay alive and run functions as the ranks of a group, on this machine."""
+"""RankPool: processes of this machine that stay alive and run functions as ranks of a group."""
 
 from __future__ import annotations
 

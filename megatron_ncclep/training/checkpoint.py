@@ -128,7 +128,7 @@ def save(
 
 
 def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> int:
-    """Load the newest checkpoint of `folder` and return its step, 0 if there is none.  Collective."""
+    """Load the newest checkpoint of `folder`; return its step, 0 if there is none.  Collective."""
     from megatron.core import dist_checkpointing
 
     step = latest_step(folder)

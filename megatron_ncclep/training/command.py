@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="text files or folders, or the prefix of a Megatron .bin/.idx pair",
     )
-    parser.add_argument("--out", help="folder for the results (default: runs/NAME of the model)")
+    parser.add_argument("--out", default="runs/train", help="where to (default: runs/train)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     parser.add_argument(
@@ -111,7 +111,7 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
         options=given_options(args),
         compare=args.compare,
         texts=args.text,
-        out=args.out or f"runs/{Path(args.model).stem}",
+        out=args.out,
         resume=args.resume,
         overwrite=args.overwrite,
         ranks=ranks,

@@ -1,8 +1,8 @@
 """Text -> a corpus that Megatron-Core's GPTDataset reads, on one process, before the ranks start.
 
-Text becomes bytes: token i is byte i, and 256 ends a file.  The pieces of 16 KiB that this makes are
-Megatron "documents"; every 20th goes to the validation set, so that training and validation text
-come from the same files.  A corpus that is already in Megatron's .bin/.idx form is used as it is,
+Text becomes bytes: token i is byte i, and 256 ends a file.  Pieces of at most 16 KiB are Megatron's
+"documents"; every 20th goes to the validation set, so that training and validation text come from
+the same files.  A corpus that is already in Megatron's .bin/.idx form is used as it is,
 whatever its tokens are, and its last 5 % of documents are the validation set.
 """
 
@@ -65,7 +65,8 @@ class Corpus:
         Raises:
             InputError: one does not; the message names the remedy.
         """
-        for part, tokens in (("training", self.num_train_tokens), ("validation", self.num_valid_tokens)):
+        sizes = {"training": self.num_train_tokens, "validation": self.num_valid_tokens}
+        for part, tokens in sizes.items():
             if tokens <= seq_length:
                 raise InputError(
                     f"{self.source}: its {part} part has {tokens} tokens, too few for seq-length "

@@ -1,11 +1,11 @@
 """log.jsonl: one JSON object a line.
 
-    {"type": "settings", ...}   first line: the effective settings and versions; one more for each
-                                time the run was resumed
-    {"type": "step", "step": 1, "loss": ..., "grad_norm": ..., "lr": ..., "tokens_per_s": ...,
-     "balance": ...}            loss in nats per token; balance as in balance.py
-    {"type": "end", "valid_loss": ...}
-                                when the last step was done
+{"type": "settings", ...}   first line: the effective settings and versions; one more for each
+                            time the run was resumed
+{"type": "step", "step": 1, "loss": ..., "grad_norm": ..., "lr": ..., "tokens_per_s": ...,
+ "balance": ...}            loss in nats per token; balance as in balance.py
+{"type": "end", "valid_loss": ...}
+                            when the last step was done
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Training:
         self.balance = BalanceMeter(self.gpt)
         self.num_parameters = self._count_parameters(self.gpt)
         self.dispatcher_classes = sorted(
-            {type(m.token_dispatcher).__name__ for m in self.gpt.modules() if isinstance(m, MoELayer)}
+            {type(layer.token_dispatcher).__name__ for layer in _modules(self.gpt, MoELayer)}
         )
         model = Float16Module(config, self.gpt) if settings["bf16"] else self.gpt
         self.model = DistributedDataParallel(
@@ -271,6 +271,10 @@ class Training:
         mean = torch.stack([entry["loss"] for entry in losses]).mean()
         dist.all_reduce(mean)
         return mean.item() / self.num_ranks
+
+
+def _modules(model: torch.nn.Module, kind: type) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def _forward_step(batches: Iterator[data.Batch], model: Any) -> tuple[torch.Tensor, Any]:

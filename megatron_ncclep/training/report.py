@@ -19,9 +19,7 @@ Show = Callable[[dict[str, Any]], None]
 
 
 @contextmanager
-def progress(
-    dispatcher: str, done: int, total: int, print_every: int, rank: int
-) -> Iterator[Show]:
+def progress(dispatcher: str, done: int, total: int, print_every: int, rank: int) -> Iterator[Show]:
     """Give a function that shows a step's log entry: a bar on a terminal, otherwise lines.
 
     Args:
@@ -91,7 +89,9 @@ def _bar(console: Console, dispatcher: str, done: int, total: int) -> Iterator[S
         )
 
 
-def largest_difference(ours: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float, int]:
+def largest_difference(
+    ours: list[dict[str, Any]], other: list[dict[str, Any]]
+) -> tuple[float, int]:
     """The largest |loss difference| over the steps that both logs have, in nats, and its step."""
     losses = {entry["step"]: entry["loss"] for entry in other}
     return max(
@@ -137,20 +137,27 @@ def draw(curves: dict[str, list[dict[str, Any]]], unigram_entropy: float, path: 
     axes[0].grid(alpha=0.3)
     axes[0].legend()
     if two:
-        (first, ours), (second, other) = curves.items()
-        losses = {entry["step"]: entry["loss"] for entry in other}
-        shared = [entry for entry in ours if entry["step"] in losses]
-        axes[1].plot(
-            [entry["step"] for entry in shared],
-            [entry["loss"] - losses[entry["step"]] for entry in shared],
-            color="tab:red",
-            linewidth=1.0,
-        )
-        axes[1].set_ylabel(f"{first} - {second}\n(nats per token)")
-        axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
-        axes[1].grid(alpha=0.3)
+        _draw_difference(axes[1], *curves.items())
     axes[-1].set_xlabel("step (optimizer updates)")
     figure.savefig(path, dpi=120)
+
+
+def _draw_difference(
+    axes: Any,
+    first: tuple[str, list[dict[str, Any]]],
+    second: tuple[str, list[dict[str, Any]]],
+) -> None:
+    """Draw the difference of two (name, step entries) over the steps that both have."""
+    losses = {entry["step"]: entry["loss"] for entry in second[1]}
+    shared = [entry for entry in first[1] if entry["step"] in losses]
+    differences = [entry["loss"] - losses[entry["step"]] for entry in shared]
+    axes.plot([entry["step"] for entry in shared], differences, color="tab:red", linewidth=1.0)
+    # Equal curves get the scale of one fp32 rounding, not that of matplotlib's choice.
+    limit = max(map(abs, differences), default=0.0) * 1.2 or 1e-7
+    axes.set_ylim(-limit, limit)
+    axes.set_ylabel(f"{first[0]} - {second[0]}\n(nats per token)")
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+    axes.grid(alpha=0.3)
 
 
 def _print_summary(
@@ -180,7 +187,8 @@ def _print_summary(
     if job.compare is not None:
         difference, step = largest_difference(curves[job.dispatcher], curves[job.compare])
         table.add_section()
-        table.add_row("largest difference (nats)", f"{difference:.2e}", f"at step {step}")
+        where = f"at step {step}" if difference else "same bits"
+        table.add_row("largest difference (nats)", f"{difference:.2e}", where)
     console = Console()
     console.print(f"\n{job.model}, trained on {prepared.source}", highlight=False, soft_wrap=True)
     console.print(table)

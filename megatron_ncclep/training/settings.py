@@ -54,9 +54,9 @@ class Settings:
             raise InputError(f"lr-warmup-fraction {self['lr-warmup-fraction']}: must be in [0, 1)")
         if self["group-query-attention"] != ("num-query-groups" in self.values):
             raise InputError("group-query-attention and num-query-groups need each other")
-        if latent := sorted(n for n in self.values if ARGUMENTS[n].owner == LATENT):
-            if not self["multi-latent-attention"]:
-                raise InputError(f"{latent[0]} needs multi-latent-attention: true")
+        latent = sorted(name for name in self.values if ARGUMENTS[name].owner == LATENT)
+        if latent and not self["multi-latent-attention"]:
+            raise InputError(f"{latent[0]} needs multi-latent-attention: true")
         arguments.layer_pattern(self["moe-layer-freq"], self["num-layers"])
 
     def check_ranks(self, num_ranks: int, expert_parallel: int) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a job that `ncclep train` has prepared: `python -m megatron_ncclep.training.worker JOB`.
+"""One rank of a prepared job: `python -m megatron_ncclep.training.worker JOB.json`.
 
 Nothing is imported before the guard: Megatron's checkpoint writer spawns a small helper process,
 which imports this module again, and would otherwise spend seconds on importing torch.

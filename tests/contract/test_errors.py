@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -313,11 +314,13 @@ def test_nan_weights_pass_through_to_their_token_only(pool: RankPool) -> None:
 def diverge_on_rank(ctx: RankContext) -> str:
     engine = create_engine(ctx.group, 4, CONFIG)
     plan = engine.plan(TOPK)
+    call = (
+        partial(engine.combine, plan, torch.ones(plan.num_rows, 8))
+        if ctx.rank == 0
+        else partial(engine.dispatch, plan, torch.ones(3, 8))
+    )
     with pytest.raises(PeerError) as caught:
-        if ctx.rank == 0:
-            engine.combine(plan, torch.ones(plan.num_rows, 8))
-        else:
-            engine.dispatch(plan, torch.ones(3, 8))
+        call()
     return str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Random routings: whatever tokens, experts, masks and alignment, all three steps are the oracle's."""
+"""Random routings: whatever the tokens, experts and masks, all three steps are the oracle's."""
 
 from __future__ import annotations
 

@@ -30,13 +30,15 @@ def main():
         expert_model_parallel_size=dist.get_world_size(),
         add_bias_linear=False,
         use_cpu_initialization=True,
+        init_method_std=0.2,
     )
     spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False).submodules.mlp
     # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
     torch.manual_seed(1)
     layer = MoELayer(config, submodules=submodules, layer_number=1)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=3e-2)
+    # Not Adam: a wrong scale of gradients must change the losses.
+    optimizer = torch.optim.SGD(layer.parameters(), lr=2.0)
     torch.manual_seed(2 + dist.get_rank())
     x = torch.randn(12, 2, 16, device="cuda")
     for step in range(10):

@@ -17,6 +17,7 @@ import pytest
 
 from megatron_ncclep import launch
 from megatron_ncclep.errors import InputError, IntegrationError
+from megatron_ncclep.post_import import after_import
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -177,13 +178,13 @@ def test_makefile_is_used_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     name = datasets_package(tmp_path, monkeypatch, compiled=compiled, makefile=True)
-    launch.after_import(f"{name}.utils", launch.skip_missing_makefile)
+    after_import(f"{name}.utils", launch.skip_missing_makefile)
     assert importlib.import_module(f"{name}.utils").compile_helpers() == "make"
 
 
 def test_missing_makefile_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = datasets_package(tmp_path, monkeypatch, compiled=True, makefile=False)
-    launch.after_import(f"{name}.utils", launch.skip_missing_makefile)
+    after_import(f"{name}.utils", launch.skip_missing_makefile)
     assert f"{name}.utils" not in sys.modules
     assert importlib.import_module(f"{name}.utils").compile_helpers() is None
 
@@ -191,6 +192,6 @@ def test_missing_makefile_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_missing_makefile_and_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = datasets_package(tmp_path, monkeypatch, compiled=False, makefile=False)
     utils = importlib.import_module(f"{name}.utils")
-    launch.after_import(f"{name}.utils", launch.skip_missing_makefile)  # imported already
+    after_import(f"{name}.utils", launch.skip_missing_makefile)  # imported already
     with pytest.raises(IntegrationError, match=f"{name}.helpers_cpp is not compiled.*Makefile"):
         utils.compile_helpers()

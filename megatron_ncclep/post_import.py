@@ -1,0 +1,58 @@
+"""Calls a function on a module right after it is imported, without importing it early."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Call `change(module)` when the module `name` gets imported; now, if it already was.
+
+    Imports nothing itself.  A second call with the same arguments does nothing while the module is
+    not imported yet.  What `change` raises is raised by the import.
+    """
+    if name in sys.modules:
+        change(sys.modules[name])
+    elif not any(isinstance(f, _Finder) and f.waits_for(name, change) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, change))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module where the others find it, and has it changed once it has run."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._change = change
+
+    def waits_for(self, name: str, change: Callable[[ModuleType], None]) -> bool:
+        """Say whether this finder already does what the arguments ask for."""
+        return (name, change) == (self._name, self._change)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the module, None for all others.
+
+        Being asked is not being imported (`importlib.util.find_spec` asks too), so the finder stays
+        in place; the change goes with the loader of this one spec.
+        """
+        if fullname != self._name:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            run_module = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run_module(module)
+                self._change(module)
+
+            loader.exec_module = exec_module
+        return spec
