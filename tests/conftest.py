@@ -12,10 +12,19 @@ from megatron_ncclep.testing.launcher import RankPool
 ENGINE_NAMES = ["reference"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend",
+        default="gloo",
+        choices=("gloo", "nccl"),
+        help="of the contract tests: gloo on the CPU, or nccl with one of four GPUs for each rank",
+    )
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Four processes; a test that needs fewer ranks uses the first ones."""
-    pool = RankPool(4)
+    pool = RankPool(4, request.config.getoption("--backend"))
     yield pool
     pool.close()
 

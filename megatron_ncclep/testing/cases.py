@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ class Case:
         skew: 0 spreads tokens evenly over experts; 1 sends everything to as few as possible.
         dropped: fraction of picks that go nowhere.
         seed: of the routing and the payload.
+        device: where the tensors are made; their values do not depend on it.
     """
 
     name: str
@@ -37,6 +39,11 @@ class Case:
     skew: float = 0.0
     dropped: float = 0.0
     seed: int = 0
+    device: str = "cpu"
+
+    def on(self, device: str) -> Case:
+        """The same case with its tensors on `device`."""
+        return dataclasses.replace(self, device=device)
 
     @property
     def num_ranks(self) -> int:
@@ -60,7 +67,7 @@ class Case:
         scores += self.skew * torch.linspace(1, 0, E)
         topk_idx = scores.argsort(dim=1, descending=True)[:, :K]
         gone = torch.rand(T, K, generator=generator) < self.dropped
-        return topk_idx.masked_fill(gone, -1)
+        return topk_idx.masked_fill(gone, -1).to(self.device)
 
     def rows(self, rank: int, num_rows: int, salt: int) -> torch.Tensor:
         """[num_rows, hidden] of the case's dtype: random, and offset by rank.
@@ -69,13 +76,14 @@ class Case:
         from another rank or counted twice come out different.
         """
         noise = torch.rand(num_rows, self.hidden, generator=self._generator(rank, salt))
-        return (noise + rank + 1).to(self.dtype)
+        return (noise + rank + 1).to(self.dtype).to(self.device)
 
     def weights(self, rank: int) -> torch.Tensor:
         """[tokens[rank], top_k] fp32 in (0, 1); fp64 beside fp64 rows; all different."""
         shape = (self.tokens[rank], self.top_k)
         weights = torch.rand(shape, generator=self._generator(rank, 3), dtype=torch.float64)
-        return weights.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return weights.to(dtype).to(self.device)
 
     def _generator(self, rank: int, salt: int) -> torch.Generator:
         return torch.Generator().manual_seed(1000003 * self.seed + 1009 * rank + salt)

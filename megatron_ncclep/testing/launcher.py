@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -27,11 +28,13 @@ class RankContext:
         rank: of this process.
         num_ranks: R of `group`.
         group: the process group of the ranks that run the function.
+        device: where the group's backend wants its tensors, "cpu" or "cuda".
     """
 
     rank: int
     num_ranks: int
     group: dist.ProcessGroup
+    device: str
 
 
 class RankError(AssertionError):
@@ -83,7 +86,10 @@ class RankPool:
                 self.close()
                 raise RankError(f"rank {rank} did not answer within {timeout} s")
             try:
-                succeeded, answer = pickle.loads(pipe.recv_bytes())
+                # Tensors of a GPU arrive on the CPU: this process has no business there.
+                succeeded, answer = torch.load(
+                    io.BytesIO(pipe.recv_bytes()), map_location="cpu", weights_only=False
+                )
             except EOFError as error:
                 self.close()
                 raise RankError(f"rank {rank} died") from error
@@ -135,7 +141,8 @@ def _serve(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    if backend == "nccl":
+    device = "cuda" if backend == "nccl" else "cpu"
+    if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, timeout=timedelta(seconds=300))
     groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
@@ -145,8 +152,9 @@ def _serve(
         except EOFError:
             return
         try:
-            answer = function(RankContext(rank, ranks, groups[ranks]), *args)
-            reply = pickle.dumps((True, answer))
+            reply = (True, function(RankContext(rank, ranks, groups[ranks], device), *args))
         except BaseException:
-            reply = pickle.dumps((False, traceback.format_exc()))
-        pipe.send_bytes(reply)
+            reply = (False, traceback.format_exc())
+        buffer = io.BytesIO()
+        torch.save(reply, buffer)
+        pipe.send_bytes(buffer.getvalue())

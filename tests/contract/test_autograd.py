@@ -31,18 +31,20 @@ CASES = [
 by_name = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def open_case(ctx: RankContext, case: Case, engine_name: str) -> tuple[Engine, RoutePlan]:
+def open_case(ctx: RankContext, case: Case, engine_name: str) -> tuple[Case, Engine, RoutePlan]:
+    """The case with its tensors on this rank's device, its engine and its plan."""
+    case = case.on(ctx.device)
     engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
-    return engine, engine.plan(case.topk_idx(ctx.rank))
+    return case, engine, engine.plan(case.topk_idx(ctx.rank))
 
 
 def inner_products(ctx: RankContext, case: Case, engine_name: str) -> tuple[float, ...]:
-    engine, plan = open_case(ctx, case, engine_name)
+    case, engine, plan = open_case(ctx, case, engine_name)
     # Small integers: every product and sum is exact, so the identity must hold exactly.
     whole = torch.Generator().manual_seed(ctx.rank)
 
     def integers(*shape: int) -> torch.Tensor:
-        return torch.randint(-8, 9, shape, generator=whole).to(case.dtype)
+        return torch.randint(-8, 9, shape, generator=whole).to(ctx.device, case.dtype)
 
     x, w = integers(plan.num_tokens, case.hidden), integers(plan.num_tokens, case.top_k)
     y, v = integers(plan.num_rows, case.hidden), integers(plan.num_rows)
@@ -71,13 +73,13 @@ def gradcheck_on_rank(ctx: RankContext, case: Case, engine_name: str) -> bool:
     gradcheck perturbs one input of one rank at a time, while every call is collective; so all ranks
     walk through all ranks' inputs together, and the loss is the sum over ranks.
     """
-    engine, plan = open_case(ctx, case, engine_name)
+    case, engine, plan = open_case(ctx, case, engine_name)
     x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
     w = case.weights(ctx.rank).requires_grad_()
 
     def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         rows, row_w = dispatch(engine, plan, x, w)
-        index = torch.arange(plan.num_rows, dtype=x.dtype)[:, None]
+        index = torch.arange(plan.num_rows, dtype=x.dtype, device=x.device)[:, None]
         experts = torch.sin(rows * (1 + 0.1 * index)) * row_w[:, None]
         out = combine(engine, plan, experts)
         return (out * torch.cos(out)).sum()
@@ -86,7 +88,7 @@ def gradcheck_on_rank(ctx: RankContext, case: Case, engine_name: str) -> bool:
     step = 1e-6
     for source in range(ctx.num_ranks):
         for kind, mine in (("x", x), ("w", w)):
-            mine_size = torch.tensor([mine.numel() if ctx.rank == source else 0])
+            mine_size = torch.tensor([mine.numel() if ctx.rank == source else 0], device=ctx.device)
             torch.distributed.all_reduce(mine_size, group=ctx.group)
             for element in range(int(mine_size)):
                 values = []
@@ -115,7 +117,7 @@ def test_gradients_are_the_numeric_ones(pool: RankPool, engine_name: str, case: 
 
 def torch_gradcheck(ctx: RankContext, engine_name: str) -> bool:
     case = Case("gradcheck", (6,), 4, 2, hidden=3, dtype=torch.float64, alignment=16, dropped=0.2)
-    engine, plan = open_case(ctx, case, engine_name)
+    case, engine, plan = open_case(ctx, case, engine_name)
     x = case.rows(0, 6, salt=2).requires_grad_()
     w = case.weights(0).requires_grad_()
 
@@ -149,9 +151,10 @@ class Step:
 def schedule_on_rank(ctx: RankContext, order: str, engine_name: str) -> list[list[torch.Tensor]]:
     """Run e.g. "F0 F1 B0 F2 B1 B2" over two layers' engines; return each micro-batch's results."""
     cases = [
-        Case("mb0", (9, 4, 7), 6, 2, hidden=8),
-        Case("mb1", (3, 11, 0), 12, 3, hidden=20, alignment=16),  # another layer: other shapes
-        Case("mb2", (5, 5, 5), 6, 2, hidden=8, seed=1),
+        Case("mb0", (9, 4, 7), 6, 2, hidden=8, device=ctx.device),
+        # Another layer: other shapes.
+        Case("mb1", (3, 11, 0), 12, 3, hidden=20, alignment=16, device=ctx.device),
+        Case("mb2", (5, 5, 5), 6, 2, hidden=8, seed=1, device=ctx.device),
     ]
     engines = [create_engine(ctx.group, c.num_experts, c.config(engine_name)) for c in cases]
     engines[2] = engines[0]
@@ -184,7 +187,7 @@ def test_plans_alive_together_do_not_disturb_each_other(pool: RankPool, engine_n
 
 
 def recompute_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
-    engine, plan = open_case(ctx, case, engine_name)
+    case, engine, plan = open_case(ctx, case, engine_name)
     x = case.rows(ctx.rank, plan.num_tokens, salt=2)
     with torch.no_grad():
         first = dispatch(engine, plan, x, case.weights(ctx.rank))
@@ -203,6 +206,7 @@ def test_dispatching_again_from_a_saved_plan(pool: RankPool, engine_name: str, c
 
 
 def repeat_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[list[torch.Tensor]]:
+    case = case.on(ctx.device)
     engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
     return [Step(ctx, engine, case).backward() for _ in range(5)]
 
@@ -217,7 +221,7 @@ def test_repeated_runs_give_the_same_bits(pool: RankPool, engine_name: str) -> N
 
 def double_weights_on_rank(ctx: RankContext, engine_name: str) -> tuple[torch.dtype, ...]:
     case = Case("fp64-probabilities", (4, 3))
-    engine, plan = open_case(ctx, case, engine_name)
+    case, engine, plan = open_case(ctx, case, engine_name)
     x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
     w = case.weights(ctx.rank).double().requires_grad_()
     rows, row_w = dispatch(engine, plan, x, w)

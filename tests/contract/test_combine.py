@@ -22,14 +22,16 @@ WEIGHT_DTYPE = {torch.float64: torch.float64}
 def row_values(case: Case, rank: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert outputs whose sums round differently in every order, and a value for each row."""
     y = case.rows(rank, num_rows, salt=5) * 3
-    sign = torch.where(torch.arange(num_rows) % 3 == 1, -1, 1).to(y.dtype)
-    values = torch.arange(num_rows) + 1000.0 * (rank + 1)
+    row = torch.arange(num_rows, device=y.device)
+    sign = torch.where(row % 3 == 1, -1, 1).to(y.dtype)
+    values = row + 1000.0 * (rank + 1)
     return y * sign[:, None], values.to(WEIGHT_DTYPE.get(case.dtype, torch.float32))
 
 
 def combine_on_rank(
     ctx: RankContext, case: Case, engine_name: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    case = case.on(ctx.device)
     engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
     plan = engine.plan(case.topk_idx(ctx.rank))
     y, values = row_values(case, ctx.rank, plan.num_rows)
@@ -61,10 +63,11 @@ def test_sums_and_values_are_the_oracles(pool: RankPool, engine_name: str, case:
 
 
 def nan_padding_on_rank(ctx: RankContext, case: Case, engine_name: str) -> torch.Tensor:
+    case = case.on(ctx.device)
     engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
     plan = engine.plan(case.topk_idx(ctx.rank))
     y, values = row_values(case, ctx.rank, plan.num_rows)
-    is_padding = engine.dispatch(plan, torch.ones(plan.num_tokens, 1, dtype=y.dtype))[0][:, 0] == 0
+    is_padding = engine.dispatch(plan, y.new_ones(plan.num_tokens, 1))[0][:, 0] == 0
     assert bool(is_padding.any())
     return engine.combine(plan, y.masked_fill(is_padding[:, None], float("nan")), values)[0]
 

@@ -21,6 +21,7 @@ CASES = [
 def dispatch_on_rank(
     ctx: RankContext, case: Case, engine_name: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    case = case.on(ctx.device)
     engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
     plan = engine.plan(case.topk_idx(ctx.rank))
     x = case.rows(ctx.rank, case.tokens[ctx.rank], salt=2)

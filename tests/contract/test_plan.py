@@ -18,6 +18,7 @@ CASES = [
 
 
 def plan_on_rank(ctx: RankContext, case: Case, engine_name: str, dtype: torch.dtype) -> dict:
+    case = case.on(ctx.device)
     engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
     plan = engine.plan(case.topk_idx(ctx.rank).to(dtype))
     return {

@@ -35,6 +35,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def all_steps_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
+    case = case.on(ctx.device)
     engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
     plan = engine.plan(case.topk_idx(ctx.rank))
     x = case.rows(ctx.rank, plan.num_tokens, salt=2)

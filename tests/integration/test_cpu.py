@@ -53,6 +53,11 @@ def use_cuda_names(context: RankContext) -> None:
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.rand(4), first)
 
+    def compiled() -> bool:
+        return torch.compiler.is_compiling()
+
+    assert not torch.compile(compiled, backend="eager")()
+
 
 def test_cuda_names_mean_the_cpu(megatron_pool: RankPool) -> None:
     megatron_pool.run(use_cuda_names, ranks=1, timeout=300)
@@ -104,3 +109,25 @@ def fork_the_generator(context: RankContext) -> list[float]:
 
 def test_tracker_forks_the_cpus_generator(megatron_pool: RankPool) -> None:
     megatron_pool.run(fork_the_generator, ranks=1, timeout=300)
+
+
+def build_norm(context: RankContext) -> None:
+    cpu.enable()
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    for parallel in (True, False):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=2,
+            tensor_model_parallel_size=2,
+            sequence_parallel=parallel,
+        )
+        norm = WrappedTorchNorm(config=config, hidden_size=8)
+        assert [p.sequence_parallel for p in norm.parameters()] == [parallel, parallel]
+        assert config.sequence_parallel is parallel
+
+
+def test_norm_knows_of_sequence_parallelism(megatron_pool: RankPool) -> None:
+    megatron_pool.run(build_norm, ranks=1, timeout=300)
