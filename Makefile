@@ -19,7 +19,7 @@ help:  ## list the targets
 	@echo "PYTHON=...  the Python to use: a version such as 3.12, a command or a path"
 	@echo "VENV=...    the folder of the virtual environment (default: .venv)"
 
-train: ARGS = --ranks 2 --compare alltoall --overwrite
+train: ARGS = --ranks 2 --device cpu --compare alltoall --overwrite
 train: $(READY)  ## train a small mixture-of-experts GPT on this machine's CPU
 	$(BIN)/ncclep train $(ARGS)
 
