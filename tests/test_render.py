@@ -97,8 +97,16 @@ def test_every_kind_has_files():
     assert {"ncclep", "alltoall", "allgather"} <= set(config_files.names("dispatcher"))
 
 
+def needs_gpus(model: str) -> bool:
+    return config_files.load("model", model)["transformer-impl"] == "transformer_engine"
+
+
 @pytest.mark.parametrize(("model", "dispatcher", "cluster"), [*COMBINATIONS])
 def test_every_shipped_combination_renders(model: str, dispatcher: str, cluster: str):
+    if needs_gpus(model) and cluster == "local-cpu":
+        with pytest.raises(InputError, match="give --transformer-impl on the command line"):
+            words(model, dispatcher, cluster)
+        return
     command = words(model, dispatcher, cluster)
     flags = [word for word in command if word.startswith("--")]
     assert len(flags) == len(set(flags)), "an argument is given twice"
@@ -253,7 +261,7 @@ def test_number_of_processes(write):
 
 
 def test_expert_parallel_size_that_the_processes_cannot_form():
-    model = config_files.names("model")[0]
+    model = "tiny"
     size = f"--{render.EXPERT_PARALLEL}"
     with pytest.raises(InputError, match=f"6 processes cannot form .*{size} 6"):
         render.command_lines(model, "ncclep", "local-gpu", nproc=6)
@@ -309,7 +317,7 @@ def test_only_variables_and_sums_are_left_to_the_shell(text: str, expected: str)
 
 
 def test_launch_local_dry_run_prints_the_command(fake_commands):
-    model = config_files.names("model")[0]
+    model = "tiny"
     done = run_script(
         "launch_local.sh", "--dry-run", "--model", model, "--script", "my train.py",
         "--", "--data-path", "a b", env=fake_commands,
@@ -321,7 +329,7 @@ def test_launch_local_dry_run_prints_the_command(fake_commands):
 
 
 def test_launch_local_runs_the_command(fake_commands):
-    model = config_files.names("model")[0]
+    model = "tiny"
     done = run_script(
         "launch_local.sh", "--model", model, "--dispatcher", "alltoall", "--script", "my train.py",
         env=fake_commands,
@@ -331,7 +339,7 @@ def test_launch_local_runs_the_command(fake_commands):
 
 
 def test_slurm_script_fills_in_the_job(fake_commands):
-    model = config_files.names("model")[0]
+    model = "tiny"
     done = run_script("train.slurm", "--model", model, env={**fake_commands, **SLURM_JOB})
     started = done.stdout.splitlines()
     started = started[started.index("srun") :]
@@ -345,14 +353,14 @@ def test_slurm_script_fills_in_the_job(fake_commands):
 @pytest.mark.parametrize("missing", sorted(SLURM_JOB))
 def test_slurm_script_names_a_variable_that_is_missing(fake_commands, missing: str):
     job = {name: value for name, value in SLURM_JOB.items() if name != missing}
-    model = config_files.names("model")[0]
+    model = "tiny"
     done = run_script("train.slurm", "--model", model, env={**fake_commands, **job}, ok=False)
     assert f"{missing}: unbound variable" in done.stderr
     assert "\nsrun\n" not in done.stdout
 
 
 def test_slurm_dry_run_needs_no_job(fake_commands):
-    model = config_files.names("model")[0]
+    model = "tiny"
     done = run_script("train.slurm", "--dry-run", "--model", model, env=fake_commands)
     assert '"${SLURM_JOB_ID}"' in done.stdout
 
