@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 
 import pytest
 
@@ -184,3 +185,39 @@ def test_an_environment_variable_that_cannot_be_parsed_is_named() -> None:
         """,
         NCCLEP_NUM_SMS="many",
     )
+
+
+@pytest.mark.skipif(
+    find_spec("megatron.training") is None, reason="this Megatron-Core's wheel has no command line"
+)
+def test_options_of_the_command_line() -> None:
+    """They win over the environment, `--help` shows them, and another dispatcher refuses them."""
+    out = run_python(
+        """
+        import contextlib, io, sys, pytest, torch
+        from megatron_ncclep import cpu
+        from megatron_ncclep.errors import UnsupportedError
+        cpu.enable()
+        from megatron.training.arguments import parse_args
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        sys.argv = ["train", "--moe-token-dispatcher-type", "ncclep", "--ncclep-alignment", "16"]
+        assert parse_args().moe_token_dispatcher_type == "ncclep"
+        assert TransformerConfig.ncclep.alignment == 16
+        assert TransformerConfig.ncclep.timeout_s == 7.0
+        for kind in ("alltoall", "allgather"):
+            sys.argv[2] = kind
+            with pytest.raises(UnsupportedError, match="--ncclep-alignment was given"):
+                parse_args()
+        sys.argv = ["train", "--ncclep-alignment", "7", "--moe-token-dispatcher-type", "ncclep"]
+        with pytest.raises(ValueError, match="alignment 7: must be one of"):
+            parse_args()
+        sys.argv = ["train", "--help"]
+        with contextlib.redirect_stdout(io.StringIO()) as help, pytest.raises(SystemExit):
+            parse_args()
+        assert "--ncclep-max-recv-rows" in help.getvalue()
+        print("done")
+        """,
+        NCCLEP_ALIGNMENT="32",
+        NCCLEP_TIMEOUT_S="7",
+    )
+    assert "done" in out

@@ -1,0 +1,36 @@
+"""The small model and text, and one finished run that several tests look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from small_job import MODEL, train, write_text
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One uninterrupted run with --compare alltoall."""
+
+    arguments: tuple[str, ...]
+    out: Path
+    output: str
+
+
+@pytest.fixture(scope="session")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """--model and --text of the small job."""
+    folder = tmp_path_factory.mktemp("small")
+    model = folder / "small.yaml"
+    model.write_text(yaml.safe_dump(MODEL), encoding="utf-8")
+    text = write_text(folder / "text.txt")
+    return ("--model", str(model), "--text", str(text), "--ranks", "2")
+
+
+@pytest.fixture(scope="session")
+def finished(arguments: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    out = tmp_path_factory.mktemp("finished") / "out"
+    output = train(*arguments, "--compare", "alltoall", "--print-every", 1, "--out", out)
+    return Finished(arguments, out, output)

@@ -1,0 +1,218 @@
+"""Wrong input is refused in one line before any rank is started; settings and text are read right."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from small_job import MODEL, write_text
+
+from megatron_ncclep import cli, config_files
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.training import corpus
+from megatron_ncclep.training.arguments import layer_pattern
+from megatron_ncclep.training.settings import Settings, parse_changes
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The message with which `ncclep train` refuses `arguments`."""
+    assert cli.main(["train", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> tuple[str, str]:
+    return ("--out", str(tmp_path / "out"))
+
+
+def test_missing_text(arguments: tuple[str, ...], out: tuple[str, str], capsys):
+    message = refusal(capsys, *arguments, *out, "--text", "/no/such/place")
+    assert "/no/such/place" in message
+    assert "no such file or folder" in message
+
+
+def test_empty_text(arguments: tuple[str, ...], out: tuple[str, str], tmp_path: Path, capsys):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    for name in ("empty.txt", "folder"):
+        assert "no text in it" in refusal(capsys, *arguments, *out, "--text", tmp_path / name)
+
+
+def test_too_little_text(arguments: tuple[str, ...], out: tuple[str, str], tmp_path: Path, capsys):
+    text = write_text(tmp_path / "text.txt", num_bytes=200)
+    message = refusal(capsys, *arguments, *out, "--text", text)
+    assert "too few for seq-length 32" in message
+    assert "validation part has" in message
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("--dispatcher alltoall --ncclep-alignment 16", "--ncclep-alignment has no effect"),
+        ("--dispatcher alltoall --compare alltoall", "same as --dispatcher"),
+        ("--model no-such-model", "no model configuration 'no-such-model'"),
+        ("--set no-such-key=1", "unknown key 'no-such-key'"),
+        ("--set num-layers", "must be NAME=VALUE"),
+        ("--set num-layers=two", "num-layers: 'two' is str, must be int"),
+        ("--set seq-length=64", "more than max-position-embeddings 32"),
+        ("--set num-experts=7", "num-experts 7 cannot be divided among 2"),
+        ("--set global-batch-size=6", "must be a multiple of micro-batch-size 2 x 2 ranks = 4"),
+        ("--set moe-layer-freq=[0]*3", "names 3 layers, num-layers is 2"),
+        ("--set lr-warmup-fraction=1.0", "must be in [0, 1)"),
+        ("--set normalization=BatchNorm", "must be one of ('LayerNorm', 'RMSNorm')"),
+        ("--set q-lora-rank=8", "needs multi-latent-attention"),
+        ("--set num-query-groups=1", "need each other"),
+        ("--steps 0", "train-iters 0: must be at least 1"),
+        ("--steps 3 --set train-iters=4", "contradict"),
+        ("--save-every 0", "--save-every 0"),
+        ("--exit-at-step 0", "--exit-at-step 0"),
+        ("--expert-parallel 3", "must divide the 2 ranks"),
+        ("--resume --overwrite", "contradict"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: tuple[str, ...], out: tuple[str, str], capsys, extra: str, message: str
+):
+    assert message in refusal(capsys, *arguments, *out, *shlex.split(extra))
+    assert not Path(out[1], "log.jsonl").exists()
+
+
+def test_missing_key_is_named(tmp_path: Path):
+    model = tmp_path / "model.yaml"
+    model.write_text(yaml.safe_dump({k: v for k, v in MODEL.items() if k != "lr"}))
+    with pytest.raises(InputError, match="'lr' is missing"):
+        Settings.load(str(model), {})
+
+
+def test_overwrite_leaves_other_files_alone(
+    arguments: tuple[str, ...], out: tuple[str, str], capsys
+):
+    """It removes a run's results before it finds the text missing, and nothing else."""
+    folder = Path(out[1])
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "log.jsonl").touch()
+    (folder / "notes.txt").write_text("mine")
+    refusal(capsys, *arguments, *out, "--overwrite", "--text", "/no/such/place")
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_values_of_the_command_line_are_yaml():
+    changes = parse_changes(["a=1", "b=1e-3", "c=true", "d=text", "e=[1, 2]"])
+    assert changes == {"a": 1, "b": 1e-3, "c": True, "d": "text", "e": [1, 2]}
+
+
+def test_layer_patterns():
+    assert layer_pattern("1", 3) == [1, 1, 1]
+    assert layer_pattern("2", 5) == [1, 0, 1, 0, 1]
+    assert layer_pattern("([0]*3+[1]*2)", 5) == [0, 0, 0, 1, 1]
+    with pytest.raises(InputError, match="must be a number or a sum"):
+        layer_pattern("__import__('os')", 2)
+
+
+@pytest.mark.parametrize("name", config_files.names("model"))
+def test_shipped_models(name: str):
+    """Megatron takes every value: TransformerConfig, and Megatron-LM's parser where it is shipped."""
+    settings = Settings.load(name, {})
+    config = settings.transformer_config("alltoall", 1, None)
+    assert config.num_layers == settings["num-layers"]
+    assert config.num_moe_experts == settings["num-experts"]
+    assert config.gated_linear_unit == settings["swiglu"]
+    if find_spec("megatron.training") is None:
+        return  # Megatron-Core 0.16 wheels have no parser
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser())
+    words = []
+    for key, value in config_files.load("model", name).items():
+        words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    parsed = parser.parse_args(words)
+    assert parsed.num_experts == settings["num-experts"]
+
+
+def test_standard_library_text():
+    files = corpus.standard_library()
+    assert files == corpus.standard_library()
+    names = {path.name for path in files}
+    assert {"argparse.py", "typing.py"} <= names
+    assert not any("test" in path.parts for path in files)
+    total = sum(path.stat().st_size for path in files)
+    assert total > 1_000_000
+
+
+def test_folders_are_read_in_order(tmp_path: Path):
+    for name in ("b.txt", "a/z.txt", ".hidden/c.txt", "a/.d.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    files = corpus.text_files([str(tmp_path)])
+    assert [path.relative_to(tmp_path).as_posix() for path in files] == ["a/z.txt", "b.txt"]
+
+
+def test_corpus_holds_the_text(tmp_path: Path):
+    """Training and validation pieces together are the files' bytes, each file ended by 256."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    contents = [bytes(range(256)) * 300, b"", b"short"]
+    files = []
+    for index, content in enumerate(contents):
+        files.append(tmp_path / str(index))
+        files[-1].write_bytes(content)
+    prepared = corpus.prepare([str(path) for path in files], tmp_path / "data")
+    train, valid = (IndexedDataset(prefix) for prefix in (prepared.train, prepared.valid))
+    pieces = list(train)
+    for index, piece in enumerate(valid, start=1):
+        pieces.insert(index * corpus.VALIDATION_EVERY - 1, piece)
+    tokens = np.concatenate(pieces)
+    expected = [*contents[0], 256, *contents[2], 256]
+    assert tokens.tolist() == expected
+    assert prepared.num_train_tokens + prepared.num_valid_tokens == len(expected)
+    assert prepared.num_valid_tokens > 0
+
+
+def test_corpus_is_reused_until_the_text_changes(tmp_path: Path):
+    text = write_text(tmp_path / "text.txt")
+    first = corpus.prepare([str(text)], tmp_path / "data")
+    written = (tmp_path / "data" / "train.bin").stat().st_mtime_ns
+    assert corpus.prepare([str(text)], tmp_path / "data") == first
+    assert (tmp_path / "data" / "train.bin").stat().st_mtime_ns == written
+    text.write_text("x" * 5000)
+    second = corpus.prepare([str(text)], tmp_path / "data")
+    assert second.fingerprint != first.fingerprint
+    assert second.num_train_tokens < first.num_train_tokens
+
+
+def test_entropy():
+    assert corpus.entropy(np.array([5, 0, 5, 5, 5])) == pytest.approx(math.log(4))
+    assert corpus.entropy(np.array([7])) == 0
+
+
+def test_samples_of_a_step_do_not_depend_on_the_ranks():
+    import torch
+
+    from megatron_ncclep.training.data import batches
+
+    class Numbers:
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            names = ("tokens", "labels", "loss_mask", "position_ids")
+            return {name: torch.tensor([index]) for name in names}
+
+    def samples(num_ranks: int, micro_batch_size: int) -> list[int]:
+        count = 24 // (num_ranks * micro_batch_size)
+        return [
+            int(value)
+            for rank in range(num_ranks)
+            for batch in batches(
+                Numbers(), 100, micro_batch_size, count, rank, num_ranks, torch.device("cpu")
+            )
+            for value in batch["tokens"]
+        ]
+
+    for num_ranks, micro_batch_size in ((1, 1), (2, 3), (4, 2), (3, 8)):
+        assert sorted(samples(num_ranks, micro_batch_size)) == list(range(100, 124))

@@ -1,0 +1,110 @@
+"""A run that was stopped goes on as if it had not been."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Finished
+from small_job import MODEL, entries, losses, train
+
+from megatron_ncclep import cli
+
+STOP = 3
+STEPS = MODEL["train-iters"]
+# docs/convergence.md: another dispatcher adds in another order.
+OTHER_ORDER_NATS = 1e-5
+
+
+@pytest.fixture(scope="session")
+def stopped(arguments: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the small job that stopped after `STOP` steps; copy it before going on."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    train(*arguments, "--out", out, "--exit-at-step", STOP)
+    assert len(losses(out)) == STOP
+    assert not entries(out, "end")
+    return out
+
+
+def copy(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "out"))
+
+
+def test_resumed_run_is_the_uninterrupted_one(finished: Finished, stopped: Path, tmp_path: Path):
+    """Also when steps after the checkpoint had been logged: those are done again."""
+    out = copy(stopped, tmp_path)
+    with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+        log.write('{"type": "step", "step": 4, "loss": -1.0}\n')
+    train(*finished.arguments, "--out", out, "--resume")
+
+    def curve(folder: Path) -> list[tuple[float, ...]]:
+        names = ("step", "loss", "grad_norm", "lr", "balance")
+        return [tuple(entry[name] for name in names) for entry in entries(folder, "step")]
+
+    assert curve(out) == curve(finished.out)
+    assert entries(out, "end") == entries(finished.out, "end")
+    assert [entry["resumed_from"] for entry in entries(out, "settings")] == [0, STOP]
+
+
+def test_resume_with_another_dispatcher(finished: Finished, stopped: Path, tmp_path: Path):
+    out = copy(stopped, tmp_path)
+    train(*finished.arguments, "--out", out, "--resume", "--dispatcher", "alltoall")
+    for ours, whole in zip(losses(out), losses(finished.out), strict=True):
+        assert abs(ours - whole) <= OTHER_ORDER_NATS
+    classes = [entry["dispatcher_classes"] for entry in entries(out, "settings")]
+    assert classes == [["NcclEpTokenDispatcher"], ["MoEAlltoAllTokenDispatcher"]]
+
+
+def test_resume_on_more_ranks(
+    arguments: tuple[str, ...], finished: Finished, stopped: Path, tmp_path: Path
+):
+    """Four ranks with two experts each go on from two ranks with four.
+
+    The samples of a step are the same.  Dropout is not (each rank draws its own), and neither is
+    the auxiliary loss, which is a mean over micro-batches: hence a wide bound, far below the 0.3
+    nats that a step makes here or the 1.5 that lost weights would make.
+    """
+    out = copy(stopped, tmp_path)
+    train(*arguments[:-2], "--ranks", 4, "--out", out, "--resume", "--steps", STOP + 1)
+    assert len(losses(out)) == STOP + 1
+    assert abs(losses(out)[STOP] - losses(finished.out)[STOP]) < 0.1
+    assert entries(out, "settings")[-1]["expert_parallel"] == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--set", "lr=0.001"), "lr was 0.005"),
+        (("--seed", "7"), "seed was 1234"),
+        (("--text", __file__), "the text is not the one"),
+        (("--expert-parallel", "1"), "between one rank and several"),
+    ],
+)
+def test_resume_refuses_another_job(
+    arguments: tuple[str, ...],
+    stopped: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+):
+    out = copy(stopped, tmp_path)
+    assert cli.main(["train", *arguments, "--out", str(out), "--resume", *change]) == 2
+    assert message in capsys.readouterr().err
+    assert len(losses(out)) == STOP, "the run there is left alone"
+
+
+def test_a_run_is_not_replaced_by_accident(
+    arguments: tuple[str, ...], stopped: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["train", *arguments, "--out", str(stopped)]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert len(losses(stopped)) == STOP
+
+
+def test_resume_needs_a_checkpoint(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["train", *arguments, "--out", str(tmp_path / "new"), "--resume"]) == 2
+    assert "no checkpoint" in capsys.readouterr().err
