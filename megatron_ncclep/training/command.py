@@ -19,7 +19,7 @@ from megatron_ncclep import config_files
 from megatron_ncclep.config import add_option_arguments, given_options
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training.job import DISPATCHERS, Job
-from megatron_ncclep.training.quiet import hide_remarks
+from megatron_ncclep.training.quiet import remarks_hidden
 from megatron_ncclep.training.settings import parse_changes
 
 DEFAULT_RANKS = 2
@@ -137,8 +137,8 @@ def main(args: argparse.Namespace) -> int:
 
         run(job, prepared=False)
         return 0
-    hide_remarks()
-    job.prepare()
+    with remarks_hidden():
+        job.prepare()
     path = Path(job.out) / "job.json"
     job.save(path)
     return _start_ranks(job, path)

@@ -18,7 +18,7 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import checkpoint, corpus, data, log, report
 from megatron_ncclep.training.balance import BalanceMeter
 from megatron_ncclep.training.job import Job
-from megatron_ncclep.training.quiet import hide_remarks
+from megatron_ncclep.training.quiet import remarks_hidden
 from megatron_ncclep.training.settings import Settings
 
 
@@ -29,20 +29,20 @@ def run(job: Job, prepared: bool) -> None:
         job: the same on every rank.
         prepared: the corpus and the folders are ready; otherwise rank 0 makes them so.
     """
-    hide_remarks()
-    device = _start(job)
-    try:
-        if not prepared:
+    with remarks_hidden():
+        device = _start(job)
+        try:
+            if not prepared:
+                if dist.get_rank() == 0:
+                    job.prepare()
+                dist.barrier()
+            for dispatcher in job.dispatchers():
+                Training(job, dispatcher, device).run()
             if dist.get_rank() == 0:
-                job.prepare()
+                report.finish(job)
             dist.barrier()
-        for dispatcher in job.dispatchers():
-            Training(job, dispatcher, device).run()
-        if dist.get_rank() == 0:
-            report.finish(job)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+        finally:
+            dist.destroy_process_group()
 
 
 def _start(job: Job) -> torch.device:

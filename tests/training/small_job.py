@@ -48,7 +48,7 @@ MODEL = {
 def write_text(path: Path, num_bytes: int = 20_000) -> Path:
     """Write `num_bytes` of words to `path`, the same every time."""
     choose = random.Random(0).choice
-    words = "expert token router rank slot plan dispatch combine gate hidden".split()
+    words = ("expert", "token", "router", "rank", "slot", "plan", "dispatch", "combine", "gate")
     text = " ".join(choose(words) for _ in range(num_bytes // 3))
     path.write_text(text[:num_bytes], encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Wrong input is refused in one line before any rank is started; settings and text are read right."""
+"""Wrong input is refused in one line before any rank starts; settings and text are read right."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_too_little_text(arguments: tuple[str, ...], out: tuple[str, str], tmp_p
         ("--set seq-length=64", "more than max-position-embeddings 32"),
         ("--set num-experts=7", "num-experts 7 cannot be divided among 2"),
         ("--set global-batch-size=6", "must be a multiple of micro-batch-size 2 x 2 ranks = 4"),
-        ("--set moe-layer-freq=[0]*3", "names 3 layers, num-layers is 2"),
+        ("--set moe-layer-freq=([0]*3)", "names 3 layers, num-layers is 2"),
         ("--set lr-warmup-fraction=1.0", "must be in [0, 1)"),
         ("--set normalization=BatchNorm", "must be one of ('LayerNorm', 'RMSNorm')"),
         ("--set q-lora-rank=8", "needs multi-latent-attention"),
@@ -116,7 +116,7 @@ def test_layer_patterns():
 
 @pytest.mark.parametrize("name", config_files.names("model"))
 def test_shipped_models(name: str):
-    """Megatron takes every value: TransformerConfig, and Megatron-LM's parser where it is shipped."""
+    """TransformerConfig takes every value, and so does Megatron-LM's parser where it is shipped."""
     settings = Settings.load(name, {})
     config = settings.transformer_config("alltoall", 1, None)
     assert config.num_layers == settings["num-layers"]

@@ -95,7 +95,7 @@ def test_output_has_progress_and_summary(finished: Finished):
 
 def test_indexed_prefix_and_balance(arguments: tuple[str, ...], tmp_path: Path):
     """A .bin/.idx pair with tokens above 256; with all experts picked the balance is exactly 1."""
-    torch = pytest.importorskip("torch")
+    import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.int32)
