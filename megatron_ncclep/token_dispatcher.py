@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.route_plan import topk_from_routing_map, weights_from_probs
 
 
@@ -108,6 +110,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         assert self._plan is not None, "token_dispatch comes first"
         tokens_per_expert = self._plan.tokens_per_expert_on_host()
         if self._max_recv_rows is not None:
+            self._report_overflow(self._plan)
             tokens_per_expert = tokens_per_expert.clone()
             tokens_per_expert[-1] += self._plan.num_rows - tokens_per_expert.sum()
         return hidden_states, tokens_per_expert, probs
@@ -126,6 +129,18 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """Give the output the shape that the hidden states came in."""
         assert self._hidden_shape is not None, "dispatch_preprocess comes first"
         return hidden_states.view(self._hidden_shape)
+
+    def _report_overflow(self, plan: RoutePlan) -> None:
+        """Warn of dropped picks, once per group and rank; `num_dropped` counts all of them."""
+        if num_dropped := int(plan.num_dropped):
+            group = EpGroup.of(self.ep_group)
+            group.log_once(
+                logging.WARNING,
+                "overflow",
+                f"rank {group.rank}: {num_dropped} rows did not fit into max_recv_rows="
+                f"{self._max_recv_rows} and were dropped (this is said once; later ones are only "
+                "counted): raise it, or leave it out and nothing is dropped",
+            )
 
     def _top_k(self, routing_map: torch.Tensor) -> int:
         """Columns that the picks of this micro-batch need, the same on every rank."""

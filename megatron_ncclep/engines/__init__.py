@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, InputError
-from megatron_ncclep.logs import get_logger
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,5 @@ def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     """Log the engine and the effective options, once per group and only on its first rank."""
     options = ", ".join(f"{k}={getattr(config, k)}" for k in sorted(ENGINES[name].caps.options))
     text = f"engine {name!r} for {group.size} ranks ({reason}); {options}"
-    if group.rank == 0 and text not in group.announced:
-        group.announced.add(text)
-        get_logger().info(text)
+    if group.rank == 0:
+        group.log_once(logging.INFO, text, text)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.errors import EpError, GroupClosedError, InputError, PeerError
+from megatron_ncclep.logs import get_logger
 
 PHASES = ("open", "plan", "dispatch", "combine")
 # Values that one call compares across ranks; the message has a fixed size, whatever the call is,
@@ -35,7 +36,6 @@ class EpGroup:
         process_group: the torch.distributed group.
         rank, size: of this process in the group.
         device: where tensors live that the group's backend moves.
-        announced: texts that were logged once for this group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -46,7 +46,7 @@ class EpGroup:
         backends = dist.get_backend_config(process_group)
         on_gpu = "nccl" in backends and torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
-        self.announced: set[str] = set()
+        self._logged: set[str] = set()
         self._num_calls = 0
 
     @classmethod
@@ -69,6 +69,15 @@ class EpGroup:
             raise GroupClosedError(_DESTROYED)
         _require_alive(group)
         return group
+
+    def log_once(self, level: int, subject: str, text: str) -> None:
+        """Log `text` unless this rank has logged something with the same `subject` for the group.
+
+        The layers of a model share the group, so that a line stands once and not once per layer.
+        """
+        if subject not in self._logged:
+            self._logged.add(subject)
+            get_logger().log(level, text)
 
     def agree(
         self,
