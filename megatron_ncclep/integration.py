@@ -25,12 +25,10 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from packaging.version import Version
-
 from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
 from megatron_ncclep.post_import import after_import
-from megatron_ncclep.support import NEWEST, OLDEST, check_supported
+from megatron_ncclep.support import NEWEST, OLDEST, check_supported, is_tested
 
 NAME = "ncclep"
 # Megatron validates the configuration and builds the layer as if this type had been asked for.
@@ -88,7 +86,7 @@ def warn_if_untested() -> None:
     import megatron.core
 
     version = megatron.core.__version__
-    if not Version(OLDEST) <= Version(version) <= Version(NEWEST):
+    if not is_tested(version):
         warnings.warn(
             f"megatron_ncclep is tested with Megatron-Core {OLDEST} to {NEWEST}; this is {version}",
             stacklevel=2,

@@ -10,10 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from megatron_ncclep.errors import UnsupportedError
 
 # Versions of Megatron-Core that the tests run with.
 OLDEST, NEWEST = "0.16.1", "0.19.2"
+
+
+def is_tested(version: str) -> bool:
+    """Say whether a version of Megatron-Core is in the range that the tests run with.
+
+    What follows a `+` does not count: Megatron-Core 0.18 and later add the commit of whatever git
+    checkout they happen to be installed under.
+    """
+    return Version(OLDEST) <= Version(Version(version).public) <= Version(NEWEST)
 
 
 @dataclass(frozen=True)

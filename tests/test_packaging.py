@@ -38,6 +38,7 @@ LAYER_OF = {
     "__main__": "tools",
     "cli": "tools",
     "cpu": "tools",
+    "doctor": "tools",
     "launch": "tools",
     "render": "tools",
     "testing": "tools",
