@@ -88,4 +88,22 @@ def build_layer(config: Any) -> Any:
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
     layer = MoELayer(config, submodules=submodules, layer_number=1)
     layer.set_layer_number(1)
+    make_experts_differ(layer)
     return layer.to(config.params_dtype)
+
+
+def make_experts_differ(model: torch.nn.Module) -> None:
+    """Give every expert of the whole group weights of its own.
+
+    On a CPU, Megatron initialises the experts of all ranks from one seed: expert 0 of each rank is
+    the same, and a token sent to the right expert of the wrong rank would not be noticed.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_expert_model_parallel_rank()
+    experts = [p for name, p in model.named_parameters() if ".experts." in f".{name}"]
+    assert experts
+    for index, parameter in enumerate(experts):
+        generator = torch.Generator().manual_seed(1 + index + len(experts) * rank)
+        with torch.no_grad():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_setup import EXPERTS, initialize, make_config
+from megatron_setup import EXPERTS, initialize, make_config, make_experts_differ
 
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
@@ -42,6 +42,7 @@ def losses_on_rank(ctx: RankContext, dispatcher: str, options: dict[str, Any]) -
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
     ).double()
+    make_experts_differ(model)
     data = torch.Generator().manual_seed(ctx.rank)
     tokens = torch.randint(0, VOCABULARY, (2, BATCH, SEQUENCE + 1), generator=data)
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
