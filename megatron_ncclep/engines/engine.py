@@ -15,13 +15,19 @@ NOT_ROUTED = -1
 # What a row of topk_idx holds when the routing map named more experts than top_k for its token.
 TOO_MANY_EXPERTS = -(2**31)
 
+# How combine rounds.  Both add a rank's rows in local-expert order and the ranks' parts in rank
+# order, in fp32, and round what crosses the wire; they differ in the home rank's own part.
+HOME_PART_UNROUNDED = "home part unrounded"  # the contract's
+EVERY_PART_ROUNDED = "every part rounded"  # for an engine that treats all ranks alike
+REDUCTIONS = (HOME_PART_UNROUNDED, EVERY_PART_ROUNDED)
+
 
 @dataclass(frozen=True)
 class EngineCaps:
     """What an engine can do; checked before every call, so that a limit is an error with words."""
 
     name: str
-    # How combine adds up, by name; two engines with the same name agree to the bit.
+    # How combine adds up, one of REDUCTIONS; engines with the same one agree to the bit.
     reduction: str
     payload_dtypes: tuple[torch.dtype, ...]
     # The bytes of one row must be a multiple of this.

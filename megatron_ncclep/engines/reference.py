@@ -17,6 +17,7 @@ pair's picks and sends one row per pair back.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -24,13 +25,20 @@ import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
-from megatron_ncclep.engines.engine import NOT_ROUTED, EngineCaps, RoutePlan
+from megatron_ncclep.engines.engine import (
+    EVERY_PART_ROUNDED,
+    HOME_PART_UNROUNDED,
+    NOT_ROUTED,
+    REDUCTIONS,
+    EngineCaps,
+    RoutePlan,
+)
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import GroupClosedError, InputError
 
 CAPS = EngineCaps(
     name="reference",
-    reduction="wide sums: expert order, then rank order",
+    reduction=HOME_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     row_bytes_multiple=1,
     options=frozenset({"alignment", "max_recv_rows", "timeout_s"}),
@@ -65,11 +73,23 @@ class ReferencePlan(RoutePlan):
 
 
 class ReferenceEngine:
-    """See `Engine`.  Waits for the host in every call: correct first, fast never."""
+    """See `Engine`.  Waits for the host in every call: correct first, fast never.
 
-    caps = CAPS
+    Args:
+        reduction: how combine rounds; another one than the contract's is for comparing with an
+            engine that declares it.
+    """
 
-    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+    def __init__(
+        self,
+        group: EpGroup,
+        num_experts: int,
+        config: EpConfig,
+        reduction: str = HOME_PART_UNROUNDED,
+    ) -> None:
+        if reduction not in REDUCTIONS:
+            raise InputError(f"reduction {reduction!r}: must be one of {REDUCTIONS}")
+        self.caps = dataclasses.replace(CAPS, reduction=reduction)
         self.group = group
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
@@ -184,7 +204,8 @@ class ReferenceEngine:
 
         Sums are fp32 (fp64 for fp64 rows) and start from +0: on the expert rank over a pair's picks
         in ascending local-expert order, rounded once for the wire; at home over the ranks in
-        ascending order, the home rank's own part unrounded, rounded once.
+        ascending order, the home rank's own part unrounded (unless the engine was made with
+        another reduction), rounded once.
         """
         plan = self._agree("combine", plan, y, w)
         wide = torch.float64 if y.dtype == torch.float64 else torch.float32
@@ -200,6 +221,8 @@ class ReferenceEngine:
         )
         out = y.new_zeros(plan.num_tokens, y.shape[1], dtype=wide)
         own = partial.split(plan.pairs_received)[self.group.rank]
+        if self.caps.reduction == EVERY_PART_ROUNDED:
+            own = own.to(y.dtype).to(wide)
         parts = returned.split(plan.pairs_sent)
         tokens = plan.sent_token.split(plan.pairs_sent)
         for rank in range(self.group.size):

@@ -108,12 +108,13 @@ def oracle_dispatch(
 
 
 def oracle_combine(
-    plan: OraclePlan, y: list[torch.Tensor], w: list[torch.Tensor]
+    plan: OraclePlan, y: list[torch.Tensor], w: list[torch.Tensor], round_home: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Add rows `y` [num_rows, hidden] up at home; bring `w` [num_rows] back to the picks.
 
     The order of additions is the contract's: on an expert's rank over local experts, upwards, in
-    fp32 (fp64 for fp64), rounded once; at home over ranks, upwards, the home rank's part unrounded.
+    fp32 (fp64 for fp64), rounded once; at home over ranks, upwards, the home rank's part unrounded
+    (with `round_home`: rounded like the others).
     """
     dtype = y[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -132,7 +133,8 @@ def oracle_combine(
                 partial[slot.token] = before + y[rank][row].to(wide)
                 values[slot.token, slot.pick] = w[rank][row]
             for token, part in partial.items():
-                total[token] += part if rank == home else part.to(dtype).to(wide)
+                is_exact = rank == home and not round_home
+                total[token] += part if is_exact else part.to(dtype).to(wide)
         out.append(total.to(dtype))
         home_w.append(values)
     return out, home_w

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.testing.cases import Case, contract_cases
 from megatron_ncclep.testing.compare import assert_same_bits
 from megatron_ncclep.testing.launcher import RankContext, RankPool
@@ -60,6 +63,28 @@ def test_sums_and_values_are_the_oracles(pool: RankPool, engine_name: str, case:
         assert_same_bits(actual, out[rank], f"output of rank {rank}")
         assert_same_bits(actual_home, home[rank], f"values of rank {rank}")
         assert_same_bits(alone, out[rank], f"output of rank {rank}, without values")
+
+
+def rounded_on_rank(ctx: RankContext, case: Case) -> torch.Tensor:
+    case = case.on(ctx.device)
+    engine = ReferenceEngine(
+        EpGroup.of(ctx.group), case.num_experts, case.config(), EVERY_PART_ROUNDED
+    )
+    plan = engine.plan(case.topk_idx(ctx.rank))
+    return engine.combine(plan, row_values(case, ctx.rank, plan.num_rows)[0])[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_reference_can_round_every_part(pool: RankPool, dtype: torch.dtype) -> None:
+    """The other reduction, which an engine may declare; in fp32 there is nothing to round."""
+    case = Case("rounded", (25, 12, 0, 31), 16, 8, hidden=32, dtype=dtype)
+    oracle, unrounded, _ = expected_sums(case)
+    y, w = zip(*(row_values(case, r, len(oracle.slots[r])) for r in range(4)), strict=True)
+    out, _ = oracle_combine(oracle, list(y), list(w), round_home=True)
+    for rank, actual in enumerate(pool.run(rounded_on_rank, case)):
+        assert_same_bits(actual, out[rank], f"output of rank {rank}")
+    differs = any(not torch.equal(a, b) for a, b in zip(out, unrounded, strict=True))
+    assert differs == (dtype != torch.float32)
 
 
 def nan_padding_on_rank(ctx: RankContext, case: Case, engine_name: str) -> torch.Tensor:

@@ -63,6 +63,15 @@ def test_combine_rounds_where_the_contract_says() -> None:
     assert out[0].item() == 260.0
 
 
+def test_combine_can_round_the_home_part_too() -> None:
+    """The first example of the other reduction: 257 becomes 256, and 256 + 2 is 258."""
+    topk = [torch.tensor([[0, 1, 2, 3]]), torch.empty(0, 4, dtype=torch.long)]
+    plan = oracle_plan(topk, num_experts=4)
+    y = [torch.tensor([[256.0], [1.0]]).bfloat16(), torch.tensor([[1.0], [1.0]]).bfloat16()]
+    out, _ = oracle_combine(plan, y, [torch.zeros(2), torch.zeros(2)], round_home=True)
+    assert out[0].item() == 258.0
+
+
 def test_combine_rounds_the_other_ranks_parts_for_the_wire() -> None:
     """Rank 1's 256 + 1 becomes 256 on the wire; with the home part 1 the sum is 257, so 256."""
     topk = [torch.tensor([[0, 2, 3]]), torch.empty(0, 3, dtype=torch.long)]
