@@ -9,15 +9,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import version
-from pathlib import Path
 
 import pytest
+from megatron_versions import INSTALLED, SUPPORTED, importable, python_path
 
 from megatron_ncclep.support import NEWEST, OLDEST, is_tested
-
-INSTALLED = version("megatron-core")
-SUPPORTED = ["0.16.1", "0.17.1", "0.18.2", "0.19.2"]
 
 CHECK = """
 import warnings
@@ -52,11 +48,6 @@ print("ok")
 """
 
 
-def versions_here() -> list[str]:
-    """0.17 and later need Python 3.12; the oldest runs on every Python we support."""
-    return SUPPORTED if sys.version_info >= (3, 12) else [INSTALLED]
-
-
 def test_the_range_is_the_tested_one() -> None:
     assert (SUPPORTED[0], SUPPORTED[-1]) == (OLDEST, NEWEST)
     assert is_tested(INSTALLED)
@@ -74,17 +65,12 @@ def test_is_tested(version_text: str, expected: bool) -> None:
     assert is_tested(version_text) is expected
 
 
-@pytest.mark.parametrize("megatron_version", versions_here())
+@pytest.mark.parametrize("megatron_version", importable())
 def test_hook_points(megatron_version: str) -> None:
     environment = dict(os.environ, NCCLEP_AUTOLOAD="0", OMP_NUM_THREADS="1")
-    if megatron_version != INSTALLED:
-        unpacked = Path(sys.prefix) / "megatron" / megatron_version
-        assert (unpacked / "megatron" / "core").is_dir(), (
-            f"no Megatron-Core {megatron_version} in {unpacked}: run scripts/fetch_megatron.sh"
-        )
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(unpacked), environment.get("PYTHONPATH", "")]
-        )
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [*python_path(megatron_version), environment.get("PYTHONPATH", "")]
+    )
     done = subprocess.run(
         [sys.executable, "-c", CHECK.format(version=megatron_version)],
         env=environment,
