@@ -17,14 +17,12 @@ if TYPE_CHECKING:
     from megatron_ncclep.engines import create_engine
     from megatron_ncclep.engines.engine import Engine, RoutePlan
     from megatron_ncclep.integration import install
-    from megatron_ncclep.route_plan import make_plan
 
 _HOME = {
     "EpConfig": "config",
     "Engine": "engines.engine",
     "RoutePlan": "engines.engine",
     "create_engine": "engines",
-    "make_plan": "route_plan",
     "install": "integration",
 }
 
@@ -35,7 +33,6 @@ __all__ = [
     "__version__",
     "create_engine",
     "install",
-    "make_plan",
 ]
 
 

@@ -1,18 +1,11 @@
-"""Step 1, plan: routing map and probabilities -> RoutePlan and weights."""
+"""Step 1, plan: routing map and probabilities -> what `Engine.plan` and `dispatch` take."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_ncclep.engines.engine import (
-    NOT_ROUTED,
-    TOO_MANY_EXPERTS,
-    Engine,
-    RoutePlan,
-)
+from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS
 from megatron_ncclep.errors import InputError
-
-__all__ = ["RoutePlan", "make_plan", "topk_from_routing_map", "weights_from_probs"]
 
 
 def topk_from_routing_map(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -65,24 +58,3 @@ def weights_from_probs(probs: torch.Tensor, topk_idx: torch.Tensor) -> torch.Ten
     return torch.where(
         topk_idx >= 0, picked, torch.zeros((), dtype=probs.dtype, device=probs.device)
     )
-
-
-def make_plan(
-    engine: Engine, routing_map: torch.Tensor, probs: torch.Tensor, top_k: int
-) -> tuple[RoutePlan, torch.Tensor]:
-    """Plan the routes of one micro-batch.  Collective.
-
-    Args:
-        engine: of the expert-parallel group.
-        routing_map: [num_tokens, num_experts] bool.
-        probs: [num_tokens, num_experts].
-        top_k: K, the same on every rank.
-
-    Returns:
-        the plan, and the weights [num_tokens, top_k] of its picks.
-
-    Raises:
-        InputError: see `Engine.plan`.
-    """
-    topk_idx = topk_from_routing_map(routing_map, top_k)
-    return engine.plan(topk_idx), weights_from_probs(probs, topk_idx)
