@@ -3,10 +3,99 @@
 `configs/` lives at the top of the tree, where people look for it, and is installed as package data
 under `megatron_ncclep/configs`, where `megatron_ncclep.render` finds it again.
 
-This version is pure Python: there is no extension to build yet (see csrc/README.md).
+The extension `megatron_ncclep._C` (csrc/) is built where there is a CUDA toolkit; elsewhere the
+package is pure Python and has the reference engine only.  It needs no GPU and no torch to build.
+
+Environment:
+    CUDA_HOME                    the toolkit (default: /usr/local/cuda, else where nvcc is on PATH)
+    NCCLEP_BUILD_EXTENSION       1: fail without a toolkit; 0: do not build (default: build if one is
+                                 there)
+    NCCLEP_CUDA_ARCHITECTURES    GPU architectures, separated by spaces (default: 90a)
 """
 
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+SOURCES = ROOT / "csrc"
+EXTENSION = "megatron_ncclep._C"
+ARCHITECTURES = os.environ.get("NCCLEP_CUDA_ARCHITECTURES", "90a").split()
+
+
+def cuda_home():
+    """The folder of the CUDA toolkit, or None."""
+    on_path = shutil.which("nvcc")
+    candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    candidates += [Path(on_path).resolve().parents[1]] if on_path else []
+    for candidate in candidates:
+        home = Path(candidate) if candidate else None
+        if home and (home / "bin" / "nvcc").exists() and (home / "include/cuda_runtime.h").exists():
+            return home
+    return None
+
+
+class BuildExtension(build_ext):
+    """Compiles csrc/**/*.cu with nvcc and the rest with the host compiler."""
+
+    def build_extension(self, ext):
+        """Add what only the toolkit knows, then build as setuptools does."""
+        home = cuda_home()
+        release = subprocess.run(
+            [home / "bin" / "nvcc", "--version"], check=True, text=True, capture_output=True
+        ).stdout
+        version = re.search(r"release (\d+\.\d+)", release).group(1)
+        names = " ".join(f"sm_{architecture}" for architecture in ARCHITECTURES)
+        ext.define_macros += [
+            ("NCCLEP_CUDA_VERSION", f'"{version}"'),
+            ("NCCLEP_ARCHITECTURES", f'"{names}"'),
+        ]
+        ext.include_dirs += [str(SOURCES), str(home / "include")]
+        ext.library_dirs += [str(home / "lib64")]
+        ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
+        for source in sorted(SOURCES.rglob("*.cu")):
+            ext.extra_objects.append(self.compile_kernels(home, source))
+        super().build_extension(ext)
+
+    def compile_kernels(self, home, source):
+        """Compile one .cu file to an object file, if it is older than the sources."""
+        folder = Path(self.build_temp) / source.relative_to(ROOT).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"{source.stem}.cu.o"
+        newest = max(path.stat().st_mtime for path in [source, *SOURCES.rglob("*.*h")])
+        if not target.exists() or target.stat().st_mtime < newest or self.force:
+            command = [home / "bin" / "nvcc", "-c", source, "-o", target, "-I", SOURCES]
+            command += ["-O3", "-std=c++17", "--compiler-options", "-fPIC,-fvisibility=hidden"]
+            for name in ARCHITECTURES:
+                command += ["-gencode", f"arch=compute_{name},code=sm_{name}"]
+            print(" ".join(map(str, command)), flush=True)
+            subprocess.run(command, check=True)
+        return str(target)
+
+
+def extensions():
+    """The extension, unless the environment or the machine says that there is none."""
+    wanted = os.environ.get("NCCLEP_BUILD_EXTENSION", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"NCCLEP_BUILD_EXTENSION={wanted!r}: must be 0 or 1, or left out")
+    if wanted == "0":
+        return []
+    if cuda_home() is None:
+        message = "no CUDA toolkit found (set CUDA_HOME to one that has nvcc)"
+        if wanted == "1":
+            raise SystemExit(f"NCCLEP_BUILD_EXTENSION=1, but {message}")
+        print(f"{message}: building the pure-Python package, with the reference engine only")
+        return []
+    headers = [str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.h")]
+    sources = sorted(str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.cpp"))
+    return [Pybind11Extension(EXTENSION, sources, cxx_std=17, depends=headers)]
+
 
 setup(
     packages=[
@@ -18,4 +107,6 @@ setup(
     ],
     package_dir={"megatron_ncclep": "megatron_ncclep", "megatron_ncclep.configs": "configs"},
     package_data={"megatron_ncclep": ["py.typed"], "megatron_ncclep.configs": ["*/*.yaml"]},
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildExtension},
 )

@@ -1,4 +1,4 @@
-"""Every environment variable of this package: name, type, default, meaning.
+"""Every environment variable that this package reads: name, type, default, meaning.
 
 This is the only place that reads them.  `ncclep env` prints the table with the values in force.
 """
@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_ncclep.errors import InputError
@@ -62,6 +63,17 @@ VARIABLES = {
         EnvVar("NCCLEP_MAX_RECV_ROWS", int, None, "static mode: rows of the dispatched tensor"),
         EnvVar("NCCLEP_NUM_SMS", int, None, "SMs that the engine's kernels may use"),
         EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds a rank waits for the others"),
+        # Where libraries and tools are that engines use; unset, they are looked for.
+        EnvVar("NCCLEP_NCCL_LIBRARY", Path, None, "path of the libnccl.so.2 that engines open"),
+        EnvVar("NCCLEP_NCCL_EP_LIBRARY", Path, None, "path of NVIDIA's libnccl_ep.so"),
+        EnvVar("CUDA_HOME", Path, None, "folder of the CUDA toolkit (not ours: CUDA's)"),
+        # NVIDIA's libnccl_ep reads these: it compiles its kernels at first use.
+        EnvVar("NCCL_EP_JIT_NVCC", str, None, "the CUDA compiler (not ours: libnccl_ep's)"),
+        EnvVar("NCCL_EP_JIT_SOURCE_DIR", Path, None, "its sources (not ours: libnccl_ep's)"),
+        EnvVar(
+            "NCCL_EP_JIT_BUILD_INCLUDE_DIR", Path, None, "NCCL's headers (not ours: libnccl_ep's)"
+        ),
+        EnvVar("NCCL_EP_JIT_CACHE_DIR", Path, None, "compiled kernels (not ours: libnccl_ep's)"),
     )
 }
 

@@ -27,5 +27,9 @@ class PeerError(EpError, RuntimeError):
     """A rank died, did not arrive before the deadline, or is in another call than this one."""
 
 
+class LibraryError(EpError, RuntimeError):
+    """A call of NCCL, of CUDA or of an engine's library failed; names the call and the reason."""
+
+
 class IntegrationError(EpError, RuntimeError):
     """A place of Megatron-Core that the integration hooks into is not what it expects."""

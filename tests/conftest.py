@@ -1,15 +1,20 @@
-"""Fixtures shared by all tests."""
+"""Options and fixtures shared by all tests: which engines are checked, over what, on how many ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_ncclep.engines import ENGINES
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.testing.cases import contract_cases, for_engine
 from megatron_ncclep.testing.launcher import RankPool
 
-# Engines whose contract this run checks.
-ENGINE_NAMES = ["reference"]
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,18 +22,127 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--backend",
         default="gloo",
         choices=("gloo", "nccl"),
-        help="of the contract tests: gloo on the CPU, or nccl with one of four GPUs for each rank",
+        help="of the contract tests: gloo on the CPU, or nccl with a GPU for each rank, which also "
+        "collects tests/gpu",
+    )
+    parser.addoption(
+        "--engine",
+        action="append",
+        metavar="NAME",
+        help="engine whose contract is checked; may be repeated (default: reference)",
+    )
+    parser.addoption(
+        "--ranks",
+        action="append",
+        type=int,
+        metavar="N",
+        help="ranks of the contract cases; may be repeated (default: 1 2 3 4).  Other tests use as "
+        "many as they need, at most the largest N",
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs_ranks(n): left out when the largest --ranks is less")
+    config.addinivalue_line("markers", "cpu_only: left out with --backend nccl; a comment says why")
+    check_options(chosen_engines(config), chosen_ranks(config), config.getoption("--backend"))
+
+
+def chosen_engines(config: pytest.Config) -> list[str]:
+    """The names of the engines that this run checks."""
+    return config.getoption("--engine") or ["reference"]
+
+
+def chosen_ranks(config: pytest.Config) -> list[int]:
+    """The numbers of ranks of the contract cases, in ascending order."""
+    return sorted(set(config.getoption("--ranks") or [1, 2, 3, 4]))
+
+
+def check_options(engine_names: list[str], ranks: list[int], backend: str) -> None:
+    """Refuse what cannot run at all, before the first test.
+
+    An engine that cannot run on this machine's GPUs is not refused: its tests fail, and say why.
+
+    Raises:
+        pytest.UsageError: says which option to change.
+    """
+    for name in engine_names:
+        if name not in ENGINES:
+            raise pytest.UsageError(f"--engine {name}: the engines are {', '.join(ENGINES)}")
+        obstacle = obstacle_without_gpus(name) if backend == "gloo" else None
+        if obstacle:
+            raise pytest.UsageError(
+                f"--engine {name}: cannot run over gloo on the CPU: {obstacle}; on a machine with "
+                "GPUs add --backend nccl"
+            )
+    if ranks[0] < 1:
+        raise pytest.UsageError(f"--ranks {ranks[0]}: must be at least 1")
+    if backend == "nccl" and ranks[-1] > torch.cuda.device_count():
+        fitting = " ".join(f"--ranks {n}" for n in ranks if n <= torch.cuda.device_count())
+        raise pytest.UsageError(
+            f"--backend nccl needs a GPU for each of {ranks[-1]} ranks, and there are "
+            f"{torch.cuda.device_count()}: {f'use {fitting}' if fitting else 'use --backend gloo'}"
+        )
+
+
+def obstacle_without_gpus(name: str) -> str | None:
+    """What the engine says of a gloo group; asked in a group of this process alone."""
+    if name == "reference":  # made for it
+        return None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None  # just made
+        return ENGINES[name].obstacle(EpGroup.of(dist.group.WORLD))
+    finally:
+        dist.destroy_process_group()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave tests/gpu out without GPUs: not skipped, so that no report counts them."""
+    on_gpu = config.getoption("--backend") == "nccl"
+    return True if collection_path == GPU_TESTS and not on_gpu else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    most, on_gpu = chosen_ranks(config)[-1], config.getoption("--backend") == "nccl"
+
+    def is_left_out(item: pytest.Item) -> bool:
+        too_few = any(mark.args[0] > most for mark in item.iter_markers("needs_ranks"))
+        return too_few or (on_gpu and item.get_closest_marker("cpu_only") is not None)
+
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test every chosen engine and, if it asks for one, every contract case of the engine."""
+    names, numbers = chosen_engines(metafunc.config), chosen_ranks(metafunc.config)
+    if "contract_case" in metafunc.fixturenames:
+        metafunc.parametrize(
+            ("engine_name", "contract_case"),
+            [
+                pytest.param(name, for_engine(case, ENGINES[name].caps), id=f"{name}-{n}ranks-{case}")
+                for name in names
+                for n in numbers
+                for case in contract_cases(n)
+            ],
+        )
+    elif "engine_name" in metafunc.fixturenames:
+        metafunc.parametrize("engine_name", names)
+
+
 @pytest.fixture(scope="session")
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Four processes; a test that needs fewer ranks uses the first ones."""
-    pool = RankPool(4, request.config.getoption("--backend"))
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.config.getoption("--backend")
+
+
+@pytest.fixture(scope="session")
+def rank_counts(request: pytest.FixtureRequest) -> list[int]:
+    return chosen_ranks(request.config)
+
+
+@pytest.fixture(scope="session")
+def pool(backend: str, rank_counts: list[int]) -> Iterator[RankPool]:
+    """As many processes as the largest --ranks; a test that needs fewer uses the first ones."""
+    pool = RankPool(rank_counts[-1], backend)
     yield pool
     pool.close()
-
-
-@pytest.fixture(params=ENGINE_NAMES)
-def engine_name(request: pytest.FixtureRequest) -> str:
-    return request.param

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.nccl_ep import CAPS as NCCL_EP_CAPS
+from megatron_ncclep.engines.nccl_ep import NcclEpEngine
+from megatron_ncclep.engines.nccl_ep import obstacle as nccl_ep_obstacle
 from megatron_ncclep.engines.reference import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, InputError
@@ -23,17 +26,21 @@ class EngineEntry:
     Attributes:
         caps: what the engine can do.
         build: makes the engine for a group, a number of experts and a config.
-        obstacle: says why the engine cannot run for a group and what would help; None if it can.
+        obstacle: says why the engine cannot run for a group with a config and what would help;
+            None if it can.
+            Called on every rank of the group, and may be collective.
     """
 
     caps: EngineCaps
     build: Callable[[EpGroup, int, EpConfig], Engine]
-    obstacle: Callable[[EpGroup], str | None]
+    obstacle: Callable[[EpGroup, EpConfig], str | None]
 
 
+AUTO = "auto"
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
-    "reference": EngineEntry(REFERENCE_CAPS, ReferenceEngine, lambda group: None),
+    "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_obstacle),
+    "reference": EngineEntry(REFERENCE_CAPS, ReferenceEngine, lambda group, config: None),
 }
 
 
@@ -60,58 +67,90 @@ def create_engine(
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise InputError("this rank is not a member of the expert-parallel group it was given")
     group = EpGroup.of(process_group)
-    name, reason = choose_engine(group, config)
-    entry = ENGINES.get(name)
+    choices = [AUTO, *ENGINES]
     group.agree(
         "open",
-        {"num_experts": num_experts, "engine": list(ENGINES).index(name) if entry else None},
-        _problem(entry, name, group, num_experts, config),
+        {
+            "num_experts": num_experts,
+            "engine": choices.index(config.engine) if config.engine in choices else None,
+        },
+        _problem(group, num_experts, config),
         config.timeout_s,
     )
-    assert entry is not None  # agreed on above
-    obstacle = entry.obstacle(group)
-    group.agree(
-        "open",
-        {},
-        obstacle and f"engine {name!r} cannot run here: {obstacle}",
-        config.timeout_s,
-        error=EngineUnavailableError,
-    )
+    name, reason = choose_engine(group, config, num_experts)
     _announce(group, name, reason, config)
-    return entry.build(group, num_experts, config)
+    return ENGINES[name].build(group, num_experts, config)
 
 
-def choose_engine(group: EpGroup, config: EpConfig) -> tuple[str, str]:
-    """Return the name of the engine to use and the reason, without making it."""
-    if config.engine != "auto":
+def choose_engine(
+    group: EpGroup, config: EpConfig, num_experts: int | None = None
+) -> tuple[str, str]:
+    """Return the name of the engine to use and the reason, without making it.  Collective.
+
+    All ranks choose the same: what stands in the way of an engine on one rank does so on all.
+
+    Args:
+        group: the expert-parallel group.
+        config: the same engine on every rank.
+        num_experts: E; None: as many as any engine takes.
+
+    Raises:
+        EngineUnavailableError: on every rank, when the named engine (with "auto": any) cannot run.
+    """
+    if config.engine != AUTO:
+        obstacle = group.gather_problems(
+            _obstacle(config.engine, group, config, num_experts), "open", config.timeout_s
+        )
+        if obstacle:
+            raise EngineUnavailableError(f"engine {config.engine!r} cannot run here: {obstacle}")
         return config.engine, "asked for by name"
     reasons: list[str] = []
-    for name, entry in ENGINES.items():
-        obstacle = entry.obstacle(group)
-        if obstacle is None:
+    for name in ENGINES:
+        obstacle = group.gather_problems(
+            _obstacle(name, group, config, num_experts), "open", config.timeout_s
+        )
+        if not obstacle:
             return name, "; ".join([*reasons, f"{name} can run"])
         reasons.append(f"not {name}: {obstacle}")
     raise EngineUnavailableError(f"no engine can run: {'; '.join(reasons)}")
 
 
-def _problem(
-    entry: EngineEntry | None, name: str, group: EpGroup, num_experts: int, config: EpConfig
-) -> str | None:
+def _obstacle(name: str, group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+    """Say why the engine cannot run for this group with these options.  May be collective."""
+    entry = ENGINES[name]
+    if problem := _ignored_options(entry.caps, config):
+        return problem
+    if group.size < entry.caps.min_ranks:
+        return f"it needs at least {entry.caps.min_ranks} ranks, the group has {group.size}"
+    most = entry.caps.max_local_experts
+    if num_experts is not None and most is not None and num_experts > most * group.size:
+        return f"it takes at most {most} experts on a rank: {num_experts} need more ranks"
+    return entry.obstacle(group, config)
+
+
+def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
     """Say what is wrong with this rank's arguments of create_engine, if anything is."""
-    if entry is None:
-        return f"engine {name!r} is unknown: this version has 'auto' and {sorted(ENGINES)}"
+    if config.engine != AUTO and config.engine not in ENGINES:
+        return f"engine {config.engine!r} is unknown: this version has {AUTO!r} and {list(ENGINES)}"
     if num_experts <= 0 or num_experts % group.size:
         return (
             f"{num_experts} experts cannot be divided over {group.size} ranks: choose a number of "
             "experts that is a positive multiple of the expert-parallel size"
         )
-    ignored = sorted(set(config.non_default()) - entry.caps.options - {"engine"})
-    if ignored:
-        return (
-            f"engine {name!r} would ignore {', '.join(ignored)}: leave it out, or choose an "
-            "engine that has it"
-        )
+    if config.engine != AUTO:
+        return _ignored_options(ENGINES[config.engine].caps, config)
     return None
+
+
+def _ignored_options(caps: EngineCaps, config: EpConfig) -> str | None:
+    """Say which of the options given the engine would ignore, if any."""
+    ignored = sorted(set(config.non_default()) - caps.options - {"engine"})
+    if not ignored:
+        return None
+    return (
+        f"engine {caps.name!r} would ignore {', '.join(ignored)}: leave it out, or choose an "
+        "engine that has it"
+    )
 
 
 def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:

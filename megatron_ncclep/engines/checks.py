@@ -21,11 +21,13 @@ def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str
     )
 
 
-def topk_problem(topk_idx: torch.Tensor, num_experts: int, device: torch.device) -> str | None:
+def topk_problem(
+    topk_idx: torch.Tensor, num_experts: int, device: torch.device, caps: EngineCaps
+) -> str | None:
     """Say what is wrong with the routing of this rank, if anything is.
 
-    Reads values on the host: an engine that must not wait for the device checks them in its own
-    kernel instead.
+    Waits once for the device, to read values on the host: an engine that must not wait checks them
+    in its own kernel instead.
     """
     if topk_idx.dim() != 2:
         return f"topk_idx has shape {list(topk_idx.shape)}: it must be [num_tokens, top_k]"
@@ -33,24 +35,39 @@ def topk_problem(topk_idx: torch.Tensor, num_experts: int, device: torch.device)
         return f"topk_idx is {topk_idx.dtype}: it must be int32 or int64"
     if problem := device_problem("topk_idx", topk_idx, device):
         return problem
-    if topk_idx.shape[1] == 0:
+    num_tokens, top_k = topk_idx.shape
+    if top_k == 0:
         return "topk_idx has top_k 0: it needs at least one column (fill it with -1 if need be)"
-    if bool((topk_idx == TOO_MANY_EXPERTS).any()):
-        token = int((topk_idx == TOO_MANY_EXPERTS).any(dim=1).nonzero()[0])
+    if caps.max_top_k is not None and top_k > caps.max_top_k:
         return (
-            f"the routing map names more than top_k={topk_idx.shape[1]} experts for token {token}: "
+            f"topk_idx has top_k {top_k}: engine {caps.name!r} takes at most {caps.max_top_k}; "
+            "choose another engine"
+        )
+    if caps.max_tokens is not None and num_tokens > caps.max_tokens:
+        return (
+            f"topk_idx has {num_tokens} tokens: engine {caps.name!r} takes at most "
+            f"{caps.max_tokens} on a rank; use smaller micro-batches or another engine"
+        )
+    too_many = topk_idx == TOO_MANY_EXPERTS
+    outside = (topk_idx < NOT_ROUTED) | (topk_idx >= num_experts)
+    ordered = topk_idx.sort(dim=1).values
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
+    is_too_many, is_outside, is_repeated = torch.stack(
+        [too_many.any(), outside.any(), repeated.any()]
+    ).tolist()
+    if is_too_many:
+        token = int(too_many.any(dim=1).nonzero()[0])
+        return (
+            f"the routing map names more than top_k={top_k} experts for token {token}: "
             "a router that adds picks of its own needs a larger top_k"
         )
-    outside = (topk_idx < NOT_ROUTED) | (topk_idx >= num_experts)
-    if bool(outside.any()):
+    if is_outside:
         token, pick = (int(i) for i in outside.nonzero()[0])
         return (
             f"expert index {int(topk_idx[token, pick])} of token {token}, pick {pick}, is out of "
             f"range: there are {num_experts} experts, and {NOT_ROUTED} means not routed"
         )
-    ordered = topk_idx.sort(dim=1).values
-    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
-    if bool(repeated.any()):
+    if is_repeated:
         token, pick = (int(i) for i in repeated.nonzero()[0])
         return f"token {token} names expert {int(ordered[token, pick])} twice: name it once"
     return None

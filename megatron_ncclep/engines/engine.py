@@ -36,6 +36,17 @@ class EngineCaps:
     options: frozenset[str]
     # Largest number of rows that one rank may receive.
     max_rows: int = 2**31 - 1
+    # Most tokens on one rank, picks of one token, and experts on one rank.
+    max_tokens: int | None = None
+    max_top_k: int | None = None
+    max_local_experts: int | None = None
+    # Smallest group that it serves.
+    min_ranks: int = 1
+    # Bytes that a plan keeps at T = 8192 and K = 8, at most.
+    max_plan_bytes: int = 2 * 2**20
+    # Its kernels are compiled at first use, seconds for each new combination of ranks, experts per
+    # rank, row bytes and dtype.
+    compiles_at_run_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,8 +93,8 @@ class RoutePlan:
 class Engine(Protocol):
     """Plan, dispatch and combine over one expert-parallel group.
 
-    Every method is collective: all ranks of the group call the same methods in the same order.  A
-    wrong argument on any rank raises the same InputError on every rank.
+    Making an engine and every method is collective: all ranks of the group call the same methods in
+    the same order.  A wrong argument on any rank raises the same InputError on every rank.
     """
 
     caps: EngineCaps
@@ -130,5 +141,9 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the engine holds.  Idempotent; every later call raises GroupClosedError."""
+        """Release what the engine holds.  Idempotent; every later call raises GroupClosedError.
+
+        All ranks close an engine, in the order in which they close others of the group; one that
+        nobody closes keeps its memory until the process ends.
+        """
         ...

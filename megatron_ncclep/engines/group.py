@@ -6,10 +6,15 @@ the count of its calls.  All layers of a model share the group's one EpGroup.
 
 from __future__ import annotations
 
+import hashlib
+import socket
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,13 +22,18 @@ import torch.distributed as dist
 from megatron_ncclep.errors import EpError, GroupClosedError, InputError, PeerError
 from megatron_ncclep.logs import get_logger
 
-PHASES = ("open", "plan", "dispatch", "combine")
+_Thing = TypeVar("_Thing")
+
+PHASES = ("open", "plan", "dispatch", "combine", "close")
 # Values that one call compares across ranks; the message has a fixed size, whatever the call is,
 # so that ranks in different calls can still read each other's.
 MAX_VALUES = 8
+HEADER = 4  # phase, call, whether there is a problem, what is told
 # Values are numbers on the wire; this one says "not given".
 NONE_VALUE = -1
 TEXT_BYTES = 1024
+# A wait for the device asks without pause for this long, and then with pauses of this length.
+BUSY_WAIT_S = 1e-3
 
 # The only association from a torch group to its EpGroup; it holds neither alive.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, EpGroup] = weakref.WeakKeyDictionary()
@@ -48,6 +58,10 @@ class EpGroup:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
         self._logged: set[str] = set()
         self._num_calls = 0
+        self._shared: dict[str, _Shared] = {}
+        self._ranks_per_node: list[int] | None = None
+        # Agreement must not wait for what the model has queued on the device.
+        self._stream = torch.cuda.Stream() if on_gpu else None
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> EpGroup:
@@ -70,6 +84,27 @@ class EpGroup:
         _require_alive(group)
         return group
 
+    def share(self, name: str, make: Callable[[], _Thing]) -> _Thing:
+        """Return the group's thing called `name`, made by `make` when there is none yet.
+
+        It belongs to the group: all engines and layers of the group share it, and its `close` is
+        called when as many of them have released it.  As collective as `make` is.
+        """
+        if name not in self._shared:
+            self._shared[name] = _Shared(make())
+        shared = self._shared[name]
+        shared.num_users += 1
+        thing: _Thing = shared.thing
+        return thing
+
+    def release(self, name: str) -> None:
+        """Give back what `share` returned; the last user closes it, as collective as `close` is."""
+        shared = self._shared[name]
+        shared.num_users -= 1
+        if shared.num_users == 0:
+            del self._shared[name]
+            shared.thing.close()
+
     def log_once(self, level: int, subject: str, text: str) -> None:
         """Log `text` unless this rank has logged something with the same `subject` for the group.
 
@@ -86,8 +121,11 @@ class EpGroup:
         problem: str | None,
         timeout_s: float,
         error: type[EpError] = InputError,
-    ) -> int:
+        told: int = 0,
+    ) -> Agreement:
         """Make sure that every rank is in the same call with matching arguments.  Collective.
+
+        Waits on the host for the other ranks' hosts, but not for what is queued on any device.
 
         Args:
             phase: one of `PHASES`.
@@ -95,9 +133,7 @@ class EpGroup:
             problem: what is wrong on this rank, if anything is.
             timeout_s: seconds to wait for the other ranks.
             error: what to raise for a problem.
-
-        Returns:
-            the number of this call, the same on every rank.
+            told: a number that may differ between ranks and is passed on to all of them.
 
         Raises:
             InputError: on every rank, when values differ or (unless `error` says otherwise) when
@@ -106,9 +142,9 @@ class EpGroup:
         """
         self._num_calls += 1
         call = self._num_calls
-        mine = [PHASES.index(phase), call, int(problem is not None)]
+        mine = [PHASES.index(phase), call, int(problem is not None), told]
         mine += [NONE_VALUE if v is None else v for v in values.values()]
-        mine += [0] * (3 + MAX_VALUES - len(mine))
+        mine += [0] * (HEADER + MAX_VALUES - len(mine))
         theirs = self.gather(torch.tensor(mine), f"{phase}, call {call}", timeout_s).tolist()
 
         if any(row[:2] != mine[:2] for row in theirs):
@@ -121,9 +157,9 @@ class EpGroup:
                 "Every rank must run the same layers in the same order, backward included"
             )
         if any(row[2] for row in theirs):
-            raise error(f"{phase}: {self._gather_problems(problem, phase, timeout_s)}")
+            raise error(f"{phase}: {self.gather_problems(problem, phase, timeout_s)}")
         for i, name in enumerate(values):
-            seen = [row[3 + i] for row in theirs]
+            seen = [row[HEADER + i] for row in theirs]
             if len(set(seen)) > 1:
                 each = ", ".join(
                     f"rank {r} has {None if v == NONE_VALUE else v}" for r, v in enumerate(seen)
@@ -132,20 +168,45 @@ class EpGroup:
                     f"{phase}: {name} differs between the ranks of the expert-parallel group: "
                     f"{each}. Give every rank the same {name}"
                 )
-        return call
+        return Agreement(call, [row[3] for row in theirs])
 
     def gather(self, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         """Gather a 1-D CPU tensor of the same length from every rank: [size, length] on the CPU."""
-        sent = mine.to(self.device)
-        received = sent.new_empty(self.size, sent.numel())
-        self.wait(
-            lambda group: dist.all_gather(
-                list(received.unbind()), sent, group=group, async_op=True
-            ),
-            what,
-            timeout_s,
-        )
-        return received.cpu()
+        with torch.cuda.stream(self._stream):  # no effect on a CPU
+            sent = mine.to(self.device)
+            received = sent.new_empty(self.size, sent.numel())
+            self.wait(
+                lambda group: dist.all_gather(
+                    list(received.unbind()), sent, group=group, async_op=True
+                ),
+                what,
+                timeout_s,
+            )
+            return received.cpu()
+
+    def gather_problems(self, problem: str | None, phase: str, timeout_s: float) -> str:
+        """Exchange what is wrong on which rank.  Collective.
+
+        Returns:
+            one text, the same on every rank; empty when nothing is wrong on any.  A problem that
+            all ranks have is said once.
+        """
+        text = (problem or "").encode()[:TEXT_BYTES]
+        mine = torch.frombuffer(bytearray(text.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        theirs = self.gather(mine, f"{phase}, exchanging error messages", timeout_s)
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in theirs]
+        if self.size > 1 and len(set(texts)) == 1:
+            return texts[0]
+        return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)
+
+    def ranks_per_node(self, timeout_s: float) -> list[int]:
+        """How many ranks of the group each machine has.  Collective the first time it is asked."""
+        if self._ranks_per_node is None:
+            name = hashlib.sha256(socket.gethostname().encode()).digest()
+            mine = torch.tensor([int.from_bytes(name[:7], "big")])
+            hosts = self.gather(mine, "open, exchanging the names of machines", timeout_s)
+            self._ranks_per_node = list(Counter(hosts.flatten().tolist()).values())
+        return self._ranks_per_node
 
     def wait(self, start: Callable[[dist.ProcessGroup], Any], what: str, timeout_s: float) -> None:
         """Start a collective on the torch group and wait for it, at most `timeout_s` seconds.
@@ -156,7 +217,11 @@ class EpGroup:
         """
         group = self.process_group
         try:
-            start(group).wait(timedelta(seconds=timeout_s))
+            work = start(group)
+            if self._stream is None:
+                work.wait(timedelta(seconds=timeout_s))
+            else:
+                self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
             raise PeerError(
                 f"rank {self.rank} of {self.size}: no answer from the other ranks of the "
@@ -164,13 +229,43 @@ class EpGroup:
                 f"or left the group's order of calls; look at the other ranks' output. {error}"
             ) from error
 
-    def _gather_problems(self, problem: str | None, phase: str, timeout_s: float) -> str:
-        """Exchange what is wrong on which rank, as one text that is the same on every rank."""
-        text = (problem or "").encode()[:TEXT_BYTES]
-        mine = torch.frombuffer(bytearray(text.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
-        theirs = self.gather(mine, f"{phase}, exchanging error messages", timeout_s)
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in theirs]
-        return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)
+    def _wait_for_device(self, work: Any, timeout_s: float) -> None:
+        """Wait until the collective `work` is done on the device.
+
+        NCCL's own wait with a deadline sleeps a millisecond at a time, longer than a whole layer
+        takes; so this asks an event.
+        """
+        work.wait()  # the current stream, not the host
+        done = torch.cuda.Event()
+        done.record()
+        start = time.monotonic()
+        while not done.query():
+            waited = time.monotonic() - start
+            if waited > timeout_s:
+                raise RuntimeError("the collective did not finish")
+            if waited > BUSY_WAIT_S:
+                time.sleep(BUSY_WAIT_S)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What `EpGroup.agree` found.
+
+    Attributes:
+        call: the number of the call, the same on every rank.
+        told: what each rank told the others, by rank.
+    """
+
+    call: int
+    told: list[int]
+
+
+@dataclass
+class _Shared:
+    """Something that belongs to a group, and how many use it."""
+
+    thing: Any
+    num_users: int = 0
 
 
 _CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import checks
+from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
 from megatron_ncclep.engines.engine import (
     EVERY_PART_ROUNDED,
     HOME_PART_UNROUNDED,
@@ -43,7 +43,6 @@ CAPS = EngineCaps(
     row_bytes_multiple=1,
     options=frozenset({"alignment", "max_recv_rows", "timeout_s"}),
 )
-DTYPE_CODES = {dtype: code for code, dtype in enumerate(CAPS.payload_dtypes)}
 
 
 @dataclass(frozen=True)
@@ -101,17 +100,7 @@ class ReferenceEngine:
         """See `Engine.plan`."""
         self._require_open()
         num_ranks, num_local = self.group.size, self.num_local_experts
-        plan_id = self.group.agree(
-            "plan",
-            {
-                "top_k": topk_idx.shape[-1] if topk_idx.dim() else 0,
-                "num_experts": self.num_experts,
-                "alignment": self.config.alignment,
-                "max_recv_rows": self.config.max_recv_rows,
-            },
-            checks.topk_problem(topk_idx, self.num_experts, self.group.device),
-            self.config.timeout_s,
-        )
+        agreement = agree_on_routes(self.group, topk_idx, self.num_experts, self.caps, self.config)
         num_tokens, top_k = topk_idx.shape
 
         # At home: the picks in the order (destination rank, token, expert), and their pairs.
@@ -153,7 +142,7 @@ class ReferenceEngine:
         _, picks_of_pair = pick_pair.unique_consecutive(return_counts=True)
         first_pick = (picks_of_pair.cumsum(0) - picks_of_pair).repeat_interleave(picks_of_pair)
         return ReferencePlan(
-            plan_id=plan_id,
+            plan_id=agreement.call,
             num_tokens=num_tokens,
             top_k=top_k,
             num_experts=self.num_experts,
@@ -280,21 +269,15 @@ class ReferenceEngine:
     ) -> ReferencePlan:
         """Check the arguments of dispatch or combine on all ranks; return the plan, typed."""
         self._require_open()
-        home = phase == "dispatch"
-        num_rows = plan.num_tokens if home else plan.num_rows
-        w_shape = (plan.num_tokens, plan.top_k) if home else (plan.num_rows,)
-        device = self.group.device
-        self.group.agree(
+        agree_on_rows(
             phase,
-            {
-                "plan": plan.plan_id,
-                "hidden size": rows.shape[-1] if rows.dim() else 0,
-                "dtype": DTYPE_CODES.get(rows.dtype, -2),
-                "presence of weights": int(w is not None),
-            },
-            checks.plan_problem(plan, ReferencePlan, self.num_experts)
-            or checks.payload_problem("x" if home else "y", rows, num_rows, self.caps, device)
-            or checks.weights_problem(w, w_shape, rows, device),
+            self.group,
+            plan,
+            ReferencePlan,
+            rows,
+            w,
+            self.num_experts,
+            self.caps,
             self.config.timeout_s,
         )
         assert isinstance(plan, ReferencePlan)  # agreed on above

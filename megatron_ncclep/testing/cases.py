@@ -1,4 +1,8 @@
-"""Cases: routings with a readable name, made anew on any rank from the case alone."""
+"""Cases: routings with a readable name, made anew on any rank from the case alone.
+
+`contract_cases` are what every engine must do, `refusal` says which of them an engine must refuse
+by its caps, and `for_engine` makes a case payable for an engine that compiles at run time.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,19 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.engine import EngineCaps
+
+# The limits that show only when rows are moved: a plan is made without them.
+PAYLOAD_LIMITS = ("payload_dtypes", "row_bytes_multiple")
+
+# Library shapes, what `for_engine` turns a case into: experts on each rank -> dtypes, most wanted
+# first, and one hidden size.  Four combinations for each number of ranks; the second number of
+# experts is for a top-k that does not fit into the first.
+LIBRARY_DTYPES = {
+    4: (torch.float32, torch.bfloat16, torch.float16),
+    32: (torch.float32,),
+}
+LIBRARY_HIDDEN = 64
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Case:
         dropped: fraction of picks that go nowhere.
         seed: of the routing and the payload.
         device: where the tensors are made; their values do not depend on it.
+        fixed_payload: the case is about its hidden size or dtype: `for_engine` leaves it alone.
     """
 
     name: str
@@ -40,10 +58,17 @@ class Case:
     dropped: float = 0.0
     seed: int = 0
     device: str = "cpu"
+    fixed_payload: bool = False
 
     def on(self, device: str) -> Case:
         """The same case with its tensors on `device`."""
         return dataclasses.replace(self, device=device)
+
+    def on_at_most(self, num_ranks: int) -> Case:
+        """The same case for its first ranks only: as many as divide its experts, `num_ranks` at most."""
+        most = min(num_ranks, self.num_ranks)
+        fitting = next(n for n in range(most, 0, -1) if self.num_experts % n == 0)
+        return dataclasses.replace(self, tokens=self.tokens[:fitting])
 
     @property
     def num_ranks(self) -> int:
@@ -116,12 +141,17 @@ def contract_cases(num_ranks: int) -> list[Case]:
         Case("nobody-routes", uneven(11), E, dropped=1.1),
         Case("all-to-the-first-experts", uneven(19), E, skew=100.0),
         Case("skewed", uneven(40), 8 * R, top_k=4, skew=1.0),
-        Case("hidden-1", uneven(13), E, hidden=1),
-        Case("hidden-odd", uneven(13), E, hidden=37),
+        Case("hidden-1", uneven(13), E, hidden=1, fixed_payload=True),
+        Case("hidden-odd", uneven(13), E, hidden=37, fixed_payload=True),
         *(
-            Case(f"{str(dtype).removeprefix('torch.')}-top-6", uneven(25), E + R, 6, dtype=dtype)
-            if E + R >= 6
-            else Case(f"{str(dtype).removeprefix('torch.')}-top-4", uneven(25), E, 4, dtype=dtype)
+            Case(
+                f"{str(dtype).removeprefix('torch.')}-top-{6 if E + R >= 6 else 4}",
+                uneven(25),
+                E + R if E + R >= 6 else E,
+                6 if E + R >= 6 else 4,
+                dtype=dtype,
+                fixed_payload=dtype == torch.float64,
+            )
             for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         ),
         *(
@@ -135,3 +165,71 @@ def contract_cases(num_ranks: int) -> list[Case]:
         Case("static-bf16", uneven(30), E, 4, dtype=torch.bfloat16, max_recv_rows=64, dropped=0.2),
     ]
     return cases
+
+
+def refusal(case: Case, caps: EngineCaps) -> str | None:
+    """Name the limit of `caps` that `case` breaks: the first one that an engine comes across.
+
+    Returns:
+        the name of a field of EngineCaps, or None if the engine must do the case.  With
+        "min_ranks" the engine is unavailable; with any other one the case is wrong input.
+    """
+    if _ignored_options(case, caps):
+        return "options"
+    if case.num_ranks < caps.min_ranks:
+        return "min_ranks"
+    if caps.max_tokens is not None and max(case.tokens) > caps.max_tokens:
+        return "max_tokens"
+    if caps.max_top_k is not None and case.top_k > caps.max_top_k:
+        return "max_top_k"
+    if case.dtype not in caps.payload_dtypes:
+        return "payload_dtypes"
+    if case.hidden * case.dtype.itemsize % caps.row_bytes_multiple:
+        return "row_bytes_multiple"
+    return None
+
+
+def refusal_words(limit: str, case: Case, caps: EngineCaps) -> list[str]:
+    """What an error about `limit` must say: the value of the limit, whatever the sentence is."""
+    if limit == "options":
+        return _ignored_options(case, caps)
+    if limit == "payload_dtypes":
+        return [str(dtype).removeprefix("torch.") for dtype in caps.payload_dtypes]
+    return [str(getattr(caps, limit))]
+
+
+def _ignored_options(case: Case, caps: EngineCaps) -> list[str]:
+    """The options of the case that the engine does not have."""
+    return sorted(set(case.config().non_default()) - caps.options - {"engine"})
+
+
+def for_engine(case: Case, caps: EngineCaps) -> Case:
+    """The case with the same routing features in shapes that the engine can be tested with.
+
+    An engine that compiles at run time needs seconds for each new combination of ranks, experts per
+    rank, row bytes and dtype, and nearly every case has its own.  For such an engine experts,
+    hidden size and dtype come from the library shapes; tokens, top-k, skew, masks, alignment and
+    static rows stay.  What is lost is one expert on each rank.
+
+    For another engine only a payload that it refuses is replaced, by the next one that it moves: a
+    case that is about plans, gradients or schedules is none about fp64 or five columns.
+
+    A case with `fixed_payload` stays as it is for every engine, so that its refusal is seen.
+    """
+    R = case.num_ranks
+    if case.fixed_payload:
+        return case
+    if caps.compiles_at_run_time:
+        few, many = sorted(LIBRARY_DTYPES)
+        per_rank = few if case.top_k <= few * R and case.num_experts < 2 * few * R else many
+        dtypes, hidden = LIBRARY_DTYPES[per_rank], LIBRARY_HIDDEN
+    elif refusal(case, caps) in PAYLOAD_LIMITS:
+        per_rank = case.num_experts // R
+        dtypes, hidden = (case.dtype, torch.float32, *caps.payload_dtypes), case.hidden
+    else:
+        return case
+    possible = [dtype for dtype in dtypes if dtype in caps.payload_dtypes]
+    dtype = case.dtype if case.dtype in possible else possible[0]
+    while hidden * dtype.itemsize % caps.row_bytes_multiple:
+        hidden += 1
+    return dataclasses.replace(case, num_experts=per_rank * R, hidden=hidden, dtype=dtype)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from run_case import caps_of, fitted, opened, run_case
 
 from megatron_ncclep.combine import combine
 from megatron_ncclep.dispatch import dispatch
-from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.engine import Engine, RoutePlan
-from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.engines.engine import Engine
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.testing.cases import Case, for_engine
 from megatron_ncclep.testing.compare import assert_same_bits
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
@@ -31,36 +35,30 @@ CASES = [
 by_name = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def open_case(ctx: RankContext, case: Case, engine_name: str) -> tuple[Case, Engine, RoutePlan]:
-    """The case with its tensors on this rank's device, its engine and its plan."""
-    case = case.on(ctx.device)
-    engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
-    return case, engine, engine.plan(case.topk_idx(ctx.rank))
-
-
 def inner_products(ctx: RankContext, case: Case, engine_name: str) -> tuple[float, ...]:
-    case, engine, plan = open_case(ctx, case, engine_name)
     # Small integers: every product and sum is exact, so the identity must hold exactly.
     whole = torch.Generator().manual_seed(ctx.rank)
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-8, 9, shape, generator=whole).to(ctx.device, case.dtype)
 
-    x, w = integers(plan.num_tokens, case.hidden), integers(plan.num_tokens, case.top_k)
-    y, v = integers(plan.num_rows, case.hidden), integers(plan.num_rows)
-    rows, row_w = engine.dispatch(plan, x, w)
-    out, home = engine.combine(plan, y, v)
-    return (
-        (rows * y).sum().item(),
-        (x * out).sum().item(),
-        (row_w * v).sum().item(),
-        (w * home).sum().item(),
-    )
+    def product(a: torch.Tensor, b: torch.Tensor) -> float:
+        return (a.double() * b.double()).sum().item()
+
+    with opened(ctx, case, engine_name) as (case, engine):
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x, w = integers(plan.num_tokens, case.hidden), integers(plan.num_tokens, case.top_k)
+        y, v = integers(plan.num_rows, case.hidden), integers(plan.num_rows)
+        rows, row_w = engine.dispatch(plan, x, w)
+        out, home = engine.combine(plan, y, v)
+        return product(rows, y), product(x, out), product(row_w, v), product(w, home)
 
 
 @by_name
 def test_combine_is_the_adjoint_of_dispatch(pool: RankPool, engine_name: str, case: Case) -> None:
-    products = pool.run(inner_products, case, engine_name, ranks=case.num_ranks)
+    products = run_case(pool, inner_products, fitted(case, pool, engine_name), engine_name)
+    if products is None:
+        return  # refused, as it must be
     dx_y, x_cy, dw_v, w_cv = (sum(values) for values in zip(*products, strict=True))
     assert dx_y == x_cy
     assert dw_v == w_cv
@@ -73,7 +71,13 @@ def gradcheck_on_rank(ctx: RankContext, case: Case, engine_name: str) -> bool:
     gradcheck perturbs one input of one rank at a time, while every call is collective; so all ranks
     walk through all ranks' inputs together, and the loss is the sum over ranks.
     """
-    case, engine, plan = open_case(ctx, case, engine_name)
+    with opened(ctx, case, engine_name) as (case, engine):
+        check_gradients(ctx, case, engine)
+    return True
+
+
+def check_gradients(ctx: RankContext, case: Case, engine: Engine) -> None:
+    plan = engine.plan(case.topk_idx(ctx.rank))
     x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
     w = case.weights(ctx.rank).requires_grad_()
 
@@ -106,30 +110,44 @@ def gradcheck_on_rank(ctx: RankContext, case: Case, engine_name: str) -> bool:
                     assert abs(numeric - analytic) < 1e-6 * (1 + abs(analytic)), (
                         f"d loss / d {kind}[{element}]: {analytic}, numerically {numeric}"
                     )
-    return True
 
 
 @by_name
 def test_gradients_are_the_numeric_ones(pool: RankPool, engine_name: str, case: Case) -> None:
-    small = Case(**{**vars(case), "tokens": tuple(t // 3 for t in case.tokens), "hidden": 2})
-    assert all(pool.run(gradcheck_on_rank, small, engine_name, ranks=case.num_ranks))
+    """Differences need fp64; an engine without it refuses, and the next but one test is its check."""
+    small = dataclasses.replace(
+        case, tokens=tuple(t // 3 for t in case.tokens), hidden=2, fixed_payload=True
+    )
+    results = run_case(pool, gradcheck_on_rank, fitted(small, pool, engine_name), engine_name)
+    assert results is None or all(results)
 
 
-def torch_gradcheck(ctx: RankContext, engine_name: str) -> bool:
-    case = Case("gradcheck", (6,), 4, 2, hidden=3, dtype=torch.float64, alignment=16, dropped=0.2)
-    case, engine, plan = open_case(ctx, case, engine_name)
-    x = case.rows(0, 6, salt=2).requires_grad_()
-    w = case.weights(0).requires_grad_()
+def torch_gradcheck(ctx: RankContext, case: Case, engine_name: str) -> bool:
+    with opened(ctx, case, engine_name) as (case, engine):
+        plan = engine.plan(case.topk_idx(0))
+        x = case.rows(0, 6, salt=2).requires_grad_()
+        w = case.weights(0).requires_grad_()
 
-    def layer(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, row_w = dispatch(engine, plan, x, w)
-        return combine(engine, plan, rows.sin() * row_w[:, None]), row_w
+        def layer(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows, row_w = dispatch(engine, plan, x, w)
+            return combine(engine, plan, rows.sin() * row_w[:, None]), row_w
 
-    return torch.autograd.gradcheck(layer, (x, w))
+        return torch.autograd.gradcheck(layer, (x, w))
 
 
 def test_torch_gradcheck_on_one_rank(pool: RankPool, engine_name: str) -> None:
-    assert pool.run(torch_gradcheck, engine_name, ranks=1) == [True]
+    case = Case(
+        "gradcheck",
+        (6,),
+        4,
+        2,
+        hidden=3,
+        dtype=torch.float64,
+        alignment=16,
+        dropped=0.2,
+        fixed_payload=True,
+    )
+    assert run_case(pool, torch_gradcheck, case, engine_name) in ([True], None)
 
 
 class Step:
@@ -148,32 +166,62 @@ class Step:
         return [self.out.detach(), self.x.grad, self.w.grad]
 
 
+def step_of_both(
+    ctx: RankContext, case: Case, engine_name: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What one step gives with the engine, and with the reference engine and its reduction."""
+    with opened(ctx, case, engine_name) as (case, engine):
+        mine = Step(ctx, engine, case).backward()
+    reference = ReferenceEngine(
+        EpGroup.of(ctx.group), case.num_experts, case.config(), caps_of(engine_name).reduction
+    )
+    return mine, Step(ctx, reference, case).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gradients_are_the_reference_engines(
+    pool: RankPool, engine_name: str, dtype: torch.dtype
+) -> None:
+    """For an engine that does not move fp64; the numeric gradients are checked in fp64 only."""
+    case = Case("gradients", (25, 12, 0, 31), 16, 4, dtype=dtype, alignment=16, dropped=0.2)
+    results = run_case(pool, step_of_both, fitted(case, pool, engine_name), engine_name)
+    for rank, (mine, expected) in enumerate(results or []):
+        for what, a, b in zip(("out", "x.grad", "w.grad"), mine, expected, strict=True):
+            assert_same_bits(a, b, f"rank {rank}, {what}")
+
+
 def schedule_on_rank(ctx: RankContext, order: str, engine_name: str) -> list[list[torch.Tensor]]:
     """Run e.g. "F0 F1 B0 F2 B1 B2" over two layers' engines; return each micro-batch's results."""
     cases = [
         Case("mb0", (9, 4, 7), 6, 2, hidden=8, device=ctx.device),
-        # Another layer: other shapes.
-        Case("mb1", (3, 11, 0), 12, 3, hidden=20, alignment=16, device=ctx.device),
+        # Another layer: other shapes, also where few are tested (see `for_engine`).
+        Case("mb1", (3, 11, 0), 24, 3, hidden=20, alignment=16, device=ctx.device),
         Case("mb2", (5, 5, 5), 6, 2, hidden=8, seed=1, device=ctx.device),
     ]
-    engines = [create_engine(ctx.group, c.num_experts, c.config(engine_name)) for c in cases]
-    engines[2] = engines[0]
+    cases = [for_engine(c.on_at_most(ctx.num_ranks), caps_of(engine_name)) for c in cases]
+    assert cases[0].num_experts != cases[1].num_experts
     steps: dict[int, Step] = {}
     results: dict[int, list[torch.Tensor]] = {}
-    for action in order.split():
-        i = int(action[1])
-        if action[0] == "F":
-            steps[i] = Step(ctx, engines[i], cases[i])
-        else:
-            results[i] = steps.pop(i).backward()
+    with (
+        opened(ctx, cases[0], engine_name) as (_, first),
+        opened(ctx, cases[1], engine_name) as (_, second),
+    ):
+        engines = [first, second, first]
+        for action in order.split():
+            i = int(action[1])
+            if action[0] == "F":
+                steps[i] = Step(ctx, engines[i], cases[i])
+            else:
+                results[i] = steps.pop(i).backward()
     return [results[i] for i in sorted(results)]
 
 
 def test_plans_alive_together_do_not_disturb_each_other(pool: RankPool, engine_name: str) -> None:
-    alone = pool.run(schedule_on_rank, "F0 B0 F1 B1 F2 B2", engine_name, ranks=3)
-    together = pool.run(schedule_on_rank, "F0 F1 B0 F2 B1 B2", engine_name, ranks=3)
-    backwards = pool.run(schedule_on_rank, "F0 F1 F2 B2 B0 B1", engine_name, ranks=3)
-    for rank in range(3):
+    ranks = min(3, pool.size)
+    alone = pool.run(schedule_on_rank, "F0 B0 F1 B1 F2 B2", engine_name, ranks=ranks)
+    together = pool.run(schedule_on_rank, "F0 F1 B0 F2 B1 B2", engine_name, ranks=ranks)
+    backwards = pool.run(schedule_on_rank, "F0 F1 F2 B2 B0 B1", engine_name, ranks=ranks)
+    for rank in range(ranks):
         for i in range(3):
             for what, a, b, c in zip(
                 ("out", "x.grad", "w.grad"),
@@ -187,51 +235,54 @@ def test_plans_alive_together_do_not_disturb_each_other(pool: RankPool, engine_n
 
 
 def recompute_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
-    case, engine, plan = open_case(ctx, case, engine_name)
-    x = case.rows(ctx.rank, plan.num_tokens, salt=2)
-    with torch.no_grad():
-        first = dispatch(engine, plan, x, case.weights(ctx.rank))
-        engine.plan(case.topk_idx(ctx.rank).flip(0))  # another micro-batch comes between
-    again = dispatch(engine, plan, x.requires_grad_(), case.weights(ctx.rank).requires_grad_())
-    return [*first, *again]
+    with opened(ctx, case, engine_name) as (case, engine):
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+        with torch.no_grad():
+            first = dispatch(engine, plan, x, case.weights(ctx.rank))
+            engine.plan(case.topk_idx(ctx.rank).flip(0))  # another micro-batch comes between
+        again = dispatch(engine, plan, x.requires_grad_(), case.weights(ctx.rank).requires_grad_())
+        return [*first, *again]
 
 
 @by_name
 def test_dispatching_again_from_a_saved_plan(pool: RankPool, engine_name: str, case: Case) -> None:
-    for rank, (rows, w, rows2, w2) in enumerate(
-        pool.run(recompute_on_rank, case, engine_name, ranks=case.num_ranks)
-    ):
+    results = run_case(pool, recompute_on_rank, fitted(case, pool, engine_name), engine_name)
+    for rank, (rows, w, rows2, w2) in enumerate(results or []):
         assert_same_bits(rows2, rows, f"rows of rank {rank}")
         assert_same_bits(w2, w, f"weights of rank {rank}")
 
 
 def repeat_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[list[torch.Tensor]]:
-    case = case.on(ctx.device)
-    engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
-    return [Step(ctx, engine, case).backward() for _ in range(5)]
+    with opened(ctx, case, engine_name) as (case, engine):
+        return [Step(ctx, engine, case).backward() for _ in range(5)]
 
 
 def test_repeated_runs_give_the_same_bits(pool: RankPool, engine_name: str) -> None:
     case = Case("repeat", (60, 30, 45, 0), 16, 6, hidden=64, dtype=torch.bfloat16, skew=0.5)
-    for rank, runs in enumerate(pool.run(repeat_on_rank, case, engine_name)):
+    results = run_case(pool, repeat_on_rank, fitted(case, pool, engine_name), engine_name)
+    for rank, runs in enumerate(results or []):
         for run in runs[1:]:
             for what, a, b in zip(("out", "x.grad", "w.grad"), runs[0], run, strict=True):
                 assert_same_bits(b, a, f"rank {rank}, {what}")
 
 
-def double_weights_on_rank(ctx: RankContext, engine_name: str) -> tuple[torch.dtype, ...]:
-    case = Case("fp64-probabilities", (4, 3))
-    case, engine, plan = open_case(ctx, case, engine_name)
-    x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
-    w = case.weights(ctx.rank).double().requires_grad_()
-    rows, row_w = dispatch(engine, plan, x, w)
-    combine(engine, plan, rows * row_w[:, None].float()).sum().backward()
+def double_weights_on_rank(
+    ctx: RankContext, case: Case, engine_name: str
+) -> tuple[torch.dtype, ...]:
+    with opened(ctx, case, engine_name) as (case, engine):
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
+        w = case.weights(ctx.rank).double().requires_grad_()
+        rows, row_w = dispatch(engine, plan, x, w)
+        combine(engine, plan, rows * row_w[:, None].float()).sum().backward()
     expected = x.detach().sum(dim=1, keepdim=True).expand(-1, case.top_k)
-    # One fp32 sum of 16 values in another order.
+    # One fp32 sum of at most 64 values in another order.
     assert torch.allclose(w.grad.float(), expected, rtol=1e-5)
     return row_w.dtype, w.grad.dtype
 
 
 def test_fp64_weights_come_back_as_fp64(pool: RankPool, engine_name: str) -> None:
-    for dtypes in pool.run(double_weights_on_rank, engine_name, ranks=2):
+    case = fitted(Case("fp64-probabilities", (4, 3)), pool, engine_name)
+    for dtypes in run_case(pool, double_weights_on_rank, case, engine_name) or []:
         assert dtypes == (torch.float64, torch.float64)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from run_case import caps_of, opened, oracle_of, rounds_home, run_case
 
-from megatron_ncclep.engines import create_engine
-from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.cases import Case, for_engine
 from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
 from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import oracle_combine, oracle_plan
+from megatron_ncclep.testing.oracle import oracle_combine
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    ranks = draw(st.integers(1, 4))
+def cases(draw: st.DrawFn, rank_counts: list[int]) -> Case:
+    ranks = draw(st.sampled_from(rank_counts))
     num_experts = ranks * draw(st.integers(1, 6))
     alignment = draw(st.sampled_from([1, 1, 16, 32]))
     static = draw(st.none() | st.integers(1, 6))
@@ -35,13 +35,12 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def all_steps_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
-    case = case.on(ctx.device)
-    engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
-    plan = engine.plan(case.topk_idx(ctx.rank))
-    x = case.rows(ctx.rank, plan.num_tokens, salt=2)
-    rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
-    out, home = engine.combine(plan, case.rows(ctx.rank, plan.num_rows, salt=5), row_w)
-    return [rows, row_w, out, home]
+    with opened(ctx, case, engine_name) as (case, engine):
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+        rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
+        out, home = engine.combine(plan, case.rows(ctx.rank, plan.num_rows, salt=5), row_w)
+        return [rows, row_w, out, home]
 
 
 @settings(
@@ -50,19 +49,24 @@ def all_steps_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[to
     derandomize=True,  # the same cases on every machine; a failing one can be run again
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(case=cases())
-def test_every_step_is_the_oracles(pool: RankPool, engine_name: str, case: Case) -> None:
+@given(data=st.data())
+def test_every_step_is_the_oracles(
+    pool: RankPool, engine_name: str, rank_counts: list[int], data: st.DataObject
+) -> None:
+    case = for_engine(data.draw(cases(rank_counts)), caps_of(engine_name))
+    results = run_case(pool, all_steps_on_rank, case, engine_name)
+    if results is None:
+        return  # refused, as it must be
     ranks = range(case.num_ranks)
-    oracle = oracle_plan(
-        [case.topk_idx(r) for r in ranks], case.num_experts, case.alignment, case.max_recv_rows
-    )
+    oracle = oracle_of(case)
     x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
     w = [case.weights(r) for r in ranks]
-    results = pool.run(all_steps_on_rank, case, engine_name, ranks=case.num_ranks)
     for rank, (rows, row_w, _, _) in enumerate(results):
         assert_dispatched(oracle, x, w, rank, rows, row_w)
     y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
-    out, home = oracle_combine(oracle, y, [result[1] for result in results])
+    out, home = oracle_combine(
+        oracle, y, [result[1] for result in results], round_home=rounds_home(engine_name)
+    )
     for rank, result in enumerate(results):
         assert_same_bits(result[2], out[rank], f"output of rank {rank}")
         assert_same_bits(result[3], home[rank], f"weights back at rank {rank}")

@@ -1,0 +1,163 @@
+// The extension megatron_ncclep._C: what Python sees of the native code, and nothing else.
+//
+// Calls that may wait for other ranks release the interpreter's lock.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bench/copy_rows.h"
+#include "common/cuda.h"
+#include "common/tensor.h"
+#include "nccl/nccl.h"
+#include "nccl/window.h"
+#include "nccl_ep/nccl_ep.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace {
+
+using ncclep::Communicator;
+using ncclep::Nccl;
+using ncclep::Tensor;
+using ncclep::Window;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+std::uintptr_t number(const void* address) { return reinterpret_cast<std::uintptr_t>(address); }
+
+char* pointer(std::uintptr_t number) { return reinterpret_cast<char*>(number); }
+
+py::dict build_info() {
+  py::dict info;
+  info["cuda"] = NCCLEP_CUDA_VERSION;
+  info["architectures"] = py::str(NCCLEP_ARCHITECTURES).attr("split")(" ");
+  return info;
+}
+
+void bind_nccl(py::module_& module) {
+  py::class_<Nccl, std::shared_ptr<Nccl>>(module, "Nccl")
+      .def(py::init<const std::string&>(), "path"_a)
+      .def_property_readonly("path", &Nccl::path)
+      .def_property_readonly("version", &Nccl::version)
+      .def("unique_id", [](const Nccl& nccl) {
+        const ncclep::NcclUniqueId id = nccl.unique_id();
+        return py::bytes(id.bytes, sizeof(id.bytes));
+      });
+  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
+      .def(py::init([](std::shared_ptr<Nccl> nccl, const std::string& unique_id, int num_ranks,
+                       int rank) {
+             ncclep::NcclUniqueId id;
+             ncclep::require(unique_id.size() == sizeof(id.bytes), "a unique id has ",
+                             sizeof(id.bytes), " bytes, not ", unique_id.size());
+             std::memcpy(id.bytes, unique_id.data(), sizeof(id.bytes));
+             py::gil_scoped_release unlocked;
+             return std::make_shared<Communicator>(std::move(nccl), id, num_ranks, rank);
+           }),
+           "nccl"_a, "unique_id"_a, "num_ranks"_a, "rank"_a)
+      .def_property_readonly("num_ranks", &Communicator::num_ranks)
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("lsa_size", &Communicator::lsa_size)
+      .def("close", &Communicator::close, Unlocked())
+      .def("abort", &Communicator::abort, Unlocked());
+  py::class_<Window, std::shared_ptr<Window>>(module, "Window")
+      .def(py::init<std::shared_ptr<Communicator>, std::size_t>(), "communicator"_a, "num_bytes"_a,
+           Unlocked())
+      .def_property_readonly("num_bytes", &Window::num_bytes)
+      .def_property_readonly("address", [](const Window& window) { return number(window.address()); })
+      .def_property_readonly("peers",
+                             [](const Window& window) {
+                               std::vector<std::uintptr_t> addresses;
+                               for (const char* peer : window.peers()) {
+                                 addresses.push_back(number(peer));
+                               }
+                               return addresses;
+                             })
+      .def("close", &Window::close, Unlocked());
+}
+
+void bind_nccl_ep(py::module_& module) {
+  using ncclep::nccl_ep::Group;
+  using ncclep::nccl_ep::GroupOptions;
+  using ncclep::nccl_ep::Handle;
+  using ncclep::nccl_ep::Library;
+  py::class_<Library, std::shared_ptr<Library>>(module, "NcclEp")
+      .def(py::init<const std::string&>(), "path"_a)
+      .def_property_readonly("path", &Library::path)
+      .def_property_readonly("version", &Library::version);
+  py::class_<Group, std::shared_ptr<Group>>(module, "NcclEpGroup")
+      .def(py::init([](std::shared_ptr<Library> library, std::shared_ptr<Communicator> communicator,
+                       unsigned num_experts, unsigned max_tokens, unsigned max_recv_rows,
+                       unsigned row_bytes, unsigned top_k, unsigned num_sms, double timeout_s) {
+             const GroupOptions options{num_experts, max_tokens, max_recv_rows, row_bytes,
+                                        top_k,       num_sms,    timeout_s};
+             py::gil_scoped_release unlocked;
+             return std::make_shared<Group>(std::move(library), std::move(communicator), options);
+           }),
+           "library"_a, "communicator"_a, py::kw_only(), "num_experts"_a, "max_tokens"_a,
+           "max_recv_rows"_a, "row_bytes"_a, "top_k"_a, "num_sms"_a, "timeout_s"_a)
+      .def("handle_bytes", &Group::handle_bytes, "alignment"_a)
+      .def("close", &Group::close, Unlocked());
+  py::class_<Handle, std::shared_ptr<Handle>>(module, "NcclEpHandle")
+      .def(py::init<std::shared_ptr<Group>, std::size_t, const Tensor&>(), "group"_a, "alignment"_a,
+           "memory"_a, py::keep_alive<1, 4>())
+      .def("update", &Handle::update, "topk_idx"_a, "expert_counts"_a, "num_rows"_a, "stream"_a,
+           Unlocked())
+      .def("dispatch", &Handle::dispatch, "x"_a, "w"_a, "rows"_a, "row_w"_a, "stream"_a, Unlocked())
+      .def("combine", &Handle::combine, "y"_a, "w"_a, "out"_a, "home_w"_a, "stream"_a, Unlocked())
+      .def("close", &Handle::close);
+}
+
+void bind_bench(py::module_& module) {
+  module.def(
+      "copy_rows",
+      [](const std::string& direction, std::uintptr_t local,
+         const std::vector<std::uintptr_t>& peers, const Tensor& peer_of_row,
+         const Tensor& peer_row, int num_rows, int row_bytes, int num_sms, std::uintptr_t stream) {
+        ncclep::require(direction == "push" || direction == "pull", "direction '", direction,
+                        "': must be push or pull");
+        for (const Tensor* rows : {&peer_of_row, &peer_row}) {
+          ncclep::require(rows->dtype == ncclep::DType::kInt32 && rows->num_elements() >= num_rows,
+                          "copy_rows needs int32 [num_rows] for each row's place");
+        }
+        ncclep::bench::CopyRows job;
+        job.push = direction == "push";
+        job.local = pointer(local);
+        for (std::uintptr_t peer : peers) job.peers.push_back(pointer(peer));
+        job.peer_of_row = static_cast<const int*>(peer_of_row.data);
+        job.peer_row = static_cast<const int*>(peer_row.data);
+        job.num_rows = num_rows;
+        job.row_bytes = row_bytes;
+        ncclep::bench::copy_rows(job, num_sms, stream);
+      },
+      "direction"_a, "local"_a, "peers"_a, "peer_of_row"_a, "peer_row"_a, "num_rows"_a,
+      "row_bytes"_a, "num_sms"_a, "stream"_a);
+  module.def(
+      "copy_memory",
+      [](std::uintptr_t to, std::uintptr_t from, std::size_t num_bytes) {
+        ncclep::cuda_check(
+            cudaMemcpy(pointer(to), pointer(from), num_bytes, cudaMemcpyDefault), "cudaMemcpy");
+      },
+      "to"_a, "from_"_a, "num_bytes"_a);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  // The name that the package's errors have; pybind11 keeps a reference for the process.
+  py::register_local_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const ncclep::Error& error) {
+      py::object type = py::module_::import("megatron_ncclep.errors").attr("LibraryError");
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
+  module.def("build_info", &build_info);
+  bind_nccl(module);
+  bind_nccl_ep(module);
+  bind_bench(module);
+}

@@ -1,0 +1,35 @@
+// A library that is found and opened at run time, so that the extension links to none.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <string>
+
+#include "common/error.h"
+
+namespace ncclep {
+
+// Open for the rest of the process: what a library started (threads, communicators) may outlive
+// any object of ours.
+class SharedLibrary {
+ public:
+  explicit SharedLibrary(const std::string& path) : path_(path) {
+    handle_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle_ == nullptr) fail("cannot open ", path, ": ", dlerror());
+  }
+
+  const std::string& path() const { return path_; }
+
+  // Sets `function` to the library's symbol `name`; throws when there is none.
+  template <typename Function>
+  void find(const char* name, Function*& function) const {
+    function = reinterpret_cast<Function*>(dlsym(handle_, name));
+    require(function != nullptr, path_, " has no ", name, ": its version is too old or too new");
+  }
+
+ private:
+  std::string path_;
+  void* handle_;
+};
+
+}  // namespace ncclep

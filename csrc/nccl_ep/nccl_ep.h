@@ -1,0 +1,113 @@
+// NVIDIA's libnccl_ep in HT mode with expert-major rows: its library, a group and a handle.
+//
+// A group holds the staging memory for up to `max_tokens` tokens of `row_bytes` on each rank; a
+// handle holds the routes of one micro-batch.  Handles keep their group alive, groups their
+// communicator.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "common/shared_library.h"
+#include "common/tensor.h"
+#include "nccl/nccl.h"
+#include "nccl_ep/api.h"
+
+namespace ncclep::nccl_ep {
+
+class Library {
+ public:
+  // Opens libnccl_ep.so at `path`.  The process must have libnccl.so.2 open already, because the
+  // library links to it by name.  Throws when its version is not one whose interface is known here.
+  explicit Library(const std::string& path);
+
+  const std::string& path() const { return library_.path(); }
+  // 10000 * major + 100 * minor + patch.
+  int version() const { return version_; }
+
+  NcclResult (*create_group)(void**, NcclComm, const GroupConfig*);
+  NcclResult (*destroy_group)(void*);
+  NcclResult (*handle_mem_size)(void*, int, const HandleConfig*, std::size_t*, int);
+  NcclResult (*init_handle)(void**, void*, int, const HandleConfig*, int, const TensorArgument*);
+  NcclResult (*update_handle)(void*, const TensorArgument*, const LayoutInfo*, void*);
+  NcclResult (*destroy_handle)(void*);
+  NcclResult (*dispatch)(void*, const DispatchInputs*, const DispatchOutputs*, const LayoutInfo*,
+                         const DispatchConfig*, void*);
+  NcclResult (*combine)(void*, const CombineInputs*, const CombineOutputs*, const CombineConfig*,
+                        void*);
+
+ private:
+  SharedLibrary library_;
+  int version_ = 0;
+};
+
+struct GroupOptions {
+  unsigned num_experts;    // of all ranks together
+  unsigned max_tokens;     // of any rank
+  unsigned max_recv_rows;  // static mode: rows of every dispatched tensor; 0: what is needed
+  unsigned row_bytes;      // at most
+  unsigned top_k;          // at most
+  unsigned num_sms;        // 0: the library's own choice
+  double timeout_s;        // of its waits on the device; it traps when it is over
+};
+
+// Making and closing it is collective.  An object that nobody closes is left to the end of the
+// process.
+class Group {
+ public:
+  Group(std::shared_ptr<Library> library, std::shared_ptr<Communicator> communicator,
+        const GroupOptions& options);
+
+  // Destroys the group; its handles cannot be used afterwards.  Idempotent.
+  void close();
+  // Bytes of device memory that a handle needs for its routes.
+  std::size_t handle_bytes(std::size_t alignment) const;
+
+  const Library& library() const { return *library_; }
+  const Nccl& nccl() const { return communicator_->nccl(); }
+  void* get() const;
+  bool is_closed() const { return group_ == nullptr; }
+
+ private:
+  std::shared_ptr<Library> library_;
+  std::shared_ptr<Communicator> communicator_;
+  void* group_ = nullptr;
+};
+
+// The routes of one micro-batch.  `stream` is a cudaStream_t; update, dispatch and combine are
+// collective and return when their work is queued there (dispatch with exact sizes waits for
+// `update` to be done).
+class Handle {
+ public:
+  // `memory`: uint8 [at least group.handle_bytes(alignment)], kept alive by the caller.
+  Handle(std::shared_ptr<Group> group, std::size_t alignment, const Tensor& memory);
+  ~Handle();
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+
+  // topk_idx [T, K] int32 or int64, -1 for a pick that goes nowhere; expert_counts [experts of this
+  // rank] and num_rows [1] int64 are written: padded rows of each local expert and their sum.
+  void update(const Tensor& topk_idx, const Tensor& expert_counts, const Tensor& num_rows,
+              std::uintptr_t stream);
+  // x [T, H] -> rows [N, H]; with w [T, K] and row_w [N] (fp32) in the forward direction, without
+  // both in the backward direction, which moves the same rows.
+  void dispatch(const Tensor& x, const std::optional<Tensor>& w, const Tensor& rows,
+                const std::optional<Tensor>& row_w, std::uintptr_t stream);
+  // y [N, H] -> out [T, H]; with w [N] and home_w [T, K] (fp32) in the backward direction.
+  void combine(const Tensor& y, const std::optional<Tensor>& w, const Tensor& out,
+               const std::optional<Tensor>& home_w, std::uintptr_t stream);
+
+  void close();
+
+ private:
+  void* get() const;
+
+  std::shared_ptr<Group> group_;
+  void* handle_ = nullptr;
+  void* memory_;  // stands in for the address of an empty tensor, which has none
+};
+
+}  // namespace ncclep::nccl_ep

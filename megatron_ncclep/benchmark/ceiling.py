@@ -1,0 +1,209 @@
+"""Ceiling: what the links between the GPUs give to copies of whole rows, both directions at once.
+
+Dispatch and combine can be no faster than their rows take at this rate: they are printed beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ncclep.benchmark.timing import Spread, Timer
+from megatron_ncclep.engines import extension
+from megatron_ncclep.engines.communicator import communicator_of, release_communicator
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.errors import LibraryError
+
+DIRECTIONS = ("push", "pull")
+SM_COUNTS = (16, 24, 32, 132)
+# Bytes that each rank moves in one sample: enough for the start not to count.
+BYTES = 256 * 2**20
+WARMUP, SAMPLES = 3, 10
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The best rate that one rank sees in one direction.
+
+    Attributes:
+        gb_per_s: 1e9 bytes a second.
+        num_sms: SMs of the copy kernel that gave it.
+    """
+
+    gb_per_s: float
+    num_sms: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of the peers' windows this rank copies, in a random order that mixes the peers.
+
+    Every rank has one part of each window, so that pushes do not meet.
+
+    Attributes:
+        peer: int32 [n]: the rank of each row.
+        row: int32 [n]: its number in that rank's window.
+    """
+
+    peer: torch.Tensor
+    row: torch.Tensor
+
+
+def random_rows(rank: int, num_ranks: int, rows_per_peer: int) -> Rows:
+    """Choose the rows that `rank` copies, `rows_per_peer` for each other rank.
+
+    Example: 3 ranks, rows_per_peer 2.  A window has 3 parts of 2 rows; rank 1 copies rows 2 and 3
+    of the windows of ranks 0 and 2, in any order.
+    """
+    peers = torch.tensor([r for r in range(num_ranks) if r != rank], dtype=torch.int32)
+    peer = peers.repeat_interleave(rows_per_peer)
+    row = torch.arange(rows_per_peer, dtype=torch.int32).repeat(len(peers)) + rank * rows_per_peer
+    order = torch.randperm(len(peer), generator=torch.Generator().manual_seed(rank))
+    return Rows(peer[order], row[order])
+
+
+def obstacle(group: EpGroup) -> str | None:
+    """Say why the ceiling cannot be measured; None if it can."""
+    if group.device.type != "cuda":
+        return "no GPUs"
+    if group.size < 2:
+        return "one rank has no links"
+    return extension.obstacle()
+
+
+def measure_ceiling(
+    group: EpGroup, timer: Timer, row_bytes: int, timeout_s: float
+) -> dict[str, Ceiling]:
+    """Measure both directions with several numbers of SMs; keep the best.  Collective.
+
+    What was copied is compared with what should have been, so that a rate is one of real copies.
+
+    Args:
+        group: of at least two ranks with a GPU each (see `obstacle`).
+        timer: over the same ranks.
+        row_bytes: of one row; a multiple of 16.
+        timeout_s: for each wait.
+
+    Returns:
+        "push" and "pull" -> the best rate of the slowest rank.
+
+    Raises:
+        LibraryError: the memory cannot be shared, or a copy brought wrong bytes.
+        PeerError: a rank did not come in time.
+    """
+    native = extension.load()
+    rows_per_peer = max(1, BYTES // row_bytes // (group.size - 1))
+    communicator = communicator_of(group, timeout_s)
+    window = native.Window(communicator, rows_per_peer * group.size * row_bytes)
+    try:
+        copies = _Copies(native, window, group, row_bytes, rows_per_peer)
+        copies.verify(timeout_s)
+        sms = torch.cuda.get_device_properties(group.device).multi_processor_count
+        counts = sorted({min(count, sms) for count in SM_COUNTS})
+        rates = {
+            direction: [
+                Ceiling(copies.rate(direction, count, timer, timeout_s), count) for count in counts
+            ]
+            for direction in DIRECTIONS
+        }
+    finally:
+        torch.cuda.synchronize(group.device)
+        window.close()
+        release_communicator(group)
+    return {name: max(found, key=lambda c: c.gb_per_s) for name, found in rates.items()}
+
+
+class _Copies:
+    """The copies of one rank between memory of its own and the peers' windows."""
+
+    def __init__(
+        self, native: Any, window: Any, group: EpGroup, row_bytes: int, rows_per_peer: int
+    ) -> None:
+        self._native, self._window, self._group = native, window, group
+        self._row_bytes, self._rows_per_peer = row_bytes, rows_per_peer
+        rows = random_rows(group.rank, group.size, rows_per_peer)
+        self._peer, self._row = rows.peer.to(group.device), rows.row.to(group.device)
+        self._num_rows = len(rows.peer)
+        self._local = torch.zeros(
+            self._num_rows, row_bytes // 4, dtype=torch.int32, device=group.device
+        )
+
+    def copy(self, direction: str, num_sms: int) -> None:
+        """Queue one copy on the current stream."""
+        self._native.copy_rows(
+            direction,
+            self._local.data_ptr(),
+            self._window.peers,
+            self._peer,
+            self._row,
+            self._num_rows,
+            self._row_bytes,
+            num_sms,
+            torch.cuda.current_stream().cuda_stream,
+        )
+
+    def rate(self, direction: str, num_sms: int, timer: Timer, timeout_s: float) -> float:
+        """1e9 bytes a second that this rank and its peers move, by the slowest rank's median."""
+        times = [
+            timer.sample(lambda: self.copy(direction, num_sms), include_host=False)
+            for _ in range(WARMUP + SAMPLES)
+        ][WARMUP:]
+        theirs = self._group.gather(
+            torch.tensor(times, dtype=torch.float64), "ceiling, gathering times", timeout_s
+        )
+        median = Spread.of(theirs.max(dim=0).values.tolist()).median
+        return self._num_rows * self._row_bytes / median * 1e-3  # bytes / us -> GB / s
+
+    def verify(self, timeout_s: float) -> None:
+        """Push rows that name their origin, pull them back, and compare both ends.
+
+        A window's part of rank s holds what s pushed, so a pull must bring the same rows back.
+        """
+        rank, size = self._group.rank, self._group.size
+        number = torch.arange(self._num_rows, dtype=torch.int32, device=self._group.device)
+        sent = (number + rank * self._num_rows)[:, None].expand(-1, self._row_bytes // 4)
+        self._local.copy_(sent)
+        self.copy("push", SM_COUNTS[0])
+        self._wait("ceiling, after the push", timeout_s)
+        self._local.zero_()
+        self.copy("pull", SM_COUNTS[0])
+        self._wait("ceiling, after the pull", timeout_s)
+        pulled = torch.equal(self._local, sent)
+
+        # And the own window, read here, holds the peers' rows where they say they put them.
+        self_rows = self._rows_per_peer * size
+        held = torch.empty(
+            self_rows, self._row_bytes // 4, dtype=torch.int32, device=self._group.device
+        )
+        self._native.copy_memory(held.data_ptr(), self._window.address, held.nbytes)
+        held = held.view(size, self._rows_per_peer, -1).cpu()
+        pushed = all(
+            torch.equal(held[source], _pushed(source, rank, size, self._rows_per_peer, held))
+            for source in range(size)
+            if source != rank
+        )
+        if not (pushed and pulled):
+            raise LibraryError(
+                f"ceiling: rank {rank} {'pushed' if not pushed else 'pulled'} rows that did not "
+                "arrive as they were sent: the memory shared over NVLink cannot be trusted here"
+            )
+        self._wait("ceiling, after the comparison", timeout_s)
+
+    def _wait(self, what: str, timeout_s: float) -> None:
+        """Let no rank go on before all copies are done."""
+        torch.cuda.synchronize(self._group.device)
+        self._group.gather(torch.zeros(1), what, timeout_s)
+
+
+def _pushed(
+    source: int, rank: int, num_ranks: int, rows_per_peer: int, like: torch.Tensor
+) -> torch.Tensor:
+    """What `source` pushed into its part of `rank`'s window: each row repeats its number."""
+    rows = random_rows(source, num_ranks, rows_per_peer)
+    mine = (rows.peer == rank).nonzero().squeeze(1)
+    expected = torch.empty(rows_per_peer, dtype=torch.int32)
+    number = mine + source * len(rows.peer)
+    expected[rows.row[mine].long() - source * rows_per_peer] = number.to(torch.int32)
+    return expected[:, None].expand(-1, like.shape[-1])

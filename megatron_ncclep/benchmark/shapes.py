@@ -1,0 +1,148 @@
+"""Shapes: the sizes to measure, read from configs/benchmark/."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ncclep import config_files
+from megatron_ncclep.config import ALIGNMENTS
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.testing.cases import Case
+
+# fp64 is for gradient checks, not for training: not measured.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem size, the same on every rank.
+
+    Attributes:
+        name: readable identity, unique in its file.
+        tokens: T of each rank.
+        hidden: H.
+        experts: E of the whole group.
+        top_k: K.
+        dtype: of the payload, a key of `DTYPES`.
+        skew: 0 spreads tokens evenly over experts; 1 sends everything to as few as possible.
+        alignment: rows that an expert's block is padded to a multiple of.
+    """
+
+    name: str
+    tokens: int
+    hidden: int
+    experts: int
+    top_k: int
+    dtype: str = "bfloat16"
+    skew: float = 0.0
+    alignment: int = 1
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            wanted = {"int": int, "float": (int, float), "str": str}[str(field.type)]
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                raise InputError(f"shape {self.name}: {field.name} {value!r}: must be {field.type}")
+        for name in ("tokens", "hidden", "experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise InputError(f"shape {self.name}: {name} {getattr(self, name)}: must be >= 1")
+        if self.dtype not in DTYPES:
+            raise InputError(f"shape {self.name}: dtype {self.dtype!r}: one of {', '.join(DTYPES)}")
+        if self.top_k > self.experts:
+            raise InputError(
+                f"shape {self.name}: top_k {self.top_k}: a token picks distinct experts, and there "
+                f"are {self.experts}"
+            )
+        if self.skew < 0:
+            raise InputError(f"shape {self.name}: skew {self.skew}: must be >= 0")
+        if self.alignment not in ALIGNMENTS:
+            raise InputError(
+                f"shape {self.name}: alignment {self.alignment}: one of {ALIGNMENTS}"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the payload."""
+        return self.hidden * DTYPES[self.dtype].itemsize
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse a number of ranks over which the experts cannot be divided.
+
+        Raises:
+            InputError: names both numbers.
+        """
+        if self.experts % num_ranks:
+            raise InputError(
+                f"shape {self.name}: {self.experts} experts cannot be divided over {num_ranks} "
+                f"ranks: give --ranks a divisor of {self.experts}"
+            )
+
+    def case(self, num_ranks: int, device: str) -> Case:
+        """The shape as a routing problem of `num_ranks` ranks."""
+        return Case(
+            name=self.name,
+            tokens=(self.tokens,) * num_ranks,
+            num_experts=self.experts,
+            top_k=self.top_k,
+            hidden=self.hidden,
+            dtype=DTYPES[self.dtype],
+            alignment=self.alignment,
+            skew=self.skew,
+            device=device,
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A file of configs/benchmark/: shapes, and how they are measured unless the command says so.
+
+    Attributes:
+        shapes: at least one, with different names.
+        subjects: names to measure; empty: all that there are.
+        warmup, samples: untimed and timed rounds.
+        timeout_s: seconds that a rank waits for the others.
+    """
+
+    shapes: tuple[Shape, ...]
+    subjects: tuple[str, ...] = ()
+    warmup: int | None = None
+    samples: int | None = None
+    timeout_s: float = 60.0
+
+
+def load(name_or_path: str) -> Measurement:
+    """Read a file of configs/benchmark/, by its name or its path.
+
+    Raises:
+        InputError: no such file, an unknown or missing key, or a value of the wrong form.
+    """
+    content = config_files.load(config_files.BENCHMARK, name_or_path)
+    where = f"benchmark configuration {name_or_path}"
+    _check_keys(where, content, Measurement)
+    listed = content["shapes"]
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise InputError(f"{where}: shapes must be a list of mappings")
+    for number, item in enumerate(listed):
+        _check_keys(f"{where}: shape {item.get('name', number)}", item, Shape)
+    shapes = tuple(Shape(**item) for item in listed)
+    names = [shape.name for shape in shapes]
+    if not shapes or len(names) != len(set(names)):
+        raise InputError(f"{where}: give at least one shape, each with a name of its own: {names}")
+    values: dict[str, Any] = {**content, "shapes": shapes}
+    values["subjects"] = tuple(values.get("subjects", ()))
+    return Measurement(**values)
+
+
+def _check_keys(where: str, mapping: dict[str, Any], kind: type) -> None:
+    """Refuse keys that `kind`, a dataclass, does not have, and the lack of those that it needs."""
+    fields = dataclasses.fields(kind)
+    unknown = [name for name in mapping if name not in {f.name for f in fields}]
+    missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in mapping]
+    if unknown or missing:
+        known = ", ".join(f.name for f in fields)
+        wrong = f"unknown key {unknown[0]!r}" if unknown else f"no {missing[0]}"
+        raise InputError(f"{where}: {wrong}: the keys are {known}")

@@ -1,0 +1,126 @@
+"""Timing: one sample at a time, all ranks starting together; the slowest rank's time counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Device-side delay before a sample.  While it lasts the host queues the kernels of the call, so
+# that the time it takes to launch them is not measured.  `_sleep` counts cycles, of about 2 GHz.
+DELAY_CYCLES = 600_000
+
+
+class Timer:
+    """Times calls on one rank of `group`.  Every method is collective.
+
+    Args:
+        group: of the ranks that are measured together; its backend moves tensors of `device`.
+        device: "cuda" times with device events, "cpu" with the host's clock.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: str) -> None:
+        self._group = group
+        self._on_gpu = device == "cuda"
+        self._tiny = torch.zeros(1, device=device)
+
+    def sample(self, call: Callable[[], Any], include_host: bool) -> float:
+        """Call `call` once and return the microseconds that it took on this rank.
+
+        The ranks are aligned by an all-reduce of one number on the device before it.
+
+        Args:
+            call: what to time.
+            include_host: the device is idle when the call starts, so that the time to launch its
+                work counts.  Otherwise the device is kept busy meanwhile (GPU only).
+        """
+        dist.all_reduce(self._tiny, group=self._group)
+        if not self._on_gpu:
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e6
+        if include_host:
+            torch.cuda.synchronize()
+        else:
+            torch.cuda._sleep(DELAY_CYCLES)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        call()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after) * 1e3
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and spread of the samples of one pass, in microseconds."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """Summarise `samples`, at least one."""
+        values = torch.tensor(samples, dtype=torch.float64)
+        p10, median, p90 = values.quantile(
+            torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+        ).tolist()
+        return cls(median, p10, p90)
+
+
+@dataclass(frozen=True)
+class Clocked:
+    """Something to time: a name, its passes in the order in which they run, and how to time it."""
+
+    name: str
+    passes: dict[str, Callable[[], Any]]
+    include_host: bool
+
+
+def measure(
+    timer: Timer, subjects: Sequence[Clocked], warmup: int, samples: int
+) -> Iterator[dict[str, dict[str, float]]]:
+    """Time every pass of every subject once a round; yield each timed round.  Collective.
+
+    The subjects are interleaved round by round, so that a clock that changes or a neighbour that
+    wakes up meets all of them.
+
+    Yields:
+        subject -> pass -> microseconds on this rank.
+    """
+    for round_number in range(warmup + samples):
+        times = {
+            subject.name: {
+                name: timer.sample(call, subject.include_host)
+                for name, call in subject.passes.items()
+            }
+            for subject in subjects
+        }
+        if round_number >= warmup:
+            yield times
+
+
+def slowest(rounds: list[list[dict[str, dict[str, float]]]]) -> dict[str, dict[str, list[float]]]:
+    """Take the slowest rank's time of every sample.
+
+    Args:
+        rounds: for each rank, what `measure` yielded.
+
+    Returns:
+        subject -> pass -> microseconds, one for each round.
+    """
+    mine = rounds[0]
+    return {
+        subject: {
+            name: [
+                max(rank[number][subject][name] for rank in rounds) for number in range(len(mine))
+            ]
+            for name in mine[0][subject]
+        }
+        for subject in (mine[0] if mine else {})
+    }

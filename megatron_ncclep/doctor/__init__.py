@@ -1,0 +1,71 @@
+"""Say what decides whether and how the dispatcher runs here: versions, GPUs, Megatron, engines.
+
+Useful without a GPU and without Megatron-Core too.  Exit status: 0 when nothing stands in the way
+of training with this machine's devices, 1 when something does; each problem comes with its remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+
+from megatron_ncclep.doctor.choice import engines
+from megatron_ncclep.doctor.gpus import torch_and_gpus
+from megatron_ncclep.doctor.native import extension, nccl, nccl_ep
+from megatron_ncclep.doctor.packages import megatron_core, package
+from megatron_ncclep.doctor.report import Finding, render
+from megatron_ncclep.errors import EpError
+
+# In the order in which it matters.
+SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "Package": package,
+    "torch and GPUs": torch_and_gpus,
+    "NCCL": nccl,
+    "NVIDIA's NCCL EP": nccl_ep,
+    "Extension": extension,
+    "Megatron-Core": megatron_core,
+    "Engines": engines,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a list of {section, subject, value, problem} instead of a table",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the findings and return the exit status.  One process, on a machine of its own."""
+    report = []
+    num_problems = 0
+    for title in SECTIONS:
+        findings = examine(title)
+        num_problems += sum(finding.problem is not None for finding in findings)
+        if args.json:
+            report += [{"section": title, **dataclasses.asdict(finding)} for finding in findings]
+        else:
+            # As soon as it is known, so that a driver that hangs shows where.
+            columns = shutil.get_terminal_size(fallback=(100, 24)).columns
+            print(render(title, findings, columns), end="\n\n", flush=True)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print(f"{num_problems} problem{'' if num_problems == 1 else 's'}")
+    return 1 if num_problems else 0
+
+
+def examine(title: str) -> list[Finding]:
+    """Return what the section `title` has to say; an error in it is one more problem."""
+    findings = []
+    try:
+        for finding in SECTIONS[title]():
+            findings.append(finding)
+    except EpError as error:
+        findings.append(Finding(f"{title}, the rest", "not examined", str(error)))
+    return findings

@@ -1,0 +1,153 @@
+"""Which engine each number of ranks would get on this machine, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.doctor.report import Finding, by_num_ranks
+from megatron_ncclep.engines import ENGINES, choose_engine, extension
+from megatron_ncclep.engines.communicator import communicator_of
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.testing.launcher import RankContext, RankError, RankPool
+
+# Seconds for all ranks to start and to answer one question.
+DEADLINE_S = 180.0
+# Seconds that one rank waits for another; shorter, so that the error says which one is missing.
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank says.
+
+    Attributes:
+        chosen: the engine that "auto" takes.
+        obstacles: engine -> why it cannot run; None if it can.
+    """
+
+    chosen: str
+    obstacles: dict[str, str | None]
+
+
+def engines() -> Iterator[Finding]:
+    """Each engine and what keeps it from running, and which one `auto` takes.
+
+    With GPUs for 1 to N ranks, in N processes with one GPU each; without, for this process alone.
+    """
+    if not torch.cuda.is_available():
+        yield from describe({1: answer_alone()}, "gloo")
+        return
+    pool = RankPool(torch.cuda.device_count(), "nccl")
+    try:
+        yield from lsa_domain(pool)
+        yield from answers_of_ranks(pool)
+    finally:
+        pool.close()
+
+
+def lsa_domain(pool: RankPool) -> Iterator[Finding]:
+    """How many of the pool's ranks reach each other's memory by load and store.  Needs GPUs."""
+    if pool.size == 1 or extension.obstacle() is not None:
+        return
+    subject = "LSA domain"
+    try:
+        sizes = pool.run(_lsa_size, timeout=DEADLINE_S)
+    except RankError as error:
+        yield Finding(subject, "not known", _failed("making an NCCL communicator", error))
+        return
+    yield Finding(
+        subject,
+        f"{min(sizes)} of {pool.size} GPUs reach each other's memory by load and store (NVLink)",
+    )
+
+
+def answers_of_ranks(pool: RankPool) -> Iterator[Finding]:
+    """What the first 1 to N ranks of a pool of N say.
+
+    The first number of ranks that fails is the last one to be asked: the next would wait as long.
+    """
+    answers: dict[int, Answer] = {}
+    failure = None
+    for num_ranks in range(1, pool.size + 1):
+        try:
+            answers[num_ranks] = merge(pool.run(answer_rank, ranks=num_ranks, timeout=DEADLINE_S))
+        except RankError as error:
+            failure = Finding(
+                f"engines for {num_ranks} ranks", "not known", _failed("the choice", error)
+            )
+            break
+    if answers:
+        yield from describe(answers, pool.backend)
+    if failure is not None:
+        yield failure
+
+
+def describe(answers: dict[int, Answer], backend: str) -> Iterator[Finding]:
+    """Report the answers, by number of ranks."""
+    for name in ENGINES:
+        texts = {n: a.obstacles[name] or f"can run over {backend}" for n, a in answers.items()}
+        yield Finding(f"engine {name}", by_num_ranks(texts))
+    yield Finding("engine auto", by_num_ranks({n: f"takes {a.chosen}" for n, a in answers.items()}))
+
+
+def answer(group: EpGroup) -> Answer:
+    """Look at every engine as this rank of `group` sees it.  Collective."""
+    config = EpConfig(engine="auto", timeout_s=WAIT_S)
+    obstacles: dict[str, str | None] = {}
+    for name, entry in ENGINES.items():
+        obstacles[name] = entry.obstacle(group, config)
+        if obstacles[name] is None and group.size < entry.caps.min_ranks:
+            obstacles[name] = f"it needs at least {entry.caps.min_ranks} ranks"
+    chosen, _ = choose_engine(group, config)
+    return Answer(chosen, obstacles)
+
+
+def answer_rank(context: RankContext) -> Answer:
+    """Answer as a rank of a pool.  Collective."""
+    return answer(EpGroup.of(context.group))
+
+
+def answer_alone() -> Answer:
+    """Answer for a group of this process alone, over gloo."""
+    # Port 0: any that is free.
+    dist.init_process_group(
+        "gloo",
+        init_method="tcp://127.0.0.1:0",
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=WAIT_S),
+    )
+    try:
+        assert dist.group.WORLD is not None  # just made
+        return answer(EpGroup.of(dist.group.WORLD))
+    finally:
+        dist.destroy_process_group()
+
+
+def merge(answers: Sequence[Answer]) -> Answer:
+    """Make the ranks' answers one; where they differ, it says which rank says what."""
+    obstacles: dict[str, str | None] = {}
+    for name in answers[0].obstacles:
+        texts = [answer.obstacles[name] for answer in answers]
+        if len(set(texts)) == 1:
+            obstacles[name] = texts[0]
+        else:
+            obstacles[name] = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
+    return Answer(answers[0].chosen, obstacles)
+
+
+def _lsa_size(context: RankContext) -> int:
+    size: int = communicator_of(EpGroup.of(context.group), WAIT_S).lsa_size
+    return size
+
+
+def _failed(what: str, error: RankError) -> str:
+    """Say that the ranks failed at `what`; of a traceback the last line."""
+    reason = str(error).strip().splitlines()[-1]
+    return f"{what} failed: {reason}; NCCL says more with NCCL_DEBUG=INFO in the environment"

@@ -1,0 +1,97 @@
+"""This package and how it gets loaded; Megatron-Core and the places in it that are changed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import platform
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from megatron_ncclep import envs
+from megatron_ncclep.doctor.report import Finding
+from megatron_ncclep.errors import InputError, IntegrationError
+from megatron_ncclep.version import __version__
+
+INSTALL_MEGATRON = "install it: pip install 'megatron-ncclep[train]'"
+
+
+def package() -> Iterator[Finding]:
+    """The versions of this package and of Python, and what the environment changes."""
+    yield Finding("megatron_ncclep", f"{__version__} in {Path(envs.__file__).parents[1]}")
+    yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
+    yield _environment()
+    yield _autoload()
+
+
+def _environment() -> Finding:
+    """The variables that are set, of those that this package knows."""
+    given, problems = [], []
+    for variable in envs.VARIABLES.values():
+        try:
+            value = variable.get()
+        except InputError as error:
+            problems.append(str(error))
+            continue
+        if value != variable.default:
+            given.append(f"{variable.name}={value}")
+    return Finding(
+        "environment",
+        ", ".join(given) or "all defaults (`ncclep env`)",
+        "; ".join(problems) or None,
+    )
+
+
+def _autoload() -> Finding:
+    """How Megatron gets to know the dispatcher."""
+    found = [e.value for e in entry_points(group="torch.backends") if e.name == "megatron_ncclep"]
+    if not found:
+        value = "no entry point: call megatron_ncclep.install(), or use `ncclep run`"
+    elif not envs.get("NCCLEP_AUTOLOAD"):
+        value = "off (NCCLEP_AUTOLOAD=0): call megatron_ncclep.install(), or use `ncclep run`"
+    else:
+        value = "on: unmodified scripts can say --moe-token-dispatcher-type ncclep"
+    return Finding("autoload", value)
+
+
+def megatron_core() -> Iterator[Finding]:
+    """Megatron-Core's version and the places in it that the integration changes."""
+    from megatron_ncclep import integration
+    from megatron_ncclep.support import NEWEST, OLDEST, is_tested
+
+    if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
+        "megatron.core"
+    ):
+        yield Finding("Megatron-Core", "not installed", INSTALL_MEGATRON)
+        return
+    try:
+        core = importlib.import_module("megatron.core")
+    except ImportError as error:
+        yield Finding("Megatron-Core", "cannot be imported", f"{error}; {INSTALL_MEGATRON}")
+        return
+    version = core.__version__
+    yield Finding(
+        "Megatron-Core",
+        f"{version} in {Path(str(core.__file__)).parents[1]}",
+        None if is_tested(version) else f"tested are {OLDEST} to {NEWEST}: install one of these",
+    )
+    for name in integration.HOOKS:
+        if name.startswith("megatron.training") and not importlib.util.find_spec(
+            "megatron.training"
+        ):
+            yield Finding(name, "not in this wheel; scripts bring it from a Megatron-LM checkout")
+            continue
+        yield _hook_point(name)
+
+
+def _hook_point(name: str) -> Finding:
+    from megatron_ncclep import integration
+
+    try:
+        integration.change_module(importlib.import_module(name))
+    except IntegrationError as error:
+        return Finding(name, "changed", str(error))
+    except ImportError as error:
+        return Finding(name, "cannot be imported", f"{error}; {INSTALL_MEGATRON}")
+    return Finding(name, "as expected")

@@ -1,0 +1,74 @@
+"""The NCCL communicator of an expert-parallel group: our own, so that torch's stays untouched."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from megatron_ncclep.engines import extension
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.libraries import find_nccl
+from megatron_ncclep.errors import EngineUnavailableError, PeerError
+
+UNIQUE_ID_BYTES = 128
+
+
+NAME = "communicator"
+
+
+def communicator_of(group: EpGroup, timeout_s: float) -> Any:
+    """Return the `_C.Communicator` over `group`, made at the first call.  Collective.
+
+    All engines and layers of the group share it.  Each call is one use, ended by
+    `release_communicator`; the last one destroys it.
+
+    Raises:
+        EngineUnavailableError: no libnccl.so.2 is to be found.
+        LibraryError: NCCL could not make it.
+        PeerError: the other ranks did not come within `timeout_s` seconds.
+    """
+    return group.share(NAME, lambda: _create(group, timeout_s))
+
+
+def release_communicator(group: EpGroup) -> None:
+    """End one use of `communicator_of(group)`, what was made with it being closed.  Collective."""
+    group.release(NAME)
+
+
+def _create(group: EpGroup, timeout_s: float) -> Any:
+    native = extension.load()
+    library = find_nccl()
+    if library is None:
+        raise EngineUnavailableError(
+            "no libnccl.so.2 found: install nvidia-nccl-cu13 (or -cu12, whichever torch is for)"
+        )
+    nccl = native.Nccl(str(library.path))
+    unique_id = nccl.unique_id() if group.rank == 0 else bytes(UNIQUE_ID_BYTES)
+    mine = torch.frombuffer(bytearray(unique_id), dtype=torch.uint8)
+    theirs = group.gather(mine, "open, exchanging NCCL's unique id", timeout_s)
+    unique_id = bytes(theirs[0].tolist())
+
+    # NCCL waits for all ranks without a deadline, so a thread does the waiting.
+    made: list[Any] = []
+
+    def make() -> None:
+        torch.cuda.set_device(group.device)  # a thread has a current device of its own
+        try:
+            made.append(native.Communicator(nccl, unique_id, group.size, group.rank))
+        except Exception as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make, name="ncclep-communicator", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not made:
+        raise PeerError(
+            f"rank {group.rank} of {group.size}: no NCCL communicator over the expert-parallel "
+            f"group within {timeout_s:g} s: look at the other ranks' output, or at NCCL's own with "
+            "NCCL_DEBUG=INFO"
+        )
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]

@@ -1,0 +1,101 @@
+"""Runs one case on the ranks of a pool; a case beyond the engine's caps must be refused instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_ncclep.engines import ENGINES, create_engine
+from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, Engine, EngineCaps
+from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
+from megatron_ncclep.testing.cases import (
+    PAYLOAD_LIMITS,
+    Case,
+    for_engine,
+    refusal,
+    refusal_words,
+)
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.testing.oracle import OraclePlan, oracle_plan
+
+
+def caps_of(engine_name: str) -> EngineCaps:
+    return ENGINES[engine_name].caps
+
+
+def rounds_home(engine_name: str) -> bool:
+    """What the oracle's `round_home` must be for the engine."""
+    return caps_of(engine_name).reduction == EVERY_PART_ROUNDED
+
+
+def oracle_of(case: Case) -> OraclePlan:
+    """The slots that the case's picks must get."""
+    return oracle_plan(
+        [case.topk_idx(rank) for rank in range(case.num_ranks)],
+        case.num_experts,
+        case.alignment,
+        case.max_recv_rows,
+    )
+
+
+def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
+    """The case on the ranks that the pool has, in shapes that the engine is tested with."""
+    return for_engine(case.on_at_most(pool.size), caps_of(engine_name))
+
+
+@contextmanager
+def opened(ctx: RankContext, case: Case, engine_name: str) -> Iterator[tuple[Case, Engine]]:
+    """The case with its tensors on this rank's device, and its engine, closed in the end."""
+    case = case.on(ctx.device)
+    engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
+    try:
+        yield case, engine
+    finally:
+        engine.close()
+
+
+def run_case(
+    pool: RankPool,
+    function: Callable[..., Any],
+    case: Case,
+    engine_name: str,
+    *args: Any,
+    plans_only: bool = False,
+) -> list[Any] | None:
+    """Run `function(ctx, case, engine_name, *args)` on the case's ranks.
+
+    Args:
+        plans_only: the function moves no rows, so that limits of the payload do not matter.
+
+    Returns:
+        what the ranks returned; None when the case is beyond the engine's caps: then it was
+        asserted here that every rank refused it and named the limit.
+    """
+    limit = refusal(case, caps_of(engine_name))
+    if limit is None or (plans_only and limit in PAYLOAD_LIMITS):
+        return pool.run(function, case, engine_name, *args, ranks=case.num_ranks)
+    answers = pool.run(error_on_rank, function, case, engine_name, *args, ranks=case.num_ranks)
+    expected = EngineUnavailableError if limit == "min_ranks" else InputError
+    for rank, (kind, text) in enumerate(answers):
+        assert kind == expected.__name__, (
+            f"rank {rank}: {case} is beyond {limit} of engine {engine_name}, but got "
+            f"{kind or 'no error'}: {text}"
+        )
+        for word in refusal_words(limit, case, caps_of(engine_name)):
+            assert re.search(rf"\b{re.escape(word)}\b", text), (
+                f"rank {rank}: the error about {limit} does not say {word}: {text}"
+            )
+    return None
+
+
+def error_on_rank(
+    ctx: RankContext, function: Callable[..., Any], case: Case, engine_name: str, *args: Any
+) -> tuple[str, str]:
+    """The name and the text of the error that `function` raises; empty if it raises none."""
+    try:
+        function(ctx, case, engine_name, *args)
+    except EpError as error:
+        return type(error).__name__, str(error)
+    return "", ""
