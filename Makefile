@@ -8,7 +8,7 @@ READY = $(VENV)/.ready
 export PYTHON
 
 SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
-NATIVE_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+NATIVE_SOURCES = $(shell find csrc tests/native -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help train test lint types format setup clean
 
@@ -42,7 +42,7 @@ format: $(READY)  ## rewrite all sources in the project's style
 
 setup: $(READY)  ## make the virtual environment only
 
-$(READY): pyproject.toml setup.py $(wildcard constraints/*.txt) scripts/setup_venv.sh scripts/fetch_megatron.sh
+$(READY): pyproject.toml setup.py $(NATIVE_SOURCES) $(wildcard constraints/*.txt) scripts/setup_venv.sh scripts/fetch_megatron.sh
 	scripts/setup_venv.sh $(VENV)
 	@touch $@
 

@@ -100,6 +100,8 @@ def extensions():
 setup(
     packages=[
         "megatron_ncclep",
+        "megatron_ncclep.benchmark",
+        "megatron_ncclep.doctor",
         "megatron_ncclep.engines",
         "megatron_ncclep.testing",
         "megatron_ncclep.training",

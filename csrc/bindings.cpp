@@ -67,7 +67,8 @@ void bind_nccl(py::module_& module) {
       .def(py::init<std::shared_ptr<Communicator>, std::size_t>(), "communicator"_a, "num_bytes"_a,
            Unlocked())
       .def_property_readonly("num_bytes", &Window::num_bytes)
-      .def_property_readonly("address", [](const Window& window) { return number(window.address()); })
+      .def_property_readonly("address",
+                             [](const Window& window) { return number(window.address()); })
       .def_property_readonly("peers",
                              [](const Window& window) {
                                std::vector<std::uintptr_t> addresses;
@@ -99,11 +100,11 @@ void bind_nccl_ep(py::module_& module) {
            }),
            "library"_a, "communicator"_a, py::kw_only(), "num_experts"_a, "max_tokens"_a,
            "max_recv_rows"_a, "row_bytes"_a, "top_k"_a, "num_sms"_a, "timeout_s"_a)
-      .def("handle_bytes", &Group::handle_bytes, "alignment"_a)
+      .def("handle_bytes", &Group::handle_bytes, "alignment"_a, "top_k"_a)
       .def("close", &Group::close, Unlocked());
   py::class_<Handle, std::shared_ptr<Handle>>(module, "NcclEpHandle")
-      .def(py::init<std::shared_ptr<Group>, std::size_t, const Tensor&>(), "group"_a, "alignment"_a,
-           "memory"_a, py::keep_alive<1, 4>())
+      .def(py::init<std::shared_ptr<Group>, std::size_t, int, const Tensor&>(), "group"_a,
+           "alignment"_a, "top_k"_a, "memory"_a, py::keep_alive<1, 5>())
       .def("update", &Handle::update, "topk_idx"_a, "expert_counts"_a, "num_rows"_a, "stream"_a,
            Unlocked())
       .def("dispatch", &Handle::dispatch, "x"_a, "w"_a, "rows"_a, "row_w"_a, "stream"_a, Unlocked())
@@ -138,8 +139,8 @@ void bind_bench(py::module_& module) {
   module.def(
       "copy_memory",
       [](std::uintptr_t to, std::uintptr_t from, std::size_t num_bytes) {
-        ncclep::cuda_check(
-            cudaMemcpy(pointer(to), pointer(from), num_bytes, cudaMemcpyDefault), "cudaMemcpy");
+        ncclep::cuda_check(cudaMemcpy(pointer(to), pointer(from), num_bytes, cudaMemcpyDefault),
+                           "cudaMemcpy");
       },
       "to"_a, "from_"_a, "num_bytes"_a);
 }

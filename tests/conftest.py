@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.testing.cases import contract_cases, for_engine
@@ -91,7 +92,7 @@ def obstacle_without_gpus(name: str) -> str | None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None  # just made
-        return ENGINES[name].obstacle(EpGroup.of(dist.group.WORLD))
+        return ENGINES[name].obstacle(EpGroup.of(dist.group.WORLD), EpConfig(engine=name))
     finally:
         dist.destroy_process_group()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from megatron_ncclep.engines import extension
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_ncclep"
@@ -276,6 +280,7 @@ def test_wheel_is_complete(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
          "--no-index", "--wheel-dir", str(tmp_path), str(tree)],
+        env={**os.environ, "NCCLEP_BUILD_EXTENSION": "0"},
         text=True, capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -291,6 +296,30 @@ def test_wheel_is_complete(tmp_path: Path):
     assert "LICENSE" in metadata
     assert "ncclep = megatron_ncclep.cli:main" in declared
     assert "megatron_ncclep = megatron_ncclep.autoload:autoload" in declared
+
+
+def test_the_extension_is_built_where_there_is_a_toolkit():
+    """setup.py looks in the same places; without a toolkit the package says what is missing."""
+    setup = (ROOT / "setup.py").read_text()
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    assert "CUDA_HOME" in setup
+    assert "/usr/local/cuda" in setup
+    if any(home and Path(home, "bin/nvcc").exists() for home in homes):
+        assert extension.obstacle() is None
+        assert extension.load().build_info()["architectures"] == ["sm_90a"]
+    elif extension.obstacle() is not None:
+        assert "CUDA toolkit" in str(extension.obstacle())
+
+
+def test_the_extension_links_to_no_library_of_nvidia():
+    """NCCL is found at run time and the CUDA runtime is part of it: one wheel serves every torch."""
+    for built in PACKAGE.glob("_C*.so"):
+        needed = subprocess.run(
+            ["readelf", "--dynamic", str(built)], check=True, text=True, capture_output=True
+        ).stdout
+        names = re.findall(r"\(NEEDED\).*\[(.*)\]", needed)
+        assert names
+        assert not [name for name in names if re.search("cuda|nccl|torch|c10", name)]
 
 
 def test_installed_package_finds_its_configs(tmp_path: Path):

@@ -1,8 +1,8 @@
 // One elected thread of each warp drives a ring of kStages row-sized buffers in shared memory: a
 // bulk copy fills a stage, and when its barrier says so another bulk copy empties it.
 //
-// Example, kStages = 4, one warp, rows 0 1 2 ...: loads of rows 0, 1 and 2 are in flight before row 0
-// is stored; row 3 is loaded into the free stage 3 next, and row 4 into stage 0 once the store of
+// Example, kStages = 4, one warp, rows 0 1 2 ...: loads of rows 0, 1 and 2 are in flight before row
+// 0 is stored; row 3 is loaded into the free stage 3 next, and row 4 into stage 0 once the store of
 // row 0 has read it.
 #include <cuda_runtime.h>
 
@@ -34,8 +34,8 @@ __device__ void start_load(void* stage, const void* row, int bytes, std::uint64_
                "r"(bytes)
                : "memory");
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(stage)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(stage)),
       "l"(row), "r"(bytes), "r"(shared_address(full))
       : "memory");
 }
@@ -68,7 +68,8 @@ __global__ void copy_rows_kernel(char* local, Peers peers, const int* peer_of_ro
   const int warp = threadIdx.x / kWarpSize;
   char* ring = stages + static_cast<std::size_t>(warp) * kStages * row_bytes;
   for (int stage = 0; stage < kStages; ++stage) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&full[warp][stage])));
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&full[warp][stage])));
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 
@@ -93,7 +94,8 @@ __global__ void copy_rows_kernel(char* local, Peers peers, const int* peer_of_ro
     start_store(kPush ? remote_row(row) : local_row(row),
                 ring + static_cast<std::size_t>(stage) * row_bytes, row_bytes);
     if (turn + kStages - 1 < count) {
-      // The next load goes into the stage before this one; all stores but the last have read theirs.
+      // The next load goes into the stage before this one; all stores but the last have read
+      // theirs.
       asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
       load(turn + kStages - 1);
     }
@@ -113,9 +115,9 @@ void copy_rows(const CopyRows& job, int num_sms, std::uintptr_t stream) {
   const int ring_bytes = kStages * job.row_bytes;
   const int warps = std::min(kMaxWarps, kSharedBytes / ring_bytes);
   const auto kernel = job.push ? copy_rows_kernel<true> : copy_rows_kernel<false>;
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  warps * ring_bytes),
-             "setting the shared memory of copy_rows");
+  cuda_check(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, warps * ring_bytes),
+      "setting the shared memory of copy_rows");
   kernel<<<num_sms, warps * kWarpSize, warps * ring_bytes,
            reinterpret_cast<cudaStream_t>(stream)>>>(job.local, peers, job.peer_of_row,
                                                      job.peer_row, job.num_rows, job.row_bytes);

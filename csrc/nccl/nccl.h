@@ -19,8 +19,14 @@ struct NcclTeam {
 using NcclComm = void*;
 using NcclWindow = void*;
 using NcclResult = int;  // 0: success
-enum NcclDataType { kNcclUint8 = 1, kNcclInt32 = 2, kNcclInt64 = 4, kNcclFloat16 = 6,
-                    kNcclFloat32 = 7, kNcclBFloat16 = 9 };
+enum NcclDataType {
+  kNcclUint8 = 1,
+  kNcclInt32 = 2,
+  kNcclInt64 = 4,
+  kNcclFloat16 = 6,
+  kNcclFloat32 = 7,
+  kNcclBFloat16 = 9
+};
 constexpr int kNcclWindowCollSymmetric = 1;
 
 class Nccl {

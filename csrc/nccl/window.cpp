@@ -46,11 +46,11 @@ Window::Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes
   WindowOnDevice on_device;
   cuda_check(cudaMemcpy(&on_device, window_, sizeof(on_device), cudaMemcpyDeviceToHost),
              "reading the window");
-  require(on_device.world_rank == communicator_->rank() &&
-              on_device.lsa_rank == communicator_->rank(),
-          "the window names rank ", on_device.world_rank, ", place ", on_device.lsa_rank,
-          " of its domain, for rank ", communicator_->rank(),
-          ": this NCCL's windows are not laid out as this extension knows them");
+  require(
+      on_device.world_rank == communicator_->rank() && on_device.lsa_rank == communicator_->rank(),
+      "the window names rank ", on_device.world_rank, ", place ", on_device.lsa_rank,
+      " of its domain, for rank ", communicator_->rank(),
+      ": this NCCL's windows are not laid out as this extension knows them");
   const std::uint64_t stride = static_cast<std::uint64_t>(on_device.stride_4g) << 32;
   for (int rank = 0; rank < communicator_->num_ranks(); ++rank) {
     peers_.push_back(on_device.flat_base + rank * stride);

@@ -1,4 +1,5 @@
-// The C interface of NVIDIA's libnccl_ep 0.2, as far as it is used here, in declarations of our own.
+// The C interface of NVIDIA's libnccl_ep 0.2, as far as it is used here, in declarations of our
+// own.
 //
 // Every struct starts with its size and a magic number; the library reads no further than the size.
 // The sizes are those of its interface version 2.

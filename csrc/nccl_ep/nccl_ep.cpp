@@ -7,9 +7,6 @@ namespace ncclep::nccl_ep {
 
 namespace {
 
-// A handle's number of picks is read off its routes in HT mode.
-constexpr int kTopKFromRoutes = -1;
-
 int datatype_of(DType dtype) {
   switch (dtype) {
     case DType::kUint8:
@@ -64,8 +61,8 @@ Library::Library(const std::string& path) : library_(path) {
   NcclResult (*get_version)(int*);
   library_.find("ncclEpGetVersion", get_version);
   require(get_version(&version_) == 0, "ncclEpGetVersion failed");
-  require(version_ / 100 == 2, path, " is version ", version_ / 10000, ".", version_ / 100 % 100, ".",
-          version_ % 100, ": this binding knows the interface of 0.2 only");
+  require(version_ / 100 == 2, path, " is version ", version_ / 10000, ".", version_ / 100 % 100,
+          ".", version_ % 100, ": this binding knows the interface of 0.2 only");
   library_.find("ncclEpCreateGroup", create_group);
   library_.find("ncclEpGroupDestroy", destroy_group);
   library_.find("ncclEpHandleMemSize", handle_mem_size);
@@ -87,8 +84,7 @@ Group::Group(std::shared_ptr<Library> library, std::shared_ptr<Communicator> com
   config.max_num_sms = options.num_sms;
   config.num_topk = options.top_k;
   config.timeout_ns = static_cast<std::uint64_t>(options.timeout_s * 1e9);
-  nccl().check(library_->create_group(&group_, communicator_->get(), &config),
-               "ncclEpCreateGroup");
+  nccl().check(library_->create_group(&group_, communicator_->get(), &config), "ncclEpCreateGroup");
 }
 
 void Group::close() {
@@ -101,24 +97,23 @@ void* Group::get() const {
   return group_;
 }
 
-std::size_t Group::handle_bytes(std::size_t alignment) const {
+std::size_t Group::handle_bytes(std::size_t alignment, int top_k) const {
   HandleConfig config;
   config.alignment = alignment;
   std::size_t bytes = 0;
-  nccl().check(library_->handle_mem_size(get(), kExpertMajor, &config, &bytes, kTopKFromRoutes),
+  nccl().check(library_->handle_mem_size(get(), kExpertMajor, &config, &bytes, top_k),
                "ncclEpHandleMemSize");
   return bytes;
 }
 
-Handle::Handle(std::shared_ptr<Group> group, std::size_t alignment, const Tensor& memory)
+Handle::Handle(std::shared_ptr<Group> group, std::size_t alignment, int top_k, const Tensor& memory)
     : group_(std::move(group)), memory_(memory.data) {
   HandleConfig config;
   config.alignment = alignment;
   Argument memory_argument(memory, nullptr);
-  group_->nccl().check(
-      group_->library().init_handle(&handle_, group_->get(), kExpertMajor, &config,
-                                    kTopKFromRoutes, memory_argument.get()),
-      "ncclEpInitHandle");
+  group_->nccl().check(group_->library().init_handle(&handle_, group_->get(), kExpertMajor, &config,
+                                                     top_k, memory_argument.get()),
+                       "ncclEpInitHandle");
 }
 
 Handle::~Handle() {
@@ -160,9 +155,9 @@ void Handle::dispatch(const Tensor& x, const std::optional<Tensor>& w, const Ten
   outputs.topk_weights = nccl_ep::get(emplace(out_w, row_w, memory_));
   DispatchConfig config;
   config.direction = w ? kForward : kBackward;
-  group_->nccl().check(group_->library().dispatch(get(), &inputs, &outputs, nullptr, &config,
-                                                  stream_of(stream)),
-                       "ncclEpDispatch");
+  group_->nccl().check(
+      group_->library().dispatch(get(), &inputs, &outputs, nullptr, &config, stream_of(stream)),
+      "ncclEpDispatch");
 }
 
 void Handle::combine(const Tensor& y, const std::optional<Tensor>& w, const Tensor& out,

@@ -63,8 +63,8 @@ class Group {
 
   // Destroys the group; its handles cannot be used afterwards.  Idempotent.
   void close();
-  // Bytes of device memory that a handle needs for its routes.
-  std::size_t handle_bytes(std::size_t alignment) const;
+  // Bytes of device memory that a handle needs for its routes with `top_k` picks of a token.
+  std::size_t handle_bytes(std::size_t alignment, int top_k) const;
 
   const Library& library() const { return *library_; }
   const Nccl& nccl() const { return communicator_->nccl(); }
@@ -82,8 +82,8 @@ class Group {
 // `update` to be done).
 class Handle {
  public:
-  // `memory`: uint8 [at least group.handle_bytes(alignment)], kept alive by the caller.
-  Handle(std::shared_ptr<Group> group, std::size_t alignment, const Tensor& memory);
+  // `memory`: uint8 [at least group.handle_bytes(alignment, top_k)], kept alive by the caller.
+  Handle(std::shared_ptr<Group> group, std::size_t alignment, int top_k, const Tensor& memory);
   ~Handle();
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;

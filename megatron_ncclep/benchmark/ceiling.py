@@ -64,12 +64,14 @@ def random_rows(rank: int, num_ranks: int, rows_per_peer: int) -> Rows:
     return Rows(peer[order], row[order])
 
 
-def obstacle(group: EpGroup) -> str | None:
+def obstacle(group: EpGroup, row_bytes: int) -> str | None:
     """Say why the ceiling cannot be measured; None if it can."""
     if group.device.type != "cuda":
         return "no GPUs"
     if group.size < 2:
         return "one rank has no links"
+    if row_bytes % 16:
+        return f"rows of {row_bytes} bytes: the copy kernel takes multiples of 16"
     return extension.obstacle()
 
 
@@ -173,9 +175,11 @@ class _Copies:
         pulled = torch.equal(self._local, sent)
 
         # And the own window, read here, holds the peers' rows where they say they put them.
-        self_rows = self._rows_per_peer * size
         held = torch.empty(
-            self_rows, self._row_bytes // 4, dtype=torch.int32, device=self._group.device
+            self._rows_per_peer * size,
+            self._row_bytes // 4,
+            dtype=torch.int32,
+            device=self._group.device,
         )
         self._native.copy_memory(held.data_ptr(), self._window.address, held.nbytes)
         held = held.view(size, self._rows_per_peer, -1).cpu()

@@ -67,7 +67,7 @@ def torch_and_gpus() -> Iterator[Finding]:
         yield Finding(
             "GPUs",
             "none visible: the reference engine trains on the CPU (--cpu)",
-            smi and why_not_visible(smi, torch.version.cuda),
+            why_not_visible(smi, torch.version.cuda) if smi else None,
         )
         return
     num_gpus = torch.cuda.device_count()

@@ -309,9 +309,11 @@ class _Staging:
             device = self._group.device
             route.staged = self._staged
             route.memory = torch.empty(
-                self._staged.handle_bytes(alignment), dtype=torch.uint8, device=device
+                self._staged.handle_bytes(alignment, plan.top_k), dtype=torch.uint8, device=device
             )
-            route.handle = native.NcclEpHandle(self._staged, alignment, route.memory)
+            route.handle = native.NcclEpHandle(
+                self._staged, alignment, plan.top_k, route.memory
+            )
             counters = torch.empty(
                 self._num_experts // self._group.size + 1, dtype=torch.int64, device=device
             )

@@ -14,7 +14,9 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import EngineCaps
 
-# The limits that show only when rows are moved: a plan is made without them.
+# The limits that show when an engine is made for a group,
+GROUP_LIMITS = ("min_ranks", "max_local_experts")
+# and those that show only when rows are moved: a plan is made without them.
 PAYLOAD_LIMITS = ("payload_dtypes", "row_bytes_multiple")
 
 # Library shapes, what `for_engine` turns a case into: experts on each rank -> dtypes, most wanted
@@ -171,13 +173,16 @@ def refusal(case: Case, caps: EngineCaps) -> str | None:
     """Name the limit of `caps` that `case` breaks: the first one that an engine comes across.
 
     Returns:
-        the name of a field of EngineCaps, or None if the engine must do the case.  With
-        "min_ranks" the engine is unavailable; with any other one the case is wrong input.
+        the name of a field of EngineCaps, or None if the engine must do the case.  The group's
+        limits (`GROUP_LIMITS`) make the engine unavailable, any other one makes wrong input.
     """
     if _ignored_options(case, caps):
         return "options"
     if case.num_ranks < caps.min_ranks:
         return "min_ranks"
+    most = caps.max_local_experts
+    if most is not None and case.num_experts > most * case.num_ranks:
+        return "max_local_experts"
     if caps.max_tokens is not None and max(case.tokens) > caps.max_tokens:
         return "max_tokens"
     if caps.max_top_k is not None and case.top_k > caps.max_top_k:

@@ -11,6 +11,7 @@ from megatron_ncclep.engines import ENGINES, create_engine
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, Engine, EngineCaps
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
 from megatron_ncclep.testing.cases import (
+    GROUP_LIMITS,
     PAYLOAD_LIMITS,
     Case,
     for_engine,
@@ -77,7 +78,7 @@ def run_case(
     if limit is None or (plans_only and limit in PAYLOAD_LIMITS):
         return pool.run(function, case, engine_name, *args, ranks=case.num_ranks)
     answers = pool.run(error_on_rank, function, case, engine_name, *args, ranks=case.num_ranks)
-    expected = EngineUnavailableError if limit == "min_ranks" else InputError
+    expected = EngineUnavailableError if limit in GROUP_LIMITS else InputError
     for rank, (kind, text) in enumerate(answers):
         assert kind == expected.__name__, (
             f"rank {rank}: {case} is beyond {limit} of engine {engine_name}, but got "

@@ -114,7 +114,7 @@ def check_gradients(ctx: RankContext, case: Case, engine: Engine) -> None:
 
 @by_name
 def test_gradients_are_the_numeric_ones(pool: RankPool, engine_name: str, case: Case) -> None:
-    """Differences need fp64; an engine without it refuses, and the next but one test is its check."""
+    """Differences need fp64; an engine without it refuses, and is held to the reference below."""
     small = dataclasses.replace(
         case, tokens=tuple(t // 3 for t in case.tokens), hidden=2, fixed_payload=True
     )

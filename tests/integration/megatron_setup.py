@@ -10,16 +10,20 @@ import torch
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
 
 
-def initialize(ep: int, tp: int = 1) -> None:
+def initialize(ep: int, tp: int = 1, device: str = "cpu") -> None:
     """Set Megatron up on this rank, over all ranks of the pool, with fresh random numbers.
+
+    On "cpu" Megatron is made to run on one; on "cuda" it is as it comes.
 
     Groups of the sizes asked for are kept from the last call if they are the same: Megatron makes
     dozens of process groups at a time and never destroys one, and each brings threads of its own.
     """
-    from megatron_ncclep import cpu
-
-    cpu.enable()
     import megatron_ncclep
+
+    if device == "cpu":
+        from megatron_ncclep import cpu
+
+        cpu.enable()
 
     gc.collect()  # the layers of the last test: install() refuses to come after a model
     megatron_ncclep.install()
@@ -78,18 +82,20 @@ def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **opt
     return config
 
 
-def build_layer(config: Any) -> Any:
+def build_layer(config: Any, device: str = "cpu") -> Any:
     """One MoELayer, with random experts that all differ, the same for every dispatcher."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False).submodules.mlp
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False
+    ).submodules.mlp
     # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
     layer = MoELayer(config, submodules=submodules, layer_number=1)
     layer.set_layer_number(1)
     make_experts_differ(layer)
-    return layer.to(config.params_dtype)
+    return layer.to(device, config.params_dtype)
 
 
 def make_experts_differ(model: torch.nn.Module) -> None:

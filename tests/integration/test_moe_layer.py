@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
-from megatron_setup import BATCH, EXPERTS, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from layer_case import LayerCase, assert_same_training
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.testing.launcher import RankContext, RankPool
-
-
-@dataclass(frozen=True)
-class LayerCase:
-    """One layer configuration; `options` are TransformerConfig fields."""
-
-    name: str
-    ep: int = 4
-    tp: int = 1
-    dtype: torch.dtype = torch.float64
-    options: dict[str, Any] = field(default_factory=dict)
-    micro_batches: int = 1
-    # Sequence length of each rank; ranks of one tensor-parallel group must agree.
-    sequences: tuple[int, ...] = (SEQUENCE,) * 4
-
-    def __str__(self) -> str:
-        return self.name
 
 
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
@@ -81,69 +63,10 @@ CASES = [
     LayerCase("static-aligned", options={"ncclep": EpConfig(max_recv_rows=512, alignment=16)}),
 ]
 
-# fp64 sums of at most 9 terms of size ~1 in two orders differ by ~1e-15; 1e-12 leaves room for the
-# weight gradients, which add up ~100 products.  fp32: the same with 2^-24 instead of 2^-53.  bf16:
-# alltoall adds the K terms of a token up in bf16 or fp32 depending on version, we round once per
-# rank: a few units of 2^-8 of the largest terms.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
-
-
-def train_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, torch.Tensor]:
-    """Forward and backward of a few micro-batches; everything that comes out, by name."""
-    initialize(case.ep, case.tp)
-    config = make_config(dispatcher, case.dtype, case.ep, case.tp, **dict(case.options))
-    layer = build_layer(config)
-    results: dict[str, torch.Tensor] = {}
-    probs_seen: list[torch.Tensor] = []
-
-    def keep_probs(module: Any, inputs: Any, outputs: Any) -> None:
-        if outputs[0].requires_grad:  # the first pass of a recomputed layer has no graph
-            outputs[0].retain_grad()
-            probs_seen.append(outputs[0])
-
-    layer.router.register_forward_hook(keep_probs)
-    sequence = case.sequences[ctx.rank] // case.tp
-    for micro_batch in range(case.micro_batches):
-        generator = torch.Generator().manual_seed(97 * micro_batch + ctx.rank)
-        shape = (sequence, BATCH, HIDDEN)
-        hidden = torch.randn(shape, generator=generator).to(case.dtype).requires_grad_()
-        probe = torch.randn(shape, generator=generator).to(case.dtype)
-        out, bias = layer(hidden)
-        assert bias is None
-        (out * probe).sum().backward()
-        results[f"output {micro_batch}"] = out.detach()
-        results[f"input gradient {micro_batch}"] = hidden.grad
-    for i, probs in enumerate(probs_seen):
-        results[f"probability gradient {i}"] = probs.grad
-    assert probs_seen
-    for name, parameter in layer.named_parameters():
-        results[f"gradient of {name}"] = parameter.grad
-    results["dispatcher"] = type(layer.token_dispatcher).__name__
-    return results
-
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layer_equals_alltoall(megatron_pool: RankPool, case: LayerCase) -> None:
-    ours = megatron_pool.run(train_on_rank, case, "ncclep")
-    theirs = megatron_pool.run(train_on_rank, case, "alltoall")
-    experts_moved = 0
-    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert mine.pop("dispatcher") == "NcclEpTokenDispatcher"
-        assert other.pop("dispatcher") == "MoEAlltoAllTokenDispatcher"
-        assert mine.keys() == other.keys()
-        for name in mine:
-            a, b = mine[name], other[name]
-            if a is None or b is None:
-                # An expert without rows: no gradient, or one of zeros.
-                assert not any(t is not None and t.any() for t in (a, b)), name
-                continue
-            assert a.dtype == b.dtype, name
-            scale = max(1.0, b.abs().max().item()) if b.numel() else 1.0
-            error = (a - b).abs().max().item() / scale if b.numel() else 0.0
-            assert error < TOLERANCE[case.dtype], f"rank {rank}, {name}: differs by {error}"
-            experts_moved += "experts" in name and bool(b.any())
-    # Not a comparison of zeros: several experts of several ranks were trained.
-    assert experts_moved >= EXPERTS // case.ep
+    assert_same_training(megatron_pool, case, "reference")
 
 
 def overflow_on_rank(ctx: RankContext) -> tuple[int, bool, list[str]]:

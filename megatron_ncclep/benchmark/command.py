@@ -1,0 +1,226 @@
+"""Measure what each way to move tokens costs: the engines, NVIDIA's library, Megatron-Core's own.
+
+Every result is checked before it is timed.  The command starts its ranks itself; under torchrun it
+is one of them.  Results go to --out: bench.json, bench.txt (what is printed) and bench.png.
+
+Exit status: 0; 1 when a result is wrong, a subject fails, or one that --subjects names cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from megatron_ncclep import config_files
+from megatron_ncclep.benchmark import plot, table
+from megatron_ncclep.benchmark import result as results
+from megatron_ncclep.benchmark.job import Job
+from megatron_ncclep.benchmark.progress import progress
+from megatron_ncclep.benchmark.result import ShapeResult
+from megatron_ncclep.benchmark.shapes import Shape
+from megatron_ncclep.errors import EpError, InputError
+
+DEFAULT_CPU_RANKS = 2
+# The whole of one shape may take this many times the deadline of one wait.
+PATIENCE = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ncclep bench`."""
+    parser.add_argument(
+        "--config",
+        metavar="NAME_OR_PATH",
+        help=f"shapes: {', '.join(config_files.names(config_files.BENCHMARK))}, or a path that ends "
+        "in .yaml (default: models)",
+    )
+    parser.add_argument(
+        "--subjects",
+        help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
+        "(default: all; an unknown name lists them); NAME@N lets an engine's kernels use N SMs",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help=f"processes to start (default: one for each GPU; {DEFAULT_CPU_RANKS} on a CPU; "
+        "torchrun's)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="auto (the default) takes GPUs if any"
+    )
+    parser.add_argument("--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)")
+    parser.add_argument("--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)")
+    parser.add_argument("--out", default="runs/bench", help="where to (default: runs/bench)")
+    parser.add_argument(
+        "--smoke", action="store_true", help="the same as --config smoke --device cpu"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `ncclep bench` and return its exit status.
+
+    Raises:
+        EpError: something that one process can tell is wrong; nothing is measured then.
+    """
+    # torchrun sets both for every process that it starts.
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    if under_torchrun:
+        with _joined(job) as context:
+            measured = _measure_as_rank(job, context)
+            return _finish(job, measured) if context.rank == 0 else 0
+    return _finish(job, _measure_in_pool(job))
+
+
+def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
+    """Turn the parsed arguments into a Job.  A job for the CPU hides the GPUs from this process.
+
+    Args:
+        world_size: ranks that torchrun has started; None outside torchrun.
+
+    Raises:
+        InputError: an argument is wrong, contradicts another, or would be ignored.
+    """
+    if args.smoke and args.config is not None:
+        raise InputError(f"--smoke has shapes of its own: leave --config {args.config} out")
+    if args.smoke and args.device not in (None, "cpu"):
+        raise InputError(f"--smoke runs on the CPU: leave --device {args.device} out")
+    if world_size is not None and args.ranks not in (None, world_size):
+        raise InputError(f"--ranks {args.ranks}, but torchrun started {world_size}")
+    if args.ranks is not None and args.ranks < 1:
+        raise InputError(f"--ranks {args.ranks}: must be at least 1")
+    device = "cpu" if args.smoke else args.device or "auto"
+    if device == "cpu":
+        # Before anything of this process or its children looks for GPUs.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device == "cuda" and not gpus:
+        raise InputError("--device cuda: no GPU is visible; leave it out to measure on the CPU")
+    ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
+    if device == "cuda" and world_size is None and ranks > gpus:
+        raise InputError(f"--ranks {ranks}: each needs a GPU of its own, and {gpus} are visible")
+    return Job.make(
+        config="smoke" if args.smoke else args.config or "models",
+        ranks=ranks,
+        device=device,
+        subjects=None if args.subjects is None else args.subjects.split(","),
+        warmup=args.warmup,
+        samples=args.samples,
+        out=args.out,
+    )
+
+
+def _measure_in_pool(job: Job) -> list[ShapeResult]:
+    """Start the ranks and measure every shape.
+
+    Ranks that die, in a library that aborts say, cost their shape only: the next one gets new ones.
+    """
+    from megatron_ncclep.benchmark.worker import run_in_pool
+    from megatron_ncclep.testing.launcher import RankError, RankPool
+
+    pool = RankPool(job.ranks, "nccl" if job.device == "cuda" else "gloo")
+    measured = []
+    try:
+        for shape in job.shapes:
+            with tempfile.TemporaryDirectory() as notes:
+                try:
+                    answers = pool.run(
+                        run_in_pool, job, shape, notes, timeout=PATIENCE * job.timeout_s
+                    )
+                    measured.append(answers[0])
+                except RankError as error:
+                    pool.close()
+                    reason = f"{str(error).strip()}; {_last_steps(notes, job.ranks)}"
+                    measured.append(ShapeResult.of(shape, error=reason))
+    finally:
+        pool.close()
+    return measured
+
+
+def _last_steps(notes: str, num_ranks: int) -> str:
+    """What each rank was doing when it wrote it down last."""
+    from megatron_ncclep.benchmark.run import note_path
+
+    paths = [note_path(notes, rank) for rank in range(num_ranks)]
+    steps = [
+        f"rank {rank} was at: {path.read_text(encoding='utf-8') if path.is_file() else 'start'}"
+        for rank, path in enumerate(paths)
+    ]
+    return "; ".join(steps)
+
+
+def _measure_as_rank(job: Job, context: Any) -> list[ShapeResult]:
+    """Measure every shape as one rank of torchrun's.  Collective; only rank 0 gets results."""
+    from megatron_ncclep.benchmark.run import run_shape
+
+    def measure(shape: Shape) -> ShapeResult | None:
+        with progress(context.rank) as show:
+            return run_shape(context, job, shape, None, show)
+
+    measured = [measure(shape) for shape in job.shapes]
+    return [found for found in measured if found is not None]
+
+
+@contextmanager
+def _joined(job: Job) -> Iterator[Any]:
+    """Join torchrun's process group; gives a RankContext."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ncclep.testing.launcher import RankContext
+
+    if job.device == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(
+                f"rank {local_rank} of this machine has no GPU: {torch.cuda.device_count()} are "
+                "visible; start fewer processes, or give --device cpu"
+            )
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        "nccl" if job.device == "cuda" else "gloo", timeout=timedelta(seconds=2 * job.timeout_s)
+    )
+    try:
+        assert dist.group.WORLD is not None  # just made
+        yield RankContext(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, job.device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _finish(job: Job, measured: list[ShapeResult]) -> int:
+    """Write and print the results and return the exit status."""
+    from megatron_ncclep.benchmark.machine import machine, versions
+
+    result = {
+        "format": results.FORMAT,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": machine(job.device),
+        "versions": versions(job.device),
+        "options": dataclasses.asdict(job),
+        "shapes": [dataclasses.asdict(shape) for shape in measured],
+        "succeeded": all(shape.succeeded for shape in measured),
+    }
+    out = Path(job.out)
+    out.mkdir(parents=True, exist_ok=True)
+    results.save(result, out / "bench.json")
+    text = table.render(result)
+    (out / "bench.txt").write_text(text, encoding="utf-8")
+    print(f"\n{text}", flush=True)
+    written = [out / "bench.json", out / "bench.txt"]
+    try:
+        plot.draw(result, out / "bench.png")
+        written.append(out / "bench.png")
+    except EpError as error:
+        print(error)
+    print(f"written: {', '.join(map(str, written))}")
+    return 0 if result["succeeded"] else 1

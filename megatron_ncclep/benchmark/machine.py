@@ -1,0 +1,66 @@
+"""What a result was measured with: the machine and the versions that decide it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ncclep.engines import libraries
+from megatron_ncclep.version import __version__
+
+PACKAGES = ("megatron-core", "transformer-engine", "nccl-extensions", "deep-ep")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """The devices of this machine, as plain data."""
+    described: dict[str, Any] = {
+        "device": device,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        described |= {
+            "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
+            "sms": properties.multi_processor_count,
+            "driver": _driver(),
+        }
+    return described
+
+
+def versions(device: str) -> dict[str, str | None]:
+    """Versions by name; None for what is not installed."""
+    nccl = libraries.loaded_nccl() if device == "cuda" else None
+    nccl_ep = libraries.find_nccl_ep() if device == "cuda" else None
+    return {
+        "megatron_ncclep": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": libraries.version_text(nccl.version) if nccl else None,
+        "libnccl_ep": libraries.version_text(nccl_ep.version) if nccl_ep else None,
+        **{name: _installed(name) for name in PACKAGES},
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, if the kernel says it."""
+    if not DRIVER.is_file():
+        return None
+    found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", DRIVER.read_text())
+    return found[1] if found else None

@@ -1,0 +1,291 @@
+"""A Megatron-Core dispatcher, through the six hooks that MoELayer calls, forward and backward.
+
+The experts are the identity, so that what is timed is the dispatcher's work and nothing else.  Its
+launch by the host is part of it: Megatron's own dispatchers wait for the host between their steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_ncclep.benchmark.subjects import WHOLE, Setting, UnavailableError, Workload
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    EpError,
+    InputError,
+    UnsupportedError,
+)
+from megatron_ncclep.training.quiet import remarks_hidden
+
+CLASSES = {
+    "alltoall": ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher"),
+    "allgather": ("megatron.core.transformer.moe.token_dispatcher", "MoEAllGatherTokenDispatcher"),
+    "flex": ("megatron.core.transformer.moe.token_dispatcher", "MoEFlexTokenDispatcher"),
+    "ncclep": ("megatron_ncclep.token_dispatcher", "NcclEpTokenDispatcher"),
+}
+# flex with ncclep sizes its receive buffers by this much more than the routing needs.
+CAPACITY_MARGIN = 1.05
+CAPACITY_FIELD = "moe_expert_rank_capacity_factor"
+
+
+class MegatronSubject:
+    """See `Subject`.
+
+    Args:
+        name: as on the command line.
+        dispatcher: value of `moe_token_dispatcher_type`.
+        options: further TransformerConfig fields.
+        engine: of this package's dispatcher; None for Megatron's own.
+    """
+
+    kind = "megatron"
+    checked = "rows of each expert, outputs and gradients to a few roundings, weighted by expert"
+
+    def __init__(
+        self, name: str, dispatcher: str, options: dict[str, Any], engine: str | None
+    ) -> None:
+        self.name = name
+        self._dispatcher = dispatcher
+        self._options = options
+        self._engine = engine
+
+    def prepare(self, setting: Setting, workload: Workload) -> PreparedDispatcher:
+        """See `Subject.prepare`.  Over Megatron's own process groups.
+
+        What Megatron-Core or a package of its raises is the reason why it cannot be measured.  Our
+        own dispatcher has no such excuse, but for an engine that cannot run.
+        """
+        excuses: tuple[type[Exception], ...] = (Exception,)
+        if self._engine is not None:
+            excuses = (EngineUnavailableError, InputError, UnsupportedError)
+        with remarks_hidden():
+            with _excused(Exception):
+                initialize(setting)
+            with _excused(*excuses):
+                dispatcher = self._build(setting, workload)
+                prepared = PreparedDispatcher(dispatcher, setting, workload)
+                prepared.passes["forward"]()  # some fail at first use only
+                prepared.passes["backward"]()
+        return prepared
+
+    def _build(self, setting: Setting, workload: Workload) -> Any:
+        """Make the dispatcher as MoELayer does.  Collective for some."""
+        from megatron.core.transformer.moe.moe_layer import get_default_pg_collection
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        case = workload.case
+        num_local = case.num_experts // case.num_ranks
+        options = dict(self._options)
+        if options.get("moe_flex_dispatcher_backend") == "ncclep":
+            options[CAPACITY_FIELD] = _capacity_factor(workload)
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=case.hidden,
+            num_attention_heads=1,
+            num_moe_experts=case.num_experts,
+            moe_router_topk=case.top_k,
+            moe_router_dtype="fp32",
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type=self._dispatcher,
+            expert_model_parallel_size=case.num_ranks,
+            expert_tensor_parallel_size=1,
+            add_bias_linear=False,
+            params_dtype=case.dtype,
+            bf16=case.dtype == torch.bfloat16,
+            fp16=case.dtype == torch.float16,
+            **options,
+        )
+        if self._engine is not None:
+            config.ncclep = EpConfig(
+                engine=self._engine, alignment=case.alignment, timeout_s=setting.timeout_s
+            )
+        module, name = CLASSES[self._dispatcher]
+        first = setting.rank * num_local
+        return getattr(importlib.import_module(module), name)(
+            num_local,
+            list(range(first, first + num_local)),
+            config=config,
+            pg_collection=get_default_pg_collection(),
+        )
+
+
+@contextmanager
+def _excused(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of `kinds` into an UnavailableError."""
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, UnavailableError):
+            raise
+        name = "" if isinstance(error, EpError) else f"{type(error).__name__}: "
+        raise UnavailableError(f"{name}{' '.join(str(error).split()):.300}") from error
+
+
+def _capacity_factor(workload: Workload) -> float:
+    """What makes flex's receive buffers large enough: its overflow traps the process."""
+    case = workload.case
+    most = max(workload.routes.num_rows(rank) for rank in range(case.num_ranks))
+    return CAPACITY_MARGIN * most / (max(case.tokens) * case.top_k)
+
+
+def initialize(setting: Setting) -> None:
+    """Set up Megatron's process groups with all ranks in one expert-parallel group.  Collective.
+
+    Once per process; later calls find them.
+
+    Raises:
+        UnavailableError: Megatron-Core is not installed.
+    """
+    if setting.device == "cpu":
+        from megatron_ncclep import cpu
+
+        cpu.enable()
+    if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
+        "megatron.core"
+    ):
+        raise UnavailableError("Megatron-Core is not installed: pip install 'megatron-ncclep[train]'")
+    from megatron.core import parallel_state
+
+    from megatron_ncclep.integration import install
+
+    install()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=setting.num_ranks,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,  # only the distributed optimizer needs them
+            distributed_timeout_minutes=math.ceil(setting.timeout_s / 60),
+        )
+
+
+class PreparedDispatcher:
+    """See `Prepared`."""
+
+    sms = "-"
+
+    def __init__(self, dispatcher: Any, setting: Setting, workload: Workload) -> None:
+        self._dispatcher = dispatcher
+        self._workload = workload
+        self._rank = setting.rank
+        case, chosen = workload.case, workload.topk_idx
+        # MoELayer's shape is [sequence, batch, hidden].
+        self._x = workload.x.detach()[:, None].requires_grad_()
+        routed = chosen >= 0
+        token = torch.arange(len(chosen), device=chosen.device)[:, None].expand_as(chosen)
+        self._map = torch.zeros(
+            len(chosen), case.num_experts, dtype=torch.bool, device=chosen.device
+        )
+        self._map[token[routed], chosen[routed]] = True
+        probs = torch.zeros(self._map.shape, device=chosen.device)
+        probs[token[routed], chosen[routed]] = workload.w[routed]
+        self._probs = probs.requires_grad_()
+        self._grad_probs: torch.Tensor | None = None
+        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
+        calls: tuple[Callable[[], Any], ...] = (self._forward, self._backward)
+        self.passes = dict(zip(WHOLE, calls, strict=True))
+
+    def _run(
+        self, experts: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the six hooks; return the output and the rows' probabilities."""
+        hooks = self._dispatcher
+        hidden, probs = hooks.dispatch_preprocess(self._x, self._map, self._probs)
+        hidden, probs = hooks.token_dispatch(hidden, probs)
+        rows, counts, row_probs = hooks.dispatch_postprocess(hidden, probs)
+        hidden = hooks.combine_preprocess(experts(rows, counts, row_probs))
+        return hooks.combine_postprocess(hooks.token_combine(hidden)), row_probs
+
+    def _forward(self) -> None:
+        self._results = self._run(lambda rows, counts, row_probs: rows)
+
+    def _backward(self) -> None:
+        """Backward of the last forward: gradients of hidden states and of probabilities."""
+        assert self._results is not None  # the passes run in order
+        out, row_probs = self._results
+        if self._grad_probs is None or self._grad_probs.shape != row_probs.shape:
+            self._grad_probs = torch.ones_like(row_probs)
+        self._x.grad = self._probs.grad = None
+        torch.autograd.backward(
+            [out, row_probs], [self._workload.grad_out.view_as(out), self._grad_probs]
+        )
+        self._results = None
+
+    def problem(self) -> str | None:
+        """See `Prepared.problem`.
+
+        Every expert multiplies its rows by their probabilities and by a factor of its own, so that
+        a row at the wrong expert or with another row's probability changes the result.  Sums are
+        rounded in the dispatcher's own order: compared to a few roundings, all terms positive.
+        """
+        case, work = self._workload.case, self._workload
+        num_local = case.num_experts // case.num_ranks
+        device = work.x.device
+        factor = 1 + torch.arange(case.num_experts, device=device) / case.num_experts
+        mine = factor[self._rank * num_local : (self._rank + 1) * num_local]
+        seen: list[torch.Tensor] = []
+
+        def experts(rows: torch.Tensor, counts: Any, row_probs: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.as_tensor(counts).to(device))
+            scale = mine.repeat_interleave(seen[0])
+            scale = torch.cat([scale, scale.new_zeros(len(rows) - len(scale))])
+            return (rows.float() * (scale * row_probs.float())[:, None]).to(rows.dtype)
+
+        self._x.grad = self._probs.grad = None
+        out, _ = self._run(experts)
+        torch.autograd.backward(out, work.grad_out.view_as(out))
+
+        chosen = work.topk_idx.clamp(min=0)
+        weight = torch.where(work.topk_idx >= 0, factor[chosen] * work.w, 0).sum(dim=1)[:, None]
+        x, grad = work.x.float(), work.grad_out.float()
+        tolerance = (case.top_k + 4) * torch.finfo(case.dtype).eps
+        grad_probs = torch.where(
+            self._map, factor * (x * grad).sum(dim=1)[:, None], torch.zeros_like(factor)
+        )
+        assert self._x.grad is not None
+        assert self._probs.grad is not None
+        comparisons = (
+            ("output", out.detach().reshape(x.shape), x * weight),
+            ("gradient of the hidden states", self._x.grad.reshape(x.shape), grad * weight),
+            ("gradient of the probabilities", self._probs.grad * self._map, grad_probs),
+        )
+        routes = work.routes
+        if not any(
+            torch.equal(seen[0].long(), counts[self._rank])
+            for counts in (routes.routed, routes.padded)
+        ):
+            return (
+                f"rank {self._rank}: rows of each expert are {seen[0].tolist()}, expected "
+                f"{routes.routed[self._rank].tolist()}"
+            )
+        for what, actual, expected in comparisons:
+            if problem := _deviation(actual.float(), expected, tolerance):
+                return f"rank {self._rank}, {what}: {problem}"
+        return None
+
+    def close(self) -> None:
+        """See `Prepared.close`."""
+        engine = getattr(self._dispatcher, "engine", None)
+        if engine is not None:
+            engine.close()
+
+
+def _deviation(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
+    """Say where two [n, width] tensors first differ by more than `tolerance` of the expected."""
+    # Not `>`: a NaN is within nothing.
+    far = ~((actual - expected).abs() <= tolerance * expected.abs())
+    if not bool(far.any()):
+        return None
+    row, column = (int(i) for i in far.nonzero()[0])
+    return (
+        f"[{row}, {column}] is {actual[row, column].item()!r}, expected "
+        f"{expected[row, column].item()!r} within {tolerance:.1%}; {int(far.any(dim=1).sum())} of "
+        f"{len(far)} rows differ"
+    )

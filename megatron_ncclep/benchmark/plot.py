@@ -1,0 +1,150 @@
+"""Draw the result of `ncclep bench`: a bar for each subject, stacked by pass, and the limit.
+
+The limit is the time that the rows would take at the ceiling of the links, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from megatron_ncclep.benchmark import result as results
+from megatron_ncclep.benchmark.subjects import STEPS, WHOLE
+from megatron_ncclep.benchmark.table import title
+from megatron_ncclep.errors import InputError
+
+# Okabe and Ito's colours, which people with any colour vision can tell apart; neighbours in a bar
+# differ in lightness too.
+COLORS = {
+    "plan": "#999999", "dispatch": "#0072B2", "combine": "#E69F00", "bwd_dispatch": "#56B4E9",
+    "bwd_combine": "#F0E442", "forward": "#009E73", "backward": "#CC79A7",
+}  # fmt: skip
+LIMIT_COLOR = "#D55E00"
+WITHOUT_MATPLOTLIB = "matplotlib is not installed: pip install 'megatron-ncclep[train]'"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ncclep plot`."""
+    parser.add_argument("result", metavar="BENCH_JSON", help="bench.json of a run")
+    parser.add_argument("-o", "--out", help="PNG file (default: beside the result)")
+    parser.add_argument(
+        "--subjects", help="draw these only, separated by commas, such as native,nccl_ep"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `ncclep plot` and return its exit status.
+
+    Raises:
+        InputError: no such result, nothing in it to draw, or no matplotlib.
+    """
+    path = Path(args.result)
+    result = results.load(path)
+    if args.subjects is not None:
+        result = _only(result, args.subjects.split(","))
+    out = Path(args.out) if args.out else path.with_suffix(".png")
+    draw(result, out)
+    print(out)
+    return 0
+
+
+def obstacle() -> str | None:
+    """Say why nothing can be drawn here; None if it can."""
+    return None if importlib.util.find_spec("matplotlib") else WITHOUT_MATPLOTLIB
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw a whole result (see result.py), one panel for each shape.
+
+    Raises:
+        InputError: nothing was measured, or there is no matplotlib.
+    """
+    if reason := obstacle():
+        raise InputError(f"no plot: {reason}")
+    from matplotlib.figure import Figure
+
+    shapes = [shape for shape in result["shapes"] if any(s["passes"] for s in shape["subjects"])]
+    if not shapes:
+        raise InputError(f"no plot {path}: the result holds no times")
+    columns = min(2, len(shapes))
+    rows = -(-len(shapes) // columns)
+    most = max(len(_measured(shape)) for shape in shapes)
+    figure = Figure(figsize=(7.5 * columns, rows * (1.4 + 0.42 * most) + 0.6), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).reshape(-1)
+    for panel, shape in zip(panels, shapes, strict=False):
+        _draw_shape(panel, shape)
+    for panel in panels[len(shapes) :]:
+        panel.set_axis_off()
+    handles = {
+        label: handle
+        for panel in panels
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    order = [name for name in (*STEPS, *WHOLE, "limit") if name in handles]
+    figure.legend(
+        [handles[name] for name in order], order, loc="outside upper center", ncols=len(order)
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _measured(shape: dict[str, Any]) -> list[dict[str, Any]]:
+    return [subject for subject in shape["subjects"] if subject["passes"]]
+
+
+def _draw_shape(panel: Any, result: dict[str, Any]) -> None:
+    shape, subjects = result["shape"], _measured(result)
+    for place, subject in enumerate(subjects):
+        left = 0.0
+        for name, times in subject["passes"].items():
+            # A bar of its own for each piece; the legend takes one of each name.
+            panel.barh(
+                place, times["median_us"], left=left, color=COLORS[name], label=name,
+                edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            left += times["median_us"]
+        panel.annotate(
+            f"{left:,.0f}", (left, place), xytext=(4, 0), textcoords="offset points", va="center"
+        )
+    if result["limit_us"] is not None:
+        panel.axvline(
+            4 * result["limit_us"], color=LIMIT_COLOR, linestyle="--", linewidth=1.5, label="limit"
+        )
+    panel.set_yticks(range(len(subjects)), [title(subject["name"]) for subject in subjects])
+    panel.invert_yaxis()
+    panel.margins(x=0.12)
+    panel.set_xlim(left=0)
+    panel.set_xlabel("time of one forward and backward (microseconds)")
+    panel.set_title(
+        f"{shape['name']}: T {shape['tokens']}, H {shape['hidden']}, E {shape['experts']}, "
+        f"K {shape['top_k']}, {shape['dtype']}",
+        fontsize=10,
+    )
+    panel.grid(axis="x", alpha=0.3)
+    panel.set_axisbelow(True)
+
+
+def _only(result: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """The result with the named subjects, in that order.
+
+    Raises:
+        InputError: a name is not in it.
+    """
+    held = {subject["name"] for shape in result["shapes"] for subject in shape["subjects"]}
+    if missing := [name for name in names if name not in held]:
+        raise InputError(
+            f"--subjects {missing[0]}: the result holds {', '.join(sorted(held)) or 'none'}"
+        )
+    shapes = [
+        {
+            **shape,
+            "subjects": sorted(
+                (s for s in shape["subjects"] if s["name"] in names),
+                key=lambda subject: names.index(subject["name"]),
+            ),
+        }
+        for shape in result["shapes"]
+    ]
+    return {**result, "shapes": shapes}

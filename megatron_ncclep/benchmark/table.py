@@ -1,0 +1,168 @@
+"""The table: bench.json as text, at most `WIDTH` columns wide.  Every number is read from it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron_ncclep.benchmark.subjects import LIBRARY, STEPS, WHOLE
+
+WIDTH = 140
+# Shown names that differ from those on the command line.
+TITLES = {LIBRARY: "nccl_ep (library)"}
+
+NOTES = """\
+Times are microseconds: the median over the samples of the slowest rank, all ranks starting together, and below it the 10th to the 90th percentile; sum adds the medians. bwd_dispatch is the backward of combine, bwd_combine the backward of dispatch. GB/s is the busiest rank's rows, each counted once for every other rank that needs it, over the time; in brackets, percent of the ceiling. Limit is the time of these rows at the ceiling. Memory is device memory on the rank that takes most: the peak of torch's allocator during one round, plus what is held outside of it.
+On GPUs the passes of engines are timed while the device is kept busy, so that launching them does not count. Megatron-Core's dispatchers are timed through their hooks, with identity experts, from an idle device: their host time counts."""
+
+
+def title(subject: str) -> str:
+    """The name under which a subject is shown."""
+    base, at, sms = subject.partition("@")
+    return TITLES.get(base, base) + at + sms
+
+
+def render(result: dict[str, Any]) -> str:
+    """Turn a whole result (see result.py) into text."""
+    options, machine = result["options"], result["machine"]
+    where = f"{machine['gpus']} x {machine['gpu']}" if "gpu" in machine else "CPU"
+    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
+    head = [
+        f"ncclep bench {options['config']}: {options['ranks']} ranks, {where}, {result['date']}",
+        *_wrap(versions),
+        f"{options['samples']} samples after {options['warmup']} warm-up rounds",
+    ]
+    blocks = ["\n".join(head), *(_shape(shape) for shape in result["shapes"])]
+    notes = "\n".join(line for note in NOTES.splitlines() for line in _wrap(note))
+    return "\n\n".join([*blocks, notes]) + "\n"
+
+
+def _shape(result: dict[str, Any]) -> str:
+    shape = result["shape"]
+    extras = "".join(
+        f", {name} {shape[name]}" for name in ("skew", "alignment") if shape[name] not in (0, 1)
+    )
+    lines = [
+        f"{shape['name']}: T {shape['tokens']}, H {shape['hidden']}, E {shape['experts']}, "
+        f"K {shape['top_k']}, {shape['dtype']}{extras}; {result['wire_bytes'] / 1e6:.3g} MB on the "
+        f"wire",
+        _ceiling(result),
+    ]
+    if result["error"]:
+        lines[1:] = _wrap(f"nothing was measured: {result['error']}")
+        return "\n".join(lines)
+    engines = [s for s in result["subjects"] if s["passes"] and s["kind"] != "megatron"]
+    wholes = [s for s in result["subjects"] if s["passes"] and s["kind"] == "megatron"]
+    if engines:
+        lines += ["", *_engines(engines, result["limit_us"])]
+    if wholes:
+        lines += ["", *_dispatchers(wholes, result["limit_us"])]
+    for subject in result["subjects"]:
+        if not subject["passes"]:
+            status = {"unavailable": "not measured", "wrong": "WRONG", "failed": "FAILED"}
+            text = f"{title(subject['name'])}: {status[subject['status']]}: {subject['reason']}"
+            lines += ["", *_wrap(text)] if subject["status"] != "unavailable" else _wrap(text)
+    return "\n".join(lines)
+
+
+def _ceiling(result: dict[str, Any]) -> str:
+    if not result["ceiling"]:
+        return f"ceiling not measured: {result['ceiling_reason']}"
+    rates = ", ".join(
+        f"{name} {rate['gb_per_s']:.0f} GB/s ({rate['num_sms']} SMs)"
+        for name, rate in result["ceiling"].items()
+    )
+    return f"ceiling for rows of {result['row_bytes']} bytes: {rates}"
+
+
+def _engines(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list[str]:
+    """The block of what has a plan and four passes."""
+    library = next((s["sum_us"] for s in subjects if s["name"] == LIBRARY), None)
+    rows = [
+        [
+            "", "SMs", *STEPS, "sum", "of library", "dispatch GB/s", "combine GB/s", "memory",
+            "check",
+        ]
+    ]  # fmt: skip
+    for subject in subjects:
+        passes = subject["passes"]
+        ratio = f"{subject['sum_us'] / library:.2f}" if library else "-"
+        rows.append(
+            [
+                title(subject["name"]),
+                subject["sms"],
+                *(_time(passes[name]["median_us"]) for name in STEPS),
+                _time(subject["sum_us"]),
+                ratio,
+                _rate(passes["dispatch"]),
+                _rate(passes["combine"]),
+                _memory(subject["memory"]),
+                "ok",
+            ]
+        )
+        rows.append(["", "", *(_spread(passes[name]) for name in STEPS)])
+    if limit_us is not None:
+        least = [_time(limit_us)] * (len(STEPS) - 1)
+        rows.append(["limit", "", "-", *least, _time(limit_us * (len(STEPS) - 1))])
+    return _align(rows)
+
+
+def _dispatchers(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list[str]:
+    """The block of Megatron-Core's dispatchers."""
+    rows = [["through Megatron's hooks", *WHOLE, "sum", "memory", "check"]]
+    for subject in subjects:
+        passes = subject["passes"]
+        rows.append(
+            [
+                title(subject["name"]),
+                *(_time(passes[name]["median_us"]) for name in WHOLE),
+                _time(subject["sum_us"]),
+                _memory(subject["memory"]),
+                "ok",
+            ]
+        )
+        rows.append(["", *(_spread(passes[name]) for name in WHOLE)])
+    if limit_us is not None:
+        rows.append(["limit", *[_time(2 * limit_us)] * 2, _time(4 * limit_us)])
+    return _align(rows)
+
+
+def _align(rows: Iterable[list[str]]) -> list[str]:
+    """Left-align the first column and right-align the others; no trailing blanks."""
+    filled = list(rows)
+    columns = max(len(row) for row in filled)
+    filled = [row + [""] * (columns - len(row)) for row in filled]
+    widths = [max(len(row[i]) for row in filled) for i in range(columns)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in filled
+    ]
+
+
+def _time(us: float) -> str:
+    return f"{us:.1f}" if us < 10 else f"{us:.0f}"
+
+
+def _spread(times: dict[str, float]) -> str:
+    return f"{_time(times['p10_us'])}-{_time(times['p90_us'])}"
+
+
+def _rate(times: dict[str, float]) -> str:
+    percent = times.get("percent_of_ceiling")
+    rate = times["gb_per_s"]
+    shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+    return shown if percent is None else f"{shown} ({percent:.0f}%)"
+
+
+def _memory(memory: dict[str, int] | None) -> str:
+    if memory is None:
+        return "-"
+    return "+".join(f"{memory[name] / 1e9:.1f}" for name in ("torch_bytes", "other_bytes")) + " GB"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False)

@@ -1,0 +1,276 @@
+"""An engine with the limits of a GPU engine, on the CPU: what the other tests make of its caps.
+
+The contract tests themselves run over it: they hold it to exactly what its caps promise, and see
+when it does less or refuses without saying why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_autograd
+import test_combine
+import test_dispatch
+import test_plan
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_properties import cases as random_cases
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import ENGINES, EngineEntry
+from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, EngineCaps, RoutePlan
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.testing.cases import Case, contract_cases, for_engine, refusal
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+# A stand-in on the CPU for engines that need a GPU.
+pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only]
+
+CAPS = EngineCaps(
+    name="restricted",
+    reduction=EVERY_PART_ROUNDED,
+    payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    row_bytes_multiple=16,
+    options=frozenset({"alignment", "timeout_s"}),  # no max_recv_rows
+    max_tokens=39,
+    max_top_k=16,
+    max_local_experts=32,
+    min_ranks=2,
+    compiles_at_run_time=True,
+)
+
+
+class RestrictedEngine(ReferenceEngine):
+    """The reference engine with other caps, which its own checks enforce."""
+
+    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+        super().__init__(group, num_experts, config, CAPS.reduction)
+        self.caps = CAPS
+
+
+class CarelessEngine(RestrictedEngine):
+    """Moves everything, whatever its caps say."""
+
+    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+        super().__init__(group, num_experts, config)
+        self.caps = ENGINES["reference"].caps
+
+
+class SilentEngine(RestrictedEngine):
+    """Refuses without a reason."""
+
+    def dispatch(
+        self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        try:
+            return super().dispatch(plan, x, w)
+        except InputError as error:
+            raise InputError("not possible") from error
+
+
+class HomeUnroundedEngine(RestrictedEngine):
+    """Adds up in the contract's own order, not in the one that its caps declare."""
+
+    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+        ReferenceEngine.__init__(self, group, num_experts, config)
+
+
+def entry(engine: type[RestrictedEngine]) -> EngineEntry:
+    return EngineEntry(CAPS, engine, lambda group, config: None)
+
+
+def with_engine(
+    ctx: RankContext, engine: type[RestrictedEngine], function: Callable[..., Any], *args: Any
+) -> Any:
+    """Call `function` on a rank while the registry knows `engine`."""
+    ENGINES["restricted"] = entry(engine)
+    try:
+        return function(ctx, *args)
+    finally:
+        del ENGINES["restricted"]
+
+
+class PoolWith:
+    """A pool on whose ranks the registry knows `engine` as "restricted"."""
+
+    def __init__(self, pool: RankPool, engine: type[RestrictedEngine]) -> None:
+        self.pool, self.engine, self.size = pool, engine, pool.size
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
+        return self.pool.run(with_engine, self.engine, function, *args, ranks=ranks)
+
+
+@pytest.fixture
+def pool_with(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[type[RestrictedEngine]], PoolWith]:
+    monkeypatch.setitem(ENGINES, "restricted", entry(RestrictedEngine))
+    return lambda engine: PoolWith(pool, engine)
+
+
+STEPS = {
+    "plan": test_plan.test_counts_and_slots_are_the_oracles,
+    "dispatch": test_dispatch.test_rows_and_weights_are_the_oracles,
+    "combine": test_combine.test_sums_and_values_are_the_oracles,
+}
+MAPPED = [for_engine(case, CAPS) for ranks in (1, 2) for case in contract_cases(ranks)]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("case", MAPPED, ids=lambda case: f"{case.num_ranks}ranks-{case}")
+def test_its_contract_holds(pool_with: Callable, step: str, case: Case) -> None:
+    STEPS[step](pool_with(RestrictedEngine), "restricted", case)
+
+
+OTHER_TESTS = [
+    test_plan.test_int32_indices_plan_the_same,
+    test_combine.test_padding_rows_are_not_read,
+    test_autograd.test_torch_gradcheck_on_one_rank,
+    test_autograd.test_plans_alive_together_do_not_disturb_each_other,
+    test_autograd.test_fp64_weights_come_back_as_fp64,
+]
+
+
+@pytest.mark.parametrize("test", OTHER_TESTS, ids=lambda test: test.__name__)
+def test_other_tests_hold(pool_with: Callable, test: Callable[..., None]) -> None:
+    test(pool_with(RestrictedEngine), "restricted")
+
+
+@pytest.mark.parametrize("case", test_autograd.CASES, ids=str)
+def test_gradients_hold(pool_with: Callable, case: Case) -> None:
+    pool = pool_with(RestrictedEngine)
+    test_autograd.test_combine_is_the_adjoint_of_dispatch(pool, "restricted", case)
+    test_autograd.test_gradients_are_the_numeric_ones(pool, "restricted", case)
+    test_autograd.test_dispatching_again_from_a_saved_plan(pool, "restricted", case)
+
+
+def test_gradients_of_an_engine_without_fp64(pool_with: Callable) -> None:
+    test = test_autograd.test_gradients_are_the_reference_engines
+    test(pool_with(RestrictedEngine), "restricted", torch.bfloat16)
+    with pytest.raises(AssertionError, match=r"rank 0, x\.grad"):
+        test(pool_with(HomeUnroundedEngine), "restricted", torch.bfloat16)
+
+
+def test_every_limit_is_met_by_a_case() -> None:
+    """Otherwise the refusals above are not all seen."""
+    broken = {refusal(case, CAPS) for case in MAPPED} - {None}
+    assert broken == {
+        "options",
+        "min_ranks",
+        "max_tokens",
+        "max_top_k",
+        "payload_dtypes",
+        "row_bytes_multiple",
+    }
+
+
+def refused(step: str, limit: str) -> tuple[str, Case]:
+    """A case on two ranks that breaks `limit`, and the step that has to refuse it."""
+    return step, next(c for c in MAPPED if c.num_ranks == 2 and refusal(c, CAPS) == limit)
+
+
+@pytest.mark.parametrize(
+    ("step", "case"),
+    [
+        refused("plan", "max_tokens"),
+        refused("plan", "max_top_k"),
+        refused("dispatch", "payload_dtypes"),
+        refused("dispatch", "row_bytes_multiple"),
+    ],
+    ids=str,
+)
+def test_a_limit_that_is_not_enforced_shows(pool_with: Callable, step: str, case: Case) -> None:
+    with pytest.raises(AssertionError, match=r"is beyond .* but got no error"):
+        STEPS[step](pool_with(CarelessEngine), "restricted", case)
+
+
+def test_too_many_experts_on_a_rank(pool_with: Callable) -> None:
+    case = Case("66-experts", (3, 4), num_experts=66, hidden=64)
+    STEPS["plan"](pool_with(RestrictedEngine), "restricted", case)
+    assert refusal(case, CAPS) == "max_local_experts"
+
+
+def test_a_refusal_without_a_reason_shows(pool_with: Callable) -> None:
+    step, case = refused("dispatch", "payload_dtypes")
+    with pytest.raises(AssertionError, match="does not say bfloat16: .*not possible"):
+        STEPS[step](pool_with(SilentEngine), "restricted", case)
+
+
+def test_another_reduction_than_the_caps_say_shows(pool_with: Callable) -> None:
+    case = next(c for c in MAPPED if c.num_ranks == 2 and str(c) == "bfloat16-top-6")
+    with pytest.raises(AssertionError, match="output of rank"):
+        STEPS["combine"](pool_with(HomeUnroundedEngine), "restricted", case)
+
+
+# Without the limits of the engine above: what is not refused has to be compiled.
+GENEROUS = EngineCaps(
+    name="generous",
+    reduction=EVERY_PART_ROUNDED,
+    payload_dtypes=CAPS.payload_dtypes,
+    row_bytes_multiple=16,
+    options=frozenset({"alignment", "max_recv_rows", "timeout_s"}),
+    compiles_at_run_time=True,
+)
+
+
+def shape(case: Case) -> tuple[int, int, torch.dtype]:
+    """What kernels are compiled for, beside the number of ranks."""
+    return case.num_experts // case.num_ranks, case.hidden * case.dtype.itemsize, case.dtype
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_few_shapes_have_all_features(ranks: int) -> None:
+    before = contract_cases(ranks)
+    after = [for_engine(case, GENEROUS) for case in before]
+    done = [case for case in after if refusal(case, GENEROUS) is None]
+    shapes = {shape(case) for case in done}
+    assert len(shapes) == 4
+    assert {dtype for _, _, dtype in shapes} == set(GENEROUS.payload_dtypes)
+    refused_names = {str(case) for case in after if refusal(case, GENEROUS)}
+    assert {name.partition("-top")[0] for name in refused_names} == {
+        "hidden-1",
+        "hidden-odd",
+        "float64",
+    }
+    for a, b in zip(before, after, strict=True):
+        kept = ("name", "tokens", "top_k", "alignment", "max_recv_rows", "skew", "dropped", "seed")
+        assert [getattr(a, k) for k in kept] == [getattr(b, k) for k in kept]
+        assert (a.num_experts > a.top_k) <= (b.num_experts > b.top_k), a.name
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(case=random_cases([1, 2, 3, 4]))
+def test_random_cases_have_the_same_few_shapes(case: Case) -> None:
+    mapped = for_engine(case, GENEROUS)
+    known = {shape(for_engine(c, GENEROUS)) for c in contract_cases(case.num_ranks)}
+    assert refusal(mapped, GENEROUS) is None
+    assert shape(mapped) in known
+
+
+@pytest.mark.parametrize("case", contract_cases(2), ids=str)
+def test_an_engine_without_limits_gets_every_case_as_it_is(case: Case) -> None:
+    reference = ENGINES["reference"].caps
+    assert for_engine(case, reference) == case
+    assert refusal(case, reference) is None
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(case=random_cases([1, 2, 3, 4]), multiple=st.sampled_from([1, 16]))
+def test_a_compiled_engine_gets_payloads_that_it_moves(case: Case, multiple: int) -> None:
+    caps = EngineCaps(
+        "compiled",
+        EVERY_PART_ROUNDED,
+        (torch.bfloat16, torch.float32),
+        multiple,
+        GENEROUS.options,
+    )
+    mapped = for_engine(case, caps)
+    assert refusal(mapped, caps) is None
+    assert mapped.num_experts == case.num_experts
+    if refusal(case, caps) is None:
+        assert mapped == case

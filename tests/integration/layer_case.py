@@ -1,0 +1,106 @@
+"""One MoELayer trained with a dispatcher of choice, and the comparison of two such trainings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron_setup import BATCH, EXPERTS, SEQUENCE, build_layer, initialize, make_config
+
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+# fp64 sums of at most 9 terms of size ~1 in two orders differ by ~1e-15; 1e-12 leaves room for the
+# weight gradients, which add up ~100 products.  fp32: the same with 2^-24 instead of 2^-53.  bf16:
+# alltoall adds the K terms of a token up in bf16 or fp32 depending on version, we round once per
+# rank: a few units of 2^-8 of the largest terms.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One layer configuration; `options` are TransformerConfig fields."""
+
+    name: str
+    ep: int = 4
+    tp: int = 1
+    dtype: torch.dtype = torch.float64
+    options: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    # All forwards before the first backward, as pipelines do: as many plans are alive.
+    in_flight: bool = False
+    # Sequence length of each rank; ranks of one tensor-parallel group must agree.
+    sequences: tuple[int, ...] = (SEQUENCE,) * 4
+
+    @property
+    def num_experts(self) -> int:
+        return self.options.get("num_moe_experts", EXPERTS)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def train_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]:
+    """Forward and backward of a few micro-batches; everything that comes out, by name."""
+    initialize(case.ep, case.tp, ctx.device)
+    config = make_config(dispatcher, case.dtype, case.ep, case.tp, **dict(case.options))
+    layer = build_layer(config, ctx.device)
+    results: dict[str, Any] = {}
+    probs_seen: list[torch.Tensor] = []
+
+    def keep_probs(module: Any, inputs: Any, outputs: Any) -> None:
+        if outputs[0].requires_grad:  # the first pass of a recomputed layer has no graph
+            outputs[0].retain_grad()
+            probs_seen.append(outputs[0])
+
+    layer.router.register_forward_hook(keep_probs)
+    shape = (case.sequences[ctx.rank] // case.tp, BATCH, config.hidden_size)
+    waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for micro_batch in range(case.micro_batches):
+        generator = torch.Generator().manual_seed(97 * micro_batch + ctx.rank)
+        hidden, probe = (
+            torch.randn(shape, generator=generator).to(ctx.device, case.dtype) for _ in range(2)
+        )
+        out, bias = layer(hidden.requires_grad_())
+        assert bias is None
+        waiting.append((hidden, out, probe))
+        if not case.in_flight or micro_batch == case.micro_batches - 1:
+            for hidden, out, probe in waiting:
+                (out * probe).sum().backward()
+                index = len(results) // 2
+                results[f"output {index}"] = out.detach()
+                results[f"input gradient {index}"] = hidden.grad
+            waiting.clear()
+    for i, probs in enumerate(probs_seen):
+        results[f"probability gradient {i}"] = probs.grad
+    assert probs_seen
+    for name, parameter in layer.named_parameters():
+        results[f"gradient of {name}"] = parameter.grad
+    dispatcher_used = layer.token_dispatcher
+    engine = dispatcher_used.engine.caps.name if dispatcher == "ncclep" else None
+    results["dispatcher"] = (type(dispatcher_used).__name__, engine)
+    return results
+
+
+def assert_same_training(pool: RankPool, case: LayerCase, engine_name: str) -> None:
+    """Compare our dispatcher, over the engine, with `alltoall`: outputs and all gradients."""
+    ours = pool.run(train_on_rank, case, "ncclep")
+    theirs = pool.run(train_on_rank, case, "alltoall")
+    experts_moved = 0
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine.pop("dispatcher") == ("NcclEpTokenDispatcher", engine_name)
+        assert other.pop("dispatcher") == ("MoEAlltoAllTokenDispatcher", None)
+        assert mine.keys() == other.keys()
+        for name in mine:
+            a, b = mine[name], other[name]
+            if a is None or b is None:
+                # An expert without rows: no gradient, or one of zeros.
+                assert not any(t is not None and t.any() for t in (a, b)), name
+                continue
+            assert a.dtype == b.dtype, name
+            scale = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+            error = (a - b).abs().max().item() / scale if b.numel() else 0.0
+            assert error < TOLERANCE[case.dtype], f"rank {rank}, {name}: differs by {error}"
+            experts_moved += "experts" in name and bool(b.any())
+    # Not a comparison of zeros: several experts of several ranks were trained.
+    assert experts_moved >= case.num_experts // case.ep

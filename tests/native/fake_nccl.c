@@ -1,0 +1,159 @@
+// Stands in for libnccl.so.2 and libnccl_ep.so on a machine without GPUs: writes down every call,
+// as one line of text, and computes nothing.  Structs are read by the byte offsets of NVIDIA's
+// documentation, not through the binding's own declarations.
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef struct {
+  char bytes[128];
+} UniqueId;
+typedef struct {
+  int num_ranks, rank, stride;
+} Team;
+
+static char calls[16384];
+static int next_result = 0;
+
+const char* fake_calls(void) { return calls; }
+void fake_reset(int result_of_next_call) {
+  calls[0] = 0;
+  next_result = result_of_next_call;
+}
+
+#define CALL(...) snprintf(calls + strlen(calls), sizeof(calls) - strlen(calls), __VA_ARGS__)
+
+static int result(void) {
+  int now = next_result;
+  next_result = 0;
+  return now;
+}
+
+static uint32_t u32(const void* at, int offset) {
+  uint32_t value;
+  memcpy(&value, (const char*)at + offset, 4);
+  return value;
+}
+static uint64_t u64(const void* at, int offset) {
+  uint64_t value;
+  memcpy(&value, (const char*)at + offset, 8);
+  return value;
+}
+static void* pointer(const void* at, int offset) { return (void*)u64(at, offset); }
+
+// --- NCCL ----------------------------------------------------------------------------------------
+
+int ncclGetVersion(int* version) {
+  *version = 23007;
+  return 0;
+}
+int ncclGetUniqueId(UniqueId* id) {
+  memset(id, 7, sizeof(*id));
+  return result();
+}
+int ncclCommInitRank(void** comm, int num_ranks, UniqueId id, int rank) {
+  CALL("CommInitRank ranks=%d rank=%d id=%d..%d\n", num_ranks, rank, id.bytes[0], id.bytes[127]);
+  *comm = calls;
+  return result();
+}
+int ncclCommDestroy(void* comm) {
+  CALL("CommDestroy %d\n", comm == calls);
+  return result();
+}
+int ncclCommAbort(void* comm) {
+  CALL("CommAbort %d\n", comm == calls);
+  return 0;
+}
+Team ncclTeamLsa(void* comm) {
+  Team team = {comm == calls ? 2 : -1, 0, 1};
+  return team;
+}
+int ncclMemAlloc(void** memory, size_t bytes) { return 1; }
+int ncclMemFree(void* memory) { return 0; }
+int ncclCommWindowRegister(void* comm, void* memory, size_t bytes, void** window, int flags) {
+  return 1;
+}
+int ncclCommWindowDeregister(void* comm, void* window) { return 0; }
+const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "other"; }
+const char* ncclGetLastError(void* comm) { return "the last word"; }
+
+// --- NCCL EP -------------------------------------------------------------------------------------
+
+int ncclEpGetVersion(int* version) {
+  *version = FAKE_EP_VERSION;
+  return 0;
+}
+
+int ncclEpCreateGroup(void** group, void* comm, const void* config) {
+  CALL(
+      "CreateGroup comm=%d size=%u magic=%x version=%u algorithm=%u experts=%u tokens=%u recv=%u "
+      "bytes=%u sms=%u timeout=%lu overflow=%u topk=%u\n",
+      comm == calls, u32(config, 0), u32(config, 4), u32(config, 8), u32(config, 12),
+      u32(config, 16), u32(config, 20), u32(config, 24), u32(config, 28), u32(config, 48),
+      (unsigned long)u64(config, 88), u32(config, 100), u32(config, 104));
+  *group = calls + 1;
+  return result();
+}
+int ncclEpGroupDestroy(void* group) {
+  CALL("GroupDestroy %d\n", group == calls + 1);
+  return result();
+}
+int ncclEpHandleMemSize(void* group, int layout, const void* config, size_t* bytes, int top_k) {
+  CALL("HandleMemSize layout=%d alignment=%lu topk=%d\n", layout, (unsigned long)u64(config, 8),
+       top_k);
+  *bytes = 4096;
+  return result();
+}
+
+static void tensor(const char* name, const void* argument) {
+  if (argument == NULL) {
+    CALL(" %s=none", name);
+    return;
+  }
+  const uint64_t* sizes = pointer(argument, 40);
+  CALL(" %s=%s%u[", name, u32(argument, 4) == 0xCAFECAFE && u32(argument, 0) == 48 ? "" : "BAD",
+       u32(argument, 12));
+  for (unsigned i = 0; i < u32(argument, 8); ++i) CALL(i ? ",%lu" : "%lu", (unsigned long)sizes[i]);
+  CALL("]%s", pointer(argument, 16) ? "" : "NULL");
+}
+
+int ncclEpInitHandle(void** handle, void* group, int layout, const void* config, int top_k,
+                     const void* memory) {
+  CALL("InitHandle layout=%d alignment=%lu topk=%d", layout, (unsigned long)u64(config, 8), top_k);
+  tensor("memory", memory);
+  CALL("\n");
+  *handle = calls + 2;
+  return result();
+}
+int ncclEpUpdateHandle(void* handle, const void* topk, const void* layout, void* stream) {
+  CALL("UpdateHandle stream=%lu", (unsigned long)stream);
+  tensor("topk", topk);
+  tensor("counters", pointer(layout, 8));
+  tensor("total", pointer(layout, 32));
+  CALL("\n");
+  return result();
+}
+int ncclEpHandleDestroy(void* handle) {
+  CALL("HandleDestroy %d\n", handle == calls + 2);
+  return result();
+}
+int ncclEpDispatch(void* handle, const void* inputs, const void* outputs, const void* layout,
+                   const void* config, void* stream) {
+  CALL("Dispatch direction=%u layout=%s", u32(config, 16), layout ? "some" : "none");
+  tensor("x", pointer(inputs, 8));
+  tensor("w", pointer(inputs, 16));
+  tensor("rows", pointer(outputs, 8));
+  tensor("row_w", pointer(outputs, 16));
+  CALL("\n");
+  return result();
+}
+int ncclEpCombine(void* handle, const void* inputs, const void* outputs, const void* config,
+                  void* stream) {
+  CALL("Combine direction=%u", u32(config, 12));
+  tensor("y", pointer(inputs, 8));
+  tensor("w", pointer(inputs, 16));
+  tensor("out", pointer(outputs, 8));
+  tensor("home_w", pointer(outputs, 16));
+  CALL("\n");
+  return result();
+}

@@ -1,0 +1,214 @@
+"""The extension without a GPU: what it says to NCCL and to NVIDIA's libnccl_ep, call by call.
+
+A library of our own stands in for both (`fake_nccl.c`); it is compiled here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ncclep.engines import extension
+from megatron_ncclep.errors import LibraryError
+
+UNIQUE_ID = bytes([7]) * 128
+
+
+if extension.obstacle() is not None:
+    # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
+    pytest.skip(f"nothing to call: {extension.obstacle()}", allow_module_level=True)
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A libnccl and libnccl_ep in one."""
+    return compile_fake(tmp_path_factory.mktemp("fake") / "libfake.so", version=200)
+
+
+def compile_fake(path: Path, version: int) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or "cc"
+    source = Path(__file__).with_name("fake_nccl.c")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", f"-DFAKE_EP_VERSION={version}", source, "-o", path],
+        check=True, timeout=60,
+    )  # fmt: skip
+    return path
+
+
+class Recorder:
+    """The calls that the fake library got."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.fake_calls.restype = ctypes.c_char_p
+        self.fail_next(0)
+
+    def lines(self) -> list[str]:
+        """What was called since the last `lines` or `fail_next`."""
+        lines: list[str] = self._library.fake_calls().decode().splitlines()
+        self.fail_next(0)
+        return lines
+
+    def fail_next(self, result: int) -> None:
+        """Have the next call that can fail return `result`."""
+        self._library.fake_reset(result)
+
+
+@pytest.fixture
+def recorder(fake: Path) -> Recorder:
+    return Recorder(fake)
+
+
+@pytest.fixture
+def native() -> ModuleType:
+    return extension.load()
+
+
+@pytest.fixture
+def communicator(native: ModuleType, fake: Path, recorder: Recorder) -> Any:
+    return native.Communicator(native.Nccl(str(fake)), UNIQUE_ID, 2, 1)
+
+
+@pytest.fixture
+def group(native: ModuleType, fake: Path, communicator: Any) -> Any:
+    return native.NcclEpGroup(
+        native.NcclEp(str(fake)), communicator, num_experts=16, max_tokens=128, max_recv_rows=0,
+        row_bytes=256, top_k=4, num_sms=24, timeout_s=1.5,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def handle(native: ModuleType, group: Any) -> Iterator[Any]:
+    memory = torch.empty(group.handle_bytes(16, 4), dtype=torch.uint8)
+    yield native.NcclEpHandle(group, 16, 4, memory)
+
+
+def test_communicator(native: ModuleType, fake: Path, recorder: Recorder) -> None:
+    nccl = native.Nccl(str(fake))
+    assert (nccl.version, nccl.unique_id(), nccl.path) == (23007, UNIQUE_ID, str(fake))
+    communicator = native.Communicator(nccl, UNIQUE_ID, 2, 1)
+    assert (communicator.num_ranks, communicator.rank, communicator.lsa_size) == (2, 1, 2)
+    communicator.close()
+    communicator.close()
+    assert recorder.lines() == ["CommInitRank ranks=2 rank=1 id=7..7", "CommDestroy 1"]
+
+
+def test_group_options(recorder: Recorder, group: Any) -> None:
+    assert recorder.lines()[-1] == (
+        "CreateGroup comm=1 size=112 magic=c00fffee version=2 algorithm=1 experts=16 tokens=128 "
+        "recv=0 bytes=256 sms=24 timeout=1500000000 overflow=1 topk=4"
+    )
+
+
+def test_directions_and_shapes(recorder: Recorder, handle: Any) -> None:
+    """Types are NCCL's: 0 int8 1 uint8 2 int32 4 int64 6 fp16 7 fp32 9 bf16."""
+    x, w = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(3, 4)
+    rows, row_w = torch.zeros(5, 8, dtype=torch.bfloat16), torch.zeros(5)
+    topk_idx = torch.zeros(3, 4, dtype=torch.int64)
+    recorder.lines()
+    handle.update(topk_idx, torch.zeros(8, dtype=torch.int64), topk_idx[0, :1], 77)
+    handle.dispatch(x, w, rows, row_w, 0)
+    handle.dispatch(x.half(), None, rows.half(), None, 0)
+    handle.combine(rows, None, x, None, 0)
+    handle.combine(rows.float(), row_w, x.float(), w, 0)
+    assert recorder.lines() == [
+        "UpdateHandle stream=77 topk=4[3,4] counters=4[8] total=4[1]",
+        "Dispatch direction=0 layout=none x=9[3,8] w=7[3,4] rows=9[5,8] row_w=7[5]",
+        "Dispatch direction=1 layout=none x=6[3,8] w=none rows=6[5,8] row_w=none",
+        "Combine direction=0 y=9[5,8] w=none out=9[3,8] home_w=none",
+        "Combine direction=1 y=7[5,8] w=7[5] out=7[3,8] home_w=7[3,4]",
+    ]
+
+
+def test_an_empty_tensor_has_an_address(recorder: Recorder, handle: Any) -> None:
+    """NVIDIA's library refuses null; torch gives it to a tensor without elements."""
+    empty = torch.zeros(0, 8)
+    assert empty.data_ptr() == 0
+    recorder.lines()
+    handle.dispatch(empty, None, empty, None, 0)
+    assert recorder.lines() == [
+        "Dispatch direction=1 layout=none x=7[0,8] w=none rows=7[0,8] row_w=none"
+    ]
+
+
+def test_order_of_closing(recorder: Recorder, communicator: Any, group: Any, handle: Any) -> None:
+    recorder.lines()
+    handle.close()
+    group.close()
+    group.close()
+    communicator.close()
+    assert recorder.lines() == ["HandleDestroy 1", "GroupDestroy 1", "CommDestroy 1"]
+    with pytest.raises(LibraryError, match="the NCCL EP handle was closed"):
+        handle.combine(torch.zeros(1, 8), None, torch.zeros(1, 8), None, 0)
+    with pytest.raises(LibraryError, match="the NCCL EP group was closed"):
+        group.handle_bytes(1, 1)
+
+
+def test_what_is_dropped_frees_itself_only_where_that_is_local(
+    native: ModuleType, fake: Path, recorder: Recorder
+) -> None:
+    """A forgotten handle is freed; a group and a communicator are not: that would be collective."""
+    communicator = native.Communicator(native.Nccl(str(fake)), UNIQUE_ID, 2, 0)
+    group = native.NcclEpGroup(
+        native.NcclEp(str(fake)), communicator, num_experts=4, max_tokens=1, max_recv_rows=8,
+        row_bytes=16, top_k=1, num_sms=0, timeout_s=1,
+    )  # fmt: skip
+    handle = native.NcclEpHandle(group, 1, 1, torch.empty(4096, dtype=torch.uint8))
+    recorder.lines()
+    del handle, group, communicator
+    assert recorder.lines() == ["HandleDestroy 1"]
+
+
+def test_a_failed_call_says_which_and_why(recorder: Recorder, handle: Any) -> None:
+    recorder.fail_next(3)
+    with pytest.raises(LibraryError, match=r"ncclEpCombine failed: internal error; the last word"):
+        handle.combine(torch.zeros(1, 8), None, torch.zeros(1, 8), None, 0)
+
+
+def test_another_version_of_the_library_is_refused(native: ModuleType, tmp_path: Path) -> None:
+    newer = compile_fake(tmp_path / "libnewer.so", version=300)
+    with pytest.raises(LibraryError, match=r"libnewer\.so is version 0\.3\.0: .* 0\.2 only"):
+        native.NcclEp(str(newer))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda native: native.Nccl("libnothing.so.9"), "cannot open libnothing.so.9"),
+        (lambda native: native.NcclEp("libc.so.6"), "libc.so.6 has no ncclEpGetVersion"),
+        (lambda native: native.Nccl("libc.so.6"), "libc.so.6 has no ncclGetVersion"),
+    ],
+)
+def test_what_cannot_be_opened(native: ModuleType, make: Any, message: str) -> None:
+    with pytest.raises(LibraryError, match=message):
+        make(native)
+
+
+def test_tensors_that_are_not_taken(native: ModuleType, handle: Any) -> None:
+    good = torch.zeros(2, 8)
+    with pytest.raises(LibraryError, match="contiguous"):
+        handle.combine(good.t(), None, good, None, 0)
+    with pytest.raises(LibraryError, match=r"no torch\.complex64 tensors"):
+        handle.combine(good.to(torch.complex64), None, good, None, 0)
+    with pytest.raises(TypeError):
+        handle.combine([1.0], None, good, None, 0)
+
+
+def test_a_unique_id_has_its_length(native: ModuleType, fake: Path) -> None:
+    with pytest.raises(LibraryError, match="has 128 bytes, not 3"):
+        native.Communicator(native.Nccl(str(fake)), b"abc", 2, 0)
+
+
+def test_a_window_needs_the_whole_group(native: ModuleType, fake: Path) -> None:
+    """The fake's NVLink domain has two ranks."""
+    communicator = native.Communicator(native.Nccl(str(fake)), UNIQUE_ID, 4, 0)
+    with pytest.raises(LibraryError, match="only 2 of 4 ranks are in one NVLink domain"):
+        native.Window(communicator, 4096)
