@@ -15,6 +15,8 @@ COMMANDS = {
     "train": ("megatron_ncclep.training.command", "train a mixture-of-experts GPT on text"),
     "run": ("megatron_ncclep.launch", "run an unmodified Megatron-LM script with the dispatcher"),
     "render": ("megatron_ncclep.render", "print the command that three configuration files make"),
+    "bench": ("megatron_ncclep.benchmark.command", "measure engines and other dispatchers"),
+    "plot": ("megatron_ncclep.benchmark.plot", "draw the result of `ncclep bench`"),
     "doctor": ("megatron_ncclep.doctor", "say what decides how the dispatcher runs here"),
     "env": ("megatron_ncclep.envs", "list the environment variables and their values"),
 }

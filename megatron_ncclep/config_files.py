@@ -1,10 +1,11 @@
 """The files under configs/: found by kind and name, read and checked.
 
-There are three kinds, and a run is one of each (`ncclep render` composes them):
+There are three kinds of which a run is one each (`ncclep render` composes them), and one more:
 
     model       sizes and training: Megatron-LM arguments
     dispatcher  which token dispatcher moves the tokens: Megatron-LM arguments
     cluster     how processes are started: see megatron_ncclep/render.py
+    benchmark   what `ncclep bench` measures: see megatron_ncclep/benchmark/shapes.py
 
 A model or dispatcher file is a flat mapping of Megatron-LM argument names without the leading
 dashes: `num-layers: 4`, a boolean for a flag, a list for an argument that takes several values.
@@ -18,12 +19,13 @@ import yaml
 
 from megatron_ncclep.errors import InputError
 
-KINDS = ("model", "dispatcher", "cluster")
+KINDS = ("model", "dispatcher", "cluster")  # of a run
+BENCHMARK = "benchmark"
 FLAT_KINDS = ("model", "dispatcher")
 
 
 def folder() -> Path:
-    """The folder that holds `model/`, `dispatcher/` and `cluster/`.
+    """The folder that holds `model/`, `dispatcher/`, `cluster/` and `benchmark/`.
 
     An installed package carries it as `megatron_ncclep/configs`.  In a checkout, also when it is
     installed as editable, that folder does not exist and `configs/` lies beside the package.  The
@@ -39,10 +41,11 @@ def names(kind: str) -> list[str]:
     """The names of the shipped files of `kind`, sorted.
 
     Raises:
-        InputError: `kind` is not one of `KINDS`.
+        InputError: `kind` is not one of `KINDS` or `BENCHMARK`.
     """
-    if kind not in KINDS:
-        raise InputError(f"configuration kind {kind!r}: must be one of {', '.join(KINDS)}")
+    if kind not in (*KINDS, BENCHMARK):
+        known = ", ".join((*KINDS, BENCHMARK))
+        raise InputError(f"configuration kind {kind!r}: must be one of {known}")
     return sorted(path.stem for path in (folder() / kind).glob("*.yaml"))
 
 
@@ -67,7 +70,7 @@ def load(kind: str, name_or_path: str) -> dict[str, object]:
     """Read one configuration file.
 
     Args:
-        kind: model, dispatcher or cluster.
+        kind: model, dispatcher, cluster or benchmark.
         name_or_path: a bare name looks in configs/KIND/NAME.yaml; what ends in .yaml is a path.
 
     Returns:

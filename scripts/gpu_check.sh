@@ -1,20 +1,173 @@
 #!/usr/bin/env bash
-# Checks what only GPUs can show: the contract over NCCL, and a training run against `alltoall`.
-# Needs four GPUs and an environment with the package's `test` extra.  Any failure ends it.
-#
-#   scripts/gpu_check.sh [RESULTS]      RESULTS: folder for the log of the run (default: a new one)
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-results=${1:-runs/gpu_check}
-mkdir -p "$results"
+# Checks what only GPUs can show, step by step, and ends with a table of what passed.
+set -uo pipefail
 
-{
+usage() {
+    cat <<'TEXT'
+usage: scripts/gpu_check.sh [RESULTS] [ENGINE...]
+
+  RESULTS   folder for a log of each step and summary.txt (default: runs/gpu_check)
+  ENGINE    engines to check (default: all that can run here; the others are listed as NOT RUN)
+
+Steps:
+
+  versions  what the machine has, and which engines can run on it
+  contract  tests/contract over NCCL: every engine on 2 and 4 GPUs, `reference` on 1 and 3 too
+  gpu       tests/gpu: a Megatron layer against `alltoall`, and streams
+  train     60 steps of `ncclep train` with each engine: the losses of `alltoall`
+  doctor    `ncclep doctor`
+  bench     `ncclep bench`, its results in RESULTS/bench
+
+It needs two GPUs and an environment with the package's `test` extra; what needs four is left out
+with fewer, and listed.  All steps run, whatever happens in one.  The exit status is 0 only if none
+failed, no engine named on the command line was unable to run, and there were two GPUs.
+
+Environment:
+
+  STEPS         steps to run beside `versions` (default: "contract gpu train doctor bench")
+  STEP_TIMEOUT  seconds that one step may take (default: 1200)
+  PYTHON        the Python to use (default: python3)
+TEXT
+}
+
+case "${1:-}" in
+-h | --help) usage && exit ;;
+-*) usage >&2 && exit 2 ;;
+esac
+read -ra steps <<<"${STEPS:-contract gpu train doctor bench}"
+for step in "${steps[@]}"; do
+    case $step in
+    contract | gpu | train | doctor | bench) ;;
+    *) echo "STEPS: there is no step '$step'" >&2 && usage >&2 && exit 2 ;;
+    esac
+done
+
+mkdir -p "${1:-runs/gpu_check}" || exit
+results=$(cd "${1:-runs/gpu_check}" && pwd)
+asked=("${@:2}")
+python=${PYTHON:-python3}
+limit=${STEP_TIMEOUT:-1200}
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+# Multicast does not work on every machine with NVLink; nothing here needs it.
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+
+table=()     # lines of the summary
+passed=0     # steps that ran and succeeded
+failures=0   # whatever makes the exit status differ from 0
+
+row() { table+=("$(printf '%-28s %-8s %7s  %s' "$@")"); }
+
+# step NAME COMMAND...: run a command, its output into RESULTS/NAME.log
+step() {
+    local name=$1 log="$results/$1.log" start=$SECONDS status=0 remark=""
+    shift
+    echo "--- $name"
+    timeout --kill-after=30 "$limit" "$@" >"$log" 2>&1 </dev/null || status=$?
+    if [ $status -eq 0 ]; then
+        passed=$((passed + 1))
+        row "$name" pass $((SECONDS - start)) "$(tail -n 1 "$log" | tr -d '=')"
+        return 0
+    fi
+    failures=$((failures + 1))
+    [ $status -eq 124 ] && remark="stopped after $limit s; "
+    row "$name" FAIL $((SECONDS - start)) "${remark}exit status $status, $log"
+    tail -n 30 "$log"
+    return 1
+}
+
+# not_run NAME REASON [counts]: list what cannot run; with a third word it makes the check fail
+not_run() {
+    [ -n "${3:-}" ] && failures=$((failures + 1))
+    row "$1" "NOT RUN" - "$2"
+}
+
+wanted() { [[ " ${steps[*]} " == *" $1 "* ]]; }
+
+# fitting GPUS N...: those of the numbers that are not above the first one, as --ranks options
+fitting() {
+    local most=$1 n
+    shift
+    for n in "$@"; do
+        [ "$n" -gt "$most" ] || printf -- '--ranks %s ' "$n"
+    done
+}
+
+versions() {
     date -u +"%Y-%m-%d %H:%M UTC"
     nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-    python3 -c 'import torch, sys; print("python", sys.version.split()[0], "torch", torch.__version__,
-                                         "NCCL", *torch.cuda.nccl.version())'
-    # Bad input (test_errors.py) is about the CPU's messages, and is checked there.
-    python3 -m pytest -q --backend nccl tests/contract/test_{plan,dispatch,combine,autograd,properties}.py
-    python3 -m megatron_ncclep train --ranks 4 --steps 60 --set micro-batch-size=4 eval-iters=2 \
-        --compare alltoall --overwrite --out "$results/train"
-} 2>&1 | tee "$results/log.txt"
+    "$python" - <<'PYTHON'
+import sys
+from importlib import metadata
+
+import torch
+
+import megatron_ncclep
+
+print("python", sys.version.split()[0], "torch", torch.__version__, "CUDA", torch.version.cuda)
+print("NCCL", *torch.cuda.nccl.version())
+print("megatron-core", metadata.version("megatron-core"))
+print("megatron_ncclep", megatron_ncclep.__version__)
+PYTHON
+}
+
+train() {
+    local engine=$1 ranks=$2 out="$results/train-$1"
+    "$python" -m megatron_ncclep train --ranks "$ranks" --steps 60 \
+        --set micro-batch-size=4 eval-iters=2 --compare alltoall --ncclep-engine "$engine" \
+        --overwrite --out "$out" &&
+        "$python" tests/gpu/check_losses.py "$out" "$engine"
+}
+
+# `timeout` runs programs, not functions.
+export -f versions train
+export python results
+
+step versions bash -c versions
+
+# The engines and the number of GPUs.
+gpus=0
+engines=()
+if step engines "$python" tests/gpu/engines_here.py ${asked[@]+"${asked[@]}"}; then
+    while IFS=$'\t' read -r name reason; do
+        if [ "$name" = gpus ]; then
+            gpus=$reason
+        elif [ -z "$reason" ]; then
+            engines+=("$name")
+        else
+            not_run "engine $name" "$reason" "${asked[*]+named}"
+        fi
+    done < <(grep -P '^[\w-]+\t' "$results/engines.log")
+    if [ ${#engines[@]} -eq 0 ]; then
+        not_run "contract, gpu, train" "no engine can run" counts
+    fi
+else
+    not_run "contract, gpu, train" "see $results/engines.log" counts
+fi
+[ "$gpus" -ge 2 ] || not_run "groups of ranks" "two GPUs are needed, $gpus found" counts
+most=$((gpus >= 4 ? 4 : gpus >= 2 ? 2 : gpus))
+
+for engine in ${engines[@]+"${engines[@]}"}; do
+    numbers=(2 4)
+    [ "$engine" = reference ] && numbers=(1 2 3 4)
+    if wanted contract; then
+        read -ra ranks <<<"$(fitting "$gpus" "${numbers[@]}")"
+        step "contract-$engine" "$python" -m pytest -q tests/contract --backend nccl \
+            --engine "$engine" "${ranks[@]}"
+        [ "$gpus" -ge 4 ] || not_run "contract-$engine, 4 ranks" "four GPUs are needed, $gpus found"
+    fi
+    if wanted gpu; then
+        step "gpu-$engine" "$python" -m pytest -q tests/gpu --backend nccl --engine "$engine" \
+            --ranks "$most"
+    fi
+    if wanted train; then
+        step "train-$engine" bash -c "train $engine $most"
+    fi
+done
+wanted doctor && step doctor "$python" -m megatron_ncclep doctor
+wanted bench && step bench "$python" -m megatron_ncclep bench --out "$results/bench"
+
+{
+    printf '\n%-28s %-8s %7s  %s\n' step result seconds remark
+    printf '%s\n' "${table[@]}"
+} | tee "$results/summary.txt"
+[ "$failures" -eq 0 ] && [ "$passed" -gt 0 ]

@@ -98,21 +98,24 @@ def measure_ceiling(
     native = extension.load()
     rows_per_peer = max(1, BYTES // row_bytes // (group.size - 1))
     communicator = communicator_of(group, timeout_s)
-    window = native.Window(communicator, rows_per_peer * group.size * row_bytes)
     try:
-        copies = _Copies(native, window, group, row_bytes, rows_per_peer)
-        copies.verify(timeout_s)
-        sms = torch.cuda.get_device_properties(group.device).multi_processor_count
-        counts = sorted({min(count, sms) for count in SM_COUNTS})
-        rates = {
-            direction: [
-                Ceiling(copies.rate(direction, count, timer, timeout_s), count) for count in counts
-            ]
-            for direction in DIRECTIONS
-        }
+        window = native.Window(communicator, rows_per_peer * group.size * row_bytes)
+        try:
+            copies = _Copies(native, window, group, row_bytes, rows_per_peer)
+            copies.verify(timeout_s)
+            sms = torch.cuda.get_device_properties(group.device).multi_processor_count
+            counts = sorted({min(count, sms) for count in SM_COUNTS})
+            rates = {
+                direction: [
+                    Ceiling(copies.rate(direction, count, timer, timeout_s), count)
+                    for count in counts
+                ]
+                for direction in DIRECTIONS
+            }
+        finally:
+            torch.cuda.synchronize(group.device)
+            window.close()
     finally:
-        torch.cuda.synchronize(group.device)
-        window.close()
         release_communicator(group)
     return {name: max(found, key=lambda c: c.gb_per_s) for name, found in rates.items()}
 

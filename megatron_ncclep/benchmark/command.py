@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="NAME_OR_PATH",
-        help=f"shapes: {', '.join(config_files.names(config_files.BENCHMARK))}, or a path that ends "
-        "in .yaml (default: models)",
+        help=f"shapes: {', '.join(config_files.names(config_files.BENCHMARK))}, or a path that "
+        "ends in .yaml (default: models)",
     )
     parser.add_argument(
         "--subjects",
@@ -54,8 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), help="auto (the default) takes GPUs if any"
     )
-    parser.add_argument("--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)")
-    parser.add_argument("--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)")
+    parser.add_argument(
+        "--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)"
+    )
     parser.add_argument("--out", default="runs/bench", help="where to (default: runs/bench)")
     parser.add_argument(
         "--smoke", action="store_true", help="the same as --config smoke --device cpu"
@@ -140,11 +146,23 @@ def _measure_in_pool(job: Job) -> list[ShapeResult]:
                     measured.append(answers[0])
                 except RankError as error:
                     pool.close()
-                    reason = f"{str(error).strip()}; {_last_steps(notes, job.ranks)}"
+                    print(error, file=sys.stderr)  # with the stack of every rank that raised
+                    reason = f"{_summary(error)}; {_last_steps(notes, job.ranks)}"
                     measured.append(ShapeResult.of(shape, error=reason))
+                    measured[-1].judge(job.required)
     finally:
         pool.close()
     return measured
+
+
+def _summary(error: Exception) -> str:
+    """The last line of every rank's traceback, or the whole message if it has none."""
+    before, *parts = re.split(r"^--- (?=rank \d+ ---$)", str(error), flags=re.MULTILINE)
+    if not parts:
+        return before.strip()
+    return "; ".join(
+        f"{part.split(' ---', 1)[0]}: {part.strip().splitlines()[-1]}" for part in parts
+    )
 
 
 def _last_steps(notes: str, num_ranks: int) -> str:
@@ -201,14 +219,14 @@ def _finish(job: Job, measured: list[ShapeResult]) -> int:
     """Write and print the results and return the exit status."""
     from megatron_ncclep.benchmark.machine import machine, versions
 
-    result = {
+    result: dict[str, Any] = {
         "format": results.FORMAT,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine(job.device),
         "versions": versions(job.device),
         "options": dataclasses.asdict(job),
         "shapes": [dataclasses.asdict(shape) for shape in measured],
-        "succeeded": all(shape.succeeded for shape in measured),
+        "failures": [failure for shape in measured for failure in shape.failures],
     }
     out = Path(job.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -223,4 +241,6 @@ def _finish(job: Job, measured: list[ShapeResult]) -> int:
     except EpError as error:
         print(error)
     print(f"written: {', '.join(map(str, written))}")
-    return 0 if result["succeeded"] else 1
+    for failure in result["failures"]:
+        print(f"ncclep bench: {failure}", file=sys.stderr)
+    return 1 if result["failures"] else 0

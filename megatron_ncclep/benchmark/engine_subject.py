@@ -84,9 +84,7 @@ class PreparedEngine:
         """See `Prepared.problem`.  From a new plan; all passes run before anything is compared."""
         self._plan = self.passes["plan"]()
         results = {name: self.passes[name]() for name in STEPS[1:]}
-        return results_problem(
-            results, self._workload, self._rank, self._engine.caps.reduction
-        )
+        return results_problem(results, self._workload, self._rank, self._engine.caps.reduction)
 
     def close(self) -> None:
         """See `Prepared.close`."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ncclep import envs
-from megatron_ncclep.benchmark.engine_subject import CHECKED, results_problem
+from megatron_ncclep.benchmark.engine_subject import CHECKED, DEFAULT_SMS, results_problem
 from megatron_ncclep.benchmark.subjects import (
     Setting,
     UnavailableError,
@@ -20,13 +20,13 @@ from megatron_ncclep.benchmark.subjects import (
     limits_problem,
 )
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, libraries, nccl_ep
+from megatron_ncclep.engines import choose_engine, extension, libraries, nccl_ep
 from megatron_ncclep.engines.communicator import communicator_of, release_communicator
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.errors import EngineUnavailableError
 
 # The library's staging memory is made for a multiple of this many tokens.
 TOKENS_MULTIPLE = 64
-DEFAULT_SMS = "16"
 
 
 class LibrarySubject:
@@ -54,9 +54,12 @@ class LibrarySubject:
             num_sms=self._num_sms,
             timeout_s=setting.timeout_s,
         )
-        obstacle = nccl_ep.obstacle(group, case.num_experts, config)
-        if reason := obstacle or limits_problem(case, nccl_ep.CAPS):
+        if reason := limits_problem(case, nccl_ep.CAPS):
             raise UnavailableError(reason)
+        try:
+            choose_engine(group, config, case.num_experts)  # nothing stands in the engine's way
+        except EngineUnavailableError as error:
+            raise UnavailableError(str(error)) from error
         return PreparedLibrary(group, workload, config)
 
 
@@ -66,7 +69,7 @@ class PreparedLibrary:
     def __init__(self, group: EpGroup, workload: Workload, config: EpConfig) -> None:
         self._group = group
         self._workload = workload
-        self.sms = str(config.num_sms or DEFAULT_SMS)
+        self.sms = str(config.num_sms or DEFAULT_SMS["nccl_ep"])
         case, routes = workload.case, workload.routes
         native = extension.load()
         found = libraries.find_nccl_ep()
@@ -89,9 +92,9 @@ class PreparedLibrary:
         )
         device = group.device
         self._memory = torch.empty(
-            self._staging.handle_bytes(case.alignment), dtype=torch.uint8, device=device
+            self._staging.handle_bytes(case.alignment, case.top_k), dtype=torch.uint8, device=device
         )
-        self._handle = native.NcclEpHandle(self._staging, case.alignment, self._memory)
+        self._handle = native.NcclEpHandle(self._staging, case.alignment, case.top_k, self._memory)
         self._counts = torch.empty(
             case.num_experts // case.num_ranks, dtype=torch.int64, device=device
         )
@@ -141,9 +144,7 @@ class PreparedLibrary:
                     tensor.fill_(float("nan"))
             self.passes[name]()
             results[name] = (rows.clone(), None if weights is None else weights.clone())
-        return results_problem(
-            results, self._workload, self._group.rank, nccl_ep.CAPS.reduction
-        )
+        return results_problem(results, self._workload, self._group.rank, nccl_ep.CAPS.reduction)
 
     def close(self) -> None:
         """See `Prepared.close`."""

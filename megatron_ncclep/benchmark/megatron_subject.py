@@ -23,7 +23,6 @@ from megatron_ncclep.errors import (
     InputError,
     UnsupportedError,
 )
-from megatron_ncclep.training.quiet import remarks_hidden
 
 CLASSES = {
     "alltoall": ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher"),
@@ -66,14 +65,13 @@ class MegatronSubject:
         excuses: tuple[type[Exception], ...] = (Exception,)
         if self._engine is not None:
             excuses = (EngineUnavailableError, InputError, UnsupportedError)
-        with remarks_hidden():
-            with _excused(Exception):
-                initialize(setting)
-            with _excused(*excuses):
-                dispatcher = self._build(setting, workload)
-                prepared = PreparedDispatcher(dispatcher, setting, workload)
-                prepared.passes["forward"]()  # some fail at first use only
-                prepared.passes["backward"]()
+        with _excused(Exception):
+            initialize(setting)
+        with _excused(*excuses):
+            dispatcher = self._build(setting, workload)
+            prepared = PreparedDispatcher(dispatcher, setting, workload)
+            prepared.passes["forward"]()  # some fail at first use only
+            prepared.passes["backward"]()
         return prepared
 
     def _build(self, setting: Setting, workload: Workload) -> Any:
@@ -151,7 +149,9 @@ def initialize(setting: Setting) -> None:
     if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
         "megatron.core"
     ):
-        raise UnavailableError("Megatron-Core is not installed: pip install 'megatron-ncclep[train]'")
+        raise UnavailableError(
+            "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
+        )
     from megatron.core import parallel_state
 
     from megatron_ncclep.integration import install

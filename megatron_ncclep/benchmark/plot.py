@@ -1,6 +1,6 @@
 """Draw the result of `ncclep bench`: a bar for each subject, stacked by pass, and the limit.
 
-The limit is the time that the rows would take at the ceiling of the links, measured in the same run.
+The limit is the time that the rows take at the ceiling of the links, measured in the same run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLORS = {
     "plan": "#999999", "dispatch": "#0072B2", "combine": "#E69F00", "bwd_dispatch": "#56B4E9",
     "bwd_combine": "#F0E442", "forward": "#009E73", "backward": "#CC79A7",
 }  # fmt: skip
-LIMIT_COLOR = "#D55E00"
+LIMIT_COLOR = "#000000"
 WITHOUT_MATPLOTLIB = "matplotlib is not installed: pip install 'megatron-ncclep[train]'"
 
 

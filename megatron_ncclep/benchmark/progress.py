@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Show = Callable[[str], None]
+# Shows what is measured now, and which part of it.
+Show = Callable[[str, str], None]
 
 
 @contextmanager
@@ -19,21 +20,29 @@ def progress(rank: int) -> Iterator[Show]:
         rank: only rank 0 shows anything.
     """
     if rank != 0:
-        yield lambda text: None
+        yield lambda what, part: None
         return
     try:
         from rich.console import Console
     except ImportError:  # an optional package
-        yield print_line
+        yield line_printer()
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield print_line
+        yield line_printer()
         return
     with console.status("") as status:
-        yield lambda text: status.update(text)
+        yield lambda what, part: status.update(f"{what}: {part}" if part else what)
 
 
-def print_line(text: str) -> None:
-    """Show `text` as a line."""
-    print(text, file=sys.stderr, flush=True)
+def line_printer() -> Show:
+    """Make a function that prints a line whenever something else is measured."""
+    shown = ""
+
+    def show(what: str, part: str) -> None:
+        nonlocal shown
+        if what != shown:
+            print(what, file=sys.stderr, flush=True)
+        shown = what
+
+    return show

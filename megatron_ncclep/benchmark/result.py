@@ -71,7 +71,7 @@ class ShapeResult:
         limit_us: wire_bytes at the better of the two rates: the least that one pass can take.
         subjects: in the order in which they are shown.
         error: why nothing was measured, if so.
-        succeeded: nothing was wrong, nothing failed, and what had to run did.
+        failures: everything because of which the command fails, in words.
     """
 
     shape: dict[str, Any]
@@ -83,11 +83,15 @@ class ShapeResult:
     limit_us: float | None = None
     subjects: list[SubjectResult] = field(default_factory=list)
     error: str | None = None
-    succeeded: bool = False
+    failures: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, shape: Shape, num_rows: Sequence[int] = (), wire_bytes: int = 0, error: str | None = None
+        cls,
+        shape: Shape,
+        num_rows: Sequence[int] = (),
+        wire_bytes: int = 0,
+        error: str | None = None,
     ) -> ShapeResult:
         """Start the result of a shape."""
         return cls(
@@ -103,7 +107,7 @@ class ShapeResult:
             self.limit_us = self.wire_bytes / best * 1e-3  # bytes / (GB/s) -> us
 
     def judge(self, required: Sequence[str]) -> None:
-        """Work out rates and sums, and whether the shape succeeded.
+        """Work out rates and sums, and what is a failure.
 
         Args:
             required: names of subjects that must have run.
@@ -118,11 +122,16 @@ class ShapeResult:
                     if self.limit_us is not None:
                         limit = CROSSINGS[name] * self.limit_us
                         times["percent_of_ceiling"] = 100 * limit / times["median_us"]
-        self.succeeded = self.error is None and all(
-            subject.status == "ok"
-            or (subject.status == "unavailable" and subject.name not in required)
-            for subject in self.subjects
-        )
+        where = self.shape["name"]
+        if self.error is not None:
+            self.failures.append(f"{where}: nothing was measured: {self.error}")
+        for subject in self.subjects:
+            if subject.status in ("wrong", "failed"):
+                self.failures.append(f"{where}: {subject.name} {subject.status}: {subject.reason}")
+            elif subject.status == "unavailable" and subject.name in required:
+                self.failures.append(
+                    f"{where}: {subject.name} was asked for and cannot run: {subject.reason}"
+                )
 
 
 def save(result: dict[str, Any], path: Path) -> None:

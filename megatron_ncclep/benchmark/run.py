@@ -36,9 +36,11 @@ from megatron_ncclep.benchmark.timing import Clocked, Timer, measure, slowest
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import PeerError
 from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.training.quiet import remarks_hidden
 
 # From the best to the worst; the ranks agree on the worst.
 OUTCOMES = ("ok", "unavailable", "wrong", "failed")
+
 
 def run_shape(
     context: RankContext, job: Job, shape: Shape, notes: str | None, show: Show
@@ -94,7 +96,8 @@ class _ShapeRun:
     def run(self) -> ShapeResult | None:
         """See `run_shape`."""
         try:
-            return self._run()
+            with remarks_hidden():  # of Megatron-Core about packages that are missing, and the like
+                return self._run()
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -113,9 +116,10 @@ class _ShapeRun:
         running = [entry for entry in entries if entry.result.status == "ok"]
         self._time(running)
         for entry in running:
+            self._step("checking again", entry.subject.name)
             self._check(entry, "after timing")
         for entry in running:
-            self._step(f"{entry.subject.name}: close")
+            self._step("closing", entry.subject.name)
             entry.prepared.close()
         for group in reversed(self._made):
             dist.destroy_process_group(group)
@@ -142,13 +146,13 @@ class _ShapeRun:
         """Make a subject ready, run every pass once and check the results."""
         result = SubjectResult(name=subject.name, kind=subject.kind, checked=subject.checked)
         prepared: Any = None
-        self._step(f"{subject.name}: prepare")
+        self._step(subject.name, "prepare")
         gc.collect()
         memory = _Memory(self._on_gpu)
         try:
             prepared = subject.prepare(self._setting, workload)
             for name, call in prepared.passes.items():
-                self._step(f"{subject.name}: first {name}")
+                self._step(subject.name, f"first {name}")
                 call()
             self._wait_for_device()
             result.memory = memory.growth()
@@ -162,14 +166,14 @@ class _ShapeRun:
         entry = _Entry(subject, prepared, result)
         if result.status == "ok":
             result.memory = self._largest_memory(result.memory)
+            self._step(subject.name, "check")
             self._check(entry, "before timing")
             if entry.result.status == "wrong":
                 prepared.close()
         return entry
 
     def _check(self, entry: _Entry, when: str) -> None:
-        """Compare the results of every pass with what they must be; a wrong subject is not timed."""
-        self._step(f"{entry.subject.name}: check {when}")
+        """Compare the results of every pass with what they must be; what is wrong is not timed."""
         reason: str | None
         try:
             reason = entry.prepared.problem()
@@ -227,14 +231,14 @@ class _ShapeRun:
         self._made.append(group)
         return group
 
-    def _step(self, what: str) -> None:
+    def _step(self, what: str, part: str = "") -> None:
         """Say what is done next, and how long it may take at most."""
+        what = f"{self._shape.name}: {what}"
         if self._notes is not None:
-            note_path(self._notes, self._rank).write_text(
-                f"{self._shape.name}: {what}", encoding="utf-8"
-            )
+            note = f"{what}: {part}" if part else what
+            note_path(self._notes, self._rank).write_text(note, encoding="utf-8")
         if self._rank == 0:
-            self._show(f"{self._shape.name}: {what}")
+            self._show(what, part)
         self._deadline()
 
     def _deadline(self) -> None:
@@ -271,5 +275,3 @@ class _Memory:
     def _outside_torch() -> int:
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved()
-
-

@@ -15,6 +15,8 @@ from megatron_ncclep.testing.cases import Case
 
 # fp64 is for gradient checks, not for training: not measured.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# What a field of Shape may be, by its annotation.
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class Shape:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            wanted = {"int": int, "float": (int, float), "str": str}[str(field.type)]
-            if not isinstance(value, wanted) or isinstance(value, bool):
+            if not isinstance(value, _TYPES[str(field.type)]) or isinstance(value, bool):
                 raise InputError(f"shape {self.name}: {field.name} {value!r}: must be {field.type}")
         for name in ("tokens", "hidden", "experts", "top_k"):
             if getattr(self, name) < 1:
@@ -60,9 +61,7 @@ class Shape:
         if self.skew < 0:
             raise InputError(f"shape {self.name}: skew {self.skew}: must be >= 0")
         if self.alignment not in ALIGNMENTS:
-            raise InputError(
-                f"shape {self.name}: alignment {self.alignment}: one of {ALIGNMENTS}"
-            )
+            raise InputError(f"shape {self.name}: alignment {self.alignment}: one of {ALIGNMENTS}")
 
     @property
     def row_bytes(self) -> int:

@@ -165,7 +165,9 @@ def limits_problem(case: Case, caps: EngineCaps) -> str | None:
     if case.dtype not in caps.payload_dtypes:
         return f"{case.dtype} rows: {caps.name} does not take them"
     if row_bytes % caps.row_bytes_multiple:
-        return f"rows of {row_bytes} bytes: {caps.name} takes multiples of {caps.row_bytes_multiple}"
+        return (
+            f"rows of {row_bytes} bytes: {caps.name} takes multiples of {caps.row_bytes_multiple}"
+        )
     return None
 
 

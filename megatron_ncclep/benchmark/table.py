@@ -12,9 +12,19 @@ WIDTH = 140
 # Shown names that differ from those on the command line.
 TITLES = {LIBRARY: "nccl_ep (library)"}
 
-NOTES = """\
-Times are microseconds: the median over the samples of the slowest rank, all ranks starting together, and below it the 10th to the 90th percentile; sum adds the medians. bwd_dispatch is the backward of combine, bwd_combine the backward of dispatch. GB/s is the busiest rank's rows, each counted once for every other rank that needs it, over the time; in brackets, percent of the ceiling. Limit is the time of these rows at the ceiling. Memory is device memory on the rank that takes most: the peak of torch's allocator during one round, plus what is held outside of it.
-On GPUs the passes of engines are timed while the device is kept busy, so that launching them does not count. Megatron-Core's dispatchers are timed through their hooks, with identity experts, from an idle device: their host time counts."""
+NOTES = (
+    "Times are microseconds: the median over the samples of the slowest rank, all ranks starting "
+    "together, and below it the 10th to the 90th percentile; sum adds the medians. bwd_dispatch is "
+    "the backward of combine, bwd_combine the backward of dispatch. Of lib. is the sum in sums of "
+    "nccl_ep (library). GB/s is the busiest rank's "
+    "rows, each counted once for every other rank that needs it, over the time; in brackets, "
+    "percent of the ceiling. Limit is the time of these rows at the ceiling. GB held is device "
+    "memory on the rank that takes most: the peak of torch's allocator during one round, plus what "
+    "is held outside of it.",
+    "On GPUs the passes of engines are timed while the device is kept busy, so that launching them "
+    "does not count. Megatron-Core's dispatchers are timed through their hooks, with identity "
+    "experts, from an idle device: their host time counts.",
+)
 
 
 def title(subject: str) -> str:
@@ -26,7 +36,9 @@ def title(subject: str) -> str:
 def render(result: dict[str, Any]) -> str:
     """Turn a whole result (see result.py) into text."""
     options, machine = result["options"], result["machine"]
-    where = f"{machine['gpus']} x {machine['gpu']}" if "gpu" in machine else "CPU"
+    where = "CPU"
+    if "gpu" in machine:
+        where = f"{machine['gpus']} x {machine['gpu']}, driver {machine['driver'] or 'unknown'}"
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
     head = [
         f"ncclep bench {options['config']}: {options['ranks']} ranks, {where}, {result['date']}",
@@ -34,19 +46,18 @@ def render(result: dict[str, Any]) -> str:
         f"{options['samples']} samples after {options['warmup']} warm-up rounds",
     ]
     blocks = ["\n".join(head), *(_shape(shape) for shape in result["shapes"])]
-    notes = "\n".join(line for note in NOTES.splitlines() for line in _wrap(note))
+    notes = "\n".join(line for note in NOTES for line in _wrap(note))
     return "\n\n".join([*blocks, notes]) + "\n"
 
 
 def _shape(result: dict[str, Any]) -> str:
     shape = result["shape"]
-    extras = "".join(
-        f", {name} {shape[name]}" for name in ("skew", "alignment") if shape[name] not in (0, 1)
-    )
+    usual = {"skew": 0, "alignment": 1}
+    extras = "".join(f", {name} {shape[name]}" for name in usual if shape[name] != usual[name])
     lines = [
         f"{shape['name']}: T {shape['tokens']}, H {shape['hidden']}, E {shape['experts']}, "
-        f"K {shape['top_k']}, {shape['dtype']}{extras}; {result['wire_bytes'] / 1e6:.3g} MB on the "
-        f"wire",
+        f"K {shape['top_k']}, {shape['dtype']}{extras}; {result['wire_bytes'] / 1e6:.3g} MB on "
+        "the wire",
         _ceiling(result),
     ]
     if result["error"]:
@@ -58,11 +69,14 @@ def _shape(result: dict[str, Any]) -> str:
         lines += ["", *_engines(engines, result["limit_us"])]
     if wholes:
         lines += ["", *_dispatchers(wholes, result["limit_us"])]
-    for subject in result["subjects"]:
-        if not subject["passes"]:
-            status = {"unavailable": "not measured", "wrong": "WRONG", "failed": "FAILED"}
-            text = f"{title(subject['name'])}: {status[subject['status']]}: {subject['reason']}"
-            lines += ["", *_wrap(text)] if subject["status"] != "unavailable" else _wrap(text)
+    words = {"unavailable": "not measured", "wrong": "WRONG", "failed": "FAILED"}
+    reasons = [
+        f"{title(s['name'])}: {words[s['status']]}: {s['reason']}"
+        for s in result["subjects"]
+        if s["status"] != "ok"
+    ]
+    if reasons:
+        lines += ["", *(line for reason in reasons for line in _wrap(reason))]
     return "\n".join(lines)
 
 
@@ -81,7 +95,7 @@ def _engines(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list
     library = next((s["sum_us"] for s in subjects if s["name"] == LIBRARY), None)
     rows = [
         [
-            "", "SMs", *STEPS, "sum", "of library", "dispatch GB/s", "combine GB/s", "memory",
+            "", "SMs", *STEPS, "sum", "of lib.", "disp GB/s", "comb GB/s", "GB held",
             "check",
         ]
     ]  # fmt: skip
@@ -110,7 +124,7 @@ def _engines(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list
 
 def _dispatchers(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list[str]:
     """The block of Megatron-Core's dispatchers."""
-    rows = [["through Megatron's hooks", *WHOLE, "sum", "memory", "check"]]
+    rows = [["through Megatron's hooks", *WHOLE, "sum", "GB held", "check"]]
     for subject in subjects:
         passes = subject["passes"]
         rows.append(
@@ -161,8 +175,10 @@ def _rate(times: dict[str, float]) -> str:
 def _memory(memory: dict[str, int] | None) -> str:
     if memory is None:
         return "-"
-    return "+".join(f"{memory[name] / 1e9:.1f}" for name in ("torch_bytes", "other_bytes")) + " GB"
+    return "+".join(f"{memory[name] / 1e9:.1f}" for name in ("torch_bytes", "other_bytes"))
 
 
 def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False)
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )

@@ -311,9 +311,7 @@ class _Staging:
             route.memory = torch.empty(
                 self._staged.handle_bytes(alignment, plan.top_k), dtype=torch.uint8, device=device
             )
-            route.handle = native.NcclEpHandle(
-                self._staged, alignment, plan.top_k, route.memory
-            )
+            route.handle = native.NcclEpHandle(self._staged, alignment, plan.top_k, route.memory)
             counters = torch.empty(
                 self._num_experts // self._group.size + 1, dtype=torch.int64, device=device
             )

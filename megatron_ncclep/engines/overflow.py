@@ -33,7 +33,7 @@ def drop_what_does_not_fit(
         [num_tokens, top_k] int64.
     """
     num_ranks, num_experts = counts.shape
-    num_tokens = len(topk_idx)
+    num_tokens, num_local = len(topk_idx), num_experts // num_ranks
     before = counts[:rank].sum(dim=0)
     stretches_before = ((before + alignment - 1) // alignment).view(num_ranks, -1).sum(dim=1)
 
@@ -44,9 +44,10 @@ def drop_what_does_not_fit(
     place = before.to(topk_idx.device) + routed.cumsum(dim=0) - 1  # of a pick in its expert's block
     opens = routed & (place % alignment == 0)
     # For each destination, in the order (token, local expert).
-    opens = opens.view(num_tokens, num_ranks, -1).transpose(0, 1).reshape(num_ranks, -1)
-    stretches = stretches_before.to(topk_idx.device)[:, None] + opens.cumsum(dim=1)
+    opens = opens.view(num_tokens, num_ranks, num_local).transpose(0, 1)
+    opened = opens.reshape(num_ranks, num_tokens * num_local).cumsum(dim=1)
+    stretches = stretches_before.to(topk_idx.device)[:, None] + opened
     fits = stretches * alignment <= max_recv_rows
-    fits = fits.view(num_ranks, num_tokens, -1).transpose(0, 1).reshape(num_tokens, num_experts)
-    picks_fit = fits.gather(1, topk_idx.clamp(min=0))
+    fits = fits.view(num_ranks, num_tokens, num_local).transpose(0, 1)
+    picks_fit = fits.reshape(num_tokens, num_experts).gather(1, topk_idx.clamp(min=0))
     return torch.where(picks_fit, topk_idx, NOT_ROUTED)

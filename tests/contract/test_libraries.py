@@ -5,9 +5,11 @@ The libraries are empty files here: a process that would open one is played by `
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,9 @@ from megatron_ncclep.engines import libraries
 from megatron_ncclep.engines.libraries import Library
 from megatron_ncclep.errors import InputError
 
+ROOT = Path(__file__).resolve().parents[2]
+# Before a fixture replaces it.
+PYTHON_PATH = list(sys.path)
 VARIABLES = (
     "NCCLEP_NCCL_LIBRARY",
     "NCCLEP_NCCL_EP_LIBRARY",
@@ -141,10 +146,34 @@ def test_the_loaded_nccl_is_torchs():
         "    assert found.version == torch.cuda.nccl.version(), found\n"
         "    assert found.found == 'loaded in this process'\n"
     )
-    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=root, text=True, capture_output=True,
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, text=True, capture_output=True,
         timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_looking_for_nccl_loads_none():
+    """In a process without torch's, where the loader would find the one of NVIDIA's package."""
+    code = """
+import importlib.util, sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+spec = importlib.util.spec_from_file_location("libraries", sys.argv[1])
+sys.modules["libraries"] = libraries = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(libraries)
+assert libraries.loaded_nccl() is None
+packaged, system = libraries.packaged_nccl(), libraries.system_nccl()
+assert libraries.find_nccl() == (packaged or system)
+if packaged:
+    assert packaged.version == system.version and packaged.path == system.path
+assert "/libnccl.so" not in open("/proc/self/maps").read()
+"""
+    spec = PathFinder.find_spec("nvidia", PYTHON_PATH)
+    folders = spec.submodule_search_locations if spec else None
+    library_path = ":".join(f"{folder}/nccl/lib" for folder in folders or ())
+    done = subprocess.run(
+        [sys.executable, "-c", code, libraries.__file__], cwd=ROOT, text=True,
+        capture_output=True, timeout=120, env={**os.environ, "LD_LIBRARY_PATH": library_path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -220,8 +221,8 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch sees the second and the first GPU of LIST, in this order."""
-    uuids = [gpu.uuid for gpu in gpus.parse_gpus(LIST)]
+    """torch sees the second and the first GPU of LIST, in this order; its UUIDs have no prefix."""
+    uuids = [line.split(", ")[1].removeprefix("GPU-") for line in LIST.splitlines()]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a != b)
@@ -274,7 +275,9 @@ def test_a_driver_that_does_not_answer_is_a_problem(
     without_gpus(monkeypatch)
     nvidia_smi.write_text(f"#!/bin/sh\n{script}\n")
     monkeypatch.setattr(gpus, "DEADLINE_S", 0.5)
+    start = time.monotonic()
     found = section("torch and GPUs")
+    assert time.monotonic() - start < 5
     assert problem in str(found["driver"].problem)
     assert gpus.RESTART_DRIVER in str(found["driver"].problem)
 
@@ -325,6 +328,7 @@ def test_nccl_for_native(used: Library | None, value: str, remedy: str | None) -
         ((0, 2, 0), (2, 29, 7), [], "in use is 2.29.7", "==2.30.7 in this environment"),
         ((0, 2, 0), (2, 29, 7), [(2, 30, 7)], "in use is 2.29.7", "LD_PRELOAD=/opt/other"),
         ((0, 2, 0), (2, 29, 7), [(2, 31, 1)], "in use is 2.29.7", "==2.30.7 in this environment"),
+        ((0, 2, 0), (2, 32, 3), [], "in use is 2.32.3", "==2.30.7 in this environment"),
         ((0, 2, 0), None, [], "in use is none", "==2.30.7 in this environment"),
         ((0, 9, 0), (2, 30, 7), [], "libnccl_ep 0.9.0 demands is not known", "it is: 0.2.0 ("),
         (None, (2, 30, 7), [], "version unknown demands is not known", "it is: 0.2.0 ("),

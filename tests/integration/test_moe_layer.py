@@ -53,6 +53,7 @@ CASES = [
     LayerCase("shared-experts", options={"moe_shared_expert_intermediate_size": 32}),
     LayerCase("probs-on-input", options={**TOP_1, "moe_apply_probs_on_input": True}),
     LayerCase("gradient-accumulation", micro_batches=3),
+    LayerCase("two-in-flight", micro_batches=2, in_flight=True),
     LayerCase(
         "recompute",
         options={"recompute_granularity": "selective", "recompute_modules": ["moe"]},

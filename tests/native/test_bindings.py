@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,9 +85,9 @@ def group(native: ModuleType, fake: Path, communicator: Any) -> Any:
 
 
 @pytest.fixture
-def handle(native: ModuleType, group: Any) -> Iterator[Any]:
+def handle(native: ModuleType, group: Any) -> Any:
     memory = torch.empty(group.handle_bytes(16, 4), dtype=torch.uint8)
-    yield native.NcclEpHandle(group, 16, 4, memory)
+    return native.NcclEpHandle(group, 16, 4, memory)
 
 
 def test_communicator(native: ModuleType, fake: Path, recorder: Recorder) -> None:

@@ -1,0 +1,22 @@
+"""Fixtures for tests that need GPUs; collected with --backend nccl only (tests/conftest.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ncclep.testing.launcher import RankPool
+
+# What the CPU's tests share serves here too.
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("contract", "integration")]
+
+
+@pytest.fixture(scope="session")
+def megatron_pool(backend: str, rank_counts: list[int]) -> Iterator[RankPool]:
+    """Processes of their own for Megatron: as many of the ranks asked for as divide 16 experts."""
+    pool = RankPool(next(n for n in range(rank_counts[-1], 0, -1) if 16 % n == 0), backend)
+    yield pool
+    pool.close()

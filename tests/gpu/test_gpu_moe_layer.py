@@ -1,0 +1,47 @@
+"""A whole MoELayer on GPUs with each engine against `alltoall`: outputs and all gradients.
+
+The tolerances are those of the CPU's test (`layer_case.py`), and so are their reasons: the same sums
+of at most six rows in another order, and weight gradients over at most 128 rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from layer_case import LayerCase, assert_same_training
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.testing.launcher import RankPool
+
+# One hidden size and one number of experts: an engine that compiles at run time does so twice,
+# once for each dtype.
+SHAPE = {"hidden_size": 64, "num_moe_experts": 16}
+SEQUENCES = (16,) * 4
+
+CASES = [
+    LayerCase("top-2", sequences=SEQUENCES),
+    LayerCase("top-6", options={"moe_router_topk": 6}, sequences=SEQUENCES),
+    LayerCase("uneven", sequences=(3, 16, 1, 9)),
+    LayerCase(
+        "recompute",
+        options={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        micro_batches=2,
+        sequences=SEQUENCES,
+    ),
+    LayerCase("two-in-flight", micro_batches=2, in_flight=True, sequences=SEQUENCES),
+    LayerCase("aligned", sequences=SEQUENCES),
+]
+ALIGNMENT = {"aligned": 32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layer_equals_alltoall(
+    megatron_pool: RankPool, engine_name: str, case: LayerCase, dtype: torch.dtype
+) -> None:
+    ncclep = EpConfig(engine=engine_name, alignment=ALIGNMENT.get(case.name, 1))
+    options = {**SHAPE, **case.options, "ncclep": ncclep}
+    case = dataclasses.replace(case, ep=megatron_pool.size, dtype=dtype, options=options)
+    assert_same_training(megatron_pool, case, engine_name)

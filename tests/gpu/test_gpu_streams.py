@@ -1,0 +1,144 @@
+"""The caller's stream: an engine reads inputs after what the stream held before, and writes before
+what comes next.  On a CPU streams are dummies, so only these tests see a missing wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from run_case import fitted, opened, oracle_of, rounds_home, run_case
+
+from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.testing.oracle import oracle_combine
+
+# About 50 ms at 2 GHz, in which the host has long queued everything that follows.
+SLOW_CYCLES = 100_000_000
+NAN = float("nan")
+
+Results = list[torch.Tensor]  # rows, their weights, sums, values at home
+
+
+def late(value: torch.Tensor, decoy: torch.Tensor) -> torch.Tensor:
+    """`value`, but `decoy` until a slow kernel that is queued on the current stream has ended."""
+    buffer = decoy.clone()
+    torch.cuda._sleep(SLOW_CYCLES)
+    return buffer.copy_(value)
+
+
+def steps_on_a_stream(
+    ctx: RankContext, case: Case, engine_name: str, second: Case
+) -> tuple[Results, Results]:
+    """Plan both cases, then dispatch and combine them in reverse order, all on a new stream.
+
+    Each input is late, and spoilt as soon as the call that reads it has returned; each result is
+    copied on the stream right after the call.
+    """
+    with opened(ctx, case, engine_name) as (case, engine):
+        cases = [case, second.on(ctx.device)]
+        routes = [c.topk_idx(ctx.rank) for c in cases]
+        xs = [c.rows(ctx.rank, c.tokens[ctx.rank], salt=2) for c in cases]
+        ws = [c.weights(ctx.rank) for c in cases]
+        torch.cuda.synchronize()
+        results: dict[int, Results] = {0: [], 1: []}
+        with torch.cuda.stream(torch.cuda.Stream()):
+            plans = []
+            for route in routes:
+                topk_idx = late(route, decoy=route.flip(0))
+                plans.append(engine.plan(topk_idx))
+                topk_idx.fill_(-1)
+            for i in (1, 0):
+                x = late(xs[i], torch.full_like(xs[i], NAN))
+                w = late(ws[i], torch.full_like(ws[i], NAN))
+                rows, row_w = engine.dispatch(plans[i], x, w)
+                results[i] += [rows.clone(), row_w.clone()]
+                x.fill_(NAN)
+                w.fill_(NAN)
+            for i in (1, 0):
+                rows = cases[i].rows(ctx.rank, plans[i].num_rows, salt=5)
+                y = late(rows, torch.full_like(rows, NAN))
+                v = late(results[i][1], torch.full_like(results[i][1], NAN))
+                out, home = engine.combine(plans[i], y, v)
+                results[i] += [out.clone(), home.clone()]
+                y.fill_(NAN)
+                v.fill_(NAN)
+        torch.cuda.synchronize()
+        return results[0], results[1]
+
+
+def both_cases(pool: RankPool, engine_name: str, dtype: torch.dtype) -> tuple[Case, Case]:
+    """Two micro-batches of one layer."""
+    ranks = pool.size
+    first = Case("first", (25, 12, 3, 31)[:ranks], 4 * ranks, 4, 64, dtype, dropped=0.1)
+    first = fitted(first, pool, engine_name)
+    tokens = (7, 40, 0, 16)[: first.num_ranks]
+    return first, dataclasses.replace(first, name="second", tokens=tokens, top_k=2, seed=1)
+
+
+def assert_oracles(case: Case, engine_name: str, results: list[Results]) -> None:
+    """Compare what the ranks got for `case` with the oracle, exactly."""
+    ranks = range(case.num_ranks)
+    oracle = oracle_of(case)
+    x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
+    w = [case.weights(r) for r in ranks]
+    y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
+    for rank in ranks:
+        assert_dispatched(oracle, x, w, rank, *results[rank][:2])
+    out, home = oracle_combine(
+        oracle, y, [result[1] for result in results], round_home=rounds_home(engine_name)
+    )
+    for rank in ranks:
+        assert_same_bits(results[rank][2], out[rank], f"{case}: output of rank {rank}")
+        assert_same_bits(results[rank][3], home[rank], f"{case}: values back at rank {rank}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_inputs_of_a_slow_stream(pool: RankPool, engine_name: str, dtype: torch.dtype) -> None:
+    first, second = both_cases(pool, engine_name, dtype)
+    results = run_case(pool, steps_on_a_stream, first, engine_name, second)
+    if results is None:
+        return  # refused, as it must be
+    for i, case in enumerate((first, second)):
+        assert_oracles(case, engine_name, [both[i] for both in results])
+
+
+def steps_twice(
+    ctx: RankContext, case: Case, engine_name: str, second: Case
+) -> tuple[Results, Results]:
+    """All steps of `case` on the default stream, and again on another with `second` in between."""
+    with opened(ctx, case, engine_name) as (case, engine):
+        second = second.on(ctx.device)
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x, w = case.rows(ctx.rank, plan.num_tokens, salt=2), case.weights(ctx.rank)
+        y = case.rows(ctx.rank, plan.num_rows, salt=5)
+
+        def steps() -> Results:
+            rows, row_w = engine.dispatch(plan, x, w)
+            out, home = engine.combine(plan, y, row_w)
+            return [rows.clone(), row_w.clone(), out.clone(), home.clone()]
+
+        once = steps()
+        other = engine.plan(second.topk_idx(ctx.rank))
+        engine.dispatch(other, second.rows(ctx.rank, other.num_tokens, salt=2))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            again = steps()
+        torch.cuda.synchronize()
+        return once, again
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_saved_plan_gives_the_same_bits(
+    pool: RankPool, engine_name: str, dtype: torch.dtype
+) -> None:
+    first, second = both_cases(pool, engine_name, dtype)
+    results = run_case(pool, steps_twice, first, engine_name, second)
+    if results is None:
+        return  # refused, as it must be
+    assert_oracles(first, engine_name, [once for once, _ in results])
+    for rank, (once, again) in enumerate(results):
+        for what, a, b in zip(("rows", "weights", "out", "values"), once, again, strict=True):
+            assert_same_bits(b, a, f"rank {rank}, {what}")
