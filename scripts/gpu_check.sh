@@ -66,6 +66,11 @@ step() {
     if [ $status -eq 0 ]; then
         passed=$((passed + 1))
         row "$name" pass $((SECONDS - start)) "$(tail -n 1 "$log" | tr -d '=')"
+        # A test that pytest skipped did not pass.
+        local skipped
+        while read -r skipped; do
+            not_run "$name" "$skipped"
+        done < <(grep '^SKIPPED ' "$log")
         return 0
     fi
     failures=$((failures + 1))

@@ -1,10 +1,10 @@
-"""Print what this machine can check: a line for its GPUs, and one for each engine.
+"""Print what this machine can check: a line for each engine, and one for its GPUs.
 
 python tests/gpu/engines_here.py [ENGINE ...]      default: every engine of the registry
 
-    gpus<TAB>2
     nccl_ep<TAB>
     reference<TAB>
+    gpus<TAB>2
 
 An engine's line ends with the reason why it cannot run in a group of two ranks (of one, when there
 is but one GPU), and with nothing when it can.
@@ -33,7 +33,6 @@ def obstacle_on_rank(ctx: RankContext, name: str) -> str:
 
 def main(names: list[str]) -> None:
     gpus = torch.cuda.device_count()
-    print(f"gpus\t{gpus}")
     pool = RankPool(min(gpus, 2), "nccl") if gpus else None
     for name in names:
         if name not in ENGINES:
@@ -45,6 +44,7 @@ def main(names: list[str]) -> None:
         print(f"{name}\t{' '.join(reason.split())}")
     if pool is not None:
         pool.close()
+    print(f"gpus\t{gpus}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+// The only loops that wait: for a word that another rank writes, and for the other CTAs of a grid.
+//
+// Every wait has the group's deadline.  When it passes, who waited for whom is written to the
+// mailbox, and from then on no wait of this rank waits: kernels run to their end, and the host
+// raises.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "native/state.h"
+
+namespace ncclep::native {
+
+__device__ inline std::uint64_t now_ns() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ inline std::uint64_t load_acquire(const std::uint64_t* word) {
+  std::uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline void store_release(std::uint64_t* word, std::uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ inline bool has_failed(const Rank& me) {
+  return *static_cast<volatile unsigned int*>(&me.state->failed) != 0;
+}
+
+__device__ inline void report_failure(const Rank& me, Phase phase, int peer, std::uint64_t epoch) {
+  if (atomicExch(&me.state->failed, 1u) != 0) return;
+  me.mailbox->failed_peer = peer;
+  me.mailbox->failed_epoch = epoch;
+  __threadfence_system();
+  me.mailbox->failed_phase = static_cast<std::uint32_t>(phase);
+}
+
+// Calls `is_over` until it is true.  False when the deadline passed, now or before.
+template <typename IsOver>
+__device__ bool wait_until(const Rank& me, Phase phase, int peer, std::uint64_t epoch,
+                           IsOver&& is_over) {
+  if (is_over()) return true;
+  const std::uint64_t start = now_ns();
+  for (unsigned int turn = 1;; ++turn) {
+    if (is_over()) return true;
+    if (turn % 64 == 0) {
+      if (has_failed(me)) return false;
+      if (now_ns() - start > me.deadline_ns) {
+        report_failure(me, phase, peer, epoch);
+        return false;
+      }
+    }
+  }
+}
+
+// Waits until `word`, which only `peer` writes, is at least `epoch`.
+__device__ inline bool wait_for(const Rank& me, Phase phase, int peer, const std::uint64_t* word,
+                                std::uint64_t epoch) {
+  return wait_until(me, phase, peer, epoch, [&] { return load_acquire(word) >= epoch; });
+}
+
+// The word in this rank's control window that `peer` writes for `signal`.
+__device__ inline std::uint64_t* signal_word(char* control, const Control& layout, Signal signal,
+                                             int peer) {
+  return reinterpret_cast<std::uint64_t*>(control + layout.signals()) + signal * layout.num_ranks +
+         peer;
+}
+
+// The operation that this kernel is; the same on every rank, and in every CTA until `leave`.
+__device__ inline std::uint64_t current_epoch(const Rank& me) {
+  return *static_cast<volatile std::uint64_t*>(&me.state->epoch) + 1;
+}
+
+// All threads of all CTAs arrive here; the grid must be resident (a cooperative launch).  What was
+// written before is visible after.
+__device__ inline void grid_barrier(const Rank& me, Phase phase) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const unsigned long long ticket = atomicAdd(&me.state->arrived, 1ull);
+    const unsigned long long goal = (ticket / gridDim.x + 1) * gridDim.x;
+    wait_until(me, phase, me.rank, goal, [&] {
+      return *static_cast<volatile unsigned long long*>(&me.state->arrived) >= goal;
+    });
+    __threadfence();
+  }
+  __syncthreads();
+}
+
+// All threads call this last.  True for all threads of the CTA that leaves last; what the others
+// wrote is visible to it, also to be passed on to other ranks.
+__device__ inline bool leave(const Rank& me) {
+  __shared__ bool is_last;
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(&me.state->leaving, 1u) == gridDim.x - 1;
+    if (is_last) me.state->leaving = 0;
+    __threadfence_system();
+  }
+  __syncthreads();
+  return is_last;
+}
+
+}  // namespace ncclep::native

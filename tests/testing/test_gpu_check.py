@@ -1,0 +1,183 @@
+"""scripts/gpu_check.sh with a stand-in for Python: what fails or cannot run is never a pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.sh"
+
+# Prints its words; what its folder holds says which engines there are and what fails.
+PYTHON = r"""#!/bin/bash
+here=$(dirname "$0")
+echo "python $*" >>"$here/calls"
+case "$*" in
+*engines_here.py*) cat "$here/engines" ;;
+*pytest*) [ ! -f "$here/skip" ] || echo "SKIPPED [1] a.py:1: no library" ;;
+esac
+while read -r words; do
+    [[ "$*" == *"$words"* ]] && echo "boom" && exit 3
+done <"$here/failing"
+echo "all is well"
+"""
+
+
+class Machine:
+    """A machine with GPUs and engines of its own, on which the script runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "python").write_text(PYTHON)
+        (folder / "python").chmod(0o755)
+        (folder / "failing").touch()
+
+    def has(self, gpus: int, **engines: str) -> None:
+        """Engine -> the reason why it cannot run, empty if it can."""
+        lines = [f"{name}\t{reason}" for name, reason in engines.items()]
+        (self.folder / "engines").write_text("\n".join([*lines, f"gpus\t{gpus}"]) + "\n")
+
+    def fails(self, *commands: str) -> None:
+        """What the commands that contain these words do."""
+        (self.folder / "failing").write_text("".join(f"{words}\n" for words in commands))
+
+    def check(self, *engines: str, **environment: str) -> tuple[int, dict[str, list[str]]]:
+        """Run the script; its exit status, and the summary: step -> [result, seconds, remark]."""
+        results = self.folder / "results"
+        done = subprocess.run(
+            [str(SCRIPT), str(results), *engines],
+            env={**os.environ, "PYTHON": str(self.folder / "python"), **environment},
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
+        lines = (results / "summary.txt").read_text().splitlines()[2:]
+        assert "".join(f"{line}\n" for line in lines) in done.stdout
+        return done.returncode, {
+            line[:28].strip(): [line[29:37].strip(), line[38:45].strip(), line[47:].strip()]
+            for line in lines
+        }
+
+    def calls(self, words: str) -> list[str]:
+        return [c for c in (self.folder / "calls").read_text().splitlines() if words in c]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def results(rows: dict[str, list[str]]) -> dict[str, str]:
+    return {step: result for step, (result, _, _) in rows.items()}
+
+
+def test_four_gpus(machine: Machine) -> None:
+    machine.has(4, nccl_ep="", reference="")
+    status, rows = machine.check()
+    assert status == 0
+    names = ["versions", "engines"]
+    names += [f"{s}-{e}" for e in ("nccl_ep", "reference") for s in ("contract", "gpu", "train")]
+    assert results(rows) == dict.fromkeys([*names, "doctor", "bench"], "pass")
+    contract = machine.calls("tests/contract")
+    assert contract[0].endswith("--backend nccl --engine nccl_ep --ranks 2 --ranks 4")
+    assert contract[1].endswith("--engine reference --ranks 1 --ranks 2 --ranks 3 --ranks 4")
+    assert all("--ranks 4" in call for call in machine.calls("train --ranks"))
+    assert len(machine.calls("check_losses.py")) == 2
+
+
+def test_two_gpus_leave_out_what_needs_four_and_list_it(machine: Machine) -> None:
+    machine.has(2, reference="")
+    status, rows = machine.check(STEPS="contract gpu")
+    assert status == 0
+    assert results(rows) == {
+        "versions": "pass",
+        "engines": "pass",
+        "contract-reference": "pass",
+        "contract-reference, 4 ranks": "NOT RUN",
+        "gpu-reference": "pass",
+    }
+    assert machine.calls("tests/contract")[0].endswith("--ranks 1 --ranks 2")
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_too_few_gpus_are_no_pass(machine: Machine, gpus: int) -> None:
+    machine.has(gpus, reference="" if gpus else "there is no GPU")
+    status, rows = machine.check()
+    assert status == 1
+    assert rows["groups of ranks"] == ["NOT RUN", "-", f"two GPUs are needed, {gpus} found"]
+    assert results(rows)["doctor"] == "pass"
+
+
+def test_an_engine_that_cannot_run_is_listed(machine: Machine) -> None:
+    machine.has(2, nccl_ep="no libnccl_ep.so", reference="")
+    status, rows = machine.check(STEPS="gpu")
+    assert status == 0
+    assert rows["engine nccl_ep"] == ["NOT RUN", "-", "no libnccl_ep.so"]
+    assert "gpu-nccl_ep" not in rows
+
+
+def test_an_engine_asked_for_by_name_must_run(machine: Machine) -> None:
+    machine.has(2, nccl_ep="no libnccl_ep.so")
+    status, rows = machine.check("nccl_ep", STEPS="gpu")
+    assert status == 1
+    assert results(rows)["engine nccl_ep"] == "NOT RUN"
+    assert machine.calls("engines_here.py")[0].endswith("engines_here.py nccl_ep")
+
+
+@pytest.mark.parametrize(
+    ("failing", "step"),
+    [
+        ("tests/contract", "contract-reference"),
+        ("tests/gpu --backend", "gpu-reference"),
+        ("train --ranks", "train-reference"),
+        ("check_losses.py", "train-reference"),
+        ("doctor", "doctor"),
+        ("bench", "bench"),
+    ],
+)
+def test_a_failure_is_recorded_and_the_rest_runs(
+    machine: Machine, failing: str, step: str
+) -> None:
+    machine.has(4, reference="")
+    machine.fails(failing)
+    status, rows = machine.check()
+    assert status == 1
+    assert {name for name, result in results(rows).items() if result != "pass"} == {step}
+    assert results(rows)[step] == "FAIL"
+    assert "exit status 3" in rows[step][2]
+    assert "boom" in (machine.folder / "results" / f"{step}.log").read_text()
+
+
+def test_without_knowing_the_engines_nothing_counts(machine: Machine) -> None:
+    machine.has(4, reference="")
+    machine.fails("engines_here.py")
+    status, rows = machine.check()
+    assert status == 1
+    assert results(rows)["contract, gpu, train"] == "NOT RUN"
+
+
+def test_a_step_that_hangs_is_ended(machine: Machine) -> None:
+    machine.has(2, reference="")
+    text = (machine.folder / "python").read_text()
+    (machine.folder / "python").write_text(text.replace("*pytest*)", "*pytest*) sleep 60;"))
+    status, rows = machine.check(STEPS="gpu", STEP_TIMEOUT="2")
+    assert status == 1
+    assert rows["gpu-reference"][0] == "FAIL"
+    assert rows["gpu-reference"][2].startswith("stopped after 2 s")
+
+
+def test_a_skipped_test_is_listed(machine: Machine) -> None:
+    machine.has(2, reference="")
+    (machine.folder / "skip").touch()
+    _, rows = machine.check(STEPS="gpu")
+    assert rows["gpu-reference"][:1] == ["NOT RUN"]  # the line after the step's own
+
+
+def test_an_unknown_step_is_refused() -> None:
+    done = subprocess.run(
+        [str(SCRIPT)], env={**os.environ, "STEPS": "contrast"}, text=True, capture_output=True
+    )
+    assert done.returncode == 2
+    assert "there is no step 'contrast'" in done.stderr
