@@ -12,6 +12,7 @@
 #include "bench/copy_rows.h"
 #include "common/cuda.h"
 #include "common/tensor.h"
+#include "native/group.h"
 #include "nccl/nccl.h"
 #include "nccl/window.h"
 #include "nccl_ep/nccl_ep.h"
@@ -112,6 +113,48 @@ void bind_nccl_ep(py::module_& module) {
       .def("close", &Handle::close);
 }
 
+void bind_native(py::module_& module) {
+  using ncclep::native::Failure;
+  using ncclep::native::Group;
+  using ncclep::native::Plan;
+  using ncclep::native::PlanSizes;
+  py::class_<PlanSizes>(module, "NativePlanSizes")
+      .def_readonly("num_rows", &PlanSizes::num_rows)
+      .def_readonly("num_pairs", &PlanSizes::num_pairs)
+      .def_readonly("num_picks", &PlanSizes::num_picks)
+      .def_readonly("num_dropped", &PlanSizes::num_dropped)
+      .def_readonly("bad_ranks", &PlanSizes::bad_ranks);
+  py::class_<Failure>(module, "NativeFailure")
+      .def_readonly("phase", &Failure::phase)
+      .def_readonly("peer", &Failure::peer)
+      .def_readonly("epoch", &Failure::epoch);
+  py::class_<Plan>(module, "NativePlan")
+      .def(py::init([](const Tensor& counts, const Tensor& home, const Tensor& routes,
+                       std::int64_t num_pairs, std::int64_t num_picks, int num_chunks, int top_k) {
+             return Plan{counts, home, routes, num_pairs, num_picks, num_chunks, top_k};
+           }),
+           "counts"_a, "home"_a, "routes"_a, "num_pairs"_a, "num_picks"_a, "num_chunks"_a,
+           "top_k"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>());
+  py::class_<Group, std::shared_ptr<Group>>(module, "NativeGroup")
+      .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a,
+           "num_experts"_a, "timeout_s"_a)
+      .def("fits", &Group::fits, "max_tokens"_a, "top_k"_a, "row_bytes"_a)
+      .def("reserve", &Group::reserve, "max_tokens"_a, "top_k"_a, "row_bytes"_a, Unlocked())
+      .def("close", &Group::close, Unlocked())
+      .def_property_readonly("num_bytes", &Group::num_bytes)
+      .def("scratch_size", &Group::scratch_size)
+      .def("routes_size", &Group::routes_size, "num_pairs"_a, "num_picks"_a, "num_chunks"_a)
+      .def("plan_count", &Group::plan_count, "topk_idx"_a, "alignment"_a, "counts"_a, "home"_a,
+           "scratch"_a, "num_sms"_a, "stream"_a)
+      .def("wait_for_sizes", &Group::wait_for_sizes, "plan"_a, Unlocked())
+      .def("plan_receive", &Group::plan_receive, "plan"_a, "num_sms"_a, "stream"_a)
+      .def("dispatch", &Group::dispatch, "plan"_a, "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
+           "stream"_a)
+      .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "out"_a, "home_w"_a, "num_sms"_a,
+           "stream"_a)
+      .def("failure", &Group::failure);
+}
+
 void bind_bench(py::module_& module) {
   module.def(
       "copy_rows",
@@ -160,5 +203,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("build_info", &build_info);
   bind_nccl(module);
   bind_nccl_ep(module);
+  bind_native(module);
   bind_bench(module);
 }

@@ -1,4 +1,4 @@
-"""Options and fixtures shared by all tests: which engines are checked, over what, on how many ranks."""
+"""Options and fixtures of all tests: which engines are checked, over what, on how many ranks."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def obstacle_without_gpus(name: str) -> str | None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave tests/gpu out without GPUs: not skipped, so that no report counts them."""
     on_gpu = config.getoption("--backend") == "nccl"
-    return True if collection_path == GPU_TESTS and not on_gpu else None
+    is_inside = GPU_TESTS in (collection_path, *collection_path.parents)
+    return True if is_inside and not on_gpu else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -115,13 +116,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test every chosen engine and, if it asks for one, every contract case of the engine."""
+    """Give a test every chosen engine and, if it asks for them, every contract case of each."""
     names, numbers = chosen_engines(metafunc.config), chosen_ranks(metafunc.config)
     if "contract_case" in metafunc.fixturenames:
         metafunc.parametrize(
             ("engine_name", "contract_case"),
             [
-                pytest.param(name, for_engine(case, ENGINES[name].caps), id=f"{name}-{n}ranks-{case}")
+                pytest.param(
+                    name, for_engine(case, ENGINES[name].caps), id=f"{name}-{n}ranks-{case}"
+                )
                 for name in names
                 for n in numbers
                 for case in contract_cases(n)

@@ -10,6 +10,7 @@
 #include <cstddef>
 
 #include "bench/copy_rows.h"
+#include "common/bulk_copy.cuh"
 #include "common/cuda.h"
 
 namespace ncclep::bench {
@@ -25,40 +26,6 @@ struct Peers {
   char* rows[kMaxPeers];
 };
 
-__device__ std::uint32_t shared_address(const void* pointer) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ void start_load(void* stage, const void* row, int bytes, std::uint64_t* full) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(full)),
-               "r"(bytes)
-               : "memory");
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(stage)),
-      "l"(row), "r"(bytes), "r"(shared_address(full))
-      : "memory");
-}
-
-__device__ void wait_for_load(std::uint64_t* full, int parity) {
-  std::uint32_t is_done = 0;
-  while (is_done == 0) {
-    asm volatile(
-        "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; "
-        "selp.u32 %0, 1, 0, done; }"
-        : "=r"(is_done)
-        : "r"(shared_address(full)), "r"(parity)
-        : "memory");
-  }
-}
-
-__device__ void start_store(void* row, const void* stage, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(row),
-               "r"(shared_address(stage)), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
 template <bool kPush>
 __global__ void copy_rows_kernel(char* local, Peers peers, const int* peer_of_row,
                                  const int* peer_row, int num_rows, int row_bytes) {
@@ -67,11 +34,8 @@ __global__ void copy_rows_kernel(char* local, Peers peers, const int* peer_of_ro
   if (threadIdx.x % kWarpSize != 0) return;
   const int warp = threadIdx.x / kWarpSize;
   char* ring = stages + static_cast<std::size_t>(warp) * kStages * row_bytes;
-  for (int stage = 0; stage < kStages; ++stage) {
-    asm volatile(
-        "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&full[warp][stage])));
-  }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  for (int stage = 0; stage < kStages; ++stage) init_barrier(&full[warp][stage]);
+  fence_barriers();
 
   // This warp's rows are first, first + step, ...
   const int warps = blockDim.x / kWarpSize;
@@ -93,14 +57,15 @@ __global__ void copy_rows_kernel(char* local, Peers peers, const int* peer_of_ro
     wait_for_load(&full[warp][stage], turn / kStages % 2);
     start_store(kPush ? remote_row(row) : local_row(row),
                 ring + static_cast<std::size_t>(stage) * row_bytes, row_bytes);
+    commit_stores();
     if (turn + kStages - 1 < count) {
       // The next load goes into the stage before this one; all stores but the last have read
       // theirs.
-      asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+      wait_for_reads_of_stores<1>();
       load(turn + kStages - 1);
     }
   }
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  wait_for_stores();
 }
 
 }  // namespace

@@ -7,11 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "common/dtype.h"
 #include "common/error.h"
 
 namespace ncclep {
-
-enum class DType { kUint8, kInt32, kInt64, kFloat16, kBFloat16, kFloat32 };
 
 // A contiguous tensor in device memory, borrowed for the length of a call.
 struct Tensor {

@@ -26,7 +26,7 @@ enum class Phase : std::uint32_t { kNone, kPlan, kRoutes, kDispatch, kCombine };
 // What one rank tells another is one word, written by that rank alone.
 enum Signal : int { kRoutesWritten, kEntered, kNumSignals };
 
-// The control window of each rank; `[r]` is written by rank r into this rank's window.
+// The control window of each rank.  `[r]` is written by rank r, or, where it says so, for rank r.
 struct Control {
   int num_ranks, num_experts, max_tokens, max_top_k;
 
@@ -39,11 +39,12 @@ struct Control {
 
   // uint64 [kNumSignals][R]: epochs.
   NCCLEP_BOTH std::size_t signals() const { return 0; }
-  // uint64 [R][columns]: epoch in the upper half, count in the lower.
+  // uint64 [2][R][columns]: epoch in the upper half, count in the lower.  Two, because a rank may
+  // post its next counts while another still reads the last.
   NCCLEP_BOTH std::size_t counts() const { return signals() + kNumSignals * num_ranks * 8; }
   // uint64 [R][chunks]: epoch of the dispatch whose rows of rank r's chunk are in r's window.
   NCCLEP_BOTH std::size_t staged() const {
-    return counts() + static_cast<std::size_t>(num_ranks) * num_columns() * 8;
+    return counts() + static_cast<std::size_t>(2) * num_ranks * num_columns() * 8;
   }
   // uint64 [R][chunks]: epoch of the combine whose sums for my chunk rank r has pushed.
   NCCLEP_BOTH std::size_t pushed() const {
@@ -55,12 +56,12 @@ struct Control {
   }
   // float [T * K]: what combine brings back to my picks.
   NCCLEP_BOTH std::size_t values() const { return weights() + 2 * picks() * 4; }
-  // int32 [R][T]: token of each pair that rank r has here, and its first pick.
+  // int32 [R][T], for rank r to fetch: token of each of my pairs there, and its first pick.
   NCCLEP_BOTH std::size_t pair_token() const { return values() + picks() * 4; }
   NCCLEP_BOTH std::size_t pair_first() const {
     return pair_token() + static_cast<std::size_t>(num_ranks) * max_tokens * 4;
   }
-  // int32 [R][T * K]: slot of each pick that rank r has here, and its place token * K + k at home.
+  // int32 [R][T * K], for rank r to fetch: slot there of each of my picks, and token * K + k.
   NCCLEP_BOTH std::size_t pick_slot() const {
     return pair_first() + static_cast<std::size_t>(num_ranks) * max_tokens * 4;
   }
@@ -70,26 +71,26 @@ struct Control {
 
 // In mapped host memory: written by the device, polled by the host.
 struct Mailbox {
-  // Of the plan whose epoch stands in plan_epoch, which is written last.
+  // Of the plan whose number stands in `plans`, which is written last.
   std::int64_t num_rows, num_pairs, num_picks, num_dropped;
-  volatile std::uint64_t plan_epoch;
-  // A pick that is no expert, or one named twice; `what` is written last.
-  std::int64_t bad_token, bad_pick, bad_expert;
-  volatile std::uint32_t bad_what;
+  std::uint32_t bad_ranks;  // whose routing names what is no expert, or one twice; one bit each
+  volatile std::uint64_t plans;
   // A wait whose deadline passed: who waited for whom, in what; `failed_phase` is written last.
   std::int32_t failed_peer;
   std::uint64_t failed_epoch;
   volatile std::uint32_t failed_phase;
 };
 
-enum BadPick : std::uint32_t { kPickGood, kPickOutside, kPickTwice, kPickTooMany };
-
 // In device memory of one rank; zero at the start.
 struct State {
-  std::uint64_t epoch;         // operations that are over
-  unsigned long long arrived;  // at grid barriers, over all operations
-  unsigned int leaving;        // CTAs of the current operation that are done
-  unsigned int failed;         // a deadline has passed: nobody waits any longer
+  std::uint64_t epoch;  // operations that are over
+  std::uint64_t plans;   // plans that are over
+  std::uint64_t dispatches;
+  std::uint64_t last_dispatch;  // its epoch
+  unsigned int arrived;  // at grid barriers of the current operation, one after the other
+  unsigned int leaving;  // CTAs of the current operation that are done
+  unsigned int failed;   // a deadline has passed: nobody waits any longer
+  unsigned int is_bad;   // this rank's routing, in the current plan
 };
 
 // What every kernel of a group gets.
@@ -97,6 +98,8 @@ struct Rank {
   Control control;
   int rank;
   char* control_of[kMaxRanks];  // control windows, by rank
+  char* rows_of[kMaxRanks];     // row windows, by rank: two for dispatch, then the one for combine
+  std::size_t dispatch_bytes;   // of one of the two
   State* state;
   Mailbox* mailbox;
   std::uint64_t deadline_ns;

@@ -81,10 +81,10 @@ __device__ inline void grid_barrier(const Rank& me, Phase phase) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    const unsigned long long ticket = atomicAdd(&me.state->arrived, 1ull);
-    const unsigned long long goal = (ticket / gridDim.x + 1) * gridDim.x;
+    const unsigned int ticket = atomicAdd(&me.state->arrived, 1u);
+    const unsigned int goal = (ticket / gridDim.x + 1) * gridDim.x;
     wait_until(me, phase, me.rank, goal, [&] {
-      return *static_cast<volatile unsigned long long*>(&me.state->arrived) >= goal;
+      return *static_cast<volatile unsigned int*>(&me.state->arrived) >= goal;
     });
     __threadfence();
   }
@@ -99,7 +99,7 @@ __device__ inline bool leave(const Rank& me) {
   __syncthreads();
   if (threadIdx.x == 0) {
     is_last = atomicAdd(&me.state->leaving, 1u) == gridDim.x - 1;
-    if (is_last) me.state->leaving = 0;
+    if (is_last) me.state->arrived = me.state->leaving = 0;
     __threadfence_system();
   }
   __syncthreads();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron_ncclep.benchmark import shapes
@@ -68,23 +69,24 @@ class Job:
             raise InputError(f"a subject is named twice: {', '.join(names)}")
         for shape in file.shapes:
             shape.check_ranks(ranks)
-        job = cls(
+        # Made anew, so that what the command line says is checked as what the file says.
+        measured = dataclasses.replace(
+            file,
+            warmup=_first(warmup, file.warmup, WARMUP[device]),
+            samples=_first(samples, file.samples, SAMPLES[device]),
+        )
+        return cls(
             config=config,
             shapes=file.shapes,
             ranks=ranks,
             device=device,
             subjects=names,
             required=tuple(subjects or ()),
-            warmup=_first(warmup, file.warmup, WARMUP[device]),
-            samples=_first(samples, file.samples, SAMPLES[device]),
+            warmup=measured.warmup or 0,
+            samples=measured.samples or 0,
             timeout_s=file.timeout_s,
             out=out,
         )
-        if job.warmup < 0:
-            raise InputError(f"--warmup {job.warmup}: must be at least 0")
-        if job.samples < 1:
-            raise InputError(f"--samples {job.samples}: must be at least 1")
-        return job
 
 
 def _first(*values: int | None) -> int:

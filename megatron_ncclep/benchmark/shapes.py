@@ -112,6 +112,17 @@ class Measurement:
     samples: int | None = None
     timeout_s: float = 60.0
 
+    def __post_init__(self) -> None:
+        names = [shape.name for shape in self.shapes]
+        if not names or len(names) != len(set(names)):
+            raise InputError(f"give at least one shape, each with a name of its own: {names}")
+        for name, least in (("warmup", 0), ("samples", 1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise InputError(f"{name} {value!r}: must be a whole number of at least {least}")
+        if type(self.timeout_s) not in (int, float) or not self.timeout_s > 0:
+            raise InputError(f"timeout_s {self.timeout_s!r}: must be a positive number of seconds")
+
 
 def load(name_or_path: str) -> Measurement:
     """Read a file of configs/benchmark/, by its name or its path.
@@ -127,13 +138,15 @@ def load(name_or_path: str) -> Measurement:
         raise InputError(f"{where}: shapes must be a list of mappings")
     for number, item in enumerate(listed):
         _check_keys(f"{where}: shape {item.get('name', number)}", item, Shape)
-    shapes = tuple(Shape(**item) for item in listed)
-    names = [shape.name for shape in shapes]
-    if not shapes or len(names) != len(set(names)):
-        raise InputError(f"{where}: give at least one shape, each with a name of its own: {names}")
-    values: dict[str, Any] = {**content, "shapes": shapes}
-    values["subjects"] = tuple(values.get("subjects", ()))
-    return Measurement(**values)
+    subjects = content.get("subjects", [])
+    if not isinstance(subjects, list) or not all(isinstance(name, str) for name in subjects):
+        raise InputError(f"{where}: subjects must be a list of names")
+    values: dict[str, Any] = {**content, "subjects": tuple(subjects)}
+    try:
+        values["shapes"] = tuple(Shape(**item) for item in listed)
+        return Measurement(**values)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def _check_keys(where: str, mapping: dict[str, Any], kind: type) -> None:

@@ -24,7 +24,7 @@ from megatron_ncclep.benchmark.routes import Routes, routes_of
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.engine import EngineCaps
 from megatron_ncclep.errors import EpError, InputError
-from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.cases import Case, refusal
 
 LIBRARY = "nccl_ep_library"
 # Yardsticks of Megatron-Core: our name -> dispatcher type and further TransformerConfig fields.
@@ -155,20 +155,10 @@ class Subject(Protocol):
 
 def limits_problem(case: Case, caps: EngineCaps) -> str | None:
     """Say which limit of an engine the case does not keep, if any."""
-    row_bytes = case.hidden * case.dtype.itemsize
-    if caps.max_tokens is not None and max(case.tokens) > caps.max_tokens:
-        return f"{max(case.tokens)} tokens on a rank: {caps.name} takes {caps.max_tokens}"
-    if caps.max_top_k is not None and case.top_k > caps.max_top_k:
-        return f"top-{case.top_k}: {caps.name} takes {caps.max_top_k}"
-    if case.num_ranks < caps.min_ranks:
-        return f"ranks: {case.num_ranks}, but {caps.name} takes {caps.min_ranks} or more"
-    if case.dtype not in caps.payload_dtypes:
-        return f"{case.dtype} rows: {caps.name} does not take them"
-    if row_bytes % caps.row_bytes_multiple:
-        return (
-            f"rows of {row_bytes} bytes: {caps.name} takes multiples of {caps.row_bytes_multiple}"
-        )
-    return None
+    limit = refusal(case, caps)
+    if limit is None:
+        return None
+    return f"the shape is beyond what {caps.name} takes: {limit} {getattr(caps, limit)}"
 
 
 def known_names() -> list[str]:

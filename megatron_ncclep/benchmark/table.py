@@ -15,8 +15,8 @@ TITLES = {LIBRARY: "nccl_ep (library)"}
 NOTES = (
     "Times are microseconds: the median over the samples of the slowest rank, all ranks starting "
     "together, and below it the 10th to the 90th percentile; sum adds the medians. bwd_dispatch is "
-    "the backward of combine, bwd_combine the backward of dispatch. Of lib. is the sum in sums of "
-    "nccl_ep (library). GB/s is the busiest rank's "
+    'the backward of combine, bwd_combine the backward of dispatch. "of lib." divides the sum by '
+    "that of nccl_ep (library). GB/s is the busiest rank's "
     "rows, each counted once for every other rank that needs it, over the time; in brackets, "
     "percent of the ceiling. Limit is the time of these rows at the ceiling. GB held is device "
     "memory on the rank that takes most: the peak of torch's allocator during one round, plus what "

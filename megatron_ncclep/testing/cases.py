@@ -1,7 +1,7 @@
 """Cases: routings with a readable name, made anew on any rank from the case alone.
 
 `contract_cases` are what every engine must do, `refusal` says which of them an engine must refuse
-by its caps, and `for_engine` makes a case payable for an engine that compiles at run time.
+by its caps, and `for_engine` gives a case the shapes that an engine is tested with.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Case:
         return dataclasses.replace(self, device=device)
 
     def on_at_most(self, num_ranks: int) -> Case:
-        """The same case for its first ranks only: as many as divide its experts, `num_ranks` at most."""
+        """The same case for at most `num_ranks` of its ranks: as many as divide its experts."""
         most = min(num_ranks, self.num_ranks)
         fitting = next(n for n in range(most, 0, -1) if self.num_experts % n == 0)
         return dataclasses.replace(self, tokens=self.tokens[:fitting])

@@ -39,9 +39,7 @@ def combine_on_rank(
         return out, home, out_alone
 
 
-def expected_sums(
-    case: Case, round_home: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def expected_sums(case: Case, round_home: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     oracle = oracle_of(case)
     values = [row_values(case, rank, len(slots)) for rank, slots in enumerate(oracle.slots)]
     return oracle_combine(

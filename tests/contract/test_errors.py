@@ -199,9 +199,11 @@ MISTAKES = [
 
 
 def make_mistake(ctx: RankContext, mistake: Callable, engine_name: str) -> str:
-    with closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine:
-        with pytest.raises(InputError) as caught:
-            mistake(ctx, engine)
+    with (
+        closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine,
+        pytest.raises(InputError) as caught,
+    ):
+        mistake(ctx, engine)
     # The group still works: nobody is left inside a collective.
     with closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine:
         engine.plan(topk(ctx))
@@ -242,7 +244,9 @@ def test_more_rows_than_numbers_for_them(pool: RankPool) -> None:
 def unavailable_on_rank(ctx: RankContext) -> str:
     entry = engines.ENGINES["reference"]
     engines.ENGINES["broken"] = engines.EngineEntry(
-        entry.caps, entry.build, lambda group, config: "no such GPU: buy one" if group.rank else None
+        entry.caps,
+        entry.build,
+        lambda group, config: "no such GPU: buy one" if group.rank else None,
     )
     try:
         with pytest.raises(EngineUnavailableError) as caught:
@@ -261,7 +265,9 @@ def auto_on_rank(ctx: RankContext) -> str:
     entry = engines.ENGINES["reference"]
     before = dict(engines.ENGINES)
     engines.ENGINES.clear()
-    engines.ENGINES["broken"] = engines.EngineEntry(entry.caps, entry.build, lambda group, config: "no GPU")
+    engines.ENGINES["broken"] = engines.EngineEntry(
+        entry.caps, entry.build, lambda group, config: "no GPU"
+    )
     engines.ENGINES["reference"] = entry
     try:
         group = engines.EpGroup.of(ctx.group)
@@ -352,11 +358,9 @@ def test_nan_weights_pass_through_to_their_token_only(pool: RankPool, engine_nam
 def diverge_on_rank(ctx: RankContext, engine_name: str) -> str:
     with closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine:
         plan = engine.plan(topk(ctx))
+        call, num_rows = (engine.combine, plan.num_rows) if ctx.rank == 0 else (engine.dispatch, 3)
         with pytest.raises(PeerError) as caught:
-            if ctx.rank == 0:
-                engine.combine(plan, rows(ctx, plan.num_rows))
-            else:
-                engine.dispatch(plan, rows(ctx))
+            call(plan, rows(ctx, num_rows))
     return str(caught.value)
 
 

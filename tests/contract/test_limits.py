@@ -197,7 +197,7 @@ def test_too_many_experts_on_a_rank(pool_with: Callable) -> None:
 
 def test_a_refusal_without_a_reason_shows(pool_with: Callable) -> None:
     step, case = refused("dispatch", "payload_dtypes")
-    with pytest.raises(AssertionError, match="does not say bfloat16: .*not possible"):
+    with pytest.raises(AssertionError, match=r"does not say bfloat16: .*not possible"):
         STEPS[step](pool_with(SilentEngine), "restricted", case)
 
 

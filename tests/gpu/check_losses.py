@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# The model `tiny` has two experts per token and fp32: both dispatchers add the same two numbers, and
-# on 4 H200s the curves of 60 steps were the same to the bit.  The bound is that of the protocol on
-# the CPU (docs/convergence.md), whose model has four; other seeds part by 0.07 nats there.
+# The model `tiny` has two experts per token and fp32: both dispatchers add the same two numbers,
+# and on 4 H200s the curves of 60 steps were the same to the bit.  The bound is that of the protocol
+# on the CPU (docs/convergence.md), whose model has four; other seeds part by 0.07 nats there.
 MOST_NATS = 1e-5
 
 

@@ -1,7 +1,7 @@
 """A whole MoELayer on GPUs with each engine against `alltoall`: outputs and all gradients.
 
-The tolerances are those of the CPU's test (`layer_case.py`), and so are their reasons: the same sums
-of at most six rows in another order, and weight gradients over at most 128 rows.
+The tolerances are those of the CPU's test (`layer_case.py`), and so are their reasons: the same
+sums of at most six rows in another order, and weight gradients over at most 128 rows.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, mak
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
-
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
 CASES = [

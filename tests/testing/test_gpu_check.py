@@ -137,9 +137,7 @@ def test_an_engine_asked_for_by_name_must_run(machine: Machine) -> None:
         ("bench", "bench"),
     ],
 )
-def test_a_failure_is_recorded_and_the_rest_runs(
-    machine: Machine, failing: str, step: str
-) -> None:
+def test_a_failure_is_recorded_and_the_rest_runs(machine: Machine, failing: str, step: str) -> None:
     machine.has(4, reference="")
     machine.fails(failing)
     status, rows = machine.check()

@@ -1,4 +1,4 @@
-"""The options of tests/conftest.py: what is collected, and what is refused before the first test."""
+"""The options of tests/conftest.py: what is collected, and what is refused before any test."""
 
 from __future__ import annotations
 

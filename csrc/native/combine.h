@@ -1,0 +1,26 @@
+// Step 3, combine: expert ranks add up and push one row for each pair, home adds up the ranks.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "native/plan.h"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+struct Combine {
+  const char* y;   // [num_rows, hidden]
+  const float* w;  // [num_rows], or null
+  char* out;       // [T, hidden]
+  float* home_w;   // [T, K], or null
+  DType dtype;     // kBFloat16, kFloat16 or kFloat32
+  int num_tokens, top_k, row_bytes;
+  HomeRoutes home;
+  ReceivedRoutes routes;
+};
+
+// Queues the combine.  Collective.
+void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr_t stream);
+
+}  // namespace ncclep::native

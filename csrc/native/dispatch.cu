@@ -1,0 +1,292 @@
+// One kernel, two kinds of warps in every CTA.
+//
+// *Staging* warps copy this rank's rows (those that go anywhere else) into its window, a chunk of
+// tokens at a time, and tell every rank of each finished chunk.  *Pulling* warps fetch a row over
+// NVLink once, into a ring of stages in shared memory, and store it to all of its slots from there;
+// each waits only for the chunk that its next row is in, so that copying and pulling overlap.
+//
+// The window has two halves, for dispatches that follow each other: a rank that is still pulling the
+// last dispatch is not disturbed by this one.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/bulk_copy.cuh"
+#include "common/cuda.h"
+#include "native/dispatch.h"
+#include "native/wait.cuh"
+
+namespace ncclep::native {
+
+namespace {
+
+constexpr int kWarpSize = 32;
+constexpr int kStagingWarps = 4;
+constexpr int kStagingThreads = kStagingWarps * kWarpSize;
+constexpr int kStagingBarrier = 1;
+constexpr int kMaxPullingWarps = 16;
+constexpr int kStages = 4;
+constexpr int kSharedBytes = 200 * 1024;
+constexpr int kMaxPiece = 16 * 1024;  // longer rows travel in pieces
+
+struct Shape {
+  int pulling_warps;
+  int piece_bytes;  // of a row, at most; a multiple of 16
+  int pieces;       // of a row
+};
+
+Shape shape_for(int row_bytes) {
+  Shape shape;
+  shape.pieces = (row_bytes + kMaxPiece - 1) / kMaxPiece;
+  shape.piece_bytes = (row_bytes / shape.pieces + 15) / 16 * 16;
+  if (shape.piece_bytes * shape.pieces < row_bytes) shape.piece_bytes += 16;
+  shape.pulling_warps = std::min(kMaxPullingWarps, kSharedBytes / (kStages * shape.piece_bytes));
+  return shape;
+}
+
+__device__ void sync_staging_warps() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kStagingBarrier), "n"(kStagingThreads) : "memory");
+}
+
+// True for all staging threads of the CTA if it is for all of them.
+__device__ bool all_staging_threads(bool mine) {
+  int all;
+  asm volatile(
+      "{ .reg .pred in, out; setp.ne.s32 in, %1, 0; bar.red.and.pred out, %2, %3, in; "
+      "selp.s32 %0, 1, 0, out; }"
+      : "=r"(all)
+      : "r"(static_cast<int>(mine)), "n"(kStagingBarrier), "n"(kStagingThreads)
+      : "memory");
+  return all != 0;
+}
+
+// Copies `bytes`, a multiple of 16, with the staging warps.
+__device__ void copy_with_warp(char* to, const char* from, int bytes, int lane) {
+  const int vectors = bytes / 16;
+  auto* out = reinterpret_cast<uint4*>(to);
+  const auto* in = reinterpret_cast<const uint4*>(from);
+  int i = lane;
+  constexpr int kUnroll = 8;
+  for (; i + (kUnroll - 1) * kWarpSize < vectors; i += kUnroll * kWarpSize) {
+    uint4 values[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) values[u] = __ldg(in + i + u * kWarpSize);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) out[i + u * kWarpSize] = values[u];
+  }
+  for (; i < vectors; i += kWarpSize) out[i] = __ldg(in + i);
+}
+
+__device__ void zero_with_warp(char* to, int bytes, int lane) {
+  for (int i = lane; i < bytes / 16; i += kWarpSize) {
+    reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// Rows and weights of this rank's tokens into its windows, chunk after chunk.
+__device__ void stage(const Rank& me, const Dispatch& job, char* window, float* weights,
+                      std::uint64_t epoch) {
+  const Control& layout = me.control;
+  const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
+  // Whoever still pulls the dispatch before the last pulls from this half of the window.
+  const std::uint64_t last = me.state->last_dispatch;
+  bool is_free = true;
+  if (thread < layout.num_ranks) {
+    is_free = wait_for(me, Phase::kDispatch, thread,
+                       signal_word(me.control_of[me.rank], layout, kEntered, thread), last);
+  }
+  if (!all_staging_threads(is_free)) return;
+  const int num_chunks = (job.num_tokens + kChunk - 1) / kChunk;
+  for (int chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+    const int end = min((chunk + 1) * kChunk, job.num_tokens);
+    for (int token = chunk * kChunk + warp; token < end; token += kStagingWarps) {
+      if ((job.token_ranks[token] & ~(1u << me.rank)) == 0) continue;
+      const std::size_t offset = static_cast<std::size_t>(token) * job.row_bytes;
+      copy_with_warp(window + offset, job.x + offset, job.row_bytes, lane);
+    }
+    if (job.w != nullptr) {
+      for (int i = chunk * kChunk * job.top_k + thread; i < end * job.top_k; i += kStagingThreads) {
+        weights[i] = job.w[i];
+      }
+    }
+    __threadfence_system();
+    sync_staging_warps();
+    if (thread < layout.num_ranks) {
+      auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[thread] + layout.staged());
+      store_release(flags + me.rank * layout.max_chunks() + chunk, epoch);
+    }
+  }
+}
+
+// Padding rows, and in static mode the rows after the last block.
+__device__ void zero_padding(const Rank& me, const Dispatch& job) {
+  const int num_local = me.control.num_experts / me.control.num_ranks;
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = blockIdx.x * kStagingWarps + threadIdx.x / kWarpSize;
+  const int warps = gridDim.x * kStagingWarps;
+  const auto zero = [&](std::int64_t row) {
+    zero_with_warp(job.rows + row * job.row_bytes, job.row_bytes, lane);
+    if (job.row_w != nullptr && lane == 0) job.row_w[row] = 0;
+  };
+  std::int64_t end = 0;
+  for (int expert = 0; expert < num_local; ++expert) {
+    const std::int64_t start = end;
+    end += job.tokens_per_expert[expert];
+    for (std::int64_t row = start + job.routed_per_expert[expert] + warp; row < end; row += warps) {
+      zero(row);
+    }
+  }
+  for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero(row);
+}
+
+// One pulling warp's share of the rows.
+__device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, char* ring,
+                     std::uint64_t* full, int warp, std::uint64_t parity, std::uint64_t epoch) {
+  const Control& layout = me.control;
+  const ReceivedRoutes& routes = job.routes;
+  const int lane = threadIdx.x % kWarpSize, num_ranks = layout.num_ranks;
+  const int first = warp * gridDim.x + blockIdx.x, step = shape.pulling_warps * gridDim.x;
+  int most_pairs = 0;
+  for (int source = 0; source < num_ranks; ++source) {
+    most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
+  }
+  const std::int64_t items = static_cast<std::int64_t>(most_pairs) * num_ranks * shape.pieces;
+  if (lane == 0) {
+    for (int s = 0; s < kStages; ++s) init_barrier(full + s);
+    fence_barriers();
+  }
+  __syncwarp();
+
+  // What is in each stage: this lane's slot, the part of the row, its weight.
+  std::int64_t slot[kStages];
+  int offset[kStages], bytes[kStages];
+  float weight[kStages];
+  std::int64_t item = first;
+  int last_source = -1, last_chunk = -1;
+
+  // Finds this warp's next row and starts to load it; false when there is none.
+  const auto load = [&](int s) -> bool {
+    for (; item < items; item += step) {
+      const int piece = static_cast<int>(item % shape.pieces);
+      const std::int64_t turn = item / shape.pieces;
+      // At every moment the warps of all CTAs pull from all ranks.
+      const int source = static_cast<int>((me.rank + 1 + turn) % num_ranks);
+      const int pair = routes.first_pair[source] + static_cast<int>(turn / num_ranks);
+      if (pair >= routes.first_pair[source + 1]) continue;
+      const int token = routes.pair_token[pair];
+      const int pick = routes.pair_first[pair], picks = routes.pair_first[pair + 1] - pick;
+      if (source != me.rank && (source != last_source || token / kChunk != last_chunk)) {
+        const auto* flags =
+            reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.staged());
+        if (!wait_for(me, Phase::kDispatch, source,
+                      flags + source * layout.max_chunks() + token / kChunk, epoch)) {
+          return false;
+        }
+        last_source = source;
+        last_chunk = token / kChunk;
+        fence_for_bulk_copies();
+      }
+      offset[s] = piece * shape.piece_bytes;
+      bytes[s] = min(shape.piece_bytes, job.row_bytes - offset[s]);
+      slot[s] = -1;
+      if (lane < picks) {
+        slot[s] = routes.pick_slot[pick + lane];
+        if (job.w != nullptr && piece == 0) {
+          const float* weights =
+              source == me.rank ? job.w
+                                : reinterpret_cast<const float*>(me.control_of[source] +
+                                                                 layout.weights()) +
+                                      parity * layout.picks();
+          weight[s] = __ldcv(weights + routes.pick_home[pick + lane]);
+        }
+      }
+      if (lane == 0) {
+        const char* base = source == me.rank ? job.x : me.rows_of[source] + parity * me.dispatch_bytes;
+        start_load(ring + static_cast<std::size_t>(s) * shape.piece_bytes,
+                   base + static_cast<std::size_t>(token) * job.row_bytes + offset[s], bytes[s],
+                   full + s);
+      }
+      item += step;
+      return true;
+    }
+    return false;
+  };
+
+  int loaded = 0;
+#pragma unroll
+  for (int s = 0; s < kStages - 1; ++s) {
+    if (loaded == s && load(s)) ++loaded;
+  }
+  for (int round = 0;; ++round) {
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+      const int turn = round * kStages + s;
+      if (turn >= loaded) {
+        wait_for_stores();
+        return;
+      }
+      wait_for_load(full + s, round % 2);
+      if (slot[s] >= 0) {
+        start_store(job.rows + slot[s] * job.row_bytes + offset[s],
+                    ring + static_cast<std::size_t>(s) * shape.piece_bytes, bytes[s]);
+        if (job.w != nullptr && offset[s] == 0) job.row_w[slot[s]] = weight[s];
+      }
+      commit_stores();
+      // The next row goes into the stage before this one; all stores but the last have read theirs.
+      wait_for_reads_of_stores<1>();
+      __syncwarp();
+      if (loaded == turn + kStages - 1 && load((s + kStages - 1) % kStages)) ++loaded;
+    }
+  }
+}
+
+__global__ void dispatch_kernel(Rank me, Dispatch job, Shape shape) {
+  extern __shared__ __align__(128) char stages[];
+  __shared__ __align__(8) std::uint64_t full[kMaxPullingWarps][kStages];
+  const std::uint64_t epoch = current_epoch(me);
+  const std::uint64_t dispatches =
+      *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
+  const std::uint64_t parity = dispatches % 2;
+  const int warp = threadIdx.x / kWarpSize - kStagingWarps;
+  if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
+    store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
+  }
+  if (warp < 0) {
+    auto* weights =
+        reinterpret_cast<float*>(me.control_of[me.rank] + me.control.weights()) +
+        parity * me.control.picks();
+    stage(me, job, me.rows_of[me.rank] + parity * me.dispatch_bytes, weights, epoch);
+    zero_padding(me, job);
+  } else {
+    pull(me, job, shape,
+         stages + static_cast<std::size_t>(warp) * kStages * shape.piece_bytes, full[warp], warp,
+         parity, epoch);
+  }
+  if (leave(me) && threadIdx.x == 0) {
+    me.state->dispatches = dispatches;
+    me.state->last_dispatch = epoch;
+    me.state->epoch = epoch;
+  }
+}
+
+}  // namespace
+
+void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintptr_t stream) {
+  const Shape shape = shape_for(arguments.row_bytes);
+  const int ring_bytes = shape.pulling_warps * kStages * shape.piece_bytes;
+  cuda_check(cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  ring_bytes),
+             "setting the shared memory of dispatch");
+  Rank rank = me;
+  Dispatch job = arguments;
+  Shape chosen = shape;
+  void* parameters[] = {&rank, &job, &chosen};
+  cuda_check(cudaLaunchCooperativeKernel(
+                 dispatch_kernel, num_sms, (kStagingWarps + shape.pulling_warps) * kWarpSize,
+                 parameters, ring_bytes, reinterpret_cast<cudaStream_t>(stream)),
+             "launching dispatch");
+}
+
+}  // namespace ncclep::native

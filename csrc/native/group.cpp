@@ -1,0 +1,216 @@
+#include "native/group.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "common/cuda.h"
+#include "native/combine.h"
+#include "native/dispatch.h"
+#include "native/plan.h"
+
+namespace ncclep::native {
+
+namespace {
+
+template <typename T>
+T* pointer(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data);
+}
+
+template <typename T>
+T* pointer(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<T*>(tensor->data) : nullptr;
+}
+
+int row_bytes_of(const Tensor& rows) {
+  const int itemsize = rows.dtype == DType::kFloat32 ? 4 : 2;
+  return static_cast<int>(rows.shape.at(1)) * itemsize;
+}
+
+HomeRoutes home_routes(const Tensor& home) {
+  const std::int64_t num_tokens = home.shape.at(1);
+  auto* first = pointer<std::int32_t>(home);
+  return {reinterpret_cast<std::uint32_t*>(first),
+          reinterpret_cast<std::uint32_t*>(first + num_tokens), first + 2 * num_tokens};
+}
+
+ReceivedRoutes received_routes(const Plan& plan, int num_ranks) {
+  ReceivedRoutes parts;
+  parts.num_chunks = plan.num_chunks;
+  parts.first_pair = pointer<std::int32_t>(plan.routes);
+  parts.chunk_pair = parts.first_pair + num_ranks + 1;
+  parts.pair_token = parts.chunk_pair + num_ranks * (plan.num_chunks + 1);
+  parts.pair_first = parts.pair_token + plan.num_pairs;
+  parts.pick_slot = parts.pair_first + plan.num_pairs + 1;
+  parts.pick_home = parts.pick_slot + plan.num_picks;
+  return parts;
+}
+
+}  // namespace
+
+Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s)
+    : communicator_(std::move(communicator)),
+      control_{communicator_->num_ranks(), num_experts, 0, 0},
+      timeout_s_(timeout_s) {
+  require(communicator_->num_ranks() <= kMaxRanks, communicator_->num_ranks(), " ranks: at most ",
+          kMaxRanks);
+  cuda_check(cudaMalloc(&state_, sizeof(State)), "cudaMalloc");
+  cuda_check(cudaMemset(state_, 0, sizeof(State)), "cudaMemset");
+  cuda_check(cudaHostAlloc(&mailbox_, sizeof(Mailbox), cudaHostAllocMapped), "cudaHostAlloc");
+  *mailbox_ = {};
+  cuda_check(cudaHostGetDevicePointer(&mailbox_on_device_, mailbox_, 0),
+             "cudaHostGetDevicePointer");
+}
+
+Group::~Group() = default;  // see the class comment
+
+bool Group::fits(int max_tokens, int top_k, std::size_t row_bytes) const {
+  return max_tokens <= control_.max_tokens && top_k <= control_.max_top_k &&
+         row_bytes <= row_bytes_;
+}
+
+void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes) {
+  Control larger = control_;
+  larger.max_tokens = std::max(larger.max_tokens, max_tokens);
+  larger.max_top_k = std::max(larger.max_top_k, top_k);
+  row_bytes_ = std::max(row_bytes_, row_bytes);
+  cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
+  if (control_window_) control_window_->close();
+  if (rows_window_) rows_window_->close();
+  control_ = larger;
+  control_window_ = std::make_unique<Window>(communicator_, control_.num_bytes());
+  const std::size_t dispatch_bytes = row_bytes_ * control_.max_tokens;
+  rows_window_ =
+      std::make_unique<Window>(communicator_, dispatch_bytes * (2 + control_.num_ranks));
+  // Flags hold epochs, which only grow: nothing that was written before may look like one.
+  cuda_check(cudaMemset(control_window_->address(), 0, control_window_->num_bytes()),
+             "cudaMemset");
+  cuda_check(cudaDeviceSynchronize(), "clearing the windows");
+}
+
+void Group::close() {
+  if (state_ == nullptr) return;
+  cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows close");
+  if (control_window_) control_window_->close();
+  if (rows_window_) rows_window_->close();
+  cuda_check(cudaFree(std::exchange(state_, nullptr)), "cudaFree");
+  cuda_check(cudaFreeHost(std::exchange(mailbox_, nullptr)), "cudaFreeHost");
+}
+
+std::size_t Group::num_bytes() const {
+  return (control_window_ ? control_window_->num_bytes() : 0) +
+         (rows_window_ ? rows_window_->num_bytes() : 0);
+}
+
+std::int64_t Group::scratch_size() const {
+  return static_cast<std::int64_t>(control_.max_chunks()) * control_.num_columns();
+}
+
+std::int64_t Group::routes_size(std::int64_t num_pairs, std::int64_t num_picks,
+                                int num_chunks) const {
+  return control_.num_ranks + 1 + control_.num_ranks * (num_chunks + 1) + 2 * num_pairs + 1 +
+         2 * num_picks;
+}
+
+Rank Group::rank() const {
+  require(control_window_ != nullptr && state_ != nullptr,
+          "the native group has no windows: reserve comes first, and close last");
+  Rank rank{};
+  rank.control = control_;
+  rank.rank = communicator_->rank();
+  std::copy(control_window_->peers().begin(), control_window_->peers().end(), rank.control_of);
+  std::copy(rows_window_->peers().begin(), rows_window_->peers().end(), rank.rows_of);
+  rank.dispatch_bytes = row_bytes_ * control_.max_tokens;
+  rank.state = state_;
+  rank.mailbox = mailbox_on_device_;
+  rank.deadline_ns = static_cast<std::uint64_t>(timeout_s_ * 1e9);
+  return rank;
+}
+
+std::uint64_t Group::plan_count(const Tensor& topk_idx, int alignment, const Tensor& counts,
+                                const Tensor& home, const Tensor& scratch, int num_sms,
+                                std::uintptr_t stream) {
+  const int num_local = control_.num_experts / control_.num_ranks;
+  PlanCount plan{};
+  plan.topk_idx = topk_idx.data;
+  plan.is_int64 = topk_idx.dtype == DType::kInt64;
+  plan.num_tokens = static_cast<int>(topk_idx.shape.at(0));
+  plan.top_k = static_cast<int>(topk_idx.shape.at(1));
+  plan.alignment = alignment;
+  plan.tokens_per_expert = pointer<std::int64_t>(counts);
+  plan.routed_per_expert = plan.tokens_per_expert + num_local;
+  plan.num_dropped = plan.routed_per_expert + num_local;
+  plan.home = home_routes(home);
+  plan.scratch = pointer<std::int32_t>(scratch);
+  native::plan_count(rank(), plan, num_sms, stream);
+  return ++plans_;
+}
+
+PlanSizes Group::wait_for_sizes(std::uint64_t plan) const {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  // The device has the same deadline, but its work may lie behind other work of the stream.
+  for (std::uint64_t turn = 1; mailbox_->plans < plan; ++turn) {
+    if (turn % 1024 != 0) continue;
+    if (mailbox_->failed_phase != 0) break;
+    if (Clock::now() - start > std::chrono::duration<double>(timeout_s_)) {
+      fail("the device did not count the rows of a plan within ", timeout_s_, " s");
+    }
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return {mailbox_->num_rows, mailbox_->num_pairs, mailbox_->num_picks, mailbox_->num_dropped,
+          mailbox_->bad_ranks};
+}
+
+void Group::plan_receive(const Plan& plan, int num_sms, std::uintptr_t stream) {
+  native::plan_receive(rank(), received_routes(plan, control_.num_ranks), num_sms, stream);
+}
+
+void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
+                     const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
+                     std::uintptr_t stream) {
+  const int num_local = control_.num_experts / control_.num_ranks;
+  Dispatch job{};
+  job.x = pointer<const char>(x);
+  job.w = pointer<const float>(w);
+  job.rows = pointer<char>(rows);
+  job.row_w = pointer<float>(row_w);
+  job.num_tokens = static_cast<int>(x.shape.at(0));
+  job.top_k = plan.top_k;
+  job.row_bytes = row_bytes_of(x);
+  job.num_rows = rows.shape.at(0);
+  job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
+  job.routed_per_expert = job.tokens_per_expert + num_local;
+  job.token_ranks = home_routes(plan.home).token_ranks;
+  job.routes = received_routes(plan, control_.num_ranks);
+  native::dispatch(rank(), job, num_sms, stream);
+}
+
+void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
+                    const Tensor& out, const std::optional<Tensor>& home_w, int num_sms,
+                    std::uintptr_t stream) {
+  Combine job{};
+  job.y = pointer<const char>(y);
+  job.w = pointer<const float>(w);
+  job.out = pointer<char>(out);
+  job.home_w = pointer<float>(home_w);
+  job.dtype = y.dtype;
+  job.num_tokens = static_cast<int>(out.shape.at(0));
+  job.top_k = plan.top_k;
+  job.row_bytes = row_bytes_of(y);
+  job.home = home_routes(plan.home);
+  job.routes = received_routes(plan, control_.num_ranks);
+  native::combine(rank(), job, num_sms, stream);
+}
+
+Failure Group::failure() const {
+  if (mailbox_ == nullptr || mailbox_->failed_phase == 0) return {0, -1, 0};
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return {mailbox_->failed_phase, mailbox_->failed_peer, mailbox_->failed_epoch};
+}
+
+}  // namespace ncclep::native

@@ -1,0 +1,81 @@
+"""`ncclep bench` with engines that go wrong, for test_bench.py.
+
+The processes that it starts import this file too, and so have the same engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from megatron_ncclep import cli
+from megatron_ncclep.engines import ENGINES
+from megatron_ncclep.engines.reference import CAPS, ReferenceEngine
+
+# Experts of the shape with which the engines go wrong; another one goes well.
+UNLUCKY = 8
+
+
+class Wrong(ReferenceEngine):
+    """Changes one element of one row on rank 1."""
+
+    def dispatch(self, plan: Any, x: torch.Tensor, w: torch.Tensor | None = None) -> Any:
+        rows, row_w = super().dispatch(plan, x, w)
+        if self.group.rank == 1 and self.num_experts == UNLUCKY:
+            rows[5, 3] += 1
+        return rows, row_w
+
+
+class WrongLater(ReferenceEngine):
+    """Is right the first time, and takes rows of the last call later."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._calls = 0
+
+    def combine(self, plan: Any, y: torch.Tensor, w: torch.Tensor | None = None) -> Any:
+        out, home_w = super().combine(plan, y, w)
+        self._calls += 1
+        if self.group.rank == 0 and self._calls > 4:  # two rounds before timing
+            out[0] = out[1]
+        return out, home_w
+
+
+class Raising(ReferenceEngine):
+    """Raises on one rank, while the other one waits for it."""
+
+    def combine(self, plan: Any, y: torch.Tensor, w: torch.Tensor | None = None) -> Any:
+        if self.group.rank == 1 and self.num_experts == UNLUCKY:
+            raise ZeroDivisionError("a bug")
+        return super().combine(plan, y, w)
+
+
+class Dying(ReferenceEngine):
+    """Ends rank 1, as a library that aborts does."""
+
+    def dispatch(self, plan: Any, x: torch.Tensor, w: torch.Tensor | None = None) -> Any:
+        if self.group.rank == 1 and self.num_experts == UNLUCKY:
+            os._exit(3)
+        return super().dispatch(plan, x, w)
+
+
+class Hanging(ReferenceEngine):
+    """Never comes back on rank 1, as a kernel that spins does."""
+
+    def dispatch(self, plan: Any, x: torch.Tensor, w: torch.Tensor | None = None) -> Any:
+        while self.group.rank == 1 and self.num_experts == UNLUCKY:
+            time.sleep(1)
+        return super().dispatch(plan, x, w)
+
+
+for engine in (Wrong, WrongLater, Raising, Dying, Hanging):
+    entry = dataclasses.replace(ENGINES["reference"], caps=CAPS, build=engine)
+    ENGINES[engine.__name__.lower()] = entry
+
+if __name__ == "__main__":
+    sys.exit(cli.main(["bench", *sys.argv[1:]]))

@@ -1,0 +1,211 @@
+"""`ncclep bench` from end to end, on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sample_result import sample_result
+
+from megatron_ncclep.benchmark.shapes import load
+from megatron_ncclep.benchmark.subjects import STEPS, WHOLE
+from megatron_ncclep.benchmark.table import render
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+    "PYTHONPATH": str(ROOT),
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished run."""
+
+    status: int
+    stdout: str
+    stderr: str
+    out: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.out / "bench.json").read_text())
+        return found
+
+
+def run(out: Path, program: list[str], *arguments: str) -> Done:
+    done = subprocess.run(
+        [sys.executable, *program, *arguments, "--out", str(out)],
+        cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr, out)
+
+
+# --- the smoke run -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    return run(tmp_path_factory.mktemp("smoke"), ["-m", "megatron_ncclep", "bench"], "--smoke")
+
+
+def test_smoke_succeeds_and_writes_everything(smoke: Done) -> None:
+    assert smoke.status == 0, smoke.stdout + smoke.stderr
+    assert (smoke.out / "bench.png").read_bytes().startswith(b"\x89PNG")
+    table = (smoke.out / "bench.txt").read_text()
+    assert table in smoke.stdout
+    assert table == render(smoke.result)
+
+
+def test_json_of_the_smoke_run(smoke: Done) -> None:
+    result = smoke.result
+    # The sample in sample_result.py, with which the table is tested, has the same form.
+    assert set(result) == set(sample_result())
+    assert result["failures"] == []
+    assert result["machine"]["device"] == "cpu"
+    assert result["versions"]["torch"]
+    assert result["options"]["samples"] == 3
+    configured = load("smoke")
+    assert [shape["shape"]["name"] for shape in result["shapes"]] == [
+        shape.name for shape in configured.shapes
+    ]
+    for found, shape in zip(result["shapes"], configured.shapes, strict=True):
+        assert set(found) == set(sample_result()["shapes"][0])
+        assert found["error"] is None
+        assert found["ceiling_reason"] == "no GPUs"
+        assert sum(found["num_rows"]) >= 2 * shape.tokens * shape.top_k
+        assert 0 < found["wire_bytes"] <= shape.tokens * shape.row_bytes
+        assert tuple(subject["name"] for subject in found["subjects"]) == configured.subjects
+
+
+def test_every_subject_of_the_smoke_run_is_measured_or_says_why_not(smoke: Done) -> None:
+    for shape in smoke.result["shapes"]:
+        for subject in shape["subjects"]:
+            if subject["name"] == "nccl_ep_library":
+                assert subject["status"] == "unavailable"
+                assert "GPU" in subject["reason"]
+                continue
+            if subject["kind"] == "megatron" and not HAS_MEGATRON:
+                assert "pip install 'megatron-ncclep[train]'" in subject["reason"]
+                continue
+            assert subject["status"] == "ok", subject
+            assert tuple(subject["passes"]) == (WHOLE if subject["kind"] == "megatron" else STEPS)
+            for times in subject["passes"].values():
+                assert 0 < times["p10_us"] <= times["median_us"] <= times["p90_us"]
+            assert subject["sum_us"] == pytest.approx(
+                sum(times["median_us"] for times in subject["passes"].values())
+            )
+            rate = subject["passes"].get("dispatch")
+            if rate is not None:
+                assert rate["gb_per_s"] == pytest.approx(
+                    shape["wire_bytes"] / rate["median_us"] / 1e3
+                )
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """The ranks are torchrun's; only the first prints and writes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run(
+        tmp_path, [*torchrun, "-m", "megatron_ncclep", "bench"],
+        "--smoke", "--subjects", "reference", "--samples", "1",
+    )  # fmt: skip
+    assert done.status == 0, done.stdout + done.stderr
+    assert done.stdout.count("ncclep bench smoke: 2 ranks") == 1
+    assert [s["subjects"][0]["status"] for s in done.result["shapes"]] == ["ok", "ok"]
+
+
+def test_a_subject_that_was_asked_for_and_cannot_run_is_a_failure(tmp_path: Path) -> None:
+    done = run(
+        tmp_path, ["-m", "megatron_ncclep", "bench"],
+        "--smoke", "--subjects", "nccl_ep_library,reference", "--samples", "1",
+    )  # fmt: skip
+    assert done.status == 1
+    assert "nccl_ep_library was asked for and cannot run" in done.stderr
+    assert done.result["shapes"][0]["subjects"][1]["status"] == "ok"
+
+
+# --- engines that go wrong -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(tmp_path: Path):
+    """Measure one of broken_bench.py's engines, and the reference, with two shapes."""
+
+    def measure(engine: str, timeout_s: float = 20) -> Done:
+        shape = {"tokens": 12, "hidden": 16, "top_k": 2, "dtype": "float32"}
+        config = tmp_path / "config.yaml"
+        shapes = [
+            {"name": "unlucky", "experts": 8, **shape},
+            {"name": "lucky", "experts": 16, **shape},
+        ]
+        config.write_text(yaml.safe_dump({"shapes": shapes, "timeout_s": timeout_s}))
+        return run(
+            tmp_path / "out", [str(FOLDER / "broken_bench.py")],
+            "--config", str(config), "--device", "cpu", "--ranks", "2", "--samples", "1",
+            "--subjects", f"{engine},reference",
+        )  # fmt: skip
+
+    return measure
+
+
+def statuses(done: Done) -> list[list[str]]:
+    return [[s["status"] for s in shape["subjects"]] for shape in done.result["shapes"]]
+
+
+def test_a_wrong_result_fails_and_is_not_timed(broken) -> None:
+    done = broken("wrong")
+    assert done.status == 1
+    assert statuses(done) == [["wrong", "ok"], ["ok", "ok"]]
+    wrong = done.result["shapes"][0]["subjects"][0]
+    assert wrong["passes"] == {}
+    assert "before timing: dispatch: rank 1, row 5 (rank " in wrong["reason"]
+    assert "column 3 is " in wrong["reason"]
+    assert "rank 0" not in wrong["reason"].partition("(")[0]
+    assert "wrong: WRONG: before timing: dispatch: rank 1, row 5" in done.stdout
+    assert "unlucky: wrong wrong: before timing" in done.stderr
+
+
+def test_a_result_that_turns_wrong_while_it_is_timed_is_seen(broken) -> None:
+    done = broken("wronglater")
+    assert done.status == 1
+    assert statuses(done)[0] == ["wrong", "ok"]
+    wrong = done.result["shapes"][0]["subjects"][0]
+    assert wrong["passes"] == {}
+    assert "after timing: combine: rank 0, token 0 " in wrong["reason"]
+
+
+def test_an_engine_that_raises_on_one_rank_costs_only_itself(broken) -> None:
+    done = broken("raising", timeout_s=3)
+    assert done.status == 1
+    assert statuses(done) == [["failed", "ok"], ["ok", "ok"]]
+    reason = done.result["shapes"][0]["subjects"][0]["reason"]
+    assert "ZeroDivisionError: a bug" in reason
+    assert "PeerError: rank 0 of 2" in reason
+
+
+def test_a_rank_that_dies_costs_its_shape_and_says_where(broken) -> None:
+    done = broken("dying")
+    assert done.status == 1
+    unlucky, lucky = done.result["shapes"]
+    assert "rank 1 was at: unlucky: dying: first dispatch" in unlucky["error"]
+    assert [subject["status"] for subject in lucky["subjects"]] == ["ok", "ok"]
+    assert "nothing was measured: " in done.stdout
+
+
+def test_a_rank_that_hangs_is_ended(broken) -> None:
+    done = broken("hanging", timeout_s=3)
+    assert done.status == 1
+    unlucky, lucky = done.result["shapes"]
+    assert "rank 1 died" in unlucky["error"]
+    assert "rank 1 was at: unlucky: hanging: first dispatch" in unlucky["error"]
+    assert [subject["status"] for subject in lucky["subjects"]] == ["ok", "ok"]

@@ -1,0 +1,161 @@
+"""What `ncclep bench` is asked to do: files, arguments, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ncclep import cli, config_files
+from megatron_ncclep.benchmark import shapes
+from megatron_ncclep.benchmark.job import Job
+from megatron_ncclep.benchmark.subjects import known_names
+from megatron_ncclep.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def restore_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job for the CPU hides the GPUs from its process; not from the tests that follow."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]):
+    """Run `ncclep bench` and return what it refuses with."""
+
+    def run(*arguments: str) -> str:
+        assert cli.main(["bench", *arguments]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", config_files.names(config_files.BENCHMARK))
+def test_shipped_files_are_right(name: str) -> None:
+    found = shapes.load(name)
+    for shape in found.shapes:
+        shape.check_ranks(2)
+        shape.check_ranks(4)
+    for subject in found.subjects:
+        assert subject in known_names()
+
+
+def test_models_are_those_of_the_design() -> None:
+    found = {
+        s.name: (s.tokens, s.hidden, s.experts, s.top_k, s.dtype)
+        for s in shapes.load("models").shapes
+    }
+    assert found == {
+        "deepseek-v3": (4096, 7168, 256, 8, "bfloat16"),
+        "qwen3-30b-a3b": (8192, 2048, 128, 8, "bfloat16"),
+        "mixtral-8x7b": (8192, 4096, 8, 2, "bfloat16"),
+        "gpt-oss-120b": (4096, 2880, 128, 4, "bfloat16"),
+    }
+
+
+def test_the_sweep_varies_the_tokens_only() -> None:
+    sweep = shapes.load("sweep").shapes
+    assert [shape.tokens for shape in sweep] == [512, 1024, 2048, 4096, 8192]
+    assert len({(s.hidden, s.experts, s.top_k, s.dtype) for s in sweep}) == 1
+
+
+GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("samples: 3", "no shapes: the keys are shapes, subjects, warmup, samples, timeout_s"),
+        ("shapes: []", "at least one shape"),
+        ("shapes: 3", "must be a list of mappings"),
+        (f"shapes: [{GOOD}, {GOOD}]", "a name of its own"),
+        (f"shapes: [{GOOD}]\nsample: 3", "unknown key 'sample'"),
+        ("shapes: [{name: a, tokens: 8}]", "no hidden"),
+        (f"shapes: [{GOOD[:-1]}, size: 3}}]", "shape a: unknown key 'size'"),
+        (f"shapes: [{GOOD[:-1]}, dtype: float64}}]", "dtype 'float64': one of bfloat16, float16"),
+        (f"shapes: [{GOOD[:-1]}, alignment: 3}}]", "alignment 3"),
+        (f"shapes: [{GOOD[:-1]}, skew: x}}]", "skew 'x': must be float"),
+        (f"shapes: [{GOOD[:-1]}, skew: -1}}]", "skew -1"),
+        (f"shapes: [{GOOD.replace('top_k: 2', 'top_k: 9')}]", "a token picks distinct experts"),
+        (f"shapes: [{GOOD.replace('tokens: 8', 'tokens: 0')}]", "tokens 0: must be >= 1"),
+        (f"shapes: [{GOOD.replace('tokens: 8', 'tokens: 2.5')}]", "tokens 2.5: must be int"),
+        (f"shapes: [{GOOD}]\nsubjects: [nothing]", "unknown subject 'nothing'"),
+        (f"shapes: [{GOOD}]\nsubjects: nothing", "subjects must be a list"),
+        (f"shapes: [{GOOD}]\nsamples: 0", "samples 0"),
+        (f"shapes: [{GOOD}]\nwarmup: some", "warmup 'some'"),
+        (f"shapes: [{GOOD}]\ntimeout_s: 0", "timeout_s 0"),
+    ],
+)
+def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    said = refused("--config", str(path), "--device", "cpu", "--out", str(tmp_path))
+    assert message in said
+    assert "bad.yaml" in said or "unknown subject" in said
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--smoke", "--config", "models"], "leave --config models out"),
+        (["--smoke", "--device", "cuda"], "leave --device cuda out"),
+        (["--smoke", "--ranks", "3"], "8 experts cannot be divided over 3 ranks"),
+        (["--smoke", "--ranks", "0"], "--ranks 0: must be at least 1"),
+        (["--smoke", "--samples", "0"], "samples 0"),
+        (["--smoke", "--warmup", "-1"], "warmup -1"),
+        (["--smoke", "--subjects", "native2"], "unknown subject 'native2': there are"),
+        (["--smoke", "--subjects", ""], "unknown subject ''"),
+        (["--smoke", "--subjects", "reference,reference"], "named twice"),
+        (["--smoke", "--subjects", "reference@8"], "would ignore a number of SMs"),
+        (["--smoke", "--subjects", "alltoall@8"], "would ignore a number of SMs"),
+        (["--smoke", "--subjects", "nccl_ep@x"], "write a number of SMs after the @"),
+        (["--smoke", "--subjects", "nccl_ep@0"], "write a number of SMs after the @"),
+        (["--config", "nothing"], "no benchmark configuration 'nothing'"),
+        (["--device", "cuda"], "no GPU is visible"),
+    ],
+)
+def test_refusals(tmp_path: Path, refused, arguments: list[str], message: str) -> None:
+    assert message in refused(*arguments, "--out", str(tmp_path))
+
+
+def test_another_number_of_ranks_than_torchruns_is_refused(
+    refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "--ranks 2, but torchrun started 4" in refused("--smoke", "--ranks", "2")
+
+
+def make(config: str, **given: object) -> Job:
+    values: dict[str, object] = dict.fromkeys(("subjects", "warmup", "samples"))
+    return Job.make(config, 2, "cpu", out="x", **{**values, **given})  # type: ignore[arg-type]
+
+
+def test_what_the_command_line_names_wins_over_the_file() -> None:
+    assert make("smoke").subjects == shapes.load("smoke").subjects
+    assert make("smoke").required == ()
+    job = make("smoke", subjects=["reference"], samples=7, warmup=0)
+    assert (job.subjects, job.required) == (("reference",), ("reference",))
+    assert (job.samples, job.warmup) == (7, 0)
+    assert make("models").subjects == tuple(known_names())
+    assert make("models").timeout_s == 60
+
+
+def test_sms_of_a_subject() -> None:
+    assert make("smoke", subjects=["nccl_ep@24", "nccl_ep_library@8"]).subjects == (
+        "nccl_ep@24",
+        "nccl_ep_library@8",
+    )
+
+
+def test_a_bad_shape_names_itself() -> None:
+    with pytest.raises(InputError, match=r"shape mixtral-8x7b: 8 experts.*16 ranks.*divisor of 8"):
+        Job.make("models", 16, "cpu", None, None, None, "x")

@@ -1,0 +1,107 @@
+"""The check of Megatron-Core's dispatchers: a result that a bug would give is rejected.
+
+That right ones pass is what the smoke run shows.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.benchmark.megatron_subject import MegatronSubject, PreparedDispatcher
+from megatron_ncclep.benchmark.subjects import Setting, make_workload
+from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+pytest.importorskip("megatron.core")
+
+CASE = Case("case", (20, 20), 8, top_k=3, hidden=32, dtype=torch.bfloat16)
+
+
+def swapped_rows(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
+    order = torch.arange(len(rows))
+    order[[0, -1]] = order[[-1, 0]]  # of the first and the last expert
+    return rows[order], counts, probs
+
+
+def swapped_probabilities(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
+    order = torch.arange(len(rows))
+    order[[0, 1]] = order[[1, 0]]
+    return rows, counts, probs[order]
+
+
+def wrong_counts(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
+    return rows, torch.as_tensor(counts).flip(0), probs
+
+
+def half_a_gradient(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
+    return rows, counts, probs * 0.5 + probs.detach() * 0.5
+
+
+def no_gradient_of_a_row(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
+    return torch.cat([rows[:1].detach(), rows[1:]]), counts, probs
+
+
+BUGS = {
+    "none": None,
+    "swapped rows": swapped_rows,
+    "swapped probabilities": swapped_probabilities,
+    "wrong counts": wrong_counts,
+    "half the gradient of probabilities": half_a_gradient,
+    "a row without gradient": no_gradient_of_a_row,
+}
+EXPECTED = {
+    "swapped rows": "output",
+    "swapped probabilities": "output",
+    "wrong counts": "rows of each expert",
+    "half the gradient of probabilities": "gradient of the probabilities",
+    "a row without gradient": "gradient of the hidden states",
+}
+
+
+def check_on_rank(context: RankContext, dispatcher: str, bug: str) -> str | None:
+    """Prepare a dispatcher whose rows pass through a bug on rank 1, and check it."""
+    setting = Setting(
+        rank=context.rank,
+        num_ranks=2,
+        device="cpu",
+        timeout_s=60,
+        new_group=lambda: dist.new_group(timeout=timedelta(seconds=60)),  # type: ignore[arg-type]
+    )
+    engine = "reference" if dispatcher == "ncclep" else None
+    subject = MegatronSubject("x", dispatcher, {}, engine)
+    prepared = subject.prepare(setting, make_workload(CASE, context.rank))
+    assert isinstance(prepared, PreparedDispatcher)
+    change = BUGS[bug]
+    if change is not None and context.rank == 1:
+        hooks = prepared._dispatcher
+        original = hooks.dispatch_postprocess
+        hooks.dispatch_postprocess = lambda *args: change(*original(*args))
+    try:
+        return prepared.problem()
+    finally:
+        prepared.close()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Any:
+    """Two processes of their own: Megatron on a CPU needs patches that last."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "ncclep"])
+def test_right_results_pass(two_ranks: RankPool, dispatcher: str) -> None:
+    assert two_ranks.run(check_on_rank, dispatcher, "none") == [None, None]
+
+
+@pytest.mark.parametrize("bug", EXPECTED)
+@pytest.mark.parametrize("dispatcher", ["alltoall", "ncclep"])
+def test_wrong_results_are_rejected(two_ranks: RankPool, dispatcher: str, bug: str) -> None:
+    problems = [found for found in two_ranks.run(check_on_rank, dispatcher, bug) if found]
+    assert any(EXPECTED[bug] in problem for problem in problems), problems

@@ -1,0 +1,153 @@
+"""The table and the plot: every number is the JSON's."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_result import sample_result
+
+from megatron_ncclep import cli
+from megatron_ncclep.benchmark import result as results
+from megatron_ncclep.benchmark.plot import draw
+from megatron_ncclep.benchmark.table import WIDTH, render
+
+
+def row(text: str, start: str) -> list[str]:
+    """The cells of the first line that starts with `start`; two blanks end a cell."""
+    line = next(line for line in text.splitlines() if line.startswith(f"{start}  "))
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_numbers_of_the_table() -> None:
+    """159 MB at 350 GB/s take 454.3 us; 500 us make 318 GB/s, 91 % of it."""
+    text = render(sample_result())
+    assert row(text, "native@24") == [
+        "native@24", "24", "20", "500", "530", "510", "540", "2100", "0.67",
+        "318 (91%)", "300 (86%)", "1.2+9.8", "ok",
+    ]  # fmt: skip
+    assert row(text, "nccl_ep (library)")[7:9] == ["3130", "1.00"]
+    assert row(text, "limit")[:7] == ["limit", "-", "454", "454", "454", "454", "1817"]
+    assert row(text, "alltoall") == ["alltoall", "5001", "4002", "9003", "1.2+9.8", "ok"]
+    assert "flex_deepep: not measured: ImportError: no DeepEP" in text
+    assert "push 350 GB/s (96 SMs), pull 318 GB/s (24 SMs)" in text
+    assert "494-506" in text  # 10th to 90th percentile of 492, 496, 500, 504, 508
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+
+
+def test_a_number_that_changes_in_the_json_changes_in_the_table() -> None:
+    """Nothing is worked out or remembered elsewhere."""
+    result = sample_result()
+    changed = copy.deepcopy(result)
+    shape = changed["shapes"][0]
+    shape["subjects"][0]["passes"]["combine"]["median_us"] = 777.0
+    shape["subjects"][0]["sum_us"] = 1234.0
+    shape["wire_bytes"] = 42_000_000
+    cells = row(render(changed), "native@24")
+    assert cells[4] == "777"
+    assert cells[7:9] == ["1234", "0.39"]
+    assert "42 MB on the wire" in render(changed)
+    assert render(result) != render(changed)
+
+
+def test_wrong_and_failed_subjects_stand_out() -> None:
+    result = sample_result()
+    subjects = result["shapes"][0]["subjects"]
+    subjects[0] |= {"status": "wrong", "reason": "rank 1, row 5: ...", "passes": {}}
+    text = render(result)
+    assert "native@24: WRONG: rank 1, row 5: ..." in text
+    assert not any(line.startswith("native@24  ") for line in text.splitlines())
+
+
+def test_what_cannot_run_is_a_failure_only_when_it_was_asked_for() -> None:
+    assert sample_result()["failures"] == []
+    (failure,) = sample_result(required=("flex_deepep", "alltoall"))["failures"]
+    assert "flex_deepep was asked for and cannot run: ImportError: no DeepEP" in failure
+
+
+def test_without_a_ceiling_there_is_no_percentage() -> None:
+    result = sample_result()
+    shape: dict[str, Any] = result["shapes"][0]
+    shape |= {"ceiling": {}, "ceiling_reason": "no GPUs", "limit_us": None}
+    for subject in shape["subjects"]:
+        for times in subject["passes"].values():
+            times.pop("percent_of_ceiling", None)
+    text = render(result)
+    assert "ceiling not measured: no GPUs" in text
+    assert "%" not in text.partition("Times are")[0]
+    assert not any(line.startswith("limit") for line in text.splitlines())
+
+
+# --- plot ----------------------------------------------------------------------------------------
+
+PNG = b"\x89PNG"
+
+
+def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "bench.json"
+    results.save(sample_result(), source)
+    assert cli.main(["plot", str(source)]) == 0
+    assert (tmp_path / "bench.png").read_bytes().startswith(PNG)
+    assert capsys.readouterr().out.strip() == str(tmp_path / "bench.png")
+    other = tmp_path / "folder" / "other.png"
+    assert cli.main(["plot", str(source), "-o", str(other), "--subjects", "alltoall"]) == 0
+    assert other.read_bytes().startswith(PNG)
+
+
+def test_bars_are_the_jsons_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes
+
+    widths: list[float] = []
+    lines: list[float] = []
+    barh, axvline = Axes.barh, Axes.axvline
+
+    def record_bar(self: Any, y: float, width: float, *args: Any, **kwargs: Any) -> Any:
+        widths.append(width)
+        return barh(self, y, width, *args, **kwargs)
+
+    def record_line(self: Any, x: float, *args: Any, **kwargs: Any) -> Any:
+        lines.append(x)
+        return axvline(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(Axes, "barh", record_bar)
+    monkeypatch.setattr(Axes, "axvline", record_line)
+    draw(sample_result(), tmp_path / "x.png")
+    assert widths == [20, 500, 530, 510, 540, 140, 800, 700, 720, 770, 5001, 4002]
+    assert lines == pytest.approx([4 * 159e6 / 350e3])
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "give the bench.json of a run"),
+        ("{", [], "not JSON"),
+        ("[]", [], "not a result of `ncclep bench`"),
+        ('{"format": 99}', [], "not a result of `ncclep bench`"),
+        ('{"format": 1, "shapes": []}', [], "holds no times"),
+        ('{"format": 1, "shapes": []}', ["--subjects", "x"], "--subjects x"),
+    ],
+)
+def test_plot_refuses(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+    arguments: list[str],
+    message: str,
+) -> None:
+    source = tmp_path / "bench.json"
+    if content is not None:
+        source.write_text(content)
+    assert cli.main(["plot", str(source), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_it_says_how_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "bench.json"
+    results.save(sample_result(), source)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["plot", str(source)]) == 2
+    assert "pip install 'megatron-ncclep[train]'" in capsys.readouterr().err
