@@ -8,8 +8,8 @@ package is pure Python and has the reference engine only.  It needs no GPU and n
 
 Environment:
     CUDA_HOME                    the toolkit (default: /usr/local/cuda, else where nvcc is on PATH)
-    NCCLEP_BUILD_EXTENSION       1: fail without a toolkit; 0: do not build (default: build if one is
-                                 there)
+    NCCLEP_BUILD_EXTENSION       1: fail without a toolkit; 0: do not build; default: build if there
+                                 is one
     NCCLEP_CUDA_ARCHITECTURES    GPU architectures, separated by spaces (default: 90a)
 """
 

@@ -313,7 +313,7 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
 
 
 def test_the_extension_links_to_no_library_of_nvidia():
-    """NCCL is found at run time and the CUDA runtime is part of it: one wheel serves every torch."""
+    """NCCL is found at run time, the CUDA runtime is part of it: one wheel serves every torch."""
     for built in PACKAGE.glob("_C*.so"):
         needed = subprocess.run(
             ["readelf", "--dynamic", str(built)], check=True, text=True, capture_output=True

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ncclep.benchmark.timing import Spread, Timer
 from megatron_ncclep.engines import extension
-from megatron_ncclep.engines.communicator import communicator_of, release_communicator
+from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import LibraryError
 
@@ -98,25 +98,21 @@ def measure_ceiling(
     native = extension.load()
     rows_per_peer = max(1, BYTES // row_bytes // (group.size - 1))
     communicator = communicator_of(group, timeout_s)
+    window = native.Window(communicator, rows_per_peer * group.size * row_bytes)
     try:
-        window = native.Window(communicator, rows_per_peer * group.size * row_bytes)
-        try:
-            copies = _Copies(native, window, group, row_bytes, rows_per_peer)
-            copies.verify(timeout_s)
-            sms = torch.cuda.get_device_properties(group.device).multi_processor_count
-            counts = sorted({min(count, sms) for count in SM_COUNTS})
-            rates = {
-                direction: [
-                    Ceiling(copies.rate(direction, count, timer, timeout_s), count)
-                    for count in counts
-                ]
-                for direction in DIRECTIONS
-            }
-        finally:
-            torch.cuda.synchronize(group.device)
-            window.close()
+        copies = _Copies(native, window, group, row_bytes, rows_per_peer)
+        copies.verify(timeout_s)
+        sms = torch.cuda.get_device_properties(group.device).multi_processor_count
+        counts = sorted({min(count, sms) for count in SM_COUNTS})
+        rates = {
+            direction: [
+                Ceiling(copies.rate(direction, count, timer, timeout_s), count) for count in counts
+            ]
+            for direction in DIRECTIONS
+        }
     finally:
-        release_communicator(group)
+        torch.cuda.synchronize(group.device)
+        window.close()
     return {name: max(found, key=lambda c: c.gb_per_s) for name, found in rates.items()}
 
 

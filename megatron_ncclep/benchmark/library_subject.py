@@ -21,7 +21,7 @@ from megatron_ncclep.benchmark.subjects import (
 )
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import choose_engine, extension, libraries, nccl_ep
-from megatron_ncclep.engines.communicator import communicator_of, release_communicator
+from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import EngineUnavailableError
 
@@ -151,7 +151,6 @@ class PreparedLibrary:
         torch.cuda.synchronize(self._group.device)
         self._handle.close()
         self._staging.close()
-        release_communicator(self._group)
 
 
 def _stream() -> int:

@@ -122,6 +122,7 @@ class _ShapeRun:
             self._step("closing", entry.subject.name)
             entry.prepared.close()
         for group in reversed(self._made):
+            EpGroup.of(group).close()
             dist.destroy_process_group(group)
         result.judge(self._job.required)
         return result if self._rank == 0 else None
@@ -205,6 +206,7 @@ class _ShapeRun:
 
     def _agree(self, status: str, reason: str | None) -> tuple[str, str | None]:
         """Give every rank the worst outcome of any of them and all reasons for it."""
+        self._deadline()  # what came before may have taken an engine's whole deadline
         mine = (OUTCOMES.index(status), reason)
         every: list[Any] = [None] * self._num_ranks
         try:

@@ -15,26 +15,17 @@ from megatron_ncclep.errors import EngineUnavailableError, PeerError
 UNIQUE_ID_BYTES = 128
 
 
-NAME = "communicator"
-
-
 def communicator_of(group: EpGroup, timeout_s: float) -> Any:
     """Return the `_C.Communicator` over `group`, made at the first call.  Collective.
 
-    All engines and layers of the group share it.  Each call is one use, ended by
-    `release_communicator`; the last one destroys it.
+    All engines and layers of the group share it, until `EpGroup.close`: making one takes a second.
 
     Raises:
         EngineUnavailableError: no libnccl.so.2 is to be found.
         LibraryError: NCCL could not make it.
         PeerError: the other ranks did not come within `timeout_s` seconds.
     """
-    return group.share(NAME, lambda: _create(group, timeout_s))
-
-
-def release_communicator(group: EpGroup) -> None:
-    """End one use of `communicator_of(group)`, what was made with it being closed.  Collective."""
-    group.release(NAME)
+    return group.share("communicator", lambda: _create(group, timeout_s))
 
 
 def _create(group: EpGroup, timeout_s: float) -> Any:

@@ -76,6 +76,12 @@ class EpGroup:
         return _groups[process_group]
 
     @property
+    def is_alive(self) -> bool:
+        """Whether torch still knows the process group."""
+        group = self._process_group()
+        return group is not None and _is_alive(group)
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """The torch group; raises GroupClosedError once it is destroyed."""
         group = self._process_group()
@@ -99,10 +105,21 @@ class EpGroup:
 
     def release(self, name: str) -> None:
         """Give back what `share` returned; the last user closes it, as collective as `close` is."""
+        if name not in self._shared:  # the group was closed before its engines
+            return
         shared = self._shared[name]
         shared.num_users -= 1
         if shared.num_users == 0:
             del self._shared[name]
+            shared.thing.close()
+
+    def close(self) -> None:
+        """Close what engines share, the last made first.  Collective; they cannot be used any more.
+
+        Without it, a communicator and its memory stay until the process ends.
+        """
+        while self._shared:
+            _, shared = self._shared.popitem()
             shared.thing.close()
 
     def log_once(self, level: int, subject: str, text: str) -> None:
@@ -275,9 +292,16 @@ _DESTROYED = (
 )
 
 
-def _require_alive(process_group: dist.ProcessGroup) -> None:
-    """Raise GroupClosedError when torch no longer knows the group."""
+def _is_alive(process_group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group; it has no other way to ask."""
     try:
         dist.get_rank(process_group)
-    except ValueError as error:
-        raise GroupClosedError(_DESTROYED) from error
+    except ValueError:
+        return False
+    return True
+
+
+def _require_alive(process_group: dist.ProcessGroup) -> None:
+    """Raise GroupClosedError when torch no longer knows the group."""
+    if not _is_alive(process_group):
+        raise GroupClosedError(_DESTROYED)

@@ -22,7 +22,7 @@ from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import extension, libraries
 from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
-from megatron_ncclep.engines.communicator import communicator_of, release_communicator
+from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, NOT_ROUTED, EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit
@@ -144,7 +144,7 @@ class NcclEpEngine:
         """See `Engine.plan`."""
         self._require_open()
         agreement = agree_on_routes(self.group, topk_idx, self.num_experts, self.caps, self.config)
-        topk_idx = topk_idx.long().contiguous()
+        topk_idx = topk_idx.to(torch.int64, copy=True).contiguous()  # the plan's own
         counts = self._exchange_counts(topk_idx)
         limit, alignment = self.config.max_recv_rows, self.config.alignment
         wanted = self._local(counts)
@@ -216,6 +216,8 @@ class NcclEpEngine:
         if self._closed:
             return
         self._closed = True
+        if not self.group.is_alive:  # nobody to agree with: the memory stays until the process ends
+            return
         self.group.agree("close", {}, None, self.config.timeout_s)
         self.group.release(self._staging_name)
 
@@ -320,12 +322,12 @@ class _Staging:
         return route.handle
 
     def close(self) -> None:
-        """Free the staging memory and this use of the communicator.  Collective."""
+        """Free the staging memory.  Collective."""
         torch.cuda.synchronize(self._group.device)
         for staged in [*self._retired, self._staged]:
             if staged is not None:
                 staged.close()
-        release_communicator(self._group)
+        self._staged, self._retired = None, []
 
     def _grow(self, needed: tuple[int, int, int]) -> None:
         """Make staging memory that holds `needed` too.  Collective, `needed` being the same.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import checkpoint, corpus, data, log, report
 from megatron_ncclep.training.balance import BalanceMeter
@@ -41,8 +42,16 @@ def run(job: Job, prepared: bool) -> None:
             if dist.get_rank() == 0:
                 report.finish(job)
             dist.barrier()
+            _close_expert_group()
         finally:
             dist.destroy_process_group()
+
+
+def _close_expert_group() -> None:
+    """Free what engines hold, while every rank is still here to do so.  Collective."""
+    from megatron.core import parallel_state
+
+    EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()
 
 
 def _start(job: Job) -> torch.device:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.benchmark.megatron_subject import MegatronSubject, PreparedDispatcher
-from megatron_ncclep.benchmark.subjects import Setting, make_workload
+from megatron_ncclep.benchmark.subjects import Setting, UnavailableError, make_workload
 from megatron_ncclep.testing.cases import Case
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
@@ -28,10 +28,8 @@ def swapped_rows(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
     return rows[order], counts, probs
 
 
-def swapped_probabilities(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
-    order = torch.arange(len(rows))
-    order[[0, 1]] = order[[1, 0]]
-    return rows, counts, probs[order]
+def reversed_probabilities(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
+    return rows, counts, probs.flip(0)
 
 
 def wrong_counts(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
@@ -49,14 +47,14 @@ def no_gradient_of_a_row(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -
 BUGS = {
     "none": None,
     "swapped rows": swapped_rows,
-    "swapped probabilities": swapped_probabilities,
+    "reversed probabilities": reversed_probabilities,
     "wrong counts": wrong_counts,
     "half the gradient of probabilities": half_a_gradient,
     "a row without gradient": no_gradient_of_a_row,
 }
 EXPECTED = {
     "swapped rows": "output",
-    "swapped probabilities": "output",
+    "reversed probabilities": "output",
     "wrong counts": "rows of each expert",
     "half the gradient of probabilities": "gradient of the probabilities",
     "a row without gradient": "gradient of the hidden states",
@@ -105,3 +103,10 @@ def test_right_results_pass(two_ranks: RankPool, dispatcher: str) -> None:
 def test_wrong_results_are_rejected(two_ranks: RankPool, dispatcher: str, bug: str) -> None:
     problems = [found for found in two_ranks.run(check_on_rank, dispatcher, bug) if found]
     assert any(EXPECTED[bug] in problem for problem in problems), problems
+
+
+def test_without_megatron_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    setting: Any = Setting(0, 1, "cpu", 60, lambda: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UnavailableError, match=r"pip install 'megatron-ncclep\[train\]'"):
+        MegatronSubject("alltoall", "alltoall", {}, None).prepare(setting, make_workload(CASE, 0))

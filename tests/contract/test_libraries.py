@@ -134,6 +134,7 @@ def test_text_of_a_library():
 # --- NCCL ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu_only  # a machine with GPUs may have an NCCL preloaded, for NVIDIA's library
 def test_the_loaded_nccl_is_torchs():
     """In a process of its own: this one's look-up is replaced.  A torch for the CPU loads none."""
     code = (
@@ -153,6 +154,7 @@ def test_the_loaded_nccl_is_torchs():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.cpu_only  # as above
 def test_looking_for_nccl_loads_none():
     """In a process without torch's, where the loader would find the one of NVIDIA's package."""
     code = """
