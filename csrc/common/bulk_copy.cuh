@@ -1,5 +1,5 @@
-// Bulk copies between global and shared memory (TMA without tensor maps, sm_90 and later).  Addresses
-// and sizes are multiples of 16 bytes.
+// Bulk copies between global and shared memory (TMA without tensor maps, sm_90 and later).
+// Addresses and sizes are multiples of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,7 @@ __device__ inline void fence_barriers() {
 }
 
 // What this thread has seen of global memory through ordinary loads, its bulk copies see too.
-__device__ inline void fence_for_bulk_copies() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
+__device__ inline void fence_for_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Starts a copy of `bytes` into shared memory, which completes phase after phase of `full`.
 __device__ inline void start_load(void* shared, const void* global, int bytes,

@@ -1,10 +1,10 @@
 // One kernel, two kinds of warps in every CTA.
 //
-// *Pushing* warps add up, in fp32 and in ascending order of local experts, the rows of each pair that
-// came from another rank, and store the sum, rounded once, into that rank's window; when the pairs
-// of a chunk of its tokens are done they tell it so.  *Summing* warps wait for the chunks of this
-// rank's own tokens and add the ranks' parts up in ascending order, this rank's own part straight
-// from its rows, unrounded.
+// *Pushing* warps add up, in fp32 and in ascending order of local experts, the rows of each pair
+// that came from another rank, and store the sum, rounded once, into that rank's window; when the
+// pairs of a chunk of its tokens are done they tell it so.  *Summing* warps wait for the chunks of
+// this rank's own tokens and add the ranks' parts up in ascending order, this rank's own part
+// straight from its rows, unrounded.
 //
 // The window for sums has a row for each (token, rank).  Nobody pushes into a rank's window before
 // that rank has entered this combine, and so has left the one before.
@@ -104,8 +104,7 @@ __device__ char* sums_window(const Rank& me, int rank) {
 template <typename T>
 __device__ void add_rows(float* sum, const Combine& job, int first, int end, int i) {
   for (int pick = first; pick < end; ++pick) {
-    const char* row =
-        job.y + static_cast<std::size_t>(job.routes.pick_slot[pick]) * job.row_bytes;
+    const char* row = job.y + static_cast<std::size_t>(job.routes.pick_slot[pick]) * job.row_bytes;
     Vector<T>::add(sum, __ldg(reinterpret_cast<const uint4*>(row) + i));
   }
 }
@@ -183,14 +182,13 @@ __device__ void sum_up(const Rank& me, const Combine& job, std::uint64_t epoch) 
   const int vectors = job.row_bytes / 16;
   const auto* flags =
       reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.pushed());
-  const auto* values =
-      reinterpret_cast<const float*>(me.control_of[me.rank] + layout.values());
+  const auto* values = reinterpret_cast<const float*>(me.control_of[me.rank] + layout.values());
   for (int token = first; token < job.num_tokens; token += kSummingWarps * gridDim.x) {
     const std::uint32_t ranks = job.home.token_ranks[token];
     bool is_here = true;
     // Own values come through the window too; own rows do not.
-    const bool needs = lane < num_ranks && (ranks >> lane & 1) &&
-                       (lane != me.rank || job.w != nullptr);
+    const bool needs =
+        lane < num_ranks && (ranks >> lane & 1) && (lane != me.rank || job.w != nullptr);
     if (needs) {
       is_here = wait_for(me, Phase::kCombine, lane,
                          flags + lane * layout.max_chunks() + token / kChunk, epoch);
@@ -205,8 +203,7 @@ __device__ void sum_up(const Rank& me, const Combine& job, std::uint64_t epoch) 
     }
     const char* parts =
         sums_window(me, me.rank) + static_cast<std::size_t>(token) * num_ranks * job.row_bytes;
-    auto* out =
-        reinterpret_cast<uint4*>(job.out + static_cast<std::size_t>(token) * job.row_bytes);
+    auto* out = reinterpret_cast<uint4*>(job.out + static_cast<std::size_t>(token) * job.row_bytes);
     for (int i = lane; i < vectors; i += kWarpSize) {
       float sum[Vector<T>::kWidth];
       clear<T>(sum);
@@ -252,12 +249,11 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(Rank me, Combine job)
 }  // namespace
 
 void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr_t stream) {
-  const void* kernel =
-      arguments.dtype == DType::kBFloat16
-          ? reinterpret_cast<const void*>(combine_kernel<__nv_bfloat16>)
-          : arguments.dtype == DType::kFloat16
-                ? reinterpret_cast<const void*>(combine_kernel<__half>)
-                : reinterpret_cast<const void*>(combine_kernel<float>);
+  const void* kernel = arguments.dtype == DType::kBFloat16
+                           ? reinterpret_cast<const void*>(combine_kernel<__nv_bfloat16>)
+                       : arguments.dtype == DType::kFloat16
+                           ? reinterpret_cast<const void*>(combine_kernel<__half>)
+                           : reinterpret_cast<const void*>(combine_kernel<float>);
   Rank rank = me;
   Combine job = arguments;
   void* parameters[] = {&rank, &job};

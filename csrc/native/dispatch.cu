@@ -5,8 +5,8 @@
 // NVLink once, into a ring of stages in shared memory, and store it to all of its slots from there;
 // each waits only for the chunk that its next row is in, so that copying and pulling overlap.
 //
-// The window has two halves, for dispatches that follow each other: a rank that is still pulling the
-// last dispatch is not disturbed by this one.
+// The window has two halves, for dispatches that follow each other: a rank that is still pulling
+// the last dispatch is not disturbed by this one.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -180,10 +180,9 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
       if (source != me.rank && (source != last_source || token / kChunk != last_chunk)) {
         const auto* flags =
             reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.staged());
-        if (!wait_for(me, Phase::kDispatch, source,
-                      flags + source * layout.max_chunks() + token / kChunk, epoch)) {
-          return false;
-        }
+        const bool is_here = wait_for(me, Phase::kDispatch, source,
+                                      flags + source * layout.max_chunks() + token / kChunk, epoch);
+        if (!__all_sync(~0u, is_here)) return false;
         last_source = source;
         last_chunk = token / kChunk;
         fence_for_bulk_copies();
@@ -195,15 +194,16 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
         slot[s] = routes.pick_slot[pick + lane];
         if (job.w != nullptr && piece == 0) {
           const float* weights =
-              source == me.rank ? job.w
-                                : reinterpret_cast<const float*>(me.control_of[source] +
-                                                                 layout.weights()) +
-                                      parity * layout.picks();
+              source == me.rank
+                  ? job.w
+                  : reinterpret_cast<const float*>(me.control_of[source] + layout.weights()) +
+                        parity * layout.picks();
           weight[s] = __ldcv(weights + routes.pick_home[pick + lane]);
         }
       }
       if (lane == 0) {
-        const char* base = source == me.rank ? job.x : me.rows_of[source] + parity * me.dispatch_bytes;
+        const char* base =
+            source == me.rank ? job.x : me.rows_of[source] + parity * me.dispatch_bytes;
         start_load(ring + static_cast<std::size_t>(s) * shape.piece_bytes,
                    base + static_cast<std::size_t>(token) * job.row_bytes + offset[s], bytes[s],
                    full + s);
@@ -246,23 +246,20 @@ __global__ void dispatch_kernel(Rank me, Dispatch job, Shape shape) {
   extern __shared__ __align__(128) char stages[];
   __shared__ __align__(8) std::uint64_t full[kMaxPullingWarps][kStages];
   const std::uint64_t epoch = current_epoch(me);
-  const std::uint64_t dispatches =
-      *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
+  const std::uint64_t dispatches = *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
   const std::uint64_t parity = dispatches % 2;
   const int warp = threadIdx.x / kWarpSize - kStagingWarps;
   if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
     store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
   }
   if (warp < 0) {
-    auto* weights =
-        reinterpret_cast<float*>(me.control_of[me.rank] + me.control.weights()) +
-        parity * me.control.picks();
+    auto* weights = reinterpret_cast<float*>(me.control_of[me.rank] + me.control.weights()) +
+                    parity * me.control.picks();
     stage(me, job, me.rows_of[me.rank] + parity * me.dispatch_bytes, weights, epoch);
     zero_padding(me, job);
   } else {
-    pull(me, job, shape,
-         stages + static_cast<std::size_t>(warp) * kStages * shape.piece_bytes, full[warp], warp,
-         parity, epoch);
+    pull(me, job, shape, stages + static_cast<std::size_t>(warp) * kStages * shape.piece_bytes,
+         full[warp], warp, parity, epoch);
   }
   if (leave(me) && threadIdx.x == 0) {
     me.state->dispatches = dispatches;

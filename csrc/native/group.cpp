@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <thread>
 #include <utility>
@@ -64,6 +65,9 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
   *mailbox_ = {};
   cuda_check(cudaHostGetDevicePointer(&mailbox_on_device_, mailbox_, 0),
              "cudaHostGetDevicePointer");
+  cudaEvent_t event;
+  cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  last_done_ = event;
 }
 
 Group::~Group() = default;  // see the class comment
@@ -84,11 +88,9 @@ void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes) {
   control_ = larger;
   control_window_ = std::make_unique<Window>(communicator_, control_.num_bytes());
   const std::size_t dispatch_bytes = row_bytes_ * control_.max_tokens;
-  rows_window_ =
-      std::make_unique<Window>(communicator_, dispatch_bytes * (2 + control_.num_ranks));
+  rows_window_ = std::make_unique<Window>(communicator_, dispatch_bytes * (2 + control_.num_ranks));
   // Flags hold epochs, which only grow: nothing that was written before may look like one.
-  cuda_check(cudaMemset(control_window_->address(), 0, control_window_->num_bytes()),
-             "cudaMemset");
+  cuda_check(cudaMemset(control_window_->address(), 0, control_window_->num_bytes()), "cudaMemset");
   cuda_check(cudaDeviceSynchronize(), "clearing the windows");
 }
 
@@ -131,6 +133,17 @@ Rank Group::rank() const {
   return rank;
 }
 
+void Group::queue_after_the_last(std::uintptr_t stream) {
+  if (last_stream_ && *last_stream_ != stream) {
+    const auto event = static_cast<cudaEvent_t>(last_done_);
+    cuda_check(cudaEventRecord(event, reinterpret_cast<cudaStream_t>(*last_stream_)),
+               "cudaEventRecord");
+    cuda_check(cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(stream), event, 0),
+               "cudaStreamWaitEvent");
+  }
+  last_stream_ = stream;
+}
+
 std::uint64_t Group::plan_count(const Tensor& topk_idx, int alignment, const Tensor& counts,
                                 const Tensor& home, const Tensor& scratch, int num_sms,
                                 std::uintptr_t stream) {
@@ -146,6 +159,7 @@ std::uint64_t Group::plan_count(const Tensor& topk_idx, int alignment, const Ten
   plan.num_dropped = plan.routed_per_expert + num_local;
   plan.home = home_routes(home);
   plan.scratch = pointer<std::int32_t>(scratch);
+  queue_after_the_last(stream);
   native::plan_count(rank(), plan, num_sms, stream);
   return ++plans_;
 }
@@ -167,6 +181,7 @@ PlanSizes Group::wait_for_sizes(std::uint64_t plan) const {
 }
 
 void Group::plan_receive(const Plan& plan, int num_sms, std::uintptr_t stream) {
+  queue_after_the_last(stream);
   native::plan_receive(rank(), received_routes(plan, control_.num_ranks), num_sms, stream);
 }
 
@@ -187,6 +202,7 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.routed_per_expert = job.tokens_per_expert + num_local;
   job.token_ranks = home_routes(plan.home).token_ranks;
   job.routes = received_routes(plan, control_.num_ranks);
+  queue_after_the_last(stream);
   native::dispatch(rank(), job, num_sms, stream);
 }
 
@@ -204,6 +220,7 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   job.row_bytes = row_bytes_of(y);
   job.home = home_routes(plan.home);
   job.routes = received_routes(plan, control_.num_ranks);
+  queue_after_the_last(stream);
   native::combine(rank(), job, num_sms, stream);
 }
 

@@ -36,8 +36,8 @@ struct Plan {
   int top_k;
 };
 
-// Making it, `reserve` and `close` are collective, and so is every call that queues work.  An object
-// that nobody closes is left to the end of the process.
+// Making it, `reserve` and `close` are collective, and so is every call that queues work.  An
+// object that nobody closes is left to the end of the process.
 class Group {
  public:
   Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s);
@@ -45,7 +45,8 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Whether the windows hold this much.  The arguments of `fits` and `reserve` are equal on all ranks.
+  // Whether the windows hold this much.  The arguments of `fits` and `reserve` are equal on all
+  // ranks.
   bool fits(int max_tokens, int top_k, std::size_t row_bytes) const;
   // Makes windows that do, and that hold what the ones before did; nothing may be under way on any
   // rank.
@@ -68,20 +69,23 @@ class Group {
   void dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                 const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
                 std::uintptr_t stream);
-  void combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
-               const Tensor& out, const std::optional<Tensor>& home_w, int num_sms,
-               std::uintptr_t stream);
+  void combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w, const Tensor& out,
+               const std::optional<Tensor>& home_w, int num_sms, std::uintptr_t stream);
 
   Failure failure() const;
 
  private:
   Rank rank() const;
+  // Operations of a group run one after the other, whatever streams they are queued on.
+  void queue_after_the_last(std::uintptr_t stream);
 
   std::shared_ptr<Communicator> communicator_;
   Control control_;
   std::size_t row_bytes_ = 0;
   double timeout_s_;
   std::uint64_t plans_ = 0;
+  std::optional<std::uintptr_t> last_stream_;
+  void* last_done_ = nullptr;  // cudaEvent_t
   std::unique_ptr<Window> control_window_, rows_window_;
   State* state_ = nullptr;
   Mailbox* mailbox_ = nullptr;

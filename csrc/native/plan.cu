@@ -38,7 +38,8 @@ struct Bitmaps {
   std::uint32_t words[kMaxColumns][kWords];
 
   __device__ void clear(int columns) {
-    for (int i = threadIdx.x; i < columns * kWords; i += kThreads) words[i / kWords][i % kWords] = 0;
+    for (int i = threadIdx.x; i < columns * kWords; i += kThreads)
+      words[i / kWords][i % kWords] = 0;
   }
   __device__ void set(int column, int token) {
     atomicOr(&words[column][token / 32], 1u << token % 32);
@@ -56,18 +57,13 @@ struct Bitmaps {
   }
 };
 
-template <typename Index>
-__device__ int expert_of(const PlanCount& plan, std::size_t pick) {
-  return static_cast<int>(static_cast<const Index*>(plan.topk_idx)[pick]);
-}
-
 // Reads a token's picks into `experts`; what is no expert, or named before, becomes -1.
 template <typename Index>
 __device__ bool read_picks(const PlanCount& plan, int num_experts, int token, int* experts) {
   bool is_good = true;
   for (int k = 0; k < plan.top_k; ++k) {
-    const Index value = static_cast<const Index*>(
-        plan.topk_idx)[static_cast<std::size_t>(token) * plan.top_k + k];
+    const Index value =
+        static_cast<const Index*>(plan.topk_idx)[static_cast<std::size_t>(token) * plan.top_k + k];
     bool is_expert = value >= 0 && value < num_experts;
     is_good = is_good && (is_expert || value == -1);
     for (int j = 0; j < k && is_expert; ++j) {
@@ -85,9 +81,9 @@ __device__ std::uint64_t* count_word(char* control, const Control& layout, std::
 }
 
 // Waits for one count of `source`; -1 when the deadline passed.
-__device__ std::int64_t wait_for_count(const Rank& me, std::uint64_t plans, int source, int column) {
-  const std::uint64_t* word =
-      count_word(me.control_of[me.rank], me.control, plans, source, column);
+__device__ std::int64_t wait_for_count(const Rank& me, std::uint64_t plans, int source,
+                                       int column) {
+  const std::uint64_t* word = count_word(me.control_of[me.rank], me.control, plans, source, column);
   std::uint64_t value = 0;
   const bool is_here = wait_until(me, Phase::kPlan, source, plans, [&] {
     value = load_acquire(word);
@@ -98,16 +94,17 @@ __device__ std::int64_t wait_for_count(const Rank& me, std::uint64_t plans, int 
 
 struct Shared {
   Bitmaps bitmaps;
-  int first_slot[kMaxExperts];      // of this rank's picks for each expert, at its rank
-  int padded[kMaxExperts];          // rows of each expert's block
+  int first_slot[kMaxExperts];  // of this rank's picks for each expert, at its rank
+  int padded[kMaxExperts];      // rows of each expert's block
   int routed[kMaxExperts];
-  int pick_base[kMaxRanks];         // picks for each rank before this chunk
+  int pick_base[kMaxRanks];                       // picks for each rank before this chunk
   std::uint16_t picks_before[kMaxRanks][kChunk];  // in the chunk, before each token
 };
 
 // One CTA's share of the chunks: counts of every column, to `scratch` [chunks, columns].
 template <typename Index>
-__device__ void count_chunks(const Rank& me, const PlanCount& plan, Shared& shared, int num_chunks) {
+__device__ void count_chunks(const Rank& me, const PlanCount& plan, Shared& shared,
+                             int num_chunks) {
   const int columns = me.control.num_columns(), num_experts = me.control.num_experts;
   const int num_local = num_experts / me.control.num_ranks;
   for (int chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
@@ -417,8 +414,8 @@ __global__ void __launch_bounds__(kThreads) receive_kernel(Rank me, ReceivedRout
     }
     if (blockIdx.x == 0 && threadIdx.x <= layout.num_ranks) {
       routes.first_pair[threadIdx.x] = first_pair[threadIdx.x];
-      if (threadIdx.x == 0) routes.pair_first[first_pair[layout.num_ranks]] =
-          first_pick[layout.num_ranks];
+      if (threadIdx.x == 0)
+        routes.pair_first[first_pair[layout.num_ranks]] = first_pick[layout.num_ranks];
     }
   }
   if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
@@ -428,9 +425,9 @@ __global__ void __launch_bounds__(kThreads) receive_kernel(Rank me, ReceivedRout
 
 void plan_count(const Rank& me, const PlanCount& arguments, int num_sms, std::uintptr_t stream) {
   const auto kernel = arguments.is_int64 ? count_kernel<std::int64_t> : count_kernel<std::int32_t>;
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  sizeof(Shared)),
-             "setting the shared memory of plan");
+  cuda_check(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
+      "setting the shared memory of plan");
   Rank rank = me;
   PlanCount plan = arguments;
   void* parameters[] = {&rank, &plan};

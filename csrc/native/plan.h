@@ -1,9 +1,9 @@
 // Step 1, plan: from each token's experts to who sends what where.
 //
-// Two kernels.  `count` counts, exchanges the counts, gives every pick its slot and writes what each
-// other rank has to know into that rank's control window; the host learns how many rows it will get
-// from the mailbox.  `receive` waits until the others have done the same and moves what they wrote
-// into the plan's own memory.
+// Two kernels.  `count` counts, exchanges the counts, gives every pick its slot and writes what
+// each other rank has to know into that rank's control window; the host learns how many rows it
+// will get from the mailbox.  `receive` waits until the others have done the same and moves what
+// they wrote into the plan's own memory.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,9 @@ struct HomeRoutes {
 
 // What arrives here, by source rank and token.
 struct ReceivedRoutes {
-  int num_chunks;            // of the rank with the most tokens
-  std::int32_t* first_pair;  // [R + 1]: pairs of source r are first_pair[r] to first_pair[r + 1] - 1
+  int num_chunks;  // of the rank with the most tokens
+  std::int32_t*
+      first_pair;  // [R + 1]: pairs of source r are first_pair[r] to first_pair[r + 1] - 1
   std::int32_t* chunk_pair;  // [R, num_chunks + 1]: first pair of each chunk of source r's tokens
   std::int32_t* pair_token;  // [pairs]
   std::int32_t* pair_first;  // [pairs + 1]: its picks, in ascending order of local experts
@@ -47,7 +48,6 @@ struct PlanCount {
 void plan_count(const Rank& me, const PlanCount& arguments, int num_sms, std::uintptr_t stream);
 
 // Queues `receive`.  `routes` has room for what the mailbox said, or for the most there can be.
-void plan_receive(const Rank& me, const ReceivedRoutes& routes, int num_sms,
-                  std::uintptr_t stream);
+void plan_receive(const Rank& me, const ReceivedRoutes& routes, int num_sms, std::uintptr_t stream);
 
 }  // namespace ncclep::native

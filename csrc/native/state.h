@@ -1,7 +1,7 @@
 // What a group's kernels share: where things lie in the control window, and the state of one rank.
 //
-// Letters: R ranks, E experts of the whole group, T tokens of a rank, K picks of a token.  A *pair* is
-// a (source rank, token) that has picks on a rank; a *pick* is one (token, expert).
+// Letters: R ranks, E experts of the whole group, T tokens of a rank, K picks of a token.  A *pair*
+// is a (source rank, token) that has picks on a rank; a *pick* is one (token, expert).
 #pragma once
 
 #include <cstddef>
@@ -33,9 +33,7 @@ struct Control {
   NCCLEP_BOTH int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
   // Counted for every destination: picks for each expert, then pairs on each rank.
   NCCLEP_BOTH int num_columns() const { return num_experts + num_ranks; }
-  NCCLEP_BOTH std::size_t picks() const {
-    return static_cast<std::size_t>(max_tokens) * max_top_k;
-  }
+  NCCLEP_BOTH std::size_t picks() const { return static_cast<std::size_t>(max_tokens) * max_top_k; }
 
   // uint64 [kNumSignals][R]: epochs.
   NCCLEP_BOTH std::size_t signals() const { return 0; }
@@ -84,13 +82,13 @@ struct Mailbox {
 // In device memory of one rank; zero at the start.
 struct State {
   std::uint64_t epoch;  // operations that are over
-  std::uint64_t plans;   // plans that are over
+  std::uint64_t plans;  // plans that are over
   std::uint64_t dispatches;
   std::uint64_t last_dispatch;  // its epoch
-  unsigned int arrived;  // at grid barriers of the current operation, one after the other
-  unsigned int leaving;  // CTAs of the current operation that are done
-  unsigned int failed;   // a deadline has passed: nobody waits any longer
-  unsigned int is_bad;   // this rank's routing, in the current plan
+  unsigned int arrived;         // at grid barriers of the current operation, one after the other
+  unsigned int leaving;         // CTAs of the current operation that are done
+  unsigned int failed;          // a deadline has passed: nobody waits any longer
+  unsigned int is_bad;          // this rank's routing, in the current plan
 };
 
 // What every kernel of a group gets.

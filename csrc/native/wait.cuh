@@ -83,9 +83,8 @@ __device__ inline void grid_barrier(const Rank& me, Phase phase) {
     __threadfence();
     const unsigned int ticket = atomicAdd(&me.state->arrived, 1u);
     const unsigned int goal = (ticket / gridDim.x + 1) * gridDim.x;
-    wait_until(me, phase, me.rank, goal, [&] {
-      return *static_cast<volatile unsigned int*>(&me.state->arrived) >= goal;
-    });
+    wait_until(me, phase, me.rank, goal,
+               [&] { return *static_cast<volatile unsigned int*>(&me.state->arrived) >= goal; });
     __threadfence();
   }
   __syncthreads();

@@ -224,7 +224,8 @@ def _finish(job: Job, measured: list[ShapeResult]) -> int:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine(job.device),
         "versions": versions(job.device),
-        "options": dataclasses.asdict(job),
+        # Where the results go says nothing about them.
+        "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
         "shapes": [dataclasses.asdict(shape) for shape in measured],
         "failures": [failure for shape in measured for failure in shape.failures],
     }

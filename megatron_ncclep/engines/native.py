@@ -1,0 +1,264 @@
+"""This project's own engine: kernels on NCCL's windows, for ranks in one NVLink domain.
+
+The kernels and how they work: `csrc/native/`.  Here is what the host does: agree with the other ranks,
+allocate what a plan keeps, and queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import checks, extension, libraries
+from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
+from megatron_ncclep.engines.communicator import communicator_of
+from megatron_ncclep.engines.engine import HOME_PART_UNROUNDED, EngineCaps, RoutePlan
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.errors import GroupClosedError, InputError, PeerError
+
+CAPS = EngineCaps(
+    name="native",
+    reduction=HOME_PART_UNROUNDED,
+    payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    row_bytes_multiple=16,
+    options=frozenset({"alignment", "num_sms", "timeout_s"}),
+    max_tokens=65536,
+    max_top_k=32,
+    max_local_experts=512,
+)
+MAX_EXPERTS = 512
+MAX_RANKS = 32
+MIN_COMPUTE_CAPABILITY = (9, 0)
+DEFAULT_NUM_SMS = 24
+# Windows are made for a power of two of tokens, at least this many.
+MIN_TOKENS = 128
+CHUNK = 128  # tokens; kChunk in csrc/native/state.h
+PHASES = ("none", "plan", "plan, receiving routes", "dispatch", "combine")  # Phase there
+
+
+def obstacle(group: EpGroup, config: EpConfig) -> str | None:
+    """Say why the engine cannot run for `group`; None if it can.  Collective."""
+    if group.device.type != "cuda":
+        return "it needs GPUs and a process group with the nccl backend"
+    if problem := extension.obstacle():
+        return problem
+    if torch.cuda.get_device_capability(group.device) < MIN_COMPUTE_CAPABILITY:
+        return f"{torch.cuda.get_device_name(group.device)} is older than Hopper (sm_90)"
+    nccl = libraries.find_nccl()
+    if nccl is None or (nccl.version or (0, 0, 0)) < libraries.OLDEST_NCCL:
+        return f"it needs NCCL {libraries.version_text(libraries.OLDEST_NCCL)} or newer: {nccl}"
+    if group.size > MAX_RANKS:
+        return f"it takes at most {MAX_RANKS} ranks, the group has {group.size}"
+    return None
+
+
+@dataclass(frozen=True)
+class NativePlan(RoutePlan):
+    """Routes as the kernels keep them.
+
+    Attributes:
+        counts: int64 [2 * num_local_experts + 1]: padded and real rows of the local experts, and the
+            number of dropped picks.
+        home: int32 [3, num_tokens]: what is known of each token at home.
+        routes: int32: the pairs and picks that this rank receives.
+        most_tokens: the most tokens that any rank has.
+        handle: the `_C.NativePlan` over the three tensors.
+    """
+
+    counts: torch.Tensor
+    home: torch.Tensor
+    routes: torch.Tensor
+    most_tokens: int
+    handle: Any
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the plan keeps alive."""
+        return self.counts.nbytes + self.home.nbytes + self.routes.nbytes
+
+
+class NativeEngine:
+    """See `Engine`."""
+
+    caps = CAPS
+
+    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+        """Collective; makes the group's communicator, if need be."""
+        self.group = group
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // group.size
+        self.config = config
+        self._num_sms = config.num_sms or DEFAULT_NUM_SMS
+        self._name = f"native {num_experts}"
+        self._native: Any = group.share(
+            self._name,
+            lambda: extension.load().NativeGroup(
+                communicator_of(group, config.timeout_s), num_experts, config.timeout_s
+            ),
+        )
+        self._row_bytes = 16  # of the longest row so far
+        self._closed = False
+
+    @torch.no_grad()
+    def plan(self, topk_idx: torch.Tensor) -> NativePlan:
+        """See `Engine.plan`."""
+        self._require_open()
+        agreement = agree_on_routes(self.group, topk_idx, self.num_experts, self.caps, self.config)
+        num_tokens, top_k = topk_idx.shape
+        most_tokens = max(agreement.told)
+        self._reserve(most_tokens, top_k, self._row_bytes)
+        native, device, stream = self._native, topk_idx.device, _stream()
+        num_chunks = (most_tokens + CHUNK - 1) // CHUNK
+        counts = torch.empty(2 * self.num_local_experts + 1, dtype=torch.int64, device=device)
+        home = torch.empty(3, num_tokens, dtype=torch.int32, device=device)
+        scratch = torch.empty(native.scratch_size(), dtype=torch.int32, device=device)
+        number = native.plan_count(
+            topk_idx.contiguous(),
+            self.config.alignment,
+            counts,
+            home,
+            scratch,
+            self._num_sms,
+            stream,
+        )
+        sizes = native.wait_for_sizes(number)
+        self._raise_failure()
+        if sizes.bad_ranks:
+            problem = checks.topk_problem(topk_idx, self.num_experts, device, self.caps)
+            raise InputError(
+                f"plan: {self.group.gather_problems(problem, 'plan', self.config.timeout_s)}"
+            )
+        routes = torch.empty(
+            native.routes_size(sizes.num_pairs, sizes.num_picks, num_chunks),
+            dtype=torch.int32,
+            device=device,
+        )
+        handle = extension.load().NativePlan(
+            counts, home, routes, sizes.num_pairs, sizes.num_picks, num_chunks, top_k
+        )
+        native.plan_receive(handle, self._num_sms, stream)
+        return NativePlan(
+            plan_id=agreement.call,
+            num_tokens=num_tokens,
+            top_k=top_k,
+            num_experts=self.num_experts,
+            num_rows=sizes.num_rows,
+            tokens_per_expert=counts[: self.num_local_experts],
+            routed_per_expert=counts[self.num_local_experts : -1],
+            num_dropped=counts[-1],
+            counts=counts,
+            home=home,
+            routes=routes,
+            most_tokens=most_tokens,
+            handle=handle,
+        )
+
+    @torch.no_grad()
+    def dispatch(
+        self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Engine.dispatch`."""
+        plan = self._agree("dispatch", plan, x, w)
+        rows = x.new_empty(plan.num_rows, x.shape[1])
+        row_w = None if w is None else w.new_empty(plan.num_rows)
+        self._native.dispatch(
+            plan.handle,
+            _aligned(x),
+            None if w is None else w.contiguous(),
+            rows,
+            row_w,
+            self._num_sms,
+            _stream(),
+        )
+        return rows, row_w
+
+    @torch.no_grad()
+    def combine(
+        self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Engine.combine`."""
+        plan = self._agree("combine", plan, y, w)
+        out = y.new_empty(plan.num_tokens, y.shape[1])
+        home_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
+        self._native.combine(
+            plan.handle,
+            _aligned(y),
+            None if w is None else w.contiguous(),
+            out,
+            home_w,
+            self._num_sms,
+            _stream(),
+        )
+        return out, home_w
+
+    def close(self) -> None:
+        """See `Engine.close`.  The last engine of the group frees the windows."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.group.is_alive:  # nobody to agree with: the memory stays until the process ends
+            return
+        self.group.agree("close", {}, None, self.config.timeout_s)
+        self.group.release(self._name)
+
+    def _agree(
+        self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
+    ) -> NativePlan:
+        """Check the arguments of dispatch or combine on all ranks; return the plan, typed."""
+        self._require_open()
+        self._raise_failure()
+        agree_on_rows(
+            phase,
+            self.group,
+            plan,
+            NativePlan,
+            rows,
+            w,
+            self.num_experts,
+            self.caps,
+            self.config.timeout_s,
+        )
+        assert isinstance(plan, NativePlan)  # agreed on above
+        row_bytes = rows.shape[1] * rows.element_size()
+        self._row_bytes = max(self._row_bytes, row_bytes)
+        self._reserve(plan.most_tokens, plan.top_k, row_bytes)
+        return plan
+
+    def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
+        """Have windows for this much, the same on all ranks.  Collective when they grow."""
+        if self._native.fits(num_tokens, top_k, row_bytes):
+            return
+        num_tokens = max(MIN_TOKENS, 1 << (max(num_tokens, 1) - 1).bit_length())
+        what = "growing the windows"
+        here = torch.zeros(1, dtype=torch.int64)
+        torch.cuda.synchronize(self.group.device)
+        self.group.gather(here, what, self.config.timeout_s)  # nobody uses the old ones
+        self._native.reserve(num_tokens, top_k, row_bytes)
+        self.group.gather(here, what, self.config.timeout_s)  # everybody has cleared the new ones
+
+    def _raise_failure(self) -> None:
+        """Raise PeerError when a wait on the device passed its deadline."""
+        failure = self._native.failure()
+        if failure.phase:
+            raise PeerError(
+                f"rank {self.group.rank} of {self.group.size}: rank {failure.peer} did not come in "
+                f"{PHASES[failure.phase]}, operation {failure.epoch} of the group (deadline "
+                f"{self.config.timeout_s:g} s): it died, is late or left the group's order of "
+                "calls; look at the other ranks' output"
+            )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise GroupClosedError("the engine was closed: create a new one with create_engine()")
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` as the kernels read them: contiguous, in vectors of 16 bytes."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
