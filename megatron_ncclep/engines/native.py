@@ -1,7 +1,7 @@
 """This project's own engine: kernels on NCCL's windows, for ranks in one NVLink domain.
 
-The kernels and how they work: `csrc/native/`.  Here is what the host does: agree with the other ranks,
-allocate what a plan keeps, and queue.
+The kernels and how they work: `csrc/native/`.  Here is what the host does: agree with the other
+ranks, allocate what a plan keeps, and queue.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class NativePlan(RoutePlan):
     """Routes as the kernels keep them.
 
     Attributes:
-        counts: int64 [2 * num_local_experts + 1]: padded and real rows of the local experts, and the
-            number of dropped picks.
+        counts: int64 [2 * num_local_experts + 1]: padded and real rows of the local experts, and
+            the number of dropped picks.
         home: int32 [3, num_tokens]: what is known of each token at home.
         routes: int32: the pairs and picks that this rank receives.
         most_tokens: the most tokens that any rank has.
