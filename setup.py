@@ -92,9 +92,10 @@ def extensions():
             raise SystemExit(f"NCCLEP_BUILD_EXTENSION=1, but {message}")
         print(f"{message}: building the pure-Python package, with the reference engine only")
         return []
-    headers = [str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.h")]
     sources = sorted(str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.cpp"))
-    return [Pybind11Extension(EXTENSION, sources, cxx_std=17, depends=headers)]
+    # Whatever changes, kernels included, the extension is linked again.
+    everything = [str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.*")]
+    return [Pybind11Extension(EXTENSION, sources, cxx_std=17, depends=everything)]
 
 
 setup(
