@@ -1,21 +1,25 @@
-// One kernel, two kinds of warps in every CTA.
+// One kernel, three kinds of warps in every CTA.
 //
 // *Pushing* warps add up, in fp32 and in ascending order of local experts, the rows of each pair
-// that came from another rank, and store the sum, rounded once, into that rank's window; when the
-// pairs of a chunk of its tokens are done they tell it so.  *Summing* warps wait for the chunks of
-// this rank's own tokens and add the ranks' parts up in ascending order, this rank's own part
-// straight from its rows, unrounded.
+// that came from another rank, and store the sum, rounded once, into that rank's window.  They take
+// the pairs in turn, so that all have the same number of them, and at every moment push to all
+// ranks.
+//
+// The *telling* warp keeps the books: when the sums of all pairs of a chunk of a rank's tokens are
+// in that rank's window, it tells it so.
+//
+// *Summing* warps wait for the chunks of this rank's own tokens and add the ranks' parts up in
+// ascending order, this rank's own part straight from its rows, unrounded.
 //
 // The window for sums has a row for each (token, rank).  Nobody pushes into a rank's window before
 // that rank has entered this combine, and so has left the one before.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstddef>
 #include <cstdint>
 
 #include "common/cuda.h"
+#include "native/add_up.cuh"
 #include "native/combine.h"
 #include "native/wait.cuh"
 
@@ -24,224 +28,290 @@ namespace ncclep::native {
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr int kPushingWarps = 12;
+constexpr int kPushingWarps = 8;
 constexpr int kSummingWarps = 4;
-constexpr int kPushingThreads = kPushingWarps * kWarpSize;
-constexpr int kThreads = (kPushingWarps + kSummingWarps) * kWarpSize;
-constexpr int kPushingBarrier = 1;
+constexpr int kTellingWarp = kPushingWarps + kSummingWarps;
+constexpr int kThreads = (kPushingWarps + kSummingWarps + 1) * kWarpSize;
+// Chosen for 24 to 32 CTAs: 1.2 MB and more of a rank's stores are on their way at a time.
+using PushRing = Ring<6, 3>;
+using SumRing = Ring<8, 2>;
+constexpr int kPushStages = 6, kSumStages = 8;
+constexpr int kSharedBytes = kPushingWarps * PushRing::kBytes + kSummingWarps * SumRing::kBytes;
+// A pushed piece is taken for written when this many more of its warp are on their way.
+constexpr int kSentAhead = 8;
 
-// 16 bytes of a row as fp32 numbers.
-template <typename T>
-struct Vector;
-
-template <>
-struct Vector<float> {
-  static constexpr int kWidth = 4;
-  __device__ static void add(float* sum, uint4 bits) {
-    sum[0] += __uint_as_float(bits.x);
-    sum[1] += __uint_as_float(bits.y);
-    sum[2] += __uint_as_float(bits.z);
-    sum[3] += __uint_as_float(bits.w);
-  }
-  __device__ static uint4 round(const float* sum) {
-    return make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
-                      __float_as_uint(sum[3]));
-  }
+struct Shared {
+  alignas(8) std::uint64_t push_full[kPushingWarps][kPushStages];
+  alignas(8) std::uint64_t sum_full[kSummingWarps][kSumStages];
+  alignas(16) Stage push_stages[kPushingWarps][kPushStages];
+  alignas(16) Stage sum_stages[kSummingWarps][kSumStages];
+  const char* parts[kSummingWarps][kWarpSize];
+  // By pushing warp: pairs whose sums are written, and whether there are no more to come.
+  volatile int num_written[kPushingWarps];
+  volatile int is_over[kPushingWarps];
 };
-
-template <>
-struct Vector<__nv_bfloat16> {
-  static constexpr int kWidth = 8;
-  __device__ static void add(float* sum, uint4 bits) {
-    const std::uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // a bf16 is the upper half of an fp32
-      sum[2 * i] += __uint_as_float(words[i] << 16);
-      sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
-    }
-  }
-  __device__ static uint4 round(const float* sum) {
-    uint4 bits;
-    auto* pairs = reinterpret_cast<__nv_bfloat162*>(&bits);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-    return bits;
-  }
-};
-
-template <>
-struct Vector<__half> {
-  static constexpr int kWidth = 8;
-  __device__ static void add(float* sum, uint4 bits) {
-    const auto* pairs = reinterpret_cast<const __half2*>(&bits);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 both = __half22float2(pairs[i]);
-      sum[2 * i] += both.x;
-      sum[2 * i + 1] += both.y;
-    }
-  }
-  __device__ static uint4 round(const float* sum) {
-    uint4 bits;
-    auto* pairs = reinterpret_cast<__half2*>(&bits);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = __floats2half2_rn(sum[2 * i], sum[2 * i + 1]);
-    return bits;
-  }
-};
-
-template <typename T>
-__device__ void clear(float* sum) {
-#pragma unroll
-  for (int i = 0; i < Vector<T>::kWidth; ++i) sum[i] = 0;
-}
 
 __device__ char* sums_window(const Rank& me, int rank) {
   return me.rows_of[rank] + 2 * me.dispatch_bytes;
 }
 
-// Adds vector `i` of the rows of picks `first` to `end` - 1 to `sum`, in this order.
+// The pairs of other ranks that one pushing warp takes, in order.
+class PairCursor {
+ public:
+  __device__ PairCursor(const Rank& me, const ReceivedRoutes& routes, int warp)
+      : first_pair_(routes.first_pair),
+        rank_(me.rank),
+        num_ranks_(me.control.num_ranks),
+        turn_(warp * gridDim.x + blockIdx.x) {
+    int most = 0;
+    for (int source = 0; source < num_ranks_; ++source) {
+      if (source != rank_) most = max(most, first_pair_[source + 1] - first_pair_[source]);
+    }
+    num_turns_ = most * (num_ranks_ - 1);
+  }
+
+  // Goes to the next pair; false when there is none.
+  __device__ bool next() {
+    while (turn_ < num_turns_) {
+      source = (rank_ + 1 + turn_ % (num_ranks_ - 1)) % num_ranks_;
+      pair = first_pair_[source] + turn_ / (num_ranks_ - 1);
+      turn_ += kPushingWarps * gridDim.x;
+      if (pair < first_pair_[source + 1]) return true;
+    }
+    return false;
+  }
+
+  int source = 0, pair = 0;
+
+ private:
+  const std::int32_t* first_pair_;
+  int rank_, num_ranks_, turn_, num_turns_;
+};
+
+// One pushing warp's share of the pairs.
 template <typename T>
-__device__ void add_rows(float* sum, const Combine& job, int first, int end, int i) {
-  for (int pick = first; pick < end; ++pick) {
-    const char* row = job.y + static_cast<std::size_t>(job.routes.pick_slot[pick]) * job.row_bytes;
-    Vector<T>::add(sum, __ldg(reinterpret_cast<const uint4*>(row) + i));
+__device__ void push(const Rank& me, const Combine& job, Shared& shared, char* memory, int warp,
+                     std::uint64_t epoch) {
+  const ReceivedRoutes& routes = job.routes;
+  const int lane = threadIdx.x % kWarpSize;
+  PairCursor cursor(me, routes, warp);
+  // Routes are read ahead: of the pair after the next, where its picks are; of the next, its slots.
+  struct Pair {
+    bool is_there = false;
+    int source = 0, token = 0, first = 0, end = 0;
+    int slot = 0, home = 0;  // of this lane's pick
+  };
+  const auto find = [&] {
+    Pair pair;
+    pair.is_there = cursor.next();
+    if (pair.is_there) {
+      pair.source = cursor.source;
+      pair.token = routes.pair_token[cursor.pair];
+      pair.first = routes.pair_first[cursor.pair];
+      pair.end = routes.pair_first[cursor.pair + 1];
+    }
+    return pair;
+  };
+  const auto find_slots = [&](Pair& pair) {
+    if (!pair.is_there || lane >= pair.end - pair.first) return;
+    pair.slot = routes.pick_slot[pair.first + lane];
+    if (job.has_weights) pair.home = routes.pick_home[pair.first + lane];
+  };
+  Pair current, following = find(), second = find();
+  find_slots(following);
+  std::uint32_t entered = 0;
+  float weight = 0;
+  const auto next = [&](Sum* sum) {
+    if (job.has_weights && current.is_there && lane < current.end - current.first) {
+      auto* values = reinterpret_cast<float*>(me.control_of[current.source] + me.control.values());
+      values[current.home] = weight;
+    }
+    current = following;
+    if (!current.is_there) return false;
+    following = second;
+    second = find();
+    find_slots(following);
+    if (!(entered >> current.source & 1)) {
+      const auto* word = signal_word(me.control_of[me.rank], me.control, kEntered, current.source);
+      const bool is_in = wait_for(me, Phase::kCombine, current.source, word, epoch);
+      if (!__all_sync(~0u, is_in)) return current.is_there = false;
+      entered |= 1u << current.source;
+    }
+    const int picks = current.end - current.first;
+    if (job.has_weights && lane < picks) weight = job.w[current.slot];
+    sum->row = job.y + static_cast<std::size_t>(current.slot) * job.row_bytes;
+    sum->num_rows = picks;
+    sum->part_ends = 1u << (picks - 1);
+    sum->out =
+        sums_window(me, current.source) +
+        (static_cast<std::size_t>(current.token) * me.control.num_ranks + me.rank) * job.row_bytes;
+    return true;
+  };
+  // Bit i: whether the piece sent i pieces ago was the last of its row.
+  std::uint32_t row_ends = 0;
+  int num_written = 0, num_sent = 0;
+  const auto sent = [&](bool ends_row) {
+    row_ends = row_ends << 1 | static_cast<std::uint32_t>(ends_row);
+    num_sent += ends_row;
+    wait_for_older_stores<kSentAhead>();
+    if (!(row_ends >> kSentAhead & 1)) return;
+    __threadfence_block();
+    shared.num_written[warp] = ++num_written;
+  };
+  const PushRing ring{memory, shared.push_full[warp], shared.push_stages[warp]};
+  add_up<T>(ring, job.row_bytes, next, sent);
+  if (lane == 0) {
+    __threadfence_block();
+    shared.num_written[warp] = num_sent;
+    __threadfence_block();
+    shared.is_over[warp] = 1;
   }
 }
 
-// True for all pushing threads of the CTA if it is for all of them.
-__device__ bool all_pushing_threads(bool mine) {
-  int all;
-  asm volatile(
-      "{ .reg .pred in, out; setp.ne.s32 in, %1, 0; bar.red.and.pred out, %2, %3, in; "
-      "selp.s32 %0, 1, 0, out; }"
-      : "=r"(all)
-      : "r"(static_cast<int>(mine)), "n"(kPushingBarrier), "n"(kPushingThreads)
-      : "memory");
-  return all != 0;
-}
-
-// One CTA's share of the (source, chunk)s: their pairs' sums and picks' values to their home.
-template <typename T>
-__device__ void push(const Rank& me, const Combine& job, std::uint64_t epoch) {
+// Lane i follows pushing warp i.
+__device__ void tell(const Rank& me, const Combine& job, Shared& shared, std::uint64_t epoch) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
-  const int num_ranks = layout.num_ranks, chunks = routes.num_chunks;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int vectors = job.row_bytes / 16;
-  int entered = -1;
-  for (int unit = blockIdx.x; unit < num_ranks * chunks; unit += gridDim.x) {
-    // At every moment the CTAs push to all ranks.
-    const int source = (me.rank + 1 + unit) % num_ranks, chunk = unit / num_ranks;
-    const bool is_home = source == me.rank;
-    const std::int32_t* chunk_pair = routes.chunk_pair + source * (chunks + 1) + chunk;
-    const int first = chunk_pair[0], end = chunk_pair[1];
-    if (first == end || (is_home && job.w == nullptr)) continue;
-    if (source != entered) {
-      const bool is_free =
-          wait_for(me, Phase::kCombine, source,
-                   signal_word(me.control_of[me.rank], layout, kEntered, source), epoch);
-      if (!all_pushing_threads(is_free)) return;
-      entered = source;
+  const int lane = threadIdx.x % kWarpSize, max_chunks = layout.max_chunks();
+  const bool follows = lane < kPushingWarps;
+  PairCursor cursor(me, routes, follows ? lane : 0);
+  auto* num_pushed = reinterpret_cast<unsigned int*>(me.control_of[me.rank] + layout.num_pushed());
+  int told = 0;
+  for (;;) {
+    const bool is_over = !follows || shared.is_over[lane] != 0;
+    const int written = follows ? shared.num_written[lane] : 0;  // after is_over
+    if (!__any_sync(~0u, told < written)) {
+      if (__all_sync(~0u, is_over)) return;
+      __nanosleep(200);
+      continue;
     }
-    for (int pair = first + warp; pair < end && !is_home; pair += kPushingWarps) {
-      const int first_pick = routes.pair_first[pair], end_pick = routes.pair_first[pair + 1];
-      const std::size_t place =
-          static_cast<std::size_t>(routes.pair_token[pair]) * num_ranks + me.rank;
-      auto* out = reinterpret_cast<uint4*>(sums_window(me, source) + place * job.row_bytes);
-      for (int i = lane; i < vectors; i += kWarpSize) {
-        float sum[Vector<T>::kWidth];
-        clear<T>(sum);
-        add_rows<T>(sum, job, first_pick, end_pick, i);
-        out[i] = Vector<T>::round(sum);
-      }
-    }
-    if (job.w != nullptr) {
-      auto* values = reinterpret_cast<float*>(me.control_of[source] + layout.values());
-      const int end_pick = routes.pair_first[end];
-      for (int pick = routes.pair_first[first] + threadIdx.x; pick < end_pick;
-           pick += kPushingThreads) {
-        values[routes.pick_home[pick]] = job.w[routes.pick_slot[pick]];
-      }
-    }
+    // What the pushing warps have seen written, every rank sees before what follows.
     __threadfence_system();
-    all_pushing_threads(true);
-    if (threadIdx.x == 0) {
-      auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[source] + layout.pushed());
-      store_release(flags + me.rank * layout.max_chunks() + chunk, epoch);
+    for (; told < written && cursor.next(); ++told) {
+      const int chunk = routes.pair_token[cursor.pair] / kChunk;
+      const std::int32_t* chunk_pair =
+          routes.chunk_pair + cursor.source * (routes.num_chunks + 1) + chunk;
+      const auto pairs = static_cast<unsigned int>(chunk_pair[1] - chunk_pair[0]);
+      unsigned int* count = num_pushed + cursor.source * max_chunks + chunk;
+      if (atomicAdd(count, 1u) != pairs - 1) continue;
+      *count = 0;  // for the next combine
+      __threadfence_system();
+      auto* flags =
+          reinterpret_cast<std::uint64_t*>(me.control_of[cursor.source] + layout.pushed());
+      store_release(flags + me.rank * max_chunks + chunk, epoch);
     }
+    __syncwarp();
   }
 }
 
 // One summing warp's share of this rank's tokens.
 template <typename T>
-__device__ void sum_up(const Rank& me, const Combine& job, std::uint64_t epoch) {
+__device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, char* memory, int warp,
+                       std::uint64_t epoch) {
   const Control& layout = me.control;
+  const ReceivedRoutes& routes = job.routes;
   const int num_ranks = layout.num_ranks, lane = threadIdx.x % kWarpSize;
-  const int first = (threadIdx.x / kWarpSize - kPushingWarps) * gridDim.x + blockIdx.x;
-  const int vectors = job.row_bytes / 16;
+  const int step = kSummingWarps * gridDim.x;
   const auto* flags =
       reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.pushed());
   const auto* values = reinterpret_cast<const float*>(me.control_of[me.rank] + layout.values());
-  for (int token = first; token < job.num_tokens; token += kSummingWarps * gridDim.x) {
-    const std::uint32_t ranks = job.home.token_ranks[token];
+  const int first_own = routes.pair_first[routes.first_pair[me.rank]];
+  // As in `push`: of the token after the next, its masks; of the next, its own slots.
+  struct Token {
+    int token = 0;
+    std::uint32_t ranks = 0, picks = 0, own_picks = 0;
+    int first = 0, slot = 0;
+  };
+  int last = warp * gridDim.x + blockIdx.x - step;
+  const auto find = [&] {
+    Token token;
+    token.token = last += step;
+    if (token.token < job.num_tokens) {
+      token.ranks = job.home.token_ranks[token.token];
+      token.picks = job.home.token_picks[token.token];
+      token.own_picks = job.home.own_picks[token.token];
+      token.first = job.home.own_first[token.token];
+    }
+    return token;
+  };
+  const auto find_slots = [&](Token& token) {
+    if (lane < __popc(token.own_picks)) {
+      token.slot = routes.pick_slot[first_own + token.first + lane];
+    }
+  };
+  Token following = find(), second = find();
+  find_slots(following);
+  const char** parts = shared.parts[warp];
+  const auto next = [&](Sum* sum) {
+    const Token token = following;
+    if (token.token >= job.num_tokens) return false;
+    following = second;
+    second = find();
+    find_slots(following);
+    const std::uint32_t others = token.ranks & ~(1u << me.rank);
+    const bool is_part = lane < num_ranks && (others >> lane & 1);
     bool is_here = true;
-    // Own values come through the window too; own rows do not.
-    const bool needs =
-        lane < num_ranks && (ranks >> lane & 1) && (lane != me.rank || job.w != nullptr);
-    if (needs) {
+    if (is_part) {
       is_here = wait_for(me, Phase::kCombine, lane,
-                         flags + lane * layout.max_chunks() + token / kChunk, epoch);
+                         flags + lane * layout.max_chunks() + token.token / kChunk, epoch);
     }
-    if (!__all_sync(~0u, is_here)) return;
-    const int own = job.home.own_pair[token];
-    int first_pick = 0, end_pick = 0;
-    if (own >= 0) {
-      const int pair = job.routes.first_pair[me.rank] + own;
-      first_pick = job.routes.pair_first[pair];
-      end_pick = job.routes.pair_first[pair + 1];
+    if (!__all_sync(~0u, is_here)) return false;
+    fence_for_bulk_copies();
+    // Parts of lower ranks, own rows, parts of higher ranks.
+    const int own_rows = __popc(token.own_picks);
+    const std::uint32_t lower_lanes = (1u << lane) - 1, lower_ranks = (1u << me.rank) - 1;
+    const int own_first = __popc(others & lower_ranks);
+    if (is_part) {
+      parts[__popc(others & lower_lanes) + (lane > me.rank ? own_rows : 0)] =
+          sums_window(me, me.rank) +
+          (static_cast<std::size_t>(token.token) * num_ranks + lane) * job.row_bytes;
     }
-    const char* parts =
-        sums_window(me, me.rank) + static_cast<std::size_t>(token) * num_ranks * job.row_bytes;
-    auto* out = reinterpret_cast<uint4*>(job.out + static_cast<std::size_t>(token) * job.row_bytes);
-    for (int i = lane; i < vectors; i += kWarpSize) {
-      float sum[Vector<T>::kWidth];
-      clear<T>(sum);
-      for (int rank = 0; rank < num_ranks; ++rank) {
-        if (!(ranks >> rank & 1)) continue;
-        if (rank == me.rank) {
-          float part[Vector<T>::kWidth];
-          clear<T>(part);
-          add_rows<T>(part, job, first_pick, end_pick, i);
-#pragma unroll
-          for (int j = 0; j < Vector<T>::kWidth; ++j) sum[j] += part[j];
-        } else {
-          const char* part = parts + static_cast<std::size_t>(rank) * job.row_bytes;
-          Vector<T>::add(sum, __ldcg(reinterpret_cast<const uint4*>(part) + i));
-        }
+    if (lane < own_rows) {
+      parts[own_first + lane] = job.y + static_cast<std::size_t>(token.slot) * job.row_bytes;
+    }
+    __syncwarp();
+    sum->row = parts[lane];
+    __syncwarp();
+    sum->num_rows = __popc(others) + own_rows;
+    // All but the own rows before the last are parts of their own.
+    sum->part_ends =
+        own_rows > 1 ? ~(((1u << (own_rows - 1)) - 1) << own_first) : ~std::uint32_t{0};
+    sum->out = job.out + static_cast<std::size_t>(token.token) * job.row_bytes;
+    if (job.has_weights) {
+      const std::size_t first = static_cast<std::size_t>(token.token) * job.top_k;
+      if (lane < job.top_k && !(token.own_picks >> lane & 1)) {
+        job.home_w[first + lane] = token.picks >> lane & 1 ? __ldcg(values + first + lane) : 0.0f;
       }
-      out[i] = Vector<T>::round(sum);
-    }
-    if (job.w != nullptr) {
-      const std::uint32_t picks = job.home.token_picks[token];
-      if (lane < job.top_k) {
-        const std::size_t place = static_cast<std::size_t>(token) * job.top_k + lane;
-        job.home_w[place] = picks >> lane & 1 ? __ldcg(values + place) : 0.0f;
+      if (lane < own_rows) {
+        job.home_w[routes.pick_home[first_own + token.first + lane]] = job.w[token.slot];
       }
     }
-  }
+    return true;
+  };
+  const SumRing ring{memory, shared.sum_full[warp], shared.sum_stages[warp]};
+  add_up<T>(ring, job.row_bytes, next, [](bool) {});
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) combine_kernel(Rank me, Combine job) {
+__global__ void __launch_bounds__(kThreads, 1) combine_kernel(Rank me, Combine job) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ Shared shared;
   const std::uint64_t epoch = current_epoch(me);
+  const int warp = threadIdx.x / kWarpSize;
   if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
     store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
   }
-  if (threadIdx.x < kPushingThreads) {
-    push<T>(me, job, epoch);
+  if (threadIdx.x < kPushingWarps)
+    shared.num_written[threadIdx.x] = shared.is_over[threadIdx.x] = 0;
+  __syncthreads();
+  if (warp < kPushingWarps) {
+    push<T>(me, job, shared, memory + warp * PushRing::kBytes, warp, epoch);
+  } else if (warp < kTellingWarp) {
+    const int place = warp - kPushingWarps;
+    sum_up<T>(me, job, shared, memory + kPushingWarps * PushRing::kBytes + place * SumRing::kBytes,
+              place, epoch);
   } else {
-    sum_up<T>(me, job, epoch);
+    tell(me, job, shared, epoch);
   }
   if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
 }
@@ -254,10 +324,13 @@ void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr
                        : arguments.dtype == DType::kFloat16
                            ? reinterpret_cast<const void*>(combine_kernel<__half>)
                            : reinterpret_cast<const void*>(combine_kernel<float>);
+  cuda_check(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+      "setting the shared memory of combine");
   Rank rank = me;
   Combine job = arguments;
   void* parameters[] = {&rank, &job};
-  cuda_check(cudaLaunchCooperativeKernel(kernel, num_sms, kThreads, parameters, 0,
+  cuda_check(cudaLaunchCooperativeKernel(kernel, num_sms, kThreads, parameters, kSharedBytes,
                                          reinterpret_cast<cudaStream_t>(stream)),
              "launching combine");
 }

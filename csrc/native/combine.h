@@ -14,7 +14,9 @@ struct Combine {
   const float* w;  // [num_rows], or null
   char* out;       // [T, hidden]
   float* home_w;   // [T, K], or null
-  DType dtype;     // kBFloat16, kFloat16 or kFloat32
+  // Says whether there are weights: a tensor without elements has a null pointer too.
+  bool has_weights;
+  DType dtype;  // kBFloat16, kFloat16 or kFloat32
   int num_tokens, top_k, row_bytes;
   HomeRoutes home;
   ReceivedRoutes routes;

@@ -1,9 +1,10 @@
 // One kernel, two kinds of warps in every CTA.
 //
-// *Staging* warps copy this rank's rows (those that go anywhere else) into its window, a chunk of
-// tokens at a time, and tell every rank of each finished chunk.  *Pulling* warps fetch a row over
+// *Staging* warps copy this rank's rows (those that go anywhere else) into its window, a batch of
+// tokens at a time, and tell every rank of each finished batch.  *Pulling* warps fetch a row over
 // NVLink once, into a ring of stages in shared memory, and store it to all of its slots from there;
-// each waits only for the chunk that its next row is in, so that copying and pulling overlap.
+// each waits only for the batch that its next row is in, so that copying and pulling overlap.
+// Batches are small: nothing can be pulled before the first of them are there.
 //
 // The window has two halves, for dispatches that follow each other: a rank that is still pulling
 // the last dispatch is not disturbed by this one.
@@ -30,11 +31,14 @@ constexpr int kMaxPullingWarps = 16;
 constexpr int kStages = 4;
 constexpr int kSharedBytes = 200 * 1024;
 constexpr int kMaxPiece = 16 * 1024;  // longer rows travel in pieces
+constexpr int kBatchBytes = 128 * 1024;
+constexpr int kMaxBatch = 128;
 
 struct Shape {
   int pulling_warps;
   int piece_bytes;  // of a row, at most; a multiple of 16
   int pieces;       // of a row
+  int batch;        // tokens that are staged together
 };
 
 Shape shape_for(int row_bytes) {
@@ -42,6 +46,8 @@ Shape shape_for(int row_bytes) {
   shape.pieces = (row_bytes + kMaxPiece - 1) / kMaxPiece;
   shape.piece_bytes = (row_bytes / shape.pieces + 15) / 16 * 16;
   if (shape.piece_bytes * shape.pieces < row_bytes) shape.piece_bytes += 16;
+  shape.batch = kMinBatch;
+  while (shape.batch < kMaxBatch && 2 * shape.batch * row_bytes <= kBatchBytes) shape.batch *= 2;
   shape.pulling_warps = std::min(kMaxPullingWarps, kSharedBytes / (kStages * shape.piece_bytes));
   return shape;
 }
@@ -85,9 +91,9 @@ __device__ void zero_with_warp(char* to, int bytes, int lane) {
   }
 }
 
-// Rows and weights of this rank's tokens into its windows, chunk after chunk.
-__device__ void stage(const Rank& me, const Dispatch& job, char* window, float* weights,
-                      std::uint64_t epoch) {
+// Rows and weights of this rank's tokens into its windows, batch after batch.
+__device__ void stage(const Rank& me, const Dispatch& job, int batch_size, char* window,
+                      float* weights, std::uint64_t epoch) {
   const Control& layout = me.control;
   const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   // Whoever still pulls the dispatch before the last pulls from this half of the window.
@@ -98,16 +104,16 @@ __device__ void stage(const Rank& me, const Dispatch& job, char* window, float* 
                        signal_word(me.control_of[me.rank], layout, kEntered, thread), last);
   }
   if (!all_staging_threads(is_free)) return;
-  const int num_chunks = (job.num_tokens + kChunk - 1) / kChunk;
-  for (int chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const int end = min((chunk + 1) * kChunk, job.num_tokens);
-    for (int token = chunk * kChunk + warp; token < end; token += kStagingWarps) {
+  const int num_batches = (job.num_tokens + batch_size - 1) / batch_size;
+  for (int batch = blockIdx.x; batch < num_batches; batch += gridDim.x) {
+    const int start = batch * batch_size, end = min(start + batch_size, job.num_tokens);
+    for (int token = start + warp; token < end; token += kStagingWarps) {
       if ((job.token_ranks[token] & ~(1u << me.rank)) == 0) continue;
       const std::size_t offset = static_cast<std::size_t>(token) * job.row_bytes;
       copy_with_warp(window + offset, job.x + offset, job.row_bytes, lane);
     }
-    if (job.w != nullptr) {
-      for (int i = chunk * kChunk * job.top_k + thread; i < end * job.top_k; i += kStagingThreads) {
+    if (job.has_weights) {
+      for (int i = start * job.top_k + thread; i < end * job.top_k; i += kStagingThreads) {
         weights[i] = job.w[i];
       }
     }
@@ -115,7 +121,7 @@ __device__ void stage(const Rank& me, const Dispatch& job, char* window, float* 
     sync_staging_warps();
     if (thread < layout.num_ranks) {
       auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[thread] + layout.staged());
-      store_release(flags + me.rank * layout.max_chunks() + chunk, epoch);
+      store_release(flags + me.rank * layout.max_batches() + batch, epoch);
     }
   }
 }
@@ -128,7 +134,7 @@ __device__ void zero_padding(const Rank& me, const Dispatch& job) {
   const int warps = gridDim.x * kStagingWarps;
   const auto zero = [&](std::int64_t row) {
     zero_with_warp(job.rows + row * job.row_bytes, job.row_bytes, lane);
-    if (job.row_w != nullptr && lane == 0) job.row_w[row] = 0;
+    if (job.has_weights && lane == 0) job.row_w[row] = 0;
   };
   std::int64_t end = 0;
   for (int expert = 0; expert < num_local; ++expert) {
@@ -152,66 +158,81 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
   for (int source = 0; source < num_ranks; ++source) {
     most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
   }
-  const std::int64_t items = static_cast<std::int64_t>(most_pairs) * num_ranks * shape.pieces;
+  const int items = most_pairs * num_ranks * shape.pieces;
   if (lane == 0) {
     for (int s = 0; s < kStages; ++s) init_barrier(full + s);
     fence_barriers();
   }
   __syncwarp();
 
+  // Routes are read ahead of the row that needs them.
+  struct Item {
+    bool is_there = false;
+    int source = 0, piece = 0, token = 0, first = 0, end = 0;
+  };
+  int item = first;
+  const auto find = [&] {
+    Item found;
+    for (; item < items && !found.is_there; item += step) {
+      const int turn = item / shape.pieces;
+      // At every moment the warps of all CTAs pull from all ranks.
+      found.source = (me.rank + 1 + turn) % num_ranks;
+      const int pair = routes.first_pair[found.source] + turn / num_ranks;
+      if (pair >= routes.first_pair[found.source + 1]) continue;
+      found.is_there = true;
+      found.piece = item % shape.pieces;
+      found.token = routes.pair_token[pair];
+      found.first = routes.pair_first[pair];
+      found.end = routes.pair_first[pair + 1];
+    }
+    return found;
+  };
+  Item following = find();
+
   // What is in each stage: this lane's slot, the part of the row, its weight.
   std::int64_t slot[kStages];
   int offset[kStages], bytes[kStages];
   float weight[kStages];
-  std::int64_t item = first;
-  int last_source = -1, last_chunk = -1;
+  int last_source = -1, last_batch = -1;
 
-  // Finds this warp's next row and starts to load it; false when there is none.
+  // Starts to load this warp's next row; false when there is none.
   const auto load = [&](int s) -> bool {
-    for (; item < items; item += step) {
-      const int piece = static_cast<int>(item % shape.pieces);
-      const std::int64_t turn = item / shape.pieces;
-      // At every moment the warps of all CTAs pull from all ranks.
-      const int source = static_cast<int>((me.rank + 1 + turn) % num_ranks);
-      const int pair = routes.first_pair[source] + static_cast<int>(turn / num_ranks);
-      if (pair >= routes.first_pair[source + 1]) continue;
-      const int token = routes.pair_token[pair];
-      const int pick = routes.pair_first[pair], picks = routes.pair_first[pair + 1] - pick;
-      if (source != me.rank && (source != last_source || token / kChunk != last_chunk)) {
-        const auto* flags =
-            reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.staged());
-        const bool is_here = wait_for(me, Phase::kDispatch, source,
-                                      flags + source * layout.max_chunks() + token / kChunk, epoch);
-        if (!__all_sync(~0u, is_here)) return false;
-        last_source = source;
-        last_chunk = token / kChunk;
-        fence_for_bulk_copies();
-      }
-      offset[s] = piece * shape.piece_bytes;
-      bytes[s] = min(shape.piece_bytes, job.row_bytes - offset[s]);
-      slot[s] = -1;
-      if (lane < picks) {
-        slot[s] = routes.pick_slot[pick + lane];
-        if (job.w != nullptr && piece == 0) {
-          const float* weights =
-              source == me.rank
-                  ? job.w
-                  : reinterpret_cast<const float*>(me.control_of[source] + layout.weights()) +
-                        parity * layout.picks();
-          weight[s] = __ldcv(weights + routes.pick_home[pick + lane]);
-        }
-      }
-      if (lane == 0) {
-        const char* base =
-            source == me.rank ? job.x : me.rows_of[source] + parity * me.dispatch_bytes;
-        start_load(ring + static_cast<std::size_t>(s) * shape.piece_bytes,
-                   base + static_cast<std::size_t>(token) * job.row_bytes + offset[s], bytes[s],
-                   full + s);
-      }
-      item += step;
-      return true;
+    const Item now = following;
+    if (!now.is_there) return false;
+    following = find();
+    const int batch = now.token / shape.batch;
+    if (now.source != me.rank && (now.source != last_source || batch != last_batch)) {
+      const auto* flags =
+          reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.staged());
+      const bool is_here = wait_for(me, Phase::kDispatch, now.source,
+                                    flags + now.source * layout.max_batches() + batch, epoch);
+      if (!__all_sync(~0u, is_here)) return following.is_there = false;
+      last_source = now.source;
+      last_batch = batch;
+      fence_for_bulk_copies();
     }
-    return false;
+    offset[s] = now.piece * shape.piece_bytes;
+    bytes[s] = min(shape.piece_bytes, job.row_bytes - offset[s]);
+    if (lane == 0) {
+      const char* base =
+          now.source == me.rank ? job.x : me.rows_of[now.source] + parity * me.dispatch_bytes;
+      start_load(ring + static_cast<std::size_t>(s) * shape.piece_bytes,
+                 base + static_cast<std::size_t>(now.token) * job.row_bytes + offset[s], bytes[s],
+                 full + s);
+    }
+    slot[s] = -1;
+    if (lane < now.end - now.first) {
+      slot[s] = routes.pick_slot[now.first + lane];
+      if (job.has_weights && now.piece == 0) {
+        const float* weights =
+            now.source == me.rank
+                ? job.w
+                : reinterpret_cast<const float*>(me.control_of[now.source] + layout.weights()) +
+                      parity * layout.picks();
+        weight[s] = __ldcv(weights + routes.pick_home[now.first + lane]);
+      }
+    }
+    return true;
   };
 
   int loaded = 0;
@@ -231,7 +252,7 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
       if (slot[s] >= 0) {
         start_store(job.rows + slot[s] * job.row_bytes + offset[s],
                     ring + static_cast<std::size_t>(s) * shape.piece_bytes, bytes[s]);
-        if (job.w != nullptr && offset[s] == 0) job.row_w[slot[s]] = weight[s];
+        if (job.has_weights && offset[s] == 0) job.row_w[slot[s]] = weight[s];
       }
       commit_stores();
       // The next row goes into the stage before this one; all stores but the last have read theirs.
@@ -255,7 +276,7 @@ __global__ void dispatch_kernel(Rank me, Dispatch job, Shape shape) {
   if (warp < 0) {
     auto* weights = reinterpret_cast<float*>(me.control_of[me.rank] + me.control.weights()) +
                     parity * me.control.picks();
-    stage(me, job, me.rows_of[me.rank] + parity * me.dispatch_bytes, weights, epoch);
+    stage(me, job, shape.batch, me.rows_of[me.rank] + parity * me.dispatch_bytes, weights, epoch);
     zero_padding(me, job);
   } else {
     pull(me, job, shape, stages + static_cast<std::size_t>(warp) * kStages * shape.piece_bytes,

@@ -14,6 +14,8 @@ struct Dispatch {
   const float* w;  // [T, K], or null
   char* rows;      // [num_rows, row_bytes]
   float* row_w;    // [num_rows], or null
+  // Says whether there are weights: a tensor without elements has a null pointer too.
+  bool has_weights;
   int num_tokens, top_k, row_bytes;
   std::int64_t num_rows;
   const std::int64_t* tokens_per_expert;  // [experts of this rank]

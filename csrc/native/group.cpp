@@ -36,7 +36,8 @@ HomeRoutes home_routes(const Tensor& home) {
   const std::int64_t num_tokens = home.shape.at(1);
   auto* first = pointer<std::int32_t>(home);
   return {reinterpret_cast<std::uint32_t*>(first),
-          reinterpret_cast<std::uint32_t*>(first + num_tokens), first + 2 * num_tokens};
+          reinterpret_cast<std::uint32_t*>(first + num_tokens),
+          reinterpret_cast<std::uint32_t*>(first + 2 * num_tokens), first + 3 * num_tokens};
 }
 
 ReceivedRoutes received_routes(const Plan& plan, int num_ranks) {
@@ -194,6 +195,7 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.w = pointer<const float>(w);
   job.rows = pointer<char>(rows);
   job.row_w = pointer<float>(row_w);
+  job.has_weights = w.has_value();
   job.num_tokens = static_cast<int>(x.shape.at(0));
   job.top_k = plan.top_k;
   job.row_bytes = row_bytes_of(x);
@@ -214,6 +216,7 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   job.w = pointer<const float>(w);
   job.out = pointer<char>(out);
   job.home_w = pointer<float>(home_w);
+  job.has_weights = w.has_value();
   job.dtype = y.dtype;
   job.num_tokens = static_cast<int>(out.shape.at(0));
   job.top_k = plan.top_k;

@@ -29,7 +29,7 @@ struct Failure {
 // A plan's memory, as Python allocated it, and what is in it.
 struct Plan {
   Tensor counts;  // int64 [2 * experts of this rank + 1]: padded, routed, number dropped
-  Tensor home;    // int32 [3, T]
+  Tensor home;    // int32 [4, T]
   Tensor routes;  // int32 [routes_size(...)]
   std::int64_t num_pairs, num_picks;  // received
   int num_chunks;                     // of the rank with the most tokens

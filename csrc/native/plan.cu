@@ -292,8 +292,8 @@ __device__ void write_routes(const Rank& me, const PlanCount& plan, Shared& shar
     }
     __syncthreads();
     if (has_token) {
-      std::uint32_t ranks = 0, picks = 0;
-      std::int32_t own_pair = -1;
+      std::uint32_t ranks = 0, picks = 0, own_picks = 0;
+      std::int32_t own_first = 0;
       for (int k = 0; k < plan.top_k; ++k) {
         const int expert = experts[k];
         if (expert < 0) continue;
@@ -308,6 +308,10 @@ __device__ void write_routes(const Rank& me, const PlanCount& plan, Shared& shar
                           shared.bitmaps.count_before(expert, threadIdx.x);
         pick_home[pick] = token * plan.top_k + k;
         picks |= 1u << k;
+        if (rank == me.rank) {
+          own_picks |= 1u << k;
+          own_first = first;
+        }
         if (ranks & 1u << rank) continue;
         ranks |= 1u << rank;
         const int pair = __ldcg(before + num_experts + rank) +
@@ -315,11 +319,11 @@ __device__ void write_routes(const Rank& me, const PlanCount& plan, Shared& shar
         const std::size_t place = static_cast<std::size_t>(rank) * layout.max_tokens + pair;
         pair_token[place] = token;
         pair_first[place] = first;
-        if (rank == me.rank) own_pair = pair;
       }
       plan.home.token_ranks[token] = ranks;
       plan.home.token_picks[token] = picks;
-      plan.home.own_pair[token] = own_pair;
+      plan.home.own_picks[token] = own_picks;
+      plan.home.own_first[token] = own_first;
     }
     __syncthreads();
   }

@@ -16,7 +16,8 @@ namespace ncclep::native {
 struct HomeRoutes {
   std::uint32_t* token_ranks;  // [T]: ranks that have rows of the token, one bit each
   std::uint32_t* token_picks;  // [T]: picks that have a slot, one bit each
-  std::int32_t* own_pair;      // [T]: the token's place among the pairs that stay here; -1: none
+  std::uint32_t* own_picks;    // [T]: picks that stay on this rank, one bit each
+  std::int32_t* own_first;     // [T]: the first of them, among all picks that stay here
 };
 
 // What arrives here, by source rank and token.

@@ -62,7 +62,7 @@ class NativePlan(RoutePlan):
     Attributes:
         counts: int64 [2 * num_local_experts + 1]: padded and real rows of the local experts, and
             the number of dropped picks.
-        home: int32 [3, num_tokens]: what is known of each token at home.
+        home: int32 [4, num_tokens]: what is known of each token at home.
         routes: int32: the pairs and picks that this rank receives.
         most_tokens: the most tokens that any rank has.
         handle: the `_C.NativePlan` over the three tensors.
@@ -112,7 +112,7 @@ class NativeEngine:
         native, device, stream = self._native, topk_idx.device, _stream()
         num_chunks = (most_tokens + CHUNK - 1) // CHUNK
         counts = torch.empty(2 * self.num_local_experts + 1, dtype=torch.int64, device=device)
-        home = torch.empty(3, num_tokens, dtype=torch.int32, device=device)
+        home = torch.empty(4, num_tokens, dtype=torch.int32, device=device)
         scratch = torch.empty(native.scratch_size(), dtype=torch.int32, device=device)
         number = native.plan_count(
             topk_idx.contiguous(),
