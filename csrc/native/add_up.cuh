@@ -1,13 +1,14 @@
-// One warp's pipeline that makes rows out of sums of rows: bulk copies into a ring of stages in
-// shared memory, fp32 sums in registers, bulk copies out.
+// One warp makes rows out of sums of rows: asynchronous copies into a ring of stages in shared
+// memory, fp32 sums in registers, 16-byte stores, which may go to another rank.
 //
 // Rows travel in pieces of kPiece bytes, a stage each, so that a sum stays in registers whatever
-// the row's length.  Example: a row of 5 KB that is the sum of two rows takes six stages:
+// the row's length.  Example: a row of two pieces that is the sum of rows a and b takes four
+// stages:
 //
-//     row 0 bytes 0-2K, row 1 bytes 0-2K -> out; row 0 2K-4K, row 1 2K-4K -> out; row 0 4K-5K, ...
+//     a0, b0 -> store, a1, b1 -> store
 //
-// A bulk copy over NVLink frees its stage only after some microseconds, so what bounds a pushing
-// warp is how many bytes it has on their way out: kOutStages is chosen for that.
+// A lane copies, adds and stores the same 16-byte vectors of a piece throughout, so lanes need not
+// wait for each other's data.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,145 +16,146 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/bulk_copy.cuh"
+#include "common/async_copy.cuh"
 #include "native/vector.cuh"
 
 namespace ncclep::native {
 
-constexpr int kPiece = 2048;                         // bytes
-constexpr int kVectorsPerLane = kPiece / (32 * 16);  // of a piece
+constexpr int kVectors = 4;  // of a piece, that a lane holds
+constexpr int kLanes = 32;
+constexpr int kPiece = kVectors * kLanes * sizeof(uint4);
 
-// A row to make.  Rows are added into a part, and complete parts into the total.
+// A row to make: the sum of parts, and a part the sum of rows.
 struct Sum {
-  const char* row;          // lane i: the i-th row to add
-  int num_rows;             // 0: the result is zero
-  std::uint32_t part_ends;  // bit i: the i-th row is the last of its part
+  const char* row;  // lane i: the i-th row to add
+  int num_rows;     // 0: the result is zero
+  // The rows that form a part together; every other row is a part of its own.
+  int part_begin, part_end;
   char* out;
 };
 
+// What lies in a stage.
 struct Stage {
   char* out;  // where the piece goes, when it is complete
-  int bytes;
+  int bytes;  // of the piece
   std::uint32_t marks;
 };
 
-enum Mark : std::uint32_t { kAdds = 1, kEndsPart = 2, kEndsPiece = 4, kEndsRow = 8 };
+enum Mark : std::uint32_t {
+  kAdds = 1,      // there is a row; otherwise the result is zero
+  kInPart = 2,    // to the part, otherwise to the total
+  kEndsPart = 4,  // and the part to the total
+  kEndsPiece = 8,
+  kEndsRow = 16,
+};
 
-template <int kStages, int kOutStages>
-struct Ring {
-  static constexpr int kBytes = (kStages + kOutStages) * kPiece;
-
-  char* pieces;         // [kStages + kOutStages][kPiece] of shared memory
-  std::uint64_t* full;  // [kStages]
-  Stage* stages;        // [kStages]
+template <int kStages>
+struct alignas(16) Ring {
+  char pieces[kStages][kPiece];
+  Stage stages[kStages];
 };
 
 // Runs until `next` has no more.  All lanes of the warp call it.
 //
-//   next(Sum*) -> bool   the warp's next row, or false; all lanes call it together
-//   sent(bool)           lane 0: a piece has been handed to the copy engine, the last of its row?
-template <typename T, int kStages, int kOutStages, typename Next, typename Sent>
-__device__ void add_up(const Ring<kStages, kOutStages>& ring, int row_bytes, Next&& next,
-                       Sent&& sent) {
+//   kHasParts      false: no sum has a part of several rows
+//   next(Sum*)     -> bool: the warp's next row, or false; all lanes call it together
+//   done()         all lanes: the stores of the next row, in the order of `next`, are issued
+template <typename T, bool kHasParts, int kStages, typename Next, typename Done>
+__device__ void add_up(Ring<kStages>& ring, int row_bytes, Next&& next, Done&& done) {
   constexpr int kWidth = Vector<T>::kWidth;
-  const int lane = threadIdx.x % 32;
-  char* out_pieces = ring.pieces + kStages * kPiece;
-  if (lane == 0) {
-    for (int stage = 0; stage < kStages; ++stage) init_barrier(ring.full + stage);
-    fence_barriers();
-  }
-  __syncwarp();
+  const int lane = threadIdx.x % kLanes;
 
   Sum sum{};
   bool has_sum = next(&sum);
   int row = 0, offset = 0, load_stage = 0, num_loaded = 0;
-  // Fills the next stage, if there is anything left to load.
+  // Starts to fill the next stage, if there is anything left.
   const auto load = [&] {
-    if (!has_sum) return;
-    const char* from = reinterpret_cast<const char*>(
-        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(sum.row), row));
-    const int bytes = min(kPiece, row_bytes - offset);
-    const bool ends_piece = row + 1 >= sum.num_rows, ends_row = offset + bytes == row_bytes;
-    if (lane == 0) {
-      std::uint32_t marks = (sum.num_rows > 0 ? kAdds : 0) | (ends_piece ? kEndsPiece : 0) |
-                            (ends_piece && ends_row ? kEndsRow : 0);
-      if (sum.part_ends >> row & 1) marks |= kEndsPart;
-      ring.stages[load_stage] = {sum.out + offset, bytes, marks};
-      if (sum.num_rows > 0) {
-        start_load(ring.pieces + load_stage * kPiece, from + offset, bytes, ring.full + load_stage);
-      } else {
-        arrive(ring.full + load_stage);
+    if (has_sum) {
+      const char* from = reinterpret_cast<const char*>(
+          __shfl_sync(~0u, reinterpret_cast<unsigned long long>(sum.row), row));
+      const int bytes = min(kPiece, row_bytes - offset);
+      const bool adds = sum.num_rows > 0;
+      const bool ends_piece = row + 1 >= sum.num_rows, ends_row = offset + bytes == row_bytes;
+      if (lane == 0) {
+        std::uint32_t marks = (adds ? kAdds : 0) | (ends_piece ? kEndsPiece : 0) |
+                              (ends_piece && ends_row ? kEndsRow : 0);
+        if (row >= sum.part_begin && row < sum.part_end) marks |= kInPart;
+        if (row == sum.part_end - 1 && row >= sum.part_begin) marks |= kEndsPart;
+        ring.stages[load_stage] = {sum.out + offset, bytes, marks};
       }
-    }
-    ++num_loaded;
-    load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
-    ++row;
-    if (!ends_piece) return;
-    row = 0;
-    offset += bytes;
-    if (!ends_row) return;
-    offset = 0;
-    has_sum = next(&sum);
-  };
-
-  for (int i = 0; i < kStages; ++i) load();
-  __syncwarp();
-  float part[kVectorsPerLane][kWidth], total[kVectorsPerLane][kWidth];
+      if (adds) {
+        char* to = ring.pieces[load_stage];
 #pragma unroll
-  for (int v = 0; v < kVectorsPerLane; ++v) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) part[v][i] = total[v][i] = 0;
-  }
-  int stage = 0, parity = 0, out_stage = 0;
-  for (int turn = 0; turn < num_loaded; ++turn) {
-    wait_for_load(ring.full + stage, parity);
-    const Stage piece = ring.stages[stage];
-    const int vectors = piece.bytes / 16;
-    if (piece.marks & kAdds) {
-      const auto* from = reinterpret_cast<const uint4*>(ring.pieces + stage * kPiece);
-#pragma unroll
-      for (int v = 0; v < kVectorsPerLane; ++v) {
-        if (lane + v * 32 < vectors) Vector<T>::add(part[v], from[lane + v * 32]);
+        for (int v = 0; v < kVectors; ++v) {
+          const int at = (lane + v * kLanes) * static_cast<int>(sizeof(uint4));
+          if (at < bytes) copy_async(to + at, from + offset + at);
+        }
       }
-    }
-    __syncwarp();
-    load();  // into the stage that was just read
-    __syncwarp();
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-    if (piece.marks & kEndsPart) {
-#pragma unroll
-      for (int v = 0; v < kVectorsPerLane; ++v) {
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          total[v][i] += part[v][i];
-          part[v][i] = 0;
+      ++num_loaded;
+      load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
+      ++row;
+      if (ends_piece) {
+        row = 0;
+        offset += bytes;
+        if (ends_row) {
+          offset = 0;
+          has_sum = next(&sum);
         }
       }
     }
+    commit_copies();
+  };
+
+  float part[kVectors][kWidth], total[kVectors][kWidth];
+  const auto clear = [](float (&numbers)[kVectors][kWidth]) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) numbers[v][i] = 0;
+    }
+  };
+  clear(part);
+  clear(total);
+  for (int i = 0; i < kStages - 1; ++i) load();
+  int stage = 0;
+  for (int turn = 0; turn < num_loaded; ++turn) {
+    wait_for_copies<kStages - 2>();
+    __syncwarp();  // for `stages`
+    const Stage piece = ring.stages[stage];
+    const char* rows = ring.pieces[stage];
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    load();  // into the stage that was read in the turn before
+    const auto add = [&](float (&numbers)[kVectors][kWidth]) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        // Beyond a short piece's end lie old numbers, whose sums are not stored.
+        Vector<T>::add(numbers[v], reinterpret_cast<const uint4*>(rows)[lane + v * kLanes]);
+      }
+    };
+    if (piece.marks & kAdds) {
+      if (kHasParts && piece.marks & kInPart) {
+        add(part);
+      } else {
+        add(total);
+      }
+    }
+    if (kHasParts && piece.marks & kEndsPart) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) total[v][i] += part[v][i];
+      }
+      clear(part);
+    }
     if (!(piece.marks & kEndsPiece)) continue;
-    if (lane == 0) wait_for_reads_of_stores<kOutStages - 1>();
-    __syncwarp();
-    auto* out = reinterpret_cast<uint4*>(out_pieces + out_stage * kPiece);
 #pragma unroll
-    for (int v = 0; v < kVectorsPerLane; ++v) {
-      if (lane + v * 32 < vectors) out[lane + v * 32] = Vector<T>::round(total[v]);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) total[v][i] = 0;
+    for (int v = 0; v < kVectors; ++v) {
+      const int at = (lane + v * kLanes) * static_cast<int>(sizeof(uint4));
+      if (at < piece.bytes) *reinterpret_cast<uint4*>(piece.out + at) = Vector<T>::round(total[v]);
     }
-    fence_shared_for_bulk_copies();
-    __syncwarp();
-    if (lane == 0) {
-      start_store(piece.out, out, piece.bytes);
-      commit_stores();
-      sent((piece.marks & kEndsRow) != 0);
-    }
-    out_stage = out_stage + 1 == kOutStages ? 0 : out_stage + 1;
+    clear(total);
+    if (piece.marks & kEndsRow) done();
   }
-  if (lane == 0) wait_for_stores();
-  __syncwarp();
 }
 
 }  // namespace ncclep::native

@@ -1,9 +1,7 @@
 // One kernel, three kinds of warps in every CTA.
 //
 // *Pushing* warps add up, in fp32 and in ascending order of local experts, the rows of each pair
-// that came from another rank, and store the sum, rounded once, into that rank's window.  They take
-// the pairs in turn, so that all have the same number of them, and at every moment push to all
-// ranks.
+// that came from another rank, and store the sum, rounded once, into that rank's window.
 //
 // The *telling* warp keeps the books: when the sums of all pairs of a chunk of a rank's tokens are
 // in that rank's window, it tells it so.
@@ -15,6 +13,7 @@
 // that rank has entered this combine, and so has left the one before.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -28,26 +27,17 @@ namespace ncclep::native {
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr int kPushingWarps = 8;
-constexpr int kSummingWarps = 4;
+constexpr int kPushingWarps = 10;
+constexpr int kSummingWarps = 5;
 constexpr int kTellingWarp = kPushingWarps + kSummingWarps;
 constexpr int kThreads = (kPushingWarps + kSummingWarps + 1) * kWarpSize;
-// Chosen for 24 to 32 CTAs: 1.2 MB and more of a rank's stores are on their way at a time.
-using PushRing = Ring<6, 3>;
-using SumRing = Ring<8, 2>;
-constexpr int kPushStages = 6, kSumStages = 8;
-constexpr int kSharedBytes = kPushingWarps * PushRing::kBytes + kSummingWarps * SumRing::kBytes;
-// A pushed piece is taken for written when this many more of its warp are on their way.
-constexpr int kSentAhead = 8;
+constexpr int kStages = 6;
 
 struct Shared {
-  alignas(8) std::uint64_t push_full[kPushingWarps][kPushStages];
-  alignas(8) std::uint64_t sum_full[kSummingWarps][kSumStages];
-  alignas(16) Stage push_stages[kPushingWarps][kPushStages];
-  alignas(16) Stage sum_stages[kSummingWarps][kSumStages];
+  Ring<kStages> rings[kPushingWarps + kSummingWarps];
   const char* parts[kSummingWarps][kWarpSize];
-  // By pushing warp: pairs whose sums are written, and whether there are no more to come.
-  volatile int num_written[kPushingWarps];
+  // By pushing warp: pairs whose sums are stored, and whether there are no more to come.
+  volatile int num_pushed[kPushingWarps];
   volatile int is_over[kPushingWarps];
 };
 
@@ -55,42 +45,37 @@ __device__ char* sums_window(const Rank& me, int rank) {
   return me.rows_of[rank] + 2 * me.dispatch_bytes;
 }
 
-// The pairs of other ranks that one pushing warp takes, in order.
+// The pairs that one pushing warp takes, in order: of one other rank, so that warps do not all
+// change from rank to rank at once, and every so many-th, so that all warps end at the same time.
 class PairCursor {
  public:
-  __device__ PairCursor(const Rank& me, const ReceivedRoutes& routes, int warp)
-      : first_pair_(routes.first_pair),
-        rank_(me.rank),
-        num_ranks_(me.control.num_ranks),
-        turn_(warp * gridDim.x + blockIdx.x) {
-    int most = 0;
-    for (int source = 0; source < num_ranks_; ++source) {
-      if (source != rank_) most = max(most, first_pair_[source + 1] - first_pair_[source]);
-    }
-    num_turns_ = most * (num_ranks_ - 1);
+  __device__ PairCursor(const Rank& me, const ReceivedRoutes& routes, int warp) {
+    const int others = me.control.num_ranks - 1;
+    if (others == 0) return;
+    const int place = warp * gridDim.x + blockIdx.x, warps = kPushingWarps * gridDim.x;
+    source = (me.rank + 1 + place % others) % me.control.num_ranks;
+    step_ = (warps - place % others + others - 1) / others;  // warps for this rank
+    next_ = routes.first_pair[source] + place / others;
+    end_ = routes.first_pair[source + 1];
   }
 
   // Goes to the next pair; false when there is none.
   __device__ bool next() {
-    while (turn_ < num_turns_) {
-      source = (rank_ + 1 + turn_ % (num_ranks_ - 1)) % num_ranks_;
-      pair = first_pair_[source] + turn_ / (num_ranks_ - 1);
-      turn_ += kPushingWarps * gridDim.x;
-      if (pair < first_pair_[source + 1]) return true;
-    }
-    return false;
+    if (next_ >= end_) return false;
+    pair = next_;
+    next_ += step_;
+    return true;
   }
 
   int source = 0, pair = 0;
 
  private:
-  const std::int32_t* first_pair_;
-  int rank_, num_ranks_, turn_, num_turns_;
+  int next_ = 0, end_ = 0, step_ = 0;
 };
 
 // One pushing warp's share of the pairs.
 template <typename T>
-__device__ void push(const Rank& me, const Combine& job, Shared& shared, char* memory, int warp,
+__device__ void push(const Rank& me, const Combine& job, Shared& shared, int warp,
                      std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
@@ -141,31 +126,22 @@ __device__ void push(const Rank& me, const Combine& job, Shared& shared, char* m
     if (job.has_weights && lane < picks) weight = job.w[current.slot];
     sum->row = job.y + static_cast<std::size_t>(current.slot) * job.row_bytes;
     sum->num_rows = picks;
-    sum->part_ends = 1u << (picks - 1);
+    sum->part_begin = sum->part_end = 0;
     sum->out =
         sums_window(me, current.source) +
         (static_cast<std::size_t>(current.token) * me.control.num_ranks + me.rank) * job.row_bytes;
     return true;
   };
-  // Bit i: whether the piece sent i pieces ago was the last of its row.
-  std::uint32_t row_ends = 0;
-  int num_written = 0, num_sent = 0;
-  const auto sent = [&](bool ends_row) {
-    row_ends = row_ends << 1 | static_cast<std::uint32_t>(ends_row);
-    num_sent += ends_row;
-    wait_for_older_stores<kSentAhead>();
-    if (!(row_ends >> kSentAhead & 1)) return;
+  int num_pushed = 0;
+  const auto done = [&] {
+    __syncwarp();
+    if (lane != 0) return;
     __threadfence_block();
-    shared.num_written[warp] = ++num_written;
+    shared.num_pushed[warp] = ++num_pushed;
   };
-  const PushRing ring{memory, shared.push_full[warp], shared.push_stages[warp]};
-  add_up<T>(ring, job.row_bytes, next, sent);
-  if (lane == 0) {
-    __threadfence_block();
-    shared.num_written[warp] = num_sent;
-    __threadfence_block();
-    shared.is_over[warp] = 1;
-  }
+  add_up<T, false>(shared.rings[warp], job.row_bytes, next, done);
+  __threadfence_block();
+  if (lane == 0) shared.is_over[warp] = 1;
 }
 
 // Lane i follows pushing warp i.
@@ -179,15 +155,15 @@ __device__ void tell(const Rank& me, const Combine& job, Shared& shared, std::ui
   int told = 0;
   for (;;) {
     const bool is_over = !follows || shared.is_over[lane] != 0;
-    const int written = follows ? shared.num_written[lane] : 0;  // after is_over
-    if (!__any_sync(~0u, told < written)) {
+    const int pushed = follows ? shared.num_pushed[lane] : 0;  // after is_over
+    if (!__any_sync(~0u, told < pushed)) {
       if (__all_sync(~0u, is_over)) return;
       __nanosleep(200);
       continue;
     }
-    // What the pushing warps have seen written, every rank sees before what follows.
+    // What the pushing warps stored before, every rank sees before what follows.
     __threadfence_system();
-    for (; told < written && cursor.next(); ++told) {
+    for (; told < pushed && cursor.next(); ++told) {
       const int chunk = routes.pair_token[cursor.pair] / kChunk;
       const std::int32_t* chunk_pair =
           routes.chunk_pair + cursor.source * (routes.num_chunks + 1) + chunk;
@@ -206,7 +182,7 @@ __device__ void tell(const Rank& me, const Combine& job, Shared& shared, std::ui
 
 // One summing warp's share of this rank's tokens.
 template <typename T>
-__device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, char* memory, int warp,
+__device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, int warp,
                        std::uint64_t epoch) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
@@ -256,7 +232,6 @@ __device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, char*
                          flags + lane * layout.max_chunks() + token.token / kChunk, epoch);
     }
     if (!__all_sync(~0u, is_here)) return false;
-    fence_for_bulk_copies();
     // Parts of lower ranks, own rows, parts of higher ranks.
     const int own_rows = __popc(token.own_picks);
     const std::uint32_t lower_lanes = (1u << lane) - 1, lower_ranks = (1u << me.rank) - 1;
@@ -273,9 +248,8 @@ __device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, char*
     sum->row = parts[lane];
     __syncwarp();
     sum->num_rows = __popc(others) + own_rows;
-    // All but the own rows before the last are parts of their own.
-    sum->part_ends =
-        own_rows > 1 ? ~(((1u << (own_rows - 1)) - 1) << own_first) : ~std::uint32_t{0};
+    sum->part_begin = own_first;
+    sum->part_end = own_first + (own_rows > 1 ? own_rows : 0);
     sum->out = job.out + static_cast<std::size_t>(token.token) * job.row_bytes;
     if (job.has_weights) {
       const std::size_t first = static_cast<std::size_t>(token.token) * job.top_k;
@@ -288,28 +262,26 @@ __device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, char*
     }
     return true;
   };
-  const SumRing ring{memory, shared.sum_full[warp], shared.sum_stages[warp]};
-  add_up<T>(ring, job.row_bytes, next, [](bool) {});
+  add_up<T, true>(shared.rings[kPushingWarps + warp], job.row_bytes, next, [] {});
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) combine_kernel(Rank me, Combine job) {
-  extern __shared__ __align__(128) char memory[];
-  __shared__ Shared shared;
+  extern __shared__ __align__(16) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const std::uint64_t epoch = current_epoch(me);
   const int warp = threadIdx.x / kWarpSize;
   if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
     store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
   }
-  if (threadIdx.x < kPushingWarps)
-    shared.num_written[threadIdx.x] = shared.is_over[threadIdx.x] = 0;
+  if (threadIdx.x < kPushingWarps) {
+    shared.num_pushed[threadIdx.x] = shared.is_over[threadIdx.x] = 0;
+  }
   __syncthreads();
   if (warp < kPushingWarps) {
-    push<T>(me, job, shared, memory + warp * PushRing::kBytes, warp, epoch);
+    push<T>(me, job, shared, warp, epoch);
   } else if (warp < kTellingWarp) {
-    const int place = warp - kPushingWarps;
-    sum_up<T>(me, job, shared, memory + kPushingWarps * PushRing::kBytes + place * SumRing::kBytes,
-              place, epoch);
+    sum_up<T>(me, job, shared, warp - kPushingWarps, epoch);
   } else {
     tell(me, job, shared, epoch);
   }
@@ -325,12 +297,15 @@ void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr
                            ? reinterpret_cast<const void*>(combine_kernel<__half>)
                            : reinterpret_cast<const void*>(combine_kernel<float>);
   cuda_check(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
       "setting the shared memory of combine");
+  // Every other rank has a pushing warp at least.
+  const int others = me.control.num_ranks - 1;
+  const int ctas = std::max(num_sms, (others + kPushingWarps - 1) / kPushingWarps);
   Rank rank = me;
   Combine job = arguments;
   void* parameters[] = {&rank, &job};
-  cuda_check(cudaLaunchCooperativeKernel(kernel, num_sms, kThreads, parameters, kSharedBytes,
+  cuda_check(cudaLaunchCooperativeKernel(kernel, ctas, kThreads, parameters, sizeof(Shared),
                                          reinterpret_cast<cudaStream_t>(stream)),
              "launching combine");
 }

@@ -4,7 +4,9 @@
 // tokens at a time, and tell every rank of each finished batch.  *Pulling* warps fetch a row over
 // NVLink once, into a ring of stages in shared memory, and store it to all of its slots from there;
 // each waits only for the batch that its next row is in, so that copying and pulling overlap.
-// Batches are small: nothing can be pulled before the first of them are there.
+// Batches are small: nothing can be pulled before the first of them are there.  A *watching* warp
+// looks for the batches that other ranks have finished, and tells the pulling warps of its CTA how
+// many there are: looking in shared memory costs them next to nothing.
 //
 // The window has two halves, for dispatches that follow each other: a rank that is still pulling
 // the last dispatch is not disturbed by this one.
@@ -27,6 +29,7 @@ constexpr int kWarpSize = 32;
 constexpr int kStagingWarps = 4;
 constexpr int kStagingThreads = kStagingWarps * kWarpSize;
 constexpr int kStagingBarrier = 1;
+constexpr int kOtherWarps = kStagingWarps + 1;  // and the watching warp
 constexpr int kMaxPullingWarps = 16;
 constexpr int kStages = 4;
 constexpr int kSharedBytes = 200 * 1024;
@@ -91,9 +94,16 @@ __device__ void zero_with_warp(char* to, int bytes, int lane) {
   }
 }
 
-// Rows and weights of this rank's tokens into its windows, batch after batch.
+// Where a rank finds the weights of the picks of `source`.
+__device__ float* weights_at(const Rank& me, int rank, int source, std::uint64_t parity) {
+  const Control& layout = me.control;
+  return reinterpret_cast<float*>(me.control_of[rank] + layout.weights()) +
+         (parity * layout.num_ranks + source) * layout.picks();
+}
+
+// Rows of this rank's tokens into its window and their weights into everybody's, batch after batch.
 __device__ void stage(const Rank& me, const Dispatch& job, int batch_size, char* window,
-                      float* weights, std::uint64_t epoch) {
+                      std::uint64_t parity, std::uint64_t epoch) {
   const Control& layout = me.control;
   const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   // Whoever still pulls the dispatch before the last pulls from this half of the window.
@@ -114,7 +124,10 @@ __device__ void stage(const Rank& me, const Dispatch& job, int batch_size, char*
     }
     if (job.has_weights) {
       for (int i = start * job.top_k + thread; i < end * job.top_k; i += kStagingThreads) {
-        weights[i] = job.w[i];
+        const float weight = job.w[i];
+        for (int rank = 0; rank < layout.num_ranks; ++rank) {
+          if (rank != me.rank) weights_at(me, rank, me.rank, parity)[i] = weight;
+        }
       }
     }
     __threadfence_system();
@@ -147,9 +160,56 @@ __device__ void zero_padding(const Rank& me, const Dispatch& job) {
   for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero(row);
 }
 
+// What the watching warp has seen.
+struct Watch {
+  volatile int batches[kMaxRanks];  // of each rank, without a gap
+  volatile int is_over;             // nothing more will be seen: all is here, or a wait failed
+};
+
+// Looks for 32 batches of one rank at a time.
+__device__ void watch(const Rank& me, const Dispatch& job, int batch_size, Watch& seen,
+                      std::uint64_t epoch) {
+  const Control& layout = me.control;
+  const int lane = threadIdx.x % kWarpSize;
+  const auto* flags =
+      reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.staged());
+  // Batches of source `lane`, up to the last that has rows for this rank.
+  int needed = 0, found = 0;
+  if (lane < layout.num_ranks && lane != me.rank) {
+    const int first = job.routes.first_pair[lane], end = job.routes.first_pair[lane + 1];
+    if (end > first) needed = job.routes.pair_token[end - 1] / batch_size + 1;
+  }
+  int source = me.rank;
+  Deadline deadline;
+  for (;;) {
+    const std::uint32_t missing = __ballot_sync(~0u, found < needed);
+    if (missing == 0) break;
+    do {
+      source = (source + 1) % layout.num_ranks;
+    } while (!(missing >> source & 1));
+    const int start = __shfl_sync(~0u, found, source);
+    const int batch = start + lane, end = __shfl_sync(~0u, needed, source);
+    const bool is_here =
+        batch < end && load_acquire(flags + source * layout.max_batches() + batch) >= epoch;
+    const std::uint32_t absent = ~__ballot_sync(~0u, is_here);
+    const int count = absent == 0 ? kWarpSize : __ffs(absent) - 1;
+    if (count > 0) {
+      if (lane == source) found += count;
+      __threadfence_block();
+      if (lane == 0) seen.batches[source] = start + count;
+      deadline = {};
+    } else {
+      const bool has_passed = deadline.has_passed(me, Phase::kDispatch, source, epoch);
+      if (__any_sync(~0u, has_passed)) break;
+    }
+  }
+  __threadfence_block();
+  if (lane == 0) seen.is_over = 1;
+}
+
 // One pulling warp's share of the rows.
 __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, char* ring,
-                     std::uint64_t* full, int warp, std::uint64_t parity, std::uint64_t epoch) {
+                     std::uint64_t* full, const Watch& seen, int warp, std::uint64_t parity) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = layout.num_ranks;
@@ -165,10 +225,11 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
   }
   __syncwarp();
 
-  // Routes are read ahead of the row that needs them.
+  // Routes are read ahead: of the item after the next, where its picks are; of the next, its slots.
   struct Item {
     bool is_there = false;
     int source = 0, piece = 0, token = 0, first = 0, end = 0;
+    int slot = -1, home = 0;  // of this lane's pick
   };
   int item = first;
   const auto find = [&] {
@@ -187,28 +248,35 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
     }
     return found;
   };
-  Item following = find();
+  const auto find_slots = [&](Item& found) {
+    if (!found.is_there || lane >= found.end - found.first) return;
+    found.slot = routes.pick_slot[found.first + lane];
+    if (job.has_weights) found.home = routes.pick_home[found.first + lane];
+  };
+  Item following = find(), second = find();
+  find_slots(following);
 
   // What is in each stage: this lane's slot, the part of the row, its weight.
   std::int64_t slot[kStages];
   int offset[kStages], bytes[kStages];
   float weight[kStages];
-  int last_source = -1, last_batch = -1;
+  int batches = 0;  // of rank `lane`, that this warp has seen
 
   // Starts to load this warp's next row; false when there is none.
   const auto load = [&](int s) -> bool {
     const Item now = following;
     if (!now.is_there) return false;
-    following = find();
+    following = second;
+    second = find();
+    find_slots(following);
     const int batch = now.token / shape.batch;
-    if (now.source != me.rank && (now.source != last_source || batch != last_batch)) {
-      const auto* flags =
-          reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.staged());
-      const bool is_here = wait_for(me, Phase::kDispatch, now.source,
-                                    flags + now.source * layout.max_batches() + batch, epoch);
-      if (!__all_sync(~0u, is_here)) return following.is_there = false;
-      last_source = now.source;
-      last_batch = batch;
+    if (now.source != me.rank && batch >= __shfl_sync(~0u, batches, now.source)) {
+      while (seen.batches[now.source] <= batch) {
+        if (seen.is_over && seen.batches[now.source] <= batch) return following.is_there = false;
+      }
+      __syncwarp();
+      if (lane == now.source) batches = seen.batches[now.source];
+      __threadfence_block();
       fence_for_bulk_copies();
     }
     offset[s] = now.piece * shape.piece_bytes;
@@ -220,17 +288,11 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
                  base + static_cast<std::size_t>(now.token) * job.row_bytes + offset[s], bytes[s],
                  full + s);
     }
-    slot[s] = -1;
-    if (lane < now.end - now.first) {
-      slot[s] = routes.pick_slot[now.first + lane];
-      if (job.has_weights && now.piece == 0) {
-        const float* weights =
-            now.source == me.rank
-                ? job.w
-                : reinterpret_cast<const float*>(me.control_of[now.source] + layout.weights()) +
-                      parity * layout.picks();
-        weight[s] = __ldcv(weights + routes.pick_home[now.first + lane]);
-      }
+    slot[s] = now.slot;
+    if (job.has_weights && now.slot >= 0 && now.piece == 0) {
+      const float* weights =
+          now.source == me.rank ? job.w : weights_at(me, me.rank, now.source, parity);
+      weight[s] = __ldcg(weights + now.home);
     }
     return true;
   };
@@ -266,21 +328,25 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
 __global__ void dispatch_kernel(Rank me, Dispatch job, Shape shape) {
   extern __shared__ __align__(128) char stages[];
   __shared__ __align__(8) std::uint64_t full[kMaxPullingWarps][kStages];
+  __shared__ Watch seen;
   const std::uint64_t epoch = current_epoch(me);
   const std::uint64_t dispatches = *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
   const std::uint64_t parity = dispatches % 2;
-  const int warp = threadIdx.x / kWarpSize - kStagingWarps;
+  const int warp = threadIdx.x / kWarpSize;
   if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
     store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
   }
-  if (warp < 0) {
-    auto* weights = reinterpret_cast<float*>(me.control_of[me.rank] + me.control.weights()) +
-                    parity * me.control.picks();
-    stage(me, job, shape.batch, me.rows_of[me.rank] + parity * me.dispatch_bytes, weights, epoch);
+  if (threadIdx.x < kMaxRanks) seen.batches[threadIdx.x] = seen.is_over = 0;
+  __syncthreads();
+  if (warp < kStagingWarps) {
+    stage(me, job, shape.batch, me.rows_of[me.rank] + parity * me.dispatch_bytes, parity, epoch);
     zero_padding(me, job);
+  } else if (warp < kOtherWarps) {
+    watch(me, job, shape.batch, seen, epoch);
   } else {
-    pull(me, job, shape, stages + static_cast<std::size_t>(warp) * kStages * shape.piece_bytes,
-         full[warp], warp, parity, epoch);
+    const int place = warp - kOtherWarps;
+    pull(me, job, shape, stages + static_cast<std::size_t>(place) * kStages * shape.piece_bytes,
+         full[place], seen, place, parity);
   }
   if (leave(me) && threadIdx.x == 0) {
     me.state->dispatches = dispatches;
@@ -302,7 +368,7 @@ void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintp
   Shape chosen = shape;
   void* parameters[] = {&rank, &job, &chosen};
   cuda_check(cudaLaunchCooperativeKernel(
-                 dispatch_kernel, num_sms, (kStagingWarps + shape.pulling_warps) * kWarpSize,
+                 dispatch_kernel, num_sms, (kOtherWarps + shape.pulling_warps) * kWarpSize,
                  parameters, ring_bytes, reinterpret_cast<cudaStream_t>(stream)),
              "launching dispatch");
 }

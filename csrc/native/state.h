@@ -55,12 +55,12 @@ struct Control {
   NCCLEP_BOTH std::size_t num_pushed() const {
     return pushed() + static_cast<std::size_t>(num_ranks) * max_chunks() * 8;
   }
-  // float [2][T * K]: my picks' weights, for others to fetch; two, for two dispatches in a row.
+  // float [2][R][T * K]: weights of rank r's picks; two, for two dispatches in a row.
   NCCLEP_BOTH std::size_t weights() const {
     return num_pushed() + static_cast<std::size_t>(num_ranks) * max_chunks() * 8;
   }
   // float [T * K]: what combine brings back to my picks.
-  NCCLEP_BOTH std::size_t values() const { return weights() + 2 * picks() * 4; }
+  NCCLEP_BOTH std::size_t values() const { return weights() + 2 * num_ranks * picks() * 4; }
   // int32 [R][T], for rank r to fetch: token of each of my pairs there, and its first pick.
   NCCLEP_BOTH std::size_t pair_token() const { return values() + picks() * 4; }
   NCCLEP_BOTH std::size_t pair_first() const {

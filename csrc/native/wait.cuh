@@ -39,22 +39,32 @@ __device__ inline void report_failure(const Rank& me, Phase phase, int peer, std
   me.mailbox->failed_phase = static_cast<std::uint32_t>(phase);
 }
 
+// The time that a wait has left.
+class Deadline {
+ public:
+  // Asked again and again by a wait that goes on.  True when the deadline passed, now or before.
+  __device__ bool has_passed(const Rank& me, Phase phase, int peer, std::uint64_t epoch) {
+    if (++num_asked_ % 64 != 0) return false;
+    if (has_failed(me)) return true;
+    if (start_ == 0) start_ = now_ns();
+    if (now_ns() - start_ <= me.deadline_ns) return false;
+    report_failure(me, phase, peer, epoch);
+    return true;
+  }
+
+ private:
+  unsigned int num_asked_ = 0;
+  std::uint64_t start_ = 0;
+};
+
 // Calls `is_over` until it is true.  False when the deadline passed, now or before.
 template <typename IsOver>
 __device__ bool wait_until(const Rank& me, Phase phase, int peer, std::uint64_t epoch,
                            IsOver&& is_over) {
-  if (is_over()) return true;
-  const std::uint64_t start = now_ns();
-  for (unsigned int turn = 1;; ++turn) {
-    if (is_over()) return true;
-    if (turn % 64 == 0) {
-      if (has_failed(me)) return false;
-      if (now_ns() - start > me.deadline_ns) {
-        report_failure(me, phase, peer, epoch);
-        return false;
-      }
-    }
+  for (Deadline deadline; !is_over();) {
+    if (deadline.has_passed(me, phase, peer, epoch)) return false;
   }
+  return true;
 }
 
 // Waits until `word`, which only `peer` writes, is at least `epoch`.
