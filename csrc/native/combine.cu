@@ -27,11 +27,13 @@ namespace ncclep::native {
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr int kPushingWarps = 10;
-constexpr int kSummingWarps = 5;
+constexpr int kPushingWarps = 8;
+constexpr int kSummingWarps = 7;
 constexpr int kTellingWarp = kPushingWarps + kSummingWarps;
 constexpr int kThreads = (kPushingWarps + kSummingWarps + 1) * kWarpSize;
 constexpr int kStages = 6;
+// Fences hold up the stores of the whole SM: the books are kept now and then only.
+constexpr int kBookPauses = 8, kBookPauseNs = 500;
 
 struct Shared {
   Ring<kStages> rings[kPushingWarps + kSummingWarps];
@@ -153,14 +155,13 @@ __device__ void tell(const Rank& me, const Combine& job, Shared& shared, std::ui
   PairCursor cursor(me, routes, follows ? lane : 0);
   auto* num_pushed = reinterpret_cast<unsigned int*>(me.control_of[me.rank] + layout.num_pushed());
   int told = 0;
-  for (;;) {
-    const bool is_over = !follows || shared.is_over[lane] != 0;
-    const int pushed = follows ? shared.num_pushed[lane] : 0;  // after is_over
-    if (!__any_sync(~0u, told < pushed)) {
-      if (__all_sync(~0u, is_over)) return;
-      __nanosleep(200);
-      continue;
+  for (bool is_over = false; !is_over;) {
+    for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {
+      __nanosleep(kBookPauseNs);
+      is_over = __all_sync(~0u, !follows || shared.is_over[lane] != 0);
     }
+    const int pushed = follows ? shared.num_pushed[lane] : 0;  // after is_over
+    if (!__any_sync(~0u, told < pushed)) continue;
     // What the pushing warps stored before, every rank sees before what follows.
     __threadfence_system();
     for (; told < pushed && cursor.next(); ++told) {
@@ -171,7 +172,6 @@ __device__ void tell(const Rank& me, const Combine& job, Shared& shared, std::ui
       unsigned int* count = num_pushed + cursor.source * max_chunks + chunk;
       if (atomicAdd(count, 1u) != pairs - 1) continue;
       *count = 0;  // for the next combine
-      __threadfence_system();
       auto* flags =
           reinterpret_cast<std::uint64_t*>(me.control_of[cursor.source] + layout.pushed());
       store_release(flags + me.rank * max_chunks + chunk, epoch);

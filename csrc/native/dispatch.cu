@@ -130,9 +130,8 @@ __device__ void stage(const Rank& me, const Dispatch& job, int batch_size, char*
         }
       }
     }
-    __threadfence_system();
     sync_staging_warps();
-    if (thread < layout.num_ranks) {
+    if (thread < layout.num_ranks) {  // a release store passes on what all staging warps wrote
       auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[thread] + layout.staged());
       store_release(flags + me.rank * layout.max_batches() + batch, epoch);
     }
@@ -190,17 +189,18 @@ __device__ void watch(const Rank& me, const Dispatch& job, int batch_size, Watch
     const int start = __shfl_sync(~0u, found, source);
     const int batch = start + lane, end = __shfl_sync(~0u, needed, source);
     const bool is_here =
-        batch < end && load_acquire(flags + source * layout.max_batches() + batch) >= epoch;
+        batch < end && load_relaxed(flags + source * layout.max_batches() + batch) >= epoch;
     const std::uint32_t absent = ~__ballot_sync(~0u, is_here);
     const int count = absent == 0 ? kWarpSize : __ffs(absent) - 1;
     if (count > 0) {
       if (lane == source) found += count;
-      __threadfence_block();
+      fence_system();
       if (lane == 0) seen.batches[source] = start + count;
       deadline = {};
     } else {
       const bool has_passed = deadline.has_passed(me, Phase::kDispatch, source, epoch);
       if (__any_sync(~0u, has_passed)) break;
+      __nanosleep(500);
     }
   }
   __threadfence_block();

@@ -23,6 +23,16 @@ __device__ inline std::uint64_t load_acquire(const std::uint64_t* word) {
   return value;
 }
 
+// Looks without ordering anything after it: for loops that look often.
+__device__ inline std::uint64_t load_relaxed(const std::uint64_t* word) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// Orders what was loaded before, by load_relaxed, before everything that follows.
+__device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 __device__ inline void store_release(std::uint64_t* word, std::uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
@@ -104,9 +114,10 @@ __device__ inline void grid_barrier(const Rank& me, Phase phase) {
 // wrote is visible to it, also to be passed on to other ranks.
 __device__ inline bool leave(const Rank& me) {
   __shared__ bool is_last;
-  __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
+    // One fence for all threads: it also orders what this thread has seen of the others.
+    __threadfence_system();
     is_last = atomicAdd(&me.state->leaving, 1u) == gridDim.x - 1;
     if (is_last) me.state->arrived = me.state->leaving = 0;
     __threadfence_system();
