@@ -1,12 +1,14 @@
 // One kernel, two kinds of warps in every CTA.
 //
-// *Staging* warps copy this rank's rows (those that go anywhere else) into its window, a batch of
-// tokens at a time, and tell every rank of each finished batch.  *Pulling* warps fetch a row over
-// NVLink once, into a ring of stages in shared memory, and store it to all of its slots from there;
-// each waits only for the batch that its next row is in, so that copying and pulling overlap.
-// Batches are small: nothing can be pulled before the first of them are there.  A *watching* warp
-// looks for the batches that other ranks have finished, and tells the pulling warps of its CTA how
-// many there are: looking in shared memory costs them next to nothing.
+// *Staging* warps copy this rank's rows (those that go anywhere else) into its window, and tell
+// every rank of each finished phase, of which there are few: a fence holds up the whole SM.  The
+// first phase is small, because nothing can be pulled before it is over, and each of the others as
+// large as all before it, because copying is faster than pulling.
+//
+// *Pulling* warps fetch a row over NVLink once, into a ring of stages in shared memory, and store
+// it to all of its slots from there; each waits only for the phase that its next row belongs to.  A
+// *watching* warp looks for the phases that other ranks have finished and tells the pulling warps
+// of its CTA: looking in shared memory costs them next to nothing.
 //
 // The window has two halves, for dispatches that follow each other: a rank that is still pulling
 // the last dispatch is not disturbed by this one.
@@ -26,7 +28,7 @@ namespace ncclep::native {
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr int kStagingWarps = 4;
+constexpr int kStagingWarps = 8;
 constexpr int kStagingThreads = kStagingWarps * kWarpSize;
 constexpr int kStagingBarrier = 1;
 constexpr int kOtherWarps = kStagingWarps + 1;  // and the watching warp
@@ -34,14 +36,12 @@ constexpr int kMaxPullingWarps = 16;
 constexpr int kStages = 4;
 constexpr int kSharedBytes = 200 * 1024;
 constexpr int kMaxPiece = 16 * 1024;  // longer rows travel in pieces
-constexpr int kBatchBytes = 128 * 1024;
-constexpr int kMaxBatch = 128;
+constexpr int kWatchPauseNs = 1000;
 
 struct Shape {
   int pulling_warps;
   int piece_bytes;  // of a row, at most; a multiple of 16
   int pieces;       // of a row
-  int batch;        // tokens that are staged together
 };
 
 Shape shape_for(int row_bytes) {
@@ -49,10 +49,19 @@ Shape shape_for(int row_bytes) {
   shape.pieces = (row_bytes + kMaxPiece - 1) / kMaxPiece;
   shape.piece_bytes = (row_bytes / shape.pieces + 15) / 16 * 16;
   if (shape.piece_bytes * shape.pieces < row_bytes) shape.piece_bytes += 16;
-  shape.batch = kMinBatch;
-  while (shape.batch < kMaxBatch && 2 * shape.batch * row_bytes <= kBatchBytes) shape.batch *= 2;
   shape.pulling_warps = std::min(kMaxPullingWarps, kSharedBytes / (kStages * shape.piece_bytes));
   return shape;
+}
+
+// First token of a phase, the same on all ranks; the phase after the last starts after all tokens.
+__device__ int phase_start(const Dispatch& job, int phase) {
+  return phase == 0 ? 0 : (job.most_tokens + (1 << (kPhases - phase)) - 1) >> (kPhases - phase);
+}
+
+__device__ int phase_of(const Dispatch& job, int token) {
+  int phase = 0;
+  while (token >= phase_start(job, phase + 1)) ++phase;
+  return phase;
 }
 
 __device__ void sync_staging_warps() {
@@ -101,11 +110,12 @@ __device__ float* weights_at(const Rank& me, int rank, int source, std::uint64_t
          (parity * layout.num_ranks + source) * layout.picks();
 }
 
-// Rows of this rank's tokens into its window and their weights into everybody's, batch after batch.
-__device__ void stage(const Rank& me, const Dispatch& job, int batch_size, char* window,
-                      std::uint64_t parity, std::uint64_t epoch) {
+// Rows of this rank's tokens into its window and their weights into everybody's, phase by phase.
+__device__ void stage(const Rank& me, const Dispatch& job, char* window, std::uint64_t parity,
+                      std::uint64_t epoch) {
   const Control& layout = me.control;
-  const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const int thread = threadIdx.x, lane = thread % kWarpSize;
+  const int warp = thread / kWarpSize * gridDim.x + blockIdx.x, warps = kStagingWarps * gridDim.x;
   // Whoever still pulls the dispatch before the last pulls from this half of the window.
   const std::uint64_t last = me.state->last_dispatch;
   bool is_free = true;
@@ -114,26 +124,27 @@ __device__ void stage(const Rank& me, const Dispatch& job, int batch_size, char*
                        signal_word(me.control_of[me.rank], layout, kEntered, thread), last);
   }
   if (!all_staging_threads(is_free)) return;
-  const int num_batches = (job.num_tokens + batch_size - 1) / batch_size;
-  for (int batch = blockIdx.x; batch < num_batches; batch += gridDim.x) {
-    const int start = batch * batch_size, end = min(start + batch_size, job.num_tokens);
-    for (int token = start + warp; token < end; token += kStagingWarps) {
+  for (int phase = 0; phase < kPhases; ++phase) {
+    const int start = phase_start(job, phase);
+    const int end = min(phase_start(job, phase + 1), job.num_tokens);
+    for (int token = start + warp; token < end; token += warps) {
       if ((job.token_ranks[token] & ~(1u << me.rank)) == 0) continue;
       const std::size_t offset = static_cast<std::size_t>(token) * job.row_bytes;
       copy_with_warp(window + offset, job.x + offset, job.row_bytes, lane);
-    }
-    if (job.has_weights) {
-      for (int i = start * job.top_k + thread; i < end * job.top_k; i += kStagingThreads) {
-        const float weight = job.w[i];
-        for (int rank = 0; rank < layout.num_ranks; ++rank) {
-          if (rank != me.rank) weights_at(me, rank, me.rank, parity)[i] = weight;
-        }
+      if (!job.has_weights) continue;
+      for (int i = lane; i < layout.num_ranks * job.top_k; i += kWarpSize) {
+        const int rank = i / job.top_k, pick = token * job.top_k + i % job.top_k;
+        if (rank != me.rank) weights_at(me, rank, me.rank, parity)[pick] = job.w[pick];
       }
     }
     sync_staging_warps();
-    if (thread < layout.num_ranks) {  // a release store passes on what all staging warps wrote
-      auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[thread] + layout.staged());
-      store_release(flags + me.rank * layout.max_batches() + batch, epoch);
+    if (thread != 0) continue;
+    __threadfence_system();  // for what all staging warps of the CTA wrote
+    if (atomicAdd(&me.state->staged[phase], 1u) != gridDim.x - 1) continue;
+    me.state->staged[phase] = 0;
+    for (int rank = 0; rank < layout.num_ranks; ++rank) {
+      auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged());
+      store_release(flags + me.rank * kPhases + phase, epoch);
     }
   }
 }
@@ -161,49 +172,36 @@ __device__ void zero_padding(const Rank& me, const Dispatch& job) {
 
 // What the watching warp has seen.
 struct Watch {
-  volatile int batches[kMaxRanks];  // of each rank, without a gap
-  volatile int is_over;             // nothing more will be seen: all is here, or a wait failed
+  volatile int phases[kMaxRanks];  // of each rank, finished
+  volatile int is_over;            // nothing more will be seen: all is here, or a wait failed
 };
 
-// Looks for 32 batches of one rank at a time.
-__device__ void watch(const Rank& me, const Dispatch& job, int batch_size, Watch& seen,
-                      std::uint64_t epoch) {
+// Lane r looks for rank r's phases, up to the last that has rows for this rank.
+__device__ void watch(const Rank& me, const Dispatch& job, Watch& seen, std::uint64_t epoch) {
   const Control& layout = me.control;
   const int lane = threadIdx.x % kWarpSize;
   const auto* flags =
       reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.staged());
-  // Batches of source `lane`, up to the last that has rows for this rank.
   int needed = 0, found = 0;
   if (lane < layout.num_ranks && lane != me.rank) {
     const int first = job.routes.first_pair[lane], end = job.routes.first_pair[lane + 1];
-    if (end > first) needed = job.routes.pair_token[end - 1] / batch_size + 1;
+    if (end > first) needed = phase_of(job, job.routes.pair_token[end - 1]) + 1;
   }
-  int source = me.rank;
-  Deadline deadline;
-  for (;;) {
-    const std::uint32_t missing = __ballot_sync(~0u, found < needed);
-    if (missing == 0) break;
-    do {
-      source = (source + 1) % layout.num_ranks;
-    } while (!(missing >> source & 1));
-    const int start = __shfl_sync(~0u, found, source);
-    const int batch = start + lane, end = __shfl_sync(~0u, needed, source);
-    const bool is_here =
-        batch < end && load_relaxed(flags + source * layout.max_batches() + batch) >= epoch;
-    const std::uint32_t absent = ~__ballot_sync(~0u, is_here);
-    const int count = absent == 0 ? kWarpSize : __ffs(absent) - 1;
-    if (count > 0) {
-      if (lane == source) found += count;
+  for (Deadline deadline; __any_sync(~0u, found < needed);) {
+    const bool is_here = found < needed && load_relaxed(flags + lane * kPhases + found) >= epoch;
+    if (__any_sync(~0u, is_here)) {
       fence_system();
-      if (lane == 0) seen.batches[source] = start + count;
+      if (is_here) seen.phases[lane] = ++found;
       deadline = {};
-    } else {
-      const bool has_passed = deadline.has_passed(me, Phase::kDispatch, source, epoch);
-      if (__any_sync(~0u, has_passed)) break;
-      __nanosleep(500);
+      continue;
     }
+    const bool has_passed =
+        found < needed && deadline.has_passed(me, Phase::kDispatch, lane, epoch);
+    if (__any_sync(~0u, has_passed)) break;
+    __nanosleep(kWatchPauseNs);
   }
   __threadfence_block();
+  __syncwarp();
   if (lane == 0) seen.is_over = 1;
 }
 
@@ -260,7 +258,7 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
   std::int64_t slot[kStages];
   int offset[kStages], bytes[kStages];
   float weight[kStages];
-  int batches = 0;  // of rank `lane`, that this warp has seen
+  int phases = 0;  // of rank `lane`, that this warp has seen
 
   // Starts to load this warp's next row; false when there is none.
   const auto load = [&](int s) -> bool {
@@ -269,13 +267,13 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
     following = second;
     second = find();
     find_slots(following);
-    const int batch = now.token / shape.batch;
-    if (now.source != me.rank && batch >= __shfl_sync(~0u, batches, now.source)) {
-      while (seen.batches[now.source] <= batch) {
-        if (seen.is_over && seen.batches[now.source] <= batch) return following.is_there = false;
+    const int phase = phase_of(job, now.token);
+    if (now.source != me.rank && phase >= __shfl_sync(~0u, phases, now.source)) {
+      while (seen.phases[now.source] <= phase) {
+        if (seen.is_over && seen.phases[now.source] <= phase) return following.is_there = false;
       }
       __syncwarp();
-      if (lane == now.source) batches = seen.batches[now.source];
+      if (lane == now.source) phases = seen.phases[lane];
       __threadfence_block();
       fence_for_bulk_copies();
     }
@@ -336,13 +334,13 @@ __global__ void dispatch_kernel(Rank me, Dispatch job, Shape shape) {
   if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
     store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
   }
-  if (threadIdx.x < kMaxRanks) seen.batches[threadIdx.x] = seen.is_over = 0;
+  if (threadIdx.x < kMaxRanks) seen.phases[threadIdx.x] = seen.is_over = 0;
   __syncthreads();
   if (warp < kStagingWarps) {
-    stage(me, job, shape.batch, me.rows_of[me.rank] + parity * me.dispatch_bytes, parity, epoch);
+    stage(me, job, me.rows_of[me.rank] + parity * me.dispatch_bytes, parity, epoch);
     zero_padding(me, job);
   } else if (warp < kOtherWarps) {
-    watch(me, job, shape.batch, seen, epoch);
+    watch(me, job, seen, epoch);
   } else {
     const int place = warp - kOtherWarps;
     pull(me, job, shape, stages + static_cast<std::size_t>(place) * kStages * shape.piece_bytes,

@@ -16,7 +16,7 @@ struct Dispatch {
   float* row_w;    // [num_rows], or null
   // Says whether there are weights: a tensor without elements has a null pointer too.
   bool has_weights;
-  int num_tokens, top_k, row_bytes;
+  int num_tokens, most_tokens, top_k, row_bytes;  // most_tokens: of any rank
   std::int64_t num_rows;
   const std::int64_t* tokens_per_expert;  // [experts of this rank]
   const std::int64_t* routed_per_expert;  // [experts of this rank]

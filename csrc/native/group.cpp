@@ -197,6 +197,7 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.row_w = pointer<float>(row_w);
   job.has_weights = w.has_value();
   job.num_tokens = static_cast<int>(x.shape.at(0));
+  job.most_tokens = plan.num_chunks * kChunk;
   job.top_k = plan.top_k;
   job.row_bytes = row_bytes_of(x);
   job.num_rows = rows.shape.at(0);

@@ -20,8 +20,8 @@ constexpr int kMaxTopK = 32;
 constexpr int kMaxExperts = 512;
 // Tokens are counted, and their sums flagged, in chunks of this many.
 constexpr int kChunk = 128;
-// Rows of x are flagged in batches of at least this many tokens, depending on their length.
-constexpr int kMinBatch = 8;
+// Rows of x are staged, and flagged, in this many phases.
+constexpr int kPhases = 5;
 
 enum class Phase : std::uint32_t { kNone, kPlan, kRoutes, kDispatch, kCombine };
 
@@ -33,7 +33,6 @@ struct Control {
   int num_ranks, num_experts, max_tokens, max_top_k;
 
   NCCLEP_BOTH int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
-  NCCLEP_BOTH int max_batches() const { return (max_tokens + kMinBatch - 1) / kMinBatch; }
   // Counted for every destination: picks for each expert, then pairs on each rank.
   NCCLEP_BOTH int num_columns() const { return num_experts + num_ranks; }
   NCCLEP_BOTH std::size_t picks() const { return static_cast<std::size_t>(max_tokens) * max_top_k; }
@@ -43,14 +42,12 @@ struct Control {
   // uint64 [2][R][columns]: epoch in the upper half, count in the lower.  Two, because a rank may
   // post its next counts while another still reads the last.
   NCCLEP_BOTH std::size_t counts() const { return signals() + kNumSignals * num_ranks * 8; }
-  // uint64 [R][batches]: epoch of the dispatch whose rows of rank r's batch are in r's window.
+  // uint64 [R][kPhases]: epoch of the dispatch whose rows of this phase are in rank r's window.
   NCCLEP_BOTH std::size_t staged() const {
     return counts() + static_cast<std::size_t>(2) * num_ranks * num_columns() * 8;
   }
   // uint64 [R][chunks]: epoch of the combine whose sums for my chunk rank r has pushed.
-  NCCLEP_BOTH std::size_t pushed() const {
-    return staged() + static_cast<std::size_t>(num_ranks) * max_batches() * 8;
-  }
+  NCCLEP_BOTH std::size_t pushed() const { return staged() + num_ranks * kPhases * 8; }
   // uint32 [R][chunks], for this rank alone: pairs of rank r's chunk whose sums it has pushed.
   NCCLEP_BOTH std::size_t num_pushed() const {
     return pushed() + static_cast<std::size_t>(num_ranks) * max_chunks() * 8;
@@ -91,11 +88,12 @@ struct State {
   std::uint64_t epoch;  // operations that are over
   std::uint64_t plans;  // plans that are over
   std::uint64_t dispatches;
-  std::uint64_t last_dispatch;  // its epoch
-  unsigned int arrived;         // at grid barriers of the current operation, one after the other
-  unsigned int leaving;         // CTAs of the current operation that are done
-  unsigned int failed;          // a deadline has passed: nobody waits any longer
-  unsigned int is_bad;          // this rank's routing, in the current plan
+  std::uint64_t last_dispatch;   // its epoch
+  unsigned int arrived;          // at grid barriers of the current operation, one after the other
+  unsigned int leaving;          // CTAs of the current operation that are done
+  unsigned int failed;           // a deadline has passed: nobody waits any longer
+  unsigned int is_bad;           // this rank's routing, in the current plan
+  unsigned int staged[kPhases];  // CTAs that have staged their share of a phase of this dispatch
 };
 
 // What every kernel of a group gets.
