@@ -7,11 +7,13 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "bench/copy_rows.h"
 #include "common/cuda.h"
 #include "common/tensor.h"
+#include "host/exchange.h"
 #include "native/group.h"
 #include "nccl/nccl.h"
 #include "nccl/window.h"
@@ -23,6 +25,7 @@ using namespace py::literals;
 namespace {
 
 using ncclep::Communicator;
+using ncclep::HostExchange;
 using ncclep::Nccl;
 using ncclep::Tensor;
 using ncclep::Window;
@@ -37,6 +40,32 @@ py::dict build_info() {
   info["cuda"] = NCCLEP_CUDA_VERSION;
   info["architectures"] = py::str(NCCLEP_ARCHITECTURES).attr("split")(" ");
   return info;
+}
+
+// Lets Ctrl-C end a long wait; called without the interpreter's lock.
+void raise_signals() {
+  py::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+void bind_host(py::module_& module) {
+  py::class_<HostExchange, std::shared_ptr<HostExchange>>(module, "HostExchange")
+      .def(py::init<const std::string&, int, int>(), "name"_a, "num_ranks"_a, "rank"_a)
+      .def(
+          "exchange",
+          [](HostExchange& exchange, const py::bytes& mine, const std::string& what,
+             double timeout_s) {
+            const std::string_view message = mine;
+            py::bytes all(nullptr, exchange.num_ranks() * message.size());
+            char* to = PyBytes_AS_STRING(all.ptr());  // nobody else has these bytes yet
+            {
+              py::gil_scoped_release unlocked;
+              exchange.exchange(message.data(), message.size(), to, what, timeout_s, raise_signals);
+            }
+            return all;
+          },
+          "mine"_a, "what"_a, "timeout_s"_a)
+      .def("close", &HostExchange::close, Unlocked());
 }
 
 void bind_nccl(py::module_& module) {
@@ -191,16 +220,20 @@ void bind_bench(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  // The name that the package's errors have; pybind11 keeps a reference for the process.
+  // The names that the package's errors have; pybind11 keeps a reference for the process.
   py::register_local_exception_translator([](std::exception_ptr pending) {
     try {
       if (pending) std::rethrow_exception(pending);
+    } catch (const ncclep::PeerError& error) {
+      py::object type = py::module_::import("megatron_ncclep.errors").attr("PeerError");
+      PyErr_SetString(type.ptr(), error.what());
     } catch (const ncclep::Error& error) {
       py::object type = py::module_::import("megatron_ncclep.errors").attr("LibraryError");
       PyErr_SetString(type.ptr(), error.what());
     }
   });
   module.def("build_info", &build_info);
+  bind_host(module);
   bind_nccl(module);
   bind_nccl_ep(module);
   bind_native(module);

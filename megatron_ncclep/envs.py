@@ -63,6 +63,7 @@ VARIABLES = {
         EnvVar("NCCLEP_MAX_RECV_ROWS", int, None, "static mode: rows of the dispatched tensor"),
         EnvVar("NCCLEP_NUM_SMS", int, None, "SMs that the engine's kernels may use"),
         EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds a rank waits for the others"),
+        EnvVar("NCCLEP_HOST_EXCHANGE", _switch, True, "0: ranks agree without shared memory"),
         # Where libraries and tools are that engines use; unset, they are looked for.
         EnvVar("NCCLEP_NCCL_LIBRARY", Path, None, "path of the libnccl.so.2 that engines open"),
         EnvVar("NCCLEP_NCCL_EP_LIBRARY", Path, None, "path of NVIDIA's libnccl_ep.so"),

@@ -37,9 +37,8 @@ def _create(group: EpGroup, timeout_s: float) -> Any:
         )
     nccl = native.Nccl(str(library.path))
     unique_id = nccl.unique_id() if group.rank == 0 else bytes(UNIQUE_ID_BYTES)
-    mine = torch.frombuffer(bytearray(unique_id), dtype=torch.uint8)
-    theirs = group.gather(mine, "open, exchanging NCCL's unique id", timeout_s)
-    unique_id = bytes(theirs[0].tolist())
+    theirs = group.exchange(unique_id, "open, exchanging NCCL's unique id", timeout_s)
+    unique_id = theirs[:UNIQUE_ID_BYTES]
 
     # NCCL waits for all ranks without a deadline, so a thread does the waiting.
     made: list[Any] = []

@@ -6,8 +6,10 @@ the count of its calls.  All layers of a model share the group's one EpGroup.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import socket
+import struct
 import time
 import weakref
 from collections import Counter
@@ -19,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_ncclep.engines.exchange import HostLink
 from megatron_ncclep.errors import EpError, GroupClosedError, InputError, PeerError
 from megatron_ncclep.logs import get_logger
 
@@ -31,6 +34,7 @@ MAX_VALUES = 8
 HEADER = 4  # phase, call, whether there is a problem, what is told
 # Values are numbers on the wire; this one says "not given".
 NONE_VALUE = -1
+MESSAGE = struct.Struct(f"<{HEADER + MAX_VALUES}q")
 TEXT_BYTES = 1024
 # A wait for the device asks without pause for this long, and then with pauses of this length.
 BUSY_WAIT_S = 1e-3
@@ -60,6 +64,7 @@ class EpGroup:
         self._num_calls = 0
         self._shared: dict[str, _Shared] = {}
         self._ranks_per_node: list[int] | None = None
+        self._link = HostLink(self.rank, self.size)
         # Agreement must not wait for what the model has queued on the device.
         self._stream = torch.cuda.Stream() if on_gpu else None
 
@@ -121,6 +126,7 @@ class EpGroup:
         while self._shared:
             _, shared = self._shared.popitem()
             shared.thing.close()
+        self._link.close()
 
     def log_once(self, level: int, subject: str, text: str) -> None:
         """Log `text` unless this rank has logged something with the same `subject` for the group.
@@ -159,12 +165,14 @@ class EpGroup:
         """
         self._num_calls += 1
         call = self._num_calls
-        mine = [PHASES.index(phase), call, int(problem is not None), told]
-        mine += [NONE_VALUE if v is None else v for v in values.values()]
-        mine += [0] * (HEADER + MAX_VALUES - len(mine))
-        theirs = self.gather(torch.tensor(mine), f"{phase}, call {call}", timeout_s).tolist()
+        head = (PHASES.index(phase), call)
+        given = [NONE_VALUE if v is None else v for v in values.values()]
+        given += [0] * (MAX_VALUES - len(given))
+        mine = MESSAGE.pack(*head, problem is not None, told, *given)
+        everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
+        theirs = list(MESSAGE.iter_unpack(everything))
 
-        if any(row[:2] != mine[:2] for row in theirs):
+        if any(row[:2] != head for row in theirs):
             where = [
                 f"rank {r} is in {PHASES[row[0]]}, call {row[1]}" for r, row in enumerate(theirs)
             ]
@@ -187,11 +195,30 @@ class EpGroup:
                 )
         return Agreement(call, [row[3] for row in theirs])
 
-    def gather(self, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
-        """Gather a 1-D CPU tensor of the same length from every rank: [size, length] on the CPU."""
+    def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:
+        """Send `mine` to all ranks; return every rank's, in the order of ranks.  Collective.
+
+        Through shared memory where all ranks can share some, and otherwise over the process group
+        (see `HostLink`).  Does not wait for what is queued on any device.
+
+        Args:
+            mine: at least one byte; as many on every rank.
+            what: names the call in errors.
+            timeout_s: seconds to wait for the other ranks.
+
+        Raises:
+            GroupClosedError: the process group was destroyed.
+            PeerError: a rank did not come in time, died, or sent another number of bytes; names
+                this rank and `what`.
+        """
+        _ = self.process_group  # raises when torch no longer knows it
+        return self._link.exchange(mine, what, timeout_s, self._exchange_by_torch)
+
+    def _exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:
+        """Do what `exchange` does, with an all-gather of the process group."""
         with torch.cuda.stream(self._stream):  # no effect on a CPU
-            sent = mine.to(self.device)
-            received = sent.new_empty(self.size, sent.numel())
+            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+            received = sent.new_empty(self.size, len(mine))
             self.wait(
                 lambda group: dist.all_gather(
                     list(received.unbind()), sent, group=group, async_op=True
@@ -199,7 +226,15 @@ class EpGroup:
                 what,
                 timeout_s,
             )
-            return received.cpu()
+            return _bytes_of(received)
+
+    def gather(self, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+        """Gather a 1-D tensor of one length, not 0, from every rank: [size, length] on the CPU.
+
+        Collective; raises what `exchange` does.
+        """
+        theirs = bytearray(self.exchange(_bytes_of(mine), what, timeout_s))
+        return torch.frombuffer(theirs, dtype=mine.dtype).view(self.size, -1)
 
     def gather_problems(self, problem: str | None, phase: str, timeout_s: float) -> str:
         """Exchange what is wrong on which rank.  Collective.
@@ -208,10 +243,10 @@ class EpGroup:
             one text, the same on every rank; empty when nothing is wrong on any.  A problem that
             all ranks have is said once.
         """
-        text = (problem or "").encode()[:TEXT_BYTES]
-        mine = torch.frombuffer(bytearray(text.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
-        theirs = self.gather(mine, f"{phase}, exchanging error messages", timeout_s)
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in theirs]
+        mine = (problem or "").encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        theirs = self.exchange(mine, f"{phase}, exchanging error messages", timeout_s)
+        rows = [theirs[start : start + TEXT_BYTES] for start in range(0, len(theirs), TEXT_BYTES)]
+        texts = [row.rstrip(b"\0").decode(errors="ignore") for row in rows]
         if self.size > 1 and len(set(texts)) == 1:
             return texts[0]
         return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)
@@ -290,6 +325,12 @@ _DESTROYED = (
     "the expert-parallel process group was destroyed: make the engine (or the model) anew after "
     "torch.distributed is initialised again"
 )
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    """Copy what a tensor holds; torch itself needs numpy for that."""
+    tensor = tensor.cpu().contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _is_alive(process_group: dist.ProcessGroup) -> bool:

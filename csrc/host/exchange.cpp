@@ -1,0 +1,278 @@
+#include "host/exchange.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+namespace ncclep {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kCacheLine = 64;
+// Says that the memory is laid out as below; change it with the layout.
+constexpr std::uint64_t kLayout = 0x6e63636c65700001;
+
+// A wait asks without pause this often (a few microseconds), then gives its core away until
+// kYieldTime, then sleeps, so that the ranks it waits for run where there are fewer cores than
+// ranks.
+constexpr int kSpins = 100;
+constexpr std::chrono::microseconds kYieldTime{100};
+constexpr std::chrono::microseconds kSleep{50};
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Process numbers mean the same for two processes of one namespace only; 0: unknown.
+std::uint64_t process_namespace() {
+  struct stat status;
+  return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+}
+
+// A dead process exists until its parent asks for its status, in state Z.
+bool has_died(pid_t process) {
+  if (kill(process, 0) != 0) return errno == ESRCH;
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const std::size_t name_end = text.rfind(')');  // a program's name may contain anything
+  return name_end != std::string::npos && text.compare(name_end, 3, ") Z") == 0;
+}
+
+// The text of a system call's failure.
+[[noreturn]] void fail_in(const char* call, const std::string& name, int error) {
+  fail("shared memory ", name, ": ", call, " failed: ", std::strerror(error));
+}
+
+}  // namespace
+
+struct alignas(kCacheLine) HostExchange::Slot {
+  std::atomic<std::uint64_t> sequence;  // of the message; 0: none yet
+  std::uint64_t length;                 // of the whole message, of which the bytes are a part
+  char bytes[kCapacity];
+};
+
+struct alignas(kCacheLine) HostExchange::Rank {
+  std::int64_t process;
+  std::uint64_t process_namespace;
+  std::atomic<std::uint64_t> gave_up_at;  // the sequence number; 0: it has not
+  std::atomic<std::uint64_t> is_closed;
+  Slot slots[2];
+};
+
+struct alignas(kCacheLine) HostExchange::Segment {
+  std::uint64_t layout;
+  std::int64_t num_ranks;
+  std::atomic<std::int64_t> num_open;
+  alignas(kCacheLine) Rank ranks[];
+};
+
+// Between processes only what needs no lock is atomic.
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+HostExchange::HostExchange(const std::string& name, int num_ranks, int rank)
+    : name_(name), num_ranks_(num_ranks), rank_(rank) {
+  require(0 <= rank && rank < num_ranks, "rank ", rank, " of ", num_ranks);
+  num_bytes_ = sizeof(Segment) + num_ranks * sizeof(Rank);
+  const int create = rank == 0 ? O_CREAT | O_EXCL : 0;
+  const int file = shm_open(name.c_str(), O_RDWR | create, S_IRUSR | S_IWUSR);
+  if (file < 0) fail_in("shm_open", name, errno);
+  try {
+    map(file);
+    join();
+  } catch (...) {
+    ::close(file);
+    close();
+    if (rank == 0) shm_unlink(name.c_str());
+    throw;
+  }
+  ::close(file);
+}
+
+HostExchange::~HostExchange() { close(); }
+
+void HostExchange::map(int file) {
+  if (rank_ == 0) {
+    // Takes the memory now: a full file system would otherwise be a SIGBUS at the first write.
+    const int error = posix_fallocate(file, 0, static_cast<off_t>(num_bytes_));
+    if (error != 0) fail_in("posix_fallocate", name_, error);
+  }
+  struct stat status;
+  if (fstat(file, &status) != 0) fail_in("fstat", name_, errno);
+  require(status.st_size == static_cast<off_t>(num_bytes_), "shared memory ", name_, " has ",
+          status.st_size, " bytes, not the ", num_bytes_, " of ", num_ranks_, " ranks");
+  void* address = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (address == MAP_FAILED) fail_in("mmap", name_, errno);
+  segment_ = static_cast<Segment*>(address);
+}
+
+void HostExchange::join() {
+  if (rank_ == 0) {  // all the rest is zero, as it should be
+    segment_->layout = kLayout;
+    segment_->num_ranks = num_ranks_;
+  }
+  require(segment_->layout == kLayout && segment_->num_ranks == num_ranks_, "shared memory ", name_,
+          " is not laid out for ", num_ranks_, " ranks by this version");
+  process_ = getpid();
+  segment_->ranks[rank_].process = process_;
+  segment_->ranks[rank_].process_namespace = process_namespace();
+  // Whoever comes last has seen all others open it.
+  if (segment_->num_open.fetch_add(1) + 1 == num_ranks_) shm_unlink(name_.c_str());
+}
+
+void HostExchange::close() {
+  const std::lock_guard<std::mutex> alone(mutex_);
+  if (segment_ == nullptr) return;
+  if (process_ == getpid()) {
+    segment_->ranks[rank_].is_closed = 1;
+    if (rank_ == 0 && segment_->num_open < num_ranks_) shm_unlink(name_.c_str());
+  }
+  munmap(std::exchange(segment_, nullptr), num_bytes_);
+}
+
+HostExchange::Slot& HostExchange::slot(int rank) const {
+  return segment_->ranks[rank].slots[sequence_ % 2];
+}
+
+bool HostExchange::has_come(int rank) const {
+  return slot(rank).sequence.load(std::memory_order_acquire) == sequence_;
+}
+
+void HostExchange::exchange(const char* mine, std::size_t length, char* all,
+                            const std::string& what, double timeout_s,
+                            const std::function<void()>& poll) {
+  const std::lock_guard<std::mutex> alone(mutex_);
+  require(segment_ != nullptr, "the exchange was closed");
+  if (has_given_up_) {
+    throw PeerError(join_text("rank ", rank_, " of ", num_ranks_, ": ", what,
+                              " cannot be agreed on: this rank gave up waiting for the other ranks "
+                              "of the expert-parallel group in an earlier call"));
+  }
+  std::size_t done = 0;
+  do {
+    const std::size_t part = std::min(length - done, kCapacity);
+    round(mine + done, part, length, what, timeout_s, poll);
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      std::memcpy(all + rank * length + done, slot(rank).bytes, part);
+    }
+    done += part;
+  } while (done < length);
+}
+
+// Writes this rank's next message and waits for everybody's.
+void HostExchange::round(const char* mine, std::size_t length, std::size_t total,
+                         const std::string& what, double timeout_s,
+                         const std::function<void()>& poll) {
+  ++sequence_;
+  Slot& own = slot(rank_);
+  std::memcpy(own.bytes, mine, length);
+  own.length = total;
+  own.sequence.store(sequence_, std::memory_order_release);
+  try {
+    int num_here = 0;
+    const auto all_here = [&] {
+      while (num_here < num_ranks_ && has_come(num_here)) ++num_here;
+      return num_here == num_ranks_;
+    };
+    for (int i = 0; i < kSpins && !all_here(); ++i) pause_cpu();
+    const Clock::time_point start = Clock::now();
+    double next_check = kCheckInterval;
+    while (!all_here()) {
+      const double waited = seconds_since(start);
+      const bool is_late = waited > timeout_s;
+      if (is_late || waited > next_check) {
+        next_check = waited + kCheckInterval;
+        raise_if_lost(is_late, what, timeout_s);
+        poll();
+      }
+      if (waited < std::chrono::duration<double>(kYieldTime).count()) {
+        sched_yield();
+      } else {
+        std::this_thread::sleep_for(kSleep);
+      }
+    }
+    // A rank may come so late that another one has given up: then the call has failed for all.
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      const std::uint64_t end = segment_->ranks[rank].gave_up_at.load(std::memory_order_acquire);
+      if (end != 0 && end <= sequence_) raise_if_lost(true, what, timeout_s);
+    }
+  } catch (...) {
+    // The other ranks must not take this rank's message for a sign that it goes on.
+    has_given_up_ = true;
+    segment_->ranks[rank_].gave_up_at.store(sequence_, std::memory_order_release);
+    throw;
+  }
+  require_equal_lengths(total, what);
+}
+
+// Says why `rank` will not come any more; empty when it may.
+std::string HostExchange::why_never(int rank) const {
+  const Rank& peer = segment_->ranks[rank];
+  const std::uint64_t end = peer.gave_up_at.load(std::memory_order_acquire);
+  if (end != 0 && end <= sequence_) return "gave up waiting for other ranks";
+  std::string reason;
+  if (peer.is_closed != 0) {
+    reason = "has closed its end";
+  } else if (peer.process_namespace != 0 &&
+             peer.process_namespace == segment_->ranks[rank_].process_namespace &&
+             has_died(static_cast<pid_t>(peer.process))) {
+    reason = join_text("(process ", peer.process, ") has died");
+  }
+  // It may have come just before that.
+  return reason.empty() || has_come(rank) ? "" : reason;
+}
+
+// Throws when a rank will never come, or, when it `is_late`, when one has not come.
+void HostExchange::raise_if_lost(bool is_late, const std::string& what, double timeout_s) const {
+  std::string names;
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    std::string reason = why_never(rank);
+    if (reason.empty() && is_late && !has_come(rank)) reason = "did not come";
+    if (reason.empty()) continue;
+    names += join_text(names.empty() ? "" : "; ", "rank ", rank, " ", reason);
+  }
+  if (names.empty()) return;
+  throw PeerError(join_text("rank ", rank_, " of ", num_ranks_,
+                            ": no answer from the other ranks of the expert-parallel group in ",
+                            what, " (deadline ", timeout_s, " s): ", names,
+                            "; look at the other ranks' output"));
+}
+
+void HostExchange::require_equal_lengths(std::size_t length, const std::string& what) const {
+  bool is_equal = true;
+  std::string names;
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    const std::uint64_t theirs = slot(rank).length;
+    is_equal = is_equal && theirs == length;
+    names += join_text(rank == 0 ? "" : ", ", "rank ", rank, " sent ", theirs, " bytes");
+  }
+  if (is_equal) return;
+  throw PeerError(join_text(
+      "rank ", rank_, " of ", num_ranks_, ": the ranks of the expert-parallel group are in ",
+      "different calls: ", names, " while this rank is in ", what,
+      ". Every rank must run the same layers in the same order, backward included"));
+}
+
+}  // namespace ncclep

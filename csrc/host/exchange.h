@@ -1,0 +1,83 @@
+// Small messages between the hosts' processes of one machine, through shared memory.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+
+#include "common/error.h"
+
+namespace ncclep {
+
+// An all-gather of bytes, in a few microseconds where the ranks have a core each.
+//
+// Every rank has two slots.  Message n of a rank lies in its slot n % 2; the slot's sequence number
+// is written last.  A rank writes message n + 2 after it has read everybody's n + 1, and they wrote
+// n + 1 after they had read everybody's n: so nobody overwrites what somebody still reads.
+//
+//     sequence  rank 0's slots  rank 1's slots
+//        1        -  1            -  1          both read 1
+//        2        2  1            -  1          rank 0 waits for rank 1's 2; 1 may still be read
+//        2        2  1            2  1          both read 2
+//        3        2  3            2  1          1 is overwritten: rank 1 has come to 2
+//
+// Torch-free and without CUDA.  One thread at a time is inside; others wait for it.
+class HostExchange {
+ public:
+  // Bytes that one round moves; longer messages take several.
+  static constexpr std::size_t kCapacity = 2048;
+  // How often a wait looks for dead peers and calls `poll`.
+  static constexpr double kCheckInterval = 0.05;
+
+  // Rank 0 makes the shared memory called `name` ("/..."), which must not exist; the others open it
+  // after that.  The last to open it removes its name, so that a crash leaves nothing behind.
+  // Throws when the system refuses, or when the memory is not for `num_ranks` ranks.
+  HostExchange(const std::string& name, int num_ranks, int rank);
+  ~HostExchange();
+  HostExchange(const HostExchange&) = delete;
+  HostExchange& operator=(const HostExchange&) = delete;
+
+  // Writes every rank's `length` bytes, in the order of ranks, to `all`.  Collective.
+  //
+  // `what` names the call in errors.  `poll` is called now and then in a long wait and may throw.
+  // Throws PeerError when a rank has died, has closed its end or does not come within `timeout_s`
+  // seconds; it names these ranks, and all later calls of this rank throw at once.  Throws
+  // PeerError on all ranks, and goes on working, when the lengths differ.
+  void exchange(const char* mine, std::size_t length, char* all, const std::string& what,
+                double timeout_s, const std::function<void()>& poll);
+
+  // Unmaps the memory and tells the other ranks.  Not collective.
+  void close();
+
+  int num_ranks() const { return num_ranks_; }
+
+ private:
+  struct Slot;
+  struct Rank;
+  struct Segment;
+
+  void map(int file);
+  void join();
+  void round(const char* mine, std::size_t length, std::size_t total, const std::string& what,
+             double timeout_s, const std::function<void()>& poll);
+  bool has_come(int rank) const;
+  std::string why_never(int rank) const;
+  void raise_if_lost(bool is_late, const std::string& what, double timeout_s) const;
+  void require_equal_lengths(std::size_t length, const std::string& what) const;
+  Slot& slot(int rank) const;
+
+  const std::string name_;
+  const int num_ranks_;
+  const int rank_;
+  std::mutex mutex_;
+  Segment* segment_ = nullptr;
+  std::size_t num_bytes_ = 0;
+  std::int64_t process_ = 0;    // this one; a forked child's copy of the object tells nobody
+  std::uint64_t sequence_ = 0;  // of the last message that this rank wrote
+  bool has_given_up_ = false;
+};
+
+}  // namespace ncclep
