@@ -151,19 +151,17 @@ void bind_native(py::module_& module) {
       .def_readonly("num_rows", &PlanSizes::num_rows)
       .def_readonly("num_pairs", &PlanSizes::num_pairs)
       .def_readonly("num_picks", &PlanSizes::num_picks)
-      .def_readonly("num_dropped", &PlanSizes::num_dropped)
       .def_readonly("bad_ranks", &PlanSizes::bad_ranks);
   py::class_<Failure>(module, "NativeFailure")
       .def_readonly("phase", &Failure::phase)
       .def_readonly("peer", &Failure::peer)
       .def_readonly("epoch", &Failure::epoch);
   py::class_<Plan>(module, "NativePlan")
-      .def(py::init([](const Tensor& counts, const Tensor& home, const Tensor& routes,
-                       std::int64_t num_pairs, std::int64_t num_picks, int num_chunks, int top_k) {
-             return Plan{counts, home, routes, num_pairs, num_picks, num_chunks, top_k};
+      .def(py::init([](const Tensor& counts, const Tensor& home, int num_chunks, int top_k) {
+             return Plan{counts, home, num_chunks, top_k};
            }),
-           "counts"_a, "home"_a, "routes"_a, "num_pairs"_a, "num_picks"_a, "num_chunks"_a,
-           "top_k"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>());
+           "counts"_a, "home"_a, "num_chunks"_a, "top_k"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>());
   py::class_<Group, std::shared_ptr<Group>>(module, "NativeGroup")
       .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a,
            "num_experts"_a, "timeout_s"_a)
@@ -171,12 +169,16 @@ void bind_native(py::module_& module) {
       .def("reserve", &Group::reserve, "max_tokens"_a, "top_k"_a, "row_bytes"_a, Unlocked())
       .def("close", &Group::close, Unlocked())
       .def_property_readonly("num_bytes", &Group::num_bytes)
-      .def("scratch_size", &Group::scratch_size)
+      .def("scratch_size", &Group::scratch_size, "num_sms"_a)
       .def("routes_size", &Group::routes_size, "num_pairs"_a, "num_picks"_a, "num_chunks"_a)
-      .def("plan_count", &Group::plan_count, "topk_idx"_a, "alignment"_a, "counts"_a, "home"_a,
+      .def("plan_drop", &Group::plan_drop, "plan"_a, "topk_idx"_a, "alignment"_a, "max_recv_rows"_a,
+           "kept"_a, "scratch"_a, "num_sms"_a, "stream"_a)
+      .def("plan_count", &Group::plan_count, "plan"_a, "topk_idx"_a, "alignment"_a, "is_static"_a,
            "scratch"_a, "num_sms"_a, "stream"_a)
-      .def("wait_for_sizes", &Group::wait_for_sizes, "plan"_a, Unlocked())
-      .def("plan_receive", &Group::plan_receive, "plan"_a, "num_sms"_a, "stream"_a)
+      .def("wait_for_sizes", &Group::wait_for_sizes, "ticket"_a, Unlocked())
+      .def("plan_receive", &Group::plan_receive, "plan"_a, "num_pairs"_a, "num_picks"_a, "routes"_a,
+           "scratch"_a, "num_sms"_a, "stream"_a, py::keep_alive<2, 5>())
+      .def("bad_ranks", &Group::bad_ranks, "forget"_a)
       .def("dispatch", &Group::dispatch, "plan"_a, "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
            "stream"_a)
       .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "out"_a, "home_w"_a, "num_sms"_a,

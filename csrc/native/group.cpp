@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <thread>
 #include <utility>
 
 #include "common/cuda.h"
 #include "native/combine.h"
 #include "native/dispatch.h"
+#include "native/overflow.h"
 #include "native/plan.h"
 
 namespace ncclep::native {
@@ -49,7 +51,15 @@ ReceivedRoutes received_routes(const Plan& plan, int num_ranks) {
   parts.pair_first = parts.pair_token + plan.num_pairs;
   parts.pick_slot = parts.pair_first + plan.num_pairs + 1;
   parts.pick_home = parts.pick_slot + plan.num_picks;
+  parts.max_pairs = plan.num_pairs;
   return parts;
+}
+
+bool is_capturing(std::uintptr_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cuda_check(cudaStreamIsCapturing(reinterpret_cast<cudaStream_t>(stream), &status),
+             "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 }  // namespace
@@ -60,10 +70,11 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
       timeout_s_(timeout_s) {
   require(communicator_->num_ranks() <= kMaxRanks, communicator_->num_ranks(), " ranks: at most ",
           kMaxRanks);
+  require(num_experts <= kMaxExperts, num_experts, " experts: at most ", kMaxExperts);
   cuda_check(cudaMalloc(&state_, sizeof(State)), "cudaMalloc");
   cuda_check(cudaMemset(state_, 0, sizeof(State)), "cudaMemset");
   cuda_check(cudaHostAlloc(&mailbox_, sizeof(Mailbox), cudaHostAllocMapped), "cudaHostAlloc");
-  *mailbox_ = {};
+  std::memset(static_cast<void*>(mailbox_), 0, sizeof(Mailbox));
   cuda_check(cudaHostGetDevicePointer(&mailbox_on_device_, mailbox_, 0),
              "cudaHostGetDevicePointer");
   cudaEvent_t event;
@@ -80,7 +91,7 @@ bool Group::fits(int max_tokens, int top_k, std::size_t row_bytes) const {
 
 void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes) {
   Control larger = control_;
-  larger.max_tokens = std::max(larger.max_tokens, max_tokens);
+  larger.max_tokens = std::max(larger.max_tokens, (max_tokens + kChunk - 1) / kChunk * kChunk);
   larger.max_top_k = std::max(larger.max_top_k, top_k);
   row_bytes_ = std::max(row_bytes_, row_bytes);
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
@@ -92,6 +103,8 @@ void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes) {
   rows_window_ = std::make_unique<Window>(communicator_, dispatch_bytes * (2 + control_.num_ranks));
   // Flags hold epochs, which only grow: nothing that was written before may look like one.
   cuda_check(cudaMemset(control_window_->address(), 0, control_window_->num_bytes()), "cudaMemset");
+  // All ranks have received the last plan, and nothing in the new windows says so.
+  cuda_check(cudaMemset(&state_->received, 0, sizeof(state_->received)), "cudaMemset");
   cuda_check(cudaDeviceSynchronize(), "clearing the windows");
 }
 
@@ -109,9 +122,7 @@ std::size_t Group::num_bytes() const {
          (rows_window_ ? rows_window_->num_bytes() : 0);
 }
 
-std::int64_t Group::scratch_size() const {
-  return static_cast<std::int64_t>(control_.max_chunks()) * control_.num_columns();
-}
+std::int64_t Group::scratch_size(int num_sms) const { return PlanScratch::size(control_, num_sms); }
 
 std::int64_t Group::routes_size(std::int64_t num_pairs, std::int64_t num_picks,
                                 int num_chunks) const {
@@ -134,8 +145,17 @@ Rank Group::rank() const {
   return rank;
 }
 
+PlanScratch Group::plan_scratch(const Tensor& scratch, int num_sms) const {
+  require(scratch.num_elements() >= scratch_size(num_sms), "a plan's scratch has ",
+          scratch.num_elements(), " entries: ", scratch_size(num_sms), " are needed");
+  return {pointer<std::int32_t>(scratch), control_, num_sms};
+}
+
 void Group::queue_after_the_last(std::uintptr_t stream) {
-  if (last_stream_ && *last_stream_ != stream) {
+  if (last_stream_ == stream) return;
+  // An event must not lead into a graph that is being captured, or out of one.
+  if (is_capturing(stream)) return;
+  if (last_stream_ && !is_capturing(*last_stream_)) {
     const auto event = static_cast<cudaEvent_t>(last_done_);
     cuda_check(cudaEventRecord(event, reinterpret_cast<cudaStream_t>(*last_stream_)),
                "cudaEventRecord");
@@ -145,45 +165,90 @@ void Group::queue_after_the_last(std::uintptr_t stream) {
   last_stream_ = stream;
 }
 
-std::uint64_t Group::plan_count(const Tensor& topk_idx, int alignment, const Tensor& counts,
-                                const Tensor& home, const Tensor& scratch, int num_sms,
-                                std::uintptr_t stream) {
-  const int num_local = control_.num_experts / control_.num_ranks;
-  PlanCount plan{};
-  plan.topk_idx = topk_idx.data;
-  plan.is_int64 = topk_idx.dtype == DType::kInt64;
-  plan.num_tokens = static_cast<int>(topk_idx.shape.at(0));
-  plan.top_k = static_cast<int>(topk_idx.shape.at(1));
-  plan.alignment = alignment;
-  plan.tokens_per_expert = pointer<std::int64_t>(counts);
-  plan.routed_per_expert = plan.tokens_per_expert + num_local;
-  plan.num_dropped = plan.routed_per_expert + num_local;
-  plan.home = home_routes(home);
-  plan.scratch = pointer<std::int32_t>(scratch);
+void Group::plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
+                      std::int64_t max_recv_rows, const Tensor& kept, const Tensor& scratch,
+                      int num_sms, std::uintptr_t stream) {
+  Drop job{};
+  job.topk_idx = topk_idx.data;
+  job.is_int64 = topk_idx.dtype == DType::kInt64;
+  job.num_tokens = static_cast<int>(topk_idx.shape.at(0));
+  job.top_k = plan.top_k;
+  job.alignment = alignment;
+  job.max_recv_rows = max_recv_rows;
+  job.kept = pointer<std::int32_t>(kept);
+  job.num_wanted = pointer<std::int64_t>(plan.counts) + 2 * control_.num_local();
   queue_after_the_last(stream);
-  native::plan_count(rank(), plan, num_sms, stream);
-  return ++plans_;
+  drop_what_does_not_fit(rank(), job, plan_scratch(scratch, num_sms), num_sms, stream);
 }
 
-PlanSizes Group::wait_for_sizes(std::uint64_t plan) const {
+std::uint32_t Group::plan_count(const Plan& plan, const Tensor& topk_idx, int alignment,
+                                bool is_static, const Tensor& scratch, int num_sms,
+                                std::uintptr_t stream) {
+  PlanCount job{};
+  job.topk_idx = topk_idx.data;
+  job.is_int64 = topk_idx.dtype == DType::kInt64;
+  job.num_tokens = static_cast<int>(topk_idx.shape.at(0));
+  job.top_k = plan.top_k;
+  job.most_chunks = plan.num_chunks;
+  job.alignment = alignment;
+  job.is_static = is_static;
+  if (!is_static) {
+    if (++ticket_ == 0) ++ticket_;
+    job.ticket = ticket_;
+  }
+  job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
+  job.routed_per_expert = job.tokens_per_expert + control_.num_local();
+  job.num_dropped = job.routed_per_expert + control_.num_local();
+  job.home = home_routes(plan.home);
+  queue_after_the_last(stream);
+  native::plan_count(rank(), job, plan_scratch(scratch, num_sms), num_sms, stream);
+  return job.ticket;
+}
+
+PlanSizes Group::wait_for_sizes(std::uint32_t ticket) const {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
+  PlanSizes sizes{};
+  const auto is_told = [&] {
+    std::uint64_t words[4];
+    for (int i = 0; i < 4; ++i) {
+      words[i] = mailbox_->sizes[i];
+      if (words[i] >> 32 != ticket) return false;
+      words[i] &= 0xffffffffu;
+    }
+    sizes = {static_cast<std::int64_t>(words[0]), static_cast<std::int64_t>(words[1]),
+             static_cast<std::int64_t>(words[2]), static_cast<std::uint32_t>(words[3])};
+    return true;
+  };
   // The device has the same deadline, but its work may lie behind other work of the stream.
-  for (std::uint64_t turn = 1; mailbox_->plans < plan; ++turn) {
+  for (std::uint64_t turn = 1; !is_told(); ++turn) {
     if (turn % 1024 != 0) continue;
     if (mailbox_->failed_phase != 0) break;
     if (Clock::now() - start > std::chrono::duration<double>(timeout_s_)) {
       fail("the device did not count the rows of a plan within ", timeout_s_, " s");
     }
   }
-  std::atomic_thread_fence(std::memory_order_acquire);
-  return {mailbox_->num_rows, mailbox_->num_pairs, mailbox_->num_picks, mailbox_->num_dropped,
-          mailbox_->bad_ranks};
+  return sizes;
 }
 
-void Group::plan_receive(const Plan& plan, int num_sms, std::uintptr_t stream) {
+void Group::plan_receive(Plan& plan, std::int64_t num_pairs, std::int64_t num_picks,
+                         const Tensor& routes, const Tensor& scratch, int num_sms,
+                         std::uintptr_t stream) {
+  require(routes.num_elements() >= routes_size(num_pairs, num_picks, plan.num_chunks),
+          "a plan's routes have ", routes.num_elements(),
+          " entries: ", routes_size(num_pairs, num_picks, plan.num_chunks), " are needed");
+  plan.num_pairs = num_pairs;
+  plan.num_picks = num_picks;
+  plan.routes = routes;
   queue_after_the_last(stream);
-  native::plan_receive(rank(), received_routes(plan, control_.num_ranks), num_sms, stream);
+  native::plan_receive(rank(), received_routes(plan, control_.num_ranks),
+                       plan_scratch(scratch, num_sms), num_sms, stream);
+}
+
+std::uint32_t Group::bad_ranks(bool forget) {
+  const std::uint32_t ranks = mailbox_ == nullptr ? 0 : mailbox_->bad_ranks;
+  if (forget && mailbox_ != nullptr) mailbox_->bad_ranks = 0;
+  return ranks;
 }
 
 void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,

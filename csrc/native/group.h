@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "common/tensor.h"
+#include "native/plan.h"
 #include "native/state.h"
 #include "nccl/nccl.h"
 #include "nccl/window.h"
@@ -15,7 +16,7 @@ namespace ncclep::native {
 
 // What a rank will receive, as the device told the host.
 struct PlanSizes {
-  std::int64_t num_rows, num_pairs, num_picks, num_dropped;
+  std::int64_t num_rows, num_pairs, num_picks;
   std::uint32_t bad_ranks;
 };
 
@@ -28,12 +29,13 @@ struct Failure {
 
 // A plan's memory, as Python allocated it, and what is in it.
 struct Plan {
-  Tensor counts;  // int64 [2 * experts of this rank + 1]: padded, routed, number dropped
-  Tensor home;    // int32 [4, T]
-  Tensor routes;  // int32 [routes_size(...)]
-  std::int64_t num_pairs, num_picks;  // received
-  int num_chunks;                     // of the rank with the most tokens
+  Tensor counts;   // int64 [2 * experts of this rank + 1]: padded, routed, number dropped
+  Tensor home;     // int32 [4, T]
+  int num_chunks;  // of the rank with the most tokens
   int top_k;
+  // What plan_receive adds.
+  std::int64_t num_pairs = 0, num_picks = 0;  // that the routes have room for
+  Tensor routes;                              // int32 [routes_size(...)]
 };
 
 // Making it, `reserve` and `close` are collective, and so is every call that queues work.  An
@@ -55,17 +57,27 @@ class Group {
   // Bytes of windows that this rank holds.
   std::size_t num_bytes() const;
 
-  // Rows of `scratch` that plan_count needs, and int32 of a plan's routes.
-  std::int64_t scratch_size() const;
+  // int32 of `scratch`, which the kernels of a plan share, and of a plan's routes.
+  std::int64_t scratch_size(int num_sms) const;
   std::int64_t routes_size(std::int64_t num_pairs, std::int64_t num_picks, int num_chunks) const;
 
-  // Queues the first part of plan; returns the number of the plan.
-  std::uint64_t plan_count(const Tensor& topk_idx, int alignment, const Tensor& counts,
-                           const Tensor& home, const Tensor& scratch, int num_sms,
-                           std::uintptr_t stream);
+  // Static mode, first: queues writing to `kept`, int32 [T, K], which picks fit.
+  void plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
+                 std::int64_t max_recv_rows, const Tensor& kept, const Tensor& scratch, int num_sms,
+                 std::uintptr_t stream);
+  // Queues counting what `topk_idx`, or in static mode what was kept of it, sends where.  Returns
+  // what wait_for_sizes takes; in static mode there is nothing to wait for.
+  std::uint32_t plan_count(const Plan& plan, const Tensor& topk_idx, int alignment, bool is_static,
+                           const Tensor& scratch, int num_sms, std::uintptr_t stream);
   // Waits on the host, not for the stream's other work, until the device has counted.
-  PlanSizes wait_for_sizes(std::uint64_t plan) const;
-  void plan_receive(const Plan& plan, int num_sms, std::uintptr_t stream);
+  PlanSizes wait_for_sizes(std::uint32_t ticket) const;
+  // Queues the rest.  `routes` belongs to the plan from now on.
+  void plan_receive(Plan& plan, std::int64_t num_pairs, std::int64_t num_picks,
+                    const Tensor& routes, const Tensor& scratch, int num_sms,
+                    std::uintptr_t stream);
+  // Whose routing was bad in a static plan, one bit each, as far as the device has come; forgets it
+  // if told so.
+  std::uint32_t bad_ranks(bool forget);
   void dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                 const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
                 std::uintptr_t stream);
@@ -76,14 +88,17 @@ class Group {
 
  private:
   Rank rank() const;
-  // Operations of a group run one after the other, whatever streams they are queued on.
+  PlanScratch plan_scratch(const Tensor& scratch, int num_sms) const;
+  // Operations of a group run one after the other, whatever streams they are queued on.  Between a
+  // stream that is being captured and one that is not, this is up to the caller: a graph must not
+  // run beside other work of the group.
   void queue_after_the_last(std::uintptr_t stream);
 
   std::shared_ptr<Communicator> communicator_;
   Control control_;
   std::size_t row_bytes_ = 0;
   double timeout_s_;
-  std::uint64_t plans_ = 0;
+  std::uint32_t ticket_ = 0;  // of the last plan that the host waits for
   std::optional<std::uintptr_t> last_stream_;
   void* last_done_ = nullptr;  // cudaEvent_t
   std::unique_ptr<Window> control_window_, rows_window_;

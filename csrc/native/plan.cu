@@ -3,20 +3,31 @@
 //     rank 0: token 0 -> experts 0, 1      rank 1: token 0 -> experts 2, 1
 //             token 1 -> experts 3, 0
 //
-//     counts of rank 0:  experts 2 1 0 1, pairs 2 1      of rank 1:  experts 0 1 1 0, pairs 1 1
-//     rows on rank 0: expert 0 from slot 0 (2 rows), expert 1 from slot 2 (2 rows)
-//     rank 0's picks there: pair (token 0): slots 0 2; pair (token 1): slot 1
-//     rank 1's pick there:  pair (token 0): slot 3, after rank 0's row for expert 1
+//     rank 0 tells rank 0: picks 2 1, pairs 2      tells rank 1: picks 0 1, pairs 1
+//     rank 1 tells rank 0: picks 0 1, pairs 1      tells rank 1: picks 1 0, pairs 1
+//     rank 0's picks for rank 0: (expert 0, place 0), (expert 1, place 0) of token 0,
+//                                (expert 0, place 1) of token 1; rank 1's: (expert 1, place 0)
+//     rows on rank 0: expert 0 from slot 0 (2 rows), expert 1 from slot 2 (2 rows), where rank 0's
+//     row comes first; so rank 0's picks have slots 0 2 1, and rank 1's pick has slot 3
 //
-// Places are prefix sums over tokens: inside a chunk of kChunk tokens the population count of a
-// bitmap per expert, over chunks a scan, over ranks the exchanged counts.  Nothing depends on the
-// order in which threads run.
+// Why nobody overwrites what another rank still reads.  Operations of a rank run one after the
+// other, and what a rank does in plan n is read in plan n only.
+//
+// - Routes lie in their writer's window and are read by the others' `receive`.  At its end a rank
+//   says so to all (kReceived), and nobody writes routes before all have received the last ones:
+//   those of the last plan that this rank received itself, since whether a plan is received at all
+//   (it is not when the host finds a routing bad) is the same on all ranks.
+// - Counts are posted to their reader, who reads them in `count` only.  A rank leaves `count` of
+//   plan n + 1 after all ranks' counts of n + 1 are there, so after all have left `count` of n.
+//   Hence in plan n + 2 nobody reads those of n any more, and two buffers are enough.  For what
+//   `drop` posts one is enough: a rank that posts counts of n has left `drop` of n.
+// - kRoutesWritten is not posted by a rank whose wait failed: what is in its window is stale.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "common/cuda.h"
+#include "native/chunks.cuh"
 #include "native/plan.h"
 #include "native/wait.cuh"
 
@@ -24,329 +35,250 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarpSize = 32;
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kWords = kChunk / 32;
-constexpr std::uint32_t kBadBit = 1u << 31;  // of a count, in the first column
-constexpr int kMaxColumns = kMaxExperts + kMaxRanks;
+constexpr std::uint32_t kBadBit = 1u << 31;  // beside a number of pairs
 
-static_assert(kThreads >= kChunk);
+static_assert(kMaxTokens <= 1 << 16, "a place has 16 bits");
 
-// A bitmap over the tokens of a chunk for each column: which tokens have a pick or a pair there.
-struct Bitmaps {
-  std::uint32_t words[kMaxColumns][kWords];
-
-  __device__ void clear(int columns) {
-    for (int i = threadIdx.x; i < columns * kWords; i += kThreads)
-      words[i / kWords][i % kWords] = 0;
-  }
-  __device__ void set(int column, int token) {
-    atomicOr(&words[column][token / 32], 1u << token % 32);
-  }
-  __device__ int count(int column) const {
-    int sum = 0;
-    for (int i = 0; i < kWords; ++i) sum += __popc(words[column][i]);
-    return sum;
-  }
-  // Tokens before `token`.
-  __device__ int count_before(int column, int token) const {
-    int sum = 0;
-    for (int i = 0; i < token / 32; ++i) sum += __popc(words[column][i]);
-    return sum + __popc(words[column][token / 32] & ((1u << token % 32) - 1));
-  }
+struct Shared {
+  int start[kMaxColumns + 1];  // before this CTA
+  int total[kMaxColumns + 1];  // of this rank
+  int arrived[kMaxColumns];    // [source][experts of this rank, then pairs]
+  int block_start[kMaxExperts], block_rows[kMaxExperts], block_picks[kMaxExperts];
+  int picks_of[kMaxRanks];
+  std::uint32_t bad_ranks;
 };
-
-// Reads a token's picks into `experts`; what is no expert, or named before, becomes -1.
-template <typename Index>
-__device__ bool read_picks(const PlanCount& plan, int num_experts, int token, int* experts) {
-  bool is_good = true;
-  for (int k = 0; k < plan.top_k; ++k) {
-    const Index value =
-        static_cast<const Index*>(plan.topk_idx)[static_cast<std::size_t>(token) * plan.top_k + k];
-    bool is_expert = value >= 0 && value < num_experts;
-    is_good = is_good && (is_expert || value == -1);
-    for (int j = 0; j < k && is_expert; ++j) {
-      if (experts[j] == value) is_expert = is_good = false;
-    }
-    experts[k] = is_expert ? static_cast<int>(value) : -1;
-  }
-  return is_good;
-}
 
 __device__ std::uint64_t* count_word(char* control, const Control& layout, std::uint64_t plans,
                                      int source, int column) {
   return reinterpret_cast<std::uint64_t*>(control + layout.counts()) +
-         (plans % 2 * layout.num_ranks + source) * layout.num_columns() + column;
+         (plans % 2 * layout.num_ranks + source) * (layout.num_local() + 1) + column;
 }
 
-// Waits for one count of `source`; -1 when the deadline passed.
-__device__ std::int64_t wait_for_count(const Rank& me, std::uint64_t plans, int source,
-                                       int column) {
-  const std::uint64_t* word = count_word(me.control_of[me.rank], me.control, plans, source, column);
-  std::uint64_t value = 0;
-  const bool is_here = wait_until(me, Phase::kPlan, source, plans, [&] {
-    value = load_acquire(word);
-    return value >> 32 == (plans & 0xffffffffu);
-  });
-  return is_here ? static_cast<std::int64_t>(value & 0xffffffffu) : -1;
-}
-
-struct Shared {
-  Bitmaps bitmaps;
-  int first_slot[kMaxExperts];  // of this rank's picks for each expert, at its rank
-  int padded[kMaxExperts];      // rows of each expert's block
-  int routed[kMaxExperts];
-  int pick_base[kMaxRanks];                       // picks for each rank before this chunk
-  std::uint16_t picks_before[kMaxRanks][kChunk];  // in the chunk, before each token
-};
-
-// One CTA's share of the chunks: counts of every column, to `scratch` [chunks, columns].
-template <typename Index>
-__device__ void count_chunks(const Rank& me, const PlanCount& plan, Shared& shared,
-                             int num_chunks) {
-  const int columns = me.control.num_columns(), num_experts = me.control.num_experts;
-  const int num_local = num_experts / me.control.num_ranks;
-  for (int chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    shared.bitmaps.clear(columns);
-    __syncthreads();
-    const int token = chunk * kChunk + threadIdx.x;
-    if (threadIdx.x < kChunk && token < plan.num_tokens) {
-      int experts[kMaxTopK];
-      if (!read_picks<Index>(plan, num_experts, token, experts)) me.state->is_bad = 1;
-      for (int k = 0; k < plan.top_k; ++k) {
-        if (experts[k] < 0) continue;
-        shared.bitmaps.set(experts[k], threadIdx.x);
-        shared.bitmaps.set(num_experts + experts[k] / num_local, threadIdx.x);
-      }
-    }
-    __syncthreads();
-    for (int column = threadIdx.x; column < columns; column += kThreads) {
-      plan.scratch[static_cast<std::size_t>(chunk) * columns + column] =
-          shared.bitmaps.count(column);
-    }
-    __syncthreads();
-  }
-}
-
-// One warp for each column: turns the chunks' counts into sums over the chunks before, and tells
-// every rank the total.
-__device__ void scan_and_post(const Rank& me, const PlanCount& plan, int num_chunks,
-                              std::uint64_t plans) {
-  const int columns = me.control.num_columns(), lane = threadIdx.x % kWarpSize;
-  const int warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
-  for (int column = warp; column < columns; column += gridDim.x * kWarps) {
-    int total = 0;
-    for (int first = 0; first < num_chunks; first += kWarpSize) {
-      const int chunk = first + lane;
-      int* cell = plan.scratch + static_cast<std::size_t>(chunk) * columns + column;
-      const int own = chunk < num_chunks ? __ldcg(cell) : 0;
-      int sum = own;
-      for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, distance);
-        if (lane >= distance) sum += other;
-      }
-      if (chunk < num_chunks) __stcg(cell, total + sum - own);
-      total += __shfl_sync(~0u, sum, kWarpSize - 1);
-    }
-    // The word for this rank itself also says that the column of `scratch` is complete.
-    __threadfence();
-    __syncwarp();
-    std::uint32_t count = total;
-    if (column == 0 && *static_cast<volatile unsigned int*>(&me.state->is_bad)) count |= kBadBit;
-    if (lane < me.control.num_ranks) {
-      store_release(count_word(me.control_of[lane], me.control, plans, me.rank, column),
-                    plans << 32 | count);
-    }
-  }
-}
-
-// All ranks' counts -> where this rank's picks for each expert start, and how many rows each block
-// has.  Every CTA does it for itself.  False when the deadline passed.
-__device__ bool place_blocks(const Rank& me, const PlanCount& plan, Shared& shared,
-                             std::uint64_t plans) {
+// Tells every rank what it will get from here.
+__device__ void post_counts(const Rank& me, const int* total, bool is_bad, std::uint64_t plans) {
   const Control& layout = me.control;
-  const int num_local = layout.num_experts / layout.num_ranks;
-  bool is_complete = true;
-  for (int expert = threadIdx.x; expert < layout.num_experts; expert += kThreads) {
-    int before = 0, total = 0;
-    for (int source = 0; source < layout.num_ranks; ++source) {
-      const std::int64_t count = wait_for_count(me, plans, source, expert);
-      is_complete = is_complete && count >= 0;
-      const int picks = static_cast<int>(count & ~static_cast<std::int64_t>(kBadBit));
-      if (source < me.rank) before += picks;
-      total += picks;
-    }
-    shared.first_slot[expert] = before;
-    shared.routed[expert] = total;
-    shared.padded[expert] = (total + plan.alignment - 1) / plan.alignment * plan.alignment;
+  const int num_experts = layout.num_experts, num_local = layout.num_local();
+  for (int i = threadIdx.x; i < num_experts + layout.num_ranks; i += kPlanThreads) {
+    const bool is_pairs = i >= num_experts;
+    const int rank = is_pairs ? i - num_experts : i / num_local;
+    const int column = is_pairs ? num_local : i % num_local;
+    post_numbered(count_word(me.control_of[rank], layout, plans, me.rank, column), plans,
+                  total[i] | (is_pairs && is_bad ? kBadBit : 0));
   }
-  // This rank's own pairs: not needed here, but their columns of `scratch` must be complete.
-  if (threadIdx.x < layout.num_ranks) {
-    is_complete &= wait_for_count(me, plans, me.rank, layout.num_experts + threadIdx.x) >= 0;
+}
+
+// What this rank gets from all others: to the host, to the plan's tensors and to scratch.
+__device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScratch& scratch,
+                            Shared& shared, std::uint64_t plans) {
+  const Control& layout = me.control;
+  const int num_ranks = layout.num_ranks, num_local = layout.num_local(), columns = num_local + 1;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  if (threadIdx.x == 0) shared.bad_ranks = 0;
+  __syncthreads();
+  bool is_complete = true;
+  for (int i = threadIdx.x; i < num_ranks * columns; i += kPlanThreads) {
+    const int source = i / columns;
+    const std::int64_t value = wait_for_numbered(
+        me, Phase::kPlan, source,
+        count_word(me.control_of[me.rank], layout, plans, source, i % columns), plans);
+    is_complete = is_complete && value >= 0;
+    shared.arrived[i] = static_cast<int>(value & ~kBadBit);
+    if (value >= 0 && (value & kBadBit)) atomicOr(&shared.bad_ranks, 1u << source);
   }
   is_complete = __syncthreads_and(is_complete);
-  if (!is_complete) return false;
-  // One warp for each rank: its blocks lie one after the other.
-  const int lane = threadIdx.x % kWarpSize;
-  for (int rank = threadIdx.x / kWarpSize; rank < layout.num_ranks; rank += kWarps) {
-    int start = 0;
-    for (int first = 0; first < num_local; first += kWarpSize) {
-      const int expert = rank * num_local + first + lane;
-      const bool is_expert = first + lane < num_local;
-      const int own = is_expert ? shared.padded[expert] : 0;
-      int sum = own;
-      for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, distance);
-        if (lane >= distance) sum += other;
+  for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
+    int picks = 0;
+    for (int source = 0; source < num_ranks && is_complete; ++source) {
+      picks += shared.arrived[source * columns + local];
+    }
+    const int rows = (picks + plan.alignment - 1) / plan.alignment * plan.alignment;
+    plan.tokens_per_expert[local] = shared.block_rows[local] = rows;
+    plan.routed_per_expert[local] = shared.block_picks[local] = picks;
+  }
+  if (!is_complete) {
+    if (threadIdx.x == 0) *plan.num_dropped = 0;
+    return;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    int rows = 0, picks = 0;
+    for (int local = lane; local < num_local; local += kWarpSize) {
+      rows += shared.block_rows[local];
+      picks += shared.block_picks[local];
+    }
+    rows = warp_sum(rows);
+    picks = warp_sum(picks);
+    const int pairs = lane < num_ranks ? shared.arrived[lane * columns + num_local] : 0;
+    const int pairs_to_here = warp_scan(pairs);
+    const int all_pairs = __shfl_sync(~0u, pairs_to_here, kWarpSize - 1);
+    const std::uint32_t told[4] = {static_cast<std::uint32_t>(rows),
+                                   static_cast<std::uint32_t>(all_pairs),
+                                   static_cast<std::uint32_t>(picks), shared.bad_ranks};
+    if (plan.ticket == 0) {
+      if (lane == 0 && shared.bad_ranks != 0) me.mailbox->bad_ranks = shared.bad_ranks;
+    } else if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        me.mailbox->sizes[i] = static_cast<std::uint64_t>(plan.ticket) << 32 | told[i];
       }
-      if (is_expert) shared.first_slot[expert] += start + sum - own;
-      start += __shfl_sync(~0u, sum, kWarpSize - 1);
+    }
+    if (lane < num_ranks) scratch.first_pair[lane + 1] = pairs_to_here;
+    if (lane == 0) {
+      scratch.first_pair[0] = 0;
+      *plan.num_dropped = plan.is_static ? *plan.num_dropped - picks : 0;
+    }
+  } else if (warp == 1) {
+    int end = 0;
+    for (int first = 0; first < num_local; first += kWarpSize) {
+      const int local = first + lane;
+      const int rows = local < num_local ? shared.block_rows[local] : 0;
+      const int rows_to_here = warp_scan(rows);
+      if (local < num_local) shared.block_start[local] = end + rows_to_here - rows;
+      end += __shfl_sync(~0u, rows_to_here, kWarpSize - 1);
+    }
+  } else {
+    for (int source = warp - 2; source < num_ranks; source += kPlanWarps - 2) {
+      int picks = 0;
+      for (int local = lane; local < num_local; local += kWarpSize) {
+        picks += shared.arrived[source * columns + local];
+      }
+      picks = warp_sum(picks);
+      if (lane == 0) shared.picks_of[source] = picks;
     }
   }
   __syncthreads();
-  return true;
+  for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
+    int slot = shared.block_start[local];
+    for (int source = 0; source < num_ranks; ++source) {
+      scratch.start[source * num_local + local] = slot;
+      slot += shared.arrived[source * columns + local];
+    }
+  }
+  if (warp == 0) {
+    const int picks_to_here = warp_scan(lane < num_ranks ? shared.picks_of[lane] : 0);
+    if (lane < num_ranks) scratch.first_pick[lane + 1] = picks_to_here;
+    if (lane == 0) scratch.first_pick[0] = 0;
+  }
 }
 
-// What this rank will get: to the plan's tensors and to the host.  By one CTA.
-__device__ void tell_the_host(const Rank& me, const PlanCount& plan, const Shared& shared,
-                              std::uint64_t plans) {
-  const Control& layout = me.control;
-  const int num_local = layout.num_experts / layout.num_ranks, first = me.rank * num_local;
-  for (int local = threadIdx.x; local < num_local; local += kThreads) {
-    plan.tokens_per_expert[local] = shared.padded[first + local];
-    plan.routed_per_expert[local] = shared.routed[first + local];
-  }
-  if (threadIdx.x != 0) return;
-  std::int64_t rows = 0, picks = 0, pairs = 0;
-  for (int local = 0; local < num_local; ++local) {
-    rows += shared.padded[first + local];
-    picks += shared.routed[first + local];
-  }
-  std::uint32_t bad_ranks = 0;
-  for (int source = 0; source < layout.num_ranks; ++source) {
-    pairs += max(wait_for_count(me, plans, source, layout.num_experts + me.rank), std::int64_t{0});
-    if (wait_for_count(me, plans, source, 0) & kBadBit) bad_ranks |= 1u << source;
-  }
-  *plan.num_dropped = 0;
-  me.mailbox->num_rows = rows;
-  me.mailbox->num_pairs = pairs;
-  me.mailbox->num_picks = picks;
-  me.mailbox->num_dropped = 0;
-  me.mailbox->bad_ranks = bad_ranks;
-  __threadfence_system();
-  me.mailbox->plans = plans;
-}
-
-// One CTA's share of the chunks: slots of all picks, for the other ranks to fetch.
+// The routes of this CTA's tokens, for the other ranks to fetch.
 template <typename Index>
-__device__ void write_routes(const Rank& me, const PlanCount& plan, Shared& shared,
-                             int num_chunks) {
+__device__ void write_routes(const Rank& me, const PlanCount& plan, const Share& share,
+                             const Held& held, int* start) {
   const Control& layout = me.control;
-  const int columns = layout.num_columns(), num_experts = layout.num_experts;
-  const int num_ranks = layout.num_ranks, num_local = num_experts / num_ranks;
+  const int columns = share.num_columns(), num_experts = share.num_experts, top_k = share.top_k;
+  const int num_ranks = share.num_ranks, num_local = share.num_local();
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   char* window = me.control_of[me.rank];
-  auto* pair_token = reinterpret_cast<std::int32_t*>(window + layout.pair_token());
-  auto* pair_first = reinterpret_cast<std::int32_t*>(window + layout.pair_first());
-  auto* pick_slot = reinterpret_cast<std::int32_t*>(window + layout.pick_slot());
-  auto* pick_home = reinterpret_cast<std::int32_t*>(window + layout.pick_home());
-  for (int chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const int* before = plan.scratch + static_cast<std::size_t>(chunk) * columns;
-    const int token = chunk * kChunk + threadIdx.x;
-    const bool has_token = threadIdx.x < kChunk && token < plan.num_tokens;
-    shared.bitmaps.clear(columns);
-    if (threadIdx.x < num_ranks) shared.pick_base[threadIdx.x] = 0;
-    if (threadIdx.x < kChunk) {
-      for (int rank = 0; rank < num_ranks; ++rank) shared.picks_before[rank][threadIdx.x] = 0;
-    }
-    __syncthreads();
-    int experts[kMaxTopK];
-    if (has_token) {
-      read_picks<Index>(plan, num_experts, token, experts);
-      for (int k = 0; k < plan.top_k; ++k) {
-        if (experts[k] < 0) continue;
-        const int rank = experts[k] / num_local;
-        shared.bitmaps.set(experts[k], threadIdx.x);
-        shared.bitmaps.set(num_experts + rank, threadIdx.x);
-        shared.picks_before[rank][threadIdx.x] += 1;
+  auto* pair_routes = reinterpret_cast<PairRoute*>(window + layout.pair_routes());
+  auto* pick_routes = reinterpret_cast<PickRoute*>(window + layout.pick_routes());
+  auto* chunk_pairs = reinterpret_cast<std::int32_t*>(window + layout.chunk_pairs());
+  const auto ignore = [](int, std::uint32_t, std::uint32_t) {};
+  visit_chunks<Index>(share, held, plan.topk_idx, start, ignore, [&](int first, int chunks) {
+    for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
+      const int chunk = i / num_ranks, rank = i % num_ranks;
+      const int* before = held.before + chunk * columns;
+      int picks = 0;
+      for (int local = lane; local < num_local; local += kWarpSize) {
+        picks += before[rank * num_local + local];
       }
-    }
-    for (int expert = threadIdx.x; expert < num_experts; expert += kThreads) {
-      atomicAdd(&shared.pick_base[expert / num_local], __ldcg(before + expert));
-    }
-    __syncthreads();
-    // One warp for each rank: numbers of picks -> numbers of picks before.
-    const int lane = threadIdx.x % kWarpSize;
-    for (int rank = threadIdx.x / kWarpSize; rank < num_ranks; rank += kWarps) {
-      int start = 0;
-      for (int first = 0; first < kChunk; first += kWarpSize) {
-        const int own = shared.picks_before[rank][first + lane];
-        int sum = own;
-        for (int distance = 1; distance < kWarpSize; distance *= 2) {
-          const int other = __shfl_up_sync(~0u, sum, distance);
-          if (lane >= distance) sum += other;
-        }
-        shared.picks_before[rank][first + lane] = static_cast<std::uint16_t>(start + sum - own);
-        start += __shfl_sync(~0u, sum, kWarpSize - 1);
+      picks = warp_sum(picks);
+      if (lane == 0) {
+        held.of_rank[i] = picks;
+        chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] = before[num_experts + rank];
       }
+      scan_tokens(held.of_token + i * kChunk);
     }
     __syncthreads();
-    if (has_token) {
-      std::uint32_t ranks = 0, picks = 0, own_picks = 0;
-      std::int32_t own_first = 0;
-      for (int k = 0; k < plan.top_k; ++k) {
-        const int expert = experts[k];
-        if (expert < 0) continue;
-        const int rank = expert / num_local;
-        int turn = 0;  // among the token's picks for the rank
-        for (int j = 0; j < plan.top_k; ++j) {
-          turn += experts[j] >= 0 && experts[j] / num_local == rank && experts[j] < expert;
-        }
-        const int first = shared.pick_base[rank] + shared.picks_before[rank][threadIdx.x];
-        const std::size_t pick = rank * layout.picks() + first + turn;
-        pick_slot[pick] = shared.first_slot[expert] + __ldcg(before + expert) +
-                          shared.bitmaps.count_before(expert, threadIdx.x);
-        pick_home[pick] = token * plan.top_k + k;
-        picks |= 1u << k;
-        if (rank == me.rank) {
-          own_picks |= 1u << k;
-          own_first = first;
-        }
-        if (ranks & 1u << rank) continue;
-        ranks |= 1u << rank;
-        const int pair = __ldcg(before + num_experts + rank) +
-                         shared.bitmaps.count_before(num_experts + rank, threadIdx.x);
-        const std::size_t place = static_cast<std::size_t>(rank) * layout.max_tokens + pair;
-        pair_token[place] = token;
-        pair_first[place] = first;
+    const int tokens = min(share.num_tokens - first * kChunk, chunks * kChunk);
+    for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads) {
+      const int expert = held.picks[i];
+      if (expert < 0) continue;
+      const int token = i / top_k, chunk = token / kChunk, place = token % kChunk;
+      const int rank = expert / num_local, first_expert = rank * num_local;
+      // Picks of the token for the same rank and a smaller expert.
+      int turn = 0;
+      for (int k = 0; k < top_k; ++k) {
+        const int other = held.picks[token * top_k + k];
+        turn += other >= first_expert && other < expert;
       }
-      plan.home.token_ranks[token] = ranks;
-      plan.home.token_picks[token] = picks;
-      plan.home.own_picks[token] = own_picks;
-      plan.home.own_first[token] = own_first;
+      const int* before = held.before + chunk * columns;
+      const ulonglong2* bitmaps = held.bitmaps + chunk * columns;
+      const int group = chunk * num_ranks + rank;
+      const int first_pick = held.of_rank[group] + held.of_token[group * kChunk + place];
+      const std::uint32_t in_expert = before[expert] + count_before(bitmaps[expert], place);
+      pick_routes[rank * layout.picks() + first_pick + turn] = {
+          static_cast<std::uint32_t>(expert - first_expert) << 16 | in_expert,
+          first * kChunk * top_k + i};
+      if (turn != 0) continue;
+      const int column = num_experts + rank;
+      const int pair = before[column] + count_before(bitmaps[column], place);
+      pair_routes[static_cast<std::size_t>(rank) * layout.max_tokens + pair] = {
+          first * kChunk + token, first_pick};
     }
-    __syncthreads();
-  }
+    const int own_start = me.rank * num_local;
+    for (int token = threadIdx.x; token < tokens; token += kPlanThreads) {
+      const int group = token / kChunk * num_ranks + me.rank, place = token % kChunk;
+      std::uint32_t own_picks = 0;
+      for (int k = 0; k < top_k; ++k) {
+        const int expert = held.picks[token * top_k + k];
+        if (expert >= own_start && expert < own_start + num_local) own_picks |= 1u << k;
+      }
+      plan.home.own_picks[first * kChunk + token] = own_picks;
+      plan.home.own_first[first * kChunk + token] =
+          held.of_rank[group] + held.of_token[group * kChunk + place];
+    }
+  });
 }
 
 template <typename Index>
-__global__ void __launch_bounds__(kThreads) count_kernel(Rank me, PlanCount plan) {
+__global__ void __launch_bounds__(kPlanThreads, 1)
+    count_kernel(Rank me, PlanCount plan, PlanScratch scratch, Share share) {
   extern __shared__ __align__(16) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  __shared__ Shared shared;
+  const Control& layout = me.control;
+  const Held held(share, memory);
   const std::uint64_t epoch = current_epoch(me);
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
-  const int num_chunks = (plan.num_tokens + kChunk - 1) / kChunk;
 
-  count_chunks<Index>(me, plan, shared, num_chunks);
+  count_part<Index>(share, held, plan.topk_idx, shared.total, scratch.parts,
+                    [&](int token, std::uint32_t ranks, std::uint32_t picks) {
+                      plan.home.token_ranks[token] = ranks;
+                      plan.home.token_picks[token] = picks;
+                    });
   grid_barrier(me, Phase::kPlan);
-  scan_and_post(me, plan, num_chunks, plans);
-  if (place_blocks(me, plan, shared, plans)) {
-    if (blockIdx.x == 0) tell_the_host(me, plan, shared, plans);
-    write_routes<Index>(me, plan, shared, num_chunks);
+  // The CTA with the fewest tokens, if any, talks to the others.
+  const bool is_speaker = blockIdx.x == gridDim.x - 1;
+  const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
+  sum_parts(share, scratch.parts, is_speaker ? share.num_parts() : before, shared.start,
+            shared.total);
+  if (is_speaker) {
+    const bool was_bad = *static_cast<volatile unsigned int*>(&me.state->is_bad) != 0;
+    post_counts(me, shared.total, was_bad || shared.total[share.num_columns()] != 0, plans);
+    take_counts(me, plan, scratch, shared, plans);
+  }
+  bool is_free = true;
+  if (threadIdx.x < layout.num_ranks) {
+    is_free = wait_for(me, Phase::kRoutes, threadIdx.x,
+                       signal_word(me.control_of[me.rank], layout, kReceived, threadIdx.x),
+                       *static_cast<volatile std::uint64_t*>(&me.state->received));
+  }
+  if (__syncthreads_and(is_free)) {
+    if (is_speaker) {
+      const int ends = plan.most_chunks + 1 - share.num_chunks();
+      auto* chunk_pairs =
+          reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + layout.chunk_pairs());
+      for (int i = threadIdx.x; i < layout.num_ranks * ends; i += kPlanThreads) {
+        const int rank = i / ends, chunk = share.num_chunks() + i % ends;
+        chunk_pairs[rank * (layout.max_chunks() + 1) + chunk] =
+            shared.total[layout.num_experts + rank];
+      }
+    }
+    write_routes<Index>(me, plan, share, held, shared.start);
   }
   if (leave(me)) {
-    if (threadIdx.x < me.control.num_ranks) {
-      store_release(signal_word(me.control_of[threadIdx.x], me.control, kRoutesWritten, me.rank),
+    if (threadIdx.x < layout.num_ranks && !has_failed(me)) {
+      store_release(signal_word(me.control_of[threadIdx.x], layout, kRoutesWritten, me.rank),
                     plans);
     }
     if (threadIdx.x == 0) {
@@ -357,93 +289,24 @@ __global__ void __launch_bounds__(kThreads) count_kernel(Rank me, PlanCount plan
   }
 }
 
-__global__ void __launch_bounds__(kThreads) receive_kernel(Rank me, ReceivedRoutes routes) {
-  __shared__ int first_pair[kMaxRanks + 1], first_pick[kMaxRanks + 1];
-  __shared__ int pairs_of[kMaxRanks], picks_of[kMaxRanks];
-  const Control& layout = me.control;
-  const int num_local = layout.num_experts / layout.num_ranks;
-  const std::uint64_t epoch = current_epoch(me);
-  const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans);
-  bool is_here = true;
-  if (threadIdx.x < layout.num_ranks) {
-    const int source = threadIdx.x;
-    is_here = wait_for(me, Phase::kRoutes, source,
-                       signal_word(me.control_of[me.rank], layout, kRoutesWritten, source), plans);
-    int picks = 0;
-    for (int local = 0; local < num_local && is_here; ++local) {
-      picks += wait_for_count(me, plans, source, me.rank * num_local + local) & ~kBadBit;
-    }
-    picks_of[source] = picks;
-    pairs_of[source] =
-        is_here ? wait_for_count(me, plans, source, layout.num_experts + me.rank) : 0;
-  }
-  is_here = __syncthreads_and(is_here);
-  if (threadIdx.x == 0) {
-    first_pair[0] = first_pick[0] = 0;
-    for (int source = 0; source < layout.num_ranks; ++source) {
-      first_pair[source + 1] = first_pair[source] + pairs_of[source];
-      first_pick[source + 1] = first_pick[source] + picks_of[source];
-    }
-  }
-  __syncthreads();
-  if (is_here) {
-    const int thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
-    for (int i = 0; i < layout.num_ranks; ++i) {
-      const int source = (me.rank + i) % layout.num_ranks;  // not all at the same rank at once
-      const char* window = me.control_of[source];
-      const auto column = [&](std::size_t offset, std::size_t stride) {
-        return reinterpret_cast<const std::int32_t*>(window + offset) + me.rank * stride;
-      };
-      const std::int32_t* token = column(layout.pair_token(), layout.max_tokens);
-      const std::int32_t* first = column(layout.pair_first(), layout.max_tokens);
-      std::int32_t* chunk_pair = routes.chunk_pair + source * (routes.num_chunks + 1);
-      for (int pair = thread; pair <= pairs_of[source]; pair += threads) {
-        // The chunks that start between the pair before this one and this one.
-        const bool is_end = pair == pairs_of[source];
-        const int last_chunk = is_end ? routes.num_chunks : __ldcv(token + pair) / kChunk;
-        const int first_chunk = pair == 0 ? 0 : __ldcv(token + pair - 1) / kChunk + 1;
-        for (int chunk = first_chunk; chunk <= last_chunk; ++chunk) {
-          chunk_pair[chunk] = first_pair[source] + pair;
-        }
-        if (is_end) break;
-        routes.pair_token[first_pair[source] + pair] = __ldcv(token + pair);
-        routes.pair_first[first_pair[source] + pair] = first_pick[source] + __ldcv(first + pair);
-      }
-      const std::int32_t* slot = column(layout.pick_slot(), layout.picks());
-      const std::int32_t* home = column(layout.pick_home(), layout.picks());
-      for (int pick = thread; pick < picks_of[source]; pick += threads) {
-        routes.pick_slot[first_pick[source] + pick] = __ldcv(slot + pick);
-        routes.pick_home[first_pick[source] + pick] = __ldcv(home + pick);
-      }
-    }
-    if (blockIdx.x == 0 && threadIdx.x <= layout.num_ranks) {
-      routes.first_pair[threadIdx.x] = first_pair[threadIdx.x];
-      if (threadIdx.x == 0)
-        routes.pair_first[first_pair[layout.num_ranks]] = first_pick[layout.num_ranks];
-    }
-  }
-  if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
-}
-
 }  // namespace
 
-void plan_count(const Rank& me, const PlanCount& arguments, int num_sms, std::uintptr_t stream) {
+void plan_count(const Rank& me, const PlanCount& arguments, const PlanScratch& scratch, int num_sms,
+                std::uintptr_t stream) {
   const auto kernel = arguments.is_int64 ? count_kernel<std::int64_t> : count_kernel<std::int32_t>;
-  cuda_check(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
-      "setting the shared memory of plan");
   Rank rank = me;
   PlanCount plan = arguments;
-  void* parameters[] = {&rank, &plan};
-  cuda_check(cudaLaunchCooperativeKernel(kernel, num_sms, kThreads, parameters, sizeof(Shared),
+  PlanScratch memory = scratch;
+  require(plan.num_tokens <= kMaxTokens, plan.num_tokens, " tokens: at most ", kMaxTokens);
+  Share share = share_out(plan.num_tokens, plan.top_k, me.control, num_sms);
+  const std::size_t bytes = share.held * share.held_bytes();
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(bytes)),
+             "setting the shared memory of plan");
+  void* parameters[] = {&rank, &plan, &memory, &share};
+  cuda_check(cudaLaunchCooperativeKernel(kernel, share.num_ctas, kPlanThreads, parameters, bytes,
                                          reinterpret_cast<cudaStream_t>(stream)),
              "launching plan");
-}
-
-void plan_receive(const Rank& me, const ReceivedRoutes& routes, int num_sms,
-                  std::uintptr_t stream) {
-  receive_kernel<<<num_sms, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, routes);
-  cuda_check(cudaGetLastError(), "launching the second part of plan");
 }
 
 }  // namespace ncclep::native

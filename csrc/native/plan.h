@@ -1,9 +1,12 @@
 // Step 1, plan: from each token's experts to who sends what where.
 //
-// Two kernels.  `count` counts, exchanges the counts, gives every pick its slot and writes what
-// each other rank has to know into that rank's control window; the host learns how many rows it
-// will get from the mailbox.  `receive` waits until the others have done the same and moves what
-// they wrote into the plan's own memory.
+// Two kernels.  `count` gives every pick its place among this rank's picks for the same expert,
+// writes what each other rank has to know into this rank's control window, and tells each of them
+// how much it is; the host learns from the mailbox how many rows this rank will get.  `receive`
+// waits until the others have done the same and moves what they wrote for this rank, places turned
+// into slots, into the plan's own memory.
+//
+// In static mode `drop` (overflow.h) comes first, and the host waits for nothing.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +23,7 @@ struct HomeRoutes {
   std::int32_t* own_first;     // [T]: the first of them, among all picks that stay here
 };
 
-// What arrives here, by source rank and token.
+// What arrives here, by source rank and token.  In static mode there is room for more.
 struct ReceivedRoutes {
   int num_chunks;  // of the rank with the most tokens
   std::int32_t*
@@ -30,25 +33,47 @@ struct ReceivedRoutes {
   std::int32_t* pair_first;  // [pairs + 1]: its picks, in ascending order of local experts
   std::int32_t* pick_slot;   // [picks]
   std::int32_t* pick_home;   // [picks]: token * K + k at home
+  std::int64_t max_pairs;    // that there is room for
+};
+
+// Scratch of a plan, from its first kernel to its last.
+struct PlanScratch {
+  std::int32_t* parts;       // [CTAs, E + R + 1]: what each CTA has
+  std::int32_t* start;       // [R, experts of this rank]: slot of each source's first pick
+  std::int32_t* first_pair;  // [R + 1]
+  std::int32_t* first_pick;  // [R + 1]
+
+  PlanScratch(std::int32_t* memory, const Control& control, int num_sms)
+      : parts(memory),
+        start(parts + num_sms * (control.num_experts + control.num_ranks + 1)),
+        first_pair(start + control.num_experts),
+        first_pick(first_pair + control.num_ranks + 1) {}
+  static std::int64_t size(const Control& control, int num_sms) {
+    const int experts = control.num_experts, ranks = control.num_ranks;
+    return num_sms * (experts + ranks + 1) + experts + 2 * (ranks + 1);
+  }
 };
 
 struct PlanCount {
   const void* topk_idx;  // [T, K], int64 or int32
   bool is_int64;
   int num_tokens, top_k;
+  int most_chunks;  // of the rank with the most tokens
   int alignment;
-  std::int64_t max_recv_rows;       // 0: as many as it takes
+  bool is_static;
+  std::uint32_t ticket;             // what the host waits for in the mailbox; 0: it does not wait
   std::int64_t* tokens_per_expert;  // [experts of this rank]
   std::int64_t* routed_per_expert;  // [experts of this rank]
-  std::int64_t* num_dropped;        // [1]
+  std::int64_t* num_dropped;        // [1]; static mode: before, what was wanted here
   HomeRoutes home;
-  std::int32_t* scratch;  // [max_chunks * columns]
 };
 
 // Queues `count`.  Collective.
-void plan_count(const Rank& me, const PlanCount& arguments, int num_sms, std::uintptr_t stream);
+void plan_count(const Rank& me, const PlanCount& arguments, const PlanScratch& scratch, int num_sms,
+                std::uintptr_t stream);
 
-// Queues `receive`.  `routes` has room for what the mailbox said, or for the most there can be.
-void plan_receive(const Rank& me, const ReceivedRoutes& routes, int num_sms, std::uintptr_t stream);
+// Queues `receive`, with the scratch of `count`.
+void plan_receive(const Rank& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
+                  int num_sms, std::uintptr_t stream);
 
 }  // namespace ncclep::native

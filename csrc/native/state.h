@@ -18,6 +18,7 @@ namespace ncclep::native {
 constexpr int kMaxRanks = 32;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxExperts = 512;
+constexpr int kMaxTokens = 65536;
 // Tokens are counted, and their sums flagged, in chunks of this many.
 constexpr int kChunk = 128;
 // Rows of x are staged, and flagged, in this many phases.
@@ -26,25 +27,39 @@ constexpr int kPhases = 5;
 enum class Phase : std::uint32_t { kNone, kPlan, kRoutes, kDispatch, kCombine };
 
 // What one rank tells another is one word, written by that rank alone.
-enum Signal : int { kRoutesWritten, kEntered, kNumSignals };
+enum Signal : int { kRoutesWritten, kEntered, kReceived, kNumSignals };
+
+// What a rank writes for another to fetch.
+struct PairRoute {
+  std::int32_t token, first_pick;
+};
+struct PickRoute {
+  std::uint32_t place;  // local expert << 16 | place among the writer's picks for this expert
+  std::int32_t home;    // token * K + k
+};
 
 // The control window of each rank.  `[r]` is written by rank r, or, where it says so, for rank r.
 struct Control {
-  int num_ranks, num_experts, max_tokens, max_top_k;
+  int num_ranks, num_experts;
+  int max_tokens;  // a multiple of kChunk, so that everything lies at multiples of 8 bytes
+  int max_top_k;
 
   NCCLEP_BOTH int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
-  // Counted for every destination: picks for each expert, then pairs on each rank.
-  NCCLEP_BOTH int num_columns() const { return num_experts + num_ranks; }
+  NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
   NCCLEP_BOTH std::size_t picks() const { return static_cast<std::size_t>(max_tokens) * max_top_k; }
 
   // uint64 [kNumSignals][R]: epochs.
   NCCLEP_BOTH std::size_t signals() const { return 0; }
-  // uint64 [2][R][columns]: epoch in the upper half, count in the lower.  Two, because a rank may
-  // post its next counts while another still reads the last.
+  // uint64 [2][R][experts of a rank + 1]: rank r's picks for each of my experts, then its pairs
+  // here; number of the plan in the upper half.  Two: see plan.cu.
   NCCLEP_BOTH std::size_t counts() const { return signals() + kNumSignals * num_ranks * 8; }
+  // uint64 [R][E]: the same for all experts, before anything is dropped; in static mode only.
+  NCCLEP_BOTH std::size_t wanted() const {
+    return counts() + static_cast<std::size_t>(2) * num_ranks * (num_local() + 1) * 8;
+  }
   // uint64 [R][kPhases]: epoch of the dispatch whose rows of this phase are in rank r's window.
   NCCLEP_BOTH std::size_t staged() const {
-    return counts() + static_cast<std::size_t>(2) * num_ranks * num_columns() * 8;
+    return wanted() + static_cast<std::size_t>(num_ranks) * num_experts * 8;
   }
   // uint64 [R][chunks]: epoch of the combine whose sums for my chunk rank r has pushed.
   NCCLEP_BOTH std::size_t pushed() const { return staged() + num_ranks * kPhases * 8; }
@@ -58,25 +73,28 @@ struct Control {
   }
   // float [T * K]: what combine brings back to my picks.
   NCCLEP_BOTH std::size_t values() const { return weights() + 2 * num_ranks * picks() * 4; }
-  // int32 [R][T], for rank r to fetch: token of each of my pairs there, and its first pick.
-  NCCLEP_BOTH std::size_t pair_token() const { return values() + picks() * 4; }
-  NCCLEP_BOTH std::size_t pair_first() const {
-    return pair_token() + static_cast<std::size_t>(num_ranks) * max_tokens * 4;
+  // PickRoute [R][T * K], for rank r to fetch: my picks for it, by token and local expert.
+  NCCLEP_BOTH std::size_t pick_routes() const { return values() + picks() * 4; }
+  // PairRoute [R][T], for rank r to fetch.
+  NCCLEP_BOTH std::size_t pair_routes() const {
+    return pick_routes() + num_ranks * picks() * sizeof(PickRoute);
   }
-  // int32 [R][T * K], for rank r to fetch: slot there of each of my picks, and token * K + k.
-  NCCLEP_BOTH std::size_t pick_slot() const {
-    return pair_first() + static_cast<std::size_t>(num_ranks) * max_tokens * 4;
+  // int32 [R][chunks + 1], for rank r to fetch: my pairs there before each chunk of my tokens.
+  NCCLEP_BOTH std::size_t chunk_pairs() const {
+    return pair_routes() + static_cast<std::size_t>(num_ranks) * max_tokens * sizeof(PairRoute);
   }
-  NCCLEP_BOTH std::size_t pick_home() const { return pick_slot() + num_ranks * picks() * 4; }
-  NCCLEP_BOTH std::size_t num_bytes() const { return pick_home() + num_ranks * picks() * 4; }
+  NCCLEP_BOTH std::size_t num_bytes() const {
+    return chunk_pairs() + static_cast<std::size_t>(num_ranks) * (max_chunks() + 1) * 4;
+  }
 };
 
 // In mapped host memory: written by the device, polled by the host.
 struct Mailbox {
-  // Of the plan whose number stands in `plans`, which is written last.
-  std::int64_t num_rows, num_pairs, num_picks, num_dropped;
-  std::uint32_t bad_ranks;  // whose routing names what is no expert, or one twice; one bit each
-  volatile std::uint64_t plans;
+  // Of a plan that the host waits for, each with the host's ticket in the upper half: rows, pairs,
+  // picks, and whose routing names what is no expert, or one twice (one bit each).
+  volatile std::uint64_t sizes[4];
+  // The same bits of a plan that the host does not wait for.
+  volatile std::uint32_t bad_ranks;
   // A wait whose deadline passed: who waited for whom, in what; `failed_phase` is written last.
   std::int32_t failed_peer;
   std::uint64_t failed_epoch;
@@ -85,8 +103,9 @@ struct Mailbox {
 
 // In device memory of one rank; zero at the start.
 struct State {
-  std::uint64_t epoch;  // operations that are over
-  std::uint64_t plans;  // plans that are over
+  std::uint64_t epoch;     // operations that are over
+  std::uint64_t plans;     // plans that are over
+  std::uint64_t received;  // the last of them whose routes were received; 0: none in these windows
   std::uint64_t dispatches;
   std::uint64_t last_dispatch;   // its epoch
   unsigned int arrived;          // at grid barriers of the current operation, one after the other

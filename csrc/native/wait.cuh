@@ -37,6 +37,17 @@ __device__ inline void store_release(std::uint64_t* word, std::uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// For words that carry all that they say.
+__device__ inline std::uint64_t load_relaxed(const std::uint64_t* word) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline void store_relaxed(std::uint64_t* word, std::uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 __device__ inline bool has_failed(const Rank& me) {
   return *static_cast<volatile unsigned int*>(&me.state->failed) != 0;
 }
@@ -81,6 +92,27 @@ __device__ bool wait_until(const Rank& me, Phase phase, int peer, std::uint64_t 
 __device__ inline bool wait_for(const Rank& me, Phase phase, int peer, const std::uint64_t* word,
                                 std::uint64_t epoch) {
   return wait_until(me, phase, peer, epoch, [&] { return load_acquire(word) >= epoch; });
+}
+
+// A number and what belongs to it, in one word.
+__device__ inline void post_numbered(std::uint64_t* word, std::uint64_t number,
+                                     std::uint32_t value) {
+  store_relaxed(word, number << 32 | value);
+}
+
+__device__ inline bool has_number(std::uint64_t word, std::uint64_t number) {
+  return word >> 32 == (number & 0xffffffffu);
+}
+
+// What `peer` posted with `number`; -1 when the deadline passed.
+__device__ inline std::int64_t wait_for_numbered(const Rank& me, Phase phase, int peer,
+                                                 const std::uint64_t* word, std::uint64_t number) {
+  std::uint64_t value = 0;
+  const bool is_here = wait_until(me, phase, peer, number, [&] {
+    value = load_relaxed(word);
+    return has_number(value, number);
+  });
+  return is_here ? static_cast<std::int64_t>(value & 0xffffffffu) : -1;
 }
 
 // The word in this rank's control window that `peer` writes for `signal`.

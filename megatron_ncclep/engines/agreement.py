@@ -5,6 +5,8 @@ Both functions are collective, and raise InputError on every rank when something
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_ncclep.config import EpConfig
@@ -18,9 +20,17 @@ OTHER_DTYPE = -2
 
 
 def agree_on_routes(
-    group: EpGroup, topk_idx: torch.Tensor, num_experts: int, caps: EngineCaps, config: EpConfig
+    group: EpGroup,
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    caps: EngineCaps,
+    config: EpConfig,
+    find_problem: Callable[..., str | None] = checks.topk_problem,
 ) -> Agreement:
-    """Check the arguments of `Engine.plan` on all ranks; tells every rank all numbers of tokens."""
+    """Check the arguments of `Engine.plan` on all ranks; tells every rank all numbers of tokens.
+
+    An engine that checks values on the device has its own `find_problem`.
+    """
     return group.agree(
         "plan",
         {
@@ -29,7 +39,7 @@ def agree_on_routes(
             "alignment": config.alignment,
             "max_recv_rows": config.max_recv_rows,
         },
-        checks.topk_problem(topk_idx, num_experts, group.device, caps),
+        find_problem(topk_idx, num_experts, group.device, caps),
         config.timeout_s,
         told=topk_idx.shape[0] if topk_idx.dim() else 0,
     )

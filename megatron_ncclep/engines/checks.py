@@ -26,9 +26,16 @@ def topk_problem(
 ) -> str | None:
     """Say what is wrong with the routing of this rank, if anything is.
 
-    Waits once for the device, to read values on the host: an engine that must not wait checks them
-    in its own kernel instead.
+    Waits once for the device, to read values on the host: an engine that must not wait asks for
+    the shape only, and checks the values in its own kernel.
     """
+    return topk_shape_problem(topk_idx, device, caps) or topk_value_problem(topk_idx, num_experts)
+
+
+def topk_shape_problem(
+    topk_idx: torch.Tensor, device: torch.device, caps: EngineCaps
+) -> str | None:
+    """Say what is wrong with the routing whatever its values are.  Waits for nothing."""
     if topk_idx.dim() != 2:
         return f"topk_idx has shape {list(topk_idx.shape)}: it must be [num_tokens, top_k]"
     if topk_idx.dtype not in (torch.int32, torch.int64):
@@ -48,6 +55,15 @@ def topk_problem(
             f"topk_idx has {num_tokens} tokens: engine {caps.name!r} takes at most "
             f"{caps.max_tokens} on a rank; use smaller micro-batches or another engine"
         )
+    return None
+
+
+def topk_value_problem(topk_idx: torch.Tensor, num_experts: int) -> str | None:
+    """Say what is wrong with the values of a routing whose shape is right.  Waits for the device.
+
+    What is no expert and not `NOT_ROUTED` (`TOO_MANY_EXPERTS` among it), or an expert that a token
+    names twice.
+    """
     too_many = topk_idx == TOO_MANY_EXPERTS
     outside = (topk_idx < NOT_ROUTED) | (topk_idx >= num_experts)
     ordered = topk_idx.sort(dim=1).values
@@ -58,7 +74,7 @@ def topk_problem(
     if is_too_many:
         token = int(too_many.any(dim=1).nonzero()[0])
         return (
-            f"the routing map names more than top_k={top_k} experts for token {token}: "
+            f"the routing map names more than top_k={topk_idx.shape[1]} experts for token {token}: "
             "a router that adds picks of its own needs a larger top_k"
         )
     if is_outside:

@@ -24,7 +24,7 @@ CAPS = EngineCaps(
     reduction=HOME_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
-    options=frozenset({"alignment", "num_sms", "timeout_s"}),
+    options=frozenset({"alignment", "max_recv_rows", "num_sms", "timeout_s"}),
     max_tokens=65536,
     max_top_k=32,
     max_local_experts=512,
@@ -63,7 +63,8 @@ class NativePlan(RoutePlan):
         counts: int64 [2 * num_local_experts + 1]: padded and real rows of the local experts, and
             the number of dropped picks.
         home: int32 [4, num_tokens]: what is known of each token at home.
-        routes: int32: the pairs and picks that this rank receives.
+        routes: int32: the pairs and picks that this rank receives, in static mode as many as can
+            come.
         most_tokens: the most tokens that any rank has.
         handle: the `_C.NativePlan` over the three tensors.
     """
@@ -80,7 +81,12 @@ class NativePlan(RoutePlan):
 
 
 class NativeEngine:
-    """See `Engine`."""
+    """See `Engine`.
+
+    In static mode no call waits for the device, so that all of them can be captured in a CUDA
+    graph.  A graph must not run beside other work of the group on another stream, and no larger
+    batch or longer row may come while it is in use: windows that grow are made anew.
+    """
 
     caps = CAPS
 
@@ -103,50 +109,58 @@ class NativeEngine:
 
     @torch.no_grad()
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
-        """See `Engine.plan`."""
+        """See `Engine.plan`.
+
+        The device checks the values of `topk_idx`.  In static mode nobody waits for it: what is no
+        expert, or named twice, counts as not routed, and a later call of `plan` raises InputError
+        on all ranks.
+        """
         self._require_open()
-        agreement = agree_on_routes(self.group, topk_idx, self.num_experts, self.caps, self.config)
+        try:
+            agreement = agree_on_routes(
+                self.group, topk_idx, self.num_experts, self.caps, self.config, self._topk_problem
+            )
+        except InputError:
+            self._forget_bad_routing()
+            raise
         num_tokens, top_k = topk_idx.shape
         most_tokens = max(agreement.told)
         self._reserve(most_tokens, top_k, self._row_bytes)
         native, device, stream = self._native, topk_idx.device, _stream()
-        num_chunks = (most_tokens + CHUNK - 1) // CHUNK
-        counts = torch.empty(2 * self.num_local_experts + 1, dtype=torch.int64, device=device)
+        num_sms, alignment, limit = self._num_sms, self.config.alignment, self.config.max_recv_rows
+        num_local = self.num_local_experts
+
+        counts = torch.empty(2 * num_local + 1, dtype=torch.int64, device=device)
         home = torch.empty(4, num_tokens, dtype=torch.int32, device=device)
-        scratch = torch.empty(native.scratch_size(), dtype=torch.int32, device=device)
-        number = native.plan_count(
-            topk_idx.contiguous(),
-            self.config.alignment,
-            counts,
-            home,
-            scratch,
-            self._num_sms,
-            stream,
-        )
-        sizes = native.wait_for_sizes(number)
-        self._raise_failure()
-        if sizes.bad_ranks:
-            problem = checks.topk_problem(topk_idx, self.num_experts, device, self.caps)
-            raise InputError(
-                f"plan: {self.group.gather_problems(problem, 'plan', self.config.timeout_s)}"
-            )
-        routes = torch.empty(
-            native.routes_size(sizes.num_pairs, sizes.num_picks, num_chunks),
-            dtype=torch.int32,
-            device=device,
-        )
-        handle = extension.load().NativePlan(
-            counts, home, routes, sizes.num_pairs, sizes.num_picks, num_chunks, top_k
-        )
-        native.plan_receive(handle, self._num_sms, stream)
+        scratch = torch.empty(native.scratch_size(num_sms), dtype=torch.int32, device=device)
+        picks = topk_idx.contiguous()
+        num_chunks = (most_tokens + CHUNK - 1) // CHUNK
+        handle = extension.load().NativePlan(counts, home, num_chunks, top_k)
+        if limit is None:
+            ticket = native.plan_count(handle, picks, alignment, False, scratch, num_sms, stream)
+            sizes = native.wait_for_sizes(ticket)
+            self._raise_failure()
+            if sizes.bad_ranks:
+                self._raise_bad_routing(topk_idx)
+            num_rows, num_pairs, num_picks = sizes.num_rows, sizes.num_pairs, sizes.num_picks
+        else:
+            kept = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
+            native.plan_drop(handle, picks, alignment, limit, kept, scratch, num_sms, stream)
+            native.plan_count(handle, kept, alignment, True, scratch, num_sms, stream)
+            num_rows = limit
+            num_picks = min(limit, self.group.size * most_tokens * min(top_k, num_local))
+            num_pairs = min(num_picks, self.group.size * most_tokens)
+        routes_size = native.routes_size(num_pairs, num_picks, num_chunks)
+        routes = torch.empty(routes_size, dtype=torch.int32, device=device)
+        native.plan_receive(handle, num_pairs, num_picks, routes, scratch, num_sms, stream)
         return NativePlan(
             plan_id=agreement.call,
             num_tokens=num_tokens,
             top_k=top_k,
             num_experts=self.num_experts,
-            num_rows=sizes.num_rows,
-            tokens_per_expert=counts[: self.num_local_experts],
-            routed_per_expert=counts[self.num_local_experts : -1],
+            num_rows=num_rows,
+            tokens_per_expert=counts[:num_local],
+            routed_per_expert=counts[num_local:-1],
             num_dropped=counts[-1],
             counts=counts,
             home=home,
@@ -248,6 +262,33 @@ class NativeEngine:
                 f"{self.config.timeout_s:g} s): it died, is late or left the group's order of "
                 "calls; look at the other ranks' output"
             )
+
+    def _topk_problem(
+        self, topk_idx: torch.Tensor, num_experts: int, device: torch.device, caps: EngineCaps
+    ) -> str | None:
+        """Say what is wrong with a routing, as far as one can without waiting for the device."""
+        if bad_ranks := self._native.bad_ranks(forget=False):
+            ranks = ", ".join(str(r) for r in range(self.group.size) if bad_ranks >> r & 1)
+            return (
+                f"in an earlier plan (static mode), topk_idx of rank {ranks} named what is not one "
+                f"of the {num_experts} experts, or an expert twice for a token, or a routing map "
+                "named more than top_k: those picks were not routed; without max_recv_rows the "
+                "error comes in time and says which"
+            )
+        return checks.topk_shape_problem(topk_idx, device, caps)
+
+    def _raise_bad_routing(self, topk_idx: torch.Tensor) -> None:
+        """Raise the same InputError on all ranks, which know that a routing is bad.  Collective."""
+        problem = checks.topk_value_problem(topk_idx, self.num_experts)
+        raise InputError(
+            f"plan: {self.group.gather_problems(problem, 'plan', self.config.timeout_s)}"
+        )
+
+    def _forget_bad_routing(self) -> None:
+        """All ranks have raised: see to it that none does so again for the same plans."""
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.group.device)  # the news may still be on its way
+            self._native.bad_ranks(forget=True)
 
     def _require_open(self) -> None:
         if self._closed:

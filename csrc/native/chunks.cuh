@@ -1,0 +1,276 @@
+// A rank's tokens in chunks, in shared memory: what the kernels of plan have in common.
+//
+// Every CTA has a stretch of chunks and holds as many of them at a time as fit.  For each chunk it
+// has a bitmap over the tokens for every *column*: who has a pick for an expert, then who has a
+// pair on a rank.  Places are prefix sums over tokens: inside a chunk the population count of a
+// bitmap, over the chunks and CTAs before it sums of such counts.  Nothing depends on the order in
+// which threads run.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "native/state.h"
+
+namespace ncclep::native {
+
+constexpr int kPlanThreads = 512;
+constexpr int kWarpSize = 32;
+constexpr int kPlanWarps = kPlanThreads / kWarpSize;
+constexpr int kMaxColumns = kMaxExperts + kMaxRanks;
+constexpr std::size_t kMaxHeldBytes = 160 * 1024;
+
+static_assert(kChunk == 128, "a bitmap is two words of 64 bits");
+
+// How the tokens are shared out among the CTAs.
+struct Share {
+  int num_tokens, top_k, num_experts, num_ranks;
+  int num_ctas;  // the last one has no tokens if that is possible
+  int per_cta;   // chunks of a CTA, at most
+  int held;      // of them, in shared memory at a time
+
+  NCCLEP_BOTH int num_chunks() const { return (num_tokens + kChunk - 1) / kChunk; }
+  NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
+  NCCLEP_BOTH int num_columns() const { return num_experts + num_ranks; }
+  // CTAs with tokens; what each writes to scratch is its columns and whether its routing is bad.
+  NCCLEP_BOTH int num_parts() const { return (num_chunks() + per_cta - 1) / per_cta; }
+  NCCLEP_BOTH int part_size() const { return num_columns() + 1; }
+
+  // Where the arrays of `Held` lie, as multiples of `held`.
+  NCCLEP_BOTH std::size_t picks() const { return num_columns() * sizeof(ulonglong2); }
+  NCCLEP_BOTH std::size_t of_token() const { return picks() + 2 * kChunk * top_k; }
+  NCCLEP_BOTH std::size_t before() const { return of_token() + 2 * kChunk * num_ranks; }
+  NCCLEP_BOTH std::size_t of_rank() const { return before() + 4 * num_columns(); }
+  NCCLEP_BOTH std::size_t held_bytes() const { return of_rank() + 4 * num_ranks; }
+};
+
+inline Share share_out(int num_tokens, int top_k, const Control& control, int num_sms) {
+  Share share{num_tokens, top_k, control.num_experts, control.num_ranks, 1, 1, 1};
+  share.num_ctas = std::min(num_sms, share.num_chunks() + 1);
+  share.per_cta = std::max(1, (share.num_chunks() + share.num_ctas - 1) / share.num_ctas);
+  share.held = std::min(share.per_cta, static_cast<int>(kMaxHeldBytes / share.held_bytes()));
+  return share;
+}
+
+// Chunks in shared memory.  `[chunk]` counts the held ones, and a token's place is in its chunk.
+struct Held {
+  ulonglong2* bitmaps;      // [chunk][column]
+  std::int16_t* picks;      // [chunk][place][k]: expert, or -1
+  std::uint16_t* of_token;  // [chunk][rank][place]: what a token has for a rank
+  std::int32_t* before;     // [chunk][column]: in this rank's tokens before the chunk
+  std::int32_t* of_rank;    // [chunk][rank]
+
+  __device__ Held(const Share& share, char* memory)
+      : bitmaps(reinterpret_cast<ulonglong2*>(memory)),
+        picks(reinterpret_cast<std::int16_t*>(memory + share.held * share.picks())),
+        of_token(reinterpret_cast<std::uint16_t*>(memory + share.held * share.of_token())),
+        before(reinterpret_cast<std::int32_t*>(memory + share.held * share.before())),
+        of_rank(reinterpret_cast<std::int32_t*>(memory + share.held * share.of_rank())) {}
+};
+
+__device__ inline int count(ulonglong2 bitmap) { return __popcll(bitmap.x) + __popcll(bitmap.y); }
+
+// Tokens before `place`.
+__device__ inline int count_before(ulonglong2 bitmap, int place) {
+  const unsigned long long lower = (1ull << place % 64) - 1;
+  return place < 64 ? __popcll(bitmap.x & lower) : __popcll(bitmap.x) + __popcll(bitmap.y & lower);
+}
+
+__device__ inline bool has_token(ulonglong2 bitmap, int place) {
+  return (place < 64 ? bitmap.x : bitmap.y) >> place % 64 & 1;
+}
+
+__device__ inline int warp_sum(int value) {
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(~0u, value, distance);
+  }
+  return value;
+}
+
+// The sum of the values of this lane and those before it.
+__device__ inline int warp_scan(int value) {
+  const int lane = threadIdx.x % kWarpSize;
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const int other = __shfl_up_sync(~0u, value, distance);
+    if (lane >= distance) value += other;
+  }
+  return value;
+}
+
+// One warp turns what each token of a chunk has into what the tokens before it have.
+__device__ inline void scan_tokens(std::uint16_t* of_token) {
+  const int lane = threadIdx.x % kWarpSize;
+  int sum = 0;
+#pragma unroll
+  for (int first = 0; first < kChunk; first += kWarpSize) {
+    const int own = of_token[first + lane];
+    const int scanned = warp_scan(own);
+    of_token[first + lane] = static_cast<std::uint16_t>(sum + scanned - own);
+    sum += __shfl_sync(~0u, scanned, kWarpSize - 1);
+  }
+}
+
+template <typename Index>
+__device__ std::int16_t expert_of(Index value, int num_experts, bool& is_good) {
+  if (value >= 0 && value < num_experts) return static_cast<std::int16_t>(value);
+  is_good = is_good && value == -1;
+  return -1;
+}
+
+// `number` entries of topk_idx to shared memory; what is no expert becomes -1.
+template <typename Index>
+__device__ bool load_picks(const Index* from, int number, int num_experts, std::int16_t* picks) {
+  constexpr int kWidth = 16 / sizeof(Index), kUnroll = 4;
+  struct alignas(16) Vector {
+    Index values[kWidth];
+  };
+  bool is_good = true;
+  const auto* vectors = reinterpret_cast<const Vector*>(from);
+  const int num_vectors = reinterpret_cast<std::uintptr_t>(from) % 16 == 0 ? number / kWidth : 0;
+  for (int first = threadIdx.x; first < num_vectors; first += kUnroll * kPlanThreads) {
+    Vector loaded[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kPlanThreads < num_vectors) loaded[u] = vectors[first + u * kPlanThreads];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = first + u * kPlanThreads;
+      if (i >= num_vectors) break;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        picks[i * kWidth + j] = expert_of(loaded[u].values[j], num_experts, is_good);
+      }
+    }
+  }
+  for (int i = num_vectors * kWidth + threadIdx.x; i < number; i += kPlanThreads) {
+    picks[i] = expert_of(from[i], num_experts, is_good);
+  }
+  return is_good;
+}
+
+// Reads `chunks` chunks: picks, bitmaps, and in `of_token` the picks of each token for each rank.
+// Calls `each(token, ranks, picks)` with one bit for each rank and pick.  False for a thread that
+// has met what is no expert, or one named before by the same token: it counts as not routed.
+template <typename Index, typename Each>
+__device__ bool read_chunks(const Share& share, const Held& held, const void* topk_idx,
+                            int first_chunk, int chunks, Each&& each) {
+  const int columns = share.num_columns(), num_ranks = share.num_ranks, top_k = share.top_k;
+  const int first_token = first_chunk * kChunk, num_local = share.num_local();
+  const int tokens = min(share.num_tokens - first_token, chunks * kChunk);
+  for (int i = threadIdx.x; i < chunks * columns; i += kPlanThreads) held.bitmaps[i] = {0, 0};
+  for (int i = threadIdx.x; i < chunks * num_ranks * kChunk; i += kPlanThreads) {
+    held.of_token[i] = 0;
+  }
+  const auto* from =
+      static_cast<const Index*>(topk_idx) + static_cast<std::size_t>(first_token) * top_k;
+  bool is_good = load_picks(from, tokens * top_k, share.num_experts, held.picks);
+  __syncthreads();
+  for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
+    const int chunk = i / kChunk, place = i % kChunk;
+    auto* words = reinterpret_cast<unsigned int*>(held.bitmaps + chunk * columns) + place / 32;
+    const unsigned int bit = 1u << place % 32;
+    std::uint32_t ranks = 0, picks = 0;
+    for (int k = 0; k < top_k; ++k) {
+      const int expert = held.picks[i * top_k + k];
+      if (expert < 0) continue;
+      if (atomicOr(words + 4 * expert, bit) & bit) {
+        held.picks[i * top_k + k] = -1;
+        is_good = false;
+        continue;
+      }
+      const int rank = expert / num_local;
+      held.of_token[(chunk * num_ranks + rank) * kChunk + place] += 1;
+      ranks |= 1u << rank;
+      picks |= 1u << k;
+    }
+    for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
+      atomicOr(words + 4 * (share.num_experts + __ffs(left) - 1), bit);
+    }
+    each(first_token + i, ranks, picks);
+  }
+  __syncthreads();
+  return is_good;
+}
+
+// Reads all chunks of this CTA once and writes how much it has of each column to `scratch`.  After
+// a grid barrier `sum_parts` takes it from there.
+template <typename Index, typename Each>
+__device__ void count_part(const Share& share, const Held& held, const void* topk_idx, int* total,
+                           std::int32_t* scratch, Each&& each) {
+  const int columns = share.num_columns();
+  const int first = blockIdx.x * share.per_cta;
+  const int end = min(first + share.per_cta, share.num_chunks());
+  if (first >= end) return;
+  for (int column = threadIdx.x; column < columns; column += kPlanThreads) total[column] = 0;
+  bool is_good = true;
+  for (int chunk = first; chunk < end; chunk += share.held) {
+    const int chunks = min(share.held, end - chunk);
+    is_good = read_chunks<Index>(share, held, topk_idx, chunk, chunks, each) && is_good;
+    for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
+      for (int i = 0; i < chunks; ++i) total[column] += count(held.bitmaps[i * columns + column]);
+    }
+    is_good = __syncthreads_and(is_good);
+  }
+  std::int32_t* part = scratch + blockIdx.x * share.part_size();
+  for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
+    __stcg(part + column, total[column]);
+  }
+  if (threadIdx.x == 0) __stcg(part + columns, is_good ? 0 : 1);
+}
+
+// What the CTAs before this one have of each column, and the first `parts` CTAs, to shared memory.
+__device__ inline void sum_parts(const Share& share, const std::int32_t* scratch, int parts,
+                                 int* before, int* total) {
+  constexpr int kUnroll = 24;  // independent loads: the usual number of CTAs in one turn
+  for (int column = threadIdx.x; column < share.part_size(); column += kPlanThreads) {
+    int sum_before = 0, sum = 0;
+    for (int first = 0; first < parts; first += kUnroll) {
+      int values[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        values[u] =
+            first + u < parts ? __ldcg(scratch + (first + u) * share.part_size() + column) : 0;
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        sum += values[u];
+        if (first + u < static_cast<int>(blockIdx.x)) sum_before += values[u];
+      }
+    }
+    before[column] = sum_before;
+    total[column] = sum;
+  }
+  __syncthreads();
+}
+
+// Calls `use(first chunk, chunks)` for the chunks of this CTA, as many as are held at a time, with
+// `held.before` of each filled in.  `start` is what `sum_parts` made of it; it is used up.
+template <typename Index, typename Each, typename Use>
+__device__ void visit_chunks(const Share& share, const Held& held, const void* topk_idx, int* start,
+                             Each&& each, Use&& use) {
+  const int columns = share.num_columns();
+  const int first = blockIdx.x * share.per_cta;
+  const int end = min(first + share.per_cta, share.num_chunks());
+  for (int chunk = first; chunk < end; chunk += share.held) {
+    const int chunks = min(share.held, end - chunk);
+    // If all of them fit, they are still there.
+    if (end - first > share.held) read_chunks<Index>(share, held, topk_idx, chunk, chunks, each);
+    for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
+      int sum = start[column];
+      for (int i = 0; i < chunks; ++i) {
+        held.before[i * columns + column] = sum;
+        sum += count(held.bitmaps[i * columns + column]);
+      }
+      start[column] = sum;
+    }
+    __syncthreads();
+    use(chunk, chunks);
+    __syncthreads();
+  }
+}
+
+}  // namespace ncclep::native

@@ -1,0 +1,28 @@
+// Static mode: which picks of this rank fit into the rows that their destinations have.
+//
+// The rule is the contract's (docs/contract.md, "Exact and static mode"; in Python
+// megatron_ncclep/engines/overflow.py).
+#pragma once
+
+#include <cstdint>
+
+#include "native/plan.h"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+struct Drop {
+  const void* topk_idx;  // [T, K], int64 or int32
+  bool is_int64;
+  int num_tokens, top_k;
+  int alignment;
+  std::int64_t max_recv_rows;
+  std::int32_t* kept;        // [T, K]: topk_idx, -1 where a pick does not fit or names no expert
+  std::int64_t* num_wanted;  // [1]: picks of all ranks for this rank's experts
+};
+
+// Queues it.  Collective; `count` of the same plan follows, on `kept`.
+void drop_what_does_not_fit(const Rank& me, const Drop& arguments, const PlanScratch& scratch,
+                            int num_sms, std::uintptr_t stream);
+
+}  // namespace ncclep::native
