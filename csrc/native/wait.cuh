@@ -38,12 +38,6 @@ __device__ inline void store_release(std::uint64_t* word, std::uint64_t value) {
 }
 
 // For words that carry all that they say.
-__device__ inline std::uint64_t load_relaxed(const std::uint64_t* word) {
-  std::uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-
 __device__ inline void store_relaxed(std::uint64_t* word, std::uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
