@@ -1,10 +1,9 @@
-// One kernel, three kinds of warps in every CTA.
+// One kernel, two kinds of CTAs (split.h).
 //
 // *Pushing* warps add up, in fp32 and in ascending order of local experts, the rows of each pair
-// that came from another rank, and store the sum, rounded once, into that rank's window.
-//
-// The *telling* warp keeps the books: when the sums of all pairs of a chunk of a rank's tokens are
-// in that rank's window, it tells it so.
+// that came from another rank, and store the sum, rounded once, into that rank's window.  The
+// *telling* warp of a pushing CTA keeps the books: when the sums of all pairs of a chunk of a
+// rank's tokens are in that rank's window, it tells it so.
 //
 // *Summing* warps wait for the chunks of this rank's own tokens and add the ranks' parts up in
 // ascending order, this rank's own part straight from its rows, unrounded.
@@ -13,13 +12,13 @@
 // that rank has entered this combine, and so has left the one before.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "common/cuda.h"
 #include "native/add_up.cuh"
 #include "native/combine.h"
+#include "native/split.h"
 #include "native/wait.cuh"
 
 namespace ncclep::native {
@@ -27,17 +26,15 @@ namespace ncclep::native {
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr int kPushingWarps = 8;
-constexpr int kSummingWarps = 7;
-constexpr int kTellingWarp = kPushingWarps + kSummingWarps;
-constexpr int kThreads = (kPushingWarps + kSummingWarps + 1) * kWarpSize;
+constexpr int kWarps = 16;  // of a CTA; in a pushing CTA the last one tells
+constexpr int kPushingWarps = kWarps - 1;
 constexpr int kStages = 6;
 // Fences hold up the stores of the whole SM: the books are kept now and then only.
 constexpr int kBookPauses = 8, kBookPauseNs = 500;
 
 struct Shared {
-  Ring<kStages> rings[kPushingWarps + kSummingWarps];
-  const char* parts[kSummingWarps][kWarpSize];
+  Ring<kStages> rings[kWarps];
+  const char* parts[kWarps][kWarpSize];
   // By pushing warp: pairs whose sums are stored, and whether there are no more to come.
   volatile int num_pushed[kPushingWarps];
   volatile int is_over[kPushingWarps];
@@ -51,10 +48,10 @@ __device__ char* sums_window(const Rank& me, int rank) {
 // change from rank to rank at once, and every so many-th, so that all warps end at the same time.
 class PairCursor {
  public:
-  __device__ PairCursor(const Rank& me, const ReceivedRoutes& routes, int warp) {
+  __device__ PairCursor(const Rank& me, const ReceivedRoutes& routes, int num_ctas, int warp) {
     const int others = me.control.num_ranks - 1;
     if (others == 0) return;
-    const int place = warp * gridDim.x + blockIdx.x, warps = kPushingWarps * gridDim.x;
+    const int place = warp * num_ctas + blockIdx.x, warps = kPushingWarps * num_ctas;
     source = (me.rank + 1 + place % others) % me.control.num_ranks;
     step_ = (warps - place % others + others - 1) / others;  // warps for this rank
     next_ = routes.first_pair[source] + place / others;
@@ -77,11 +74,11 @@ class PairCursor {
 
 // One pushing warp's share of the pairs.
 template <typename T>
-__device__ void push(const Rank& me, const Combine& job, Shared& shared, int warp,
+__device__ void push(const Rank& me, const Combine& job, Shared& shared, int num_ctas, int warp,
                      std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairCursor cursor(me, routes, warp);
+  PairCursor cursor(me, routes, num_ctas, warp);
   // Routes are read ahead: of the pair after the next, where its picks are; of the next, its slots.
   struct Pair {
     bool is_there = false;
@@ -147,12 +144,13 @@ __device__ void push(const Rank& me, const Combine& job, Shared& shared, int war
 }
 
 // Lane i follows pushing warp i.
-__device__ void tell(const Rank& me, const Combine& job, Shared& shared, std::uint64_t epoch) {
+__device__ void tell(const Rank& me, const Combine& job, Shared& shared, int num_ctas,
+                     std::uint64_t epoch) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, max_chunks = layout.max_chunks();
   const bool follows = lane < kPushingWarps;
-  PairCursor cursor(me, routes, follows ? lane : 0);
+  PairCursor cursor(me, routes, num_ctas, follows ? lane : 0);
   auto* num_pushed = reinterpret_cast<unsigned int*>(me.control_of[me.rank] + layout.num_pushed());
   int told = 0;
   for (bool is_over = false; !is_over;) {
@@ -182,12 +180,12 @@ __device__ void tell(const Rank& me, const Combine& job, Shared& shared, std::ui
 
 // One summing warp's share of this rank's tokens.
 template <typename T>
-__device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, int warp,
-                       std::uint64_t epoch) {
+__device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, int cta, int num_ctas,
+                       int warp, std::uint64_t epoch) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int num_ranks = layout.num_ranks, lane = threadIdx.x % kWarpSize;
-  const int step = kSummingWarps * gridDim.x;
+  const int step = kWarps * num_ctas;
   const auto* flags =
       reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.pushed());
   const auto* values = reinterpret_cast<const float*>(me.control_of[me.rank] + layout.values());
@@ -198,7 +196,7 @@ __device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, int w
     std::uint32_t ranks = 0, picks = 0, own_picks = 0;
     int first = 0, slot = 0;
   };
-  int last = warp * gridDim.x + blockIdx.x - step;
+  int last = warp * num_ctas + cta - step;
   const auto find = [&] {
     Token token;
     token.token = last += step;
@@ -262,11 +260,12 @@ __device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, int w
     }
     return true;
   };
-  add_up<T, true>(shared.rings[kPushingWarps + warp], job.row_bytes, next, [] {});
+  add_up<T, true>(shared.rings[warp], job.row_bytes, next, [] {});
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) combine_kernel(Rank me, Combine job) {
+__global__ void __launch_bounds__(kWarps* kWarpSize, 1)
+    combine_kernel(Rank me, Combine job, Split split) {
   extern __shared__ __align__(16) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const std::uint64_t epoch = current_epoch(me);
@@ -278,12 +277,13 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(Rank me, Combine j
     shared.num_pushed[threadIdx.x] = shared.is_over[threadIdx.x] = 0;
   }
   __syncthreads();
-  if (warp < kPushingWarps) {
-    push<T>(me, job, shared, warp, epoch);
-  } else if (warp < kTellingWarp) {
-    sum_up<T>(me, job, shared, warp - kPushingWarps, epoch);
+  const int summing_cta = static_cast<int>(blockIdx.x) - split.senders;
+  if (summing_cta >= 0) {
+    sum_up<T>(me, job, shared, summing_cta, split.receivers, warp, epoch);
+  } else if (warp < kPushingWarps) {
+    push<T>(me, job, shared, split.senders, warp, epoch);
   } else {
-    tell(me, job, shared, epoch);
+    tell(me, job, shared, split.senders, epoch);
   }
   if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
 }
@@ -299,14 +299,15 @@ void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr
   cuda_check(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
       "setting the shared memory of combine");
+  Split split = split_combine(num_sms, me.control.num_ranks, arguments.top_k);
   // Every other rank has a pushing warp at least.
-  const int others = me.control.num_ranks - 1;
-  const int ctas = std::max(num_sms, (others + kPushingWarps - 1) / kPushingWarps);
+  require(split.senders * kPushingWarps >= me.control.num_ranks - 1, num_sms, " SMs for ",
+          me.control.num_ranks, " ranks: too few");
   Rank rank = me;
   Combine job = arguments;
-  void* parameters[] = {&rank, &job};
-  cuda_check(cudaLaunchCooperativeKernel(kernel, ctas, kThreads, parameters, sizeof(Shared),
-                                         reinterpret_cast<cudaStream_t>(stream)),
+  void* parameters[] = {&rank, &job, &split};
+  cuda_check(cudaLaunchCooperativeKernel(kernel, num_sms, kWarps * kWarpSize, parameters,
+                                         sizeof(Shared), reinterpret_cast<cudaStream_t>(stream)),
              "launching combine");
 }
 

@@ -1,14 +1,14 @@
-// One kernel, two kinds of warps in every CTA.
+// One kernel, two kinds of CTAs (split.h).
 //
-// *Staging* warps copy this rank's rows (those that go anywhere else) into its window, and tell
-// every rank of each finished phase, of which there are few: a fence holds up the whole SM.  The
+// *Staging* CTAs copy this rank's rows (those that go anywhere else) into its window, and tell
+// every rank of each finished phase, of which there are few: a fence holds up a whole SM.  The
 // first phase is small, because nothing can be pulled before it is over, and each of the others as
 // large as all before it, because copying is faster than pulling.
 //
 // *Pulling* warps fetch a row over NVLink once, into a ring of stages in shared memory, and store
-// it to all of its slots from there; each waits only for the phase that its next row belongs to.  A
-// *watching* warp looks for the phases that other ranks have finished and tells the pulling warps
-// of its CTA: looking in shared memory costs them next to nothing.
+// it to all of its slots from there; each waits only for the phase that its next row belongs to.
+// The *watching* warp of a pulling CTA looks for the phases that other ranks have finished and
+// tells the pulling warps: looking in shared memory costs them next to nothing.
 //
 // The window has two halves, for dispatches that follow each other: a rank that is still pulling
 // the last dispatch is not disturbed by this one.
@@ -21,6 +21,7 @@
 #include "common/bulk_copy.cuh"
 #include "common/cuda.h"
 #include "native/dispatch.h"
+#include "native/split.h"
 #include "native/wait.cuh"
 
 namespace ncclep::native {
@@ -28,11 +29,8 @@ namespace ncclep::native {
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr int kStagingWarps = 8;
-constexpr int kStagingThreads = kStagingWarps * kWarpSize;
-constexpr int kStagingBarrier = 1;
-constexpr int kOtherWarps = kStagingWarps + 1;  // and the watching warp
-constexpr int kMaxPullingWarps = 16;
+constexpr int kWarps = 16;  // of a CTA; in a pulling CTA the first one watches
+constexpr int kMaxPullingWarps = kWarps - 1;
 constexpr int kStages = 4;
 constexpr int kSharedBytes = 200 * 1024;
 constexpr int kMaxPiece = 16 * 1024;  // longer rows travel in pieces
@@ -64,23 +62,7 @@ __device__ int phase_of(const Dispatch& job, int token) {
   return phase;
 }
 
-__device__ void sync_staging_warps() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kStagingBarrier), "n"(kStagingThreads) : "memory");
-}
-
-// True for all staging threads of the CTA if it is for all of them.
-__device__ bool all_staging_threads(bool mine) {
-  int all;
-  asm volatile(
-      "{ .reg .pred in, out; setp.ne.s32 in, %1, 0; bar.red.and.pred out, %2, %3, in; "
-      "selp.s32 %0, 1, 0, out; }"
-      : "=r"(all)
-      : "r"(static_cast<int>(mine)), "n"(kStagingBarrier), "n"(kStagingThreads)
-      : "memory");
-  return all != 0;
-}
-
-// Copies `bytes`, a multiple of 16, with the staging warps.
+// Copies `bytes`, a multiple of 16, with one warp.
 __device__ void copy_with_warp(char* to, const char* from, int bytes, int lane) {
   const int vectors = bytes / 16;
   auto* out = reinterpret_cast<uint4*>(to);
@@ -111,11 +93,11 @@ __device__ float* weights_at(const Rank& me, int rank, int source, std::uint64_t
 }
 
 // Rows of this rank's tokens into its window and their weights into everybody's, phase by phase.
-__device__ void stage(const Rank& me, const Dispatch& job, char* window, std::uint64_t parity,
-                      std::uint64_t epoch) {
+__device__ void stage(const Rank& me, const Dispatch& job, int num_ctas, char* window,
+                      std::uint64_t parity, std::uint64_t epoch) {
   const Control& layout = me.control;
   const int thread = threadIdx.x, lane = thread % kWarpSize;
-  const int warp = thread / kWarpSize * gridDim.x + blockIdx.x, warps = kStagingWarps * gridDim.x;
+  const int warp = thread / kWarpSize * num_ctas + blockIdx.x, warps = kWarps * num_ctas;
   // Whoever still pulls the dispatch before the last pulls from this half of the window.
   const std::uint64_t last = me.state->last_dispatch;
   bool is_free = true;
@@ -123,7 +105,7 @@ __device__ void stage(const Rank& me, const Dispatch& job, char* window, std::ui
     is_free = wait_for(me, Phase::kDispatch, thread,
                        signal_word(me.control_of[me.rank], layout, kEntered, thread), last);
   }
-  if (!all_staging_threads(is_free)) return;
+  if (!__syncthreads_and(is_free)) return;
   for (int phase = 0; phase < kPhases; ++phase) {
     const int start = phase_start(job, phase);
     const int end = min(phase_start(job, phase + 1), job.num_tokens);
@@ -137,10 +119,10 @@ __device__ void stage(const Rank& me, const Dispatch& job, char* window, std::ui
         if (rank != me.rank) weights_at(me, rank, me.rank, parity)[pick] = job.w[pick];
       }
     }
-    sync_staging_warps();
+    __syncthreads();
     if (thread != 0) continue;
-    __threadfence_system();  // for what all staging warps of the CTA wrote
-    if (atomicAdd(&me.state->staged[phase], 1u) != gridDim.x - 1) continue;
+    __threadfence_system();  // for what all warps of the CTA wrote
+    if (static_cast<int>(atomicAdd(&me.state->staged[phase], 1u)) != num_ctas - 1) continue;
     me.state->staged[phase] = 0;
     for (int rank = 0; rank < layout.num_ranks; ++rank) {
       auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged());
@@ -150,11 +132,10 @@ __device__ void stage(const Rank& me, const Dispatch& job, char* window, std::ui
 }
 
 // Padding rows, and in static mode the rows after the last block.
-__device__ void zero_padding(const Rank& me, const Dispatch& job) {
+__device__ void zero_padding(const Rank& me, const Dispatch& job, int num_ctas) {
   const int num_local = me.control.num_experts / me.control.num_ranks;
   const int lane = threadIdx.x % kWarpSize;
-  const int warp = blockIdx.x * kStagingWarps + threadIdx.x / kWarpSize;
-  const int warps = gridDim.x * kStagingWarps;
+  const int warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = kWarps * num_ctas;
   const auto zero = [&](std::int64_t row) {
     zero_with_warp(job.rows + row * job.row_bytes, job.row_bytes, lane);
     if (job.has_weights && lane == 0) job.row_w[row] = 0;
@@ -207,11 +188,12 @@ __device__ void watch(const Rank& me, const Dispatch& job, Watch& seen, std::uin
 
 // One pulling warp's share of the rows.
 __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, char* ring,
-                     std::uint64_t* full, const Watch& seen, int warp, std::uint64_t parity) {
+                     std::uint64_t* full, const Watch& seen, int cta, int num_ctas, int warp,
+                     std::uint64_t parity) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = layout.num_ranks;
-  const int first = warp * gridDim.x + blockIdx.x, step = shape.pulling_warps * gridDim.x;
+  const int first = warp * num_ctas + cta, step = shape.pulling_warps * num_ctas;
   int most_pairs = 0;
   for (int source = 0; source < num_ranks; ++source) {
     most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
@@ -323,7 +305,8 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
   }
 }
 
-__global__ void dispatch_kernel(Rank me, Dispatch job, Shape shape) {
+__global__ void __launch_bounds__(kWarps* kWarpSize, 1)
+    dispatch_kernel(Rank me, Dispatch job, Shape shape, Split split) {
   extern __shared__ __align__(128) char stages[];
   __shared__ __align__(8) std::uint64_t full[kMaxPullingWarps][kStages];
   __shared__ Watch seen;
@@ -336,15 +319,16 @@ __global__ void dispatch_kernel(Rank me, Dispatch job, Shape shape) {
   }
   if (threadIdx.x < kMaxRanks) seen.phases[threadIdx.x] = seen.is_over = 0;
   __syncthreads();
-  if (warp < kStagingWarps) {
-    stage(me, job, me.rows_of[me.rank] + parity * me.dispatch_bytes, parity, epoch);
-    zero_padding(me, job);
-  } else if (warp < kOtherWarps) {
+  const int pulling_cta = static_cast<int>(blockIdx.x) - split.senders;
+  if (pulling_cta < 0) {
+    stage(me, job, split.senders, me.rows_of[me.rank] + parity * me.dispatch_bytes, parity, epoch);
+    zero_padding(me, job, split.senders);
+  } else if (warp == 0) {
     watch(me, job, seen, epoch);
-  } else {
-    const int place = warp - kOtherWarps;
+  } else if (warp <= shape.pulling_warps) {
+    const int place = warp - 1;
     pull(me, job, shape, stages + static_cast<std::size_t>(place) * kStages * shape.piece_bytes,
-         full[place], seen, place, parity);
+         full[place], seen, pulling_cta, split.receivers, place, parity);
   }
   if (leave(me) && threadIdx.x == 0) {
     me.state->dispatches = dispatches;
@@ -364,10 +348,10 @@ void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintp
   Rank rank = me;
   Dispatch job = arguments;
   Shape chosen = shape;
-  void* parameters[] = {&rank, &job, &chosen};
-  cuda_check(cudaLaunchCooperativeKernel(
-                 dispatch_kernel, num_sms, (kOtherWarps + shape.pulling_warps) * kWarpSize,
-                 parameters, ring_bytes, reinterpret_cast<cudaStream_t>(stream)),
+  Split split = split_dispatch(num_sms, me.control.num_ranks, arguments.top_k);
+  void* parameters[] = {&rank, &job, &chosen, &split};
+  cuda_check(cudaLaunchCooperativeKernel(dispatch_kernel, num_sms, kWarps * kWarpSize, parameters,
+                                         ring_bytes, reinterpret_cast<cudaStream_t>(stream)),
              "launching dispatch");
 }
 
