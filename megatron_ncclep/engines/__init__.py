@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import native
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.nccl_ep import CAPS as NCCL_EP_CAPS
@@ -39,6 +40,7 @@ class EngineEntry:
 AUTO = "auto"
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
+    "native": EngineEntry(native.CAPS, native.NativeEngine, native.obstacle),
     "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_obstacle),
     "reference": EngineEntry(REFERENCE_CAPS, ReferenceEngine, lambda group, config: None),
 }

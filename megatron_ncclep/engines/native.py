@@ -32,7 +32,7 @@ CAPS = EngineCaps(
 MAX_EXPERTS = 512
 MAX_RANKS = 32
 MIN_COMPUTE_CAPABILITY = (9, 0)
-DEFAULT_NUM_SMS = 24
+DEFAULT_NUM_SMS = 32
 # Windows are made for a power of two of tokens, at least this many.
 MIN_TOKENS = 128
 CHUNK = 128  # tokens; kChunk in csrc/native/state.h
@@ -96,7 +96,7 @@ class NativeEngine:
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
         self.config = config
-        self._num_sms = config.num_sms or DEFAULT_NUM_SMS
+        self.num_sms = config.num_sms or DEFAULT_NUM_SMS
         self._name = f"native {num_experts}"
         self._native: Any = group.share(
             self._name,
@@ -127,7 +127,7 @@ class NativeEngine:
         most_tokens = max(agreement.told)
         self._reserve(most_tokens, top_k, self._row_bytes)
         native, device, stream = self._native, topk_idx.device, _stream()
-        num_sms, alignment, limit = self._num_sms, self.config.alignment, self.config.max_recv_rows
+        num_sms, alignment, limit = self.num_sms, self.config.alignment, self.config.max_recv_rows
         num_local = self.num_local_experts
 
         counts = torch.empty(2 * num_local + 1, dtype=torch.int64, device=device)
@@ -183,7 +183,7 @@ class NativeEngine:
             None if w is None else w.contiguous(),
             rows,
             row_w,
-            self._num_sms,
+            self.num_sms,
             _stream(),
         )
         return rows, row_w
@@ -202,7 +202,7 @@ class NativeEngine:
             None if w is None else w.contiguous(),
             out,
             home_w,
-            self._num_sms,
+            self.num_sms,
             _stream(),
         )
         return out, home_w
