@@ -29,15 +29,15 @@ namespace ncclep::native {
 namespace {
 
 constexpr int kWarpSize = 32;
-constexpr int kWarps = 16;  // of a CTA; in a pulling CTA the first one watches
-constexpr int kMaxPullingWarps = kWarps - 1;
+constexpr int kWarps = 16;  // of a CTA; the first one watches, or stages weights
+constexpr int kMaxRingWarps = kWarps - 1;
 constexpr int kStages = 4;
 constexpr int kSharedBytes = 200 * 1024;
 constexpr int kMaxPiece = 16 * 1024;  // longer rows travel in pieces
 constexpr int kWatchPauseNs = 1000;
 
 struct Shape {
-  int pulling_warps;
+  int ring_warps;
   int piece_bytes;  // of a row, at most; a multiple of 16
   int pieces;       // of a row
 };
@@ -47,7 +47,7 @@ Shape shape_for(int row_bytes) {
   shape.pieces = (row_bytes + kMaxPiece - 1) / kMaxPiece;
   shape.piece_bytes = (row_bytes / shape.pieces + 15) / 16 * 16;
   if (shape.piece_bytes * shape.pieces < row_bytes) shape.piece_bytes += 16;
-  shape.pulling_warps = std::min(kMaxPullingWarps, kSharedBytes / (kStages * shape.piece_bytes));
+  shape.ring_warps = std::min(kMaxRingWarps, kSharedBytes / (kStages * shape.piece_bytes));
   return shape;
 }
 
@@ -60,23 +60,6 @@ __device__ int phase_of(const Dispatch& job, int token) {
   int phase = 0;
   while (token >= phase_start(job, phase + 1)) ++phase;
   return phase;
-}
-
-// Copies `bytes`, a multiple of 16, with one warp.
-__device__ void copy_with_warp(char* to, const char* from, int bytes, int lane) {
-  const int vectors = bytes / 16;
-  auto* out = reinterpret_cast<uint4*>(to);
-  const auto* in = reinterpret_cast<const uint4*>(from);
-  int i = lane;
-  constexpr int kUnroll = 8;
-  for (; i + (kUnroll - 1) * kWarpSize < vectors; i += kUnroll * kWarpSize) {
-    uint4 values[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) values[u] = __ldg(in + i + u * kWarpSize);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) out[i + u * kWarpSize] = values[u];
-  }
-  for (; i < vectors; i += kWarpSize) out[i] = __ldg(in + i);
 }
 
 __device__ void zero_with_warp(char* to, int bytes, int lane) {
@@ -92,12 +75,109 @@ __device__ float* weights_at(const Rank& me, int rank, int source, std::uint64_t
          (parity * layout.num_ranks + source) * layout.picks();
 }
 
+// A warp's ring: the load of a stage completes a phase of its barrier.
+struct Ring {
+  char* pieces;         // [kStages][piece_bytes] of shared memory
+  std::uint64_t* full;  // [kStages]
+  unsigned int parities = 0;
+
+  __device__ void init() {
+    if (threadIdx.x % kWarpSize == 0) {
+      for (int s = 0; s < kStages; ++s) init_barrier(full + s);
+      fence_barriers();
+    }
+    __syncwarp();
+  }
+
+  // Keeps all stages but one loading.
+  //
+  //   load(s) -> bool   starts a load into stage s; false: there is nothing left to load
+  //   store(s)          starts the stores of what lies in stage s
+  //
+  // Both are called by all lanes, with an s that is known at compile time.  At the end all stores
+  // are written.
+  template <typename Load, typename Store>
+  __device__ void run(Load&& load, Store&& store) {
+    int loaded = 0;
+#pragma unroll
+    for (int s = 0; s < kStages - 1; ++s) {
+      if (loaded == s && load(s)) ++loaded;
+    }
+    for (int round = 0;; ++round) {
+#pragma unroll
+      for (int s = 0; s < kStages; ++s) {
+        const int turn = round * kStages + s;
+        if (turn >= loaded) {
+          wait_for_stores();
+          return;
+        }
+        wait_for_load(full + s, parities >> s & 1);
+        parities ^= 1u << s;
+        store(s);
+        commit_stores();
+        // The next load goes into the stage before this one; all stores but the last have read
+        // theirs.
+        wait_for_reads_of_stores<1>();
+        __syncwarp();
+        if (loaded == turn + kStages - 1 && load((s + kStages - 1) % kStages)) ++loaded;
+      }
+    }
+  }
+};
+
+// The weights of a phase's tokens into everybody's windows, by one warp of each staging CTA.
+__device__ void stage_weights(const Rank& me, const Dispatch& job, int num_ctas, int start, int end,
+                              std::uint64_t parity) {
+  const int num_ranks = me.control.num_ranks, first = start * job.top_k;
+  for (int i = first + blockIdx.x * kWarpSize + threadIdx.x % kWarpSize; i < end * job.top_k;
+       i += num_ctas * kWarpSize) {
+    const float weight = job.w[i];
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      if (rank != me.rank) weights_at(me, rank, me.rank, parity)[i] = weight;
+    }
+  }
+}
+
+// One warp's share of a phase's rows.
+__device__ void stage_rows(const Rank& me, const Dispatch& job, const Shape& shape, Ring& ring,
+                           int warp, int num_warps, int start, int end, char* window) {
+  const int lane = threadIdx.x % kWarpSize;
+  int token = start + warp, piece = 0;
+  std::uint32_t ranks = token < end ? job.token_ranks[token] : 0;
+  std::size_t offset[kStages];
+  int bytes[kStages];
+  const auto load = [&](int s) {
+    while (token < end && (ranks & ~(1u << me.rank)) == 0) {
+      token += num_warps;
+      ranks = token < end ? job.token_ranks[token] : 0;
+    }
+    if (token >= end) return false;
+    const int begin = piece * shape.piece_bytes;
+    bytes[s] = min(shape.piece_bytes, job.row_bytes - begin);
+    offset[s] = static_cast<std::size_t>(token) * job.row_bytes + begin;
+    if (lane == 0) {
+      start_load(ring.pieces + s * shape.piece_bytes, job.x + offset[s], bytes[s], ring.full + s);
+    }
+    if (++piece == shape.pieces) {
+      piece = 0;
+      token += num_warps;
+      ranks = token < end ? job.token_ranks[token] : 0;
+    }
+    return true;
+  };
+  const auto store = [&](int s) {
+    if (lane == 0) start_store(window + offset[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
+  };
+  ring.run(load, store);
+}
+
 // Rows of this rank's tokens into its window and their weights into everybody's, phase by phase.
-__device__ void stage(const Rank& me, const Dispatch& job, int num_ctas, char* window,
-                      std::uint64_t parity, std::uint64_t epoch) {
+// Warp 0 of a staging CTA has the weights.
+__device__ void stage(const Rank& me, const Dispatch& job, const Shape& shape, Ring& ring,
+                      int num_ctas, std::uint64_t parity, std::uint64_t epoch) {
   const Control& layout = me.control;
-  const int thread = threadIdx.x, lane = thread % kWarpSize;
-  const int warp = thread / kWarpSize * num_ctas + blockIdx.x, warps = kWarps * num_ctas;
+  const int thread = threadIdx.x, warp = thread / kWarpSize;
+  char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
   // Whoever still pulls the dispatch before the last pulls from this half of the window.
   const std::uint64_t last = me.state->last_dispatch;
   bool is_free = true;
@@ -109,15 +189,12 @@ __device__ void stage(const Rank& me, const Dispatch& job, int num_ctas, char* w
   for (int phase = 0; phase < kPhases; ++phase) {
     const int start = phase_start(job, phase);
     const int end = min(phase_start(job, phase + 1), job.num_tokens);
-    for (int token = start + warp; token < end; token += warps) {
-      if ((job.token_ranks[token] & ~(1u << me.rank)) == 0) continue;
-      const std::size_t offset = static_cast<std::size_t>(token) * job.row_bytes;
-      copy_with_warp(window + offset, job.x + offset, job.row_bytes, lane);
-      if (!job.has_weights) continue;
-      for (int i = lane; i < layout.num_ranks * job.top_k; i += kWarpSize) {
-        const int rank = i / job.top_k, pick = token * job.top_k + i % job.top_k;
-        if (rank != me.rank) weights_at(me, rank, me.rank, parity)[pick] = job.w[pick];
-      }
+    if (warp == 0) {
+      if (job.has_weights) stage_weights(me, job, num_ctas, start, end, parity);
+    } else if (warp <= shape.ring_warps) {
+      stage_rows(me, job, shape, ring, (warp - 1) * num_ctas + blockIdx.x,
+                 shape.ring_warps * num_ctas, start, end, window);
+      fence_for_bulk_copies();
     }
     __syncthreads();
     if (thread != 0) continue;
@@ -187,23 +264,17 @@ __device__ void watch(const Rank& me, const Dispatch& job, Watch& seen, std::uin
 }
 
 // One pulling warp's share of the rows.
-__device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, char* ring,
-                     std::uint64_t* full, const Watch& seen, int cta, int num_ctas, int warp,
-                     std::uint64_t parity) {
+__device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, Ring& ring,
+                     const Watch& seen, int cta, int num_ctas, int warp, std::uint64_t parity) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = layout.num_ranks;
-  const int first = warp * num_ctas + cta, step = shape.pulling_warps * num_ctas;
+  const int first = warp * num_ctas + cta, step = shape.ring_warps * num_ctas;
   int most_pairs = 0;
   for (int source = 0; source < num_ranks; ++source) {
     most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
   }
   const int items = most_pairs * num_ranks * shape.pieces;
-  if (lane == 0) {
-    for (int s = 0; s < kStages; ++s) init_barrier(full + s);
-    fence_barriers();
-  }
-  __syncwarp();
 
   // Routes are read ahead: of the item after the next, where its picks are; of the next, its slots.
   struct Item {
@@ -264,9 +335,9 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
     if (lane == 0) {
       const char* base =
           now.source == me.rank ? job.x : me.rows_of[now.source] + parity * me.dispatch_bytes;
-      start_load(ring + static_cast<std::size_t>(s) * shape.piece_bytes,
+      start_load(ring.pieces + s * shape.piece_bytes,
                  base + static_cast<std::size_t>(now.token) * job.row_bytes + offset[s], bytes[s],
-                 full + s);
+                 ring.full + s);
     }
     slot[s] = now.slot;
     if (job.has_weights && now.slot >= 0 && now.piece == 0) {
@@ -277,38 +348,19 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, ch
     return true;
   };
 
-  int loaded = 0;
-#pragma unroll
-  for (int s = 0; s < kStages - 1; ++s) {
-    if (loaded == s && load(s)) ++loaded;
-  }
-  for (int round = 0;; ++round) {
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) {
-      const int turn = round * kStages + s;
-      if (turn >= loaded) {
-        wait_for_stores();
-        return;
-      }
-      wait_for_load(full + s, round % 2);
-      if (slot[s] >= 0) {
-        start_store(job.rows + slot[s] * job.row_bytes + offset[s],
-                    ring + static_cast<std::size_t>(s) * shape.piece_bytes, bytes[s]);
-        if (job.has_weights && offset[s] == 0) job.row_w[slot[s]] = weight[s];
-      }
-      commit_stores();
-      // The next row goes into the stage before this one; all stores but the last have read theirs.
-      wait_for_reads_of_stores<1>();
-      __syncwarp();
-      if (loaded == turn + kStages - 1 && load((s + kStages - 1) % kStages)) ++loaded;
-    }
-  }
+  const auto store = [&](int s) {
+    if (slot[s] < 0) return;
+    start_store(job.rows + slot[s] * job.row_bytes + offset[s], ring.pieces + s * shape.piece_bytes,
+                bytes[s]);
+    if (job.has_weights && offset[s] == 0) job.row_w[slot[s]] = weight[s];
+  };
+  ring.run(load, store);
 }
 
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     dispatch_kernel(Rank me, Dispatch job, Shape shape, Split split) {
-  extern __shared__ __align__(128) char stages[];
-  __shared__ __align__(8) std::uint64_t full[kMaxPullingWarps][kStages];
+  extern __shared__ __align__(128) char pieces[];
+  __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kStages];
   __shared__ Watch seen;
   const std::uint64_t epoch = current_epoch(me);
   const std::uint64_t dispatches = *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
@@ -319,16 +371,18 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   if (threadIdx.x < kMaxRanks) seen.phases[threadIdx.x] = seen.is_over = 0;
   __syncthreads();
-  const int pulling_cta = static_cast<int>(blockIdx.x) - split.senders;
+  const int pulling_cta = static_cast<int>(blockIdx.x) - split.senders, place = warp - 1;
+  const bool has_ring = place >= 0 && place < shape.ring_warps;
+  Ring ring{pieces + (has_ring ? place * kStages * shape.piece_bytes : 0),
+            full[has_ring ? place : 0]};
+  if (has_ring) ring.init();
   if (pulling_cta < 0) {
-    stage(me, job, split.senders, me.rows_of[me.rank] + parity * me.dispatch_bytes, parity, epoch);
+    stage(me, job, shape, ring, split.senders, parity, epoch);
     zero_padding(me, job, split.senders);
   } else if (warp == 0) {
     watch(me, job, seen, epoch);
-  } else if (warp <= shape.pulling_warps) {
-    const int place = warp - 1;
-    pull(me, job, shape, stages + static_cast<std::size_t>(place) * kStages * shape.piece_bytes,
-         full[place], seen, pulling_cta, split.receivers, place, parity);
+  } else if (has_ring) {
+    pull(me, job, shape, ring, seen, pulling_cta, split.receivers, place, parity);
   }
   if (leave(me) && threadIdx.x == 0) {
     me.state->dispatches = dispatches;
@@ -341,7 +395,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 
 void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintptr_t stream) {
   const Shape shape = shape_for(arguments.row_bytes);
-  const int ring_bytes = shape.pulling_warps * kStages * shape.piece_bytes;
+  const int ring_bytes = shape.ring_warps * kStages * shape.piece_bytes;
   cuda_check(cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   ring_bytes),
              "setting the shared memory of dispatch");
