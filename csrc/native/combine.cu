@@ -28,14 +28,18 @@ namespace {
 constexpr int kWarpSize = 32;
 constexpr int kWarps = 16;  // of a CTA; in a pushing CTA the last one tells
 constexpr int kPushingWarps = kWarps - 1;
-constexpr int kStages = 6;
+using PushRing = Ring<3, 3>;
+using SumRing = Ring<5, 0>;
 // Fences hold up the stores of the whole SM: the books are kept now and then only.
 constexpr int kBookPauses = 8, kBookPauseNs = 500;
 
 struct Shared {
-  Ring<kStages> rings[kWarps];
+  union {
+    PushRing push[kPushingWarps];
+    SumRing sum[kWarps];
+  } rings;
   const char* parts[kWarps][kWarpSize];
-  // By pushing warp: pairs whose sums are stored, and whether there are no more to come.
+  // By pushing warp: pairs whose sums are written, and whether there are no more to come.
   volatile int num_pushed[kPushingWarps];
   volatile int is_over[kPushingWarps];
 };
@@ -132,13 +136,11 @@ __device__ void push(const Rank& me, const Combine& job, Shared& shared, int num
     return true;
   };
   int num_pushed = 0;
-  const auto done = [&] {
-    __syncwarp();
-    if (lane != 0) return;
+  const auto written = [&] {
     __threadfence_block();
     shared.num_pushed[warp] = ++num_pushed;
   };
-  add_up<T, false>(shared.rings[warp], job.row_bytes, next, done);
+  add_up<T, false>(shared.rings.push[warp], job.row_bytes, next, written);
   __threadfence_block();
   if (lane == 0) shared.is_over[warp] = 1;
 }
@@ -160,7 +162,7 @@ __device__ void tell(const Rank& me, const Combine& job, Shared& shared, int num
     }
     const int pushed = follows ? shared.num_pushed[lane] : 0;  // after is_over
     if (!__any_sync(~0u, told < pushed)) continue;
-    // What the pushing warps stored before, every rank sees before what follows.
+    // What the pushing warps know to be written, every rank sees before what follows.
     __threadfence_system();
     for (; told < pushed && cursor.next(); ++told) {
       const int chunk = routes.pair_token[cursor.pair] / kChunk;
@@ -260,7 +262,7 @@ __device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, int c
     }
     return true;
   };
-  add_up<T, true>(shared.rings[warp], job.row_bytes, next, [] {});
+  add_up<T, true>(shared.rings.sum[warp], job.row_bytes, next, [] {});
 }
 
 template <typename T>
