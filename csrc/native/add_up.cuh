@@ -1,5 +1,5 @@
 // One warp makes rows out of sums of rows: asynchronous copies into a ring of stages in shared
-// memory, fp32 sums in registers, and out again.
+// memory, fp32 sums in registers, and stores.  Everything is in this GPU's memory.
 //
 // Rows travel in pieces of kPiece bytes, a stage each, so that a sum stays in registers whatever
 // the row's length.  Example: a row of two pieces that is the sum of rows a and b takes four
@@ -8,8 +8,7 @@
 //     a0, b0 -> store, a1, b1 -> store
 //
 // A lane copies, adds and stores the same 16-byte vectors of a piece throughout, so lanes need not
-// wait for each other's data.  What goes to another rank leaves as bulk copies: ordinary stores
-// over NVLink hold up an SM's loads, at a third of the rate.
+// wait for each other's data.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +17,6 @@
 #include <cstdint>
 
 #include "common/async_copy.cuh"
-#include "common/bulk_copy.cuh"
 #include "native/vector.cuh"
 
 namespace ncclep::native {
@@ -51,30 +49,19 @@ enum Mark : std::uint32_t {
   kEndsRow = 16,
 };
 
-// kOutStages: pieces on their way to another rank; 0: sums stay on this one.
-template <int kStages, int kOutStages>
-struct alignas(16) Ring {
-  char pieces[kStages + kOutStages][kPiece];
+template <int kStages>
+struct alignas(16) PieceRing {
+  char pieces[kStages][kPiece];
   Stage stages[kStages];
-};
-
-// Pieces that a warp may have sent after one, and the one is surely written.
-constexpr int kSentAhead = 8;
-
-// The pieces of one warp on their way to another rank.  Lane 0 keeps the books.
-struct Sent {
-  std::uint32_t row_ends = 0;  // bit i: whether the piece sent i pieces ago was the last of its row
-  int num_rows = 0;            // that are not surely written
 };
 
 // Runs until `next` has no more.  All lanes of the warp call it.
 //
 //   kHasParts      false: no sum has a part of several rows
 //   next(Sum*)     -> bool: the warp's next row, or false; all lanes call it together
-//   written()      by lane 0, with kOutStages: the next row, in the order of `next`, is written
-template <typename T, bool kHasParts, int kStages, int kOutStages, typename Next, typename Written>
-__device__ void add_up(Ring<kStages, kOutStages>& ring, int row_bytes, Next&& next,
-                       Written&& written) {
+//   done()         all lanes: the stores of the next row, in the order of `next`, are issued
+template <typename T, bool kHasParts, int kStages, typename Next, typename Done>
+__device__ void add_up(PieceRing<kStages>& ring, int row_bytes, Next&& next, Done&& done) {
   constexpr int kWidth = Vector<T>::kWidth;
   const int lane = threadIdx.x % kLanes;
 
@@ -130,8 +117,7 @@ __device__ void add_up(Ring<kStages, kOutStages>& ring, int row_bytes, Next&& ne
   clear(part);
   clear(total);
   for (int i = 0; i < kStages - 1; ++i) load();
-  int stage = 0, out_stage = 0;
-  Sent sent;
+  int stage = 0;
   for (int turn = 0; turn < num_loaded; ++turn) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // for `stages`
@@ -162,41 +148,13 @@ __device__ void add_up(Ring<kStages, kOutStages>& ring, int row_bytes, Next&& ne
       clear(part);
     }
     if (!(piece.marks & kEndsPiece)) continue;
-    char* out = piece.out;
-    if constexpr (kOutStages > 0) {
-      if (lane == 0) wait_for_reads_of_stores<kOutStages - 1>();
-      __syncwarp();
-      out = ring.pieces[kStages + out_stage];
-      out_stage = out_stage + 1 == kOutStages ? 0 : out_stage + 1;
-    }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int at = (lane + v * kLanes) * static_cast<int>(sizeof(uint4));
-      if (at < piece.bytes) *reinterpret_cast<uint4*>(out + at) = Vector<T>::round(total[v]);
+      if (at < piece.bytes) *reinterpret_cast<uint4*>(piece.out + at) = Vector<T>::round(total[v]);
     }
     clear(total);
-    if constexpr (kOutStages > 0) {
-      fence_shared_for_bulk_copies();
-      __syncwarp();
-      if (lane != 0) continue;
-      start_store(piece.out, out, piece.bytes);
-      commit_stores();
-      const bool ends_row = piece.marks & kEndsRow;
-      sent.row_ends = sent.row_ends << 1 | static_cast<std::uint32_t>(ends_row);
-      sent.num_rows += ends_row;
-      wait_for_older_stores<kSentAhead>();
-      if (sent.row_ends >> kSentAhead & 1) {
-        --sent.num_rows;
-        written();
-      }
-    }
-  }
-  if constexpr (kOutStages > 0) {
-    if (lane == 0) {
-      wait_for_stores();
-      for (; sent.num_rows > 0; --sent.num_rows) written();
-    }
-    __syncwarp();
+    if (piece.marks & kEndsRow) done();
   }
 }
 

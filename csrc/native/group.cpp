@@ -275,10 +275,11 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
 }
 
 void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
-                    const Tensor& out, const std::optional<Tensor>& home_w, int num_sms,
-                    std::uintptr_t stream) {
+                    const Tensor& sums, const Tensor& out, const std::optional<Tensor>& home_w,
+                    int num_sms, std::uintptr_t stream) {
   Combine job{};
   job.y = pointer<const char>(y);
+  job.sums = pointer<char>(sums);
   job.w = pointer<const float>(w);
   job.out = pointer<char>(out);
   job.home_w = pointer<float>(home_w);

@@ -200,6 +200,7 @@ class NativeEngine:
             plan.handle,
             _aligned(y),
             None if w is None else w.contiguous(),
+            y.new_empty(plan.handle.num_pairs, y.shape[1]),
             out,
             home_w,
             self.num_sms,
