@@ -157,7 +157,6 @@ void bind_native(py::module_& module) {
       .def_readonly("peer", &Failure::peer)
       .def_readonly("epoch", &Failure::epoch);
   py::class_<Plan>(module, "NativePlan")
-      .def_readonly("num_pairs", &Plan::num_pairs)
       .def(py::init([](const Tensor& counts, const Tensor& home, int num_chunks, int top_k) {
              return Plan{counts, home, num_chunks, top_k};
            }),
@@ -182,6 +181,7 @@ void bind_native(py::module_& module) {
       .def("bad_ranks", &Group::bad_ranks, "forget"_a)
       .def("dispatch", &Group::dispatch, "plan"_a, "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
            "stream"_a)
+      .def("sums_size", &Group::sums_size, "plan"_a, "num_sms"_a)
       .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "sums"_a, "out"_a, "home_w"_a,
            "num_sms"_a, "stream"_a)
       .def("failure", &Group::failure);

@@ -8,6 +8,9 @@
 // tell it when a chunk of its tokens is complete.  Copies take few SMs, and a busy link holds up
 // nothing but them.
 //
+// Where the link is not what takes longest (split.h), there are no sending CTAs, and the adding
+// ones store into the windows of other ranks themselves.
+//
 // *Summing* CTAs wait for the chunks of this rank's own tokens and add the ranks' parts up in
 // ascending order, this rank's own part straight from its rows, unrounded.
 //
@@ -50,16 +53,17 @@ __device__ std::uint64_t* added_flag(const Rank& me, int source, int unit) {
 
 // One adding warp's share of the pairs.
 template <typename T>
-__device__ void add(const Rank& me, const Combine& job, const Crew& crew, AddUpRing& ring,
-                    Books& books, int warp) {
+__device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool sends,
+                    AddUpRing& ring, Books& books, int warp, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
   PairCursor cursor(me, routes, crew, warp);
+  const bool sends_weights = sends && job.has_weights;
   // Routes are read ahead: of the pair after the next, where its picks are; of the next, its slots.
   struct Pair {
     bool is_there = false;
-    int pair = 0, first = 0, end = 0;
-    int slot = 0;  // of this lane's pick
+    int pair = 0, token = 0, first = 0, end = 0;
+    int slot = 0, home = 0;  // of this lane's pick
   };
   const auto find = [&] {
     Pair found;
@@ -68,26 +72,39 @@ __device__ void add(const Rank& me, const Combine& job, const Crew& crew, AddUpR
       found.pair = cursor.pair;
       found.first = routes.pair_first[cursor.pair];
       found.end = routes.pair_first[cursor.pair + 1];
+      if (sends) found.token = routes.pair_token[cursor.pair];
     }
     return found;
   };
   const auto find_slot = [&](Pair& found) {
-    if (found.is_there && lane < found.end - found.first) {
-      found.slot = routes.pick_slot[found.first + lane];
-    }
+    if (!found.is_there || lane >= found.end - found.first) return;
+    found.slot = routes.pick_slot[found.first + lane];
+    if (sends_weights) found.home = routes.pick_home[found.first + lane];
   };
-  Pair following = find(), second = find();
+  Pair now, following = find(), second = find();
   find_slot(following);
+  const int source = cursor.source;  // a warp has pairs of one rank only
+  float* values = reinterpret_cast<float*>(me.control_of[source] + me.control.values());
+  float weight = 0;
+  bool has_entered = !sends;
   const auto next = [&](Sum* sum) {
-    const Pair now = following;
+    if (sends_weights && now.is_there && lane < now.end - now.first) values[now.home] = weight;
+    now = following;
     if (!now.is_there) return false;
     following = second;
     second = find();
     find_slot(following);
+    if (!has_entered) {
+      const auto* word = signal_word(me.control_of[me.rank], me.control, kEntered, source);
+      has_entered = __all_sync(~0u, wait_for(me, Phase::kCombine, source, word, epoch));
+      if (!has_entered) return now.is_there = false;
+    }
     sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
     sum->num_rows = now.end - now.first;
     sum->part_begin = sum->part_end = 0;
-    sum->out = job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes;
+    sum->out = sends ? place_of_sum(me, source, now.token, me.rank, job.row_bytes)
+                     : job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes;
+    if (sends_weights && lane < sum->num_rows) weight = job.w[now.slot];
     return true;
   };
   int num_done = 0;
@@ -326,11 +343,17 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);
   if (cta < split.adding) {
     const Crew crew{split.adding, kAddingWarps, cta};
+    const bool sends = split.sending == 0;
     if (warp < kAddingWarps) {
-      add<T>(me, job, crew, add_up_rings[warp], books, warp);
+      add<T>(me, job, crew, sends, add_up_rings[warp], books, warp, epoch);
     } else {
-      keep_books(me, job.routes, crew, books,
-                 [&](const PairCursor& cursor) { publish_added(me, cursor, epoch); });
+      keep_books(me, job.routes, crew, books, [&](const PairCursor& cursor) {
+        if (sends) {
+          publish_sent(me, job.routes, cursor, epoch);
+        } else {
+          publish_added(me, cursor, epoch);
+        }
+      });
     }
   } else if (cta < split.adding + split.sending) {
     // Rings first, then the watching and the book-keeping warp.
@@ -369,9 +392,10 @@ void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
       "setting the shared memory of combine");
   CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k);
-  // Every other rank has a sending warp at least.
-  require(split.sending * shape.warps >= me.control.num_ranks - 1, num_sms, " SMs for ",
-          me.control.num_ranks, " ranks: too few");
+  // Every other rank has a warp at least that sends to it, and one that adds up for it.
+  const int senders = split.sending > 0 ? split.sending * shape.warps : kMaxRanks;
+  require(std::min(senders, split.adding * kAddingWarps) >= me.control.num_ranks - 1, num_sms,
+          " SMs for ", me.control.num_ranks, " ranks: too few");
   Rank rank = me;
   Combine job = arguments;
   void* parameters[] = {&rank, &job, &shape, &split};

@@ -2,8 +2,7 @@
 //
 // *Staging* CTAs copy this rank's rows (those that go anywhere else) into its window, and tell
 // every rank of each finished phase, of which there are few: a fence holds up a whole SM.  The
-// first phase is small, because nothing can be pulled before it is over, and each of the others as
-// large as all before it, because copying is faster than pulling.
+// first ones are small, because nothing can be pulled before they are over.
 //
 // *Pulling* warps fetch a row over NVLink once, into a ring of stages in shared memory, and store
 // it to all of its slots from there; each waits only for the phase that its next row belongs to.
@@ -28,15 +27,16 @@ namespace ncclep::native {
 
 namespace {
 
-// First token of a phase, the same on all ranks; the phase after the last starts after all tokens.
+// The first two phases have a sixteenth of the tokens each, the others an eighth.  The bounds are
+// the same on all ranks.
 __device__ int phase_start(const Dispatch& job, int phase) {
-  return phase == 0 ? 0 : (job.most_tokens + (1 << (kPhases - phase)) - 1) >> (kPhases - phase);
+  const int sixteenths = phase < 2 ? phase : 2 * (phase - 1);
+  return (job.most_tokens * sixteenths + 15) / 16;
 }
 
 __device__ int phase_of(const Dispatch& job, int token) {
-  int phase = 0;
-  while (token >= phase_start(job, phase + 1)) ++phase;
-  return phase;
+  const int sixteenths = token * 16 / job.most_tokens;
+  return sixteenths < 2 ? sixteenths : sixteenths / 2 + 1;
 }
 
 __device__ void zero_with_warp(char* to, int bytes, int lane) {

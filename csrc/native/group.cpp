@@ -14,6 +14,7 @@
 #include "native/dispatch.h"
 #include "native/overflow.h"
 #include "native/plan.h"
+#include "native/split.h"
 
 namespace ncclep::native {
 
@@ -272,6 +273,10 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.routes = received_routes(plan, control_.num_ranks);
   queue_after_the_last(stream);
   native::dispatch(rank(), job, num_sms, stream);
+}
+
+std::int64_t Group::sums_size(const Plan& plan, int num_sms) const {
+  return split_combine(num_sms, control_.num_ranks, plan.top_k).sending > 0 ? plan.num_pairs : 0;
 }
 
 void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,

@@ -13,6 +13,10 @@ namespace {
 // H200s, docs/performance.md).
 constexpr double kLinkRate = 40, kLocalRate = 75;
 
+// Between two ranks half of the rows stay where they are: the SMs take longer than the link, and a
+// copy more would only be in the way.
+constexpr int kRanksThatAddAndSend = 2;
+
 int share_of(int num_ctas, double share, int others) {
   require(num_ctas > others, num_ctas, " SMs for the native engine: it needs at least ", kMinCtas);
   return std::clamp(static_cast<int>(std::lround(num_ctas * share)), 1, num_ctas - others);
@@ -34,8 +38,13 @@ CombineSplit split_combine(int num_ctas, int num_ranks, int top_k) {
   const double adding = (remote + sums) / kLocalRate, sending = sums / kLinkRate;
   const double summing = (own + sums + 1) / kLocalRate, all = adding + sending + summing;
   CombineSplit split;
-  split.adding = share_of(num_ctas, adding / all, 2);
-  split.sending = share_of(num_ctas - split.adding, sending / (sending + summing), 1);
+  if (num_ranks <= kRanksThatAddAndSend) {
+    split.adding = share_of(num_ctas, num_ranks == 1 ? 0 : adding / (adding + summing), 1);
+    split.sending = 0;
+  } else {
+    split.adding = share_of(num_ctas, adding / all, 2);
+    split.sending = share_of(num_ctas - split.adding, sending / (sending + summing), 1);
+  }
   split.summing = num_ctas - split.adding - split.sending;
   return split;
 }

@@ -12,15 +12,15 @@ struct DispatchSplit {
 };
 
 struct CombineSplit {
-  int adding;  // CTAs that add up what goes to other ranks
-  int sending;
+  int adding;   // CTAs that add up what goes to other ranks
+  int sending;  // 0: the adding ones send
   int summing;  // CTAs that add up what has come back
 };
 
 constexpr int kMinCtas = 3;
 
 // By the bytes that each kind moves in a balanced routing of `top_k` picks to `num_ranks` ranks.
-// Example: 32 CTAs, 4 ranks, top-8: dispatch {6, 26}, combine {14, 8, 10}.
+// Example: 32 CTAs, top-8: dispatch {6, 26}; combine {14, 8, 10} for 4 ranks, {15, 0, 17} for 2.
 DispatchSplit split_dispatch(int num_ctas, int num_ranks, int top_k);
 CombineSplit split_combine(int num_ctas, int num_ranks, int top_k);
 

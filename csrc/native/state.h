@@ -24,7 +24,7 @@ constexpr int kChunk = 128;
 // Pairs of a source whose sums are made, and flagged, together.
 constexpr int kUnit = 32;
 // Rows of x are staged, and flagged, in this many phases.
-constexpr int kPhases = 5;
+constexpr int kPhases = 9;
 
 enum class Phase : std::uint32_t { kNone, kPlan, kRoutes, kDispatch, kCombine };
 
