@@ -13,10 +13,14 @@ Steps:
 
   versions  what the machine has, and which engines can run on it
   contract  tests/contract over NCCL: every engine on 2 and 4 GPUs, `reference` on 1 and 3 too
-  gpu       tests/gpu: a Megatron layer against `alltoall`, and streams
+  random    the random test of tests/contract, 1000 batches from a new seed
+  faults    tests/faults: a rank that dies, stops, or whose device is late
+  gpu       tests/gpu: a Megatron layer against `alltoall`, streams, CUDA graphs, large offsets
   train     60 steps of `ncclep train` with each engine: the losses of `alltoall`
   doctor    `ncclep doctor`
   bench     `ncclep bench`, its results in RESULTS/bench
+  sanitizer our kernels of `native` under compute-sanitizer, on two GPUs; takes minutes, and runs
+            only when STEPS names it
 
 It needs two GPUs and an environment with the package's `test` extra; what needs four is left out
 with fewer, and listed.  All steps run, whatever happens in one.  The exit status is 0 only if none
@@ -24,7 +28,9 @@ failed, no engine named on the command line was unable to run, and there were tw
 
 Environment:
 
-  STEPS         steps to run beside `versions` (default: "contract gpu train doctor bench")
+  STEPS         steps to run beside `versions` (default: "contract random faults gpu train doctor
+                bench")
+  SEED          of `random` (default: another one each time)
   STEP_TIMEOUT  seconds that one step may take (default: 1200)
   PYTHON        the Python to use (default: python3)
 TEXT
@@ -34,10 +40,10 @@ case "${1:-}" in
 -h | --help) usage && exit ;;
 -*) usage >&2 && exit 2 ;;
 esac
-read -ra steps <<<"${STEPS:-contract gpu train doctor bench}"
+read -ra steps <<<"${STEPS:-contract random faults gpu train doctor bench}"
 for step in "${steps[@]}"; do
     case $step in
-    contract | gpu | train | doctor | bench) ;;
+    contract | random | faults | gpu | train | doctor | bench | sanitizer) ;;
     *) echo "STEPS: there is no step '$step'" >&2 && usage >&2 && exit 2 ;;
     esac
 done
@@ -154,11 +160,19 @@ most=$((gpus >= 4 ? 4 : gpus >= 2 ? 2 : gpus))
 for engine in ${engines[@]+"${engines[@]}"}; do
     numbers=(2 4)
     [ "$engine" = reference ] && numbers=(1 2 3 4)
+    read -ra ranks <<<"$(fitting "$gpus" "${numbers[@]}")"
     if wanted contract; then
-        read -ra ranks <<<"$(fitting "$gpus" "${numbers[@]}")"
         step "contract-$engine" "$python" -m pytest -q tests/contract --backend nccl \
             --engine "$engine" "${ranks[@]}"
         [ "$gpus" -ge 4 ] || not_run "contract-$engine, 4 ranks" "four GPUs are needed, $gpus found"
+    fi
+    if wanted random; then
+        step "random-$engine" "$python" -m pytest -q tests/contract/test_random.py --backend nccl \
+            --engine "$engine" "${ranks[@]}" --iterations 1000 --seed "${SEED:-$((RANDOM * 1000))}"
+    fi
+    if wanted faults; then
+        step "faults-$engine" "$python" -m pytest -q tests/faults --backend nccl \
+            --engine "$engine" --ranks "$most"
     fi
     if wanted gpu; then
         step "gpu-$engine" "$python" -m pytest -q tests/gpu --backend nccl --engine "$engine" \
@@ -168,6 +182,17 @@ for engine in ${engines[@]+"${engines[@]}"}; do
         step "train-$engine" bash -c "train $engine $most"
     fi
 done
+if wanted sanitizer; then
+    if [[ " ${engines[*]-} " != *" native "* ]] || [ "$gpus" -lt 2 ]; then
+        not_run sanitizer "it needs the engine native and two GPUs"
+    elif ! "$python" tests/gpu/sanitize.py --find; then
+        not_run sanitizer "no compute-sanitizer on PATH or under CUDA_HOME"
+    else
+        for tool in memcheck racecheck; do
+            step "$tool-native" "$python" tests/gpu/sanitize.py "$tool" native
+        done
+    fi
+fi
 wanted doctor && step doctor "$python" -m megatron_ncclep doctor
 wanted bench && step bench "$python" -m megatron_ncclep bench --out "$results/bench"
 

@@ -40,10 +40,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="ranks of the contract cases; may be repeated (default: 1 2 3 4).  Other tests use as "
         "many as they need, at most the largest N",
     )
+    parser.addoption(
+        "--iterations",
+        type=int,
+        default=60,
+        metavar="N",
+        help="batches of the random test (default: 60)",
+    )
+    parser.addoption(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the random test (default: 0); a failure says which to run again",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_ranks(n): left out when the largest --ranks is less")
+    config.addinivalue_line(
+        "markers",
+        "needs_caps(test=...): left out for an engine whose EngineCaps fail the test",
+    )
     config.addinivalue_line("markers", "cpu_only: left out with --backend nccl; a comment says why")
     check_options(chosen_engines(config), chosen_ranks(config), config.getoption("--backend"))
 
@@ -104,12 +122,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_inside and not on_gpu else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     most, on_gpu = chosen_ranks(config)[-1], config.getoption("--backend") == "nccl"
 
-    def is_left_out(item: pytest.Item) -> bool:
+    def is_left_out(item: pytest.Function) -> bool:
         too_few = any(mark.args[0] > most for mark in item.iter_markers("needs_ranks"))
-        return too_few or (on_gpu and item.get_closest_marker("cpu_only") is not None)
+        lacks_caps = any(
+            not mark.kwargs["test"](ENGINES[item.callspec.params["engine_name"]].caps)
+            for mark in item.iter_markers("needs_caps")
+        )
+        on_cpu_only = item.get_closest_marker("cpu_only") is not None
+        return too_few or lacks_caps or (on_gpu and on_cpu_only)
 
     config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
     items[:] = [item for item in items if not is_left_out(item)]
@@ -137,6 +160,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--backend")
+
+
+@pytest.fixture(scope="session")
+def iterations(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--iterations")
+
+
+@pytest.fixture(scope="session")
+def seed(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--seed")
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,10 @@ class EngineCaps:
     # Its kernels are compiled at first use, seconds for each new combination of ranks, experts per
     # rank, row bytes and dtype.
     compiles_at_run_time: bool = False
+    # In static mode no call waits for the device: a CUDA graph can capture all of them.
+    captures_static: bool = False
+    # Its kernels wait for those of other ranks at most timeout_s; then the next call says for whom.
+    device_deadline: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ CAPS = EngineCaps(
     max_tokens=65536,
     max_top_k=32,
     max_local_experts=512,
+    captures_static=True,
+    device_deadline=True,
 )
 MAX_EXPERTS = 512
 MAX_RANKS = 32

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.engine import EngineCaps
 
 # The limits that show when an engine is made for a group,
@@ -27,6 +28,17 @@ LIBRARY_DTYPES = {
     32: (torch.float32,),
 }
 LIBRARY_HIDDEN = 64
+
+# Seconds that a rank waits for the others.  What hangs on GPUs should not hang for long; on a CPU
+# the ranks share few cores with everything else, and a compiler takes its time.
+DEADLINE_S = {"cpu": 120.0, "cuda": 20.0}
+COMPILER_DEADLINE_S = 60.0
+
+
+def deadline_s(engine: str, device: str) -> float:
+    """The `timeout_s` with which tests make `engine` for tensors on `device`."""
+    compiles = engine in ENGINES and ENGINES[engine].caps.compiles_at_run_time
+    return COMPILER_DEADLINE_S if compiles else DEADLINE_S[device]
 
 
 @dataclass(frozen=True)
@@ -78,12 +90,12 @@ class Case:
         return len(self.tokens)
 
     def config(self, engine: str = "reference") -> EpConfig:
-        """The engine's options for this case, with a deadline that a busy machine keeps."""
+        """The engine's options for this case."""
         return EpConfig(
             engine=engine,
             alignment=self.alignment,
             max_recv_rows=self.max_recv_rows,
-            timeout_s=120.0,
+            timeout_s=deadline_s(engine, self.device),
         )
 
     def topk_idx(self, rank: int) -> torch.Tensor:

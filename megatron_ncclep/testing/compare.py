@@ -12,6 +12,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Compare two tensors bit by bit (NaN equals the same NaN, +0 differs from -0).
 
+    Where they are, when that is one place, and otherwise on the CPU.
+
     Raises:
         AssertionError: names `what`, the first coordinates that differ, and both values.
     """
@@ -20,7 +22,9 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) ->
             f"{what}: {actual.dtype} {list(actual.shape)}, expected {expected.dtype} "
             f"{list(expected.shape)}"
         )
-    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    actual, expected = actual.detach(), expected.detach()
+    if actual.device != expected.device:
+        actual, expected = actual.cpu(), expected.cpu()
     bits = _BITS[actual.element_size()]
     different = actual.contiguous().view(bits) != expected.contiguous().view(bits)
     if bool(different.any()):

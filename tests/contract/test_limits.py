@@ -14,6 +14,7 @@ import test_autograd
 import test_combine
 import test_dispatch
 import test_plan
+import test_random
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,6 +105,9 @@ class PoolWith:
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
         return self.pool.run(with_engine, self.engine, function, *args, ranks=ranks)
 
+    def close(self) -> None:
+        self.pool.close()
+
 
 @pytest.fixture
 def pool_with(
@@ -147,6 +151,12 @@ def test_gradients_hold(pool_with: Callable, case: Case) -> None:
     test_autograd.test_combine_is_the_adjoint_of_dispatch(pool, "restricted", case)
     test_autograd.test_gradients_are_the_numeric_ones(pool, "restricted", case)
     test_autograd.test_dispatching_again_from_a_saved_plan(pool, "restricted", case)
+
+
+def test_random_batches_keep_to_the_caps(pool_with: Callable) -> None:
+    test_random.test_random_batches_are_the_oracles(
+        pool_with(RestrictedEngine), "restricted", "gloo", [1, 2], iterations=30, seed=0
+    )
 
 
 def test_gradients_of_an_engine_without_fp64(pool_with: Callable) -> None:

@@ -78,11 +78,14 @@ def test_four_gpus(machine: Machine) -> None:
     status, rows = machine.check()
     assert status == 0
     names = ["versions", "engines"]
-    names += [f"{s}-{e}" for e in ("nccl_ep", "reference") for s in ("contract", "gpu", "train")]
+    steps = ("contract", "random", "faults", "gpu", "train")
+    names += [f"{step}-{engine}" for engine in ("nccl_ep", "reference") for step in steps]
     assert results(rows) == dict.fromkeys([*names, "doctor", "bench"], "pass")
     contract = machine.calls("tests/contract")
     assert contract[0].endswith("--backend nccl --engine nccl_ep --ranks 2 --ranks 4")
-    assert contract[1].endswith("--engine reference --ranks 1 --ranks 2 --ranks 3 --ranks 4")
+    assert contract[2].endswith("--engine reference --ranks 1 --ranks 2 --ranks 3 --ranks 4")
+    assert "--ranks 2 --ranks 4 --iterations 1000 --seed " in contract[1]
+    assert machine.calls("tests/faults")[0].endswith("--engine nccl_ep --ranks 4")
     assert all("--ranks 4" in call for call in machine.calls("train --ranks"))
     assert len(machine.calls("check_losses.py")) == 2
 
@@ -129,7 +132,9 @@ def test_an_engine_asked_for_by_name_must_run(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("failing", "step"),
     [
-        ("tests/contract", "contract-reference"),
+        ("tests/contract --backend", "contract-reference"),
+        ("tests/contract/test_random.py --backend", "random-reference"),
+        ("tests/faults --backend", "faults-reference"),
         ("tests/gpu --backend", "gpu-reference"),
         ("train --ranks", "train-reference"),
         ("check_losses.py", "train-reference"),
@@ -146,6 +151,25 @@ def test_a_failure_is_recorded_and_the_rest_runs(machine: Machine, failing: str,
     assert results(rows)[step] == "FAIL"
     assert "exit status 3" in rows[step][2]
     assert "boom" in (machine.folder / "results" / f"{step}.log").read_text()
+
+
+def test_sanitizer_runs_when_asked_for(machine: Machine) -> None:
+    machine.has(2, native="", reference="")
+    status, rows = machine.check(STEPS="sanitizer")
+    assert status == 0
+    assert set(rows) == {"versions", "engines", "memcheck-native", "racecheck-native"}
+    assert machine.calls("sanitize.py racecheck")[0].endswith("sanitize.py racecheck native")
+
+
+def test_without_a_sanitizer_it_is_listed(machine: Machine) -> None:
+    machine.has(2, native="")
+    machine.fails("sanitize.py --find")
+    _, rows = machine.check(STEPS="sanitizer")
+    assert rows["sanitizer"][0] == "NOT RUN"
+    assert "no compute-sanitizer" in rows["sanitizer"][2]
+    machine.has(2, native="it needs Hopper", reference="")
+    _, rows = machine.check(STEPS="sanitizer")
+    assert rows["sanitizer"] == ["NOT RUN", "-", "it needs the engine native and two GPUs"]
 
 
 def test_without_knowing_the_engines_nothing_counts(machine: Machine) -> None:

@@ -1,0 +1,112 @@
+"""Fresh processes that are the ranks of one job, under nobody's care: how each of them ends.
+
+`RankPool` keeps its processes alive; here every one goes through its own exit, destructors and all,
+as under torchrun, but nobody ends the others when one has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from megatron_ncclep.testing.launcher import RankContext
+
+# What a process that did not end in time gets to write down where it hangs.
+DUMP_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        exit_code: as of subprocess; None: it did not end in time and was killed.
+        output: of both streams; where it hung, when it was killed.
+    """
+
+    exit_code: int | None
+    output: str
+
+
+def run_ranks(
+    command: list[str],
+    num_ranks: int,
+    timeout: float,
+    **environment: str,
+) -> list[Ended]:
+    """Start `command` as every rank of a job, with torchrun's variables, and wait for all to end.
+
+    The store that the ranks meet in is here, as it is in torchrun: it outlives any rank.
+
+    Args:
+        command: of one rank, which calls `join`.
+        num_ranks: R.
+        timeout: seconds for all of them together; then what is left is killed.
+        environment: more variables.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **environment,
+    }
+    deadline = time.monotonic() + timeout
+    with ExitStack() as files:
+        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        codes = [_exit_code(process, deadline) for process in processes]
+        for output in outputs:
+            output.seek(0)
+        return [Ended(code, out.read()) for code, out in zip(codes, outputs, strict=True)]
+
+
+def _exit_code(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Wait for the end of a process, or bring it about."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # the fault handler writes the stacks
+    try:
+        process.wait(DUMP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return None
+
+
+def join(backend: str) -> RankContext:
+    """Be a rank of the job that `run_ranks` started this process for.  Collective.
+
+    Args:
+        backend: "gloo", or "nccl" with a GPU for each rank.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = "cuda" if backend == "nccl" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend)
+    assert dist.group.WORLD is not None  # just made
+    return RankContext(rank, size, dist.group.WORLD, device)

@@ -1,0 +1,165 @@
+"""Static mode in a CUDA graph: captured once, replayed with other routings and payloads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+from run_case import caps_of, fitted, rounds_home
+
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.compare import assert_same_bits
+from megatron_ncclep.testing.contents import rows_of, weights_of
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
+
+pytestmark = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
+
+NUM_REPLAYS = 10
+
+# T = 200: more than one of the chunks in which kernels take tokens.
+CASE = Case("room", (200, 131, 0, 64), 16, 4, hidden=256, max_recv_rows=2048, dropped=0.1)
+CASES = [
+    CASE,
+    dataclasses.replace(CASE, name="overflow", max_recv_rows=160),
+    dataclasses.replace(CASE, name="aligned-overflow", alignment=16, max_recv_rows=320),
+    dataclasses.replace(CASE, name="skewed-bf16", skew=0.7, dtype=torch.bfloat16),
+]
+
+
+class Layer:
+    """One layer's calls over tensors that stay where they are, forward and backward."""
+
+    def __init__(self, ctx: RankContext, case: Case, engine: Engine) -> None:
+        self.ctx, self.case, self.engine = ctx, case, engine
+        T, limit, H, K = case.tokens[ctx.rank], case.max_recv_rows, case.hidden, case.top_k
+        assert limit is not None
+        placed = {"dtype": case.dtype, "device": ctx.device}
+        self.topk_idx = case.topk_idx(ctx.rank)
+        self.x, self.out_grad = torch.zeros(T, H, **placed), torch.zeros(T, H, **placed)
+        self.y, self.rows_grad = torch.zeros(limit, H, **placed), torch.zeros(limit, H, **placed)
+        self.w = torch.zeros(T, K, device=ctx.device)
+        self.row_w_grad = torch.zeros(limit, device=ctx.device)
+
+    def step(self) -> tuple[RoutePlan, list[torch.Tensor | None]]:
+        """Everything that a layer does with a plan; collective."""
+        engine = self.engine
+        plan = engine.plan(self.topk_idx)
+        return plan, [
+            *engine.dispatch(plan, self.x, self.w),
+            *engine.combine(plan, self.y),
+            *engine.dispatch(plan, self.out_grad),  # combine's backward
+            *engine.combine(plan, self.rows_grad, self.row_w_grad),  # dispatch's
+        ]
+
+    def fill(self, number: int) -> None:
+        """Make the inputs those of micro-batch `number`."""
+        case, rank = dataclasses.replace(self.case, seed=number), self.ctx.rank
+        self.topk_idx.copy_(case.topk_idx(rank))
+        for salt, tensor in enumerate((self.x, self.y, self.out_grad, self.rows_grad)):
+            tensor.copy_(self.rows(rank, len(tensor), number, salt))
+        self.w.copy_(weights_of(rank, tuple(self.w.shape), number, self.ctx.device))
+        self.row_w_grad.copy_(weights_of(rank, (len(self.row_w_grad),), -number, self.ctx.device))
+
+    def rows(self, rank: int, num_rows: int, number: int, salt: int) -> torch.Tensor:
+        case = self.case
+        return rows_of(rank, num_rows, case.hidden, case.dtype, 10 * number + salt, case.device)
+
+    def check(
+        self, plan: RoutePlan, results: list[torch.Tensor | None], number: int, round_home: bool
+    ) -> int:
+        """Compare with the oracle; return how many picks it dropped for this rank."""
+        case, rank = dataclasses.replace(self.case, seed=number), self.ctx.rank
+        limit, device, tokens = case.max_recv_rows, self.ctx.device, list(case.tokens)
+        assert limit is not None
+        ranks = range(case.num_ranks)
+        topk_idx = [case.topk_idx(r) for r in ranks]
+        tables = [slot_table(r, topk_idx, case.num_experts, case.alignment, limit) for r in ranks]
+        x, out_grad = ([self.rows(r, tokens[r], number, salt) for r in ranks] for salt in (0, 2))
+        y, rows_grad = ([self.rows(r, limit, number, salt) for r in ranks] for salt in (1, 3))
+        w = [weights_of(r, (tokens[r], case.top_k), number, device) for r in ranks]
+        row_w_grad = [weights_of(r, (limit,), -number, device) for r in ranks]
+        home = (tables, tokens, rank, case.top_k)
+        expected = {
+            "tokens_per_expert": tables[rank].padded,
+            "routed_per_expert": tables[rank].routed,
+            "num_dropped": tables[rank].num_dropped,
+        }
+        names = ("rows", "row_w", "out", "none", "y.grad", "none", "x.grad", "w.grad")
+        values = [
+            *table_dispatch(tables[rank], x, w),
+            *table_combine(*home, y, round_home=round_home),
+            *table_dispatch(tables[rank], out_grad),
+            *table_combine(*home, rows_grad, row_w_grad, round_home),
+        ]
+        what = f"{case}, micro-batch {number}, rank {rank}"
+        for name, value in expected.items():
+            assert_same_bits(getattr(plan, name), value, f"{what}: {name}")
+        for name, result, value in zip(names, results, values, strict=True):
+            assert (result is None) == (value is None), f"{what}: {name}"
+            if result is not None and value is not None:
+                assert_same_bits(result, value, f"{what}: {name}")
+        return int(tables[rank].num_dropped)
+
+
+Results = tuple[RoutePlan, list[torch.Tensor | None]]
+
+
+def captured(layer: Layer) -> tuple[Callable[[], None], Results]:
+    """A step as a graph: what replays it, and where it leaves its results."""
+    graph = torch.cuda.CUDAGraph()
+    # Meanwhile torch's own thread may ask how a collective is getting on.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = layer.step()
+    return graph.replay, results
+
+
+def replays_on_rank(
+    ctx: RankContext, case: Case, engine_name: str, eager_between: bool
+) -> tuple[str, int]:
+    """Replay a step again and again; return the first difference and the sum of dropped picks."""
+    case = case.on(ctx.device)
+    round_home = rounds_home(engine_name)
+    exact = dataclasses.replace(case, max_recv_rows=None)
+    difference, dropped = "", 0
+    with (
+        closing(create_engine(ctx.group, case.num_experts, case.config(engine_name))) as engine,
+        closing(create_engine(ctx.group, case.num_experts, exact.config(engine_name))) as other,
+    ):
+        layer = Layer(ctx, case, engine)
+        layer.step()  # windows that grow cannot be captured
+        torch.cuda.synchronize()
+        replay, (plan, results) = captured(layer)
+        for number in range(1, NUM_REPLAYS + 1):
+            layer.fill(number)
+            replay()
+            if eager_between:
+                between = other.plan(layer.topk_idx)
+                other.dispatch(between, layer.x, layer.w)
+            torch.cuda.synchronize()
+            if difference:
+                continue  # the other ranks go on
+            try:
+                dropped += layer.check(plan, results, number, round_home)
+            except AssertionError as error:
+                difference = str(error)
+    return difference, dropped
+
+
+@pytest.mark.parametrize("eager_between", [False, True], ids=["alone", "between-eager-calls"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_replays_are_the_oracles(
+    pool: RankPool, engine_name: str, case: Case, eager_between: bool
+) -> None:
+    assert "max_recv_rows" in caps_of(engine_name).options
+    case = fitted(case, pool, engine_name)
+    results = pool.run(replays_on_rank, case, engine_name, eager_between, ranks=case.num_ranks)
+    differences = [difference for difference, _ in results if difference]
+    assert not differences, "\n".join(differences)
+    dropped = sum(count for _, count in results)
+    assert (dropped > 0) == ("overflow" in case.name)

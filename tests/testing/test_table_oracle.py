@@ -1,0 +1,126 @@
+"""The table oracle and the payloads of large tests: what the slow oracle says, on every case."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ncclep.testing import contents
+from megatron_ncclep.testing.cases import Case, contract_cases
+from megatron_ncclep.testing.compare import assert_same_bits
+from megatron_ncclep.testing.contents import rows_of, weights_of
+from megatron_ncclep.testing.oracle import oracle_combine, oracle_dispatch, oracle_plan
+from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
+
+
+def check(case: Case) -> None:
+    ranks = range(case.num_ranks)
+    topk_idx = [case.topk_idx(rank) for rank in ranks]
+    routing = (topk_idx, case.num_experts, case.alignment, case.max_recv_rows)
+    plan = oracle_plan(*routing)
+    tables = [slot_table(rank, *routing) for rank in ranks]
+    for rank, table in enumerate(tables):
+        assert table.num_rows == len(plan.slots[rank])
+        assert table.routed.tolist() == plan.routed[rank]
+        assert table.padded.tolist() == plan.padded[rank]
+        assert int(table.num_dropped) == plan.num_dropped[rank]
+
+    x = [case.rows(rank, case.tokens[rank], salt=2) for rank in ranks]
+    w = [case.weights(rank) for rank in ranks]
+    rows, row_w = oracle_dispatch(plan, x, w)
+    for rank, table in enumerate(tables):
+        received, values = table_dispatch(table, x, w)
+        assert_same_bits(received, rows[rank], f"rows of rank {rank}")
+        assert values is not None
+        assert_same_bits(values, row_w[rank], f"weights of rank {rank}")
+        middle = slice(len(received) // 3, 2 * len(received) // 3)
+        received, none = table_dispatch(table, x, rows=middle)
+        assert none is None
+        assert_same_bits(received, rows[rank][middle], f"some rows of rank {rank}")
+
+    y = [case.rows(rank, len(plan.slots[rank]), salt=5) for rank in ranks]
+    for round_home in (False, True):
+        out, home_w = oracle_combine(plan, y, row_w, round_home)
+        for rank in ranks:
+            arguments = (tables, list(case.tokens), rank, case.top_k, y)
+            sums, values = table_combine(*arguments, row_w, round_home)
+            assert_same_bits(sums, out[rank], f"output of rank {rank}")
+            assert values is not None
+            assert_same_bits(values, home_w[rank], f"weights back at rank {rank}")
+            alone, none = table_combine(*arguments, round_home=round_home)
+            assert none is None
+            assert_same_bits(alone, out[rank], f"output of rank {rank}, without weights")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_contract_cases(ranks: int) -> None:
+    for case in contract_cases(ranks):
+        check(case)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    tokens=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    local_experts=st.integers(1, 4),
+    alignment=st.sampled_from([1, 1, 2, 16]),
+    stretches=st.none() | st.integers(1, 40),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    skew=st.sampled_from([0.0, 0.7, 100.0]),
+    dropped=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 100),
+)
+def test_random_cases(
+    tokens: list[int],
+    local_experts: int,
+    alignment: int,
+    stretches: int | None,
+    dtype: torch.dtype,
+    skew: float,
+    dropped: float,
+    seed: int,
+) -> None:
+    num_experts = local_experts * len(tokens)
+    case = Case(
+        "random",
+        tuple(tokens),
+        num_experts,
+        top_k=min(4, num_experts),
+        hidden=3,
+        dtype=dtype,
+        alignment=alignment,
+        max_recv_rows=None if stretches is None else alignment * stretches,
+        skew=skew,
+        dropped=dropped,
+        seed=seed,
+    )
+    check(case)
+
+
+def test_the_worked_example() -> None:
+    topk_idx = [torch.tensor([[0, 1], [3, 0]]), torch.tensor([[2, 1]])]
+    assert slot_table(0, topk_idx, 4).slot.tolist() == [[0, 2], [1, -1], [-1, 3]]
+
+
+def all_rows(salt: int) -> torch.Tensor:
+    return torch.cat([rows_of(rank, 300, 8, torch.bfloat16, salt, "cpu") for rank in range(3)])
+
+
+def test_rows_name_rank_row_and_salt() -> None:
+    rows = torch.cat([all_rows(salt) for salt in (0, 1, 2**31 - 1)])
+    assert len(rows.unique(dim=0)) == len(rows)
+    assert len(rows_of(0, 1, 4096, torch.float32, 7, "cpu").unique()) > 4000  # and the column
+    assert -1 <= float(rows.min()) < -0.99 < 0.99 < float(rows.max()) <= 1
+
+
+def test_rows_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = all_rows(salt=3)
+    monkeypatch.setattr(contents, "PIECE", 56)
+    assert torch.equal(all_rows(salt=3), whole)
+
+
+def test_weights_are_all_different() -> None:
+    weights = torch.cat([weights_of(rank, (2**16, 16), 5, "cpu").flatten() for rank in (0, 1, 15)])
+    assert len(weights.unique()) == len(weights)
+    assert 0 < float(weights.min()) < float(weights.max()) <= 1
