@@ -118,6 +118,7 @@ class NativeEngine:
         on all ranks.
         """
         self._require_open()
+        self._raise_failure()
         try:
             agreement = agree_on_routes(
                 self.group, topk_idx, self.num_experts, self.caps, self.config, self._topk_problem
