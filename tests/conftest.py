@@ -63,6 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "needs_caps(test=...): left out for an engine whose EngineCaps fail the test",
     )
     config.addinivalue_line("markers", "cpu_only: left out with --backend nccl; a comment says why")
+    if config.getoption("--iterations") < 1:
+        raise pytest.UsageError("--iterations: must be at least 1")
     check_options(chosen_engines(config), chosen_ranks(config), config.getoption("--backend"))
 
 

@@ -74,9 +74,12 @@ def run_ranks(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                start_new_session=True,  # what it starts ends with it
             )
             for rank, output in enumerate(outputs)
         ]
+        for process in processes:
+            files.callback(_kill, process)
         codes = [_exit_code(process, deadline) for process in processes]
         for output in outputs:
             output.seek(0)
@@ -88,13 +91,19 @@ def _exit_code(process: subprocess.Popen[bytes], deadline: float) -> int | None:
     try:
         return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # the fault handler writes the stacks
+        os.killpg(process.pid, signal.SIGABRT)  # the fault handler writes the stacks
     try:
         process.wait(DUMP_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        _kill(process)
     return None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, and what it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def join(backend: str) -> RankContext:

@@ -13,7 +13,7 @@ from megatron_ncclep.testing.processes import Ended, run_ranks
 # What never has to do with a rank that does not come.
 CRASHES = ("CUDA error", "terminate called", "Segmentation fault", "illegal memory", "LibraryError")
 # Seconds for a whole job: mostly for the start of its processes, which share a CPU with others.
-JOB_S = 150.0
+JOB_S = 90.0
 # Far above the deadline, far below LONG_S and torch's own ten minutes.
 SOON_S = 6 * DEADLINE_S
 

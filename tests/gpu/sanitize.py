@@ -24,7 +24,7 @@ NUM_RANKS, ITERATIONS = 2, 4
 SEEDS = (0, 4)  # a rank without tokens; static mode that drops picks
 SIZES = Sizes(tokens=300, experts=16, hidden=(128, 512), elements=2**18)
 # Kernels under a tool are a hundred times slower.
-TIMEOUT_S, JOB_S = 200.0, 900.0
+TIMEOUT_S, JOB_S = 120.0, 240.0
 FOUND = 86  # the exit code of a tool that found something
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
 

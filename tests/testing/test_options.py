@@ -47,6 +47,7 @@ def test_gpu_tests_are_not_collected_without_gpus() -> None:
         (["--engine", "nope"], "--engine nope: the engines are"),
         (["--engine", "nccl_ep"], "--engine nccl_ep: cannot run over gloo on the CPU: it needs "),
         (["--ranks", "0"], "--ranks 0: must be at least 1"),
+        (["--iterations", "0"], "--iterations: must be at least 1"),
         (
             ["--backend", "nccl", "--ranks", "1", "--ranks", "999"],
             "--backend nccl needs a GPU for each of 999 ranks",

@@ -19,7 +19,7 @@ time.sleep(60)
 
 
 def test_exit_codes_output_and_what_hangs() -> None:
-    first, second, third = run_ranks([sys.executable, "-c", RANK], 3, timeout=10)
+    first, second, third = run_ranks([sys.executable, "-c", RANK], 3, timeout=5)
     assert first == Ended(3, "rank 0 of 3\n")
     assert second == Ended(0, "rank 1 of 3\n")
     assert third.exit_code is None
