@@ -78,8 +78,9 @@ debian_package() {
     local name=$1 suite=$2 component=$3 folder=$4 codename uri
     local keys=/usr/share/keyrings/debian-archive-keyring.gpg
     codename=$(sed -nE 's/^VERSION_CODENAME=//p' /etc/os-release)
-    uri=$(apt-get indextargets --format "\$(REPO_URI)" "Created-By: Packages" \
-        "Release: $codename" "Component: main" | head -n 1)
+    # --no-release-info: also on a machine that has not run `apt-get update` yet.
+    uri=$(apt-get indextargets --no-release-info --format "\$(REPO_URI)" \
+        "Created-By: Packages" "Release: $codename" "Component: main" | head -n 1)
     if [ -z "$uri" ] || [ ! -f "$keys" ]; then
         echo "apt-get knows no source of Debian's packages here" >&2
         return 1
