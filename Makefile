@@ -10,12 +10,12 @@ export PYTHON
 SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help train test lint types format setup clean
+.PHONY: help train test lint types builds format setup clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
 	@echo
-	@echo "ARGS=\"...\"  arguments of 'ncclep train' or of pytest"
+	@echo "ARGS=\"...\"  arguments of 'ncclep train', pytest or scripts/build_matrix.sh"
 	@echo "PYTHON=...  the Python to use: a version such as 3.12, a command or a path"
 	@echo "VENV=...    the folder of the virtual environment (default: .venv)"
 
@@ -34,6 +34,9 @@ lint: $(READY)  ## check style: Python, shell scripts, native sources
 
 types: $(READY)  ## check types
 	$(BIN)/mypy
+
+builds: $(READY)  ## compile the extension with several CUDA toolkits; ARGS="13.0:90a" picks some
+	PYTHON=$(BIN)/python scripts/build_matrix.sh $(ARGS)
 
 format: $(READY)  ## rewrite all sources in the project's style
 	$(BIN)/ruff check --fix .

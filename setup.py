@@ -17,9 +17,11 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
@@ -57,11 +59,14 @@ class BuildExtension(build_ext):
             ("NCCLEP_ARCHITECTURES", f'"{names}"'),
         ]
         ext.include_dirs += [str(SOURCES), str(home / "include")]
-        ext.library_dirs += [str(home / "lib64")]
+        # Toolkits from pip have their libraries in lib/.
+        ext.library_dirs += [str(home / "lib64"), str(home / "lib")]
         ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
-        for source in sorted(SOURCES.rglob("*.cu")):
-            ext.extra_objects.append(self.compile_kernels(home, source))
-        super().build_extension(ext)
+        kernels = sorted(SOURCES.rglob("*.cu"))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            ext.extra_objects += pool.map(partial(self.compile_kernels, home), kernels)
+        with ParallelCompile():
+            super().build_extension(ext)
 
     def compile_kernels(self, home, source):
         """Compile one .cu file to an object file, if it is older than the sources."""

@@ -302,8 +302,9 @@ void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintp
   Dispatch job = arguments;
   DispatchSplit split = split_dispatch(num_sms, me.control.num_ranks, arguments.top_k);
   void* parameters[] = {&rank, &job, &shape, &split};
-  cuda_check(cudaLaunchCooperativeKernel(dispatch_kernel, num_sms, kWarps * kWarpSize, parameters,
-                                         ring_bytes, reinterpret_cast<cudaStream_t>(stream)),
+  cuda_check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(dispatch_kernel), num_sms,
+                                         kWarps * kWarpSize, parameters, ring_bytes,
+                                         reinterpret_cast<cudaStream_t>(stream)),
              "launching dispatch");
 }
 

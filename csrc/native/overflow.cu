@@ -228,7 +228,8 @@ void drop_what_does_not_fit(const Rank& me, const Drop& arguments, const PlanScr
                                   static_cast<int>(bytes)),
              "setting the shared memory of static mode");
   void* parameters[] = {&rank, &job, &memory, &share};
-  cuda_check(cudaLaunchCooperativeKernel(kernel, share.num_ctas, kPlanThreads, parameters, bytes,
+  cuda_check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), share.num_ctas,
+                                         kPlanThreads, parameters, bytes,
                                          reinterpret_cast<cudaStream_t>(stream)),
              "launching static mode");
 }

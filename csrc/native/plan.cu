@@ -304,7 +304,8 @@ void plan_count(const Rank& me, const PlanCount& arguments, const PlanScratch& s
                                   static_cast<int>(bytes)),
              "setting the shared memory of plan");
   void* parameters[] = {&rank, &plan, &memory, &share};
-  cuda_check(cudaLaunchCooperativeKernel(kernel, share.num_ctas, kPlanThreads, parameters, bytes,
+  cuda_check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), share.num_ctas,
+                                         kPlanThreads, parameters, bytes,
                                          reinterpret_cast<cudaStream_t>(stream)),
              "launching plan");
 }
