@@ -21,7 +21,7 @@ or nvcc on PATH.  Otherwise it is fetched into a temporary folder, and nothing i
 
 Each extension is compiled in a temporary folder, with warnings as errors, and loaded, for which no
 GPU is needed.  A toolkit that cannot be had is listed as NOT RUN.  The exit status is 0 only if
-everything asked for compiled and loaded.
+everything asked for compiled and loaded, 3 if nothing failed but something was not run, else 1.
 
 Environment:
 
@@ -43,7 +43,8 @@ work=$(mktemp -d) || exit
 trap 'rm -rf "$work"' EXIT
 
 table=()     # lines of the summary
-failures=0   # whatever makes the exit status differ from 0
+failures=0   # toolkits that compiled nothing that can be loaded
+not_run=0    # toolkits that could not be had
 
 row() { table+=("$(printf '%-14s  %-14s  %-7s  %7s  %s' "$@")"); }
 
@@ -192,7 +193,7 @@ for entry in "${wanted[@]}"; do
         false
     fi || {
         row "$toolkit" "${architectures:--}" "NOT RUN" $((SECONDS - start)) "$remark"
-        failures=$((failures + 1))
+        not_run=$((not_run + 1))
         continue
     }
     start=$SECONDS
@@ -217,4 +218,5 @@ done
 
 printf '\n%-14s  %-14s  %-7s  %7s  %s\n' toolkit architectures result seconds remark
 printf '%s\n' "${table[@]}"
-[ "$failures" -eq 0 ]
+[ "$failures" -eq 0 ] || exit 1
+[ "$not_run" -eq 0 ] || exit 3
