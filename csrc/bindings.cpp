@@ -206,8 +206,9 @@ void bind_native(py::module_& module) {
       .def("bad_ranks", &Group::bad_ranks, "forget"_a)
       .def("dispatch", &Group::dispatch, "plan"_a, "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
            "stream"_a)
-      .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "out"_a, "home_w"_a, "num_sms"_a,
-           "stream"_a)
+      .def("sums_size", &Group::sums_size, "plan"_a, "num_sms"_a)
+      .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "sums"_a, "out"_a, "home_w"_a,
+           "num_sms"_a, "stream"_a)
       .def("failure", &Group::failure);
   // How dispatch and combine share their CTAs: (senders, receivers).
   const auto bind_split = [&module](const char* name, Split (*split)(int, int, int)) {

@@ -1,5 +1,5 @@
 // One warp makes rows out of sums of rows: asynchronous copies into a ring of stages in shared
-// memory, fp32 sums in registers, 16-byte stores, which may go to another rank.
+// memory, fp32 sums in registers, and stores.  Everything is in this GPU's memory.
 //
 // Rows travel in pieces of kPiece bytes, a stage each, so that a sum stays in registers whatever
 // the row's length.  Example: a row of two pieces that is the sum of rows a and b takes four
@@ -50,7 +50,7 @@ enum Mark : std::uint32_t {
 };
 
 template <int kStages>
-struct alignas(16) Ring {
+struct alignas(16) PieceRing {
   char pieces[kStages][kPiece];
   Stage stages[kStages];
 };
@@ -61,7 +61,7 @@ struct alignas(16) Ring {
 //   next(Sum*)     -> bool: the warp's next row, or false; all lanes call it together
 //   done()         all lanes: the stores of the next row, in the order of `next`, are issued
 template <typename T, bool kHasParts, int kStages, typename Next, typename Done>
-__device__ void add_up(Ring<kStages>& ring, int row_bytes, Next&& next, Done&& done) {
+__device__ void add_up(PieceRing<kStages>& ring, int row_bytes, Next&& next, Done&& done) {
   constexpr int kWidth = Vector<T>::kWidth;
   const int lane = threadIdx.x % kLanes;
 

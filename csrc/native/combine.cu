@@ -1,23 +1,33 @@
-// One kernel, two kinds of CTAs (split.h).
+// One kernel, three kinds of CTAs (split.h).
 //
-// *Pushing* warps add up, in fp32 and in ascending order of local experts, the rows of each pair
-// that came from another rank, and store the sum, rounded once, into that rank's window.  The
-// *telling* warp of a pushing CTA keeps the books: when the sums of all pairs of a chunk of a
-// rank's tokens are in that rank's window, it tells it so.
+// *Adding* CTAs add up, in fp32 and in ascending order of local experts, the rows of each pair that
+// came from another rank; the sums, rounded once, stay in this GPU's memory.  They are done unit by
+// unit.
 //
-// *Summing* warps wait for the chunks of this rank's own tokens and add the ranks' parts up in
+// *Sending* CTAs copy the sums of a unit that is done into the window of the rank they are for, and
+// tell it when a chunk of its tokens is complete.  Copies take few SMs, and a busy link holds up
+// nothing but them.
+//
+// Where the link is not what takes longest (split.h), there are no sending CTAs, and the adding
+// ones store into the windows of other ranks themselves.
+//
+// *Summing* CTAs wait for the chunks of this rank's own tokens and add the ranks' parts up in
 // ascending order, this rank's own part straight from its rows, unrounded.
 //
-// The window for sums has a row for each (token, rank).  Nobody pushes into a rank's window before
+// The window for sums has a row for each (token, rank).  Nobody sends into a rank's window before
 // that rank has entered this combine, and so has left the one before.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "common/cuda.h"
 #include "native/add_up.cuh"
 #include "native/combine.h"
+#include "native/pairs.cuh"
+#include "native/progress.cuh"
+#include "native/ring.cuh"
 #include "native/split.h"
 #include "native/wait.cuh"
 
@@ -25,222 +35,266 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr int kWarpSize = 32;
-constexpr int kWarps = 16;  // of a CTA; in a pushing CTA the last one tells
-constexpr int kPushingWarps = kWarps - 1;
-constexpr int kStages = 6;
-// Fences hold up the stores of the whole SM: the books are kept now and then only.
-constexpr int kBookPauses = 8, kBookPauseNs = 500;
+constexpr int kAddingWarps = kWarps - 1;  // the last warp of an adding CTA keeps the books
+using AddUpRing = PieceRing<5>;
+// A row that was sent is taken for written when this many more pieces of its warp are on their way.
+constexpr int kSentAhead = 3;
 
-struct Shared {
-  Ring<kStages> rings[kWarps];
-  const char* parts[kWarps][kWarpSize];
-  // By pushing warp: pairs whose sums are stored, and whether there are no more to come.
-  volatile int num_pushed[kPushingWarps];
-  volatile int is_over[kPushingWarps];
-};
-
-__device__ char* sums_window(const Rank& me, int rank) {
-  return me.rows_of[rank] + 2 * me.dispatch_bytes;
+// Where `me` lets the sums of `token` of rank `home` go.
+__device__ char* place_of_sum(const Rank& me, int home, int token, int rank, int row_bytes) {
+  return me.rows_of[home] + 2 * me.dispatch_bytes +
+         (static_cast<std::size_t>(token) * me.control.num_ranks + rank) * row_bytes;
 }
 
-// The pairs that one pushing warp takes, in order: of one other rank, so that warps do not all
-// change from rank to rank at once, and every so many-th, so that all warps end at the same time.
-class PairCursor {
- public:
-  __device__ PairCursor(const Rank& me, const ReceivedRoutes& routes, int num_ctas, int warp) {
-    const int others = me.control.num_ranks - 1;
-    if (others == 0) return;
-    const int place = warp * num_ctas + blockIdx.x, warps = kPushingWarps * num_ctas;
-    source = (me.rank + 1 + place % others) % me.control.num_ranks;
-    step_ = (warps - place % others + others - 1) / others;  // warps for this rank
-    next_ = routes.first_pair[source] + place / others;
-    end_ = routes.first_pair[source + 1];
-  }
+__device__ std::uint64_t* added_flag(const Rank& me, int source, int unit) {
+  return reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + me.control.added()) +
+         source * me.control.max_units() + unit;
+}
 
-  // Goes to the next pair; false when there is none.
-  __device__ bool next() {
-    if (next_ >= end_) return false;
-    pair = next_;
-    next_ += step_;
-    return true;
-  }
-
-  int source = 0, pair = 0;
-
- private:
-  int next_ = 0, end_ = 0, step_ = 0;
-};
-
-// One pushing warp's share of the pairs.
+// One adding warp's share of the pairs.
 template <typename T>
-__device__ void push(const Rank& me, const Combine& job, Shared& shared, int num_ctas, int warp,
-                     std::uint64_t epoch) {
+__device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool sends,
+                    AddUpRing& ring, Books& books, int warp, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairCursor cursor(me, routes, num_ctas, warp);
+  PairCursor cursor(me, routes, crew, warp);
+  const bool sends_weights = sends && job.has_weights;
   // Routes are read ahead: of the pair after the next, where its picks are; of the next, its slots.
   struct Pair {
     bool is_there = false;
-    int source = 0, token = 0, first = 0, end = 0;
+    int pair = 0, token = 0, first = 0, end = 0;
     int slot = 0, home = 0;  // of this lane's pick
   };
   const auto find = [&] {
-    Pair pair;
-    pair.is_there = cursor.next();
-    if (pair.is_there) {
-      pair.source = cursor.source;
-      pair.token = routes.pair_token[cursor.pair];
-      pair.first = routes.pair_first[cursor.pair];
-      pair.end = routes.pair_first[cursor.pair + 1];
+    Pair found;
+    found.is_there = cursor.next();
+    if (found.is_there) {
+      found.pair = cursor.pair;
+      found.first = routes.pair_first[cursor.pair];
+      found.end = routes.pair_first[cursor.pair + 1];
+      if (sends) found.token = routes.pair_token[cursor.pair];
     }
-    return pair;
+    return found;
   };
-  const auto find_slots = [&](Pair& pair) {
-    if (!pair.is_there || lane >= pair.end - pair.first) return;
-    pair.slot = routes.pick_slot[pair.first + lane];
-    if (job.has_weights) pair.home = routes.pick_home[pair.first + lane];
+  const auto find_slot = [&](Pair& found) {
+    if (!found.is_there || lane >= found.end - found.first) return;
+    found.slot = routes.pick_slot[found.first + lane];
+    if (sends_weights) found.home = routes.pick_home[found.first + lane];
   };
-  Pair current, following = find(), second = find();
-  find_slots(following);
-  std::uint32_t entered = 0;
+  Pair now, following = find(), second = find();
+  find_slot(following);
+  const int source = cursor.source;  // a warp has pairs of one rank only
+  float* values = reinterpret_cast<float*>(me.control_of[source] + me.control.values());
   float weight = 0;
+  bool has_entered = !sends;
   const auto next = [&](Sum* sum) {
-    if (job.has_weights && current.is_there && lane < current.end - current.first) {
-      auto* values = reinterpret_cast<float*>(me.control_of[current.source] + me.control.values());
-      values[current.home] = weight;
-    }
-    current = following;
-    if (!current.is_there) return false;
+    if (sends_weights && now.is_there && lane < now.end - now.first) values[now.home] = weight;
+    now = following;
+    if (!now.is_there) return false;
     following = second;
     second = find();
-    find_slots(following);
-    if (!(entered >> current.source & 1)) {
-      const auto* word = signal_word(me.control_of[me.rank], me.control, kEntered, current.source);
-      const bool is_in = wait_for(me, Phase::kCombine, current.source, word, epoch);
-      if (!__all_sync(~0u, is_in)) return current.is_there = false;
-      entered |= 1u << current.source;
+    find_slot(following);
+    if (!has_entered) {
+      const auto* word = signal_word(me.control_of[me.rank], me.control, kEntered, source);
+      has_entered = __all_sync(~0u, wait_for(me, Phase::kCombine, source, word, epoch));
+      if (!has_entered) return now.is_there = false;
     }
-    const int picks = current.end - current.first;
-    if (job.has_weights && lane < picks) weight = job.w[current.slot];
-    sum->row = job.y + static_cast<std::size_t>(current.slot) * job.row_bytes;
-    sum->num_rows = picks;
+    sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
+    sum->num_rows = now.end - now.first;
     sum->part_begin = sum->part_end = 0;
-    sum->out =
-        sums_window(me, current.source) +
-        (static_cast<std::size_t>(current.token) * me.control.num_ranks + me.rank) * job.row_bytes;
+    sum->out = sends ? place_of_sum(me, source, now.token, me.rank, job.row_bytes)
+                     : job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes;
+    if (sends_weights && lane < sum->num_rows) weight = job.w[now.slot];
     return true;
   };
-  int num_pushed = 0;
+  int num_done = 0;
   const auto done = [&] {
     __syncwarp();
-    if (lane != 0) return;
-    __threadfence_block();
-    shared.num_pushed[warp] = ++num_pushed;
+    if (lane == 0) books.note(warp, ++num_done);
   };
-  add_up<T, false>(shared.rings[warp], job.row_bytes, next, done);
-  __threadfence_block();
-  if (lane == 0) shared.is_over[warp] = 1;
+  add_up<T, false>(ring, job.row_bytes, next, done);
+  if (lane == 0) books.close(warp);
 }
 
-// Lane i follows pushing warp i.
-__device__ void tell(const Rank& me, const Combine& job, Shared& shared, int num_ctas,
+// A pair's sum is made: tells the sending CTAs when it was the last of its unit.
+__device__ void publish_added(const Rank& me, const PairCursor& cursor, std::uint64_t epoch) {
+  auto* num_added =
+      reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_added());
+  unsigned int* count = num_added + cursor.source * me.control.max_units() + cursor.unit();
+  if (static_cast<int>(atomicAdd(count, 1u)) != cursor.pairs_of_unit() - 1) return;
+  *count = 0;  // for the next combine
+  store_release(added_flag(me, cursor.source, cursor.unit()), epoch);
+}
+
+// One sending warp's share of the pairs.
+__device__ void send(const Rank& me, const Combine& job, const Crew& crew, const RingShape& shape,
+                     Ring& ring, const Progress& progress, Books& books, int warp,
                      std::uint64_t epoch) {
-  const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
-  const int lane = threadIdx.x % kWarpSize, max_chunks = layout.max_chunks();
-  const bool follows = lane < kPushingWarps;
-  PairCursor cursor(me, routes, num_ctas, follows ? lane : 0);
-  auto* num_pushed = reinterpret_cast<unsigned int*>(me.control_of[me.rank] + layout.num_pushed());
-  int told = 0;
-  for (bool is_over = false; !is_over;) {
-    for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {
-      __nanosleep(kBookPauseNs);
-      is_over = __all_sync(~0u, !follows || shared.is_over[lane] != 0);
+  const int lane = threadIdx.x % kWarpSize;
+  PairCursor cursor(me, routes, crew, warp);
+  struct Pair {
+    bool is_there = false;
+    int source = 0, pair = 0, unit = 0, token = 0, first = 0, end = 0;
+    int slot = 0, home = -1;  // of this lane's pick, if there are weights
+  };
+  const auto find = [&] {
+    Pair found;
+    found.is_there = cursor.next();
+    if (found.is_there) {
+      found.source = cursor.source;
+      found.pair = cursor.pair;
+      found.unit = cursor.unit();
+      found.token = routes.pair_token[cursor.pair];
+      if (job.has_weights) {
+        found.first = routes.pair_first[cursor.pair];
+        found.end = routes.pair_first[cursor.pair + 1];
+      }
     }
-    const int pushed = follows ? shared.num_pushed[lane] : 0;  // after is_over
-    if (!__any_sync(~0u, told < pushed)) continue;
-    // What the pushing warps stored before, every rank sees before what follows.
-    __threadfence_system();
-    for (; told < pushed && cursor.next(); ++told) {
-      const int chunk = routes.pair_token[cursor.pair] / kChunk;
-      const std::int32_t* chunk_pair =
-          routes.chunk_pair + cursor.source * (routes.num_chunks + 1) + chunk;
-      const auto pairs = static_cast<unsigned int>(chunk_pair[1] - chunk_pair[0]);
-      unsigned int* count = num_pushed + cursor.source * max_chunks + chunk;
-      if (atomicAdd(count, 1u) != pairs - 1) continue;
-      *count = 0;  // for the next combine
-      auto* flags =
-          reinterpret_cast<std::uint64_t*>(me.control_of[cursor.source] + layout.pushed());
-      store_release(flags + me.rank * max_chunks + chunk, epoch);
+    return found;
+  };
+  const auto find_slot = [&](Pair& found) {
+    if (found.is_there && lane < found.end - found.first) {
+      found.slot = routes.pick_slot[found.first + lane];
+      found.home = routes.pick_home[found.first + lane];
     }
+  };
+  Pair now = find(), second = find();
+  find_slot(now);
+  int piece = 0;
+  bool has_entered = false;  // a warp sends to one rank only
+  Seen seen;
+  // What is in each stage.
+  char* to[kRingStages];
+  int bytes[kRingStages], home[kRingStages];
+  bool ends_row[kRingStages];
+  float weight[kRingStages];
+  const auto load = [&](int s) {
+    if (!now.is_there) return false;
+    if (!has_entered) {
+      const auto* word = signal_word(me.control_of[me.rank], me.control, kEntered, now.source);
+      has_entered = __all_sync(~0u, wait_for(me, Phase::kCombine, now.source, word, epoch));
+      if (!has_entered) return now.is_there = false;
+    }
+    if (!seen.wait_for_unit(progress, now.source, now.unit)) return now.is_there = false;
+    const int offset = piece * shape.piece_bytes;
+    bytes[s] = min(shape.piece_bytes, job.row_bytes - offset);
+    to[s] = place_of_sum(me, now.source, now.token, me.rank, job.row_bytes) + offset;
+    ends_row[s] = piece == shape.pieces - 1;
+    home[s] = ends_row[s] ? now.home : -1;
+    if (home[s] >= 0) weight[s] = job.w[now.slot];
+    if (lane == 0) {
+      start_load(ring.pieces + s * shape.piece_bytes,
+                 job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes + offset, bytes[s],
+                 ring.full + s);
+    }
+    ++piece;
+    if (!ends_row[s]) return true;
+    piece = 0;
+    now = second;
+    second = find();
+    find_slot(now);
+    return true;
+  };
+  float* values = reinterpret_cast<float*>(me.control_of[cursor.source] + me.control.values());
+  const auto store = [&](int s) {
+    if (lane == 0) start_store(to[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
+    if (home[s] >= 0) values[home[s]] = weight[s];
     __syncwarp();
+  };
+  // Bit i: whether the piece sent i pieces ago was the last of its row.
+  std::uint32_t row_ends = 0;
+  int num_sent = 0, num_written = 0;
+  const auto stored = [&](int s) {
+    row_ends = row_ends << 1 | static_cast<std::uint32_t>(ends_row[s]);
+    num_sent += ends_row[s];
+    if (lane != 0) return;
+    wait_for_older_stores<kSentAhead>();
+    if (row_ends >> kSentAhead & 1) books.note(warp, ++num_written);
+  };
+  ring.run(load, store, stored);
+  if (lane == 0) {
+    books.note(warp, num_sent);
+    books.close(warp);
   }
+}
+
+// A pair's sum is in its home's window: tells the home when it was the last of its chunk.
+__device__ void publish_sent(const Rank& me, const ReceivedRoutes& routes, const PairCursor& cursor,
+                             std::uint64_t epoch) {
+  const int max_chunks = me.control.max_chunks(), source = cursor.source;
+  const int chunk = routes.pair_token[cursor.pair] / kChunk;
+  const std::int32_t* chunk_pair = routes.chunk_pair + source * (routes.num_chunks + 1) + chunk;
+  auto* num_pushed =
+      reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_pushed());
+  unsigned int* count = num_pushed + source * max_chunks + chunk;
+  if (static_cast<int>(atomicAdd(count, 1u)) != chunk_pair[1] - chunk_pair[0] - 1) return;
+  *count = 0;  // for the next combine
+  auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[source] + me.control.pushed());
+  store_release(flags + me.rank * max_chunks + chunk, epoch);
 }
 
 // One summing warp's share of this rank's tokens.
 template <typename T>
-__device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, int cta, int num_ctas,
-                       int warp, std::uint64_t epoch) {
+__device__ void sum_up(const Rank& me, const Combine& job, const Crew& crew, AddUpRing& ring,
+                       const char** parts, int warp, std::uint64_t epoch) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int num_ranks = layout.num_ranks, lane = threadIdx.x % kWarpSize;
-  const int step = kWarps * num_ctas;
+  const int step = crew.num_warps * crew.num_ctas;
   const auto* flags =
       reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.pushed());
   const auto* values = reinterpret_cast<const float*>(me.control_of[me.rank] + layout.values());
   const int first_own = routes.pair_first[routes.first_pair[me.rank]];
-  // As in `push`: of the token after the next, its masks; of the next, its own slots.
+  // As in `add`: of the token after the next, its masks; of the next, its own slots.
   struct Token {
     int token = 0;
     std::uint32_t ranks = 0, picks = 0, own_picks = 0;
     int first = 0, slot = 0;
   };
-  int last = warp * num_ctas + cta - step;
+  int last = warp * crew.num_ctas + crew.cta - step;
   const auto find = [&] {
-    Token token;
-    token.token = last += step;
-    if (token.token < job.num_tokens) {
-      token.ranks = job.home.token_ranks[token.token];
-      token.picks = job.home.token_picks[token.token];
-      token.own_picks = job.home.own_picks[token.token];
-      token.first = job.home.own_first[token.token];
+    Token found;
+    found.token = last += step;
+    if (found.token < job.num_tokens) {
+      found.ranks = job.home.token_ranks[found.token];
+      found.picks = job.home.token_picks[found.token];
+      found.own_picks = job.home.own_picks[found.token];
+      found.first = job.home.own_first[found.token];
     }
-    return token;
+    return found;
   };
-  const auto find_slots = [&](Token& token) {
-    if (lane < __popc(token.own_picks)) {
-      token.slot = routes.pick_slot[first_own + token.first + lane];
+  const auto find_slot = [&](Token& found) {
+    if (lane < __popc(found.own_picks)) {
+      found.slot = routes.pick_slot[first_own + found.first + lane];
     }
   };
   Token following = find(), second = find();
-  find_slots(following);
-  const char** parts = shared.parts[warp];
+  find_slot(following);
   const auto next = [&](Sum* sum) {
-    const Token token = following;
-    if (token.token >= job.num_tokens) return false;
+    const Token now = following;
+    if (now.token >= job.num_tokens) return false;
     following = second;
     second = find();
-    find_slots(following);
-    const std::uint32_t others = token.ranks & ~(1u << me.rank);
+    find_slot(following);
+    const std::uint32_t others = now.ranks & ~(1u << me.rank);
     const bool is_part = lane < num_ranks && (others >> lane & 1);
     bool is_here = true;
     if (is_part) {
       is_here = wait_for(me, Phase::kCombine, lane,
-                         flags + lane * layout.max_chunks() + token.token / kChunk, epoch);
+                         flags + lane * layout.max_chunks() + now.token / kChunk, epoch);
     }
     if (!__all_sync(~0u, is_here)) return false;
     // Parts of lower ranks, own rows, parts of higher ranks.
-    const int own_rows = __popc(token.own_picks);
+    const int own_rows = __popc(now.own_picks);
     const std::uint32_t lower_lanes = (1u << lane) - 1, lower_ranks = (1u << me.rank) - 1;
     const int own_first = __popc(others & lower_ranks);
     if (is_part) {
       parts[__popc(others & lower_lanes) + (lane > me.rank ? own_rows : 0)] =
-          sums_window(me, me.rank) +
-          (static_cast<std::size_t>(token.token) * num_ranks + lane) * job.row_bytes;
+          place_of_sum(me, me.rank, now.token, lane, job.row_bytes);
     }
     if (lane < own_rows) {
-      parts[own_first + lane] = job.y + static_cast<std::size_t>(token.slot) * job.row_bytes;
+      parts[own_first + lane] = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
     }
     __syncwarp();
     sum->row = parts[lane];
@@ -248,42 +302,76 @@ __device__ void sum_up(const Rank& me, const Combine& job, Shared& shared, int c
     sum->num_rows = __popc(others) + own_rows;
     sum->part_begin = own_first;
     sum->part_end = own_first + (own_rows > 1 ? own_rows : 0);
-    sum->out = job.out + static_cast<std::size_t>(token.token) * job.row_bytes;
+    sum->out = job.out + static_cast<std::size_t>(now.token) * job.row_bytes;
     if (job.has_weights) {
-      const std::size_t first = static_cast<std::size_t>(token.token) * job.top_k;
-      if (lane < job.top_k && !(token.own_picks >> lane & 1)) {
-        job.home_w[first + lane] = token.picks >> lane & 1 ? __ldcg(values + first + lane) : 0.0f;
+      const std::size_t first = static_cast<std::size_t>(now.token) * job.top_k;
+      if (lane < job.top_k && !(now.own_picks >> lane & 1)) {
+        job.home_w[first + lane] = now.picks >> lane & 1 ? __ldcg(values + first + lane) : 0.0f;
       }
       if (lane < own_rows) {
-        job.home_w[routes.pick_home[first_own + token.first + lane]] = job.w[token.slot];
+        job.home_w[routes.pick_home[first_own + now.first + lane]] = job.w[now.slot];
       }
     }
     return true;
   };
-  add_up<T, true>(shared.rings[warp], job.row_bytes, next, [] {});
+  add_up<T, true>(ring, job.row_bytes, next, [] {});
+}
+
+// Units of source `lane` that will be added.
+__device__ int needed_units(const Rank& me, const ReceivedRoutes& routes) {
+  const int lane = threadIdx.x % kWarpSize;
+  if (lane >= me.control.num_ranks || lane == me.rank) return 0;
+  return (routes.first_pair[lane + 1] - routes.first_pair[lane] + kUnit - 1) / kUnit;
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
-    combine_kernel(Rank me, Combine job, Split split) {
-  extern __shared__ __align__(16) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+    combine_kernel(Rank me, Combine job, RingShape shape, CombineSplit split) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
+  __shared__ const char* parts[kWarps][kWarpSize];
+  __shared__ Progress progress;
+  __shared__ Books books;
   const std::uint64_t epoch = current_epoch(me);
-  const int warp = threadIdx.x / kWarpSize;
-  if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
+  const int warp = threadIdx.x / kWarpSize, cta = blockIdx.x;
+  if (cta == 0 && threadIdx.x < me.control.num_ranks) {
     store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
   }
-  if (threadIdx.x < kPushingWarps) {
-    shared.num_pushed[threadIdx.x] = shared.is_over[threadIdx.x] = 0;
-  }
+  progress.clear();
+  books.clear();
   __syncthreads();
-  const int summing_cta = static_cast<int>(blockIdx.x) - split.senders;
-  if (summing_cta >= 0) {
-    sum_up<T>(me, job, shared, summing_cta, split.receivers, warp, epoch);
-  } else if (warp < kPushingWarps) {
-    push<T>(me, job, shared, split.senders, warp, epoch);
+  auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);
+  if (cta < split.adding) {
+    const Crew crew{split.adding, kAddingWarps, cta};
+    const bool sends = split.sending == 0;
+    if (warp < kAddingWarps) {
+      add<T>(me, job, crew, sends, add_up_rings[warp], books, warp, epoch);
+    } else {
+      keep_books(me, job.routes, crew, books, [&](const PairCursor& cursor) {
+        if (sends) {
+          publish_sent(me, job.routes, cursor, epoch);
+        } else {
+          publish_added(me, cursor, epoch);
+        }
+      });
+    }
+  } else if (cta < split.adding + split.sending) {
+    // Rings first, then the watching and the book-keeping warp.
+    const Crew crew{split.sending, shape.warps, cta - split.adding};
+    if (warp < shape.warps) {
+      Ring ring{memory + warp * kRingStages * shape.piece_bytes, full[warp]};
+      ring.init();
+      send(me, job, crew, shape, ring, progress, books, warp, epoch);
+    } else if (warp == kWarps - 2) {
+      const auto flag = [&](int source, int unit) { return added_flag(me, source, unit); };
+      watch(me, Phase::kCombine, epoch, needed_units(me, job.routes), flag, progress);
+    } else if (warp == kWarps - 1) {
+      keep_books(me, job.routes, crew, books,
+                 [&](const PairCursor& cursor) { publish_sent(me, job.routes, cursor, epoch); });
+    }
   } else {
-    tell(me, job, shared, split.senders, epoch);
+    const Crew crew{split.summing, kWarps, cta - split.adding - split.sending};
+    sum_up<T>(me, job, crew, add_up_rings[warp], parts[warp], warp, epoch);
   }
   if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
 }
@@ -296,18 +384,23 @@ void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr
                        : arguments.dtype == DType::kFloat16
                            ? reinterpret_cast<const void*>(combine_kernel<__half>)
                            : reinterpret_cast<const void*>(combine_kernel<float>);
+  RingShape shape = ring_shape(arguments.row_bytes);
+  shape.warps = std::min(shape.warps, kWarps - 2);
+  const int shared_bytes =
+      std::max(static_cast<int>(sizeof(AddUpRing)) * kWarps, shape.shared_bytes());
   cuda_check(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
       "setting the shared memory of combine");
-  Split split = split_combine(num_sms, me.control.num_ranks, arguments.top_k);
-  // Every other rank has a pushing warp at least.
-  require(split.senders * kPushingWarps >= me.control.num_ranks - 1, num_sms, " SMs for ",
-          me.control.num_ranks, " ranks: too few");
+  CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k);
+  // Every other rank has a warp at least that sends to it, and one that adds up for it.
+  const int senders = split.sending > 0 ? split.sending * shape.warps : kMaxRanks;
+  require(std::min(senders, split.adding * kAddingWarps) >= me.control.num_ranks - 1, num_sms,
+          " SMs for ", me.control.num_ranks, " ranks: too few");
   Rank rank = me;
   Combine job = arguments;
-  void* parameters[] = {&rank, &job, &split};
+  void* parameters[] = {&rank, &job, &shape, &split};
   cuda_check(cudaLaunchCooperativeKernel(kernel, num_sms, kWarps * kWarpSize, parameters,
-                                         sizeof(Shared), reinterpret_cast<cudaStream_t>(stream)),
+                                         shared_bytes, reinterpret_cast<cudaStream_t>(stream)),
              "launching combine");
 }
 

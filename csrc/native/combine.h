@@ -1,4 +1,4 @@
-// Step 3, combine: expert ranks add up and push one row for each pair, home adds up the ranks.
+// Step 3, combine: expert ranks add up and send one row for each pair, home adds up the ranks.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@ namespace ncclep::native {
 
 struct Combine {
   const char* y;   // [num_rows, hidden]
+  char* sums;      // [pairs, hidden]: scratch for what is sent to other ranks
   const float* w;  // [num_rows], or null
   char* out;       // [T, hidden]
   float* home_w;   // [T, K], or null

@@ -2,8 +2,7 @@
 //
 // *Staging* CTAs copy this rank's rows (those that go anywhere else) into its window, and tell
 // every rank of each finished phase, of which there are few: a fence holds up a whole SM.  The
-// first phase is small, because nothing can be pulled before it is over, and each of the others as
-// large as all before it, because copying is faster than pulling.
+// first ones are small, because nothing can be pulled before they are over.
 //
 // *Pulling* warps fetch a row over NVLink once, into a ring of stages in shared memory, and store
 // it to all of its slots from there; each waits only for the phase that its next row belongs to.
@@ -14,13 +13,13 @@
 // the last dispatch is not disturbed by this one.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
-#include "common/bulk_copy.cuh"
 #include "common/cuda.h"
 #include "native/dispatch.h"
+#include "native/progress.cuh"
+#include "native/ring.cuh"
 #include "native/split.h"
 #include "native/wait.cuh"
 
@@ -28,38 +27,16 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr int kWarpSize = 32;
-constexpr int kWarps = 16;  // of a CTA; the first one watches, or stages weights
-constexpr int kMaxRingWarps = kWarps - 1;
-constexpr int kStages = 4;
-constexpr int kSharedBytes = 200 * 1024;
-constexpr int kMaxPiece = 16 * 1024;  // longer rows travel in pieces
-constexpr int kWatchPauseNs = 1000;
-
-struct Shape {
-  int ring_warps;
-  int piece_bytes;  // of a row, at most; a multiple of 16
-  int pieces;       // of a row
-};
-
-Shape shape_for(int row_bytes) {
-  Shape shape;
-  shape.pieces = (row_bytes + kMaxPiece - 1) / kMaxPiece;
-  shape.piece_bytes = (row_bytes / shape.pieces + 15) / 16 * 16;
-  if (shape.piece_bytes * shape.pieces < row_bytes) shape.piece_bytes += 16;
-  shape.ring_warps = std::min(kMaxRingWarps, kSharedBytes / (kStages * shape.piece_bytes));
-  return shape;
-}
-
-// First token of a phase, the same on all ranks; the phase after the last starts after all tokens.
+// The first two phases have a sixteenth of the tokens each, the others an eighth.  The bounds are
+// the same on all ranks.
 __device__ int phase_start(const Dispatch& job, int phase) {
-  return phase == 0 ? 0 : (job.most_tokens + (1 << (kPhases - phase)) - 1) >> (kPhases - phase);
+  const int sixteenths = phase < 2 ? phase : 2 * (phase - 1);
+  return (job.most_tokens * sixteenths + 15) / 16;
 }
 
 __device__ int phase_of(const Dispatch& job, int token) {
-  int phase = 0;
-  while (token >= phase_start(job, phase + 1)) ++phase;
-  return phase;
+  const int sixteenths = token * 16 / job.most_tokens;
+  return sixteenths < 2 ? sixteenths : sixteenths / 2 + 1;
 }
 
 __device__ void zero_with_warp(char* to, int bytes, int lane) {
@@ -75,56 +52,6 @@ __device__ float* weights_at(const Rank& me, int rank, int source, std::uint64_t
          (parity * layout.num_ranks + source) * layout.picks();
 }
 
-// A warp's ring: the load of a stage completes a phase of its barrier.
-struct Ring {
-  char* pieces;         // [kStages][piece_bytes] of shared memory
-  std::uint64_t* full;  // [kStages]
-  unsigned int parities = 0;
-
-  __device__ void init() {
-    if (threadIdx.x % kWarpSize == 0) {
-      for (int s = 0; s < kStages; ++s) init_barrier(full + s);
-      fence_barriers();
-    }
-    __syncwarp();
-  }
-
-  // Keeps all stages but one loading.
-  //
-  //   load(s) -> bool   starts a load into stage s; false: there is nothing left to load
-  //   store(s)          starts the stores of what lies in stage s
-  //
-  // Both are called by all lanes, with an s that is known at compile time.  At the end all stores
-  // are written.
-  template <typename Load, typename Store>
-  __device__ void run(Load&& load, Store&& store) {
-    int loaded = 0;
-#pragma unroll
-    for (int s = 0; s < kStages - 1; ++s) {
-      if (loaded == s && load(s)) ++loaded;
-    }
-    for (int round = 0;; ++round) {
-#pragma unroll
-      for (int s = 0; s < kStages; ++s) {
-        const int turn = round * kStages + s;
-        if (turn >= loaded) {
-          wait_for_stores();
-          return;
-        }
-        wait_for_load(full + s, parities >> s & 1);
-        parities ^= 1u << s;
-        store(s);
-        commit_stores();
-        // The next load goes into the stage before this one; all stores but the last have read
-        // theirs.
-        wait_for_reads_of_stores<1>();
-        __syncwarp();
-        if (loaded == turn + kStages - 1 && load((s + kStages - 1) % kStages)) ++loaded;
-      }
-    }
-  }
-};
-
 // The weights of a phase's tokens into everybody's windows, by one warp of each staging CTA.
 __device__ void stage_weights(const Rank& me, const Dispatch& job, int num_ctas, int start, int end,
                               std::uint64_t parity) {
@@ -139,13 +66,13 @@ __device__ void stage_weights(const Rank& me, const Dispatch& job, int num_ctas,
 }
 
 // One warp's share of a phase's rows.
-__device__ void stage_rows(const Rank& me, const Dispatch& job, const Shape& shape, Ring& ring,
+__device__ void stage_rows(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
                            int warp, int num_warps, int start, int end, char* window) {
   const int lane = threadIdx.x % kWarpSize;
   int token = start + warp, piece = 0;
   std::uint32_t ranks = token < end ? job.token_ranks[token] : 0;
-  std::size_t offset[kStages];
-  int bytes[kStages];
+  std::size_t offset[kRingStages];
+  int bytes[kRingStages];
   const auto load = [&](int s) {
     while (token < end && (ranks & ~(1u << me.rank)) == 0) {
       token += num_warps;
@@ -168,12 +95,12 @@ __device__ void stage_rows(const Rank& me, const Dispatch& job, const Shape& sha
   const auto store = [&](int s) {
     if (lane == 0) start_store(window + offset[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
   };
-  ring.run(load, store);
+  ring.run(load, store, [](int) {});
 }
 
 // Rows of this rank's tokens into its window and their weights into everybody's, phase by phase.
 // Warp 0 of a staging CTA has the weights.
-__device__ void stage(const Rank& me, const Dispatch& job, const Shape& shape, Ring& ring,
+__device__ void stage(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
                       int num_ctas, std::uint64_t parity, std::uint64_t epoch) {
   const Control& layout = me.control;
   const int thread = threadIdx.x, warp = thread / kWarpSize;
@@ -191,9 +118,9 @@ __device__ void stage(const Rank& me, const Dispatch& job, const Shape& shape, R
     const int end = min(phase_start(job, phase + 1), job.num_tokens);
     if (warp == 0) {
       if (job.has_weights) stage_weights(me, job, num_ctas, start, end, parity);
-    } else if (warp <= shape.ring_warps) {
-      stage_rows(me, job, shape, ring, (warp - 1) * num_ctas + blockIdx.x,
-                 shape.ring_warps * num_ctas, start, end, window);
+    } else if (warp <= shape.warps) {
+      stage_rows(me, job, shape, ring, (warp - 1) * num_ctas + blockIdx.x, shape.warps * num_ctas,
+                 start, end, window);
       fence_for_bulk_copies();
     }
     __syncthreads();
@@ -228,48 +155,22 @@ __device__ void zero_padding(const Rank& me, const Dispatch& job, int num_ctas) 
   for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero(row);
 }
 
-// What the watching warp has seen.
-struct Watch {
-  volatile int phases[kMaxRanks];  // of each rank, finished
-  volatile int is_over;            // nothing more will be seen: all is here, or a wait failed
-};
-
-// Lane r looks for rank r's phases, up to the last that has rows for this rank.
-__device__ void watch(const Rank& me, const Dispatch& job, Watch& seen, std::uint64_t epoch) {
-  const Control& layout = me.control;
+// Phases of source `lane`, up to the last that has rows for this rank.
+__device__ int needed_phases(const Rank& me, const Dispatch& job) {
   const int lane = threadIdx.x % kWarpSize;
-  const auto* flags =
-      reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.staged());
-  int needed = 0, found = 0;
-  if (lane < layout.num_ranks && lane != me.rank) {
-    const int first = job.routes.first_pair[lane], end = job.routes.first_pair[lane + 1];
-    if (end > first) needed = phase_of(job, job.routes.pair_token[end - 1]) + 1;
-  }
-  for (Deadline deadline; __any_sync(~0u, found < needed);) {
-    const bool is_here = found < needed && load_relaxed(flags + lane * kPhases + found) >= epoch;
-    if (__any_sync(~0u, is_here)) {
-      fence_system();
-      if (is_here) seen.phases[lane] = ++found;
-      deadline = {};
-      continue;
-    }
-    const bool has_passed =
-        found < needed && deadline.has_passed(me, Phase::kDispatch, lane, epoch);
-    if (__any_sync(~0u, has_passed)) break;
-    __nanosleep(kWatchPauseNs);
-  }
-  __threadfence_block();
-  __syncwarp();
-  if (lane == 0) seen.is_over = 1;
+  if (lane >= me.control.num_ranks || lane == me.rank) return 0;
+  const int first = job.routes.first_pair[lane], end = job.routes.first_pair[lane + 1];
+  return end > first ? phase_of(job, job.routes.pair_token[end - 1]) + 1 : 0;
 }
 
 // One pulling warp's share of the rows.
-__device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, Ring& ring,
-                     const Watch& seen, int cta, int num_ctas, int warp, std::uint64_t parity) {
+__device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
+                     const Progress& progress, int cta, int num_ctas, int warp,
+                     std::uint64_t parity) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = layout.num_ranks;
-  const int first = warp * num_ctas + cta, step = shape.ring_warps * num_ctas;
+  const int first = warp * num_ctas + cta, step = shape.warps * num_ctas;
   int most_pairs = 0;
   for (int source = 0; source < num_ranks; ++source) {
     most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
@@ -308,10 +209,10 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, Ri
   find_slots(following);
 
   // What is in each stage: this lane's slot, the part of the row, its weight.
-  std::int64_t slot[kStages];
-  int offset[kStages], bytes[kStages];
-  float weight[kStages];
-  int phases = 0;  // of rank `lane`, that this warp has seen
+  std::int64_t slot[kRingStages];
+  int offset[kRingStages], bytes[kRingStages];
+  float weight[kRingStages];
+  Seen seen;
 
   // Starts to load this warp's next row; false when there is none.
   const auto load = [&](int s) -> bool {
@@ -320,15 +221,9 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, Ri
     following = second;
     second = find();
     find_slots(following);
-    const int phase = phase_of(job, now.token);
-    if (now.source != me.rank && phase >= __shfl_sync(~0u, phases, now.source)) {
-      while (seen.phases[now.source] <= phase) {
-        if (seen.is_over && seen.phases[now.source] <= phase) return following.is_there = false;
-      }
-      __syncwarp();
-      if (lane == now.source) phases = seen.phases[lane];
-      __threadfence_block();
-      fence_for_bulk_copies();
+    if (now.source != me.rank &&
+        !seen.wait_for_unit(progress, now.source, phase_of(job, now.token))) {
+      return following.is_there = false;
     }
     offset[s] = now.piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - offset[s]);
@@ -354,14 +249,14 @@ __device__ void pull(const Rank& me, const Dispatch& job, const Shape& shape, Ri
                 bytes[s]);
     if (job.has_weights && offset[s] == 0) job.row_w[slot[s]] = weight[s];
   };
-  ring.run(load, store);
+  ring.run(load, store, [](int) {});
 }
 
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
-    dispatch_kernel(Rank me, Dispatch job, Shape shape, Split split) {
+    dispatch_kernel(Rank me, Dispatch job, RingShape shape, DispatchSplit split) {
   extern __shared__ __align__(128) char pieces[];
-  __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kStages];
-  __shared__ Watch seen;
+  __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
+  __shared__ Progress progress;
   const std::uint64_t epoch = current_epoch(me);
   const std::uint64_t dispatches = *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
   const std::uint64_t parity = dispatches % 2;
@@ -369,20 +264,24 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
     store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
   }
-  if (threadIdx.x < kMaxRanks) seen.phases[threadIdx.x] = seen.is_over = 0;
+  progress.clear();
   __syncthreads();
-  const int pulling_cta = static_cast<int>(blockIdx.x) - split.senders, place = warp - 1;
-  const bool has_ring = place >= 0 && place < shape.ring_warps;
-  Ring ring{pieces + (has_ring ? place * kStages * shape.piece_bytes : 0),
+  const int pulling_cta = static_cast<int>(blockIdx.x) - split.staging, place = warp - 1;
+  const bool has_ring = place >= 0 && place < shape.warps;
+  Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
             full[has_ring ? place : 0]};
   if (has_ring) ring.init();
   if (pulling_cta < 0) {
-    stage(me, job, shape, ring, split.senders, parity, epoch);
-    zero_padding(me, job, split.senders);
+    stage(me, job, shape, ring, split.staging, parity, epoch);
+    zero_padding(me, job, split.staging);
   } else if (warp == 0) {
-    watch(me, job, seen, epoch);
+    const auto flag = [&](int source, int phase) {
+      return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + me.control.staged()) +
+             source * kPhases + phase;
+    };
+    watch(me, Phase::kDispatch, epoch, needed_phases(me, job), flag, progress);
   } else if (has_ring) {
-    pull(me, job, shape, ring, seen, pulling_cta, split.receivers, place, parity);
+    pull(me, job, shape, ring, progress, pulling_cta, split.pulling, place, parity);
   }
   if (leave(me) && threadIdx.x == 0) {
     me.state->dispatches = dispatches;
@@ -394,16 +293,15 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 }  // namespace
 
 void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintptr_t stream) {
-  const Shape shape = shape_for(arguments.row_bytes);
-  const int ring_bytes = shape.ring_warps * kStages * shape.piece_bytes;
+  RingShape shape = ring_shape(arguments.row_bytes);
+  const int ring_bytes = shape.shared_bytes();
   cuda_check(cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   ring_bytes),
              "setting the shared memory of dispatch");
   Rank rank = me;
   Dispatch job = arguments;
-  Shape chosen = shape;
-  Split split = split_dispatch(num_sms, me.control.num_ranks, arguments.top_k);
-  void* parameters[] = {&rank, &job, &chosen, &split};
+  DispatchSplit split = split_dispatch(num_sms, me.control.num_ranks, arguments.top_k);
+  void* parameters[] = {&rank, &job, &shape, &split};
   cuda_check(cudaLaunchCooperativeKernel(dispatch_kernel, num_sms, kWarps * kWarpSize, parameters,
                                          ring_bytes, reinterpret_cast<cudaStream_t>(stream)),
              "launching dispatch");

@@ -14,6 +14,7 @@
 #include "native/dispatch.h"
 #include "native/overflow.h"
 #include "native/plan.h"
+#include "native/split.h"
 
 namespace ncclep::native {
 
@@ -301,11 +302,16 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   native::dispatch(rank(), job, num_sms, stream);
 }
 
+std::int64_t Group::sums_size(const Plan& plan, int num_sms) const {
+  return split_combine(num_sms, control_.num_ranks, plan.top_k).sending > 0 ? plan.num_pairs : 0;
+}
+
 void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
-                    const Tensor& out, const std::optional<Tensor>& home_w, int num_sms,
-                    std::uintptr_t stream) {
+                    const Tensor& sums, const Tensor& out, const std::optional<Tensor>& home_w,
+                    int num_sms, std::uintptr_t stream) {
   Combine job{};
   job.y = pointer<const char>(y);
+  job.sums = pointer<char>(sums);
   job.w = pointer<const float>(w);
   job.out = pointer<char>(out);
   job.home_w = pointer<float>(home_w);

@@ -101,8 +101,11 @@ class Group {
   void dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                 const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
                 std::uintptr_t stream);
-  void combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w, const Tensor& out,
-               const std::optional<Tensor>& home_w, int num_sms, std::uintptr_t stream);
+  // `sums` is scratch: [sums_size(...), hidden].
+  std::int64_t sums_size(const Plan& plan, int num_sms) const;
+  void combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
+               const Tensor& sums, const Tensor& out, const std::optional<Tensor>& home_w,
+               int num_sms, std::uintptr_t stream);
 
   Failure failure() const;
 

@@ -1,19 +1,27 @@
-// How the CTAs of dispatch and combine share their two kinds of work.
+// How the CTAs of dispatch and combine share their kinds of work.
 //
-// Each CTA does one kind only: what holds up one kind (fences while rows are staged, a congested
-// link while sums are pushed) must not hold up the other.
+// Each CTA does one kind only, because what holds up one kind must not hold up the other: fences
+// hold up a whole SM, and so does a link that is busy.
 #pragma once
 
 namespace ncclep::native {
 
-struct Split {
-  int senders;    // CTAs that stage rows, or push sums
-  int receivers;  // CTAs that pull rows, or add the ranks' sums up
+struct DispatchSplit {
+  int staging;  // CTAs that copy rows into the window
+  int pulling;
 };
 
+struct CombineSplit {
+  int adding;   // CTAs that add up what goes to other ranks
+  int sending;  // 0: the adding ones send
+  int summing;  // CTAs that add up what has come back
+};
+
+constexpr int kMinCtas = 3;
+
 // By the bytes that each kind moves in a balanced routing of `top_k` picks to `num_ranks` ranks.
-// Example: 32 CTAs, 4 ranks, top-8: dispatch {6, 26}, combine {18, 14}.
-Split split_dispatch(int num_ctas, int num_ranks, int top_k);
-Split split_combine(int num_ctas, int num_ranks, int top_k);
+// Example: 32 CTAs, top-8: dispatch {6, 26}; combine {14, 8, 10} for 4 ranks, {15, 0, 17} for 2.
+DispatchSplit split_dispatch(int num_ctas, int num_ranks, int top_k);
+CombineSplit split_combine(int num_ctas, int num_ranks, int top_k);
 
 }  // namespace ncclep::native

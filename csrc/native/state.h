@@ -21,8 +21,10 @@ constexpr int kMaxExperts = 512;
 constexpr int kMaxTokens = 65536;
 // Tokens are counted, and their sums flagged, in chunks of this many.
 constexpr int kChunk = 128;
+// Pairs of a source whose sums are made, and flagged, together.
+constexpr int kUnit = 32;
 // Rows of x are staged, and flagged, in this many phases.
-constexpr int kPhases = 5;
+constexpr int kPhases = 9;
 
 enum class Phase : std::uint32_t { kNone, kPlan, kRoutes, kDispatch, kCombine };
 
@@ -45,6 +47,7 @@ struct Control {
   int max_top_k;
 
   NCCLEP_BOTH int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
+  NCCLEP_BOTH int max_units() const { return max_tokens / kUnit; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
   NCCLEP_BOTH std::size_t picks() const { return static_cast<std::size_t>(max_tokens) * max_top_k; }
 
@@ -63,9 +66,17 @@ struct Control {
   }
   // uint64 [R][chunks]: epoch of the combine whose sums for my chunk rank r has pushed.
   NCCLEP_BOTH std::size_t pushed() const { return staged() + num_ranks * kPhases * 8; }
-  // uint32 [R][chunks], for this rank alone: pairs of rank r's chunk whose sums it has pushed.
-  NCCLEP_BOTH std::size_t num_pushed() const {
+  // Three for this rank alone.  uint64 [R][units]: epoch of the combine that has made the sums of
+  // a unit of rank r's pairs.
+  NCCLEP_BOTH std::size_t added() const {
     return pushed() + static_cast<std::size_t>(num_ranks) * max_chunks() * 8;
+  }
+  // uint32 [R][units], [R][chunks]: how many of their pairs' sums are made, are pushed.
+  NCCLEP_BOTH std::size_t num_added() const {
+    return added() + static_cast<std::size_t>(num_ranks) * max_units() * 8;
+  }
+  NCCLEP_BOTH std::size_t num_pushed() const {
+    return num_added() + static_cast<std::size_t>(num_ranks) * max_units() * 4;
   }
   // float [2][R][T * K]: weights of rank r's picks; two, for two dispatches in a row.
   NCCLEP_BOTH std::size_t weights() const {

@@ -183,6 +183,7 @@ class NativeEngine:
             plan.handle,
             _aligned(y),
             None if w is None else w.contiguous(),
+            y.new_empty(self._native.sums_size(plan.handle, self.num_sms), y.shape[1]),
             out,
             home_w,
             self.num_sms,

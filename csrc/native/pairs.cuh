@@ -1,0 +1,96 @@
+// Which pairs a warp takes, and the books on what has become of them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "native/plan.h"
+#include "native/ring.cuh"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+// The warps that share the pairs of other ranks: so many in each CTA.
+struct Crew {
+  int num_ctas, num_warps;
+  int cta;  // among them
+};
+
+// The pairs that one warp of a crew takes, in order: of one other rank, and every so many-th of
+// them, so that at every moment all ranks have their share and all warps end at the same time.
+class PairCursor {
+ public:
+  __device__ PairCursor(const Rank& me, const ReceivedRoutes& routes, const Crew& crew, int warp) {
+    const int others = me.control.num_ranks - 1;
+    if (others == 0) return;
+    const int place = warp * crew.num_ctas + crew.cta, warps = crew.num_warps * crew.num_ctas;
+    source = (me.rank + 1 + place % others) % me.control.num_ranks;
+    first_ = routes.first_pair[source];
+    end_ = routes.first_pair[source + 1];
+    step_ = (warps - place % others + others - 1) / others;  // warps for this rank
+    next_ = first_ + place / others;
+  }
+
+  // Goes to the next pair; false when there is none.
+  __device__ bool next() {
+    if (next_ >= end_) return false;
+    pair = next_;
+    next_ += step_;
+    return true;
+  }
+
+  // The pair's unit, and the pairs that this has.
+  __device__ int unit() const { return (pair - first_) / kUnit; }
+  __device__ int pairs_of_unit() const { return min(kUnit, end_ - first_ - unit() * kUnit); }
+
+  int source = 0, pair = 0;
+
+ private:
+  int first_ = 0, next_ = 0, end_ = 0, step_ = 0;
+};
+
+// What the warps of a CTA are done with, kept by one of them: fences hold up the whole SM, so they
+// happen now and then only, for all warps together.
+struct Books {
+  volatile int num_done[kWarps];  // pairs of each warp
+  volatile int is_over[kWarps];   // there will be no more
+
+  __device__ void clear() {
+    if (threadIdx.x < kWarps) num_done[threadIdx.x] = is_over[threadIdx.x] = 0;
+  }
+
+  // By one thread of the warp, after what it did; `num` counts from 1.
+  __device__ void note(int warp, int num) {
+    __threadfence_block();
+    num_done[warp] = num;
+  }
+  __device__ void close(int warp) {
+    __threadfence_block();
+    is_over[warp] = 1;
+  }
+};
+
+constexpr int kBookPauses = 8, kBookPauseNs = 500;
+
+// Calls publish(cursor) for each pair that a warp of the crew is done with; what the warp wrote
+// before is visible to all ranks then.  By one warp, whose lane i follows warp i.
+template <typename Publish>
+__device__ void keep_books(const Rank& me, const ReceivedRoutes& routes, const Crew& crew,
+                           const Books& books, Publish&& publish) {
+  const int lane = threadIdx.x % kWarpSize;
+  const bool follows = lane < crew.num_warps;
+  PairCursor cursor(me, routes, crew, follows ? lane : 0);
+  int told = 0;
+  for (bool is_over = false; !is_over;) {
+    for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {
+      __nanosleep(kBookPauseNs);
+      is_over = __all_sync(~0u, !follows || books.is_over[lane] != 0);
+    }
+    const int done = follows ? books.num_done[lane] : 0;  // after is_over
+    if (!__any_sync(~0u, told < done)) continue;
+    __threadfence_system();
+    for (; told < done && cursor.next(); ++told) publish(cursor);
+    __syncwarp();
+  }
+}
+
+}  // namespace ncclep::native
