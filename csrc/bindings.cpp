@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -161,7 +162,6 @@ void bind_native(py::module_& module) {
   using ncclep::native::Group;
   using ncclep::native::Plan;
   using ncclep::native::PlanSizes;
-  using ncclep::native::Split;
   py::class_<PlanSizes>(module, "NativePlanSizes")
       .def_readonly("num_rows", &PlanSizes::num_rows)
       .def_readonly("num_pairs", &PlanSizes::num_pairs)
@@ -210,18 +210,20 @@ void bind_native(py::module_& module) {
       .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "sums"_a, "out"_a, "home_w"_a,
            "num_sms"_a, "stream"_a)
       .def("failure", &Group::failure);
-  // How dispatch and combine share their CTAs: (senders, receivers).
-  const auto bind_split = [&module](const char* name, Split (*split)(int, int, int)) {
-    module.def(
-        name,
-        [split](int num_ctas, int num_ranks, int top_k) {
-          const Split parts = split(num_ctas, num_ranks, top_k);
-          return std::pair(parts.senders, parts.receivers);
-        },
-        "num_ctas"_a, "num_ranks"_a, "top_k"_a);
-  };
-  bind_split("split_dispatch", ncclep::native::split_dispatch);
-  bind_split("split_combine", ncclep::native::split_combine);
+  module.def(
+      "split_dispatch",
+      [](int num_ctas, int num_ranks, int top_k) {
+        const auto split = ncclep::native::split_dispatch(num_ctas, num_ranks, top_k);
+        return std::tuple(split.staging, split.pulling);
+      },
+      "num_ctas"_a, "num_ranks"_a, "top_k"_a);
+  module.def(
+      "split_combine",
+      [](int num_ctas, int num_ranks, int top_k) {
+        const auto split = ncclep::native::split_combine(num_ctas, num_ranks, top_k);
+        return std::tuple(split.adding, split.sending, split.summing);
+      },
+      "num_ctas"_a, "num_ranks"_a, "top_k"_a);
 }
 
 void bind_bench(py::module_& module) {

@@ -294,12 +294,12 @@ class NativeEngine:
 def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:
     """Say how dispatch and combine share their CTAs; see `csrc/native/split.h`."""
     native = extension.load()
-    stage, pull = native.split_dispatch(num_sms, num_ranks, top_k)
-    push, add = native.split_combine(num_sms, num_ranks, top_k)
+    staging, pulling = native.split_dispatch(num_sms, num_ranks, top_k)
+    adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k)
     return (
         f"native: rows of {row_bytes} bytes, top-{top_k}, {num_ranks} ranks, {num_sms} SMs: "
-        f"dispatch has {stage} CTAs to stage rows and {pull} to pull them, combine {push} to push "
-        f"sums and {add} to add them up"
+        f"CTAs of dispatch: {staging} staging, {pulling} pulling; of combine: {adding} adding, "
+        f"{sending} sending, {summing} summing"
     )
 
 

@@ -23,7 +23,7 @@ MAX_EXPERTS = 512  # kMaxExperts in csrc/native/state.h
 MAX_RANKS = 32  # kMaxRanks there
 MIN_COMPUTE_CAPABILITY = (9, 0)
 DEFAULT_NUM_SMS = 32
-MIN_NUM_SMS = 2  # one for each kind of work in csrc/native/split.h
+MIN_NUM_SMS = 3  # kMinCtas in csrc/native/split.h
 # Of what a rank says of its GPU; as many on every rank.
 PLACE_BYTES = 4096
 

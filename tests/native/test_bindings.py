@@ -245,19 +245,21 @@ def test_a_window_that_looks_otherwise(native: ModuleType, head: bytes, message:
         native.window_peers(head, rank=1, num_ranks=3)
 
 
-@pytest.mark.parametrize("num_ctas", [2, 3, 24, 32, 132])
-def test_ctas_are_split_into_two_kinds(native: ModuleType, num_ctas: int) -> None:
-    for split in (native.split_dispatch, native.split_combine):
-        for num_ranks in (1, 2, 4, 8, 32):
-            for top_k in (1, 2, 8, 32):
-                senders, receivers = split(num_ctas, num_ranks, top_k)
-                assert senders + receivers == num_ctas
-                assert min(senders, receivers) >= 1
+@pytest.mark.parametrize("num_ctas", [3, 4, 24, 32, 132])
+def test_every_kind_of_work_has_ctas(native: ModuleType, num_ctas: int) -> None:
+    for num_ranks in (1, 2, 4, 8, 32):
+        for top_k in (1, 2, 8, 32):
+            dispatch = native.split_dispatch(num_ctas, num_ranks, top_k)
+            adding, sending, summing = native.split_combine(num_ctas, num_ranks, top_k)
+            assert sum(dispatch) == adding + sending + summing == num_ctas
+            assert min(*dispatch, adding, summing) >= 1
+            assert (sending > 0) == (num_ranks > 2)
 
 
-def test_the_example_of_the_split(native: ModuleType) -> None:
-    """The one in csrc/native/split.h."""
+def test_the_examples_of_the_split(native: ModuleType) -> None:
+    """Those in csrc/native/split.h."""
     assert native.split_dispatch(32, 4, 8) == (6, 26)
-    assert native.split_combine(32, 4, 8) == (18, 14)
-    with pytest.raises(LibraryError, match=r"1 SMs .* at least 2"):
-        native.split_dispatch(1, 4, 8)
+    assert native.split_combine(32, 4, 8) == (14, 8, 10)
+    assert native.split_combine(32, 2, 8) == (15, 0, 17)
+    with pytest.raises(LibraryError, match=r"2 SMs .* at least 3"):
+        native.split_combine(2, 4, 8)

@@ -142,7 +142,7 @@ OWN = {
     ),
     "few SMs": (
         set_gpu(multi_processor_count=16),
-        "rank 1: num_sms 32: its kernels need at least 2, and NVIDIA H200 has 16",
+        "rank 1: num_sms 32: its kernels need at least 3, and NVIDIA H200 has 16",
     ),
     "no extension": (on_all(extension, "obstacle", lambda: "there is none: build it"), "build it"),
     "no NCCL": (
@@ -182,12 +182,12 @@ def test_an_nccl_that_is_too_old(
     ("num_ranks", "num_experts", "options", "text"),
     [
         (NUM_RANKS, 513, {}, "it takes at most 512 experts in all: there are 513"),
-        (NUM_RANKS, None, {"num_sms": 1}, "num_sms 1: its kernels need at least 2, and"),
+        (NUM_RANKS, None, {"num_sms": 2}, "num_sms 2: its kernels need at least 3, and"),
         (
             NUM_RANKS,
             None,
             {"num_sms": 133},
-            "num_sms 133: its kernels need at least 2, and NVIDIA ",
+            "num_sms 133: its kernels need at least 3, and NVIDIA ",
         ),
         (33, None, {}, "it takes at most 32 ranks, the group has 33"),
     ],
@@ -200,7 +200,9 @@ def test_limits(
     assert machine.made == []
 
 
-@pytest.mark.parametrize(("num_ranks", "options"), [(32, {}), (2, {"num_sms": 132})])
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(32, {}), (2, {"num_sms": 3}), (2, {"num_sms": 132})]
+)
 def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[str, Any]) -> None:
     machine.gpus = [Gpu(f"uuid-{r}") for r in range(num_ranks)]
     machine.lsa_size = num_ranks

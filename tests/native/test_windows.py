@@ -296,8 +296,8 @@ def test_the_configuration_is_logged_at_debug(
     assert len(caplog.records) == num_lines
     if num_lines:
         assert caplog.records[0].getMessage() == (
-            "native: rows of 14336 bytes, top-8, 4 ranks, 32 SMs: dispatch has 6 CTAs to stage "
-            "rows and 26 to pull them, combine 18 to push sums and 14 to add them up"
+            "native: rows of 14336 bytes, top-8, 4 ranks, 32 SMs: CTAs of dispatch: 6 staging, "
+            "26 pulling; of combine: 14 adding, 8 sending, 10 summing"
         )
 
 
@@ -309,6 +309,6 @@ def check_only(rank: int, function: Callable[[ThreadGroup], None]) -> None:
 
 @needs_extension
 def test_the_configuration_follows_the_sms() -> None:
-    assert "top-2, 8 ranks, 2 SMs: dispatch has 1 CTAs to stage rows and 1 to" in configuration(
-        2, 8, 1024, 2
+    assert "2 ranks, 3 SMs: CTAs of dispatch: 1 staging, 2 pulling; of combine" in configuration(
+        3, 2, 1024, 8
     )
