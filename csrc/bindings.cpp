@@ -8,13 +8,17 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bench/copy_rows.h"
 #include "common/cuda.h"
 #include "common/tensor.h"
 #include "host/exchange.h"
+#include "native/check_windows.h"
 #include "native/group.h"
+#include "native/split.h"
 #include "nccl/nccl.h"
 #include "nccl/window.h"
 #include "nccl_ep/nccl_ep.h"
@@ -32,6 +36,12 @@ using ncclep::Window;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 std::uintptr_t number(const void* address) { return reinterpret_cast<std::uintptr_t>(address); }
+
+std::vector<std::uintptr_t> numbers(const std::vector<char*>& addresses) {
+  std::vector<std::uintptr_t> result;
+  for (const char* address : addresses) result.push_back(number(address));
+  return result;
+}
 
 char* pointer(std::uintptr_t number) { return reinterpret_cast<char*>(number); }
 
@@ -94,20 +104,25 @@ void bind_nccl(py::module_& module) {
       .def("close", &Communicator::close, Unlocked())
       .def("abort", &Communicator::abort, Unlocked());
   py::class_<Window, std::shared_ptr<Window>>(module, "Window")
-      .def(py::init<std::shared_ptr<Communicator>, std::size_t>(), "communicator"_a, "num_bytes"_a,
-           Unlocked())
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::size_t num_bytes) {
+             auto window = std::make_shared<Window>(std::move(communicator), num_bytes);
+             window->open();
+             return window;
+           }),
+           "communicator"_a, "num_bytes"_a, Unlocked())
       .def_property_readonly("num_bytes", &Window::num_bytes)
       .def_property_readonly("address",
                              [](const Window& window) { return number(window.address()); })
-      .def_property_readonly("peers",
-                             [](const Window& window) {
-                               std::vector<std::uintptr_t> addresses;
-                               for (const char* peer : window.peers()) {
-                                 addresses.push_back(number(peer));
-                               }
-                               return addresses;
-                             })
+      .def_property_readonly("peers", [](const Window& window) { return numbers(window.peers()); })
       .def("close", &Window::close, Unlocked());
+  // Of the start of the struct that NCCL keeps for a window: no window, and no GPU, is needed.
+  module.def(
+      "window_peers",
+      [](const py::bytes& head, int rank, int num_ranks) {
+        const std::string_view bytes = head;
+        return numbers(ncclep::peers_in(bytes.data(), bytes.size(), rank, num_ranks));
+      },
+      "head"_a, "rank"_a, "num_ranks"_a);
 }
 
 void bind_nccl_ep(py::module_& module) {
@@ -166,9 +181,19 @@ void bind_native(py::module_& module) {
       .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a,
            "num_experts"_a, "timeout_s"_a)
       .def("fits", &Group::fits, "max_tokens"_a, "top_k"_a, "row_bytes"_a)
-      .def("reserve", &Group::reserve, "max_tokens"_a, "top_k"_a, "row_bytes"_a, Unlocked())
+      .def("allocate", &Group::allocate, "max_tokens"_a, "top_k"_a, "row_bytes"_a, Unlocked())
+      .def("open", &Group::open, Unlocked())
+      .def("clear", &Group::clear, Unlocked())
+      .def("drop", &Group::drop, Unlocked())
       .def("close", &Group::close, Unlocked())
+      .def_static("load_words", &ncclep::native::load_words, "addresses"_a, Unlocked())
+      .def_static("store_words", &ncclep::native::store_words, "addresses"_a, "words"_a, Unlocked())
+      .def_property_readonly("windows", &Group::windows)
+      .def_property_readonly("generation", &Group::generation)
       .def_property_readonly("num_bytes", &Group::num_bytes)
+      .def_property_readonly("max_tokens", &Group::max_tokens)
+      .def_property_readonly("max_top_k", &Group::max_top_k)
+      .def_property_readonly("row_bytes", &Group::row_bytes)
       .def("scratch_size", &Group::scratch_size, "num_sms"_a)
       .def("routes_size", &Group::routes_size, "num_pairs"_a, "num_picks"_a, "num_chunks"_a)
       .def("plan_drop", &Group::plan_drop, "plan"_a, "topk_idx"_a, "alignment"_a, "max_recv_rows"_a,
@@ -185,6 +210,20 @@ void bind_native(py::module_& module) {
       .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "sums"_a, "out"_a, "home_w"_a,
            "num_sms"_a, "stream"_a)
       .def("failure", &Group::failure);
+  module.def(
+      "split_dispatch",
+      [](int num_ctas, int num_ranks, int top_k) {
+        const auto split = ncclep::native::split_dispatch(num_ctas, num_ranks, top_k);
+        return std::tuple(split.staging, split.pulling);
+      },
+      "num_ctas"_a, "num_ranks"_a, "top_k"_a);
+  module.def(
+      "split_combine",
+      [](int num_ctas, int num_ranks, int top_k) {
+        const auto split = ncclep::native::split_combine(num_ctas, num_ranks, top_k);
+        return std::tuple(split.adding, split.sending, split.summing);
+      },
+      "num_ctas"_a, "num_ranks"_a, "top_k"_a);
 }
 
 void bind_bench(py::module_& module) {

@@ -112,7 +112,7 @@ def obstacle_without_gpus(name: str) -> str | None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None  # just made
-        return ENGINES[name].obstacle(EpGroup.of(dist.group.WORLD), EpConfig(engine=name))
+        return ENGINES[name].obstacle(EpGroup.of(dist.group.WORLD), EpConfig(engine=name), None)
     finally:
         dist.destroy_process_group()
 

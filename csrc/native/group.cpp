@@ -90,37 +90,64 @@ bool Group::fits(int max_tokens, int top_k, std::size_t row_bytes) const {
          row_bytes <= row_bytes_;
 }
 
-void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes) {
+void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   Control larger = control_;
   larger.max_tokens = std::max(larger.max_tokens, (max_tokens + kChunk - 1) / kChunk * kChunk);
   larger.max_top_k = std::max(larger.max_top_k, top_k);
-  row_bytes_ = std::max(row_bytes_, row_bytes);
+  row_bytes = std::max(row_bytes_, row_bytes);
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
-  if (control_window_) control_window_->close();
-  if (rows_window_) rows_window_->close();
+  for (const std::shared_ptr<Window>& window : windows()) window->close();
+  drop();
+  const std::size_t dispatch_bytes = row_bytes * larger.max_tokens;
+  control_window_ = std::make_shared<Window>(communicator_, larger.num_bytes());
+  rows_window_ = std::make_shared<Window>(communicator_, dispatch_bytes * (2 + larger.num_ranks));
   control_ = larger;
-  control_window_ = std::make_unique<Window>(communicator_, control_.num_bytes());
-  const std::size_t dispatch_bytes = row_bytes_ * control_.max_tokens;
-  rows_window_ = std::make_unique<Window>(communicator_, dispatch_bytes * (2 + control_.num_ranks));
+  row_bytes_ = row_bytes;
+  ++generation_;
+}
+
+void Group::open() {
+  for (const std::shared_ptr<Window>& window : windows()) window->open();
+}
+
+void Group::clear() {
   // Flags hold epochs, which only grow: nothing that was written before may look like one.
-  cuda_check(cudaMemset(control_window_->address(), 0, control_window_->num_bytes()), "cudaMemset");
+  for (const std::shared_ptr<Window>& window : windows()) {
+    cuda_check(cudaMemset(window->address(), 0, window->num_bytes()), "cudaMemset");
+  }
   // All ranks have received the last plan, and nothing in the new windows says so.
   cuda_check(cudaMemset(&state_->received, 0, sizeof(state_->received)), "cudaMemset");
   cuda_check(cudaDeviceSynchronize(), "clearing the windows");
 }
 
+void Group::drop() {
+  control_window_.reset();
+  rows_window_.reset();
+  control_.max_tokens = control_.max_top_k = 0;
+  row_bytes_ = 0;
+}
+
 void Group::close() {
   if (state_ == nullptr) return;
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows close");
-  if (control_window_) control_window_->close();
-  if (rows_window_) rows_window_->close();
+  for (const std::shared_ptr<Window>& window : windows()) window->close();
+  drop();
   cuda_check(cudaFree(std::exchange(state_, nullptr)), "cudaFree");
   cuda_check(cudaFreeHost(std::exchange(mailbox_, nullptr)), "cudaFreeHost");
 }
 
+std::vector<std::shared_ptr<Window>> Group::windows() const {
+  std::vector<std::shared_ptr<Window>> found;
+  for (const std::shared_ptr<Window>& window : {control_window_, rows_window_}) {
+    if (window) found.push_back(window);
+  }
+  return found;
+}
+
 std::size_t Group::num_bytes() const {
-  return (control_window_ ? control_window_->num_bytes() : 0) +
-         (rows_window_ ? rows_window_->num_bytes() : 0);
+  std::size_t sum = 0;
+  for (const std::shared_ptr<Window>& window : windows()) sum += window->num_bytes();
+  return sum;
 }
 
 std::int64_t Group::scratch_size(int num_sms) const { return PlanScratch::size(control_, num_sms); }
@@ -132,8 +159,8 @@ std::int64_t Group::routes_size(std::int64_t num_pairs, std::int64_t num_picks,
 }
 
 Rank Group::rank() const {
-  require(control_window_ != nullptr && state_ != nullptr,
-          "the native group has no windows: reserve comes first, and close last");
+  require(rows_window_ != nullptr && rows_window_->is_open() && state_ != nullptr,
+          "the native group has no windows: making them comes first, and close last");
   Rank rank{};
   rank.control = control_;
   rank.rank = communicator_->rank();

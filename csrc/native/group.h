@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "common/tensor.h"
 #include "native/plan.h"
@@ -38,7 +39,7 @@ struct Plan {
   Tensor routes;                              // int32 [routes_size(...)]
 };
 
-// Making it, `reserve` and `close` are collective, and so is every call that queues work.  An
+// Making it, making windows and `close` are collective, and so is every call that queues work.  An
 // object that nobody closes is left to the end of the process.
 class Group {
  public:
@@ -47,15 +48,34 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Whether the windows hold this much.  The arguments of `fits` and `reserve` are equal on all
+  // Whether the windows hold this much.  The arguments of `fits` and `allocate` are equal on all
   // ranks.
   bool fits(int max_tokens, int top_k, std::size_t row_bytes) const;
-  // Makes windows that do, and that hold what the ones before did; nothing may be under way on any
-  // rank.
-  void reserve(int max_tokens, int top_k, std::size_t row_bytes);
+  // Windows that do, and that hold what the ones before did, are made in three steps, so that the
+  // ranks can agree after each that it went well on all of them: an error on one rank must not
+  // leave the others waiting in the next.  Nothing may be under way on any rank.
+  //
+  // Closes the windows there are and allocates the new ones.
+  void allocate(int max_tokens, int top_k, std::size_t row_bytes);
+  // Maps all ranks' memory.  The caller verifies the addresses.
+  void open();
+  // Makes the windows fit for use; the last step.
+  void clear();
+  // After a step that failed on any rank: no windows.  Those that are open stay to the end of the
+  // process, because closing them is collective.  Not collective.
+  void drop();
   void close();
+
+  // Control, rows; empty when there are none.
+  std::vector<std::shared_ptr<Window>> windows() const;
+  // How often windows were allocated.
+  int generation() const { return generation_; }
   // Bytes of windows that this rank holds.
   std::size_t num_bytes() const;
+  // What the windows hold: the arguments of `fits`.
+  int max_tokens() const { return control_.max_tokens; }
+  int max_top_k() const { return control_.max_top_k; }
+  std::size_t row_bytes() const { return row_bytes_; }
 
   // int32 of `scratch`, which the kernels of a plan share, and of a plan's routes.
   std::int64_t scratch_size(int num_sms) const;
@@ -104,7 +124,8 @@ class Group {
   std::uint32_t ticket_ = 0;  // of the last plan that the host waits for
   std::optional<std::uintptr_t> last_stream_;
   void* last_done_ = nullptr;  // cudaEvent_t
-  std::unique_ptr<Window> control_window_, rows_window_;
+  std::shared_ptr<Window> control_window_, rows_window_;
+  int generation_ = 0;
   State* state_ = nullptr;
   Mailbox* mailbox_ = nullptr;
   Mailbox* mailbox_on_device_ = nullptr;

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include "common/cuda.h"
@@ -12,8 +13,8 @@ namespace ncclep {
 namespace {
 
 // The start of what a window handle points to in device memory (NCCL 2.28 and later): the ranks of
-// an NVLink domain lie one after the other in a flat address range.  The caller of Window verifies
-// the addresses computed from it by writing and reading them.
+// an NVLink domain lie one after the other in a flat address range.  No header says so: who opens a
+// window verifies the addresses by writing and reading (the native engine when it makes windows).
 struct WindowOnDevice {
   void* host_side;
   char* flat_base;
@@ -23,8 +24,34 @@ struct WindowOnDevice {
 };
 
 constexpr std::size_t kGranularity = 4096;
+// Rows are copied in vectors, and by bulk copies, of this many bytes.
+constexpr std::uintptr_t kAlignment = 16;
 
 }  // namespace
+
+std::vector<char*> peers_in(const void* head, std::size_t num_bytes, int rank, int num_ranks) {
+  WindowOnDevice window;
+  require(num_bytes >= sizeof(window), "the head of a window has ", sizeof(window), " bytes, not ",
+          num_bytes);
+  std::memcpy(&window, head, sizeof(window));
+  const auto unknown = [](const auto&... what) {
+    fail(what..., ": this NCCL's windows are not laid out as this extension knows them");
+  };
+  if (window.world_rank != rank || window.lsa_rank != rank) {
+    unknown("the window names rank ", window.world_rank, ", place ", window.lsa_rank,
+            " of its domain, for rank ", rank);
+  }
+  if (window.flat_base == nullptr) unknown("the window has no address");
+  if (window.stride_4g == 0 && num_ranks > 1) unknown("the window has all ranks at one address");
+  if (reinterpret_cast<std::uintptr_t>(window.flat_base) % kAlignment != 0) {
+    unknown("the window starts at ", static_cast<void*>(window.flat_base), ", no multiple of ",
+            kAlignment);
+  }
+  const std::uint64_t stride = static_cast<std::uint64_t>(window.stride_4g) << 32;
+  std::vector<char*> peers;
+  for (int r = 0; r < num_ranks; ++r) peers.push_back(window.flat_base + r * stride);
+  return peers;
+}
 
 Window::Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes)
     : communicator_(std::move(communicator)),
@@ -35,7 +62,17 @@ Window::Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes
           " ranks are in one NVLink domain: a window needs all of them in one");
   void* memory = nullptr;
   nccl.check(nccl.mem_alloc(&memory, num_bytes_), "ncclMemAlloc");
+  require(memory != nullptr, "ncclMemAlloc gave no memory");
   own_ = static_cast<char*>(memory);
+}
+
+Window::~Window() {
+  if (window_ == nullptr && own_ != nullptr) communicator_->nccl().mem_free(own_);
+}
+
+void Window::open() {
+  require(own_ != nullptr && window_ == nullptr, "the window was opened or closed before");
+  const Nccl& nccl = communicator_->nccl();
   nccl.check(nccl.window_register(communicator_->get(), own_, num_bytes_, &window_,
                                   kNcclWindowCollSymmetric),
              "ncclCommWindowRegister");
@@ -43,27 +80,20 @@ Window::Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes
   require(window_ != nullptr,
           "NCCL made no window: it needs CUDA peer-to-peer access between all GPUs of the group "
           "and NCCL_CUMEM_ENABLE other than 0");
-  WindowOnDevice on_device;
-  cuda_check(cudaMemcpy(&on_device, window_, sizeof(on_device), cudaMemcpyDeviceToHost),
+  WindowOnDevice head;
+  cuda_check(cudaMemcpy(&head, window_, sizeof(head), cudaMemcpyDeviceToHost),
              "reading the window");
-  require(
-      on_device.world_rank == communicator_->rank() && on_device.lsa_rank == communicator_->rank(),
-      "the window names rank ", on_device.world_rank, ", place ", on_device.lsa_rank,
-      " of its domain, for rank ", communicator_->rank(),
-      ": this NCCL's windows are not laid out as this extension knows them");
-  const std::uint64_t stride = static_cast<std::uint64_t>(on_device.stride_4g) << 32;
-  for (int rank = 0; rank < communicator_->num_ranks(); ++rank) {
-    peers_.push_back(on_device.flat_base + rank * stride);
-  }
+  peers_ = peers_in(&head, sizeof(head), communicator_->rank(), communicator_->num_ranks());
 }
 
 void Window::close() {
-  if (window_ == nullptr) return;
   const Nccl& nccl = communicator_->nccl();
-  nccl.check(nccl.window_deregister(communicator_->get(), std::exchange(window_, nullptr)),
-             "ncclCommWindowDeregister");
-  nccl.check(nccl.mem_free(std::exchange(own_, nullptr)), "ncclMemFree");
   peers_.clear();
+  if (window_ != nullptr) {
+    nccl.check(nccl.window_deregister(communicator_->get(), std::exchange(window_, nullptr)),
+               "ncclCommWindowDeregister");
+  }
+  if (own_ != nullptr) nccl.check(nccl.mem_free(std::exchange(own_, nullptr)), "ncclMemFree");
 }
 
 }  // namespace ncclep

@@ -9,16 +9,27 @@
 
 namespace ncclep {
 
-// Making and closing it is collective.  An object that nobody closes is left to the end of the
-// process.
+// The ranks' addresses, by rank, in the first `num_bytes` bytes of what a window handle points to.
+// `head` may be longer than what is read of it.  Throws unless they can be addresses of windows.
+std::vector<char*> peers_in(const void* head, std::size_t num_bytes, int rank, int num_ranks);
+
+// Opening it, and closing it once it is open, is collective.  An open one that nobody closes is
+// left to the end of the process.
 class Window {
  public:
-  // Allocates `num_bytes` (rounded up to NCCL's 4096) on every rank and maps all of them here.
-  // Throws when NCCL cannot: no CUDA peer-to-peer access, ranks outside one NVLink domain.
+  // Allocates `num_bytes` (rounded up to NCCL's 4096) on this rank.  Not collective: a rank without
+  // so much memory can still tell the others, which would wait for it in `open`.
   Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes);
+  ~Window();
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
 
+  // Maps the memory of all ranks here.  Throws when NCCL cannot: no CUDA peer-to-peer access, ranks
+  // outside one NVLink domain.
+  void open();
   void close();
 
+  bool is_open() const { return window_ != nullptr; }
   std::size_t num_bytes() const { return num_bytes_; }
   // This rank's own memory.
   char* address() const { return own_; }

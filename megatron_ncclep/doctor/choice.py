@@ -101,7 +101,7 @@ def answer(group: EpGroup) -> Answer:
     config = EpConfig(engine="auto", timeout_s=WAIT_S)
     obstacles: dict[str, str | None] = {}
     for name, entry in ENGINES.items():
-        obstacles[name] = entry.obstacle(group, config)
+        obstacles[name] = entry.obstacle(group, config, None)
         if obstacles[name] is None and group.size < entry.caps.min_ranks:
             obstacles[name] = f"it needs at least {entry.caps.min_ranks} ranks"
     chosen, _ = choose_engine(group, config)

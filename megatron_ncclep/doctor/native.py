@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,6 +14,7 @@ from megatron_ncclep.engines.libraries import (
     OLDEST_NCCL,
     Library,
     Version,
+    nccl_package,
     version_text,
 )
 
@@ -134,11 +134,6 @@ def nccl_for_nccl_ep(
     )
 
 
-def nccl_package() -> str:
-    """The name of NVIDIA's package with the NCCL for torch's CUDA."""
-    return f"nvidia-nccl-cu{(torch.version.cuda or '13').partition('.')[0]}"
-
-
 def extension() -> Iterator[Finding]:
     """This package's extension and the GPUs that it has code for."""
     obstacle = native_extension.obstacle()
@@ -146,30 +141,18 @@ def extension() -> Iterator[Finding]:
         yield Finding("extension", f"none: {obstacle}")
         return
     module = native_extension.load()
-    info = module.build_info()
-    names: list[str] = info["architectures"]
+    names = native_extension.architectures()
     missing = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         major, minor = torch.cuda.get_device_capability(index)
-        if not any(runs_on(name, major, minor) for name in names):
-            missing.append(f"{major}{minor}{'a' if major >= 9 else ''}")
+        if not any(native_extension.runs_on(name, major, minor) for name in names):
+            missing.append(native_extension.architecture_of(major, minor))
     needed = " ".join(sorted({*missing, *(name.removeprefix("sm_") for name in names)}))
     yield Finding(
         "extension",
-        f"built for {', '.join(names)} with CUDA {info['cuda']}: {module.__file__}",
+        f"built for {', '.join(names)} with CUDA {module.build_info()['cuda']}: {module.__file__}",
         f"it has no code for this machine's GPUs: install the package again with "
         f"NCCLEP_CUDA_ARCHITECTURES='{needed}' in the environment"
         if missing
         else None,
     )
-
-
-def runs_on(architecture: str, major: int, minor: int) -> bool:
-    """Whether machine code for `architecture`, sm_90a say, runs on a GPU of capability major.minor.
-
-    It runs on later GPUs of the same major version, unless a letter ties it to one.
-    """
-    found = re.fullmatch(r"sm_(\d+)(\d)([a-z]?)", architecture)
-    if found is None or int(found[1]) != major:
-        return False
-    return int(found[2]) == minor if found[3] == "a" else int(found[2]) <= minor

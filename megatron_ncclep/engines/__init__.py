@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import native
+from megatron_ncclep.engines import native_obstacle
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.native import CAPS as NATIVE_CAPS
+from megatron_ncclep.engines.native import NativeEngine
 from megatron_ncclep.engines.nccl_ep import CAPS as NCCL_EP_CAPS
 from megatron_ncclep.engines.nccl_ep import NcclEpEngine
 from megatron_ncclep.engines.nccl_ep import obstacle as nccl_ep_obstacle
@@ -27,22 +29,24 @@ class EngineEntry:
     Attributes:
         caps: what the engine can do.
         build: makes the engine for a group, a number of experts and a config.
-        obstacle: says why the engine cannot run for a group with a config and what would help;
-            None if it can.
+        obstacle: says why the engine cannot run for a group with a config and a number of experts
+            (None: not known) and what would help; None if it can.
             Called on every rank of the group, and may be collective.
     """
 
     caps: EngineCaps
     build: Callable[[EpGroup, int, EpConfig], Engine]
-    obstacle: Callable[[EpGroup, EpConfig], str | None]
+    obstacle: Callable[[EpGroup, EpConfig, int | None], str | None]
 
 
 AUTO = "auto"
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
-    "native": EngineEntry(native.CAPS, native.NativeEngine, native.obstacle),
+    "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_obstacle.obstacle),
     "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_obstacle),
-    "reference": EngineEntry(REFERENCE_CAPS, ReferenceEngine, lambda group, config: None),
+    "reference": EngineEntry(
+        REFERENCE_CAPS, ReferenceEngine, lambda group, config, num_experts: None
+    ),
 }
 
 
@@ -127,7 +131,7 @@ def _obstacle(name: str, group: EpGroup, config: EpConfig, num_experts: int | No
     most = entry.caps.max_local_experts
     if num_experts is not None and most is not None and num_experts > most * group.size:
         return f"it takes at most {most} experts on a rank: {num_experts} need more ranks"
-    return entry.obstacle(group, config)
+    return entry.obstacle(group, config, num_experts)
 
 
 def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:

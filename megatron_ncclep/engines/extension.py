@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from types import ModuleType
 
 NAME = "megatron_ncclep._C"
@@ -30,3 +31,25 @@ def load() -> ModuleType:
         ImportError: there is none, or it does not load; `obstacle` says so in words.
     """
     return importlib.import_module(NAME)
+
+
+def architectures() -> list[str]:
+    """Return the GPU architectures that the extension has code for, such as sm_90a."""
+    names: list[str] = load().build_info()["architectures"]
+    return names
+
+
+def runs_on(architecture: str, major: int, minor: int) -> bool:
+    """Whether machine code for `architecture`, sm_90a say, runs on a GPU of capability major.minor.
+
+    It runs on later GPUs of the same major version, unless a letter ties it to one.
+    """
+    found = re.fullmatch(r"sm_(\d+)(\d)([a-z]?)", architecture)
+    if found is None or int(found[1]) != major:
+        return False
+    return int(found[2]) == minor if found[3] == "a" else int(found[2]) <= minor
+
+
+def architecture_of(major: int, minor: int) -> str:
+    """Return what NCCLEP_CUDA_ARCHITECTURES has to name for a GPU of capability major.minor."""
+    return f"{major}{minor}{'a' if major >= 9 else ''}"

@@ -122,6 +122,11 @@ def system_nccl() -> Library | None:
     return Library(probe.path, probe.version, "the system's loader")
 
 
+def nccl_package() -> str:
+    """The name of NVIDIA's package with the NCCL for torch's CUDA."""
+    return f"nvidia-nccl-cu{(torch.version.cuda or '13').partition('.')[0]}"
+
+
 def nccl_version(code: int) -> Version:
     """The version that ncclGetVersion's `code` means: 23007 is 2.30.7, and 2804 was 2.8.4."""
     base = 1000 if code < 10000 else 10000

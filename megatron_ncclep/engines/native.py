@@ -6,17 +6,19 @@ ranks, allocate what a plan keeps, and queue.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import checks, extension, libraries
+from megatron_ncclep.engines import checks, extension, native_windows
 from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
 from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.engine import HOME_PART_UNROUNDED, EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS, MAX_EXPERTS
 from megatron_ncclep.errors import GroupClosedError, InputError, PeerError
 
 CAPS = EngineCaps(
@@ -27,34 +29,14 @@ CAPS = EngineCaps(
     options=frozenset({"alignment", "max_recv_rows", "num_sms", "timeout_s"}),
     max_tokens=65536,
     max_top_k=32,
-    max_local_experts=512,
+    max_local_experts=MAX_EXPERTS,
     captures_static=True,
     device_deadline=True,
 )
-MAX_EXPERTS = 512
-MAX_RANKS = 32
-MIN_COMPUTE_CAPABILITY = (9, 0)
-DEFAULT_NUM_SMS = 32
 # Windows are made for a power of two of tokens, at least this many.
 MIN_TOKENS = 128
 CHUNK = 128  # tokens; kChunk in csrc/native/state.h
 PHASES = ("none", "plan", "plan, receiving routes", "dispatch", "combine")  # Phase there
-
-
-def obstacle(group: EpGroup, config: EpConfig) -> str | None:
-    """Say why the engine cannot run for `group`; None if it can.  Collective."""
-    if group.device.type != "cuda":
-        return "it needs GPUs and a process group with the nccl backend"
-    if problem := extension.obstacle():
-        return problem
-    if torch.cuda.get_device_capability(group.device) < MIN_COMPUTE_CAPABILITY:
-        return f"{torch.cuda.get_device_name(group.device)} is older than Hopper (sm_90)"
-    nccl = libraries.find_nccl()
-    if nccl is None or (nccl.version or (0, 0, 0)) < libraries.OLDEST_NCCL:
-        return f"it needs NCCL {libraries.version_text(libraries.OLDEST_NCCL)} or newer: {nccl}"
-    if group.size > MAX_RANKS:
-        return f"it takes at most {MAX_RANKS} ranks, the group has {group.size}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -107,6 +89,7 @@ class NativeEngine:
             ),
         )
         self._row_bytes = 16  # of the longest row so far
+        self._described: set[tuple[int, int]] = set()
         self._closed = False
 
     @torch.no_grad()
@@ -221,6 +204,11 @@ class NativeEngine:
         self.group.agree("close", {}, None, self.config.timeout_s)
         self.group.release(self._name)
 
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory that this rank holds; all engines of the group share it."""
+        num_bytes: int = self._native.num_bytes
+        return num_bytes
+
     def _agree(
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
     ) -> NativePlan:
@@ -242,6 +230,7 @@ class NativeEngine:
         row_bytes = rows.shape[1] * rows.element_size()
         self._row_bytes = max(self._row_bytes, row_bytes)
         self._reserve(plan.most_tokens, plan.top_k, row_bytes)
+        self._describe(row_bytes, plan.top_k)
         return plan
 
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
@@ -249,12 +238,18 @@ class NativeEngine:
         if self._native.fits(num_tokens, top_k, row_bytes):
             return
         num_tokens = max(MIN_TOKENS, 1 << (max(num_tokens, 1) - 1).bit_length())
-        what = "growing the windows"
-        here = torch.zeros(1, dtype=torch.int64)
         torch.cuda.synchronize(self.group.device)
-        self.group.gather(here, what, self.config.timeout_s)  # nobody uses the old ones
-        self._native.reserve(num_tokens, top_k, row_bytes)
-        self.group.gather(here, what, self.config.timeout_s)  # everybody has cleared the new ones
+        native_windows.grow(
+            self.group, self._native, num_tokens, top_k, row_bytes, self.config.timeout_s
+        )
+
+    def _describe(self, row_bytes: int, top_k: int) -> None:
+        """Log at level DEBUG how the kernels are set up for such rows, once for each kind."""
+        if self.group.rank != 0 or (row_bytes, top_k) in self._described:
+            return
+        self._described.add((row_bytes, top_k))
+        text = configuration(self.num_sms, self.group.size, row_bytes, top_k)
+        self.group.log_once(logging.DEBUG, text, text)
 
     def _raise_failure(self) -> None:
         """Raise PeerError when a wait on the device passed its deadline."""
@@ -297,6 +292,18 @@ class NativeEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise GroupClosedError("the engine was closed: create a new one with create_engine()")
+
+
+def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:
+    """Say how dispatch and combine share their CTAs; see `csrc/native/split.h`."""
+    native = extension.load()
+    staging, pulling = native.split_dispatch(num_sms, num_ranks, top_k)
+    adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k)
+    return (
+        f"native: rows of {row_bytes} bytes, top-{top_k}, {num_ranks} ranks, {num_sms} SMs: "
+        f"CTAs of dispatch: {staging} staging, {pulling} pulling; of combine: {adding} adding, "
+        f"{sending} sending, {summing} summing"
+    )
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:

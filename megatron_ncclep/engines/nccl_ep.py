@@ -52,8 +52,11 @@ MIN_COMPUTE_CAPABILITY = (9, 0)
 MIN_STAGED_TOKENS = 128
 
 
-def obstacle(group: EpGroup, config: EpConfig) -> str | None:
-    """Say why the engine cannot run for `group`; None if it can.  Collective."""
+def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+    """Say why the engine cannot run for `group`; None if it can.  Collective.
+
+    `CAPS` has what depends on `num_experts`.
+    """
     nodes = group.ranks_per_node(config.timeout_s)
     if group.device.type != "cuda":
         return "it needs GPUs and a process group with the nccl backend"

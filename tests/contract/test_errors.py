@@ -246,7 +246,7 @@ def unavailable_on_rank(ctx: RankContext) -> str:
     engines.ENGINES["broken"] = engines.EngineEntry(
         entry.caps,
         entry.build,
-        lambda group, config: "no such GPU: buy one" if group.rank else None,
+        lambda group, config, num_experts: "no such GPU: buy one" if group.rank else None,
     )
     try:
         with pytest.raises(EngineUnavailableError) as caught:
@@ -266,7 +266,7 @@ def auto_on_rank(ctx: RankContext) -> str:
     before = dict(engines.ENGINES)
     engines.ENGINES.clear()
     engines.ENGINES["broken"] = engines.EngineEntry(
-        entry.caps, entry.build, lambda group, config: "no GPU"
+        entry.caps, entry.build, lambda group, config, num_experts: "no GPU"
     )
     engines.ENGINES["reference"] = entry
     try:

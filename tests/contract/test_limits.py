@@ -82,7 +82,7 @@ class HomeUnroundedEngine(RestrictedEngine):
 
 
 def entry(engine: type[RestrictedEngine]) -> EngineEntry:
-    return EngineEntry(CAPS, engine, lambda group, config: None)
+    return EngineEntry(CAPS, engine, lambda group, config, num_experts: None)
 
 
 def with_engine(

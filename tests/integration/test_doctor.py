@@ -379,7 +379,7 @@ def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
     ],
 )  # fmt: skip
 def test_machine_code_runs_on(architecture: str, major: int, minor: int, runs: bool) -> None:
-    assert native.runs_on(architecture, major, minor) == runs
+    assert native.native_extension.runs_on(architecture, major, minor) == runs
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ static void* pointer(const void* at, int offset) { return (void*)u64(at, offset)
 // --- NCCL ----------------------------------------------------------------------------------------
 
 int ncclGetVersion(int* version) {
-  *version = 23007;
+  *version = FAKE_NCCL_VERSION;
   return 0;
 }
 int ncclGetUniqueId(UniqueId* id) {
@@ -68,10 +68,20 @@ Team ncclTeamLsa(void* comm) {
   Team team = {comm == calls ? 2 : -1, 0, 1};
   return team;
 }
-int ncclMemAlloc(void** memory, size_t bytes) { return 1; }
-int ncclMemFree(void* memory) { return 0; }
+int ncclMemAlloc(void** memory, size_t bytes) {
+  CALL("MemAlloc %lu\n", (unsigned long)bytes);
+  *memory = calls + 3;
+  return result();
+}
+int ncclMemFree(void* memory) {
+  CALL("MemFree %d\n", memory == calls + 3);
+  return result();
+}
+// As NCCL does where it cannot make one: success, and no window.
 int ncclCommWindowRegister(void* comm, void* memory, size_t bytes, void** window, int flags) {
-  return 1;
+  CALL("WindowRegister %d %lu flags=%d\n", memory == calls + 3, (unsigned long)bytes, flags);
+  *window = NULL;
+  return result();
 }
 int ncclCommWindowDeregister(void* comm, void* window) { return 0; }
 const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "other"; }

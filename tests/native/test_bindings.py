@@ -6,14 +6,14 @@ A library of our own stands in for both (`fake_nccl.c`); it is compiled here.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
+import struct
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from fakes import compile_fake
 
 from megatron_ncclep.engines import extension
 from megatron_ncclep.errors import LibraryError
@@ -29,17 +29,7 @@ if extension.obstacle() is not None:
 @pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A libnccl and libnccl_ep in one."""
-    return compile_fake(tmp_path_factory.mktemp("fake") / "libfake.so", version=200)
-
-
-def compile_fake(path: Path, version: int) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc") or "cc"
-    source = Path(__file__).with_name("fake_nccl.c")
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", f"-DFAKE_EP_VERSION={version}", source, "-o", path],
-        check=True, timeout=60,
-    )  # fmt: skip
-    return path
+    return compile_fake(tmp_path_factory.mktemp("fake") / "libfake.so")
 
 
 class Recorder:
@@ -173,7 +163,7 @@ def test_a_failed_call_says_which_and_why(recorder: Recorder, handle: Any) -> No
 
 
 def test_another_version_of_the_library_is_refused(native: ModuleType, tmp_path: Path) -> None:
-    newer = compile_fake(tmp_path / "libnewer.so", version=300)
+    newer = compile_fake(tmp_path / "libnewer.so", ep_version=300)
     with pytest.raises(LibraryError, match=r"libnewer\.so is version 0\.3\.0: .* 0\.2 only"):
         native.NcclEp(str(newer))
 
@@ -211,3 +201,65 @@ def test_a_window_needs_the_whole_group(native: ModuleType, fake: Path) -> None:
     communicator = native.Communicator(native.Nccl(str(fake)), UNIQUE_ID, 4, 0)
     with pytest.raises(LibraryError, match="only 2 of 4 ranks are in one NVLink domain"):
         native.Window(communicator, 4096)
+
+
+def test_a_window_that_nccl_does_not_make(
+    native: ModuleType, communicator: Any, recorder: Recorder
+) -> None:
+    """NCCL says success, and its memory is given back."""
+    recorder.lines()
+    with pytest.raises(LibraryError, match=r"NCCL made no window: .*peer-to-peer.*CUMEM"):
+        native.Window(communicator, 5000)
+    assert recorder.lines() == ["MemAlloc 8192", "WindowRegister 1 8192 flags=1", "MemFree 1"]
+    recorder.fail_next(3)
+    with pytest.raises(LibraryError, match="ncclMemAlloc failed: internal error"):
+        native.Window(communicator, 5000)
+    assert recorder.lines() == ["MemAlloc 8192"]
+
+
+def window_head(base: int = 0x7F00_0000_1000, rank: int = 1, world_rank: int = 1, stride: int = 2):
+    return struct.pack("<QQiiI4x", 0xDEAD, base, rank, world_rank, stride)
+
+
+def test_addresses_of_peers(native: ModuleType) -> None:
+    base = 0x7F00_0000_1000
+    expected = [base, base + 2 * 2**32, base + 4 * 2**32]
+    assert native.window_peers(window_head(), rank=1, num_ranks=3) == expected
+    alone = window_head(rank=0, world_rank=0, stride=0)
+    assert native.window_peers(alone, rank=0, num_ranks=1) == [base]
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (window_head(world_rank=2), "names rank 2, place 1 of its domain, for rank 1"),
+        (window_head(rank=0), "names rank 1, place 0 of its domain, for rank 1"),
+        (window_head(base=0), "has no address"),
+        (window_head(stride=0), "all ranks at one address"),
+        (window_head(base=0x7F00_0000_1008), "starts at 0x7f0000001008, no multiple of 16"),
+        (window_head()[:16], "32 bytes, not 16"),
+    ],
+)
+def test_a_window_that_looks_otherwise(native: ModuleType, head: bytes, message: str) -> None:
+    with pytest.raises(LibraryError, match=message):
+        native.window_peers(head, rank=1, num_ranks=3)
+
+
+@pytest.mark.parametrize("num_ctas", [3, 4, 24, 32, 132])
+def test_every_kind_of_work_has_ctas(native: ModuleType, num_ctas: int) -> None:
+    for num_ranks in (1, 2, 4, 8, 32):
+        for top_k in (1, 2, 8, 32):
+            dispatch = native.split_dispatch(num_ctas, num_ranks, top_k)
+            adding, sending, summing = native.split_combine(num_ctas, num_ranks, top_k)
+            assert sum(dispatch) == adding + sending + summing == num_ctas
+            assert min(*dispatch, adding, summing) >= 1
+            assert (sending > 0) == (num_ranks > 2)
+
+
+def test_the_examples_of_the_split(native: ModuleType) -> None:
+    """Those in csrc/native/split.h."""
+    assert native.split_dispatch(32, 4, 8) == (6, 26)
+    assert native.split_combine(32, 4, 8) == (14, 8, 10)
+    assert native.split_combine(32, 2, 8) == (15, 0, 17)
+    with pytest.raises(LibraryError, match=r"2 SMs .* at least 3"):
+        native.split_combine(2, 4, 8)

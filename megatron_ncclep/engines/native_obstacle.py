@@ -1,0 +1,180 @@
+"""What keeps the native engine from running for a group, found before anything is allocated.
+
+First each rank looks at itself; the ranks exchange what GPU each has and look at the group; at last
+NCCL says, of a communicator that the engine uses afterwards, who reaches whose memory.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import extension, libraries
+from megatron_ncclep.engines.communicator import communicator_of
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.errors import LibraryError
+
+MAX_EXPERTS = 512  # kMaxExperts in csrc/native/state.h
+MAX_RANKS = 32  # kMaxRanks there
+MIN_COMPUTE_CAPABILITY = (9, 0)
+DEFAULT_NUM_SMS = 32
+MIN_NUM_SMS = 3  # kMinCtas in csrc/native/split.h
+# Of what a rank says of its GPU; as many on every rank.
+PLACE_BYTES = 4096
+
+
+def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+    """Say why the engine cannot run for `group`; None if it can.  Collective.
+
+    What this rank alone finds, only this rank says: the ranks stop together all the same, and
+    `choose_engine` makes one text of theirs.
+    """
+    problem = _own_obstacle(group, config, num_experts)
+    mine = _Place() if problem else _own_place(group.device)
+    places = _exchange(group, mine, config.timeout_s)
+    if any(place.gpu == "" for place in places):
+        return problem
+    return _group_obstacle(places) or _lsa_obstacle(group, places, config.timeout_s)
+
+
+# --- one rank ------------------------------------------------------------------------------------
+
+
+def _own_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+    """Say what is in the way on this rank.  Not collective."""
+    if group.device.type != "cuda":
+        return "it needs GPUs and a process group with the nccl backend"
+    if problem := extension.obstacle():
+        return problem
+    gpu = torch.cuda.get_device_properties(group.device)
+    capability = torch.cuda.get_device_capability(group.device)
+    if capability < MIN_COMPUTE_CAPABILITY:
+        return f"{gpu.name} is older than Hopper (sm_90)"
+    names = extension.architectures()
+    if not any(extension.runs_on(name, *capability) for name in names):
+        needed = [extension.architecture_of(*capability), *(n.removeprefix("sm_") for n in names)]
+        return (
+            f"the extension is built for {', '.join(names)}, which {gpu.name} (compute capability "
+            f"{'.'.join(map(str, capability))}) does not run: install the package again with "
+            f"NCCLEP_CUDA_ARCHITECTURES='{' '.join(sorted(needed))}' in the environment"
+        )
+    nccl, oldest = libraries.find_nccl(), libraries.version_text(libraries.OLDEST_NCCL)
+    if nccl is None or (nccl.version or (0, 0, 0)) < libraries.OLDEST_NCCL:
+        return (
+            f"it needs NCCL {oldest} or newer, here is {nccl or 'none'}: "
+            f"pip install '{libraries.nccl_package()}>={oldest}'"
+        )
+    if group.size > MAX_RANKS:
+        return f"it takes at most {MAX_RANKS} ranks, the group has {group.size}"
+    if num_experts is not None and num_experts > MAX_EXPERTS:
+        return f"it takes at most {MAX_EXPERTS} experts in all: there are {num_experts}"
+    num_sms, most_sms = config.num_sms or DEFAULT_NUM_SMS, gpu.multi_processor_count
+    if not MIN_NUM_SMS <= num_sms <= most_sms:
+        return (
+            f"num_sms {num_sms}: its kernels need at least {MIN_NUM_SMS}, and {gpu.name} has "
+            f"{most_sms}"
+        )
+    return None
+
+
+# --- the group -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank runs, as it tells the others.
+
+    Attributes:
+        host: name of the machine.
+        gpu: UUID, which no other GPU in the world has; "": something is in the way on this rank.
+        name: the GPU's model.
+        capability: its compute capability.
+        unreachable: UUIDs of those GPUs visible to this process whose memory its own cannot access.
+    """
+
+    host: str = ""
+    gpu: str = ""
+    name: str = ""
+    capability: Sequence[int] = ()
+    unreachable: Sequence[str] = ()
+
+
+def _own_place(device: torch.device) -> _Place:
+    """Say where this rank runs.  Makes no context on other GPUs."""
+    own = torch.cuda.get_device_properties(device)
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    return _Place(
+        host=socket.gethostname()[:64],
+        gpu=str(own.uuid),
+        name=own.name,
+        capability=torch.cuda.get_device_capability(device),
+        unreachable=[
+            str(torch.cuda.get_device_properties(other).uuid)
+            for other in others
+            if not torch.cuda.can_device_access_peer(device, other)
+        ],
+    )
+
+
+def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
+    """Return what every rank says of its place, by rank.  Collective."""
+    message = json.dumps(asdict(mine)).encode()
+    assert len(message) <= PLACE_BYTES  # room for the UUIDs of 90 GPUs
+    theirs = group.exchange(
+        message.ljust(PLACE_BYTES), "open, exchanging which GPUs the ranks have", timeout_s
+    )
+    parts = (theirs[i : i + PLACE_BYTES] for i in range(0, len(theirs), PLACE_BYTES))
+    return [_Place(**json.loads(part)) for part in parts]
+
+
+def _group_obstacle(places: Sequence[_Place]) -> str | None:
+    """Say what of the ranks' GPUs together is in the way; the same on every rank."""
+    rank_of: dict[str, int] = {}
+    for rank, place in enumerate(places):
+        if place.gpu in rank_of:
+            return (
+                f"ranks {rank_of[place.gpu]} and {rank} share one GPU ({place.name}, UUID "
+                f"{place.gpu}): give every rank its own, with torch.cuda.set_device(LOCAL_RANK) "
+                "before the process group is made"
+            )
+        rank_of[place.gpu] = rank
+    models = [f"{p.name} (sm_{''.join(map(str, p.capability))})" for p in places]
+    for rank, model in enumerate(models):
+        if model != models[0]:
+            return (
+                f"the ranks have different GPUs, rank 0 {models[0]} and rank {rank} {model}: it "
+                "needs the same on all"
+            )
+    for rank, place in enumerate(places):
+        for gpu in place.unreachable:
+            if gpu in rank_of:
+                return (
+                    f"the GPU of rank {rank} cannot access the memory of rank {rank_of[gpu]}'s by "
+                    "CUDA peer-to-peer (`ncclep doctor` prints the links, `nvidia-smi topo -p2p r` "
+                    "why not)"
+                )
+    return None
+
+
+def _lsa_obstacle(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> str | None:
+    """Say which ranks NCCL finds in one NVLink domain, unless it is all of them.  Collective.
+
+    The communicator is made here; it is the group's, so that every layer finds it made.
+    """
+    try:
+        communicator = communicator_of(group, timeout_s)
+    except LibraryError as error:
+        return f"NCCL made no communicator: {error}"
+    if communicator.lsa_size == group.size:
+        return None
+    num_hosts = len({place.host for place in places})
+    return (
+        f"only {communicator.lsa_size} of {group.size} ranks, on {num_hosts} host(s), are in one "
+        "NVLink domain (NCCL's LSA team): make the expert-parallel group smaller, or see that "
+        "all have NVLink and CUDA peer-to-peer and that NCCL_CUMEM_ENABLE is not 0"
+    )

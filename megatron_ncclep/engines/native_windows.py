@@ -1,0 +1,176 @@
+"""How the windows of the native engine grow, and how ranks see that they reach each other's.
+
+A rank computes the addresses of its peers' windows from what NCCL keeps in device memory, which no
+header promises.  So whenever windows are made, words are written and read across all ranks, by the
+device, before anything else is: wrong addresses are an error and never wrong results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.libraries import find_nccl
+from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.logs import get_logger
+
+NAMES = ("control", "rows")  # of the windows that `_C.NativeGroup.windows` returns
+ENDS = ("start", "end")
+WORD_BYTES = 8
+MIB = 2**20
+
+
+def grow(
+    group: EpGroup, native: Any, num_tokens: int, top_k: int, row_bytes: int, timeout_s: float
+) -> None:
+    """Make windows for this much, empty and verified; log the sizes on rank 0.
+
+    Collective, with the same arguments.  Nothing may be under way on this rank's device.
+
+    Args:
+        group: the ranks.
+        native: the group's `_C.NativeGroup`.
+        num_tokens: of the rank with the most.
+        top_k: picks of a token.
+        row_bytes: bytes of a row.
+        timeout_s: seconds to wait for the other ranks, after each step.
+
+    Raises:
+        LibraryError: on every rank, when one has no memory, when NCCL makes no window, or when a
+            rank does not reach another's memory.  There are no windows then.
+        PeerError: a rank did not come in time.
+    """
+    held = native.num_bytes
+    needed = {"tokens": num_tokens, "top-k": top_k, "row bytes": row_bytes}
+    had = (native.max_tokens, native.max_top_k, native.row_bytes)
+    cause = ", ".join(
+        f"{name} {then} -> {now}"
+        for (name, now), then in zip(needed.items(), had, strict=True)
+        if now > then
+    )
+
+    def on_all_ranks(what: str, step: Callable[[], str | None], remedy: str) -> None:
+        """Take a step; the next one comes only when it went well on all ranks."""
+        try:
+            problem = step()
+        except LibraryError as error:
+            problem = str(error)
+        if problems := group.gather_problems(problem, what, timeout_s):
+            native.drop()
+            raise LibraryError(f"engine 'native', {what} ({cause}): {problems}; {remedy}")
+
+    smaller = "if it is for want of GPU memory: use smaller micro-batches"
+    other = f"use the engine nccl_ep or reference, and report this with NCCL {find_nccl()}"
+    on_all_ranks("leaving its windows", lambda: None, other)  # nobody uses the old ones any longer
+    on_all_ranks(
+        "allocating its windows", lambda: native.allocate(num_tokens, top_k, row_bytes), smaller
+    )
+    on_all_ranks("opening its windows", native.open, other)
+    on_all_ranks("writing to its windows", lambda: _leave(group, native), other)
+    on_all_ranks("checking its windows", lambda: _read_and_bring(group, native), other)
+    on_all_ranks("checking its windows", lambda: _look(group, native), other)
+    on_all_ranks("clearing its windows", native.clear, other)
+    if group.rank == 0:
+        get_logger().info(
+            "native: windows grew from %.1f to %.1f MiB on each of %d ranks (%s)",
+            held / MIB,
+            native.num_bytes / MIB,
+            group.size,
+            cause,
+        )
+
+
+# --- the check -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What one rank writes for another, at one end of a window.
+
+    Attributes:
+        window, end: where, in words.
+        peer: the other rank; this rank has one of its own too, since kernels use that address.
+        address: as this rank addresses it.
+        value: tells writer, reader and place apart, and from windows that were there before.
+    """
+
+    window: str
+    end: str
+    peer: int
+    address: int
+    value: int
+
+
+def _leave(group: EpGroup, native: Any) -> None:
+    """Write words to this rank's own windows, for the others to read."""
+    _store(native, _words(group, native, remote=False, writes=True))
+
+
+def _read_and_bring(group: EpGroup, native: Any) -> str | None:
+    """Read what the others left for this rank, and write words to their windows.
+
+    Returns:
+        what is wrong with the first word that is not as expected, if any is.
+    """
+    left = _words(group, native, remote=True, writes=False)
+    problem = _difference(
+        native, left, "reads {seen} from the {end} of the {window} window of {peer}"
+    )
+    _store(native, _words(group, native, remote=True, writes=True))
+    return problem
+
+
+def _look(group: EpGroup, native: Any) -> str | None:
+    """Read what the others wrote to this rank's windows; return as `_read_and_bring` does."""
+    brought = _words(group, native, remote=False, writes=False)
+    return _difference(
+        native, brought, "finds {seen} where {peer} wrote to the {end} of its {window} window"
+    )
+
+
+def _words(group: EpGroup, native: Any, *, remote: bool, writes: bool) -> list[_Word]:
+    """The words that this rank reads or writes, in its own windows or in its peers' (`remote`).
+
+    Of a window's 2 R words at each end, the first R are left by the window's rank for reader r, the
+    last R are brought by writer r; the very last is the last 8 bytes of the window.
+    """
+    me, size = group.rank, group.size
+    is_left = remote != writes
+    words = []
+    for name, window in zip(NAMES, native.windows, strict=True):
+        for end in ENDS:
+            start = 0 if end == "start" else window.num_bytes - 2 * size * WORD_BYTES
+            for peer in range(size):
+                writer, reader = (me, peer) if writes else (peer, me)
+                place = reader if is_left else size + writer
+                base = window.peers[peer] if remote else window.address
+                subject = f"{name} {end} {is_left}".encode()
+                numbers = struct.pack("<3q", native.generation, writer, reader)
+                value = hashlib.blake2b(subject + numbers, digest_size=WORD_BYTES).digest()
+                address = base + start + place * WORD_BYTES
+                words.append(_Word(name, end, peer, address, int.from_bytes(value, "little")))
+    return words
+
+
+def _store(native: Any, words: list[_Word]) -> None:
+    native.store_words([word.address for word in words], [word.value for word in words])
+
+
+def _difference(native: Any, words: list[_Word], text: str) -> str | None:
+    """Read `words`; say of the first that has another value what `text` says."""
+    found = native.load_words([word.address for word in words])
+    wrong = [(w, seen) for w, seen in zip(words, found, strict=True) if seen != w.value]
+    if not wrong:
+        return None
+    word, seen = wrong[0]
+    what = text.format(
+        seen=f"{seen:#018x}", end=word.end, window=word.window, peer=f"rank {word.peer}"
+    )
+    return (
+        f"it {what}, at {word.address:#x}, and not {word.value:#018x} "
+        f"({len(wrong)} of {len(words)} words are wrong)"
+    )

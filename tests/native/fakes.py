@@ -1,0 +1,62 @@
+"""Stands in for what a machine without GPUs lacks: NVIDIA's libraries, ranks with a GPU each."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ncclep.engines.group import EpGroup
+
+
+def compile_fake(path: Path, ep_version: int = 200, nccl_version: int = 23007) -> Path:
+    """Compile `fake_nccl.c`, a libnccl and libnccl_ep in one, to `path`.
+
+    The versions are what ncclEpGetVersion and ncclGetVersion are to say.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc") or "cc"
+    defines = [f"-DFAKE_EP_VERSION={ep_version}", f"-DFAKE_NCCL_VERSION={nccl_version}"]
+    source = Path(__file__).with_name("fake_nccl.c")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", *defines, source, "-o", path], check=True, timeout=60
+    )
+    return path
+
+
+class ThreadGroup(EpGroup):
+    """A rank that is a thread of this process, and has the GPU of its number."""
+
+    def __init__(self, rank: int, messages: list[bytes], meeting: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(messages)
+        self.device = torch.device("cuda", rank)
+        self._logged: set[str] = set()
+        self._ranks_per_node = [self.size]
+        self._messages, self._meeting = messages, meeting
+
+    def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:
+        self._messages[self.rank] = mine
+        self._meeting.wait(timeout_s)
+        theirs = b"".join(self._messages)
+        self._meeting.wait(timeout_s)
+        assert len(theirs) == self.size * len(mine), f"ranks in different calls: {what}"
+        return theirs
+
+
+def on_threads(num_ranks: int, function: Callable[[ThreadGroup], Any]) -> list[Any]:
+    """Call `function` as every rank; return the results, or what was raised, by rank."""
+    messages, meeting = [b""] * num_ranks, threading.Barrier(num_ranks)
+
+    def run(rank: int) -> Any:
+        try:
+            return function(ThreadGroup(rank, messages, meeting))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        return list(ranks.map(run, range(num_ranks)))

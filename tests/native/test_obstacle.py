@@ -1,0 +1,291 @@
+"""What keeps the native engine from running: each reason, and that all ranks get the same.
+
+Ranks are threads, and their GPUs are `Gpu`s; nothing here needs a GPU or the extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import compile_fake, on_threads
+
+from megatron_ncclep import engines
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine, extension, libraries, native_obstacle
+from megatron_ncclep.engines.libraries import Library
+from megatron_ncclep.errors import EngineUnavailableError, LibraryError
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+NUM_RANKS = 3
+FIND_NCCL = libraries.find_nccl
+
+
+@dataclass(frozen=True)
+class Gpu:
+    uuid: str
+    name: str = "NVIDIA H200"
+    capability: tuple[int, int] = (9, 0)
+    multi_processor_count: int = 132
+
+
+@dataclass
+class Machine:
+    """What torch, NCCL and the extension say; made to differ by the tests.
+
+    Attributes:
+        gpus: of the ranks; every rank sees all of them.
+        no_access: (from, to) pairs of GPUs without peer-to-peer access.
+        lsa_size: what NCCL says.
+        made: ranks that made a communicator.
+    """
+
+    gpus: list[Gpu] = field(default_factory=lambda: [Gpu(f"uuid-{r}") for r in range(NUM_RANKS)])
+    no_access: set[tuple[int, int]] = field(default_factory=set)
+    lsa_size: int | LibraryError = NUM_RANKS
+    made: list[int] = field(default_factory=list)
+
+    def communicator_of(self, group: Any, timeout_s: float) -> Any:
+        self.made.append(group.rank)
+        if isinstance(self.lsa_size, LibraryError):
+            raise self.lsa_size
+        return SimpleNamespace(lsa_size=self.lsa_size)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+
+    def index(device: torch.device | int) -> int:
+        return device if isinstance(device, int) else device.index
+
+    cuda = {
+        "get_device_properties": lambda device: machine.gpus[index(device)],
+        "get_device_capability": lambda device: machine.gpus[index(device)].capability,
+        "get_device_name": lambda device: machine.gpus[index(device)].name,
+        "device_count": lambda: len(machine.gpus),
+        "can_device_access_peer": lambda device, other: (
+            (index(device), other) not in machine.no_access
+        ),
+    }
+    for name, answer in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(extension, "obstacle", lambda: None)
+    monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a"])
+    monkeypatch.setattr(
+        libraries, "find_nccl", lambda: Library(Path("libnccl.so.2"), (2, 28, 9), "")
+    )
+    monkeypatch.setattr(native_obstacle, "communicator_of", machine.communicator_of)
+    return machine
+
+
+def reasons(num_ranks: int = NUM_RANKS, num_experts: int | None = None, **options: Any) -> str:
+    """Ask for the engine by name on every rank; return the text that all of them raise."""
+    config = EpConfig(engine="native", **options)
+    errors = on_threads(num_ranks, lambda group: engines.choose_engine(group, config, num_experts))
+    assert [type(error) for error in errors] == [EngineUnavailableError] * num_ranks, errors
+    texts = {str(error).removeprefix("engine 'native' cannot run here: ") for error in errors}
+    assert len(texts) == 1
+    return texts.pop()
+
+
+def test_nothing_is_in_the_way(machine: Machine) -> None:
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig(), 512))
+    assert choices == [("native", "native can run")] * NUM_RANKS
+    assert sorted(machine.made) == list(range(NUM_RANKS))
+
+
+def test_auto_says_why_not(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = {name: engines.ENGINES[name] for name in ("native", "reference")}
+    monkeypatch.setattr(engines, "ENGINES", only)
+    machine.gpus[1] = replace(machine.gpus[0])
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
+    name, reason = choices[0]
+    assert choices == [choices[0]] * NUM_RANKS
+    assert name == "reference"
+    assert reason.startswith("not native: ranks 0 and 1 share one GPU (NVIDIA H200, UUID uuid-0)")
+    assert reason.endswith("; reference can run")
+
+
+# --- what one rank finds -------------------------------------------------------------------------
+
+
+def set_gpu(**facts: Any) -> Callable[[Machine, pytest.MonkeyPatch], None]:
+    def change(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine.gpus[1] = replace(machine.gpus[1], **facts)
+
+    return change
+
+
+def on_all(thing: Any, name: str, value: Any) -> Callable[[Machine, pytest.MonkeyPatch], None]:
+    def change(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(thing, name, value)
+
+    return change
+
+
+OWN = {
+    "older": (
+        set_gpu(capability=(8, 0), name="NVIDIA A100"),
+        "rank 1: NVIDIA A100 is older than Hopper (sm_90)",
+    ),
+    "another architecture": (
+        set_gpu(capability=(10, 0), name="NVIDIA B200"),
+        "rank 1: the extension is built for sm_90a, which NVIDIA B200 (compute capability 10.0) "
+        "does not run: install the package again with NCCLEP_CUDA_ARCHITECTURES='100a 90a' in the "
+        "environment",
+    ),
+    "few SMs": (
+        set_gpu(multi_processor_count=16),
+        "rank 1: num_sms 32: its kernels need at least 3, and NVIDIA H200 has 16",
+    ),
+    "no extension": (on_all(extension, "obstacle", lambda: "there is none: build it"), "build it"),
+    "no NCCL": (
+        on_all(libraries, "find_nccl", lambda: None),
+        "it needs NCCL 2.28.9 or newer, here is none: pip install 'nvidia-nccl-cu",
+    ),
+    "an NCCL without a version": (
+        on_all(libraries, "find_nccl", lambda: Library(Path("x.so"), None, "named")),
+        "here is version unknown, x.so (named): pip install 'nvidia-nccl-cu",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(OWN))
+def test_what_a_rank_finds_all_ranks_say(
+    case: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, text = OWN[case]
+    change(machine, monkeypatch)
+    assert text in reasons()
+    assert machine.made == []
+
+
+def test_an_nccl_that_is_too_old(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library itself is asked for its version."""
+    monkeypatch.setattr(libraries, "find_nccl", FIND_NCCL)
+    path = compile_fake(tmp_path / "libold.so", nccl_version=22703)
+    monkeypatch.setenv("NCCLEP_NCCL_LIBRARY", str(path))
+    text = reasons()
+    assert f"it needs NCCL 2.28.9 or newer, here is 2.27.3, {path} (NCCLEP_NCCL_LIBRARY)" in text
+    assert machine.made == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "options", "text"),
+    [
+        (NUM_RANKS, 513, {}, "it takes at most 512 experts in all: there are 513"),
+        (NUM_RANKS, None, {"num_sms": 2}, "num_sms 2: its kernels need at least 3, and"),
+        (
+            NUM_RANKS,
+            None,
+            {"num_sms": 133},
+            "num_sms 133: its kernels need at least 3, and NVIDIA ",
+        ),
+        (33, None, {}, "it takes at most 32 ranks, the group has 33"),
+    ],
+)
+def test_limits(
+    machine: Machine, num_ranks: int, num_experts: int | None, options: dict[str, Any], text: str
+) -> None:
+    machine.gpus = [Gpu(f"uuid-{r}") for r in range(num_ranks)]
+    assert text in reasons(num_ranks, num_experts, **options)
+    assert machine.made == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(32, {}), (2, {"num_sms": 3}), (2, {"num_sms": 132})]
+)
+def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[str, Any]) -> None:
+    machine.gpus = [Gpu(f"uuid-{r}") for r in range(num_ranks)]
+    machine.lsa_size = num_ranks
+    config = EpConfig(engine="native", **options)
+    choices = on_threads(num_ranks, lambda group: engines.choose_engine(group, config, 512))
+    assert choices == [("native", "asked for by name")] * num_ranks
+
+
+def unavailable_on_rank(ctx: RankContext) -> str:
+    with pytest.raises(EngineUnavailableError) as caught:
+        create_engine(ctx.group, 4 * ctx.num_ranks, EpConfig(engine="native"))
+    return str(caught.value)
+
+
+@pytest.mark.cpu_only  # with GPUs there is nothing in the way
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_without_gpus(pool: RankPool, num_ranks: int) -> None:
+    """In processes, over gloo."""
+    for text in pool.run(unavailable_on_rank, ranks=num_ranks):
+        assert "it needs GPUs and a process group with the nccl backend" in text
+
+
+# --- what the ranks find together ----------------------------------------------------------------
+
+
+def test_gpus_of_two_models(machine: Machine) -> None:
+    machine.gpus[2] = Gpu("uuid-2", "NVIDIA H100")
+    text = (
+        "the ranks have different GPUs, rank 0 NVIDIA H200 (sm_90) and rank 2 NVIDIA H100 (sm_90)"
+    )
+    assert text in reasons()
+    assert machine.made == []
+
+
+@pytest.mark.parametrize("pair", [(0, 2), (2, 0)])
+def test_gpus_without_peer_access(machine: Machine, pair: tuple[int, int]) -> None:
+    machine.no_access = {pair}
+    text = f"the GPU of rank {pair[0]} cannot access the memory of rank {pair[1]}'s"
+    assert text in reasons()
+    assert machine.made == []
+
+
+def test_a_gpu_that_is_no_ranks_does_not_matter(machine: Machine) -> None:
+    """Four GPUs, three ranks; the fourth is out of reach."""
+    machine.gpus.append(Gpu("uuid-3", "NVIDIA A100", (8, 0)))
+    machine.no_access = {(0, 3), (3, 0)}
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
+    assert choices == [("native", "native can run")] * NUM_RANKS
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"), [(["a"] * 3, "on 1 host(s)"), (["a", "a", "b"], "on 2")]
+)
+def test_an_nvlink_domain_that_is_smaller(
+    machine: Machine, hosts: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_place = native_obstacle._own_place
+    monkeypatch.setattr(
+        native_obstacle, "_own_place", lambda gpu: replace(own_place(gpu), host=hosts[gpu.index])
+    )
+    machine.lsa_size = 2
+    reason = reasons()
+    assert reason.startswith("only 2 of 3 ranks, on ")
+    assert text in reason
+
+
+def test_hosts_of_one_nvlink_domain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_place = native_obstacle._own_place
+    monkeypatch.setattr(
+        native_obstacle, "_own_place", lambda gpu: replace(own_place(gpu), host=str(gpu.index))
+    )
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
+    assert choices == [("native", "native can run")] * NUM_RANKS
+
+
+def test_an_nccl_that_makes_no_communicator(machine: Machine) -> None:
+    machine.lsa_size = LibraryError("ncclCommInitRank failed: why")
+    assert reasons() == "NCCL made no communicator: ncclCommInitRank failed: why"
+
+
+def test_many_gpus_fit_into_the_message(machine: Machine) -> None:
+    """None of which reaches another, on a host with a long name."""
+    uuid = "12345678-1234-1234-1234-{:012d}"
+    machine.gpus = [Gpu(uuid.format(r), "NVIDIA " + "H" * 60) for r in range(64)]
+    machine.no_access = {(a, b) for a in range(64) for b in range(64)}
+    assert "cannot access" in reasons(32)

@@ -1,0 +1,314 @@
+"""Windows grow on all ranks or on none, and wrong addresses are found before anything uses them.
+
+Ranks are threads, and device memory is a table from address to word; what NCCL and the device do is
+in `FakeNative`, and each test breaks one thing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import ThreadGroup, on_threads
+
+from megatron_ncclep.engines import extension, native_windows
+from megatron_ncclep.engines.native import NativeEngine, configuration
+from megatron_ncclep.errors import LibraryError
+
+NUM_RANKS = 3
+DEADLINE_S = 30.0
+WINDOW_BYTES = (4096, 8192)
+Memory = dict[int, int]
+
+
+def address_of(window: int, rank: int, generation: int) -> int:
+    return (2 * generation + window + 1) << 40 | rank << 32
+
+
+class FakeNative:
+    """What `_C.NativeGroup` does for windows, right in every respect."""
+
+    def __init__(self, rank: int, memory: Memory) -> None:
+        self.rank, self.memory = rank, memory
+        self.generation = 0
+        self.calls: list[str] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self.max_tokens = self.max_top_k = self.row_bytes = self.num_bytes = 0
+        self.windows: list[Any] = []
+
+    def allocate(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
+        self.calls.append("allocate")
+        self.generation += 1
+        self.max_tokens = max(self.max_tokens, num_tokens)
+        self.max_top_k = max(self.max_top_k, top_k)
+        self.row_bytes = max(self.row_bytes, row_bytes)
+        self.num_bytes = self.max_tokens * self.row_bytes
+
+    def open(self) -> None:
+        self.calls.append("open")
+        self.windows = [
+            SimpleNamespace(
+                address=address_of(w, self.rank, self.generation),
+                peers=[self.peer(w, r) for r in range(NUM_RANKS)],
+                num_bytes=num_bytes,
+            )
+            for w, num_bytes in enumerate(WINDOW_BYTES)
+        ]
+
+    def peer(self, window: int, rank: int) -> int:
+        return address_of(window, rank, self.generation)
+
+    def load_words(self, addresses: list[int]) -> list[int]:
+        return [self.memory.get(address, 0) for address in addresses]
+
+    def store_words(self, addresses: list[int], words: list[int]) -> None:
+        self.memory.update(zip(addresses, words, strict=True))
+
+    def clear(self) -> None:
+        self.calls.append("clear")
+        for window in self.windows:
+            for address in range(window.address, window.address + window.num_bytes, 8):
+                self.memory.pop(address, None)
+
+    def drop(self) -> None:
+        self.calls.append("drop")
+        self._forget()
+
+
+def grow(natives: list[FakeNative], *sizes: int) -> list[Any]:
+    def grow_rank(group: ThreadGroup) -> None:
+        native_windows.grow(group, natives[group.rank], *sizes, DEADLINE_S)
+
+    return on_threads(NUM_RANKS, grow_rank)
+
+
+def natives_with(rank: int, broken: type[FakeNative]) -> list[FakeNative]:
+    memory: Memory = {}
+    return [(broken if r == rank else FakeNative)(r, memory) for r in range(NUM_RANKS)]
+
+
+def error_of_all(errors: list[Any]) -> str:
+    """The one text that all ranks raised."""
+    assert [type(error) for error in errors] == [LibraryError] * NUM_RANKS, errors
+    texts = {str(error) for error in errors}
+    assert len(texts) == 1
+    return texts.pop()
+
+
+def test_every_end_of_every_window_is_written_and_cleared() -> None:
+    written: set[int] = set()
+
+    class Recording(FakeNative):
+        def store_words(self, addresses: list[int], words: list[int]) -> None:
+            written.update(addresses)
+            super().store_words(addresses, words)
+
+    memory: Memory = {}
+    natives = [Recording(rank, memory) for rank in range(NUM_RANKS)]
+    assert grow(natives, 128, 8, 16) == [None] * NUM_RANKS
+    for window, num_bytes in enumerate(WINDOW_BYTES):
+        for rank in range(NUM_RANKS):
+            start = address_of(window, rank, 1)
+            assert {start, start + num_bytes - 8} <= written
+    assert memory == {}
+    assert all(native.calls == ["allocate", "open", "clear"] for native in natives)
+
+
+# --- wrong addresses -----------------------------------------------------------------------------
+
+
+class SwappedPeers(FakeNative):
+    def peer(self, window: int, rank: int) -> int:
+        return super().peer(window, (0, 2, 1)[rank])
+
+
+class OwnMemoryForAPeer(FakeNative):
+    def peer(self, window: int, rank: int) -> int:
+        return super().peer(window, self.rank)
+
+
+class WrongOwnMapping(FakeNative):
+    def peer(self, window: int, rank: int) -> int:
+        return super().peer(window, rank) + 4096 * (rank == self.rank)
+
+
+class AnotherWindow(FakeNative):
+    def peer(self, window: int, rank: int) -> int:
+        return super().peer(0, rank)
+
+
+class ShiftedByAPage(FakeNative):
+    def peer(self, window: int, rank: int) -> int:
+        return super().peer(window, rank) + 4096
+
+
+class LastPageIsNotMapped(FakeNative):
+    def load_words(self, addresses: list[int]) -> list[int]:
+        words = super().load_words(addresses)
+        return [0 if a % 2**32 >= 4096 else w for a, w in zip(addresses, words, strict=True)]
+
+
+class StoresAreLost(FakeNative):
+    """Those to other ranks: what it reads is right."""
+
+    def store_words(self, addresses: list[int], words: list[int]) -> None:
+        pairs = zip(addresses, words, strict=True)
+        mine = [(a, w) for a, w in pairs if a >> 32 & 0xFF == self.rank]
+        self.memory.update(mine)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (SwappedPeers, r"rank 1: it reads 0x\w{16} from the start of the control window of rank 1"),
+        (OwnMemoryForAPeer, r"rank 1: it reads 0x\w{16} from the start of the control .* rank 0"),
+        (WrongOwnMapping, r"rank 1: it reads 0x0{16} from the start of the control .* rank 1, at"),
+        (AnotherWindow, r"rank 1: it reads .* from the start of the rows window of rank 0"),
+        (
+            ShiftedByAPage,
+            r"rank 1: it reads 0x0{16} from the start of the control window of rank 0",
+        ),
+        (
+            LastPageIsNotMapped,
+            r"rank 1: it reads 0x0{16} from the end of the rows window of rank 0",
+        ),
+        (StoresAreLost, r"rank 0: it finds 0x0{16} where rank 1 wrote to the start of its control"),
+    ],
+)
+def test_wrong_addresses_are_an_error_on_all_ranks(
+    broken: type[FakeNative], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_windows, "find_nccl", lambda: "9.9.9, libnccl.so.2 (loaded)")
+    natives = natives_with(1, broken)
+    text = error_of_all(grow(natives, 128, 8, 16))
+    assert re.search(message, text), text
+    assert "use the engine nccl_ep or reference, and report this with NCCL 9.9.9" in text
+    assert all(native.calls[-1] == "drop" for native in natives)
+
+
+def test_windows_that_were_there_before_are_not_taken_for_the_new_ones() -> None:
+    class StaysBehind(FakeNative):
+        def peer(self, window: int, rank: int) -> int:
+            return address_of(window, rank, 1)
+
+    natives = natives_with(1, StaysBehind)
+    for native in natives:
+        native.clear = lambda: None  # type: ignore[method-assign]
+    assert grow(natives, 128, 8, 16) == [None] * NUM_RANKS
+    assert "rank 1: it reads" in error_of_all(grow(natives, 256, 8, 16))
+
+
+# --- steps that fail -----------------------------------------------------------------------------
+
+
+def failing(step: str) -> type[FakeNative]:
+    def fail(self: FakeNative, *_: Any) -> None:
+        raise LibraryError(f"{step} went wrong")
+
+    return type("Failing", (FakeNative,), {step: fail})
+
+
+@pytest.mark.parametrize(
+    ("step", "what", "remedy", "before"),
+    [
+        ("allocate", "allocating", "smaller micro-batches", []),
+        ("open", "opening", "engine nccl_ep or reference", ["allocate"]),
+        ("store_words", "writing to", "engine nccl_ep or reference", ["allocate", "open"]),
+        ("load_words", "checking", "engine nccl_ep or reference", ["allocate", "open"]),
+        ("clear", "clearing", "engine nccl_ep or reference", ["allocate", "open"]),
+    ],
+)
+def test_a_step_that_fails_on_one_rank_fails_on_all(
+    step: str, what: str, remedy: str, before: list[str]
+) -> None:
+    natives = natives_with(2, failing(step))
+    text = error_of_all(grow(natives, 128, 8, 16))
+    assert f"{what} its windows (tokens 0 -> 128" in text
+    assert f"rank 2: {step} went wrong; " in text
+    assert remedy in text
+    assert natives[2].calls == [*before, "drop"]
+    done = before if step.endswith("words") else [*before, step]
+    assert natives[0].calls == [*done, "drop"]  # and nobody has gone on to the next
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def test_growth_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "megatron_ncclep")
+    natives = natives_with(0, FakeNative)
+    grow(natives, 1024, 8, 1024)
+    grow(natives, 1024, 8, 4096)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        (
+            "INFO",
+            "native: windows grew from 0.0 to 1.0 MiB on each of 3 ranks "
+            "(tokens 0 -> 1024, top-k 0 -> 8, row bytes 0 -> 1024)",
+        ),
+        (
+            "INFO",
+            "native: windows grew from 1.0 to 4.0 MiB on each of 3 ranks (row bytes 1024 -> 4096)",
+        ),
+    ]
+
+
+def engine_on(group: Any, native: Any) -> NativeEngine:
+    """An engine without a communicator."""
+    engine = object.__new__(NativeEngine)
+    engine.group, engine._native, engine.num_sms, engine._described = group, native, 32, set()
+    return engine
+
+
+def test_an_engine_says_what_it_holds() -> None:
+    native = FakeNative(0, {})
+    native.allocate(128, 8, 64)
+    assert engine_on(None, native).nbytes() == 8192
+
+
+needs_extension = pytest.mark.skipif(
+    extension.obstacle() is not None, reason=f"nothing to call: {extension.obstacle()}"
+)
+
+
+@needs_extension
+@pytest.mark.parametrize(("rank", "num_lines"), [(0, 2), (1, 0)])
+def test_the_configuration_is_logged_at_debug(
+    rank: int, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def describe(group: ThreadGroup) -> None:
+        for _ in range(2):  # two layers
+            engine = engine_on(group, None)
+            for _ in range(2):
+                engine._describe(14336, 8)
+        engine._describe(7168, 8)
+
+    caplog.set_level(logging.INFO, "megatron_ncclep")
+    check_only(rank, describe)
+    assert caplog.records == []
+    caplog.set_level(logging.DEBUG, "megatron_ncclep")
+    check_only(rank, describe)
+    assert len(caplog.records) == num_lines
+    if num_lines:
+        assert caplog.records[0].getMessage() == (
+            "native: rows of 14336 bytes, top-8, 4 ranks, 32 SMs: CTAs of dispatch: 6 staging, "
+            "26 pulling; of combine: 14 adding, 8 sending, 10 summing"
+        )
+
+
+def check_only(rank: int, function: Callable[[ThreadGroup], None]) -> None:
+    """Call `function` as one rank of four."""
+    results = on_threads(4, lambda group: function(group) if group.rank == rank else None)
+    assert results == [None] * 4
+
+
+@needs_extension
+def test_the_configuration_follows_the_sms() -> None:
+    assert "2 ranks, 3 SMs: CTAs of dispatch: 1 staging, 2 pulling; of combine" in configuration(
+        3, 2, 1024, 8
+    )
