@@ -69,7 +69,7 @@ here() {
 # from_pip VERSION FOLDER: what pip has of a toolkit
 from_pip() {
     echo "fetching CUDA $1 by pip"
-    "$python" -m pip install --quiet --no-warn-conflicts --disable-pip-version-check \
+    timeout 600 "$python" -m pip install --quiet --no-warn-conflicts --disable-pip-version-check \
         --target "$2" "cuda-toolkit[nvcc,cudart,cccl]==$1.*"
 }
 
@@ -96,8 +96,8 @@ debian_package() {
         -o Acquire::Languages=none -o APT::Update::Error-Mode=any
     )
     echo "fetching $name of Debian $suite by apt-get"
-    apt-get -q -q "${options[@]}" update &&
-        (cd "$folder" && apt-get -q -q "${options[@]}" download "$name") &&
+    timeout 120 apt-get -q -q "${options[@]}" update &&
+        (cd "$folder" && timeout 300 apt-get -q -q "${options[@]}" download "$name") &&
         dpkg-deb --extract "$folder/$name"_*.deb "$folder/tree"
 }
 
