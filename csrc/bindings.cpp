@@ -22,6 +22,7 @@
 #include "nccl/nccl.h"
 #include "nccl/window.h"
 #include "nccl_ep/nccl_ep.h"
+#include "routes/topk_from_map.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -200,7 +201,7 @@ void bind_native(py::module_& module) {
            "kept"_a, "scratch"_a, "num_sms"_a, "stream"_a)
       .def("plan_count", &Group::plan_count, "plan"_a, "topk_idx"_a, "alignment"_a, "is_static"_a,
            "scratch"_a, "num_sms"_a, "stream"_a)
-      .def("wait_for_sizes", &Group::wait_for_sizes, "ticket"_a, Unlocked())
+      .def("wait_for_sizes", &Group::wait_for_sizes, "ticket"_a, "rows_of_expert"_a, Unlocked())
       .def("plan_receive", &Group::plan_receive, "plan"_a, "num_pairs"_a, "num_picks"_a, "routes"_a,
            "scratch"_a, "num_sms"_a, "stream"_a, py::keep_alive<2, 5>())
       .def("bad_ranks", &Group::bad_ranks, "forget"_a)
@@ -224,6 +225,29 @@ void bind_native(py::module_& module) {
         return std::tuple(split.adding, split.sending, split.summing);
       },
       "num_ctas"_a, "num_ranks"_a, "top_k"_a);
+}
+
+void bind_routes(py::module_& module) {
+  module.def(
+      "topk_from_map",
+      [](const Tensor& routing_map, std::int64_t not_routed, std::int64_t too_many_experts,
+         const Tensor& topk_idx, std::uintptr_t stream) {
+        ncclep::require(routing_map.dtype == ncclep::DType::kUint8 && routing_map.shape.size() == 2,
+                        "topk_from_map needs a uint8 map [T, E]");
+        ncclep::require(topk_idx.dtype == ncclep::DType::kInt64 && topk_idx.shape.size() == 2 &&
+                            topk_idx.shape[0] == routing_map.shape[0],
+                        "topk_from_map needs int64 [T, K] for its result");
+        ncclep::routes::TopkFromMap job;
+        job.routing_map = static_cast<const std::uint8_t*>(routing_map.data);
+        job.num_tokens = routing_map.shape[0];
+        job.num_experts = static_cast<int>(routing_map.shape[1]);
+        job.top_k = static_cast<int>(topk_idx.shape[1]);
+        job.not_routed = not_routed;
+        job.too_many_experts = too_many_experts;
+        job.topk_idx = static_cast<std::int64_t*>(topk_idx.data);
+        ncclep::routes::topk_from_map(job, stream);
+      },
+      "routing_map"_a, "not_routed"_a, "too_many_experts"_a, "topk_idx"_a, "stream"_a);
 }
 
 void bind_bench(py::module_& module) {
@@ -279,5 +303,6 @@ PYBIND11_MODULE(_C, module) {
   bind_nccl(module);
   bind_nccl_ep(module);
   bind_native(module);
+  bind_routes(module);
   bind_bench(module);
 }

@@ -233,7 +233,11 @@ std::uint32_t Group::plan_count(const Plan& plan, const Tensor& topk_idx, int al
   return job.ticket;
 }
 
-PlanSizes Group::wait_for_sizes(std::uint32_t ticket) const {
+PlanSizes Group::wait_for_sizes(std::uint32_t ticket, const Tensor& rows_of_expert) const {
+  const int num_local = control_.num_experts / control_.num_ranks;
+  require(rows_of_expert.dtype == DType::kInt64 && rows_of_expert.num_elements() == num_local,
+          "rows_of_expert must be int64 [", num_local, "] on the CPU");
+  auto* rows = pointer<std::int64_t>(rows_of_expert);
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   PlanSizes sizes{};
@@ -243,6 +247,11 @@ PlanSizes Group::wait_for_sizes(std::uint32_t ticket) const {
       words[i] = mailbox_->sizes[i];
       if (words[i] >> 32 != ticket) return false;
       words[i] &= 0xffffffffu;
+    }
+    for (int local = 0; local < num_local; ++local) {
+      const std::uint64_t word = mailbox_->rows_of_expert[local];
+      if (word >> 32 != ticket) return false;
+      rows[local] = static_cast<std::int64_t>(word & 0xffffffffu);
     }
     sizes = {static_cast<std::int64_t>(words[0]), static_cast<std::int64_t>(words[1]),
              static_cast<std::int64_t>(words[2]), static_cast<std::uint32_t>(words[3])};

@@ -90,7 +90,7 @@ class Group {
   std::uint32_t plan_count(const Plan& plan, const Tensor& topk_idx, int alignment, bool is_static,
                            const Tensor& scratch, int num_sms, std::uintptr_t stream);
   // Waits on the host, not for the stream's other work, until the device has counted.
-  PlanSizes wait_for_sizes(std::uint32_t ticket) const;
+  PlanSizes wait_for_sizes(std::uint32_t ticket, const Tensor& rows_of_expert) const;
   // Queues the rest.  `routes` belongs to the plan from now on.
   void plan_receive(Plan& plan, std::int64_t num_pairs, std::int64_t num_picks,
                     const Tensor& routes, const Tensor& scratch, int num_sms,

@@ -93,6 +93,10 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
     }
     const int rows = (picks + plan.alignment - 1) / plan.alignment * plan.alignment;
     plan.tokens_per_expert[local] = shared.block_rows[local] = rows;
+    if (plan.ticket != 0) {
+      me.mailbox->rows_of_expert[local] =
+          static_cast<std::uint64_t>(plan.ticket) << 32 | static_cast<std::uint32_t>(rows);
+    }
     plan.routed_per_expert[local] = shared.block_picks[local] = picks;
   }
   if (!is_complete) {

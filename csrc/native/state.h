@@ -104,6 +104,8 @@ struct Mailbox {
   // Of a plan that the host waits for, each with the host's ticket in the upper half: rows, pairs,
   // picks, and whose routing names what is no expert, or one twice (one bit each).
   volatile std::uint64_t sizes[4];
+  // The same for the rows of each expert's block.
+  volatile std::uint64_t rows_of_expert[kMaxExperts];
   // The same bits of a plan that the host does not wait for.
   volatile std::uint32_t bad_ranks;
   // A wait whose deadline passed: who waited for whom, in what; `failed_phase` is written last.

@@ -51,6 +51,7 @@ class NativePlan(RoutePlan):
             come.
         most_tokens: the most tokens that any rank has.
         handle: the `_C.NativePlan` over the three tensors.
+        rows_on_host: `tokens_per_expert` on the CPU; None in static mode, where no host waits.
     """
 
     counts: torch.Tensor
@@ -58,6 +59,11 @@ class NativePlan(RoutePlan):
     routes: torch.Tensor
     most_tokens: int
     handle: Any
+    rows_on_host: torch.Tensor | None
+
+    def tokens_per_expert_on_host(self) -> torch.Tensor:
+        """See `RoutePlan.tokens_per_expert_on_host`; in static mode it waits for the stream."""
+        return self.tokens_per_expert.cpu() if self.rows_on_host is None else self.rows_on_host
 
     def nbytes(self) -> int:
         """Bytes of device memory that the plan keeps alive."""
@@ -124,12 +130,14 @@ class NativeEngine:
         handle = extension.load().NativePlan(counts, home, num_chunks, top_k)
         if limit is None:
             ticket = native.plan_count(handle, picks, alignment, False, scratch, num_sms, stream)
-            sizes = native.wait_for_sizes(ticket)
+            rows_on_host = torch.empty(num_local, dtype=torch.int64)
+            sizes = native.wait_for_sizes(ticket, rows_on_host)
             self._raise_failure()
             if sizes.bad_ranks:
                 self._raise_bad_routing(topk_idx)
             num_rows, num_pairs, num_picks = sizes.num_rows, sizes.num_pairs, sizes.num_picks
         else:
+            rows_on_host = None
             kept = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
             native.plan_drop(handle, picks, alignment, limit, kept, scratch, num_sms, stream)
             native.plan_count(handle, kept, alignment, True, scratch, num_sms, stream)
@@ -153,6 +161,7 @@ class NativeEngine:
             routes=routes,
             most_tokens=most_tokens,
             handle=handle,
+            rows_on_host=rows_on_host,
         )
 
     @torch.no_grad()
