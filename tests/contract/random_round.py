@@ -112,7 +112,10 @@ def round_on_rank(
     with ExitStack() as stack:
         members = [draws.member(engine_name, stack) for _ in range(draws.rng.randint(1, 3))]
         for iteration in range(iterations):
-            batch = draws.batch(f"iteration {iteration}", draws.rng.choice(members))
+            # Now and then for certain: with large sizes chance alone hardly ever leaves a rank empty.
+            has_idle_rank = iteration % 4 == 2
+            member = draws.rng.choice(members)
+            batch = draws.batch(f"iteration {iteration}", member, has_idle_rank)
             batches.append(batch)
             if len(batches) > MAX_PLANS_ALIVE:
                 batches.pop(draws.rng.randrange(MAX_PLANS_ALIVE))
@@ -168,10 +171,12 @@ class Draws:
         stack.enter_context(closing(engine))
         return Member(engine, num_local * ranks, config)
 
-    def batch(self, name: str, member: Member) -> Batch:
+    def batch(self, name: str, member: Member, has_idle_rank: bool) -> Batch:
         """A new plan."""
         rng, config = self.rng, member.config
         num_tokens = [self._num_tokens() for _ in range(self.ctx.num_ranks)]
+        if has_idle_rank:
+            num_tokens[rng.randrange(self.ctx.num_ranks)] = 0
         top_k = rng.randint(1, min(MAX_TOP_K, member.num_experts, self.caps.max_top_k or MAX_TOP_K))
         kind = rng.choice(list(ROUTINGS))
         generator = torch.Generator(self.ctx.device).manual_seed(rng.randrange(2**31))
