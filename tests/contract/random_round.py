@@ -112,7 +112,7 @@ def round_on_rank(
     with ExitStack() as stack:
         members = [draws.member(engine_name, stack) for _ in range(draws.rng.randint(1, 3))]
         for iteration in range(iterations):
-            # Now and then for certain: with large sizes chance alone hardly ever leaves a rank empty.
+            # For certain: with large sizes chance alone hardly ever leaves a rank without tokens.
             has_idle_rank = iteration % 4 == 2
             member = draws.rng.choice(members)
             batch = draws.batch(f"iteration {iteration}", member, has_idle_rank)
