@@ -22,16 +22,6 @@ __device__ inline void fence_barriers() {
 // What this thread has seen of global memory through ordinary loads, its bulk copies see too.
 __device__ inline void fence_for_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// What this thread has written to shared memory, its bulk copies see.
-__device__ inline void fence_shared_for_bulk_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Completes a phase of `full` without a copy.
-__device__ inline void arrive(std::uint64_t* full) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(full)) : "memory");
-}
-
 // Starts a copy of `bytes` into shared memory, which completes phase after phase of `full`.
 __device__ inline void start_load(void* shared, const void* global, int bytes,
                                   std::uint64_t* full) {
