@@ -195,15 +195,15 @@ void bind_native(py::module_& module) {
       .def_property_readonly("max_tokens", &Group::max_tokens)
       .def_property_readonly("max_top_k", &Group::max_top_k)
       .def_property_readonly("row_bytes", &Group::row_bytes)
-      .def("scratch_size", &Group::scratch_size, "num_sms"_a)
-      .def("routes_size", &Group::routes_size, "num_pairs"_a, "num_picks"_a, "num_chunks"_a)
+      .def("routes_size", &Group::routes_size, "max_pairs"_a, "max_picks"_a, "num_chunks"_a)
       .def("plan_drop", &Group::plan_drop, "plan"_a, "topk_idx"_a, "alignment"_a, "max_recv_rows"_a,
-           "kept"_a, "scratch"_a, "num_sms"_a, "stream"_a)
+           "kept"_a, "num_sms"_a, "stream"_a)
       .def("plan_count", &Group::plan_count, "plan"_a, "topk_idx"_a, "alignment"_a, "is_static"_a,
-           "scratch"_a, "num_sms"_a, "stream"_a)
-      .def("wait_for_sizes", &Group::wait_for_sizes, "ticket"_a, "rows_of_expert"_a, Unlocked())
-      .def("plan_receive", &Group::plan_receive, "plan"_a, "num_pairs"_a, "num_picks"_a, "routes"_a,
-           "scratch"_a, "num_sms"_a, "stream"_a, py::keep_alive<2, 5>())
+           "num_sms"_a, "stream"_a)
+      .def("plan_receive", &Group::plan_receive, "plan"_a, "max_pairs"_a, "max_picks"_a, "routes"_a,
+           "num_sms"_a, "stream"_a, py::keep_alive<2, 5>())
+      .def("wait_for_sizes", &Group::wait_for_sizes, "plan"_a, "ticket"_a, "rows_of_expert"_a,
+           Unlocked())
       .def("bad_ranks", &Group::bad_ranks, "forget"_a)
       .def("dispatch", &Group::dispatch, "plan"_a, "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
            "stream"_a)

@@ -57,11 +57,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # Multicast does not work on every machine with NVLink; nothing here needs it.
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 
-table=()     # lines of the summary
 passed=0     # steps that ran and succeeded
 failures=0   # whatever makes the exit status differ from 0
 
-row() { table+=("$(printf '%-28s %-8s %7s  %s' "$@")"); }
+# row STEP RESULT SECONDS REMARK: a line of the summary, which a check that is stopped leaves behind
+row() { printf '%-28s %-8s %7s  %s\n' "$@" >>"$results/summary.txt"; }
+printf '\n%-28s %-8s %7s  %s\n' step result seconds remark >"$results/summary.txt"
 
 # step NAME COMMAND...: run a command, its output into RESULTS/NAME.log
 step() {
@@ -196,8 +197,5 @@ fi
 wanted doctor && step doctor "$python" -m megatron_ncclep doctor
 wanted bench && step bench "$python" -m megatron_ncclep bench --out "$results/bench"
 
-{
-    printf '\n%-28s %-8s %7s  %s\n' step result seconds remark
-    printf '%s\n' "${table[@]}"
-} | tee "$results/summary.txt"
+cat "$results/summary.txt"
 [ "$failures" -eq 0 ] && [ "$passed" -gt 0 ]

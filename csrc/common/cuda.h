@@ -7,8 +7,10 @@
 
 namespace ncclep {
 
-inline void cuda_check(cudaError_t result, const char* call) {
-  if (result != cudaSuccess) fail(call, " failed: ", cudaGetErrorString(result));
+// `call`: one text or several, what was called.
+template <typename... Text>
+void cuda_check(cudaError_t result, const Text&... call) {
+  if (result != cudaSuccess) fail(call..., " failed: ", cudaGetErrorString(result));
 }
 
 }  // namespace ncclep

@@ -29,9 +29,10 @@ constexpr std::uint64_t kLayout = 0x6e63636c65700001;
 
 // A wait asks without pause this often (a few microseconds), then gives its core away until
 // kYieldTime, then sleeps, so that the ranks it waits for run where there are fewer cores than
-// ranks.
+// ranks.  A rank that sleeps comes late to what follows, and the others then wait for it: what is
+// usual in a training step must not last until kYieldTime.
 constexpr int kSpins = 100;
-constexpr std::chrono::microseconds kYieldTime{100};
+constexpr std::chrono::microseconds kYieldTime{5000};
 constexpr std::chrono::microseconds kSleep{50};
 
 void pause_cpu() {

@@ -12,7 +12,8 @@
 // ones store into the windows of other ranks themselves.
 //
 // *Summing* CTAs wait for the chunks of this rank's own tokens and add the ranks' parts up in
-// ascending order, this rank's own part straight from its rows, unrounded.
+// ascending order, this rank's own part straight from its rows, unrounded.  They take tokens by
+// tickets, and warps of the other kinds join them when their own work is done.
 //
 // The window for sums has a row for each (token, rank).  Nobody sends into a rank's window before
 // that rank has entered this combine, and so has left the one before.
@@ -22,13 +23,14 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/cuda.h"
+#include "common/launch.h"
 #include "native/add_up.cuh"
 #include "native/combine.h"
 #include "native/pairs.cuh"
 #include "native/progress.cuh"
 #include "native/ring.cuh"
 #include "native/split.h"
+#include "native/tickets.cuh"
 #include "native/wait.cuh"
 
 namespace ncclep::native {
@@ -234,14 +236,13 @@ __device__ void publish_sent(const Rank& me, const ReceivedRoutes& routes, const
   store_release(flags + me.rank * max_chunks + chunk, epoch);
 }
 
-// One summing warp's share of this rank's tokens.
+// By one warp: this rank's tokens, as long as there are any that nobody has taken.
 template <typename T>
-__device__ void sum_up(const Rank& me, const Combine& job, const Crew& crew, AddUpRing& ring,
-                       const char** parts, int warp, std::uint64_t epoch) {
+__device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, const char** parts,
+                       std::uint64_t epoch) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int num_ranks = layout.num_ranks, lane = threadIdx.x % kWarpSize;
-  const int step = crew.num_warps * crew.num_ctas;
   const auto* flags =
       reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.pushed());
   const auto* values = reinterpret_cast<const float*>(me.control_of[me.rank] + layout.values());
@@ -252,10 +253,10 @@ __device__ void sum_up(const Rank& me, const Combine& job, const Crew& crew, Add
     std::uint32_t ranks = 0, picks = 0, own_picks = 0;
     int first = 0, slot = 0;
   };
-  int last = warp * crew.num_ctas + crew.cta - step;
+  Tickets tickets(me);
   const auto find = [&] {
     Token found;
-    found.token = last += step;
+    found.token = tickets.take();
     if (found.token < job.num_tokens) {
       found.ranks = job.home.token_ranks[found.token];
       found.picks = job.home.token_picks[found.token];
@@ -369,39 +370,29 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       keep_books(me, job.routes, crew, books,
                  [&](const PairCursor& cursor) { publish_sent(me, job.routes, cursor, epoch); });
     }
-  } else {
-    const Crew crew{split.summing, kWarps, cta - split.adding - split.sending};
-    sum_up<T>(me, job, crew, add_up_rings[warp], parts[warp], warp, epoch);
+    __syncthreads();  // its rings lie where those for sums will
   }
+  sum_up<T>(me, job, add_up_rings[warp], parts[warp], epoch);
   if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
 }
 
 }  // namespace
 
 void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr_t stream) {
-  const void* kernel = arguments.dtype == DType::kBFloat16
-                           ? reinterpret_cast<const void*>(combine_kernel<__nv_bfloat16>)
-                       : arguments.dtype == DType::kFloat16
-                           ? reinterpret_cast<const void*>(combine_kernel<__half>)
-                           : reinterpret_cast<const void*>(combine_kernel<float>);
+  const auto kernel = arguments.dtype == DType::kBFloat16  ? combine_kernel<__nv_bfloat16>
+                      : arguments.dtype == DType::kFloat16 ? combine_kernel<__half>
+                                                           : combine_kernel<float>;
   RingShape shape = ring_shape(arguments.row_bytes);
   shape.warps = std::min(shape.warps, kWarps - 2);
   const int shared_bytes =
       std::max(static_cast<int>(sizeof(AddUpRing)) * kWarps, shape.shared_bytes());
-  cuda_check(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-      "setting the shared memory of combine");
-  CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k);
+  const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k);
   // Every other rank has a warp at least that sends to it, and one that adds up for it.
   const int senders = split.sending > 0 ? split.sending * shape.warps : kMaxRanks;
   require(std::min(senders, split.adding * kAddingWarps) >= me.control.num_ranks - 1, num_sms,
           " SMs for ", me.control.num_ranks, " ranks: too few");
-  Rank rank = me;
-  Combine job = arguments;
-  void* parameters[] = {&rank, &job, &shape, &split};
-  cuda_check(cudaLaunchCooperativeKernel(kernel, num_sms, kWarps * kWarpSize, parameters,
-                                         shared_bytes, reinterpret_cast<cudaStream_t>(stream)),
-             "launching combine");
+  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
+                       arguments, shape, split);
 }
 
 }  // namespace ncclep::native

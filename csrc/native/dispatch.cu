@@ -2,12 +2,13 @@
 //
 // *Staging* CTAs copy this rank's rows (those that go anywhere else) into its window, and tell
 // every rank of each finished phase, of which there are few: a fence holds up a whole SM.  The
-// first ones are small, because nothing can be pulled before they are over.
+// first ones are small, because nothing can be pulled before they are over.  When all is staged
+// these CTAs pull, too.
 //
-// *Pulling* warps fetch a row over NVLink once, into a ring of stages in shared memory, and store
-// it to all of its slots from there; each waits only for the phase that its next row belongs to.
-// The *watching* warp of a pulling CTA looks for the phases that other ranks have finished and
-// tells the pulling warps: looking in shared memory costs them next to nothing.
+// *Pulling* warps take rows by tickets, fetch a row over NVLink once, into a ring of stages in
+// shared memory, and store it to all of its slots from there; each waits only for the phase that
+// its next row belongs to.  The *watching* warp of a CTA looks for the phases that other ranks have
+// finished and tells the pulling warps: looking in shared memory costs them next to nothing.
 //
 // The window has two halves, for dispatches that follow each other: a rank that is still pulling
 // the last dispatch is not disturbed by this one.
@@ -16,11 +17,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/cuda.h"
+#include "common/launch.h"
 #include "native/dispatch.h"
 #include "native/progress.cuh"
 #include "native/ring.cuh"
 #include "native/split.h"
+#include "native/tickets.cuh"
 #include "native/wait.cuh"
 
 namespace ncclep::native {
@@ -163,14 +165,12 @@ __device__ int needed_phases(const Rank& me, const Dispatch& job) {
   return end > first ? phase_of(job, job.routes.pair_token[end - 1]) + 1 : 0;
 }
 
-// One pulling warp's share of the rows.
+// By one warp: rows into their slots, as long as there are any that nobody has taken.
 __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
-                     const Progress& progress, int cta, int num_ctas, int warp,
-                     std::uint64_t parity) {
+                     const Progress& progress, std::uint64_t parity) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = layout.num_ranks;
-  const int first = warp * num_ctas + cta, step = shape.warps * num_ctas;
   int most_pairs = 0;
   for (int source = 0; source < num_ranks; ++source) {
     most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
@@ -183,10 +183,13 @@ __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape
     int source = 0, piece = 0, token = 0, first = 0, end = 0;
     int slot = -1, home = 0;  // of this lane's pick
   };
-  int item = first;
+  Tickets tickets(me);
+  int item = 0;
   const auto find = [&] {
     Item found;
-    for (; item < items && !found.is_there; item += step) {
+    while (item < items && !found.is_there) {
+      item = tickets.take();
+      if (item >= items) break;
       const int turn = item / shape.pieces;
       // At every moment the warps of all CTAs pull from all ranks.
       found.source = (me.rank + 1 + turn) % num_ranks;
@@ -266,22 +269,23 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   progress.clear();
   __syncthreads();
-  const int pulling_cta = static_cast<int>(blockIdx.x) - split.staging, place = warp - 1;
+  const int place = warp - 1;
   const bool has_ring = place >= 0 && place < shape.warps;
   Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
             full[has_ring ? place : 0]};
   if (has_ring) ring.init();
-  if (pulling_cta < 0) {
+  if (static_cast<int>(blockIdx.x) < split.staging) {
     stage(me, job, shape, ring, split.staging, parity, epoch);
     zero_padding(me, job, split.staging);
-  } else if (warp == 0) {
+  }
+  if (warp == 0) {
     const auto flag = [&](int source, int phase) {
       return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + me.control.staged()) +
              source * kPhases + phase;
     };
     watch(me, Phase::kDispatch, epoch, needed_phases(me, job), flag, progress);
   } else if (has_ring) {
-    pull(me, job, shape, ring, progress, pulling_cta, split.pulling, place, parity);
+    pull(me, job, shape, ring, progress, parity);
   }
   if (leave(me) && threadIdx.x == 0) {
     me.state->dispatches = dispatches;
@@ -293,19 +297,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 }  // namespace
 
 void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintptr_t stream) {
-  RingShape shape = ring_shape(arguments.row_bytes);
-  const int ring_bytes = shape.shared_bytes();
-  cuda_check(cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  ring_bytes),
-             "setting the shared memory of dispatch");
-  Rank rank = me;
-  Dispatch job = arguments;
-  DispatchSplit split = split_dispatch(num_sms, me.control.num_ranks, arguments.top_k);
-  void* parameters[] = {&rank, &job, &shape, &split};
-  cuda_check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(dispatch_kernel), num_sms,
-                                         kWarps * kWarpSize, parameters, ring_bytes,
-                                         reinterpret_cast<cudaStream_t>(stream)),
-             "launching dispatch");
+  const RingShape shape = ring_shape(arguments.row_bytes);
+  const DispatchSplit split = split_dispatch(num_sms, me.control.num_ranks, arguments.top_k);
+  launch_cooperatively("dispatch", dispatch_kernel, num_sms, kWarps * kWarpSize,
+                       shape.shared_bytes(), stream, me, arguments, shape, split);
 }
 
 }  // namespace ncclep::native

@@ -49,10 +49,11 @@ ReceivedRoutes received_routes(const Plan& plan, int num_ranks) {
   parts.first_pair = pointer<std::int32_t>(plan.routes);
   parts.chunk_pair = parts.first_pair + num_ranks + 1;
   parts.pair_token = parts.chunk_pair + num_ranks * (plan.num_chunks + 1);
-  parts.pair_first = parts.pair_token + plan.num_pairs;
-  parts.pick_slot = parts.pair_first + plan.num_pairs + 1;
-  parts.pick_home = parts.pick_slot + plan.num_picks;
-  parts.max_pairs = plan.num_pairs;
+  parts.pair_first = parts.pair_token + plan.max_pairs;
+  parts.pick_slot = parts.pair_first + plan.max_pairs + 1;
+  parts.pick_home = parts.pick_slot + plan.max_picks;
+  parts.max_pairs = plan.max_pairs;
+  parts.max_picks = plan.max_picks;
   return parts;
 }
 
@@ -74,6 +75,13 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
   require(num_experts <= kMaxExperts, num_experts, " experts: at most ", kMaxExperts);
   cuda_check(cudaMalloc(&state_, sizeof(State)), "cudaMalloc");
   cuda_check(cudaMemset(state_, 0, sizeof(State)), "cudaMemset");
+  int device = 0;
+  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+  cuda_check(cudaDeviceGetAttribute(&max_sms_, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  cuda_check(
+      cudaMalloc(&plan_scratch_, PlanScratch::size(control_, max_sms_) * sizeof(*plan_scratch_)),
+      "cudaMalloc");
   cuda_check(cudaHostAlloc(&mailbox_, sizeof(Mailbox), cudaHostAllocMapped), "cudaHostAlloc");
   std::memset(static_cast<void*>(mailbox_), 0, sizeof(Mailbox));
   cuda_check(cudaHostGetDevicePointer(&mailbox_on_device_, mailbox_, 0),
@@ -133,6 +141,7 @@ void Group::close() {
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
   cuda_check(cudaFree(std::exchange(state_, nullptr)), "cudaFree");
+  cuda_check(cudaFree(std::exchange(plan_scratch_, nullptr)), "cudaFree");
   cuda_check(cudaFreeHost(std::exchange(mailbox_, nullptr)), "cudaFreeHost");
 }
 
@@ -150,12 +159,10 @@ std::size_t Group::num_bytes() const {
   return sum;
 }
 
-std::int64_t Group::scratch_size(int num_sms) const { return PlanScratch::size(control_, num_sms); }
-
-std::int64_t Group::routes_size(std::int64_t num_pairs, std::int64_t num_picks,
+std::int64_t Group::routes_size(std::int64_t max_pairs, std::int64_t max_picks,
                                 int num_chunks) const {
-  return control_.num_ranks + 1 + control_.num_ranks * (num_chunks + 1) + 2 * num_pairs + 1 +
-         2 * num_picks;
+  return control_.num_ranks + 1 + control_.num_ranks * (num_chunks + 1) + 2 * max_pairs + 1 +
+         2 * max_picks;
 }
 
 Rank Group::rank() const {
@@ -173,10 +180,9 @@ Rank Group::rank() const {
   return rank;
 }
 
-PlanScratch Group::plan_scratch(const Tensor& scratch, int num_sms) const {
-  require(scratch.num_elements() >= scratch_size(num_sms), "a plan's scratch has ",
-          scratch.num_elements(), " entries: ", scratch_size(num_sms), " are needed");
-  return {pointer<std::int32_t>(scratch), control_, num_sms};
+PlanScratch Group::plan_scratch(int num_sms) const {
+  require(num_sms <= max_sms_, num_sms, " SMs: the GPU has ", max_sms_);
+  return {plan_scratch_, control_, max_sms_};
 }
 
 void Group::queue_after_the_last(std::uintptr_t stream) {
@@ -194,8 +200,8 @@ void Group::queue_after_the_last(std::uintptr_t stream) {
 }
 
 void Group::plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
-                      std::int64_t max_recv_rows, const Tensor& kept, const Tensor& scratch,
-                      int num_sms, std::uintptr_t stream) {
+                      std::int64_t max_recv_rows, const Tensor& kept, int num_sms,
+                      std::uintptr_t stream) {
   Drop job{};
   job.topk_idx = topk_idx.data;
   job.is_int64 = topk_idx.dtype == DType::kInt64;
@@ -206,12 +212,11 @@ void Group::plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
   job.kept = pointer<std::int32_t>(kept);
   job.num_wanted = pointer<std::int64_t>(plan.counts) + 2 * control_.num_local();
   queue_after_the_last(stream);
-  drop_what_does_not_fit(rank(), job, plan_scratch(scratch, num_sms), num_sms, stream);
+  drop_what_does_not_fit(rank(), job, plan_scratch(num_sms), num_sms, stream);
 }
 
 std::uint32_t Group::plan_count(const Plan& plan, const Tensor& topk_idx, int alignment,
-                                bool is_static, const Tensor& scratch, int num_sms,
-                                std::uintptr_t stream) {
+                                bool is_static, int num_sms, std::uintptr_t stream) {
   PlanCount job{};
   job.topk_idx = topk_idx.data;
   job.is_int64 = topk_idx.dtype == DType::kInt64;
@@ -229,11 +234,25 @@ std::uint32_t Group::plan_count(const Plan& plan, const Tensor& topk_idx, int al
   job.num_dropped = job.routed_per_expert + control_.num_local();
   job.home = home_routes(plan.home);
   queue_after_the_last(stream);
-  native::plan_count(rank(), job, plan_scratch(scratch, num_sms), num_sms, stream);
+  native::plan_count(rank(), job, plan_scratch(num_sms), num_sms, stream);
   return job.ticket;
 }
 
-PlanSizes Group::wait_for_sizes(std::uint32_t ticket, const Tensor& rows_of_expert) const {
+void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
+                         const Tensor& routes, int num_sms, std::uintptr_t stream) {
+  require(routes.num_elements() >= routes_size(max_pairs, max_picks, plan.num_chunks),
+          "a plan's routes have ", routes.num_elements(),
+          " entries: ", routes_size(max_pairs, max_picks, plan.num_chunks), " are needed");
+  plan.max_pairs = plan.num_pairs = max_pairs;
+  plan.max_picks = max_picks;
+  plan.routes = routes;
+  queue_after_the_last(stream);
+  native::plan_receive(rank(), received_routes(plan, control_.num_ranks), plan_scratch(num_sms),
+                       num_sms, stream);
+}
+
+PlanSizes Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
+                                const Tensor& rows_of_expert) const {
   const int num_local = control_.num_experts / control_.num_ranks;
   require(rows_of_expert.dtype == DType::kInt64 && rows_of_expert.num_elements() == num_local,
           "rows_of_expert must be int64 [", num_local, "] on the CPU");
@@ -267,21 +286,8 @@ PlanSizes Group::wait_for_sizes(std::uint32_t ticket, const Tensor& rows_of_expe
       fail("the device did not count the rows of a plan within ", limit.count(), " s");
     }
   }
+  plan.num_pairs = sizes.num_pairs;
   return sizes;
-}
-
-void Group::plan_receive(Plan& plan, std::int64_t num_pairs, std::int64_t num_picks,
-                         const Tensor& routes, const Tensor& scratch, int num_sms,
-                         std::uintptr_t stream) {
-  require(routes.num_elements() >= routes_size(num_pairs, num_picks, plan.num_chunks),
-          "a plan's routes have ", routes.num_elements(),
-          " entries: ", routes_size(num_pairs, num_picks, plan.num_chunks), " are needed");
-  plan.num_pairs = num_pairs;
-  plan.num_picks = num_picks;
-  plan.routes = routes;
-  queue_after_the_last(stream);
-  native::plan_receive(rank(), received_routes(plan, control_.num_ranks),
-                       plan_scratch(scratch, num_sms), num_sms, stream);
 }
 
 std::uint32_t Group::bad_ranks(bool forget) {
@@ -337,10 +343,10 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   native::combine(rank(), job, num_sms, stream);
 }
 
-Failure Group::failure() const {
-  if (mailbox_ == nullptr || mailbox_->failed_phase == 0) return {0, -1, 0};
+std::optional<Failure> Group::failure() const {
+  if (mailbox_ == nullptr || mailbox_->failed_phase == 0) return std::nullopt;
   std::atomic_thread_fence(std::memory_order_acquire);
-  return {mailbox_->failed_phase, mailbox_->failed_peer, mailbox_->failed_epoch};
+  return Failure{mailbox_->failed_phase, mailbox_->failed_peer, mailbox_->failed_epoch};
 }
 
 }  // namespace ncclep::native

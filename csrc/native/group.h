@@ -23,7 +23,7 @@ struct PlanSizes {
 
 // A wait on the device whose deadline passed.
 struct Failure {
-  std::uint32_t phase;  // a Phase; kNone: there was none
+  std::uint32_t phase;  // a Phase
   int peer;
   std::uint64_t epoch;
 };
@@ -35,8 +35,10 @@ struct Plan {
   int num_chunks;  // of the rank with the most tokens
   int top_k;
   // What plan_receive adds.
-  std::int64_t num_pairs = 0, num_picks = 0;  // that the routes have room for
+  std::int64_t max_pairs = 0, max_picks = 0;  // that the routes have room for
   Tensor routes;                              // int32 [routes_size(...)]
+  // Pairs that there are, where the host knows, and otherwise max_pairs.
+  std::int64_t num_pairs = 0;
 };
 
 // Making it, making windows and `close` are collective, and so is every call that queues work.  An
@@ -77,24 +79,23 @@ class Group {
   int max_top_k() const { return control_.max_top_k; }
   std::size_t row_bytes() const { return row_bytes_; }
 
-  // int32 of `scratch`, which the kernels of a plan share, and of a plan's routes.
-  std::int64_t scratch_size(int num_sms) const;
-  std::int64_t routes_size(std::int64_t num_pairs, std::int64_t num_picks, int num_chunks) const;
+  // int32 of a plan's routes.
+  std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_picks, int num_chunks) const;
 
   // Static mode, first: queues writing to `kept`, int32 [T, K], which picks fit.
   void plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
-                 std::int64_t max_recv_rows, const Tensor& kept, const Tensor& scratch, int num_sms,
+                 std::int64_t max_recv_rows, const Tensor& kept, int num_sms,
                  std::uintptr_t stream);
   // Queues counting what `topk_idx`, or in static mode what was kept of it, sends where.  Returns
   // what wait_for_sizes takes; in static mode there is nothing to wait for.
   std::uint32_t plan_count(const Plan& plan, const Tensor& topk_idx, int alignment, bool is_static,
-                           const Tensor& scratch, int num_sms, std::uintptr_t stream);
+                           int num_sms, std::uintptr_t stream);
+  // Queues the rest, which does nothing if the plan has more pairs or picks.  `routes` belongs to
+  // the plan from now on.
+  void plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
+                    const Tensor& routes, int num_sms, std::uintptr_t stream);
   // Waits on the host, not for the stream's other work, until the device has counted.
-  PlanSizes wait_for_sizes(std::uint32_t ticket, const Tensor& rows_of_expert) const;
-  // Queues the rest.  `routes` belongs to the plan from now on.
-  void plan_receive(Plan& plan, std::int64_t num_pairs, std::int64_t num_picks,
-                    const Tensor& routes, const Tensor& scratch, int num_sms,
-                    std::uintptr_t stream);
+  PlanSizes wait_for_sizes(Plan& plan, std::uint32_t ticket, const Tensor& rows_of_expert) const;
   // Whose routing was bad in a static plan, one bit each, as far as the device has come; forgets it
   // if told so.
   std::uint32_t bad_ranks(bool forget);
@@ -107,11 +108,11 @@ class Group {
                const Tensor& sums, const Tensor& out, const std::optional<Tensor>& home_w,
                int num_sms, std::uintptr_t stream);
 
-  Failure failure() const;
+  std::optional<Failure> failure() const;
 
  private:
   Rank rank() const;
-  PlanScratch plan_scratch(const Tensor& scratch, int num_sms) const;
+  PlanScratch plan_scratch(int num_sms) const;
   // Operations of a group run one after the other, whatever streams they are queued on.  Between a
   // stream that is being captured and one that is not, this is up to the caller: a graph must not
   // run beside other work of the group.
@@ -127,6 +128,8 @@ class Group {
   std::shared_ptr<Window> control_window_, rows_window_;
   int generation_ = 0;
   State* state_ = nullptr;
+  int max_sms_ = 0;  // that `plan_scratch_` is for: all of the GPU's
+  std::int32_t* plan_scratch_ = nullptr;
   Mailbox* mailbox_ = nullptr;
   Mailbox* mailbox_on_device_ = nullptr;
 };

@@ -16,7 +16,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/cuda.h"
+#include "common/launch.h"
 #include "native/chunks.cuh"
 #include "native/overflow.h"
 #include "native/wait.cuh"
@@ -219,19 +219,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 void drop_what_does_not_fit(const Rank& me, const Drop& arguments, const PlanScratch& scratch,
                             int num_sms, std::uintptr_t stream) {
   const auto kernel = arguments.is_int64 ? drop_kernel<std::int64_t> : drop_kernel<std::int32_t>;
-  Rank rank = me;
-  Drop job = arguments;
-  PlanScratch memory = scratch;
-  Share share = share_out(job.num_tokens, job.top_k, me.control, num_sms);
-  const std::size_t bytes = share.held * share.held_bytes();
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(bytes)),
-             "setting the shared memory of static mode");
-  void* parameters[] = {&rank, &job, &memory, &share};
-  cuda_check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), share.num_ctas,
-                                         kPlanThreads, parameters, bytes,
-                                         reinterpret_cast<cudaStream_t>(stream)),
-             "launching static mode");
+  const Share share = share_out(arguments.num_tokens, arguments.top_k, me.control, num_sms);
+  launch_cooperatively("static mode", kernel, share.num_ctas, kPlanThreads,
+                       share.held * share.held_bytes(), stream, me, arguments, scratch, share);
 }
 
 }  // namespace ncclep::native

@@ -26,7 +26,7 @@
 
 #include <cstdint>
 
-#include "common/cuda.h"
+#include "common/launch.h"
 #include "native/chunks.cuh"
 #include "native/plan.h"
 #include "native/wait.cuh"
@@ -99,8 +99,11 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
     }
     plan.routed_per_expert[local] = shared.block_picks[local] = picks;
   }
+  if (threadIdx.x == 0) *scratch.is_refused = !plan.is_static && shared.bad_ranks != 0;
   if (!is_complete) {
-    if (threadIdx.x == 0) *plan.num_dropped = 0;
+    if (threadIdx.x == 0) {
+      *plan.num_dropped = scratch.first_pair[num_ranks] = scratch.first_pick[num_ranks] = 0;
+    }
     return;
   }
   __syncthreads();
@@ -298,20 +301,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 void plan_count(const Rank& me, const PlanCount& arguments, const PlanScratch& scratch, int num_sms,
                 std::uintptr_t stream) {
   const auto kernel = arguments.is_int64 ? count_kernel<std::int64_t> : count_kernel<std::int32_t>;
-  Rank rank = me;
-  PlanCount plan = arguments;
-  PlanScratch memory = scratch;
-  require(plan.num_tokens <= kMaxTokens, plan.num_tokens, " tokens: at most ", kMaxTokens);
-  Share share = share_out(plan.num_tokens, plan.top_k, me.control, num_sms);
-  const std::size_t bytes = share.held * share.held_bytes();
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(bytes)),
-             "setting the shared memory of plan");
-  void* parameters[] = {&rank, &plan, &memory, &share};
-  cuda_check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), share.num_ctas,
-                                         kPlanThreads, parameters, bytes,
-                                         reinterpret_cast<cudaStream_t>(stream)),
-             "launching plan");
+  const int num_tokens = arguments.num_tokens;
+  require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
+  const Share share = share_out(num_tokens, arguments.top_k, me.control, num_sms);
+  launch_cooperatively("plan", kernel, share.num_ctas, kPlanThreads,
+                       share.held * share.held_bytes(), stream, me, arguments, scratch, share);
 }
 
 }  // namespace ncclep::native

@@ -4,7 +4,8 @@
 // writes what each other rank has to know into this rank's control window, and tells each of them
 // how much it is; the host learns from the mailbox how many rows this rank will get.  `receive`
 // waits until the others have done the same and moves what they wrote for this rank, places turned
-// into slots, into the plan's own memory.
+// into slots, into the plan's own memory.  The host queues both before it knows how much room that
+// memory must have, and `receive` once more when it was too little.
 //
 // In static mode `drop` (overflow.h) comes first, and the host waits for nothing.
 #pragma once
@@ -33,24 +34,27 @@ struct ReceivedRoutes {
   std::int32_t* pair_first;  // [pairs + 1]: its picks, in ascending order of local experts
   std::int32_t* pick_slot;   // [picks]
   std::int32_t* pick_home;   // [picks]: token * K + k at home
-  std::int64_t max_pairs;    // that there is room for
+  std::int64_t max_pairs, max_picks;  // that there is room for
 };
 
-// Scratch of a plan, from its first kernel to its last.
+// Scratch of a plan, from its first kernel to its last.  Plans of a group run one after the other
+// and share it.
 struct PlanScratch {
   std::int32_t* parts;       // [CTAs, E + R + 1]: what each CTA has
   std::int32_t* start;       // [R, experts of this rank]: slot of each source's first pick
   std::int32_t* first_pair;  // [R + 1]
   std::int32_t* first_pick;  // [R + 1]
+  std::int32_t* is_refused;  // [1]: a rank's routing is bad and the host, which knows, will raise
 
-  PlanScratch(std::int32_t* memory, const Control& control, int num_sms)
+  PlanScratch(std::int32_t* memory, const Control& control, int max_ctas)
       : parts(memory),
-        start(parts + num_sms * (control.num_experts + control.num_ranks + 1)),
+        start(parts + max_ctas * (control.num_experts + control.num_ranks + 1)),
         first_pair(start + control.num_experts),
-        first_pick(first_pair + control.num_ranks + 1) {}
-  static std::int64_t size(const Control& control, int num_sms) {
+        first_pick(first_pair + control.num_ranks + 1),
+        is_refused(first_pick + control.num_ranks + 1) {}
+  static std::int64_t size(const Control& control, int max_ctas) {
     const int experts = control.num_experts, ranks = control.num_ranks;
-    return num_sms * (experts + ranks + 1) + experts + 2 * (ranks + 1);
+    return max_ctas * (experts + ranks + 1) + experts + 2 * (ranks + 1) + 1;
   }
 };
 
@@ -72,7 +76,8 @@ struct PlanCount {
 void plan_count(const Rank& me, const PlanCount& arguments, const PlanScratch& scratch, int num_sms,
                 std::uintptr_t stream);
 
-// Queues `receive`, with the scratch of `count`.
+// Queues `receive`, with the scratch of `count`.  It does nothing when there is not room for all,
+// and can be queued again with more; or when the plan is refused, on all ranks.
 void plan_receive(const Rank& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
                   int num_sms, std::uintptr_t stream);
 

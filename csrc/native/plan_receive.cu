@@ -88,6 +88,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local();
   const int num_ctas = gridDim.x;
+  // To have no room is no operation of the group: other ranks may have some.
+  if (*scratch.is_refused || scratch.first_pair[num_ranks] > routes.max_pairs ||
+      scratch.first_pick[num_ranks] > routes.max_picks) {
+    return;
+  }
   const std::uint64_t epoch = current_epoch(me);
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans);
   // Every source has its own CTAs, or every CTA its own sources, whichever are fewer; every rank

@@ -123,6 +123,7 @@ struct State {
   std::uint64_t last_dispatch;   // its epoch
   unsigned int arrived;          // at grid barriers of the current operation, one after the other
   unsigned int leaving;          // CTAs of the current operation that are done
+  unsigned int next;             // piece of its work that no warp has taken yet (tickets.cuh)
   unsigned int failed;           // a deadline has passed: nobody waits any longer
   unsigned int is_bad;           // this rank's routing, in the current plan
   unsigned int staged[kPhases];  // CTAs that have staged their share of a phase of this dispatch

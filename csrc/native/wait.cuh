@@ -145,7 +145,7 @@ __device__ inline bool leave(const Rank& me) {
     // One fence for all threads: it also orders what this thread has seen of the others.
     __threadfence_system();
     is_last = atomicAdd(&me.state->leaving, 1u) == gridDim.x - 1;
-    if (is_last) me.state->arrived = me.state->leaving = 0;
+    if (is_last) me.state->arrived = me.state->leaving = me.state->next = 0;
     __threadfence_system();
   }
   __syncthreads();

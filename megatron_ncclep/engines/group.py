@@ -170,6 +170,8 @@ class EpGroup:
         given += [0] * (MAX_VALUES - len(given))
         mine = MESSAGE.pack(*head, problem is not None, told, *given)
         everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
+        if problem is None and everything == mine * self.size:  # as it should be: no more to do
+            return Agreement(call, [told] * self.size)
         theirs = list(MESSAGE.iter_unpack(everything))
 
         if any(row[:2] != head for row in theirs):

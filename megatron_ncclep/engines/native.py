@@ -35,6 +35,8 @@ CAPS = EngineCaps(
 )
 # Windows are made for a power of two of tokens, at least this many.
 MIN_TOKENS = 128
+# A plan has room for this many times the picks that are expected to arrive.
+ROOM = 1.25
 CHUNK = 128  # tokens; kChunk in csrc/native/state.h
 PHASES = ("none", "plan", "plan, receiving routes", "dispatch", "combine")  # Phase there
 
@@ -47,8 +49,8 @@ class NativePlan(RoutePlan):
         counts: int64 [2 * num_local_experts + 1]: padded and real rows of the local experts, and
             the number of dropped picks.
         home: int32 [4, num_tokens]: what is known of each token at home.
-        routes: int32: the pairs and picks that this rank receives, in static mode as many as can
-            come.
+        routes: int32: the pairs and picks that this rank receives, with room for more; in static
+            mode for as many as can come.
         most_tokens: the most tokens that any rank has.
         handle: the `_C.NativePlan` over the three tensors.
         rows_on_host: `tokens_per_expert` on the CPU; None in static mode, where no host waits.
@@ -95,6 +97,8 @@ class NativeEngine:
             ),
         )
         self._row_bytes = 16  # of the longest row so far
+        # Picks that the next plan may bring, as a multiple of what a rank without imbalance gets.
+        self._crowding = ROOM
         self._described: set[tuple[int, int]] = set()
         self._closed = False
 
@@ -124,29 +128,41 @@ class NativeEngine:
 
         counts = torch.empty(2 * num_local + 1, dtype=torch.int64, device=device)
         home = torch.empty(4, num_tokens, dtype=torch.int32, device=device)
-        scratch = torch.empty(native.scratch_size(num_sms), dtype=torch.int32, device=device)
         picks = topk_idx.contiguous()
         num_chunks = (most_tokens + CHUNK - 1) // CHUNK
         handle = extension.load().NativePlan(counts, home, num_chunks, top_k)
+
+        def receive(max_pairs: int, max_picks: int) -> torch.Tensor:
+            size = native.routes_size(max_pairs, max_picks, num_chunks)
+            routes = torch.empty(size, dtype=torch.int32, device=device)
+            native.plan_receive(handle, max_pairs, max_picks, routes, num_sms, stream)
+            return routes
+
+        # All is queued before the host knows how much arrives; it seldom is more than expected.
+        most_pairs = self.group.size * most_tokens
+        most_picks = most_pairs * min(top_k, num_local)
         if limit is None:
-            ticket = native.plan_count(handle, picks, alignment, False, scratch, num_sms, stream)
+            max_picks = min(most_picks, int(self._crowding * most_tokens * top_k))
+            max_pairs = min(most_pairs, max_picks)
+            ticket = native.plan_count(handle, picks, alignment, False, num_sms, stream)
+            routes = receive(max_pairs, max_picks)
             rows_on_host = torch.empty(num_local, dtype=torch.int64)
-            sizes = native.wait_for_sizes(ticket, rows_on_host)
+            sizes = native.wait_for_sizes(handle, ticket, rows_on_host)
             self._raise_failure()
             if sizes.bad_ranks:
                 self._raise_bad_routing(topk_idx)
-            num_rows, num_pairs, num_picks = sizes.num_rows, sizes.num_pairs, sizes.num_picks
+            num_rows = sizes.num_rows
+            if sizes.num_pairs > max_pairs or sizes.num_picks > max_picks:
+                routes = receive(sizes.num_pairs, sizes.num_picks)
+                self._crowding = ROOM * sizes.num_picks / (most_tokens * top_k)
         else:
             rows_on_host = None
             kept = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
-            native.plan_drop(handle, picks, alignment, limit, kept, scratch, num_sms, stream)
-            native.plan_count(handle, kept, alignment, True, scratch, num_sms, stream)
+            native.plan_drop(handle, picks, alignment, limit, kept, num_sms, stream)
+            native.plan_count(handle, kept, alignment, True, num_sms, stream)
             num_rows = limit
-            num_picks = min(limit, self.group.size * most_tokens * min(top_k, num_local))
-            num_pairs = min(num_picks, self.group.size * most_tokens)
-        routes_size = native.routes_size(num_pairs, num_picks, num_chunks)
-        routes = torch.empty(routes_size, dtype=torch.int32, device=device)
-        native.plan_receive(handle, num_pairs, num_picks, routes, scratch, num_sms, stream)
+            max_picks = min(limit, most_picks)
+            routes = receive(min(most_pairs, max_picks), max_picks)
         return NativePlan(
             plan_id=agreement.call,
             num_tokens=num_tokens,
@@ -263,7 +279,7 @@ class NativeEngine:
     def _raise_failure(self) -> None:
         """Raise PeerError when a wait on the device passed its deadline."""
         failure = self._native.failure()
-        if failure.phase:
+        if failure is not None:
             raise PeerError(
                 f"rank {self.group.rank} of {self.group.size}: rank {failure.peer} did not come in "
                 f"{PHASES[failure.phase]}, operation {failure.epoch} of the group (deadline "

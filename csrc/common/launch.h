@@ -1,0 +1,28 @@
+// Launching a kernel whose CTAs wait for each other: all of them run at once, or none.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/cuda.h"
+
+namespace ncclep {
+
+// `what` names the kernel in errors; `parameters` are what the kernel takes.
+template <typename... Parameters>
+void launch_cooperatively(const char* what, void (*kernel)(Parameters...), int num_ctas,
+                          int num_threads, std::size_t shared_bytes, std::uintptr_t stream,
+                          Parameters... parameters) {
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  cuda_check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shared_bytes)),
+             "setting the shared memory of ", what);
+  void* addresses[] = {&parameters...};
+  cuda_check(cudaLaunchCooperativeKernel(function, num_ctas, num_threads, addresses, shared_bytes,
+                                         reinterpret_cast<cudaStream_t>(stream)),
+             "launching ", what);
+}
+
+}  // namespace ncclep
