@@ -22,7 +22,7 @@
 #include "nccl/nccl.h"
 #include "nccl/window.h"
 #include "nccl_ep/nccl_ep.h"
-#include "routes/topk_from_map.h"
+#include "routes/routes_and_weights.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -227,27 +227,60 @@ void bind_native(py::module_& module) {
       "num_ctas"_a, "num_ranks"_a, "top_k"_a);
 }
 
+// Checks int64 indices [T, K], numbers [T, K] for them, and numbers [T, E] of the same dtype.
+void require_picks(const char* call, const Tensor& topk_idx, const Tensor& of_picks,
+                   const Tensor& of_experts) {
+  ncclep::require(topk_idx.dtype == ncclep::DType::kInt64 && topk_idx.shape.size() == 2 &&
+                      of_picks.shape == topk_idx.shape,
+                  call, " needs int64 [T, K], and numbers [T, K] for it");
+  ncclep::require(of_experts.shape.size() == 2 && of_experts.shape[0] == topk_idx.shape[0] &&
+                      of_experts.dtype == of_picks.dtype &&
+                      ncclep::itemsize_of(of_experts.dtype) > 1,
+                  call, " needs numbers [T, E] and [T, K] of one dtype of 2, 4 or 8 bytes");
+}
+
 void bind_routes(py::module_& module) {
   module.def(
-      "topk_from_map",
-      [](const Tensor& routing_map, std::int64_t not_routed, std::int64_t too_many_experts,
-         const Tensor& topk_idx, std::uintptr_t stream) {
+      "routes_and_weights",
+      [](const Tensor& routing_map, const Tensor& probs, std::int64_t not_routed,
+         std::int64_t too_many_experts, const Tensor& topk_idx, const Tensor& weights,
+         std::uintptr_t stream) {
         ncclep::require(routing_map.dtype == ncclep::DType::kUint8 && routing_map.shape.size() == 2,
-                        "topk_from_map needs a uint8 map [T, E]");
-        ncclep::require(topk_idx.dtype == ncclep::DType::kInt64 && topk_idx.shape.size() == 2 &&
-                            topk_idx.shape[0] == routing_map.shape[0],
-                        "topk_from_map needs int64 [T, K] for its result");
-        ncclep::routes::TopkFromMap job;
+                        "routes_and_weights needs a bool map [T, E]");
+        require_picks("routes_and_weights", topk_idx, weights, probs);
+        ncclep::require(probs.shape == routing_map.shape,
+                        "routes_and_weights needs probabilities of the map's shape");
+        ncclep::routes::RoutesAndWeights job;
         job.routing_map = static_cast<const std::uint8_t*>(routing_map.data);
-        job.num_tokens = routing_map.shape[0];
-        job.num_experts = static_cast<int>(routing_map.shape[1]);
+        job.probs = probs.data;
+        job.num_tokens = probs.shape[0];
+        job.num_experts = static_cast<int>(probs.shape[1]);
         job.top_k = static_cast<int>(topk_idx.shape[1]);
+        job.itemsize = ncclep::itemsize_of(probs.dtype);
         job.not_routed = not_routed;
         job.too_many_experts = too_many_experts;
         job.topk_idx = static_cast<std::int64_t*>(topk_idx.data);
-        ncclep::routes::topk_from_map(job, stream);
+        job.weights = weights.data;
+        ncclep::routes::routes_and_weights(job, stream);
       },
-      "routing_map"_a, "not_routed"_a, "too_many_experts"_a, "topk_idx"_a, "stream"_a);
+      "routing_map"_a, "probs"_a, "not_routed"_a, "too_many_experts"_a, "topk_idx"_a, "weights"_a,
+      "stream"_a);
+  module.def(
+      "probs_gradient",
+      [](const Tensor& topk_idx, const Tensor& grad_weights, const Tensor& grad_probs,
+         std::uintptr_t stream) {
+        require_picks("probs_gradient", topk_idx, grad_weights, grad_probs);
+        ncclep::routes::ProbsGradient job;
+        job.topk_idx = static_cast<const std::int64_t*>(topk_idx.data);
+        job.grad_weights = grad_weights.data;
+        job.num_tokens = grad_probs.shape[0];
+        job.num_experts = static_cast<int>(grad_probs.shape[1]);
+        job.top_k = static_cast<int>(topk_idx.shape[1]);
+        job.itemsize = ncclep::itemsize_of(grad_probs.dtype);
+        job.grad_probs = grad_probs.data;
+        ncclep::routes::probs_gradient(job, stream);
+      },
+      "topk_idx"_a, "grad_weights"_a, "grad_probs"_a, "stream"_a);
 }
 
 void bind_bench(py::module_& module) {

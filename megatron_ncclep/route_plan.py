@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+from typing import Any
+
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron_ncclep.engines import extension
 from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS
 from megatron_ncclep.errors import InputError
 
 
-def topk_from_routing_map(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
-    """List each token's experts, in ascending order.  Not collective, does not wait for the device.
+def routes_and_weights(
+    routing_map: torch.Tensor, probs: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List each token's experts, in ascending order, and its probabilities for them.
+
+    Differentiable in `probs`.  Not collective, does not wait for the device.
 
     The map is the truth: probabilities say nothing about where a token goes (a router may give an
     expert that is not chosen a positive one, or a chosen one zero).
 
-    Example, top_k 2, four experts: `[[F, T, F, T], [F, F, T, F]]` -> `[[1, 3], [2, -1]]`.
+    Example, top_k 2, four experts, map `[[F, T, F, T], [F, F, T, F]]` and probabilities
+    `[[.1, .2, .3, .4], [.5, .6, .7, .8]]`: experts `[[1, 3], [2, -1]]`, weights
+    `[[.2, .4], [.7, 0]]`.
 
     Args:
         routing_map: [num_tokens, num_experts] bool; at most `top_k` True in a row.
-        top_k: K, columns of the result.
+        probs: [num_tokens, num_experts] of any floating dtype, on the map's device.  NaN is passed
+            through to the experts it belongs to, and to nobody else.
+        top_k: K, columns of the results.
 
     Returns:
-        [num_tokens, top_k] int64; `NOT_ROUTED` fills a row up, and a row with more than `top_k`
-        experts is `TOO_MANY_EXPERTS` throughout, which the engine's plan refuses on every rank.
+        topk_idx [num_tokens, top_k] int64: `NOT_ROUTED` fills a row up, and a row with more than
+        `top_k` experts is `TOO_MANY_EXPERTS` throughout, which the engine's plan refuses on every
+        rank; and weights [num_tokens, top_k] of the dtype of `probs`: zero where no expert is.
 
     Raises:
-        InputError: `routing_map` is not a two-dimensional bool tensor.
+        InputError: `routing_map` is not a two-dimensional bool tensor, or `probs` has another shape
+            or is elsewhere.
     """
     if routing_map.dim() != 2 or routing_map.dtype != torch.bool:
         raise InputError(
             f"routing_map is {routing_map.dtype} {list(routing_map.shape)}: it must be bool "
             "[num_tokens, num_experts]"
         )
-    if routing_map.is_cuda and extension.obstacle() is None:
-        return _topk_in_one_kernel(routing_map, top_k)
+    if probs.shape != routing_map.shape or probs.device != routing_map.device:
+        raise InputError(
+            f"probs is {list(probs.shape)} on {probs.device}: it must be like routing_map, "
+            f"{list(routing_map.shape)} on {routing_map.device}"
+        )
+    if routing_map.is_cuda and (kernels := _kernels()) is not None:
+        return InOneKernel.apply(routing_map, probs, top_k, kernels)
     num_tokens, num_experts = routing_map.shape
     place = routing_map.cumsum(dim=1) - 1  # of an expert among its token's
     # Column top_k takes what is not routed; it is cut off.
@@ -43,35 +63,60 @@ def topk_from_routing_map(routing_map: torch.Tensor, top_k: int) -> torch.Tensor
     topk_idx = experts.new_full((num_tokens, top_k + 1), NOT_ROUTED)
     topk_idx = topk_idx.scatter(1, column, experts)[:, :top_k]
     too_many = routing_map.sum(dim=1, keepdim=True) > top_k
-    return topk_idx.masked_fill(too_many, TOO_MANY_EXPERTS)
-
-
-def _topk_in_one_kernel(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Do what `topk_from_routing_map` does, on a GPU: the same bits, without a dozen launches."""
-    routing_map = routing_map.contiguous()
-    topk_idx = torch.empty(len(routing_map), top_k, dtype=torch.int64, device=routing_map.device)
-    extension.load().topk_from_map(
-        routing_map.view(torch.uint8),
-        NOT_ROUTED,
-        TOO_MANY_EXPERTS,
-        topk_idx,
-        torch.cuda.current_stream().cuda_stream,
-    )
-    return topk_idx
-
-
-def weights_from_probs(probs: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-    """Pick each token's probabilities for its experts; differentiable in `probs`.
-
-    Args:
-        probs: [num_tokens, num_experts] of any floating dtype.  NaN is passed through to the
-            experts it belongs to, and to nobody else.
-        topk_idx: [num_tokens, top_k] as from `topk_from_routing_map`.
-
-    Returns:
-        [num_tokens, top_k] of the dtype of `probs`; zero where a pick goes nowhere.
-    """
+    topk_idx = topk_idx.masked_fill(too_many, TOO_MANY_EXPERTS)
     picked = probs.gather(1, topk_idx.clamp(min=0))
-    return torch.where(
-        topk_idx >= 0, picked, torch.zeros((), dtype=probs.dtype, device=probs.device)
-    )
+    return topk_idx, torch.where(topk_idx >= 0, picked, picked.new_zeros(()))
+
+
+class InOneKernel(torch.autograd.Function):
+    """What `routes_and_weights` says, on a GPU: the same bits, in one launch each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, top_k: int, kernels: ModuleType
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the map and the probabilities, each once."""
+        num_tokens, num_experts = routing_map.shape
+        topk_idx = routing_map.new_empty(num_tokens, top_k, dtype=torch.int64)
+        weights = probs.new_empty(num_tokens, top_k)
+        kernels.routes_and_weights(
+            routing_map.contiguous(),
+            probs.contiguous(),
+            NOT_ROUTED,
+            TOO_MANY_EXPERTS,
+            topk_idx,
+            weights,
+            torch.cuda.current_stream().cuda_stream,
+        )
+        ctx.save_for_backward(topk_idx)
+        ctx.num_experts, ctx.kernels = num_experts, kernels
+        ctx.mark_non_differentiable(topk_idx)
+        ctx.set_materialize_grads(False)  # or autograd launches a kernel for zeros of topk_idx
+        return topk_idx, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
+        """Bring each weight's gradient to its probability; the others get zero."""
+        if grad_weights is None:
+            return None, None, None, None
+        (topk_idx,) = ctx.saved_tensors
+        grad_probs = grad_weights.new_empty(len(topk_idx), ctx.num_experts)
+        ctx.kernels.probs_gradient(
+            topk_idx,
+            grad_weights.contiguous(),
+            grad_probs,
+            torch.cuda.current_stream().cuda_stream,
+        )
+        return None, grad_probs, None, None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """Return the extension if it can be used on this GPU; looked for once, not at every layer."""
+    if extension.obstacle() is not None:
+        return None
+    capability = torch.cuda.get_device_capability()
+    if not any(extension.runs_on(name, *capability) for name in extension.architectures()):
+        return None
+    return extension.load()

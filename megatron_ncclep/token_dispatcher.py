@@ -15,7 +15,7 @@ from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.route_plan import topk_from_routing_map, weights_from_probs
+from megatron_ncclep.route_plan import routes_and_weights
 
 
 class NcclEpTokenDispatcher(MoETokenDispatcher):
@@ -73,8 +73,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             hidden_states as [num_tokens, hidden] and the weights [num_tokens, top_k].
         """
         self._hidden_shape = hidden_states.shape
-        self._topk_idx = topk_from_routing_map(routing_map, self._top_k(routing_map))
-        weights = weights_from_probs(probs, self._topk_idx)
+        top_k = self._top_k(routing_map)
+        self._topk_idx, weights = routes_and_weights(routing_map, probs, top_k)
         return hidden_states.reshape(-1, hidden_states.shape[-1]), weights
 
     def token_dispatch(

@@ -26,12 +26,13 @@ struct Tensor {
 };
 
 inline DType dtype_of(const std::string& name) {
-  if (name == "torch.uint8") return DType::kUint8;
+  if (name == "torch.uint8" || name == "torch.bool") return DType::kUint8;  // a bool is 0 or 1
   if (name == "torch.int32") return DType::kInt32;
   if (name == "torch.int64") return DType::kInt64;
   if (name == "torch.float16") return DType::kFloat16;
   if (name == "torch.bfloat16") return DType::kBFloat16;
   if (name == "torch.float32") return DType::kFloat32;
+  if (name == "torch.float64") return DType::kFloat64;
   fail("the native code takes no ", name, " tensors");
 }
 

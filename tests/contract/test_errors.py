@@ -21,7 +21,7 @@ from megatron_ncclep.errors import (
     InputError,
     PeerError,
 )
-from megatron_ncclep.route_plan import topk_from_routing_map
+from megatron_ncclep.route_plan import routes_and_weights
 from megatron_ncclep.testing.cases import deadline_s
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
@@ -87,7 +87,7 @@ def top_k_differs(ctx: RankContext, engine: Engine) -> None:
 def map_names_too_many(ctx: RankContext, engine: Engine) -> None:
     routing_map = torch.zeros(3, NUM_EXPERTS, dtype=torch.bool, device=ctx.device)
     routing_map[1, : 2 + ctx.rank] = True
-    engine.plan(topk_from_routing_map(routing_map, 2))
+    engine.plan(routes_and_weights(routing_map, routing_map.float(), 2)[0])
 
 
 def integer_payload(ctx: RankContext, engine: Engine) -> None:

@@ -1,19 +1,32 @@
-"""Routing map to top-k indices and weights."""
+"""Routing map and probabilities to top-k indices and weights, in plain torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from megatron_ncclep.engines.engine import TOO_MANY_EXPERTS
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.route_plan import topk_from_routing_map, weights_from_probs
+from megatron_ncclep.route_plan import routes_and_weights
+from megatron_ncclep.testing.compare import assert_same_bits
 
 F, T = False, True
+NAN = float("nan")
 
 
-def test_the_docstrings_example() -> None:
+def topk_of(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
+    return routes_and_weights(routing_map, routing_map.float(), top_k)[0]
+
+
+def test_the_docstrings_example_and_its_gradient() -> None:
     routing_map = torch.tensor([[F, T, F, T], [F, F, T, F]])
-    assert topk_from_routing_map(routing_map, 2).tolist() == [[1, 3], [2, -1]]
+    probs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]], requires_grad=True)
+    topk_idx, weights = routes_and_weights(routing_map, probs, 2)
+    assert topk_idx.tolist() == [[1, 3], [2, -1]]
+    assert weights.tolist() == torch.tensor([[0.2, 0.4], [0.7, 0.0]]).tolist()
+    weights.backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert probs.grad is not None
+    assert probs.grad.tolist() == [[0.0, 1.0, 0.0, 2.0], [0.0, 0.0, 3.0, 0.0]]
 
 
 def test_the_map_is_the_truth_not_the_probabilities() -> None:
@@ -21,36 +34,59 @@ def test_the_map_is_the_truth_not_the_probabilities() -> None:
     generator = torch.Generator().manual_seed(0)
     for top_k in (1, 3, 8):
         routing_map = torch.rand(50, 8, generator=generator).argsort(dim=1) < top_k
-        topk_idx = topk_from_routing_map(routing_map, top_k)
+        topk_idx, _ = routes_and_weights(routing_map, torch.ones(50, 8), top_k)
         back = torch.zeros(50, 8, dtype=torch.bool).scatter(1, topk_idx, True)
         assert torch.equal(back, routing_map)
         assert bool((topk_idx[:, 1:] > topk_idx[:, :-1]).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_against_a_loop_over_tokens(dtype: torch.dtype) -> None:
+    """Rows with no expert, fewer than top_k, top_k and more; their gradients too."""
+    generator = torch.Generator().manual_seed(1)
+    routing_map = torch.rand(60, 7, generator=generator) < torch.rand(60, 1, generator=generator)
+    probs = torch.rand(60, 7, generator=generator).to(dtype).requires_grad_()
+    topk_idx, weights = routes_and_weights(routing_map, probs, 3)
+    grad = torch.rand(60, 3, generator=generator).to(dtype)
+    weights.backward(grad)
+
+    expected_w, expected_grad = torch.zeros(60, 3, dtype=dtype), torch.zeros(60, 7, dtype=dtype)
+    for token, row in enumerate(routing_map.tolist()):
+        experts = [expert for expert, is_chosen in enumerate(row) if is_chosen]
+        if len(experts) > 3:
+            assert topk_idx[token].tolist() == [TOO_MANY_EXPERTS] * 3
+            continue
+        assert topk_idx[token].tolist() == experts + [-1] * (3 - len(experts))
+        for pick, expert in enumerate(experts):
+            expected_w[token, pick] = probs[token, expert]
+            expected_grad[token, expert] = grad[token, pick]
+    assert_same_bits(weights, expected_w, "weights")
+    assert probs.grad is not None
+    assert_same_bits(probs.grad, expected_grad, "gradient")
+
+
 def test_no_tokens() -> None:
-    assert topk_from_routing_map(torch.zeros(0, 4, dtype=torch.bool), 2).shape == (0, 2)
+    assert topk_of(torch.zeros(0, 4, dtype=torch.bool), 2).shape == (0, 2)
 
 
 def test_top_k_may_exceed_what_any_token_has() -> None:
-    assert topk_from_routing_map(torch.tensor([[T, F]]), 4).tolist() == [[0, -1, -1, -1]]
+    assert topk_of(torch.tensor([[T, F]]), 4).tolist() == [[0, -1, -1, -1]]
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3, 4), torch.zeros(4, dtype=torch.bool)])
 def test_a_wrong_map_is_refused(wrong: torch.Tensor) -> None:
     with pytest.raises(InputError, match="must be bool"):
-        topk_from_routing_map(wrong, 2)
+        topk_of(wrong, 2)
 
 
-def test_weights_and_their_gradient() -> None:
-    probs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]], requires_grad=True)
-    weights = weights_from_probs(probs, torch.tensor([[1, 3], [2, -1]]))
-    assert weights.tolist() == torch.tensor([[0.2, 0.4], [0.7, 0.0]]).tolist()
-    weights.backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    assert probs.grad.tolist() == [[0.0, 1.0, 0.0, 2.0], [0.0, 0.0, 3.0, 0.0]]
+@pytest.mark.parametrize("wrong", [torch.zeros(4, 3), torch.zeros(3, 4, device="meta")])
+def test_probabilities_unlike_the_map_are_refused(wrong: torch.Tensor) -> None:
+    with pytest.raises(InputError, match=r"like routing_map, \[3, 4\] on cpu"):
+        routes_and_weights(torch.zeros(3, 4, dtype=torch.bool), wrong, 2)
 
 
 def test_nan_stays_with_its_pick() -> None:
-    probs = torch.tensor([[float("nan"), 0.2], [float("nan"), 0.4]])
-    weights = weights_from_probs(probs, torch.tensor([[1, -1], [0, 1]]))
+    probs = torch.tensor([[NAN, 0.2], [NAN, 0.4]])
+    _, weights = routes_and_weights(torch.tensor([[F, T], [T, T]]), probs, 2)
     assert weights[0].tolist() == pytest.approx([0.2, 0.0])
     assert weights[1].isnan().tolist() == [True, False]

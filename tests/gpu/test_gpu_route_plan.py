@@ -1,24 +1,79 @@
-"""On GPUs one kernel reads the routing map; it must say what the steps on a CPU say."""
+"""On GPUs one kernel each way reads the routes; it must say what the steps on a CPU say."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_ncclep.route_plan import topk_from_routing_map
+from megatron_ncclep import route_plan
+from megatron_ncclep.route_plan import routes_and_weights
+from megatron_ncclep.testing.compare import assert_same_bits
+
+# Tokens, experts, top_k: warps that are not full, one pick, more picks than lanes, no tokens.
+SHAPES = [
+    (777, 1, 1),
+    (777, 8, 2),
+    (5, 31, 4),
+    (777, 64, 1),
+    (777, 130, 40),
+    (300, 512, 32),
+    (0, 8, 2),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+NAN = float("nan")
 
 
-@pytest.mark.parametrize("num_experts", [1, 8, 31, 64, 130])
-@pytest.mark.parametrize("top_k", [1, 4, 40])
-def test_same_as_on_a_cpu(num_experts: int, top_k: int):
-    """With rows without experts, full rows, and rows with more than top_k."""
+def case(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Map, probabilities and gradient of the weights, where what goes nowhere is NaN.
+
+    With rows without experts, full rows, and rows with more than top_k.
+    """
+    num_tokens, num_experts, top_k = shape
     generator = torch.Generator().manual_seed(num_experts * 100 + top_k)
-    share = torch.rand(777, 1, generator=generator)
-    routing_map = torch.rand(777, num_experts, generator=generator) < share
-    routing_map[0], routing_map[1] = False, True
-    expected = topk_from_routing_map(routing_map, top_k)
-    assert torch.equal(topk_from_routing_map(routing_map.cuda(), top_k).cpu(), expected)
-    # A map that is not contiguous, and no tokens at all.
-    turned = routing_map.cuda().t().contiguous().t()
-    assert torch.equal(topk_from_routing_map(turned, top_k).cpu(), expected)
-    assert topk_from_routing_map(routing_map[:0].cuda(), top_k).shape == (0, top_k)
+    share = torch.rand(num_tokens, 1, generator=generator) * min(1, 2 * top_k / num_experts)
+    routing_map = torch.rand(num_tokens, num_experts, generator=generator) < share
+    routing_map[:1], routing_map[1:2] = False, True
+    probs = torch.rand(num_tokens, num_experts, generator=generator).to(dtype)
+    grad = torch.rand(num_tokens, top_k, generator=generator).to(dtype)
+    topk_idx, _ = routes_and_weights(routing_map, probs, top_k)
+    return routing_map, probs.masked_fill(~routing_map, NAN), grad.masked_fill(topk_idx < 0, NAN)
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with other strides."""
+    return tensor.t().contiguous().t()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_same_bits_as_on_a_cpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    routing_map, probs, grad = case(shape, dtype)
+    top_k = shape[2]
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        routing_map, probs, grad = inputs
+        leaf = probs.detach().requires_grad_()
+        topk_idx, weights = routes_and_weights(routing_map, leaf, top_k)
+        assert not topk_idx.requires_grad
+        (grad_probs,) = torch.autograd.grad(weights, leaf, grad)
+        return topk_idx, weights, grad_probs
+
+    assert route_plan._kernels() is not None
+    expected = run(routing_map, probs, grad)
+    on_gpu = [tensor.cuda() for tensor in (routing_map, probs, grad)]
+    for inputs in (on_gpu, [turned(tensor) for tensor in on_gpu]):
+        names = ("topk_idx", "weights", "gradient")
+        for name, actual, wanted in zip(names, run(*inputs), expected, strict=True):
+            assert_same_bits(actual, wanted, name)
+
+
+def test_without_gradients() -> None:
+    routing_map, probs, _ = (tensor.cuda() for tensor in case((9, 8, 2), torch.float32))
+    _, weights = routes_and_weights(routing_map, probs, 2)
+    assert not weights.requires_grad
+    with torch.no_grad():
+        _, same = routes_and_weights(routing_map, probs.requires_grad_(), 2)
+    assert not same.requires_grad
+    assert_same_bits(same, weights, "weights")

@@ -1,0 +1,39 @@
+// Routing maps and probabilities as Megatron's routers make them -> what an engine's plan and
+// dispatch take; and the gradient of the probabilities.
+//
+// Numbers are copied and never calculated with, so of their dtype only the size matters.
+#pragma once
+
+#include <cstdint>
+
+namespace ncclep::routes {
+
+struct RoutesAndWeights {
+  const std::uint8_t* routing_map;  // [T, E], 0 or 1
+  const void* probs;                // [T, E]
+  std::int64_t num_tokens;
+  int num_experts, top_k;
+  int itemsize;                   // bytes of a probability and of a weight: 2, 4 or 8
+  std::int64_t not_routed;        // fills a row up
+  std::int64_t too_many_experts;  // all of a row with more than K experts
+  std::int64_t* topk_idx;         // [T, K]
+  void* weights;                  // [T, K]
+};
+
+// Queues it: lists the experts of each row of the map, in ascending order, and the row's
+// probabilities for them; zero where there is no expert.
+void routes_and_weights(const RoutesAndWeights& job, std::uintptr_t stream);
+
+struct ProbsGradient {
+  const std::int64_t* topk_idx;  // [T, K], as `routes_and_weights` wrote it
+  const void* grad_weights;      // [T, K]
+  std::int64_t num_tokens;
+  int num_experts, top_k;
+  int itemsize;      // bytes of a gradient: 2, 4 or 8
+  void* grad_probs;  // [T, E]
+};
+
+// Queues it: brings the gradient of each weight to its probability, and zero to the others.
+void probs_gradient(const ProbsGradient& job, std::uintptr_t stream);
+
+}  // namespace ncclep::routes
