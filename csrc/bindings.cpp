@@ -213,11 +213,11 @@ void bind_native(py::module_& module) {
       .def("failure", &Group::failure);
   module.def(
       "split_dispatch",
-      [](int num_ctas, int num_ranks, int top_k) {
-        const auto split = ncclep::native::split_dispatch(num_ctas, num_ranks, top_k);
+      [](int num_ctas) {
+        const auto split = ncclep::native::split_dispatch(num_ctas);
         return std::tuple(split.staging, split.pulling);
       },
-      "num_ctas"_a, "num_ranks"_a, "top_k"_a);
+      "num_ctas"_a);
   module.def(
       "split_combine",
       [](int num_ctas, int num_ranks, int top_k) {

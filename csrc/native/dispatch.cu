@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 
 void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintptr_t stream) {
   const RingShape shape = ring_shape(arguments.row_bytes);
-  const DispatchSplit split = split_dispatch(num_sms, me.control.num_ranks, arguments.top_k);
+  const DispatchSplit split = split_dispatch(num_sms);
   launch_cooperatively("dispatch", dispatch_kernel, num_sms, kWarps * kWarpSize,
                        shape.shared_bytes(), stream, me, arguments, shape, split);
 }

@@ -1,7 +1,8 @@
 // How the CTAs of dispatch and combine share their kinds of work.
 //
-// Each CTA does one kind only, because what holds up one kind must not hold up the other: fences
-// hold up a whole SM, and so does a link that is busy.
+// Each CTA does one kind at a time, because what holds up one kind must not hold up the other:
+// fences hold up a whole SM, and so does a link that is busy.  The first kinds come to an end, and
+// their CTAs then take part in the last one, pulling or summing.
 #pragma once
 
 namespace ncclep::native {
@@ -19,9 +20,9 @@ struct CombineSplit {
 
 constexpr int kMinCtas = 3;
 
-// By the bytes that each kind moves in a balanced routing of `top_k` picks to `num_ranks` ranks.
-// Example: 32 CTAs, top-8: dispatch {6, 26}; combine {14, 8, 10} for 4 ranks, {15, 0, 17} for 2.
-DispatchSplit split_dispatch(int num_ctas, int num_ranks, int top_k);
+DispatchSplit split_dispatch(int num_ctas);
+// For a balanced routing of `top_k` picks to `num_ranks` ranks.  Example: 32 CTAs, top-8:
+// {16, 8, 8} for 4 ranks, {24, 0, 8} for 2.
 CombineSplit split_combine(int num_ctas, int num_ranks, int top_k);
 
 }  // namespace ncclep::native

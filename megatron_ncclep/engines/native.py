@@ -322,7 +322,7 @@ class NativeEngine:
 def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:
     """Say how dispatch and combine share their CTAs; see `csrc/native/split.h`."""
     native = extension.load()
-    staging, pulling = native.split_dispatch(num_sms, num_ranks, top_k)
+    staging, pulling = native.split_dispatch(num_sms)
     adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k)
     return (
         f"native: rows of {row_bytes} bytes, top-{top_k}, {num_ranks} ranks, {num_sms} SMs: "

@@ -249,7 +249,7 @@ def test_a_window_that_looks_otherwise(native: ModuleType, head: bytes, message:
 def test_every_kind_of_work_has_ctas(native: ModuleType, num_ctas: int) -> None:
     for num_ranks in (1, 2, 4, 8, 32):
         for top_k in (1, 2, 8, 32):
-            dispatch = native.split_dispatch(num_ctas, num_ranks, top_k)
+            dispatch = native.split_dispatch(num_ctas)
             adding, sending, summing = native.split_combine(num_ctas, num_ranks, top_k)
             assert sum(dispatch) == adding + sending + summing == num_ctas
             assert min(*dispatch, adding, summing) >= 1
@@ -258,8 +258,8 @@ def test_every_kind_of_work_has_ctas(native: ModuleType, num_ctas: int) -> None:
 
 def test_the_examples_of_the_split(native: ModuleType) -> None:
     """Those in csrc/native/split.h."""
-    assert native.split_dispatch(32, 4, 8) == (6, 26)
-    assert native.split_combine(32, 4, 8) == (14, 8, 10)
-    assert native.split_combine(32, 2, 8) == (15, 0, 17)
+    assert native.split_dispatch(32) == (11, 21)
+    assert native.split_combine(32, 4, 8) == (16, 8, 8)
+    assert native.split_combine(32, 2, 8) == (24, 0, 8)
     with pytest.raises(LibraryError, match=r"2 SMs .* at least 3"):
         native.split_combine(2, 4, 8)
