@@ -29,6 +29,7 @@
 #include "native/pairs.cuh"
 #include "native/progress.cuh"
 #include "native/ring.cuh"
+#include "native/send.cuh"
 #include "native/split.h"
 #include "native/tickets.cuh"
 #include "native/wait.cuh"
@@ -39,19 +40,6 @@ namespace {
 
 constexpr int kAddingWarps = kWarps - 1;  // the last warp of an adding CTA keeps the books
 using AddUpRing = PieceRing<5>;
-// A row that was sent is taken for written when this many more pieces of its warp are on their way.
-constexpr int kSentAhead = 3;
-
-// Where `me` lets the sums of `token` of rank `home` go.
-__device__ char* place_of_sum(const Rank& me, int home, int token, int rank, int row_bytes) {
-  return me.rows_of[home] + 2 * me.dispatch_bytes +
-         (static_cast<std::size_t>(token) * me.control.num_ranks + rank) * row_bytes;
-}
-
-__device__ std::uint64_t* added_flag(const Rank& me, int source, int unit) {
-  return reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + me.control.added()) +
-         source * me.control.max_units() + unit;
-}
 
 // One adding warp's share of the pairs.
 template <typename T>
@@ -126,114 +114,6 @@ __device__ void publish_added(const Rank& me, const PairCursor& cursor, std::uin
   if (static_cast<int>(atomicAdd(count, 1u)) != cursor.pairs_of_unit() - 1) return;
   *count = 0;  // for the next combine
   store_release(added_flag(me, cursor.source, cursor.unit()), epoch);
-}
-
-// One sending warp's share of the pairs.
-__device__ void send(const Rank& me, const Combine& job, const Crew& crew, const RingShape& shape,
-                     Ring& ring, const Progress& progress, Books& books, int warp,
-                     std::uint64_t epoch) {
-  const ReceivedRoutes& routes = job.routes;
-  const int lane = threadIdx.x % kWarpSize;
-  PairCursor cursor(me, routes, crew, warp);
-  struct Pair {
-    bool is_there = false;
-    int source = 0, pair = 0, unit = 0, token = 0, first = 0, end = 0;
-    int slot = 0, home = -1;  // of this lane's pick, if there are weights
-  };
-  const auto find = [&] {
-    Pair found;
-    found.is_there = cursor.next();
-    if (found.is_there) {
-      found.source = cursor.source;
-      found.pair = cursor.pair;
-      found.unit = cursor.unit();
-      found.token = routes.pair_token[cursor.pair];
-      if (job.has_weights) {
-        found.first = routes.pair_first[cursor.pair];
-        found.end = routes.pair_first[cursor.pair + 1];
-      }
-    }
-    return found;
-  };
-  const auto find_slot = [&](Pair& found) {
-    if (found.is_there && lane < found.end - found.first) {
-      found.slot = routes.pick_slot[found.first + lane];
-      found.home = routes.pick_home[found.first + lane];
-    }
-  };
-  Pair now = find(), second = find();
-  find_slot(now);
-  int piece = 0;
-  bool has_entered = false;  // a warp sends to one rank only
-  Seen seen;
-  // What is in each stage.
-  char* to[kRingStages];
-  int bytes[kRingStages], home[kRingStages];
-  bool ends_row[kRingStages];
-  float weight[kRingStages];
-  const auto load = [&](int s) {
-    if (!now.is_there) return false;
-    if (!has_entered) {
-      const auto* word = signal_word(me.control_of[me.rank], me.control, kEntered, now.source);
-      has_entered = __all_sync(~0u, wait_for(me, Phase::kCombine, now.source, word, epoch));
-      if (!has_entered) return now.is_there = false;
-    }
-    if (!seen.wait_for_unit(progress, now.source, now.unit)) return now.is_there = false;
-    const int offset = piece * shape.piece_bytes;
-    bytes[s] = min(shape.piece_bytes, job.row_bytes - offset);
-    to[s] = place_of_sum(me, now.source, now.token, me.rank, job.row_bytes) + offset;
-    ends_row[s] = piece == shape.pieces - 1;
-    home[s] = ends_row[s] ? now.home : -1;
-    if (home[s] >= 0) weight[s] = job.w[now.slot];
-    if (lane == 0) {
-      start_load(ring.pieces + s * shape.piece_bytes,
-                 job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes + offset, bytes[s],
-                 ring.full + s);
-    }
-    ++piece;
-    if (!ends_row[s]) return true;
-    piece = 0;
-    now = second;
-    second = find();
-    find_slot(now);
-    return true;
-  };
-  float* values = reinterpret_cast<float*>(me.control_of[cursor.source] + me.control.values());
-  const auto store = [&](int s) {
-    if (lane == 0) start_store(to[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
-    if (home[s] >= 0) values[home[s]] = weight[s];
-    __syncwarp();
-  };
-  // Bit i: whether the piece sent i pieces ago was the last of its row.
-  std::uint32_t row_ends = 0;
-  int num_sent = 0, num_written = 0;
-  const auto stored = [&](int s) {
-    row_ends = row_ends << 1 | static_cast<std::uint32_t>(ends_row[s]);
-    num_sent += ends_row[s];
-    if (lane != 0) return;
-    wait_for_older_stores<kSentAhead>();
-    if (row_ends >> kSentAhead & 1) books.note(warp, ++num_written);
-  };
-  ring.run(load, store, stored);
-  if (lane == 0) {
-    books.note(warp, num_sent);
-    books.close(warp);
-  }
-}
-
-// A pair's sum is in its home's window: tells the home when it was the last of its chunk.
-__device__ void publish_sent(const Rank& me, const ReceivedRoutes& routes, const PairCursor& cursor,
-                             std::uint64_t epoch) {
-  const int max_chunks = me.control.max_chunks(), source = cursor.source;
-  const int chunk = routes.pair_token[cursor.pair] / kChunk;
-  const std::int32_t* chunk_pair = routes.chunk_pair + source * (routes.num_chunks + 1) + chunk;
-  auto* num_pushed =
-      reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_pushed());
-  unsigned int* count = num_pushed + source * max_chunks + chunk;
-  if (static_cast<int>(atomicAdd(count, 1u)) != chunk_pair[1] - chunk_pair[0] - 1) return;
-  *count = 0;  // for the next combine
-  auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[source] + me.control.pushed());
-  store_release(flags + me.rank * max_chunks + chunk, epoch);
 }
 
 // By one warp: this rank's tokens, as long as there are any that nobody has taken.
@@ -316,13 +196,6 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
     return true;
   };
   add_up<T, true>(ring, job.row_bytes, next, [] {});
-}
-
-// Units of source `lane` that will be added.
-__device__ int needed_units(const Rank& me, const ReceivedRoutes& routes) {
-  const int lane = threadIdx.x % kWarpSize;
-  if (lane >= me.control.num_ranks || lane == me.rank) return 0;
-  return (routes.first_pair[lane + 1] - routes.first_pair[lane] + kUnit - 1) / kUnit;
 }
 
 template <typename T>

@@ -296,8 +296,8 @@ def test_the_configuration_is_logged_at_debug(
     assert len(caplog.records) == num_lines
     if num_lines:
         assert caplog.records[0].getMessage() == (
-            "native: rows of 14336 bytes, top-8, 4 ranks, 32 SMs: CTAs of dispatch: 6 staging, "
-            "26 pulling; of combine: 14 adding, 8 sending, 10 summing"
+            "native: rows of 14336 bytes, top-8, 4 ranks, 32 SMs: CTAs of dispatch: 11 staging, "
+            "21 pulling; of combine: 16 adding, 8 sending, 8 summing"
         )
 
 
