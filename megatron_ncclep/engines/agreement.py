@@ -6,6 +6,7 @@ Both functions are collective, and raise InputError on every rank when something
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from megatron_ncclep.engines.group import Agreement, EpGroup
 # The numbers that stand for dtypes when ranks compare them.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OTHER_DTYPE = -2
+
+_Plan = TypeVar("_Plan", bound=RoutePlan)
 
 
 def agree_on_routes(
@@ -49,13 +52,13 @@ def agree_on_rows(
     phase: str,
     group: EpGroup,
     plan: RoutePlan,
-    kind: type[RoutePlan],
+    kind: type[_Plan],
     rows: torch.Tensor,
     w: torch.Tensor | None,
     num_experts: int,
     caps: EngineCaps,
     timeout_s: float,
-) -> None:
+) -> _Plan:
     """Check the arguments of `Engine.dispatch` or `Engine.combine` (`phase`) on all ranks.
 
     Args:
@@ -68,6 +71,9 @@ def agree_on_rows(
         num_experts: of the engine.
         caps: of the engine.
         timeout_s: seconds to wait for the other ranks.
+
+    Returns:
+        plan.
     """
     home = phase == "dispatch"
     num_rows = plan.num_tokens if home else plan.num_rows
@@ -85,3 +91,5 @@ def agree_on_rows(
         or checks.weights_problem(w, w_shape, rows, group.device),
         timeout_s,
     )
+    assert isinstance(plan, kind)  # agreed on
+    return plan

@@ -108,8 +108,15 @@ class EpGroup:
         thing: _Thing = shared.thing
         return thing
 
-    def release(self, name: str) -> None:
-        """Give back what `share` returned; the last user closes it, as collective as `close` is."""
+    def release(self, name: str, timeout_s: float) -> None:
+        """Give back what `share` returned; the last user closes it.  Collective.
+
+        When torch has destroyed the group there is nobody to agree with, and the thing stays until
+        the process ends.
+        """
+        if not self.is_alive:
+            return
+        self.agree("close", {}, None, timeout_s)
         if name not in self._shared:  # the group was closed before its engines
             return
         shared = self._shared[name]

@@ -224,10 +224,7 @@ class NativeEngine:
         if self._closed:
             return
         self._closed = True
-        if not self.group.is_alive:  # nobody to agree with: the memory stays until the process ends
-            return
-        self.group.agree("close", {}, None, self.config.timeout_s)
-        self.group.release(self._name)
+        self.group.release(self._name, self.config.timeout_s)
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds; all engines of the group share it."""
@@ -240,7 +237,7 @@ class NativeEngine:
         """Check the arguments of dispatch or combine on all ranks; return the plan, typed."""
         self._require_open()
         self._raise_failure()
-        agree_on_rows(
+        agreed = agree_on_rows(
             phase,
             self.group,
             plan,
@@ -251,12 +248,11 @@ class NativeEngine:
             self.caps,
             self.config.timeout_s,
         )
-        assert isinstance(plan, NativePlan)  # agreed on above
         row_bytes = rows.shape[1] * rows.element_size()
         self._row_bytes = max(self._row_bytes, row_bytes)
-        self._reserve(plan.most_tokens, plan.top_k, row_bytes)
-        self._describe(row_bytes, plan.top_k)
-        return plan
+        self._reserve(agreed.most_tokens, agreed.top_k, row_bytes)
+        self._describe(row_bytes, agreed.top_k)
+        return agreed
 
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
         """Have windows for this much, the same on all ranks.  Collective when they grow."""

@@ -219,17 +219,14 @@ class NcclEpEngine:
         if self._closed:
             return
         self._closed = True
-        if not self.group.is_alive:  # nobody to agree with: the memory stays until the process ends
-            return
-        self.group.agree("close", {}, None, self.config.timeout_s)
-        self.group.release(self._staging_name)
+        self.group.release(self._staging_name, self.config.timeout_s)
 
     def _agree(
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
     ) -> NcclEpPlan:
         """Check the arguments of dispatch or combine on all ranks; return the plan, typed."""
         self._require_open()
-        agree_on_rows(
+        return agree_on_rows(
             phase,
             self.group,
             plan,
@@ -240,8 +237,6 @@ class NcclEpEngine:
             self.caps,
             self.config.timeout_s,
         )
-        assert isinstance(plan, NcclEpPlan)  # agreed on above
-        return plan
 
     def _bind(self, plan: NcclEpPlan, rows: torch.Tensor) -> Any:
         """Return the library's handle of `plan`, for rows as long as those of `rows`."""

@@ -269,7 +269,7 @@ class ReferenceEngine:
     ) -> ReferencePlan:
         """Check the arguments of dispatch or combine on all ranks; return the plan, typed."""
         self._require_open()
-        agree_on_rows(
+        return agree_on_rows(
             phase,
             self.group,
             plan,
@@ -280,8 +280,6 @@ class ReferenceEngine:
             self.caps,
             self.config.timeout_s,
         )
-        assert isinstance(plan, ReferencePlan)  # agreed on above
-        return plan
 
     def _exchange(
         self, sent: torch.Tensor, sent_splits: list[int], received_splits: list[int], what: str
