@@ -11,7 +11,7 @@ namespace {
 
 // Bytes in a nanosecond, measured on H200s (docs/performance.md): of one SM, copies over NVLink and
 // everything else; and of the link, however many SMs use it.
-constexpr double kCopyRate = 40, kLocalRate = 70, kLinkRate = 340;
+constexpr double kCopyRate = 40, kLocalRate = 85, kLinkRate = 340;
 // Of all CTAs, those that stage; and of combine's, at most those that add up or send.  They join
 // the others when they are done, so that both kinds of work end together.
 constexpr double kStaging = 1.0 / 3, kMostAtFirst = 3.0 / 4;

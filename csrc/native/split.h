@@ -22,7 +22,7 @@ constexpr int kMinCtas = 3;
 
 DispatchSplit split_dispatch(int num_ctas);
 // For a balanced routing of `top_k` picks to `num_ranks` ranks.  Example: 32 CTAs, top-8:
-// {16, 8, 8} for 4 ranks, {24, 0, 8} for 2.
+// {13, 9, 10} for 4 ranks, {20, 0, 12} for 2.
 CombineSplit split_combine(int num_ctas, int num_ranks, int top_k);
 
 }  // namespace ncclep::native
