@@ -218,6 +218,7 @@ void bind_native(py::module_& module) {
         return std::tuple(split.staging, split.pulling);
       },
       "num_ctas"_a);
+  module.def("num_phases_of", &ncclep::native::num_phases_of, "most_tokens"_a, "row_bytes"_a);
   module.def(
       "split_combine",
       [](int num_ctas, int num_ranks, int top_k) {

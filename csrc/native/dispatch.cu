@@ -29,16 +29,18 @@ namespace ncclep::native {
 
 namespace {
 
-// The first two phases have a sixteenth of the tokens each, the others an eighth.  The bounds are
-// the same on all ranks.
+// The first two phases have half as many tokens as the others.  The bounds are the same on all
+// ranks.
+__device__ int halves_of(const Dispatch& job) { return max(1, 2 * (job.num_phases - 1)); }
+
 __device__ int phase_start(const Dispatch& job, int phase) {
-  const int sixteenths = phase < 2 ? phase : 2 * (phase - 1);
-  return (job.most_tokens * sixteenths + 15) / 16;
+  const int half = phase < 2 ? phase : 2 * (phase - 1), halves = halves_of(job);
+  return (job.most_tokens * half + halves - 1) / halves;
 }
 
 __device__ int phase_of(const Dispatch& job, int token) {
-  const int sixteenths = token * 16 / job.most_tokens;
-  return sixteenths < 2 ? sixteenths : sixteenths / 2 + 1;
+  const int half = token * halves_of(job) / job.most_tokens;
+  return half < 2 ? half : half / 2 + 1;
 }
 
 __device__ void zero_with_warp(char* to, int bytes, int lane) {
@@ -115,7 +117,7 @@ __device__ void stage(const Rank& me, const Dispatch& job, const RingShape& shap
                        signal_word(me.control_of[me.rank], layout, kEntered, thread), last);
   }
   if (!__syncthreads_and(is_free)) return;
-  for (int phase = 0; phase < kPhases; ++phase) {
+  for (int phase = 0; phase < job.num_phases; ++phase) {
     const int start = phase_start(job, phase);
     const int end = min(phase_start(job, phase + 1), job.num_tokens);
     if (warp == 0) {

@@ -310,6 +310,7 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.most_tokens = plan.num_chunks * kChunk;
   job.top_k = plan.top_k;
   job.row_bytes = row_bytes_of(x);
+  job.num_phases = num_phases_of(job.most_tokens, job.row_bytes);
   job.num_rows = rows.shape.at(0);
   job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   job.routed_per_expert = job.tokens_per_expert + num_local;

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "common/error.h"
+#include "native/state.h"
 
 namespace ncclep::native {
 
@@ -15,6 +16,10 @@ constexpr double kCopyRate = 40, kLocalRate = 85, kLinkRate = 340;
 // Of all CTAs, those that stage; and of combine's, at most those that add up or send.  They join
 // the others when they are done, so that both kinds of work end together.
 constexpr double kStaging = 1.0 / 3, kMostAtFirst = 3.0 / 4;
+
+// A phase more costs the same for all rows and lets pulling wait for fewer: the best number grows
+// with the root of the bytes.
+constexpr double kPhaseBytes = 2 << 20;
 
 // Between two ranks half of the rows stay where they are: the SMs take longer than the link, and a
 // copy more would only be in the way.
@@ -31,6 +36,11 @@ int some_of(int num_ctas, double wanted, int others) {
 DispatchSplit split_dispatch(int num_ctas) {
   const int staging = some_of(num_ctas, kStaging * num_ctas, 1);
   return {staging, num_ctas - staging};
+}
+
+int num_phases_of(int most_tokens, int row_bytes) {
+  const double root = std::sqrt(most_tokens * double(row_bytes) / kPhaseBytes);
+  return std::min(kPhases, 1 + static_cast<int>(std::lround(root)));
 }
 
 CombineSplit split_combine(int num_ctas, int num_ranks, int top_k) {

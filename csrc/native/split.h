@@ -1,4 +1,4 @@
-// How the CTAs of dispatch and combine share their kinds of work.
+// How dispatch and combine are cut up: CTAs for each kind of work, phases.
 //
 // Each CTA does one kind at a time, because what holds up one kind must not hold up the other:
 // fences hold up a whole SM, and so does a link that is busy.  The first kinds come to an end, and
@@ -21,6 +21,8 @@ struct CombineSplit {
 constexpr int kMinCtas = 3;
 
 DispatchSplit split_dispatch(int num_ctas);
+// In how many phases rows are staged, 1 to kPhases, where a rank has at most `most_tokens`.
+int num_phases_of(int most_tokens, int row_bytes);
 // For a balanced routing of `top_k` picks to `num_ranks` ranks.  Example: 32 CTAs, top-8:
 // {13, 9, 10} for 4 ranks, {20, 0, 12} for 2.
 CombineSplit split_combine(int num_ctas, int num_ranks, int top_k);

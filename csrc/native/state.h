@@ -23,7 +23,7 @@ constexpr int kMaxTokens = 65536;
 constexpr int kChunk = 128;
 // Pairs of a source whose sums are made, and flagged, together.
 constexpr int kUnit = 32;
-// Rows of x are staged, and flagged, in this many phases.
+// Rows of x are staged, and flagged, in at most this many phases.
 constexpr int kPhases = 9;
 
 enum class Phase : std::uint32_t { kNone, kPlan, kRoutes, kDispatch, kCombine };

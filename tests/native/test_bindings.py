@@ -256,6 +256,11 @@ def test_every_kind_of_work_has_ctas(native: ModuleType, num_ctas: int) -> None:
             assert (sending > 0) == (num_ranks > 2)
 
 
+def test_rows_are_staged_in_more_phases_the_more_there_are(native: ModuleType) -> None:
+    phases = [native.num_phases_of(tokens, 14336) for tokens in (0, 1, 128, 4096, 65536)]
+    assert phases == [1, 1, 2, 6, 9]
+
+
 def test_the_examples_of_the_split(native: ModuleType) -> None:
     """Those in csrc/native/split.h."""
     assert native.split_dispatch(32) == (11, 21)
