@@ -40,7 +40,7 @@ def dispatch_problem(
 
     for chunk in _chunks(len(picks), hidden, actual.device):
         token = picks[chunk].clamp(min=0) // top_k
-        expected = _rows_of(routes, kind, token, hidden, actual.dtype)
+        expected = rows_of(routes, kind, token, hidden, actual.dtype)
         expected[picks[chunk] < 0] = 0
         if problem := _difference(actual[chunk], expected, chunk, describe):
             return problem
@@ -49,7 +49,7 @@ def dispatch_problem(
     if problem := _shape_problem("weights", row_w, len(picks)):
         return f"rank {rank}: {problem}"
     pick = picks.clamp(min=0)
-    expected_w = _rows_of(routes, payload.WEIGHTS, pick // top_k, top_k, row_w.dtype)
+    expected_w = rows_of(routes, payload.WEIGHTS, pick // top_k, top_k, row_w.dtype)
     expected_w = expected_w.gather(1, (pick % top_k)[:, None])
     expected_w[picks < 0] = 0
     every = torch.arange(len(picks), device=actual.device)
@@ -117,10 +117,10 @@ def combine_problem(
     )
 
 
-def _rows_of(
+def rows_of(
     routes: Routes, kind: int, token: torch.Tensor, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The payload of tokens that are numbered over the whole group."""
+    """The payload of `kind` of tokens that are numbered over the whole group, [n, width]."""
     first = torch.tensor(routes.first, device=token.device)
     source = routes.source[token]
     return payload.rows(kind, source, token - first[source], width, dtype)

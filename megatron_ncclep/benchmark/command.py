@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--subjects",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
-        "(default: all; an unknown name lists them); NAME@N lets an engine's kernels use N SMs",
+        "(default: all but layer:DISPATCHER, a whole MoELayer; an unknown name lists them); NAME@N "
+        "lets an engine's kernels use N SMs",
     )
     parser.add_argument(
         "--ranks",

@@ -65,6 +65,8 @@ class EngineSubject:
 class PreparedEngine:
     """See `Prepared`."""
 
+    shared_bytes = 0
+
     def __init__(self, engine: Engine, rank: int, workload: Workload, sms: str) -> None:
         self._engine = engine
         self._rank = rank

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ncclep.benchmark import shapes
 from megatron_ncclep.benchmark.shapes import Shape
-from megatron_ncclep.benchmark.subjects import known_names, split_name
+from megatron_ncclep.benchmark.subjects import default_names, split_name
 from megatron_ncclep.errors import InputError
 
 # Rounds, unless the file or the command line says so.
@@ -62,7 +62,7 @@ class Job:
             InputError: something is wrong or would be ignored.
         """
         file = shapes.load(config)
-        names = tuple(subjects or file.subjects or known_names())
+        names = tuple(subjects or file.subjects or default_names())
         for name in names:
             split_name(name)
         if len(set(names)) != len(names):

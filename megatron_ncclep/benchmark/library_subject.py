@@ -66,6 +66,8 @@ class LibrarySubject:
 class PreparedLibrary:
     """See `Prepared`."""
 
+    shared_bytes = 0
+
     def __init__(self, group: EpGroup, workload: Workload, config: EpConfig) -> None:
         self._group = group
         self._workload = workload

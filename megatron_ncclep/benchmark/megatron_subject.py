@@ -6,33 +6,19 @@ launch by the host is part of it: Megatron's own dispatchers wait for the host b
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark.subjects import WHOLE, Setting, UnavailableError, Workload
-from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import (
-    EngineUnavailableError,
-    EpError,
-    InputError,
-    UnsupportedError,
+from megatron_ncclep.benchmark.megatron_setup import (
+    DispatcherChoice,
+    build_dispatcher,
+    close_dispatcher,
+    excused,
+    initialize,
 )
-
-CLASSES = {
-    "alltoall": ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher"),
-    "allgather": ("megatron.core.transformer.moe.token_dispatcher", "MoEAllGatherTokenDispatcher"),
-    "flex": ("megatron.core.transformer.moe.token_dispatcher", "MoEFlexTokenDispatcher"),
-    "ncclep": ("megatron_ncclep.token_dispatcher", "NcclEpTokenDispatcher"),
-}
-# flex with ncclep sizes its receive buffers by this much more than the routing needs.
-CAPACITY_MARGIN = 1.05
-CAPACITY_FIELD = "moe_expert_rank_capacity_factor"
+from megatron_ncclep.benchmark.subjects import WHOLE, Setting, Workload
 
 
 class MegatronSubject:
@@ -40,136 +26,33 @@ class MegatronSubject:
 
     Args:
         name: as on the command line.
-        dispatcher: value of `moe_token_dispatcher_type`.
-        options: further TransformerConfig fields.
-        engine: of this package's dispatcher; None for Megatron's own.
+        choice: the dispatcher.
     """
 
     kind = "megatron"
     checked = "rows of each expert, outputs and gradients to a few roundings, weighted by expert"
 
-    def __init__(
-        self, name: str, dispatcher: str, options: dict[str, Any], engine: str | None
-    ) -> None:
+    def __init__(self, name: str, choice: DispatcherChoice) -> None:
         self.name = name
-        self._dispatcher = dispatcher
-        self._options = options
-        self._engine = engine
+        self._choice = choice
 
     def prepare(self, setting: Setting, workload: Workload) -> PreparedDispatcher:
-        """See `Subject.prepare`.  Over Megatron's own process groups.
-
-        What Megatron-Core or a package of its raises is the reason why it cannot be measured.  Our
-        own dispatcher has no such excuse, but for an engine that cannot run.
-        """
-        excuses: tuple[type[Exception], ...] = (Exception,)
-        if self._engine is not None:
-            excuses = (EngineUnavailableError, InputError, UnsupportedError)
-        with _excused(Exception):
+        """See `Subject.prepare`.  Over Megatron's own process groups."""
+        with excused(Exception):
             initialize(setting)
-        with _excused(*excuses):
-            dispatcher = self._build(setting, workload)
+        with excused(*self._choice.excuses):
+            dispatcher = build_dispatcher(self._choice, setting, workload)
             prepared = PreparedDispatcher(dispatcher, setting, workload)
             prepared.passes["forward"]()  # some fail at first use only
             prepared.passes["backward"]()
         return prepared
-
-    def _build(self, setting: Setting, workload: Workload) -> Any:
-        """Make the dispatcher as MoELayer does.  Collective for some."""
-        from megatron.core.transformer.moe.moe_layer import get_default_pg_collection
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        case = workload.case
-        num_local = case.num_experts // case.num_ranks
-        options = dict(self._options)
-        if options.get("moe_flex_dispatcher_backend") == "ncclep":
-            options[CAPACITY_FIELD] = _capacity_factor(workload)
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=case.hidden,
-            num_attention_heads=1,
-            num_moe_experts=case.num_experts,
-            moe_router_topk=case.top_k,
-            moe_router_dtype="fp32",
-            moe_router_load_balancing_type="none",
-            moe_token_dispatcher_type=self._dispatcher,
-            expert_model_parallel_size=case.num_ranks,
-            expert_tensor_parallel_size=1,
-            add_bias_linear=False,
-            params_dtype=case.dtype,
-            bf16=case.dtype == torch.bfloat16,
-            fp16=case.dtype == torch.float16,
-            **options,
-        )
-        if self._engine is not None:
-            config.ncclep = EpConfig(
-                engine=self._engine, alignment=case.alignment, timeout_s=setting.timeout_s
-            )
-        module, name = CLASSES[self._dispatcher]
-        first = setting.rank * num_local
-        return getattr(importlib.import_module(module), name)(
-            num_local,
-            list(range(first, first + num_local)),
-            config=config,
-            pg_collection=get_default_pg_collection(),
-        )
-
-
-@contextmanager
-def _excused(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of `kinds` into an UnavailableError."""
-    try:
-        yield
-    except kinds as error:
-        if isinstance(error, UnavailableError):
-            raise
-        name = "" if isinstance(error, EpError) else f"{type(error).__name__}: "
-        raise UnavailableError(f"{name}{' '.join(str(error).split()):.300}") from error
-
-
-def _capacity_factor(workload: Workload) -> float:
-    """What makes flex's receive buffers large enough: its overflow traps the process."""
-    case = workload.case
-    most = max(workload.routes.num_rows(rank) for rank in range(case.num_ranks))
-    return CAPACITY_MARGIN * most / (max(case.tokens) * case.top_k)
-
-
-def initialize(setting: Setting) -> None:
-    """Set up Megatron's process groups with all ranks in one expert-parallel group.  Collective.
-
-    Once per process; later calls find them.
-
-    Raises:
-        UnavailableError: Megatron-Core is not installed.
-    """
-    if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
-        "megatron.core"
-    ):
-        raise UnavailableError(
-            "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
-        )
-    if setting.device == "cpu":
-        from megatron_ncclep import cpu
-
-        cpu.enable()
-    from megatron.core import parallel_state
-
-    from megatron_ncclep.integration import install
-
-    install()
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=setting.num_ranks,
-            expert_tensor_parallel_size=1,
-            create_gloo_process_groups=False,  # only the distributed optimizer needs them
-            distributed_timeout_minutes=math.ceil(setting.timeout_s / 60),
-        )
 
 
 class PreparedDispatcher:
     """See `Prepared`."""
 
     sms = "-"
+    shared_bytes = 0
 
     def __init__(self, dispatcher: Any, setting: Setting, workload: Workload) -> None:
         self._dispatcher = dispatcher
@@ -273,9 +156,7 @@ class PreparedDispatcher:
 
     def close(self) -> None:
         """See `Prepared.close`."""
-        engine = getattr(self._dispatcher, "engine", None)
-        if engine is not None:
-            engine.close()
+        close_dispatcher(self._dispatcher)
 
 
 def _deviation(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:

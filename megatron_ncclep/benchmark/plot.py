@@ -1,6 +1,7 @@
 """Draw the result of `ncclep bench`: a bar for each subject, stacked by pass, and the limit.
 
 The limit is the time that the rows take at the ceiling of the links, measured in the same run.
+Whole layers have a panel of their own, without it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def obstacle() -> str | None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw a whole result (see result.py), one panel for each shape.
+    """Draw a whole result (see result.py), one panel for each shape, and one for its layers.
 
     Raises:
         InputError: nothing was measured, or there is no matplotlib.
@@ -65,17 +66,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
         raise InputError(f"no plot: {reason}")
     from matplotlib.figure import Figure
 
-    shapes = [shape for shape in result["shapes"] if any(s["passes"] for s in shape["subjects"])]
-    if not shapes:
+    drawn = [
+        (shape, subjects) for shape in result["shapes"] for subjects in _measured(shape) if subjects
+    ]
+    if not drawn:
         raise InputError(f"no plot {path}: the result holds no times")
-    columns = min(2, len(shapes))
-    rows = -(-len(shapes) // columns)
-    most = max(len(_measured(shape)) for shape in shapes)
+    columns = min(2, len(drawn))
+    rows = -(-len(drawn) // columns)
+    most = max(len(subjects) for _, subjects in drawn)
     figure = Figure(figsize=(7.5 * columns, rows * (1.4 + 0.42 * most) + 0.6), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).reshape(-1)
-    for panel, shape in zip(panels, shapes, strict=False):
-        _draw_shape(panel, shape)
-    for panel in panels[len(shapes) :]:
+    for panel, (shape, subjects) in zip(panels, drawn, strict=False):
+        _draw_shape(panel, shape, subjects)
+    for panel in panels[len(drawn) :]:
         panel.set_axis_off()
     handles = {
         label: handle
@@ -90,12 +93,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _measured(shape: dict[str, Any]) -> list[dict[str, Any]]:
-    return [subject for subject in shape["subjects"] if subject["passes"]]
+def _measured(shape: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What was measured: all but layers, and layers."""
+    measured = [subject for subject in shape["subjects"] if subject["passes"]]
+    layers = [subject for subject in measured if subject["kind"] == "layer"]
+    return [subject for subject in measured if subject not in layers], layers
 
 
-def _draw_shape(panel: Any, result: dict[str, Any]) -> None:
-    shape, subjects = result["shape"], _measured(result)
+def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any]]) -> None:
+    """Draw `subjects`, either layers or others, of one shape."""
+    shape, layers = result["shape"], subjects[0]["kind"] == "layer"
     for place, subject in enumerate(subjects):
         left = 0.0
         for name, times in subject["passes"].items():
@@ -108,7 +115,7 @@ def _draw_shape(panel: Any, result: dict[str, Any]) -> None:
         panel.annotate(
             f"{left:,.0f}", (left, place), xytext=(4, 0), textcoords="offset points", va="center"
         )
-    if result["limit_us"] is not None:
+    if result["limit_us"] is not None and not layers:
         panel.axvline(
             4 * result["limit_us"], color=LIMIT_COLOR, linestyle="--", linewidth=1.5, label="limit"
         )
@@ -119,7 +126,7 @@ def _draw_shape(panel: Any, result: dict[str, Any]) -> None:
     panel.set_xlabel("time of one forward and backward (microseconds)")
     panel.set_title(
         f"{shape['name']}: T {shape['tokens']}, H {shape['hidden']}, E {shape['experts']}, "
-        f"K {shape['top_k']}, {shape['dtype']}",
+        f"K {shape['top_k']}, {shape['dtype']}{', whole MoELayer' if layers else ''}",
         fontsize=10,
     )
     panel.grid(axis="x", alpha=0.3)

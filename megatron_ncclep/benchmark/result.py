@@ -16,6 +16,7 @@ from megatron_ncclep.errors import InputError
 
 FORMAT = 1
 # Passes that move every row over the wire once; a forward or backward of Megatron has two of them.
+# A layer's do much else: no rate is worked out for them.
 CROSSINGS = {
     "dispatch": 1, "combine": 1, "bwd_dispatch": 1, "bwd_combine": 1, "forward": 2, "backward": 2,
 }  # fmt: skip
@@ -116,7 +117,7 @@ class ShapeResult:
             if subject.passes:
                 subject.sum_us = sum(times["median_us"] for times in subject.passes.values())
             for name, times in subject.passes.items():
-                if name in CROSSINGS:
+                if name in CROSSINGS and subject.kind != "layer":
                     crossed = CROSSINGS[name] * self.wire_bytes
                     times["gb_per_s"] = crossed / times["median_us"] * 1e-3
                     if self.limit_us is not None:

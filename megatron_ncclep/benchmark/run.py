@@ -24,6 +24,7 @@ from megatron_ncclep.benchmark.result import ShapeResult, SubjectResult
 from megatron_ncclep.benchmark.routes import wire_rows
 from megatron_ncclep.benchmark.shapes import Shape
 from megatron_ncclep.benchmark.subjects import (
+    LAUNCHED,
     Prepared,
     Setting,
     Subject,
@@ -104,7 +105,7 @@ class _ShapeRun:
     def _run(self) -> ShapeResult | None:
         self._step("routing and payload")
         case = self._shape.case(self._num_ranks, self._setting.device)
-        workload = make_workload(case, self._rank)
+        workload = make_workload(case, self._rank, self._shape.ffn_hidden_size)
         result = ShapeResult.of(
             self._shape,
             num_rows=[workload.routes.num_rows(rank) for rank in range(self._num_ranks)],
@@ -156,7 +157,7 @@ class _ShapeRun:
                 self._step(subject.name, f"first {name}")
                 call()
             self._wait_for_device()
-            result.memory = memory.growth()
+            result.memory = memory.growth(prepared.shared_bytes)
             result.sms = prepared.sms
             status, reason = "ok", None
         except UnavailableError as error:
@@ -189,8 +190,7 @@ class _ShapeRun:
     def _time(self, entries: list[_Entry]) -> None:
         """Time all passes of all subjects."""
         clocked = [
-            Clocked(e.subject.name, e.prepared.passes, e.subject.kind == "megatron")
-            for e in entries
+            Clocked(e.subject.name, e.prepared.passes, e.subject.kind in LAUNCHED) for e in entries
         ]
         rounds = []
         total = self._job.samples
@@ -264,12 +264,16 @@ class _Memory:
             self._allocated = torch.cuda.memory_allocated()
             self._outside = self._outside_torch()
 
-    def growth(self) -> dict[str, int] | None:
-        """Bytes at the peak of torch's allocator, and bytes held outside of it; None on a CPU."""
+    def growth(self, shared_bytes: int) -> dict[str, int] | None:
+        """Bytes at the peak of torch's allocator, and bytes held outside of it; None on a CPU.
+
+        Args:
+            shared_bytes: of torch's that were there before and that the subject needs.
+        """
         if not self._on_gpu:
             return None
         return {
-            "torch_bytes": torch.cuda.max_memory_allocated() - self._allocated,
+            "torch_bytes": torch.cuda.max_memory_allocated() - self._allocated + shared_bytes,
             "other_bytes": self._outside_torch() - self._outside,
         }
 

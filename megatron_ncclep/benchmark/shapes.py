@@ -16,7 +16,9 @@ from megatron_ncclep.testing.cases import Case
 # fp64 is for gradient checks, not for training: not measured.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What a field of Shape may be, by its annotation.
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "int | None": (int, type(None)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Shape:
         dtype: of the payload, a key of `DTYPES`.
         skew: 0 spreads tokens evenly over experts; 1 sends everything to as few as possible.
         alignment: rows that an expert's block is padded to a multiple of.
+        ffn_hidden_size: of one expert; only layers need it.
     """
 
     name: str
@@ -42,15 +45,17 @@ class Shape:
     dtype: str = "bfloat16"
     skew: float = 0.0
     alignment: int = 1
+    ffn_hidden_size: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, _TYPES[str(field.type)]) or isinstance(value, bool):
                 raise InputError(f"shape {self.name}: {field.name} {value!r}: must be {field.type}")
-        for name in ("tokens", "hidden", "experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise InputError(f"shape {self.name}: {name} {getattr(self, name)}: must be >= 1")
+        for name in ("tokens", "hidden", "experts", "top_k", "ffn_hidden_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"shape {self.name}: {name} {value}: must be >= 1")
         if self.dtype not in DTYPES:
             raise InputError(f"shape {self.name}: dtype {self.dtype!r}: one of {', '.join(DTYPES)}")
         if self.top_k > self.experts:
@@ -101,7 +106,7 @@ class Measurement:
 
     Attributes:
         shapes: at least one, with different names.
-        subjects: names to measure; empty: all that there are.
+        subjects: names to measure; empty: all but layers.
         warmup, samples: untimed and timed rounds.
         timeout_s: seconds that a rank waits for the others.
     """

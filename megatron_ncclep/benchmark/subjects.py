@@ -5,16 +5,20 @@
     alltoall, allgather,   Megatron-Core's own dispatchers through their six hooks
     flex_deepep, ...
     ncclep:ENGINE          this package's dispatcher through the same hooks
+    layer:DISPATCHER       a whole MoELayer (router, dispatcher, experts) with any of those through
+                           hooks, such as layer:alltoall and layer:ncclep:native
 
-`ENGINE@N` and `nccl_ep_library@N` let the kernels have N SMs.
+`ENGINE@N` and `nccl_ep_library@N` let the kernels have N SMs.  Layers are measured only when they
+are asked for: their experts take as much memory and time as in training.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,11 +41,14 @@ MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
     "flex_ncclep": ("flex", {"moe_flex_dispatcher_backend": "ncclep"}),
 }
 OUR_DISPATCHER = "ncclep:"
+LAYER = "layer:"
 
 # What a subject's passes are called, in the order in which they run.  bwd_dispatch is the backward
 # of combine (a dispatch of gradients), bwd_combine the backward of dispatch.
 STEPS = ("plan", "dispatch", "combine", "bwd_dispatch", "bwd_combine")
 WHOLE = ("forward", "backward")
+# Kinds of subjects that have these two passes, and whose host time counts.
+LAUNCHED = ("megatron", "layer")
 
 
 class UnavailableError(EpError):
@@ -68,7 +75,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape's routing and payload on this rank, shared by all subjects, which only read it.
+    """One shape's routing and payload on this rank, shared by all subjects, which only read them.
 
     Attributes:
         case: the shape.
@@ -78,6 +85,8 @@ class Workload:
         w: fp32 [T, K].
         y, grad_rows: [N, H].
         grad_row_w: fp32 [N].
+        ffn_hidden_size: of one expert; None: the shape does not say.
+        shared: what subjects made for each other, by name, as long as one of them holds it.
     """
 
     case: Case
@@ -89,9 +98,11 @@ class Workload:
     grad_out: torch.Tensor
     grad_rows: torch.Tensor
     grad_row_w: torch.Tensor
+    ffn_hidden_size: int | None = None
+    shared: WeakValueDictionary[str, Any] = field(default_factory=WeakValueDictionary)
 
 
-def make_workload(case: Case, rank: int) -> Workload:
+def make_workload(case: Case, rank: int, ffn_hidden_size: int | None = None) -> Workload:
     """Make the workload of `rank`; needs no communication."""
     every = [case.topk_idx(r) for r in range(case.num_ranks)]
     routes = routes_of(every, case.num_experts, case.alignment)
@@ -111,6 +122,7 @@ def make_workload(case: Case, rank: int) -> Workload:
         grad_out=make(payload.GRAD_OUT, num_tokens, case.hidden, case.dtype),
         grad_rows=make(payload.GRAD_ROWS, num_rows, case.hidden, case.dtype),
         grad_row_w=make(payload.GRAD_WEIGHTS, num_rows, 1, torch.float32).squeeze(1),
+        ffn_hidden_size=ffn_hidden_size,
     )
 
 
@@ -121,6 +133,8 @@ class Prepared(Protocol):
     passes: dict[str, Callable[[], Any]]
     # SMs that its kernels use, in words.
     sms: str
+    # Memory of torch's that it uses and a subject before it had made.
+    shared_bytes: int
 
     def problem(self) -> str | None:
         """Run every pass and say what is wrong with the results on this rank, if anything is."""
@@ -136,7 +150,7 @@ class Subject(Protocol):
 
     Attributes:
         name: as on the command line.
-        kind: "engine", "library" or "megatron".
+        kind: "engine", "library", "megatron" or "layer".
         checked: what `Prepared.problem` compares, in words.
     """
 
@@ -161,14 +175,18 @@ def limits_problem(case: Case, caps: EngineCaps) -> str | None:
     return f"the shape is beyond what {caps.name} takes: {limit} {getattr(caps, limit)}"
 
 
+def default_names() -> list[str]:
+    """The names of what is measured unless something is asked for, in the order of the table."""
+    return [*ENGINES, LIBRARY, *_dispatcher_names()]
+
+
 def known_names() -> list[str]:
-    """The names of all subjects, in the order in which they are shown."""
-    return [
-        *ENGINES,
-        LIBRARY,
-        *(OUR_DISPATCHER + engine for engine in ENGINES),
-        *MEGATRON,
-    ]
+    """The names of all subjects."""
+    return [*default_names(), *(LAYER + name for name in _dispatcher_names())]
+
+
+def _dispatcher_names() -> list[str]:
+    return [*(OUR_DISPATCHER + engine for engine in ENGINES), *MEGATRON]
 
 
 def make_subject(name: str) -> Subject:
@@ -178,7 +196,9 @@ def make_subject(name: str) -> Subject:
         InputError: unknown, or a number of SMs for something that has no such option.
     """
     from megatron_ncclep.benchmark.engine_subject import EngineSubject
+    from megatron_ncclep.benchmark.layer_subject import LayerSubject
     from megatron_ncclep.benchmark.library_subject import LibrarySubject
+    from megatron_ncclep.benchmark.megatron_setup import DispatcherChoice
     from megatron_ncclep.benchmark.megatron_subject import MegatronSubject
 
     base, num_sms = split_name(name)
@@ -186,10 +206,12 @@ def make_subject(name: str) -> Subject:
         return EngineSubject(name, base, num_sms)
     if base == LIBRARY:
         return LibrarySubject(name, num_sms)
-    if base.startswith(OUR_DISPATCHER):
-        return MegatronSubject(name, "ncclep", {}, base.removeprefix(OUR_DISPATCHER))
-    dispatcher, options = MEGATRON[base]
-    return MegatronSubject(name, dispatcher, options, None)
+    dispatcher = base.removeprefix(LAYER)
+    if dispatcher.startswith(OUR_DISPATCHER):
+        choice = DispatcherChoice("ncclep", {}, dispatcher.removeprefix(OUR_DISPATCHER))
+    else:
+        choice = DispatcherChoice(*MEGATRON[dispatcher])
+    return LayerSubject(name, choice) if base != dispatcher else MegatronSubject(name, choice)
 
 
 def split_name(name: str) -> tuple[str, int | None]:

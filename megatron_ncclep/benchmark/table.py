@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_ncclep.benchmark.subjects import LIBRARY, STEPS, WHOLE
+from megatron_ncclep.benchmark.subjects import LAUNCHED, LIBRARY, STEPS, WHOLE
 
 WIDTH = 140
 # Shown names that differ from those on the command line.
@@ -23,7 +23,9 @@ NOTES = (
     "is held outside of it.",
     "On GPUs the passes of engines are timed while the device is kept busy, so that launching them "
     "does not count. Megatron-Core's dispatchers are timed through their hooks, with identity "
-    "experts, from an idle device: their host time counts.",
+    "experts, from an idle device: their host time counts. A whole MoELayer is timed likewise, "
+    "with its router, its experts and their weight gradients; compare layers with each other only. "
+    "GB held counts the weights, which all layers share, for each of them.",
 )
 
 
@@ -63,12 +65,18 @@ def _shape(result: dict[str, Any]) -> str:
     if result["error"]:
         lines[1:] = _wrap(f"nothing was measured: {result['error']}")
         return "\n".join(lines)
-    engines = [s for s in result["subjects"] if s["passes"] and s["kind"] != "megatron"]
-    wholes = [s for s in result["subjects"] if s["passes"] and s["kind"] == "megatron"]
+    measured = [s for s in result["subjects"] if s["passes"]]
+    engines = [s for s in measured if s["kind"] not in LAUNCHED]
+    dispatchers = [s for s in measured if s["kind"] == "megatron"]
+    layers = [s for s in measured if s["kind"] == "layer"]
     if engines:
         lines += ["", *_engines(engines, result["limit_us"])]
-    if wholes:
-        lines += ["", *_dispatchers(wholes, result["limit_us"])]
+    if dispatchers:
+        lines += ["", *_wholes("through Megatron's hooks", dispatchers, result["limit_us"])]
+    if layers:
+        # The limit is that of rows on the wire, and says nothing about experts.
+        size = f"whole MoELayer, F {shape['ffn_hidden_size']}"
+        lines += ["", *_wholes(size, layers, None)]
     words = {"unavailable": "not measured", "wrong": "WRONG", "failed": "FAILED"}
     reasons = [
         f"{title(s['name'])}: {words[s['status']]}: {s['reason']}"
@@ -122,9 +130,9 @@ def _engines(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list
     return _align(rows)
 
 
-def _dispatchers(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list[str]:
-    """The block of Megatron-Core's dispatchers."""
-    rows = [["through Megatron's hooks", *WHOLE, "sum", "GB held", "check"]]
+def _wholes(head: str, subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list[str]:
+    """A block of what has a forward and a backward, under `head`."""
+    rows = [[head, *WHOLE, "sum", "GB held", "check"]]
     for subject in subjects:
         passes = subject["passes"]
         rows.append(

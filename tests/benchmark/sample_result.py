@@ -10,7 +10,7 @@ from megatron_ncclep.benchmark.result import FORMAT, ShapeResult, SubjectResult
 from megatron_ncclep.benchmark.shapes import Shape
 from megatron_ncclep.benchmark.subjects import LIBRARY, STEPS, WHOLE
 
-SHAPE = Shape("deepseek-v3", tokens=4096, hidden=7168, experts=256, top_k=8)
+SHAPE = Shape("deepseek-v3", tokens=4096, hidden=7168, experts=256, top_k=8, ffn_hidden_size=2048)
 
 
 def subject(name: str, kind: str, times: tuple[float, ...], sms: str) -> SubjectResult:
@@ -31,6 +31,7 @@ def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
         subject("native@24", "engine", (20, 500, 530, 510, 540), "24"),
         subject(LIBRARY, "library", (140, 800, 700, 720, 770), "16"),
         subject("alltoall", "megatron", (5001, 4002), "-"),
+        subject("layer:alltoall", "layer", (9003, 16004), "-"),
         SubjectResult("flex_deepep", "megatron", "", "unavailable", "ImportError: no DeepEP"),
     ]
     shape.judge(required)

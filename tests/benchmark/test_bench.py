@@ -16,7 +16,7 @@ import yaml
 from sample_result import sample_result
 
 from megatron_ncclep.benchmark.shapes import load
-from megatron_ncclep.benchmark.subjects import STEPS, WHOLE
+from megatron_ncclep.benchmark.subjects import LAUNCHED, STEPS, WHOLE
 from megatron_ncclep.benchmark.table import render
 
 FOLDER = Path(__file__).parent
@@ -95,11 +95,11 @@ def test_every_subject_of_the_smoke_run_is_measured_or_says_why_not(smoke: Done)
                 assert subject["status"] == "unavailable"
                 assert "GPU" in subject["reason"]
                 continue
-            if subject["kind"] == "megatron" and not HAS_MEGATRON:
+            if subject["kind"] in LAUNCHED and not HAS_MEGATRON:
                 assert "pip install 'megatron-ncclep[train]'" in subject["reason"]
                 continue
             assert subject["status"] == "ok", subject
-            assert tuple(subject["passes"]) == (WHOLE if subject["kind"] == "megatron" else STEPS)
+            assert tuple(subject["passes"]) == (WHOLE if subject["kind"] in LAUNCHED else STEPS)
             for times in subject["passes"].values():
                 assert 0 < times["p10_us"] <= times["median_us"] <= times["p90_us"]
             assert subject["sum_us"] == pytest.approx(

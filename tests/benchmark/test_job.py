@@ -9,7 +9,7 @@ import pytest
 from megatron_ncclep import cli, config_files
 from megatron_ncclep.benchmark import shapes
 from megatron_ncclep.benchmark.job import Job
-from megatron_ncclep.benchmark.subjects import known_names
+from megatron_ncclep.benchmark.subjects import default_names, known_names
 from megatron_ncclep.errors import InputError
 
 
@@ -47,21 +47,21 @@ def test_shipped_files_are_right(name: str) -> None:
 
 def test_models_are_those_of_the_design() -> None:
     found = {
-        s.name: (s.tokens, s.hidden, s.experts, s.top_k, s.dtype)
+        s.name: (s.tokens, s.hidden, s.ffn_hidden_size, s.experts, s.top_k, s.dtype)
         for s in shapes.load("models").shapes
     }
     assert found == {
-        "deepseek-v3": (4096, 7168, 256, 8, "bfloat16"),
-        "qwen3-30b-a3b": (8192, 2048, 128, 8, "bfloat16"),
-        "mixtral-8x7b": (8192, 4096, 8, 2, "bfloat16"),
-        "gpt-oss-120b": (4096, 2880, 128, 4, "bfloat16"),
+        "deepseek-v3": (4096, 7168, 2048, 256, 8, "bfloat16"),
+        "qwen3-30b-a3b": (8192, 2048, 768, 128, 8, "bfloat16"),
+        "mixtral-8x7b": (8192, 4096, 14336, 8, 2, "bfloat16"),
+        "gpt-oss-120b": (4096, 2880, 2880, 128, 4, "bfloat16"),
     }
 
 
 def test_the_sweep_varies_the_tokens_only() -> None:
     sweep = shapes.load("sweep").shapes
     assert [shape.tokens for shape in sweep] == [512, 1024, 2048, 4096, 8192]
-    assert len({(s.hidden, s.experts, s.top_k, s.dtype) for s in sweep}) == 1
+    assert len({(s.hidden, s.ffn_hidden_size, s.experts, s.top_k, s.dtype) for s in sweep}) == 1
 
 
 GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
@@ -79,6 +79,8 @@ GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
         (f"shapes: [{GOOD[:-1]}, size: 3}}]", "shape a: unknown key 'size'"),
         (f"shapes: [{GOOD[:-1]}, dtype: float64}}]", "dtype 'float64': one of bfloat16, float16"),
         (f"shapes: [{GOOD[:-1]}, alignment: 3}}]", "alignment 3"),
+        (f"shapes: [{GOOD[:-1]}, ffn_hidden_size: 2.5}}]", "ffn_hidden_size 2.5: must be int"),
+        (f"shapes: [{GOOD[:-1]}, ffn_hidden_size: 0}}]", "ffn_hidden_size 0: must be >= 1"),
         (f"shapes: [{GOOD[:-1]}, skew: x}}]", "skew 'x': must be float"),
         (f"shapes: [{GOOD[:-1]}, skew: -1}}]", "skew -1"),
         (f"shapes: [{GOOD.replace('top_k: 2', 'top_k: 9')}]", "a token picks distinct experts"),
@@ -116,6 +118,8 @@ def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message
         (["--smoke", "--subjects", "reference,reference"], "named twice"),
         (["--smoke", "--subjects", "reference@8"], "would ignore a number of SMs"),
         (["--smoke", "--subjects", "alltoall@8"], "would ignore a number of SMs"),
+        (["--smoke", "--subjects", "layer:ncclep:native@8"], "would ignore a number of SMs"),
+        (["--smoke", "--subjects", "layer:native"], "unknown subject 'layer:native': there are"),
         (["--smoke", "--subjects", "nccl_ep@x"], "write a number of SMs after the @"),
         (["--smoke", "--subjects", "nccl_ep@0"], "write a number of SMs after the @"),
         (["--config", "nothing"], "no benchmark configuration 'nothing'"),
@@ -145,8 +149,14 @@ def test_what_the_command_line_names_wins_over_the_file() -> None:
     job = make("smoke", subjects=["reference"], samples=7, warmup=0)
     assert (job.subjects, job.required) == (("reference",), ("reference",))
     assert (job.samples, job.warmup) == (7, 0)
-    assert make("models").subjects == tuple(known_names())
+    assert make("models").subjects == tuple(default_names())
     assert make("models").timeout_s == 60
+
+
+def test_layers_are_measured_only_when_asked_for() -> None:
+    assert not any(name.startswith("layer:") for name in default_names())
+    wanted = ["layer:alltoall_fused", "layer:ncclep:native"]
+    assert make("models", subjects=wanted).subjects == tuple(wanted)
 
 
 def test_sms_of_a_subject() -> None:

@@ -5,13 +5,13 @@ That right ones pass is what the smoke run shows.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from dispatcher_bugs import put_into, setting_of
 
+from megatron_ncclep.benchmark.megatron_setup import DispatcherChoice
 from megatron_ncclep.benchmark.megatron_subject import MegatronSubject, PreparedDispatcher
 from megatron_ncclep.benchmark.subjects import Setting, UnavailableError, make_workload
 from megatron_ncclep.testing.cases import Case
@@ -22,36 +22,6 @@ pytest.importorskip("megatron.core")
 CASE = Case("case", (20, 20), 8, top_k=3, hidden=32, dtype=torch.bfloat16)
 
 
-def swapped_rows(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
-    order = torch.arange(len(rows))
-    order[[0, -1]] = order[[-1, 0]]  # of the first and the last expert
-    return rows[order], counts, probs
-
-
-def reversed_probabilities(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
-    return rows, counts, probs.flip(0)
-
-
-def wrong_counts(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
-    return rows, torch.as_tensor(counts).flip(0), probs
-
-
-def half_a_gradient(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
-    return rows, counts, probs * 0.5 + probs.detach() * 0.5
-
-
-def no_gradient_of_a_row(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
-    return torch.cat([rows[:1].detach(), rows[1:]]), counts, probs
-
-
-BUGS = {
-    "none": None,
-    "swapped rows": swapped_rows,
-    "reversed probabilities": reversed_probabilities,
-    "wrong counts": wrong_counts,
-    "half the gradient of probabilities": half_a_gradient,
-    "a row without gradient": no_gradient_of_a_row,
-}
 EXPECTED = {
     "swapped rows": "output",
     "reversed probabilities": "output",
@@ -63,22 +33,12 @@ EXPECTED = {
 
 def check_on_rank(context: RankContext, dispatcher: str, bug: str) -> str | None:
     """Prepare a dispatcher whose rows pass through a bug on rank 1, and check it."""
-    setting = Setting(
-        rank=context.rank,
-        num_ranks=2,
-        device="cpu",
-        timeout_s=60,
-        new_group=lambda: dist.new_group(timeout=timedelta(seconds=60)),  # type: ignore[arg-type]
-    )
-    engine = "reference" if dispatcher == "ncclep" else None
-    subject = MegatronSubject("x", dispatcher, {}, engine)
-    prepared = subject.prepare(setting, make_workload(CASE, context.rank))
+    choice = DispatcherChoice(dispatcher, engine="reference" if dispatcher == "ncclep" else None)
+    subject = MegatronSubject("x", choice)
+    prepared = subject.prepare(setting_of(context), make_workload(CASE, context.rank))
     assert isinstance(prepared, PreparedDispatcher)
-    change = BUGS[bug]
-    if change is not None and context.rank == 1:
-        hooks = prepared._dispatcher
-        original = hooks.dispatch_postprocess
-        hooks.dispatch_postprocess = lambda *args: change(*original(*args))
+    if context.rank == 1:
+        put_into(prepared._dispatcher, bug)
     try:
         return prepared.problem()
     finally:
@@ -109,4 +69,6 @@ def test_without_megatron_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     setting: Any = Setting(0, 1, "cpu", 60, lambda: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(UnavailableError, match=r"pip install 'megatron-ncclep\[train\]'"):
-        MegatronSubject("alltoall", "alltoall", {}, None).prepare(setting, make_workload(CASE, 0))
+        MegatronSubject("alltoall", DispatcherChoice("alltoall")).prepare(
+            setting, make_workload(CASE, 0)
+        )

@@ -31,10 +31,22 @@ def test_numbers_of_the_table() -> None:
     assert row(text, "nccl_ep (library)")[7:9] == ["3130", "1.00"]
     assert row(text, "limit")[:7] == ["limit", "-", "454", "454", "454", "454", "1817"]
     assert row(text, "alltoall") == ["alltoall", "5001", "4002", "9003", "1.2+9.8", "ok"]
+    assert row(text, "whole MoELayer, F 2048")[1:] == [
+        "forward", "backward", "sum", "GB held", "check",
+    ]  # fmt: skip
+    assert row(text, "layer:alltoall") == [
+        "layer:alltoall", "9003", "16004", "25007", "1.2+9.8", "ok",
+    ]  # fmt: skip
     assert "flex_deepep: not measured: ImportError: no DeepEP" in text
     assert "push 350 GB/s (96 SMs), pull 318 GB/s (24 SMs)" in text
     assert "494-506" in text  # 10th to 90th percentile of 492, 496, 500, 504, 508
     assert max(len(line) for line in text.splitlines()) <= WIDTH
+
+
+def test_a_layer_has_no_rate() -> None:
+    """Most of its time is not spent on rows."""
+    layer = sample_result()["shapes"][0]["subjects"][-2]
+    assert set(layer["passes"]["forward"]) == {"median_us", "p10_us", "p90_us"}
 
 
 def test_a_number_that_changes_in_the_json_changes_in_the_table() -> None:
@@ -114,8 +126,9 @@ def test_bars_are_the_jsons_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Axes, "barh", record_bar)
     monkeypatch.setattr(Axes, "axvline", record_line)
     draw(sample_result(), tmp_path / "x.png")
-    assert widths == [20, 500, 530, 510, 540, 140, 800, 700, 720, 770, 5001, 4002]
-    assert lines == pytest.approx([4 * 159e6 / 350e3])
+    others = [20, 500, 530, 510, 540, 140, 800, 700, 720, 770, 5001, 4002]
+    assert widths == [*others, 9003, 16004]
+    assert lines == pytest.approx([4 * 159e6 / 350e3])  # not in the panel of layers
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,170 @@
+"""Megatron-Core for the subjects that need it: process groups, configurations, dispatchers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_ncclep.benchmark.subjects import Setting, UnavailableError, Workload
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    EpError,
+    InputError,
+    UnsupportedError,
+)
+
+CLASSES = {
+    "alltoall": ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher"),
+    "allgather": ("megatron.core.transformer.moe.token_dispatcher", "MoEAllGatherTokenDispatcher"),
+    "flex": ("megatron.core.transformer.moe.token_dispatcher", "MoEFlexTokenDispatcher"),
+    "ncclep": ("megatron_ncclep.token_dispatcher", "NcclEpTokenDispatcher"),
+}
+# flex with ncclep sizes its receive buffers by this much more than the routing needs.
+CAPACITY_MARGIN = 1.05
+CAPACITY_FIELD = "moe_expert_rank_capacity_factor"
+
+
+@dataclass(frozen=True)
+class DispatcherChoice:
+    """A dispatcher of Megatron-Core's MoE layer.
+
+    Attributes:
+        dispatcher: value of `moe_token_dispatcher_type`.
+        options: further TransformerConfig fields.
+        engine: of this package's dispatcher; None for Megatron's own.
+    """
+
+    dispatcher: str
+    options: dict[str, Any] = field(default_factory=dict)
+    engine: str | None = None
+
+    @property
+    def excuses(self) -> tuple[type[Exception], ...]:
+        """Errors that mean that it cannot be measured here.
+
+        What Megatron-Core or a package of its raises is such a reason.  Our own dispatcher has no
+        such excuse, but for an engine that cannot run.
+        """
+        if self.engine is None:
+            return (Exception,)
+        return (EngineUnavailableError, InputError, UnsupportedError)
+
+
+def initialize(setting: Setting) -> None:
+    """Set up Megatron's process groups with all ranks in one expert-parallel group.  Collective.
+
+    Once per process; later calls find them.
+
+    Raises:
+        UnavailableError: Megatron-Core is not installed.
+    """
+    if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
+        "megatron.core"
+    ):
+        raise UnavailableError(
+            "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
+        )
+    if setting.device == "cpu":
+        from megatron_ncclep import cpu
+
+        cpu.enable()
+    from megatron.core import parallel_state
+
+    from megatron_ncclep.integration import install
+
+    install()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=setting.num_ranks,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,  # only the distributed optimizer needs them
+            distributed_timeout_minutes=math.ceil(setting.timeout_s / 60),
+        )
+
+
+def make_config(choice: DispatcherChoice, setting: Setting, workload: Workload, **more: Any) -> Any:
+    """Make a TransformerConfig for one MoE layer of the workload's sizes.
+
+    Args:
+        choice: of the dispatcher.
+        setting, workload: where and what.
+        more: further fields.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    case = workload.case
+    options = {**choice.options, **more}
+    if options.get("moe_flex_dispatcher_backend") == "ncclep":
+        options[CAPACITY_FIELD] = _capacity_factor(workload)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=case.hidden,
+        num_attention_heads=1,
+        num_moe_experts=case.num_experts,
+        moe_router_topk=case.top_k,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_router_pre_softmax=case.top_k == 1,  # Megatron refuses a softmax over one pick
+        moe_token_dispatcher_type=choice.dispatcher,
+        expert_model_parallel_size=case.num_ranks,
+        expert_tensor_parallel_size=1,
+        add_bias_linear=False,
+        params_dtype=case.dtype,
+        bf16=case.dtype == torch.bfloat16,
+        fp16=case.dtype == torch.float16,
+        **options,
+    )
+    if choice.engine is not None:
+        config.ncclep = EpConfig(
+            engine=choice.engine, alignment=case.alignment, timeout_s=setting.timeout_s
+        )
+    return config
+
+
+def build_dispatcher(choice: DispatcherChoice, setting: Setting, workload: Workload) -> Any:
+    """Make a dispatcher as MoELayer does.  Collective for some."""
+    from megatron.core.transformer.moe.moe_layer import get_default_pg_collection
+
+    module, name = CLASSES[choice.dispatcher]
+    num_local = workload.case.num_experts // workload.case.num_ranks
+    first = setting.rank * num_local
+    return getattr(importlib.import_module(module), name)(
+        num_local,
+        list(range(first, first + num_local)),
+        config=make_config(choice, setting, workload),
+        pg_collection=get_default_pg_collection(),
+    )
+
+
+def close_dispatcher(dispatcher: Any) -> None:
+    """Release the engine of our own dispatcher; Megatron's own have nothing to release."""
+    engine = getattr(dispatcher, "engine", None)
+    if engine is not None:
+        engine.close()
+
+
+@contextmanager
+def excused(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of `kinds` into an UnavailableError."""
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, UnavailableError):
+            raise
+        name = "" if isinstance(error, EpError) else f"{type(error).__name__}: "
+        raise UnavailableError(f"{name}{' '.join(str(error).split()):.300}") from error
+
+
+def _capacity_factor(workload: Workload) -> float:
+    """What makes flex's receive buffers large enough: its overflow traps the process."""
+    case = workload.case
+    most = max(workload.routes.num_rows(rank) for rank in range(case.num_ranks))
+    return CAPACITY_MARGIN * most / (max(case.tokens) * case.top_k)
