@@ -251,8 +251,8 @@ void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_pi
                        num_sms, stream);
 }
 
-PlanSizes Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
-                                const Tensor& rows_of_expert) const {
+std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
+                                               const Tensor& rows_of_expert) const {
   const int num_local = control_.num_experts / control_.num_ranks;
   require(rows_of_expert.dtype == DType::kInt64 && rows_of_expert.num_elements() == num_local,
           "rows_of_expert must be int64 [", num_local, "] on the CPU");
@@ -281,7 +281,7 @@ PlanSizes Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
   const std::chrono::duration<double> limit(2 * timeout_s_);
   for (std::uint64_t turn = 1; !is_told(); ++turn) {
     if (turn % 1024 != 0) continue;
-    if (mailbox_->failed_phase != 0) break;
+    if (mailbox_->failed_phase != 0) return std::nullopt;
     if (Clock::now() - start > limit) {
       fail("the device did not count the rows of a plan within ", limit.count(), " s");
     }

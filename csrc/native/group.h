@@ -94,8 +94,10 @@ class Group {
   // the plan from now on.
   void plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
                     const Tensor& routes, int num_sms, std::uintptr_t stream);
-  // Waits on the host, not for the stream's other work, until the device has counted.
-  PlanSizes wait_for_sizes(Plan& plan, std::uint32_t ticket, const Tensor& rows_of_expert) const;
+  // Waits on the host, not for the stream's other work, until the device has counted.  Empty when a
+  // wait on the device failed meanwhile.
+  std::optional<PlanSizes> wait_for_sizes(Plan& plan, std::uint32_t ticket,
+                                          const Tensor& rows_of_expert) const;
   // Whose routing was bad in a static plan, one bit each, as far as the device has come; forgets it
   // if told so.
   std::uint32_t bad_ranks(bool forget);

@@ -146,9 +146,20 @@ class NativeEngine:
             max_pairs = min(most_pairs, max_picks)
             ticket = native.plan_count(handle, picks, alignment, False, num_sms, stream)
             routes = receive(max_pairs, max_picks)
+        else:
+            kept = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
+            native.plan_drop(handle, picks, alignment, limit, kept, num_sms, stream)
+            native.plan_count(handle, kept, alignment, True, num_sms, stream)
+            max_picks = min(limit, most_picks)
+            routes = receive(min(most_pairs, max_picks), max_picks)
+        # While the device works, what can be done without knowing how much arrives.
+        tokens_per_expert, routed_per_expert = counts[:num_local], counts[num_local:-1]
+        num_dropped = counts[-1]
+        if limit is None:
             rows_on_host = torch.empty(num_local, dtype=torch.int64)
             sizes = native.wait_for_sizes(handle, ticket, rows_on_host)
-            self._raise_failure()
+            if sizes is None:
+                self._raise_failure()
             if sizes.bad_ranks:
                 self._raise_bad_routing(topk_idx)
             num_rows = sizes.num_rows
@@ -156,22 +167,16 @@ class NativeEngine:
                 routes = receive(sizes.num_pairs, sizes.num_picks)
                 self._crowding = ROOM * sizes.num_picks / (most_tokens * top_k)
         else:
-            rows_on_host = None
-            kept = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
-            native.plan_drop(handle, picks, alignment, limit, kept, num_sms, stream)
-            native.plan_count(handle, kept, alignment, True, num_sms, stream)
-            num_rows = limit
-            max_picks = min(limit, most_picks)
-            routes = receive(min(most_pairs, max_picks), max_picks)
+            rows_on_host, num_rows = None, limit
         return NativePlan(
             plan_id=agreement.call,
             num_tokens=num_tokens,
             top_k=top_k,
             num_experts=self.num_experts,
             num_rows=num_rows,
-            tokens_per_expert=counts[:num_local],
-            routed_per_expert=counts[num_local:-1],
-            num_dropped=counts[-1],
+            tokens_per_expert=tokens_per_expert,
+            routed_per_expert=routed_per_expert,
+            num_dropped=num_dropped,
             counts=counts,
             home=home,
             routes=routes,
