@@ -13,9 +13,11 @@ namespace {
 // Bytes in a nanosecond, measured on H200s (docs/performance.md): of one SM, copies over NVLink and
 // everything else; and of the link, however many SMs use it.
 constexpr double kCopyRate = 40, kLocalRate = 85, kLinkRate = 340;
-// Of all CTAs, those that stage; and of combine's, at most those that add up or send.  They join
-// the others when they are done, so that both kinds of work end together.
-constexpr double kStaging = 1.0 / 3, kMostAtFirst = 3.0 / 4;
+// Of all CTAs, those that stage; and of combine's, at most those that do not sum up at first, where
+// the adding ones send and where others do.  They join in when they are done, so that both kinds of
+// work end together.
+constexpr double kStaging = 1.0 / 3, kMostAddingAndSending = 9.0 / 16,
+                 kMostAddingOrSending = 3.0 / 4;
 
 // A phase more costs the same for all rows and lets pulling wait for fewer: the best number grows
 // with the root of the bytes.
@@ -50,7 +52,8 @@ CombineSplit split_combine(int num_ctas, int num_ranks, int top_k) {
   // As many CTAs as keep the link busy, if there are so many.
   const double adding = num_ranks == 1 ? 0 : kLinkRate / kLocalRate * (remote + sums) / sums;
   const double sending = num_ranks <= kRanksThatAddAndSend ? 0 : kLinkRate / kCopyRate;
-  const double scale = std::min(1.0, kMostAtFirst * num_ctas / (adding + sending));
+  const double most = (sending == 0 ? kMostAddingAndSending : kMostAddingOrSending) * num_ctas;
+  const double scale = std::min(1.0, most / (adding + sending));
   CombineSplit split;
   split.sending = sending == 0 ? 0 : some_of(num_ctas, scale * sending, 2);
   split.adding = some_of(num_ctas - split.sending, scale * adding, 1);

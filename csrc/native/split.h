@@ -24,7 +24,7 @@ DispatchSplit split_dispatch(int num_ctas);
 // In how many phases rows are staged, 1 to kPhases, where a rank has at most `most_tokens`.
 int num_phases_of(int most_tokens, int row_bytes);
 // For a balanced routing of `top_k` picks to `num_ranks` ranks.  Example: 32 CTAs, top-8:
-// {13, 9, 10} for 4 ranks, {20, 0, 12} for 2.
+// {13, 9, 10} for 4 ranks, {18, 0, 14} for 2.
 CombineSplit split_combine(int num_ctas, int num_ranks, int top_k);
 
 }  // namespace ncclep::native
