@@ -8,7 +8,8 @@
 // *Pulling* warps take rows by tickets, fetch a row over NVLink once, into a ring of stages in
 // shared memory, and store it to all of its slots from there; each waits only for the phase that
 // its next row belongs to.  The *watching* warp of a CTA looks for the phases that other ranks have
-// finished and tells the pulling warps: looking in shared memory costs them next to nothing.
+// finished and tells the pulling warps: looking in shared memory costs them next to nothing.  When
+// it has seen all, it puts the weights into their slots.
 //
 // The window has two halves, for dispatches that follow each other: a rank that is still pulling
 // the last dispatch is not disturbed by this one.
@@ -159,6 +160,37 @@ __device__ void zero_padding(const Rank& me, const Dispatch& job, int num_ctas) 
   for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero(row);
 }
 
+// The weights of all rows that are no padding, when they are all here; by one warp of each CTA.
+__device__ void place_weights(const Rank& me, const Dispatch& job, std::uint64_t parity) {
+  constexpr int kUnroll = 4;  // on their way together
+  const ReceivedRoutes& routes = job.routes;
+  const int step = gridDim.x * kWarpSize;
+  for (int source = 0; source < me.control.num_ranks; ++source) {
+    const float* weights = source == me.rank ? job.w : weights_at(me, me.rank, source, parity);
+    const int end = routes.pair_first[routes.first_pair[source + 1]];
+    int pick = routes.pair_first[routes.first_pair[source]] + blockIdx.x * kWarpSize +
+               threadIdx.x % kWarpSize;
+    for (; pick < end; pick += kUnroll * step) {
+      int slot[kUnroll], home[kUnroll];
+      float weight[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (pick + u * step >= end) break;
+        slot[u] = routes.pick_slot[pick + u * step];
+        home[u] = routes.pick_home[pick + u * step];
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (pick + u * step < end) weight[u] = __ldcg(weights + home[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (pick + u * step < end) job.row_w[slot[u]] = weight[u];
+      }
+    }
+  }
+}
+
 // Phases of source `lane`, up to the last that has rows for this rank.
 __device__ int needed_phases(const Rank& me, const Dispatch& job) {
   const int lane = threadIdx.x % kWarpSize;
@@ -170,9 +202,8 @@ __device__ int needed_phases(const Rank& me, const Dispatch& job) {
 // By one warp: rows into their slots, as long as there are any that nobody has taken.
 __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
                      const Progress& progress, std::uint64_t parity) {
-  const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
-  const int lane = threadIdx.x % kWarpSize, num_ranks = layout.num_ranks;
+  const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int most_pairs = 0;
   for (int source = 0; source < num_ranks; ++source) {
     most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
@@ -183,7 +214,7 @@ __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape
   struct Item {
     bool is_there = false;
     int source = 0, piece = 0, token = 0, first = 0, end = 0;
-    int slot = -1, home = 0;  // of this lane's pick
+    int slot = -1;  // of this lane's pick
   };
   Tickets tickets(me);
   int item = 0;
@@ -208,15 +239,13 @@ __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape
   const auto find_slots = [&](Item& found) {
     if (!found.is_there || lane >= found.end - found.first) return;
     found.slot = routes.pick_slot[found.first + lane];
-    if (job.has_weights) found.home = routes.pick_home[found.first + lane];
   };
   Item following = find(), second = find();
   find_slots(following);
 
-  // What is in each stage: this lane's slot, the part of the row, its weight.
+  // What is in each stage: this lane's slot, the part of the row.
   std::int64_t slot[kRingStages];
   int offset[kRingStages], bytes[kRingStages];
-  float weight[kRingStages];
   Seen seen;
 
   // Starts to load this warp's next row; false when there is none.
@@ -240,11 +269,6 @@ __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape
                  ring.full + s);
     }
     slot[s] = now.slot;
-    if (job.has_weights && now.slot >= 0 && now.piece == 0) {
-      const float* weights =
-          now.source == me.rank ? job.w : weights_at(me, me.rank, now.source, parity);
-      weight[s] = __ldcg(weights + now.home);
-    }
     return true;
   };
 
@@ -252,7 +276,6 @@ __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape
     if (slot[s] < 0) return;
     start_store(job.rows + slot[s] * job.row_bytes + offset[s], ring.pieces + s * shape.piece_bytes,
                 bytes[s]);
-    if (job.has_weights && offset[s] == 0) job.row_w[slot[s]] = weight[s];
   };
   ring.run(load, store, [](int) {});
 }
@@ -286,6 +309,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
              source * kPhases + phase;
     };
     watch(me, Phase::kDispatch, epoch, needed_phases(me, job), flag, progress);
+    if (job.has_weights && !has_failed(me)) place_weights(me, job, parity);
   } else if (has_ring) {
     pull(me, job, shape, ring, progress, parity);
   }
