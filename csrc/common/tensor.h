@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/dtype.h"
@@ -40,20 +41,54 @@ inline DType dtype_of(const std::string& name) {
 
 namespace pybind11::detail {
 
-// Takes anything that has torch.Tensor's data_ptr, shape, dtype and is_contiguous.
+// Takes anything that has torch.Tensor's data_ptr, shape, dtype and is_contiguous.  A layer passes
+// dozens of tensors, so names are not made anew and dtypes not spelled out for each of them.
 template <>
 struct type_caster<ncclep::Tensor> {
   PYBIND11_TYPE_CASTER(ncclep::Tensor, const_name("Tensor"));
 
   bool load(handle source, bool) {
-    if (!hasattr(source, "data_ptr")) return false;
-    ncclep::require(source.attr("is_contiguous")().cast<bool>(),
+    static const Names names;
+    if (!PyObject_HasAttr(source.ptr(), names.data_ptr)) return false;
+    ncclep::require(call(source, names.is_contiguous).cast<bool>(),
                     "the native code takes contiguous tensors only");
-    value.data = reinterpret_cast<void*>(source.attr("data_ptr")().cast<std::uintptr_t>());
-    value.dtype = ncclep::dtype_of(str(source.attr("dtype")));
+    value.data = reinterpret_cast<void*>(call(source, names.data_ptr).cast<std::uintptr_t>());
+    value.dtype = dtype_of(attribute(source, names.dtype));
     value.shape.clear();
-    for (handle size : source.attr("shape")) value.shape.push_back(size.cast<std::int64_t>());
+    for (handle size : attribute(source, names.shape).cast<tuple>()) {
+      value.shape.push_back(PyLong_AsLongLong(size.ptr()));
+    }
     return true;
+  }
+
+ private:
+  struct Names {
+    PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+    PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
+    PyObject* dtype = PyUnicode_InternFromString("dtype");
+    PyObject* shape = PyUnicode_InternFromString("shape");
+  };
+
+  static object checked(PyObject* result) {
+    if (result == nullptr) throw error_already_set();
+    return reinterpret_steal<object>(result);
+  }
+  static object call(handle source, PyObject* name) {
+    return checked(PyObject_CallMethodNoArgs(source.ptr(), name));
+  }
+  static object attribute(handle source, PyObject* name) {
+    return checked(PyObject_GetAttr(source.ptr(), name));
+  }
+
+  // torch has one object for each dtype, which lives as long as the process.
+  static ncclep::DType dtype_of(const object& dtype) {
+    static std::vector<std::pair<PyObject*, ncclep::DType>> known;
+    for (const auto& [object, found] : known) {
+      if (object == dtype.ptr()) return found;
+    }
+    const ncclep::DType found = ncclep::dtype_of(str(dtype));
+    known.emplace_back(dtype.inc_ref().ptr(), found);
+    return found;
   }
 };
 

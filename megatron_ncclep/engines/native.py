@@ -78,6 +78,9 @@ class NativeEngine:
     In static mode no call waits for the device, so that all of them can be captured in a CUDA
     graph.  A graph must not run beside other work of the group on another stream, and no larger
     batch or longer row may come while it is in use: windows that grow are made anew.
+
+    Autograd records nothing of it, whatever its arguments need: results are new tensors, which
+    kernels write.
     """
 
     caps = CAPS
@@ -102,7 +105,6 @@ class NativeEngine:
         self._described: set[tuple[int, int]] = set()
         self._closed = False
 
-    @torch.no_grad()
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
         """See `Engine.plan`.
 
@@ -185,7 +187,6 @@ class NativeEngine:
             rows_on_host=rows_on_host,
         )
 
-    @torch.no_grad()
     def dispatch(
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -204,7 +205,6 @@ class NativeEngine:
         )
         return rows, row_w
 
-    @torch.no_grad()
     def combine(
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
