@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_ncclep.benchmark import shapes
+from megatron_ncclep.benchmark.catalogue import default_names, split_name
 from megatron_ncclep.benchmark.shapes import Shape
-from megatron_ncclep.benchmark.subjects import default_names, split_name
 from megatron_ncclep.errors import InputError
 
 # Rounds, unless the file or the command line says so.

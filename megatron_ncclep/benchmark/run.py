@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.benchmark import ceiling
+from megatron_ncclep.benchmark.catalogue import make_subject
 from megatron_ncclep.benchmark.job import Job
 from megatron_ncclep.benchmark.progress import Show
 from megatron_ncclep.benchmark.result import ShapeResult, SubjectResult
@@ -30,7 +31,6 @@ from megatron_ncclep.benchmark.subjects import (
     Subject,
     UnavailableError,
     Workload,
-    make_subject,
     make_workload,
 )
 from megatron_ncclep.benchmark.timing import Clocked, Timer, measure, slowest

@@ -1,20 +1,7 @@
-"""Subjects: everything that can be measured, by name.
-
-    ENGINE                 an engine of this package through the engine interface
-    nccl_ep_library        NVIDIA's libnccl_ep called directly, without this package's checks
-    alltoall, allgather,   Megatron-Core's own dispatchers through their six hooks
-    flex_deepep, ...
-    ncclep:ENGINE          this package's dispatcher through the same hooks
-    layer:DISPATCHER       a whole MoELayer (router, dispatcher, experts) with any of those through
-                           hooks, such as layer:alltoall and layer:ncclep:native
-
-`ENGINE@N` and `nccl_ep_library@N` let the kernels have N SMs.  Layers are measured only when they
-are asked for: their experts take as much memory and time as in training.
-"""
+"""What a subject of the benchmark is, what it is given, and what it gives."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,23 +12,9 @@ import torch.distributed as dist
 
 from megatron_ncclep.benchmark import payload
 from megatron_ncclep.benchmark.routes import Routes, routes_of
-from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.engine import EngineCaps
-from megatron_ncclep.errors import EpError, InputError
+from megatron_ncclep.errors import EpError
 from megatron_ncclep.testing.cases import Case, refusal
-
-LIBRARY = "nccl_ep_library"
-# Yardsticks of Megatron-Core: our name -> dispatcher type and further TransformerConfig fields.
-MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
-    "alltoall": ("alltoall", {}),
-    "alltoall_fused": ("alltoall", {"moe_permute_fusion": True}),
-    "allgather": ("allgather", {}),
-    "flex_deepep": ("flex", {"moe_flex_dispatcher_backend": "deepep"}),
-    "flex_hybridep": ("flex", {"moe_flex_dispatcher_backend": "hybridep"}),
-    "flex_ncclep": ("flex", {"moe_flex_dispatcher_backend": "ncclep"}),
-}
-OUR_DISPATCHER = "ncclep:"
-LAYER = "layer:"
 
 # What a subject's passes are called, in the order in which they run.  bwd_dispatch is the backward
 # of combine (a dispatch of gradients), bwd_combine the backward of dispatch.
@@ -173,60 +146,3 @@ def limits_problem(case: Case, caps: EngineCaps) -> str | None:
     if limit is None:
         return None
     return f"the shape is beyond what {caps.name} takes: {limit} {getattr(caps, limit)}"
-
-
-def default_names() -> list[str]:
-    """The names of what is measured unless something is asked for, in the order of the table."""
-    return [*ENGINES, LIBRARY, *_dispatcher_names()]
-
-
-def known_names() -> list[str]:
-    """The names of all subjects."""
-    return [*default_names(), *(LAYER + name for name in _dispatcher_names())]
-
-
-def _dispatcher_names() -> list[str]:
-    return [*(OUR_DISPATCHER + engine for engine in ENGINES), *MEGATRON]
-
-
-def make_subject(name: str) -> Subject:
-    """Make the subject that `name` means.
-
-    Raises:
-        InputError: unknown, or a number of SMs for something that has no such option.
-    """
-    from megatron_ncclep.benchmark.engine_subject import EngineSubject
-    from megatron_ncclep.benchmark.layer_subject import LayerSubject
-    from megatron_ncclep.benchmark.library_subject import LibrarySubject
-    from megatron_ncclep.benchmark.megatron_setup import DispatcherChoice
-    from megatron_ncclep.benchmark.megatron_subject import MegatronSubject
-
-    base, num_sms = split_name(name)
-    if base in ENGINES:
-        return EngineSubject(name, base, num_sms)
-    if base == LIBRARY:
-        return LibrarySubject(name, num_sms)
-    dispatcher = base.removeprefix(LAYER)
-    if dispatcher.startswith(OUR_DISPATCHER):
-        choice = DispatcherChoice("ncclep", {}, dispatcher.removeprefix(OUR_DISPATCHER))
-    else:
-        choice = DispatcherChoice(*MEGATRON[dispatcher])
-    return LayerSubject(name, choice) if base != dispatcher else MegatronSubject(name, choice)
-
-
-def split_name(name: str) -> tuple[str, int | None]:
-    """Split `BASE@N` into BASE and N, without making anything.
-
-    Raises:
-        InputError: unknown, or a number of SMs for something that has no such option.
-    """
-    base, at, sms = name.partition("@")
-    if base not in known_names():
-        raise InputError(f"unknown subject {name!r}: there are {', '.join(known_names())}")
-    if not at:
-        return base, None
-    if not re.fullmatch("[1-9][0-9]*", sms):
-        raise InputError(f"subject {name!r}: write a number of SMs after the @, such as {base}@24")
-    if base != LIBRARY and (base not in ENGINES or "num_sms" not in ENGINES[base].caps.options):
-        raise InputError(f"subject {name!r}: {base} would ignore a number of SMs: leave @{sms} out")
-    return base, int(sms)

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_ncclep.benchmark.subjects import LAUNCHED, LIBRARY, STEPS, WHOLE
+from megatron_ncclep.benchmark.catalogue import LIBRARY
+from megatron_ncclep.benchmark.subjects import LAUNCHED, STEPS, WHOLE
 
 WIDTH = 140
 # Shown names that differ from those on the command line.

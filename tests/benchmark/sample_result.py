@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron_ncclep.benchmark.catalogue import LIBRARY
 from megatron_ncclep.benchmark.ceiling import Ceiling
 from megatron_ncclep.benchmark.result import FORMAT, ShapeResult, SubjectResult
 from megatron_ncclep.benchmark.shapes import Shape
-from megatron_ncclep.benchmark.subjects import LIBRARY, STEPS, WHOLE
+from megatron_ncclep.benchmark.subjects import STEPS, WHOLE
 
 SHAPE = Shape("deepseek-v3", tokens=4096, hidden=7168, experts=256, top_k=8, ffn_hidden_size=2048)
 

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_ncclep import cli, config_files
 from megatron_ncclep.benchmark import shapes
+from megatron_ncclep.benchmark.catalogue import default_names, known_names
 from megatron_ncclep.benchmark.job import Job
-from megatron_ncclep.benchmark.subjects import default_names, known_names
 from megatron_ncclep.errors import InputError
 
 

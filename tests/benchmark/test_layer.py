@@ -9,13 +9,13 @@ import pytest
 import torch
 from dispatcher_bugs import put_into, setting_of
 
+from megatron_ncclep.benchmark.catalogue import make_subject
 from megatron_ncclep.benchmark.layer import shared_layer
 from megatron_ncclep.benchmark.layer_subject import LayerSubject, PreparedLayer
 from megatron_ncclep.benchmark.subjects import (
     Setting,
     UnavailableError,
     Workload,
-    make_subject,
     make_workload,
 )
 from megatron_ncclep.testing.cases import Case
