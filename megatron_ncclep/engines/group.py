@@ -22,7 +22,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.engines.exchange import HostLink
-from megatron_ncclep.errors import EpError, GroupClosedError, InputError, PeerError
+from megatron_ncclep.errors import (
+    EpError,
+    GroupClosedError,
+    InputError,
+    PeerError,
+    UnsupportedError,
+)
 from megatron_ncclep.logs import get_logger
 
 _Thing = TypeVar("_Thing")
@@ -224,7 +230,18 @@ class EpGroup:
         return self._link.exchange(mine, what, timeout_s, self._exchange_by_torch)
 
     def _exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:
-        """Do what `exchange` does, with an all-gather of the process group."""
+        """Do what `exchange` does, with an all-gather of the process group.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being captured, which would hold the all-gather and
+                not run it.
+        """
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{what}: the ranks cannot agree while a CUDA graph is captured, because not all "
+                "of them share memory: put them on one machine and in one /dev/shm, and leave "
+                "NCCLEP_HOST_EXCHANGE on"
+            )
         with torch.cuda.stream(self._stream):  # no effect on a CPU
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
             received = sent.new_empty(self.size, len(mine))

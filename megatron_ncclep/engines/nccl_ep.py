@@ -41,6 +41,8 @@ CAPS = EngineCaps(
     max_plan_bytes=64 * 2**20,
     compiles_at_run_time=True,
 )
+# Of libnccl_ep, as csrc/nccl_ep/api.h declares it; its constructor checks it once more.
+INTERFACE = (0, 2)
 MAX_RANKS_PER_NODE = 8
 MAX_NODES = 8
 # Its barriers' indices overlap beyond 34 SMs; beyond 16 it works over NVLink only.
@@ -80,6 +82,11 @@ def _library_obstacle() -> str | None:
     library = libraries.find_nccl_ep()
     if library is None:
         return "libnccl_ep.so was not found: pip install nccl-extensions"
+    if library.version is not None and library.version[:2] != INTERFACE:
+        return (
+            f"{library.path} is version {libraries.version_text(library.version)}: this engine "
+            f"knows the interface of {INTERFACE[0]}.{INTERFACE[1]} only"
+        )
     nccl = libraries.loaded_nccl()
     needed = libraries.NCCL_OF_NCCL_EP.get(library.version) if library.version else None
     if nccl is not None and needed is not None and nccl.version != needed:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from megatron_ncclep.engines import exchange, extension
 from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.errors import LibraryError, PeerError
+from megatron_ncclep.errors import LibraryError, PeerError, UnsupportedError
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 if extension.obstacle() is not None:
@@ -309,3 +310,12 @@ def test_all_ranks_share_memory_or_none_does(pool: RankPool, rank: int, obstacle
     answers = pool.run(link_on_rank, rank, obstacle, name)
     assert answers == [(obstacle == "nothing", "rank 1: too large")] * pool.size
     assert not is_left_behind(f"/ncclep-{name.hex()}")
+
+
+def test_ranks_without_shared_memory_refuse_to_agree_in_a_cuda_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_gpu: Any = SimpleNamespace(_stream=object())
+    with pytest.raises(UnsupportedError, match=r"plan, call 3: .*NCCLEP_HOST_EXCHANGE"):
+        EpGroup._exchange_by_torch(on_gpu, b"message", "plan, call 3", LONG_S)
