@@ -33,7 +33,7 @@ CAPS = EngineCaps(
     captures_static=True,
     device_deadline=True,
 )
-# Windows are made for a power of two of tokens, at least this many.
+# Windows are made for a multiple of this many tokens, and of more where there are many.
 MIN_TOKENS = 128
 # A plan has room for this many times the picks that are expected to arrive.
 ROOM = 1.25
@@ -263,10 +263,14 @@ class NativeEngine:
         """Have windows for this much, the same on all ranks.  Collective when they grow."""
         if self._native.fits(num_tokens, top_k, row_bytes):
             return
-        num_tokens = max(MIN_TOKENS, 1 << (max(num_tokens, 1) - 1).bit_length())
         torch.cuda.synchronize(self.group.device)
         native_windows.grow(
-            self.group, self._native, num_tokens, top_k, row_bytes, self.config.timeout_s
+            self.group,
+            self._native,
+            tokens_of_windows(num_tokens),
+            top_k,
+            row_bytes,
+            self.config.timeout_s,
         )
 
     def _describe(self, row_bytes: int, top_k: int) -> None:
@@ -318,6 +322,16 @@ class NativeEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise GroupClosedError("the engine was closed: create a new one with create_engine()")
+
+
+def tokens_of_windows(num_tokens: int) -> int:
+    """For how many tokens to make windows when a batch has `num_tokens`.
+
+    At most an eighth more, or `MIN_TOKENS`: batches that grow a little must not make windows anew
+    each time.  Example: 5000 tokens get windows for 5120.
+    """
+    step = max(MIN_TOKENS, (1 << num_tokens.bit_length()) // 16)
+    return max(1, -(-num_tokens // step)) * step
 
 
 def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:

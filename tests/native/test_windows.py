@@ -16,7 +16,7 @@ import pytest
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.engines import extension, native_windows
-from megatron_ncclep.engines.native import NativeEngine, configuration
+from megatron_ncclep.engines.native import NativeEngine, configuration, tokens_of_windows
 from megatron_ncclep.errors import LibraryError
 
 NUM_RANKS = 3
@@ -299,6 +299,16 @@ def test_the_configuration_is_logged_at_debug(
             "native: rows of 14336 bytes, top-8, 4 ranks, 32 SMs: CTAs of dispatch: 11 staging, "
             "21 pulling; of combine: 13 adding, 9 sending, 10 summing"
         )
+
+
+def test_windows_are_for_at_most_an_eighth_more_tokens() -> None:
+    assert [tokens_of_windows(n) for n in (0, 1, 128, 129, 4096, 5000)] == [
+        128, 128, 128, 256, 4096, 5120,
+    ]  # fmt: skip
+    for num_tokens in range(1, 65537, 61):
+        made = tokens_of_windows(num_tokens)
+        assert made % 128 == 0
+        assert num_tokens <= made < num_tokens + max(128, num_tokens / 8 + 1)
 
 
 def check_only(rank: int, function: Callable[[ThreadGroup], None]) -> None:
