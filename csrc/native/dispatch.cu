@@ -30,6 +30,9 @@ namespace ncclep::native {
 
 namespace {
 
+// Loads of a lane that are on their way together, where a single warp of a CTA does it all.
+constexpr int kUnroll = 8;
+
 // The first two phases have half as many tokens as the others.  The bounds are the same on all
 // ranks.
 __device__ int halves_of(const Dispatch& job) { return max(1, 2 * (job.num_phases - 1)); }
@@ -60,12 +63,22 @@ __device__ float* weights_at(const Rank& me, int rank, int source, std::uint64_t
 // The weights of a phase's tokens into everybody's windows, by one warp of each staging CTA.
 __device__ void stage_weights(const Rank& me, const Dispatch& job, int num_ctas, int start, int end,
                               std::uint64_t parity) {
-  const int num_ranks = me.control.num_ranks, first = start * job.top_k;
-  for (int i = first + blockIdx.x * kWarpSize + threadIdx.x % kWarpSize; i < end * job.top_k;
-       i += num_ctas * kWarpSize) {
-    const float weight = job.w[i];
+  const int num_ranks = me.control.num_ranks, step = num_ctas * kWarpSize;
+  const int last = end * job.top_k;
+  int i = start * job.top_k + blockIdx.x * kWarpSize + threadIdx.x % kWarpSize;
+  for (; i < last; i += kUnroll * step) {
+    float weight[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (i + u * step < last) weight[u] = job.w[i + u * step];
+    }
     for (int rank = 0; rank < num_ranks; ++rank) {
-      if (rank != me.rank) weights_at(me, rank, me.rank, parity)[i] = weight;
+      if (rank == me.rank) continue;
+      float* to = weights_at(me, rank, me.rank, parity);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * step < last) to[i + u * step] = weight[u];
+      }
     }
   }
 }
@@ -162,7 +175,6 @@ __device__ void zero_padding(const Rank& me, const Dispatch& job, int num_ctas) 
 
 // The weights of all rows that are no padding, when they are all here; by one warp of each CTA.
 __device__ void place_weights(const Rank& me, const Dispatch& job, std::uint64_t parity) {
-  constexpr int kUnroll = 4;  // on their way together
   const ReceivedRoutes& routes = job.routes;
   const int step = gridDim.x * kWarpSize;
   for (int source = 0; source < me.control.num_ranks; ++source) {
