@@ -116,7 +116,6 @@ def _kernels() -> ModuleType | None:
     """Return the extension if it can be used on this GPU; looked for once, not at every layer."""
     if extension.obstacle() is not None:
         return None
-    capability = torch.cuda.get_device_capability()
-    if not any(extension.runs_on(name, *capability) for name in extension.architectures()):
+    if not extension.has_code_for(*torch.cuda.get_device_capability()):
         return None
     return extension.load()

@@ -38,7 +38,7 @@ def dispatch_problem(
     def describe(row: int) -> str:
         return f"rank {rank}, row {row} ({_owner(routes, int(picks[row]))})"
 
-    for chunk in _chunks(len(picks), hidden, actual.device):
+    for chunk in chunks(len(picks), hidden, actual.device):
         token = picks[chunk].clamp(min=0) // top_k
         expected = rows_of(routes, kind, token, hidden, actual.dtype)
         expected[picks[chunk] < 0] = 0
@@ -89,7 +89,7 @@ def combine_problem(
     def describe(token: int) -> str:
         return f"rank {rank}, token {token} (experts {expert[token].tolist()})"
 
-    for chunk in _chunks(len(slot), hidden, actual.device):
+    for chunk in chunks(len(slot), hidden, actual.device):
         total = torch.zeros(len(chunk), hidden, device=actual.device)
         for expert_rank in range(routes.num_ranks):
             part = torch.zeros_like(total)
@@ -126,7 +126,29 @@ def rows_of(
     return payload.rows(kind, source, token - first[source], width, dtype)
 
 
-def _chunks(num_rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def deviation(
+    actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor | float, within: str
+) -> str | None:
+    """Say where two [n, width] tensors first differ by more than `bound`.
+
+    Args:
+        actual, expected: of a dtype in which they can be subtracted from each other.
+        bound: one number, or [n, width].
+        within: what the bound is, in words.
+    """
+    # Not `>`: a NaN is within nothing.
+    far = ~((actual - expected).abs() <= bound)
+    if not bool(far.any()):
+        return None
+    row, column = (int(i) for i in far.nonzero()[0])
+    return (
+        f"[{row}, {column}] is {actual[row, column].item()!r}, expected "
+        f"{expected[row, column].item()!r} within {within}; {int(far.any(dim=1).sum())} of "
+        f"{len(far)} rows differ"
+    )
+
+
+def chunks(num_rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Row numbers in pieces of at most `CHUNK` elements."""
     every = torch.arange(num_rows, device=device)
     return every.split(max(1, CHUNK // max(1, width)))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.benchmark import payload
-from megatron_ncclep.benchmark.check import rows_of
+from megatron_ncclep.benchmark.check import chunks, deviation, rows_of
 from megatron_ncclep.benchmark.layer import expected_probs
 from megatron_ncclep.benchmark.subjects import Workload
 
@@ -23,8 +23,6 @@ HIDDEN_GRADIENT = "gradient of the hidden states"
 PROBS_GRADIENT = "gradient of the probabilities"
 # fp32 probabilities after log, exp and division.
 PROBS_TOLERANCE = 1e-5
-# Tokens whose payload is made at a time; the hash takes 8 bytes for each value, several times over.
-CHUNK = 4096
 
 
 def weight_gradient(name: str) -> str:
@@ -136,24 +134,13 @@ def _difference(
         expected = torch.zeros_like(actual)
     if actual is None:
         actual = torch.zeros_like(expected)
-    off = (actual.float() - expected.float()).abs()
     largest = float(expected.abs().max()) if expected.numel() else 0.0
-    # Not `>`: a NaN is within nothing.
-    far = ~(off <= tolerance * largest)
-    if not bool(far.any()):
-        return None
-    row, column = (int(i) for i in far.nonzero()[0])
-    return (
-        f"[{row}, {column}] is {actual[row, column].item()!r}, expected "
-        f"{expected[row, column].item()!r} within {tolerance:.2%} of {largest:.3g}; "
-        f"{int(far.any(dim=1).sum())} of {len(far)} rows differ"
-    )
+    within = f"{tolerance:.2%} of {largest:.3g}"
+    return deviation(actual.float(), expected.float(), tolerance * largest, within)
 
 
 def _payload(workload: Workload, kind: int) -> torch.Tensor:
     """[G, H]: the payload of all tokens of the group."""
     case, routes = workload.case, workload.routes
-    every = torch.arange(len(routes.source), device=workload.x.device)
-    return torch.cat(
-        [rows_of(routes, kind, part, case.hidden, case.dtype) for part in every.split(CHUNK)]
-    )
+    parts = chunks(len(routes.source), case.hidden, workload.x.device)
+    return torch.cat([rows_of(routes, kind, part, case.hidden, case.dtype) for part in parts])

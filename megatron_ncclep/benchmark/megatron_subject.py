@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_ncclep.benchmark.check import deviation
 from megatron_ncclep.benchmark.megatron_setup import (
     DispatcherChoice,
     build_dispatcher,
@@ -150,24 +151,11 @@ class PreparedDispatcher:
                 f"{routes.routed[self._rank].tolist()}"
             )
         for what, actual, expected in comparisons:
-            if problem := _deviation(actual.float(), expected, tolerance):
+            bound = tolerance * expected.abs()
+            if problem := deviation(actual.float(), expected, bound, f"{tolerance:.1%}"):
                 return f"rank {self._rank}, {what}: {problem}"
         return None
 
     def close(self) -> None:
         """See `Prepared.close`."""
         close_dispatcher(self._dispatcher)
-
-
-def _deviation(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
-    """Say where two [n, width] tensors first differ by more than `tolerance` of the expected."""
-    # Not `>`: a NaN is within nothing.
-    far = ~((actual - expected).abs() <= tolerance * expected.abs())
-    if not bool(far.any()):
-        return None
-    row, column = (int(i) for i in far.nonzero()[0])
-    return (
-        f"[{row}, {column}] is {actual[row, column].item()!r}, expected "
-        f"{expected[row, column].item()!r} within {tolerance:.1%}; {int(far.any(dim=1).sum())} of "
-        f"{len(far)} rows differ"
-    )

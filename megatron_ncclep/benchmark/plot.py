@@ -96,8 +96,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def _measured(shape: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What was measured: all but layers, and layers."""
     measured = [subject for subject in shape["subjects"] if subject["passes"]]
-    layers = [subject for subject in measured if subject["kind"] == "layer"]
-    return [subject for subject in measured if subject not in layers], layers
+    others = [subject for subject in measured if subject["kind"] != "layer"]
+    return others, [subject for subject in measured if subject["kind"] == "layer"]
 
 
 def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any]]) -> None:

@@ -145,7 +145,7 @@ def extension() -> Iterator[Finding]:
     missing = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         major, minor = torch.cuda.get_device_capability(index)
-        if not any(native_extension.runs_on(name, major, minor) for name in names):
+        if not native_extension.has_code_for(major, minor):
             missing.append(native_extension.architecture_of(major, minor))
     needed = " ".join(sorted({*missing, *(name.removeprefix("sm_") for name in names)}))
     yield Finding(

@@ -50,6 +50,11 @@ def runs_on(architecture: str, major: int, minor: int) -> bool:
     return int(found[2]) == minor if found[3] == "a" else int(found[2]) <= minor
 
 
+def has_code_for(major: int, minor: int) -> bool:
+    """Whether the extension runs on a GPU of capability major.minor."""
+    return any(runs_on(name, major, minor) for name in architectures())
+
+
 def architecture_of(major: int, minor: int) -> str:
     """Return what NCCLEP_CUDA_ARCHITECTURES has to name for a GPU of capability major.minor."""
     return f"{major}{minor}{'a' if major >= 9 else ''}"

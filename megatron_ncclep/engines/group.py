@@ -254,6 +254,20 @@ class EpGroup:
             )
             return _bytes_of(received)
 
+    def exchange_padded(
+        self, mine: bytes, most_bytes: int, what: str, timeout_s: float
+    ) -> list[bytes]:
+        """Exchange messages of up to `most_bytes` bytes that do not end in a zero; by rank.
+
+        Collective, with the same `most_bytes`; raises what `exchange` does.
+        """
+        assert len(mine) <= most_bytes, f"{what}: {len(mine)} bytes, at most {most_bytes}"
+        theirs = self.exchange(mine.ljust(most_bytes, b"\0"), what, timeout_s)
+        return [
+            theirs[start : start + most_bytes].rstrip(b"\0")
+            for start in range(0, len(theirs), most_bytes)
+        ]
+
     def gather(self, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         """Gather a 1-D tensor of one length, not 0, from every rank: [size, length] on the CPU.
 
@@ -269,10 +283,10 @@ class EpGroup:
             one text, the same on every rank; empty when nothing is wrong on any.  A problem that
             all ranks have is said once.
         """
-        mine = (problem or "").encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        theirs = self.exchange(mine, f"{phase}, exchanging error messages", timeout_s)
-        rows = [theirs[start : start + TEXT_BYTES] for start in range(0, len(theirs), TEXT_BYTES)]
-        texts = [row.rstrip(b"\0").decode(errors="ignore") for row in rows]
+        mine = (problem or "").encode()[:TEXT_BYTES]
+        what = f"{phase}, exchanging error messages"
+        theirs = self.exchange_padded(mine, TEXT_BYTES, what, timeout_s)
+        texts = [text.decode(errors="ignore") for text in theirs]
         if self.size > 1 and len(set(texts)) == 1:
             return texts[0]
         return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)

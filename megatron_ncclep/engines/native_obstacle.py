@@ -24,7 +24,7 @@ MAX_RANKS = 32  # kMaxRanks there
 MIN_COMPUTE_CAPABILITY = (9, 0)
 DEFAULT_NUM_SMS = 32
 MIN_NUM_SMS = 3  # kMinCtas in csrc/native/split.h
-# Of what a rank says of its GPU; as many on every rank.
+# Of what a rank says of its GPU; as many on every rank, with room for the UUIDs of 90 GPUs.
 PLACE_BYTES = 4096
 
 
@@ -55,8 +55,8 @@ def _own_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> 
     capability = torch.cuda.get_device_capability(group.device)
     if capability < MIN_COMPUTE_CAPABILITY:
         return f"{gpu.name} is older than Hopper (sm_90)"
-    names = extension.architectures()
-    if not any(extension.runs_on(name, *capability) for name in names):
+    if not extension.has_code_for(*capability):
+        names = extension.architectures()
         needed = [extension.architecture_of(*capability), *(n.removeprefix("sm_") for n in names)]
         return (
             f"the extension is built for {', '.join(names)}, which {gpu.name} (compute capability "
@@ -124,12 +124,10 @@ def _own_place(device: torch.device) -> _Place:
 def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
     """Return what every rank says of its place, by rank.  Collective."""
     message = json.dumps(asdict(mine)).encode()
-    assert len(message) <= PLACE_BYTES  # room for the UUIDs of 90 GPUs
-    theirs = group.exchange(
-        message.ljust(PLACE_BYTES), "open, exchanging which GPUs the ranks have", timeout_s
+    theirs = group.exchange_padded(
+        message, PLACE_BYTES, "open, exchanging which GPUs the ranks have", timeout_s
     )
-    parts = (theirs[i : i + PLACE_BYTES] for i in range(0, len(theirs), PLACE_BYTES))
-    return [_Place(**json.loads(part)) for part in parts]
+    return [_Place(**json.loads(place)) for place in theirs]
 
 
 def _group_obstacle(places: Sequence[_Place]) -> str | None:
