@@ -86,7 +86,7 @@ class InOneKernel(torch.autograd.Function):
             TOO_MANY_EXPERTS,
             topk_idx,
             weights,
-            torch.cuda.current_stream().cuda_stream,
+            extension.current_stream(),
         )
         ctx.save_for_backward(topk_idx)
         ctx.num_experts, ctx.kernels = num_experts, kernels
@@ -106,7 +106,7 @@ class InOneKernel(torch.autograd.Function):
             topk_idx,
             grad_weights.contiguous(),
             grad_probs,
-            torch.cuda.current_stream().cuda_stream,
+            extension.current_stream(),
         )
         return None, grad_probs, None, None
 

@@ -142,7 +142,7 @@ class _Copies:
             self._num_rows,
             self._row_bytes,
             num_sms,
-            torch.cuda.current_stream().cuda_stream,
+            extension.current_stream(),
         )
 
     def rate(self, direction: str, num_sms: int, timer: Timer, timeout_s: float) -> float:

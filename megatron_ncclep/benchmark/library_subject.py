@@ -115,21 +115,27 @@ class PreparedLibrary:
         }
 
     def _plan(self) -> None:
-        self._handle.update(self._workload.topk_idx, self._counts, self._total, _stream())
+        self._handle.update(
+            self._workload.topk_idx, self._counts, self._total, extension.current_stream()
+        )
 
     def _dispatch(self) -> None:
         work = self._workload
-        self._handle.dispatch(work.x, work.w, self._rows, self._row_w, _stream())
+        self._handle.dispatch(work.x, work.w, self._rows, self._row_w, extension.current_stream())
 
     def _combine(self) -> None:
-        self._handle.combine(self._workload.y, None, self._out, None, _stream())
+        self._handle.combine(self._workload.y, None, self._out, None, extension.current_stream())
 
     def _backward_dispatch(self) -> None:
-        self._handle.dispatch(self._workload.grad_out, None, self._rows, None, _stream())
+        self._handle.dispatch(
+            self._workload.grad_out, None, self._rows, None, extension.current_stream()
+        )
 
     def _backward_combine(self) -> None:
         work = self._workload
-        self._handle.combine(work.grad_rows, work.grad_row_w, self._out, self._home_w, _stream())
+        self._handle.combine(
+            work.grad_rows, work.grad_row_w, self._out, self._home_w, extension.current_stream()
+        )
 
     def problem(self) -> str | None:
         """See `Prepared.problem`.  Outputs are overwritten with NaN first, and copied after."""
@@ -153,8 +159,3 @@ class PreparedLibrary:
         torch.cuda.synchronize(self._group.device)
         self._handle.close()
         self._staging.close()
-
-
-def _stream() -> int:
-    stream: int = torch.cuda.current_stream().cuda_stream
-    return stream

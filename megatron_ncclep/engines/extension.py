@@ -7,6 +7,8 @@ import importlib.util
 import re
 from types import ModuleType
 
+import torch
+
 NAME = "megatron_ncclep._C"
 
 
@@ -31,6 +33,12 @@ def load() -> ModuleType:
         ImportError: there is none, or it does not load; `obstacle` says so in words.
     """
     return importlib.import_module(NAME)
+
+
+def current_stream() -> int:
+    """Return torch's current CUDA stream as the extension's functions take it."""
+    stream: int = torch.cuda.current_stream().cuda_stream
+    return stream
 
 
 def architectures() -> list[str]:

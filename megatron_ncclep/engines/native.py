@@ -124,7 +124,7 @@ class NativeEngine:
         num_tokens, top_k = topk_idx.shape
         most_tokens = max(agreement.told)
         self._reserve(most_tokens, top_k, self._row_bytes)
-        native, device, stream = self._native, topk_idx.device, _stream()
+        native, device, stream = self._native, topk_idx.device, extension.current_stream()
         num_sms, alignment, limit = self.num_sms, self.config.alignment, self.config.max_recv_rows
         num_local = self.num_local_experts
 
@@ -201,7 +201,7 @@ class NativeEngine:
             rows,
             row_w,
             self.num_sms,
-            _stream(),
+            extension.current_stream(),
         )
         return rows, row_w
 
@@ -220,7 +220,7 @@ class NativeEngine:
             out,
             home_w,
             self.num_sms,
-            _stream(),
+            extension.current_stream(),
         )
         return out, home_w
 
@@ -350,7 +350,3 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     """`rows` as the kernels read them: contiguous, in vectors of 16 bytes."""
     rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % 16 else rows
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream

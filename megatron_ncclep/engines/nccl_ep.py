@@ -195,7 +195,11 @@ class NcclEpEngine:
         rows = x.new_empty(num_rows, x.shape[1])
         row_w = None if w is None else w.new_empty(num_rows)
         handle.dispatch(
-            x.contiguous(), None if w is None else w.contiguous(), rows, row_w, _stream()
+            x.contiguous(),
+            None if w is None else w.contiguous(),
+            rows,
+            row_w,
+            extension.current_stream(),
         )
         if plan.num_used < num_rows:
             rows[plan.num_used :].zero_()
@@ -217,7 +221,11 @@ class NcclEpEngine:
         out = y.new_empty(plan.num_tokens, y.shape[1])
         home_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
         handle.combine(
-            y.contiguous(), None if w is None else w.contiguous(), out, home_w, _stream()
+            y.contiguous(),
+            None if w is None else w.contiguous(),
+            out,
+            home_w,
+            extension.current_stream(),
         )
         return out, home_w
 
@@ -322,7 +330,9 @@ class _Staging:
             counters = torch.empty(
                 self._num_experts // self._group.size + 1, dtype=torch.int64, device=device
             )
-            route.handle.update(plan.topk_idx, counters[1:], counters[:1], _stream())
+            route.handle.update(
+                plan.topk_idx, counters[1:], counters[:1], extension.current_stream()
+            )
             self._routes.add(route)
         return route.handle
 
@@ -373,7 +383,3 @@ class _Staging:
                 f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
             )
             self._group.log_once(logging.INFO, text, text)
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
