@@ -106,18 +106,25 @@ __device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool s
   if (lane == 0) books.close(warp);
 }
 
-// A pair's sum is made: tells the sending CTAs when it was the last of its unit.
-__device__ void publish_added(const Rank& me, const PairCursor& cursor, std::uint64_t epoch) {
+// Sums are made: tells the sending CTAs of units that are complete.
+__device__ void publish_added(const Rank& me, const ReceivedRoutes& routes, const Batch& batch,
+                              std::uint64_t epoch) {
+  const int first = routes.first_pair[batch.source], end = routes.first_pair[batch.source + 1];
   auto* num_added =
       reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_added());
-  unsigned int* count = num_added + cursor.source * me.control.max_units() + cursor.unit();
-  if (static_cast<int>(atomicAdd(count, 1u)) != cursor.pairs_of_unit() - 1) return;
-  *count = 0;  // for the next combine
-  store_release(added_flag(me, cursor.source, cursor.unit()), epoch);
+  count_off(
+      batch, num_added + batch.source * me.control.max_units(),
+      [&](int pair) { return (pair - first) / kUnit; },
+      [&](int unit) { return min(kUnit, end - first - unit * kUnit); },
+      [&](int unit) { store_release(added_flag(me, batch.source, unit), epoch); });
 }
 
 // By one warp: this rank's tokens, as long as there are any that nobody has taken.
-template <typename T>
+//
+// This rank's own part is a sum of its own when two parts or more come before it; a rank with
+// fewer adds its own rows up first, since a + b = b + a.  That costs half as many registers, so
+// there is a kernel without it (kHasParts = false), for the first two ranks.
+template <typename T, bool kHasParts>
 __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, const char** parts,
                        std::uint64_t epoch) {
   const Control& layout = me.control;
@@ -166,12 +173,14 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
                          flags + lane * layout.max_chunks() + now.token / kChunk, epoch);
     }
     if (!__all_sync(~0u, is_here)) return false;
-    // Parts of lower ranks, own rows, parts of higher ranks.
+    // Parts of lower ranks, own rows, parts of higher ranks; or own rows first.
     const int own_rows = __popc(now.own_picks);
     const std::uint32_t lower_lanes = (1u << lane) - 1, lower_ranks = (1u << me.rank) - 1;
-    const int own_first = __popc(others & lower_ranks);
+    const int parts_before = __popc(others & lower_ranks);
+    const bool is_own_first = !kHasParts || parts_before < 2;
+    const int own_first = is_own_first ? 0 : parts_before;
     if (is_part) {
-      parts[__popc(others & lower_lanes) + (lane > me.rank ? own_rows : 0)] =
+      parts[__popc(others & lower_lanes) + (is_own_first || lane > me.rank ? own_rows : 0)] =
           place_of_sum(me, me.rank, now.token, lane, job.row_bytes);
     }
     if (lane < own_rows) {
@@ -182,7 +191,7 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
     __syncwarp();
     sum->num_rows = __popc(others) + own_rows;
     sum->part_begin = own_first;
-    sum->part_end = own_first + (own_rows > 1 ? own_rows : 0);
+    sum->part_end = own_first + (is_own_first || own_rows == 1 ? 0 : own_rows);
     sum->out = job.out + static_cast<std::size_t>(now.token) * job.row_bytes;
     if (job.has_weights) {
       const std::size_t first = static_cast<std::size_t>(now.token) * job.top_k;
@@ -195,10 +204,10 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
     }
     return true;
   };
-  add_up<T, true>(ring, job.row_bytes, next, [] {});
+  add_up<T, kHasParts>(ring, job.row_bytes, next, [] {});
 }
 
-template <typename T>
+template <typename T, bool kHasParts>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     combine_kernel(Rank me, Combine job, RingShape shape, CombineSplit split) {
   extern __shared__ __align__(128) char memory[];
@@ -221,11 +230,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     if (warp < kAddingWarps) {
       add<T>(me, job, crew, sends, add_up_rings[warp], books, warp, epoch);
     } else {
-      keep_books(me, job.routes, crew, books, [&](const PairCursor& cursor) {
+      keep_books(me, job.routes, crew, books, [&](const Batch& batch) {
         if (sends) {
-          publish_sent(me, job.routes, cursor, epoch);
+          publish_sent(me, job.routes, batch, epoch);
         } else {
-          publish_added(me, cursor, epoch);
+          publish_added(me, job.routes, batch, epoch);
         }
       });
     }
@@ -241,20 +250,26 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       watch(me, Phase::kCombine, epoch, needed_units(me, job.routes), flag, progress);
     } else if (warp == kWarps - 1) {
       keep_books(me, job.routes, crew, books,
-                 [&](const PairCursor& cursor) { publish_sent(me, job.routes, cursor, epoch); });
+                 [&](const Batch& batch) { publish_sent(me, job.routes, batch, epoch); });
     }
     __syncthreads();  // its rings lie where those for sums will
   }
-  sum_up<T>(me, job, add_up_rings[warp], parts[warp], epoch);
+  sum_up<T, kHasParts>(me, job, add_up_rings[warp], parts[warp], epoch);
   if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
+}
+
+template <typename T>
+auto kernel_for(bool has_parts) {
+  return has_parts ? combine_kernel<T, true> : combine_kernel<T, false>;
 }
 
 }  // namespace
 
 void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr_t stream) {
-  const auto kernel = arguments.dtype == DType::kBFloat16  ? combine_kernel<__nv_bfloat16>
-                      : arguments.dtype == DType::kFloat16 ? combine_kernel<__half>
-                                                           : combine_kernel<float>;
+  const bool has_parts = me.rank > 1;
+  const auto kernel = arguments.dtype == DType::kBFloat16  ? kernel_for<__nv_bfloat16>(has_parts)
+                      : arguments.dtype == DType::kFloat16 ? kernel_for<__half>(has_parts)
+                                                           : kernel_for<float>(has_parts);
   RingShape shape = ring_shape(arguments.row_bytes);
   shape.warps = std::min(shape.warps, kWarps - 2);
   const int shared_bytes =

@@ -6,6 +6,7 @@
 #include "native/plan.h"
 #include "native/ring.cuh"
 #include "native/state.h"
+#include "native/wait.cuh"
 
 namespace ncclep::native {
 
@@ -38,9 +39,8 @@ class PairCursor {
     return true;
   }
 
-  // The pair's unit, and the pairs that this has.
+  // The pair's unit.
   __device__ int unit() const { return (pair - first_) / kUnit; }
-  __device__ int pairs_of_unit() const { return min(kUnit, end_ - first_ - unit() * kUnit); }
 
   int source = 0, pair = 0;
 
@@ -69,9 +69,44 @@ struct Books {
   }
 };
 
+// Pairs of one source that a lane counts off together: what it takes to look one up is a few
+// loads, each of which needs the last; and a warp may be done with several pairs between fences.
+struct Batch {
+  static constexpr int kSize = 4;
+  int source;
+  int pairs[kSize];  // -1: none
+};
+
+// Counts pairs off, each in its group: a unit, or a chunk.  By one lane.
+//
+//   counts           of the groups; 0 again when a group is complete
+//   group_of(pair)   its group
+//   size_of(group)   pairs that it has
+//   complete(group)  called for a group when its last pair is counted off
+template <typename GroupOf, typename SizeOf, typename Complete>
+__device__ void count_off(const Batch& batch, unsigned int* counts, GroupOf&& group_of,
+                          SizeOf&& size_of, Complete&& complete) {
+  int group[Batch::kSize], left[Batch::kSize];
+#pragma unroll
+  for (int i = 0; i < Batch::kSize; ++i) {
+    group[i] = batch.pairs[i] < 0 ? -1 : group_of(batch.pairs[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < Batch::kSize; ++i) {
+    if (group[i] < 0) continue;
+    left[i] = size_of(group[i]) - 1 - static_cast<int>(atomicAdd(counts + group[i], 1u));
+  }
+#pragma unroll
+  for (int i = 0; i < Batch::kSize; ++i) {
+    if (group[i] < 0 || left[i] != 0) continue;
+    counts[group[i]] = 0;
+    complete(group[i]);
+  }
+}
+
 constexpr int kBookPauses = 8, kBookPauseNs = 500;
 
-// Calls publish(cursor) for each pair that a warp of the crew is done with; what the warp wrote
+// Calls publish(batch) for the pairs that a warp of the crew is done with; what the warp wrote
 // before is visible to all ranks then.  By one warp, whose lane i follows warp i.
 template <typename Publish>
 __device__ void keep_books(const Rank& me, const ReceivedRoutes& routes, const Crew& crew,
@@ -87,8 +122,15 @@ __device__ void keep_books(const Rank& me, const ReceivedRoutes& routes, const C
     }
     const int done = follows ? books.num_done[lane] : 0;  // after is_over
     if (!__any_sync(~0u, told < done)) continue;
-    __threadfence_system();
-    for (; told < done && cursor.next(); ++told) publish(cursor);
+    fence_system();
+    for (; told < done; told = min(told + Batch::kSize, done)) {
+      Batch batch{cursor.source, {}};
+#pragma unroll
+      for (int i = 0; i < Batch::kSize; ++i) {
+        batch.pairs[i] = told + i < done && cursor.next() ? cursor.pair : -1;
+      }
+      publish(batch);
+    }
     __syncwarp();
   }
 }

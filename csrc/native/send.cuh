@@ -121,19 +121,19 @@ __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew
   }
 }
 
-// A pair's sum is in its home's window: tells the home when it was the last of its chunk.
+// Sums are in their home's window: tells the home of chunks that are complete.
 __device__ inline void publish_sent(const Rank& me, const ReceivedRoutes& routes,
-                                    const PairCursor& cursor, std::uint64_t epoch) {
-  const int max_chunks = me.control.max_chunks(), source = cursor.source;
-  const int chunk = routes.pair_token[cursor.pair] / kChunk;
-  const std::int32_t* chunk_pair = routes.chunk_pair + source * (routes.num_chunks + 1) + chunk;
+                                    const Batch& batch, std::uint64_t epoch) {
+  const int max_chunks = me.control.max_chunks();
+  const std::int32_t* chunk_pair = routes.chunk_pair + batch.source * (routes.num_chunks + 1);
   auto* num_pushed =
       reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_pushed());
-  unsigned int* count = num_pushed + source * max_chunks + chunk;
-  if (static_cast<int>(atomicAdd(count, 1u)) != chunk_pair[1] - chunk_pair[0] - 1) return;
-  *count = 0;  // for the next combine
-  auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[source] + me.control.pushed());
-  store_release(flags + me.rank * max_chunks + chunk, epoch);
+  auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[batch.source] + me.control.pushed());
+  count_off(
+      batch, num_pushed + batch.source * max_chunks,
+      [&](int pair) { return routes.pair_token[pair] / kChunk; },
+      [&](int chunk) { return chunk_pair[chunk + 1] - chunk_pair[chunk]; },
+      [&](int chunk) { store_release(flags + me.rank * max_chunks + chunk, epoch); });
 }
 
 // Units of source `lane` that will be added.

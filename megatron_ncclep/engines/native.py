@@ -154,38 +154,34 @@ class NativeEngine:
             native.plan_count(handle, kept, alignment, True, num_sms, stream)
             max_picks = min(limit, most_picks)
             routes = receive(min(most_pairs, max_picks), max_picks)
-        # While the device works, what can be done without knowing how much arrives.
-        tokens_per_expert, routed_per_expert = counts[:num_local], counts[num_local:-1]
-        num_dropped = counts[-1]
-        if limit is None:
-            rows_on_host = torch.empty(num_local, dtype=torch.int64)
-            sizes = native.wait_for_sizes(handle, ticket, rows_on_host)
-            if sizes is None:
-                self._raise_failure()
-            if sizes.bad_ranks:
-                self._raise_bad_routing(topk_idx)
-            num_rows = sizes.num_rows
-            if sizes.num_pairs > max_pairs or sizes.num_picks > max_picks:
-                routes = receive(sizes.num_pairs, sizes.num_picks)
-                self._crowding = ROOM * sizes.num_picks / (most_tokens * top_k)
-        else:
-            rows_on_host, num_rows = None, limit
-        return NativePlan(
+        # The plan is made while the device works: afterwards the host only writes down the sizes.
+        plan = NativePlan(
             plan_id=agreement.call,
             num_tokens=num_tokens,
             top_k=top_k,
             num_experts=self.num_experts,
-            num_rows=num_rows,
-            tokens_per_expert=tokens_per_expert,
-            routed_per_expert=routed_per_expert,
-            num_dropped=num_dropped,
+            num_rows=0 if limit is None else limit,
+            tokens_per_expert=counts[:num_local],
+            routed_per_expert=counts[num_local:-1],
+            num_dropped=counts[-1],
             counts=counts,
             home=home,
             routes=routes,
             most_tokens=most_tokens,
             handle=handle,
-            rows_on_host=rows_on_host,
+            rows_on_host=torch.empty(num_local, dtype=torch.int64) if limit is None else None,
         )
+        if limit is None:
+            sizes = native.wait_for_sizes(handle, ticket, plan.rows_on_host)
+            if sizes is None:
+                self._raise_failure()
+            if sizes.bad_ranks:
+                self._raise_bad_routing(topk_idx)
+            object.__setattr__(plan, "num_rows", sizes.num_rows)
+            if sizes.num_pairs > max_pairs or sizes.num_picks > max_picks:
+                object.__setattr__(plan, "routes", receive(sizes.num_pairs, sizes.num_picks))
+                self._crowding = ROOM * sizes.num_picks / (most_tokens * top_k)
+        return plan
 
     def dispatch(
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
