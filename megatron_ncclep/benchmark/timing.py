@@ -38,6 +38,10 @@ class Timer:
             include_host: the device is idle when the call starts, so that the time to launch its
                 work counts.  Otherwise the device is kept busy meanwhile (GPU only).
         """
+        if self._on_gpu and not include_host:
+            # First, because the clocks of two GPUs differ: what ranks count off for themselves after
+            # the all-reduce pulls them apart again, by tens of microseconds in a millisecond.
+            torch.cuda._sleep(DELAY_CYCLES)
         dist.all_reduce(self._tiny, group=self._group)
         if not self._on_gpu:
             start = time.perf_counter()
@@ -45,8 +49,6 @@ class Timer:
             return (time.perf_counter() - start) * 1e6
         if include_host:
             torch.cuda.synchronize()
-        else:
-            torch.cuda._sleep(DELAY_CYCLES)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         call()
