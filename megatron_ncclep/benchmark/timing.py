@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 # Device-side delay before a sample.  While it lasts the host queues the kernels of the call, so
-# that the time it takes to launch them is not measured.  `_sleep` counts cycles, of about 2 GHz.
-DELAY_CYCLES = 600_000
+# that the time it takes to launch them is not measured.  `_sleep` counts cycles, of about 2 GHz:
+# a millisecond, because a host that has done something else in between needs several hundred us.
+DELAY_CYCLES = 2_000_000
 
 
 class Timer:
@@ -38,18 +39,21 @@ class Timer:
             include_host: the device is idle when the call starts, so that the time to launch its
                 work counts.  Otherwise the device is kept busy meanwhile (GPU only).
         """
-        if self._on_gpu and not include_host:
-            # First, because the clocks of two GPUs differ: what ranks count off for themselves after
-            # the all-reduce pulls them apart again, by tens of microseconds in a millisecond.
-            torch.cuda._sleep(DELAY_CYCLES)
-        dist.all_reduce(self._tiny, group=self._group)
         if not self._on_gpu:
+            dist.all_reduce(self._tiny, group=self._group)
             start = time.perf_counter()
             call()
             return (time.perf_counter() - start) * 1e6
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for event in (before, after):
+            event.record()  # torch makes an event when it is first recorded
+        if not include_host:
+            # Before the all-reduce, because the clocks of two GPUs differ: a delay after it pulls
+            # the ranks apart again, by tens of microseconds in a millisecond.
+            torch.cuda._sleep(DELAY_CYCLES)
+        dist.all_reduce(self._tiny, group=self._group)
         if include_host:
             torch.cuda.synchronize()
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         call()
         after.record()
