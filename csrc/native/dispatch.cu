@@ -2,8 +2,8 @@
 //
 // *Staging* CTAs copy this rank's rows (those that go anywhere else) into its window, and tell
 // every rank of each finished phase, of which there are few: a fence holds up a whole SM.  The
-// first ones are small, because nothing can be pulled before they are over.  When all is staged
-// these CTAs pull, too.
+// first ones are small, and all CTAs stage the very first, because nothing can be pulled before
+// they are over.  When all is staged these CTAs pull, too.
 //
 // *Pulling* warps take rows by tickets, fetch a row over NVLink once, into a ring of stages in
 // shared memory, and store it to all of its slots from there; each waits only for the phase that
@@ -116,10 +116,11 @@ __device__ void stage_rows(const Rank& me, const Dispatch& job, const RingShape&
   ring.run(load, store, [](int) {});
 }
 
-// Rows of this rank's tokens into its window and their weights into everybody's, phase by phase.
-// Warp 0 of a staging CTA has the weights.
+// Rows of this rank's tokens into its window and their weights into everybody's, phase by phase,
+// by the first `num_ctas` CTAs.  Warp 0 of each has the weights.
 __device__ void stage(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
-                      int num_ctas, std::uint64_t parity, std::uint64_t epoch) {
+                      int num_ctas, int first_phase, int end_phase, std::uint64_t parity,
+                      std::uint64_t epoch) {
   const Control& layout = me.control;
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
@@ -131,7 +132,7 @@ __device__ void stage(const Rank& me, const Dispatch& job, const RingShape& shap
                        signal_word(me.control_of[me.rank], layout, kEntered, thread), last);
   }
   if (!__syncthreads_and(is_free)) return;
-  for (int phase = 0; phase < job.num_phases; ++phase) {
+  for (int phase = first_phase; phase < end_phase; ++phase) {
     const int start = phase_start(job, phase);
     const int end = min(phase_start(job, phase + 1), job.num_tokens);
     if (warp == 0) {
@@ -311,8 +312,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
             full[has_ring ? place : 0]};
   if (has_ring) ring.init();
+  stage(me, job, shape, ring, gridDim.x, 0, 1, parity, epoch);
   if (static_cast<int>(blockIdx.x) < split.staging) {
-    stage(me, job, shape, ring, split.staging, parity, epoch);
+    stage(me, job, shape, ring, split.staging, 1, job.num_phases, parity, epoch);
     zero_padding(me, job, split.staging);
   }
   if (warp == 0) {
