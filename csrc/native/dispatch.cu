@@ -214,7 +214,7 @@ __device__ int needed_phases(const Rank& me, const Dispatch& job) {
 
 // By one warp: rows into their slots, as long as there are any that nobody has taken.
 __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
-                     const Progress& progress, std::uint64_t parity) {
+                     Progress& progress, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int most_pairs = 0;

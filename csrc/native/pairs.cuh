@@ -51,8 +51,8 @@ class PairCursor {
 // What the warps of a CTA are done with, kept by one of them: fences hold up the whole SM, so they
 // happen now and then only, for all warps together.
 struct Books {
-  volatile int num_done[kWarps];  // pairs of each warp
-  volatile int is_over[kWarps];   // there will be no more
+  int num_done[kWarps];  // pairs of each warp
+  int is_over[kWarps];   // there will be no more
 
   __device__ void clear() {
     if (threadIdx.x < kWarps) num_done[threadIdx.x] = is_over[threadIdx.x] = 0;
@@ -61,11 +61,11 @@ struct Books {
   // By one thread of the warp, after what it did; `num` counts from 1.
   __device__ void note(int warp, int num) {
     __threadfence_block();
-    num_done[warp] = num;
+    show(&num_done[warp], num);
   }
   __device__ void close(int warp) {
     __threadfence_block();
-    is_over[warp] = 1;
+    show(&is_over[warp], 1);
   }
 };
 
@@ -110,7 +110,7 @@ constexpr int kBookPauses = 8, kBookPauseNs = 500;
 // before is visible to all ranks then.  By one warp, whose lane i follows warp i.
 template <typename Publish>
 __device__ void keep_books(const Rank& me, const ReceivedRoutes& routes, const Crew& crew,
-                           const Books& books, Publish&& publish) {
+                           Books& books, Publish&& publish) {
   const int lane = threadIdx.x % kWarpSize;
   const bool follows = lane < crew.num_warps;
   PairCursor cursor(me, routes, crew, follows ? lane : 0);
@@ -118,9 +118,10 @@ __device__ void keep_books(const Rank& me, const ReceivedRoutes& routes, const C
   for (bool is_over = false; !is_over;) {
     for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {
       __nanosleep(kBookPauseNs);
-      is_over = __all_sync(~0u, !follows || books.is_over[lane] != 0);
+      is_over = __all_sync(~0u, !follows || look(&books.is_over[lane]) != 0);
     }
-    const int done = follows ? books.num_done[lane] : 0;  // after is_over
+    __threadfence_block();  // when it is over, the numbers that follow are the last
+    const int done = follows ? look(&books.num_done[lane]) : 0;
     if (!__any_sync(~0u, told < done)) continue;
     fence_system();
     for (; told < done; told = min(told + Batch::kSize, done)) {

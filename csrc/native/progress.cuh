@@ -19,11 +19,12 @@ namespace ncclep::native {
 constexpr int kWatchPauseNs = 500;
 
 struct Progress {
-  volatile int units[kMaxRanks];  // of each source, without a gap
-  volatile int is_over;           // nothing more will be seen: all is here, or a wait failed
+  int units[kMaxRanks];  // of each source, without a gap
+  int is_over;           // nothing more will be seen: all is here, or a wait failed
 
   __device__ void clear() {
-    if (threadIdx.x < kMaxRanks) units[threadIdx.x] = is_over = 0;
+    if (threadIdx.x < kMaxRanks) units[threadIdx.x] = 0;
+    if (threadIdx.x == 0) is_over = 0;
   }
 };
 
@@ -53,7 +54,7 @@ __device__ void watch(const Rank& me, Phase phase, std::uint64_t epoch, int need
     if (count > 0) {
       fence_system();
       if (lane == source) found += count;
-      if (lane == 0) progress.units[source] = start + count;
+      if (lane == 0) show(&progress.units[source], start + count);
       deadline = {};
     } else if (__any_sync(~0u, deadline.has_passed(me, phase, source, epoch))) {
       break;
@@ -66,7 +67,7 @@ __device__ void watch(const Rank& me, Phase phase, std::uint64_t epoch, int need
   }
   __threadfence_block();
   __syncwarp();
-  if (lane == 0) progress.is_over = 1;
+  if (lane == 0) show(&progress.is_over, 1);
 }
 
 // What one other warp has seen of a Progress.
@@ -74,20 +75,26 @@ class Seen {
  public:
   // Waits until unit `unit` of `source` is there; what belongs to it may be loaded in bulk then.
   // False when that will not be.  All lanes call it.
-  __device__ bool wait_for_unit(const Progress& progress, int source, int unit) {
+  __device__ bool wait_for_unit(Progress& progress, int source, int unit) {
     const int lane = threadIdx.x % kWarpSize;
     if (unit < __shfl_sync(~0u, units_, source)) return true;
-    while (progress.units[source] <= unit) {
-      if (progress.is_over && progress.units[source] <= unit) return false;
+    for (int units = 0; units <= unit;) {
+      const bool is_over = look_with_warp(&progress.is_over) != 0;
+      __threadfence_block();  // when it is over, the units that follow are the last
+      units = look_with_warp(&progress.units[source]);
+      if (lane == source) units_ = units;
+      if (is_over && units <= unit) return false;
     }
-    __syncwarp();
-    if (lane == source) units_ = progress.units[lane];
     __threadfence_block();
     fence_for_bulk_copies();
     return true;
   }
 
  private:
+  __device__ static int look_with_warp(int* word) {
+    return __shfl_sync(~0u, threadIdx.x % kWarpSize == 0 ? look(word) : 0, 0);
+  }
+
   int units_ = 0;  // of source `lane`
 };
 

@@ -30,8 +30,8 @@ __device__ inline std::uint64_t* added_flag(const Rank& me, int source, int unit
 
 // One sending warp's share of the pairs.
 __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew,
-                            const RingShape& shape, Ring& ring, const Progress& progress,
-                            Books& books, int warp, std::uint64_t epoch) {
+                            const RingShape& shape, Ring& ring, Progress& progress, Books& books,
+                            int warp, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
   PairCursor cursor(me, routes, crew, warp);

@@ -116,6 +116,11 @@ __device__ inline std::uint64_t* signal_word(char* control, const Control& layou
          peer;
 }
 
+// Words in shared memory that one thread of a CTA writes and other warps look at; fences say what
+// goes with them.  They are atomic, so that compute-sanitizer does not take them for races.
+__device__ inline void show(int* word, int value) { atomicExch(word, value); }
+__device__ inline int look(int* word) { return atomicAdd(word, 0); }
+
 // The operation that this kernel is; the same on every rank, and in every CTA until `leave`.
 __device__ inline std::uint64_t current_epoch(const Rank& me) {
   return *static_cast<volatile std::uint64_t*>(&me.state->epoch) + 1;
