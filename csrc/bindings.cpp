@@ -191,6 +191,7 @@ void bind_native(py::module_& module) {
       .def_static("store_words", &ncclep::native::store_words, "addresses"_a, "words"_a, Unlocked())
       .def_property_readonly("windows", &Group::windows)
       .def_property_readonly("generation", &Group::generation)
+      .def_property_readonly("was_captured", &Group::was_captured)
       .def_property_readonly("num_bytes", &Group::num_bytes)
       .def_property_readonly("max_tokens", &Group::max_tokens)
       .def_property_readonly("max_top_k", &Group::max_top_k)

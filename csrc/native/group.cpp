@@ -186,9 +186,10 @@ PlanScratch Group::plan_scratch(int num_sms) const {
 }
 
 void Group::queue_after_the_last(std::uintptr_t stream) {
-  if (last_stream_ == stream) return;
+  const bool is_captured = is_capturing(stream);
+  was_captured_ = was_captured_ || is_captured;
   // An event must not lead into a graph that is being captured, or out of one.
-  if (is_capturing(stream)) return;
+  if (last_stream_ == stream || is_captured) return;
   if (last_stream_ && !is_capturing(*last_stream_)) {
     const auto event = static_cast<cudaEvent_t>(last_done_);
     cuda_check(cudaEventRecord(event, reinterpret_cast<cudaStream_t>(*last_stream_)),

@@ -79,6 +79,9 @@ class Group {
   int max_top_k() const { return control_.max_top_k; }
   std::size_t row_bytes() const { return row_bytes_; }
 
+  // Whether a CUDA graph has captured any call, and so the windows that there were.
+  bool was_captured() const { return was_captured_; }
+
   // int32 of a plan's routes.
   std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_picks, int num_chunks) const;
 
@@ -126,6 +129,7 @@ class Group {
   double timeout_s_;
   std::uint32_t ticket_ = 0;  // of the last plan that the host waits for
   std::optional<std::uintptr_t> last_stream_;
+  bool was_captured_ = false;
   void* last_done_ = nullptr;  // cudaEvent_t
   std::shared_ptr<Window> control_window_, rows_window_;
   int generation_ = 0;

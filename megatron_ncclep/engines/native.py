@@ -76,8 +76,9 @@ class NativeEngine:
     """See `Engine`.
 
     In static mode no call waits for the device, so that all of them can be captured in a CUDA
-    graph.  A graph must not run beside other work of the group on another stream, and no larger
-    batch or longer row may come while it is in use: windows that grow are made anew.
+    graph.  A graph must not run beside other work of the group on another stream.  A batch that is
+    larger than all before, or has longer rows, is refused during and after a capture: windows that
+    grow are made anew, and the graph would go on with the old ones.
 
     Autograd records nothing of it, whatever its arguments need: results are new tensors, which
     kernels write.
@@ -92,7 +93,8 @@ class NativeEngine:
         self.num_local_experts = num_experts // group.size
         self.config = config
         self.num_sms = config.num_sms or DEFAULT_NUM_SMS
-        self._name = f"native {num_experts}"
+        # Engines share windows when their kernels have the same deadline, too.
+        self._name = f"native, {num_experts} experts, {config.timeout_s:g} s"
         self._native: Any = group.share(
             self._name,
             lambda: extension.load().NativeGroup(
@@ -257,17 +259,14 @@ class NativeEngine:
 
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
         """Have windows for this much, the same on all ranks.  Collective when they grow."""
-        if self._native.fits(num_tokens, top_k, row_bytes):
+        native, timeout_s = self._native, self.config.timeout_s
+        if native.fits(num_tokens, top_k, row_bytes):
             return
+        is_captured = native.was_captured or torch.cuda.is_current_stream_capturing()
+        native_windows.require_no_graph(self.group, is_captured, timeout_s)
         torch.cuda.synchronize(self.group.device)
-        native_windows.grow(
-            self.group,
-            self._native,
-            tokens_of_windows(num_tokens),
-            top_k,
-            row_bytes,
-            self.config.timeout_s,
-        )
+        num_tokens = tokens_of_windows(num_tokens)
+        native_windows.grow(self.group, native, num_tokens, top_k, row_bytes, timeout_s)
 
     def _describe(self, row_bytes: int, top_k: int) -> None:
         """Log at level DEBUG how the kernels are set up for such rows, once for each kind."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.libraries import find_nccl
-from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.errors import InputError, LibraryError
 from megatron_ncclep.logs import get_logger
 
 NAMES = ("control", "rows")  # of the windows that `_C.NativeGroup.windows` returns
@@ -81,6 +81,27 @@ def grow(
             native.num_bytes / MIB,
             group.size,
             cause,
+        )
+
+
+def require_no_graph(group: EpGroup, is_captured: bool, timeout_s: float) -> None:
+    """Refuse to let windows grow that a CUDA graph uses.  Collective.
+
+    Args:
+        group: the ranks.
+        is_captured: whether this rank has captured calls of the group, or is capturing.
+        timeout_s: seconds to wait for the other ranks.
+
+    Raises:
+        InputError: on every rank, when any has.
+        PeerError: a rank did not come in time.
+    """
+    problem = "a CUDA graph holds calls of this group" if is_captured else None
+    if problems := group.gather_problems(problem, "letting its windows grow", timeout_s):
+        raise InputError(
+            "engine 'native': this batch has more tokens, a larger top-k or longer rows than all "
+            f"before, and its windows cannot grow: {problems}; run a step with the largest batch "
+            "before the first capture, or close the group's engines and create them again"
         )
 
 

@@ -13,11 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fakes import ThreadGroup, on_threads
 
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import extension, native_windows
 from megatron_ncclep.engines.native import NativeEngine, configuration, tokens_of_windows
-from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.errors import InputError, LibraryError
 
 NUM_RANKS = 3
 DEADLINE_S = 30.0
@@ -35,12 +37,17 @@ class FakeNative:
     def __init__(self, rank: int, memory: Memory) -> None:
         self.rank, self.memory = rank, memory
         self.generation = 0
+        self.was_captured = False
         self.calls: list[str] = []
         self._forget()
 
     def _forget(self) -> None:
         self.max_tokens = self.max_top_k = self.row_bytes = self.num_bytes = 0
         self.windows: list[Any] = []
+
+    def fits(self, num_tokens: int, top_k: int, row_bytes: int) -> bool:
+        has = (self.max_tokens, self.max_top_k, self.row_bytes)
+        return all(n <= h for n, h in zip((num_tokens, top_k, row_bytes), has, strict=True))
 
     def allocate(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
         self.calls.append("allocate")
@@ -237,6 +244,37 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
     assert natives[0].calls == [*done, "drop"]  # and nobody has gone on to the next
 
 
+# --- CUDA graphs ---------------------------------------------------------------------------------
+
+
+def engine_on(group: Any, native: Any) -> NativeEngine:
+    """An engine without a communicator."""
+    engine = object.__new__(NativeEngine)
+    engine.group, engine._native, engine.num_sms, engine._described = group, native, 32, set()
+    engine.config = EpConfig(engine="native", timeout_s=DEADLINE_S)
+    return engine
+
+
+def test_windows_that_a_graph_holds_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    natives = natives_with(0, FakeNative)
+    grow(natives, 128, 8, 16)
+    natives[1].was_captured = True
+
+    def reserve(num_tokens: int) -> list[Any]:
+        return on_threads(
+            NUM_RANKS,
+            lambda group: engine_on(group, natives[group.rank])._reserve(num_tokens, 8, 16),
+        )
+
+    assert reserve(128) == [None] * NUM_RANKS
+    errors = reserve(129)
+    assert [type(error) for error in errors] == [InputError] * NUM_RANKS, errors
+    assert len({str(error) for error in errors}) == 1
+    assert "cannot grow: rank 1: a CUDA graph holds calls of this group; " in str(errors[0])
+    assert all(native.calls == ["allocate", "open", "clear"] for native in natives)
+
+
 # --- what is said --------------------------------------------------------------------------------
 
 
@@ -256,13 +294,6 @@ def test_growth_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             "native: windows grew from 1.0 to 4.0 MiB on each of 3 ranks (row bytes 1024 -> 4096)",
         ),
     ]
-
-
-def engine_on(group: Any, native: Any) -> NativeEngine:
-    """An engine without a communicator."""
-    engine = object.__new__(NativeEngine)
-    engine.group, engine._native, engine.num_sms, engine._described = group, native, 32, set()
-    return engine
 
 
 def test_an_engine_says_what_it_holds() -> None:
