@@ -192,6 +192,7 @@ void bind_native(py::module_& module) {
       .def_property_readonly("windows", &Group::windows)
       .def_property_readonly("generation", &Group::generation)
       .def_property_readonly("was_captured", &Group::was_captured)
+      .def_property("timeout_s", &Group::timeout, &Group::set_timeout)
       .def_property_readonly("num_bytes", &Group::num_bytes)
       .def_property_readonly("max_tokens", &Group::max_tokens)
       .def_property_readonly("max_top_k", &Group::max_top_k)

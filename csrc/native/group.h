@@ -79,6 +79,9 @@ class Group {
   int max_top_k() const { return control_.max_top_k; }
   std::size_t row_bytes() const { return row_bytes_; }
 
+  // Seconds that the kernels queued from now on wait for other ranks.
+  double timeout() const { return timeout_s_; }
+  void set_timeout(double seconds) { timeout_s_ = seconds; }
   // Whether a CUDA graph has captured any call, and so the windows that there were.
   bool was_captured() const { return was_captured_; }
 

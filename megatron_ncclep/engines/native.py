@@ -93,8 +93,7 @@ class NativeEngine:
         self.num_local_experts = num_experts // group.size
         self.config = config
         self.num_sms = config.num_sms or DEFAULT_NUM_SMS
-        # Engines share windows when their kernels have the same deadline, too.
-        self._name = f"native, {num_experts} experts, {config.timeout_s:g} s"
+        self._name = f"native {num_experts}"
         self._native: Any = group.share(
             self._name,
             lambda: extension.load().NativeGroup(
@@ -114,8 +113,7 @@ class NativeEngine:
         expert, or named twice, counts as not routed, and a later call of `plan` raises InputError
         on all ranks.
         """
-        self._require_open()
-        self._raise_failure()
+        self._begin()
         try:
             agreement = agree_on_routes(
                 self.group, topk_idx, self.num_experts, self.caps, self.config, self._topk_problem
@@ -234,12 +232,18 @@ class NativeEngine:
         num_bytes: int = self._native.num_bytes
         return num_bytes
 
+    def _begin(self) -> None:
+        """What comes first in each call: raise what there is to raise, set the deadline."""
+        if self._closed:
+            raise GroupClosedError("the engine was closed: create a new one with create_engine()")
+        self._raise_failure()
+        self._native.timeout_s = self.config.timeout_s  # the group's other engines have theirs
+
     def _agree(
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
     ) -> NativePlan:
         """Check the arguments of dispatch or combine on all ranks; return the plan, typed."""
-        self._require_open()
-        self._raise_failure()
+        self._begin()
         agreed = agree_on_rows(
             phase,
             self.group,
@@ -313,10 +317,6 @@ class NativeEngine:
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self.group.device)  # the news may still be on its way
             self._native.bad_ranks(forget=True)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise GroupClosedError("the engine was closed: create a new one with create_engine()")
 
 
 def tokens_of_windows(num_tokens: int) -> int:

@@ -247,11 +247,12 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
 # --- CUDA graphs ---------------------------------------------------------------------------------
 
 
-def engine_on(group: Any, native: Any) -> NativeEngine:
+def engine_on(group: Any, native: Any, timeout_s: float = DEADLINE_S) -> NativeEngine:
     """An engine without a communicator."""
     engine = object.__new__(NativeEngine)
+    engine._closed = False
     engine.group, engine._native, engine.num_sms, engine._described = group, native, 32, set()
-    engine.config = EpConfig(engine="native", timeout_s=DEADLINE_S)
+    engine.config = EpConfig(engine="native", timeout_s=timeout_s)
     return engine
 
 
@@ -294,6 +295,14 @@ def test_growth_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             "native: windows grew from 1.0 to 4.0 MiB on each of 3 ranks (row bytes 1024 -> 4096)",
         ),
     ]
+
+
+def test_engines_of_a_group_have_deadlines_of_their_own() -> None:
+    native = SimpleNamespace(failure=lambda: None, timeout_s=0.0)
+    engines = [engine_on(None, native, timeout_s) for timeout_s in (2.0, 5.0)]
+    for engine in (*engines, engines[0]):
+        engine._begin()
+        assert native.timeout_s == engine.config.timeout_s
 
 
 def test_an_engine_says_what_it_holds() -> None:
