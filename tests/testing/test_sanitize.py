@@ -12,16 +12,24 @@ from megatron_ncclep.testing.processes import Ended
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu" / "sanitize.py"
 
 
+NOTHING = "rank 0: as the oracle says; {}\n========= ERROR SUMMARY: 0 errors"
+HAZARDS = "rank 0: as the oracle says; {}\n===== RACECHECK SUMMARY: 3 hazards displayed "
+
+
 @pytest.mark.parametrize(
     ("exit_code", "output", "problem"),
     [
-        (0, "========= ERROR SUMMARY: 0 errors", None),
-        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", None),
+        (0, NOTHING, None),
+        (0, HAZARDS.replace("3", "0") + "(0 errors, 0 warnings)", None),
+        (86, HAZARDS + "(0 errors, 3 warnings)", None),
+        (86, HAZARDS + "(1 error, 2 warnings)", "3 hazards displayed (1 error, 2 warnings)"),
+        (86, HAZARDS + "(10 errors, 2 warnings)", "3 hazards displayed (10 errors, 2 warnings)"),
         (86, "========= ERROR SUMMARY: 2 errors", "2 errors"),
         (0, "=== RACECHECK SUMMARY: 1 hazard displayed", "1 hazard displayed"),
-        (0, "========= ERROR SUMMARY: 0 errors\n===== ERROR SUMMARY: 3 errors", "3 errors"),
-        (1, "========= ERROR SUMMARY: 0 errors", "exit code 1"),
-        (None, "========= ERROR SUMMARY: 0 errors", "exit code None"),
+        (0, f"{NOTHING}\n===== ERROR SUMMARY: 3 errors", "3 errors"),
+        (1, NOTHING, "exit code 1"),
+        (None, NOTHING, "exit code None"),
+        (86, "========= ERROR SUMMARY: 0 errors", "exit code 86"),  # nothing says that it was right
         (0, "all is well", "the tool gave no summary"),
     ],
 )
