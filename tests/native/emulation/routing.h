@@ -1,0 +1,110 @@
+// What is routed in a sequence, drawn at random, and the oracle for it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "emulator.h"
+#include "native/state.h"
+
+struct Sizes {
+  int ranks, local, max_tokens, max_top_k, max_floats;  // floats of a row
+  int experts() const { return ranks * local; }
+};
+
+struct Routing {
+  int top_k, alignment;
+  std::int64_t limit;                     // of rows; 0: exact mode
+  std::vector<int> num_tokens;            // by rank
+  std::vector<std::vector<int>> experts;  // by rank, [T * K]; -1: not routed
+
+  // What the oracle says.
+  std::vector<std::vector<int>> slots;           // by home rank, [T * K]; -1: nowhere
+  std::vector<std::vector<int>> routed, padded;  // by rank, of each of its experts
+  std::vector<int> num_rows, num_dropped;        // by rank
+
+  int most_tokens() const { return *std::max_element(num_tokens.begin(), num_tokens.end()); }
+  int most_chunks() const {
+    return (most_tokens() + ncclep::native::kChunk - 1) / ncclep::native::kChunk;
+  }
+};
+
+// Rows by expert, source rank and token; picks are taken in the order of source rank, token, expert
+// as long as there is room.
+inline void find_slots(const Sizes& sizes, Routing& routing) {
+  routing.slots.clear();
+  for (const auto& experts : routing.experts) routing.slots.emplace_back(experts.size(), -1);
+  for (auto* table : {&routing.routed, &routing.padded}) {
+    table->assign(sizes.ranks, std::vector<int>(sizes.local, 0));
+  }
+  routing.num_rows.assign(sizes.ranks, 0);
+  routing.num_dropped.assign(sizes.ranks, 0);
+  const int top_k = routing.top_k, alignment = routing.alignment;
+  for (int rank = 0; rank < sizes.ranks; ++rank) {
+    std::vector<std::vector<int*>> blocks(sizes.local);
+    bool is_full = false;
+    for (int source = 0; source < sizes.ranks; ++source) {
+      for (int token = 0; token < routing.num_tokens[source]; ++token) {
+        for (int local = 0; local < sizes.local; ++local) {
+          for (int pick = token * top_k; pick < (token + 1) * top_k; ++pick) {
+            if (routing.experts[source][pick] != rank * sizes.local + local) continue;
+            const bool is_new = blocks[local].size() % alignment == 0;
+            const int rows = routing.num_rows[rank] + (is_new ? alignment : 0);
+            is_full = is_full || (routing.limit > 0 && rows > routing.limit);
+            if (is_full) {
+              ++routing.num_dropped[rank];
+              continue;
+            }
+            routing.num_rows[rank] = rows;
+            blocks[local].push_back(&routing.slots[source][pick]);
+          }
+        }
+      }
+    }
+    int start = 0;
+    for (int local = 0; local < sizes.local; ++local) {
+      const int picks = static_cast<int>(blocks[local].size());
+      for (int i = 0; i < picks; ++i) *blocks[local][i] = start + i;
+      routing.routed[rank][local] = picks;
+      start += routing.padded[rank][local] = (picks + alignment - 1) / alignment * alignment;
+    }
+  }
+}
+
+inline Routing draw_routing(const Sizes& sizes) {
+  Routing routing{};
+  routing.top_k = emu::between(1, sizes.max_top_k);
+  routing.alignment = emu::one_of({1, 2, 16});
+  const int unrouted = emu::one_of({0, 30, 60});  // percent
+  // All experts, the first half, the first ones, or those of one rank.
+  const int kind = emu::between(0, 3),
+            first = kind == 3 ? emu::between(0, sizes.ranks - 1) * sizes.local : 0;
+  const int wanted[] = {sizes.experts(), sizes.experts() / 2, 1, sizes.local};
+  const int range = std::max(wanted[kind], routing.top_k);
+  for (int rank = 0; rank < sizes.ranks; ++rank) {
+    const int num_tokens =
+        emu::one_of({0, emu::between(1, sizes.max_tokens), emu::between(1, sizes.max_tokens),
+                     sizes.max_tokens, sizes.max_tokens - 1});
+    routing.num_tokens.push_back(num_tokens);
+    auto& experts = routing.experts.emplace_back();
+    std::vector<int> order(range);
+    for (int token = 0; token < num_tokens; ++token) {
+      std::iota(order.begin(), order.end(), first);
+      for (int k = 0; k < routing.top_k; ++k) {
+        std::swap(order[k], order[emu::between(k, range - 1)]);
+        const bool is_routed = emu::between(0, 99) >= unrouted;
+        experts.push_back(is_routed ? order[k] % sizes.experts() : -1);
+      }
+    }
+  }
+  find_slots(sizes, routing);
+  if (emu::between(0, 3) == 0) {
+    const int most = *std::max_element(routing.num_rows.begin(), routing.num_rows.end());
+    routing.limit =
+        std::max(1, most * emu::between(5, 13) / 10 / routing.alignment) * routing.alignment;
+    find_slots(sizes, routing);
+  }
+  return routing;
+}

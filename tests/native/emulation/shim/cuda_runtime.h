@@ -1,0 +1,127 @@
+// What the kernels use of CUDA, on the emulator.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "emulator.h"
+
+#define __device__
+#define __host__
+#define __global__
+#define __align__(bytes) alignas(bytes)
+#define __launch_bounds__(...)
+
+struct alignas(16) ulonglong2 {
+  unsigned long long x, y;
+};
+struct alignas(8) uint2 {
+  unsigned int x, y;
+};
+struct alignas(16) uint4 {
+  unsigned int x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) {
+  return {x, y, z, w};
+}
+
+using std::max;
+using std::min;
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess };
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return ""; }
+
+// --- where a thread is ---------------------------------------------------------------------------
+
+struct Place {
+  unsigned int x;
+};
+#define threadIdx (Place{static_cast<unsigned int>(emu::self().thread)})
+#define blockIdx (Place{static_cast<unsigned int>(emu::self().cta->index)})
+#define gridDim (Place{static_cast<unsigned int>(emu::self().cta->grid)})
+
+// --- barriers, fences, votes ---------------------------------------------------------------------
+
+inline void __syncthreads() { emu::self().cta->barrier.wait(); }
+inline int __syncthreads_and(bool vote) { return emu::self().cta->barrier.wait(vote); }
+inline void __syncwarp() {
+  emu::warp().barrier.wait();
+  emu::maybe_yield();
+}
+inline void __threadfence() { emu::maybe_yield(); }
+inline void __threadfence_block() { emu::maybe_yield(); }
+inline void __threadfence_system() { emu::maybe_yield(); }
+inline void __nanosleep(unsigned int) { emu::yield(); }
+inline unsigned int __ballot_sync(unsigned int, bool vote) { return emu::ballot(vote); }
+inline bool __all_sync(unsigned int, bool vote) { return emu::ballot(vote) == ~0u; }
+inline bool __any_sync(unsigned int, bool vote) { return emu::ballot(vote) != 0; }
+template <typename T>
+T __shfl_sync(unsigned int, T value, int lane) {
+  return static_cast<T>(emu::shuffle(static_cast<long>(value), lane));
+}
+inline int __shfl_xor_sync(unsigned int, int value, int distance) {
+  return static_cast<int>(emu::shuffle(value, emu::lane() ^ distance));
+}
+inline int __shfl_up_sync(unsigned int, int value, int distance) {
+  return static_cast<int>(emu::shuffle(value, emu::lane() - distance));
+}
+
+// --- memory --------------------------------------------------------------------------------------
+
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
+T __ldcv(const T* from) {
+  return *from;
+}
+template <typename T, typename Value>
+void __stcg(T* to, Value value) {
+  *to = value;
+}
+
+// Replaces a word by what `change` makes of it; returns what it was.
+template <typename T, typename Change>
+T atomically(T* word, Change&& change) {
+  emu::maybe_yield();
+  const T was = *word;
+  *word = change(was);
+  if (*word == was) emu::yield();  // a look, perhaps again and again
+  return was;
+}
+template <typename T>
+T atomicAdd(T* word, T value) {
+  return atomically(word, [value](T was) { return was + value; });
+}
+template <typename T>
+T atomicOr(T* word, T value) {
+  return atomically(word, [value](T was) { return was | value; });
+}
+template <typename T>
+T atomicExch(T* word, T value) {
+  return atomically(word, [value](T) { return value; });
+}
+
+// --- bits ----------------------------------------------------------------------------------------
+
+inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
+inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline float __uint_as_float(unsigned int bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+inline unsigned int __float_as_uint(float value) {
+  unsigned int bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
