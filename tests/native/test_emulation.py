@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,14 @@ from emulation.translate import translate
 
 HERE = Path(__file__).parent / "emulation"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
+COMPILER = shutil.which("c++") or shutil.which("g++")
 NUM_SEQUENCES = 8
 SEQUENCE_S = 60.0  # at most, on a slow and busy machine
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (c++ or g++) on PATH"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the emulator's fibers are for Linux"),
+]
 
 # What is changed: file, text, replacement; and with how many ranks it shows.
 MISTAKES = {
@@ -64,7 +71,6 @@ MISTAKES = {
 
 def compile_rounds(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
     """Compile the kernels, changed, and `rounds.cpp` for the emulator; return the program."""
-    compiler = shutil.which("c++") or shutil.which("g++") or "c++"
     kernels = translate(CSRC / "native", folder / "native", changes)
     includes = [f"-I{path}" for path in (HERE / "shim", HERE, folder, CSRC)]
     # longjmp between stacks is no mistake here.
@@ -72,11 +78,11 @@ def compile_rounds(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
     sources = [*kernels, HERE / "emulator.cpp", HERE / "rounds.cpp"]
     objects = [folder / f"{source.stem}.o" for source in sources]
     compiling = [
-        subprocess.Popen([compiler, *options, "-c", source, "-o", target])
+        subprocess.Popen([str(COMPILER), *options, "-c", source, "-o", target])
         for source, target in zip(sources, objects, strict=True)
     ]
     assert [process.wait(timeout=300) for process in compiling] == [0] * len(sources)
-    subprocess.run([compiler, *objects, "-o", folder / "rounds"], check=True, timeout=60)
+    subprocess.run([str(COMPILER), *objects, "-o", folder / "rounds"], check=True, timeout=60)
     return folder / "rounds"
 
 
