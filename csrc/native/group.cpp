@@ -36,25 +36,12 @@ int row_bytes_of(const Tensor& rows) {
 }
 
 HomeRoutes home_routes(const Tensor& home) {
-  const std::int64_t num_tokens = home.shape.at(1);
-  auto* first = pointer<std::int32_t>(home);
-  return {reinterpret_cast<std::uint32_t*>(first),
-          reinterpret_cast<std::uint32_t*>(first + num_tokens),
-          reinterpret_cast<std::uint32_t*>(first + 2 * num_tokens), first + 3 * num_tokens};
+  return HomeRoutes::in(pointer<std::int32_t>(home), home.shape.at(1));
 }
 
 ReceivedRoutes received_routes(const Plan& plan, int num_ranks) {
-  ReceivedRoutes parts;
-  parts.num_chunks = plan.num_chunks;
-  parts.first_pair = pointer<std::int32_t>(plan.routes);
-  parts.chunk_pair = parts.first_pair + num_ranks + 1;
-  parts.pair_token = parts.chunk_pair + num_ranks * (plan.num_chunks + 1);
-  parts.pair_first = parts.pair_token + plan.max_pairs;
-  parts.pick_slot = parts.pair_first + plan.max_pairs + 1;
-  parts.pick_home = parts.pick_slot + plan.max_picks;
-  parts.max_pairs = plan.max_pairs;
-  parts.max_picks = plan.max_picks;
-  return parts;
+  return ReceivedRoutes::in(pointer<std::int32_t>(plan.routes), num_ranks, plan.num_chunks,
+                            plan.max_pairs, plan.max_picks);
 }
 
 bool is_capturing(std::uintptr_t stream) {
@@ -161,8 +148,7 @@ std::size_t Group::num_bytes() const {
 
 std::int64_t Group::routes_size(std::int64_t max_pairs, std::int64_t max_picks,
                                 int num_chunks) const {
-  return control_.num_ranks + 1 + control_.num_ranks * (num_chunks + 1) + 2 * max_pairs + 1 +
-         2 * max_picks;
+  return ReceivedRoutes::size(control_.num_ranks, num_chunks, max_pairs, max_picks);
 }
 
 Rank Group::rank() const {

@@ -22,6 +22,12 @@ struct HomeRoutes {
   std::uint32_t* token_picks;  // [T]: picks that have a slot, one bit each
   std::uint32_t* own_picks;    // [T]: picks that stay on this rank, one bit each
   std::int32_t* own_first;     // [T]: the first of them, among all picks that stay here
+
+  // The four in `memory`, int32 [4, T].
+  static HomeRoutes in(std::int32_t* memory, std::int64_t num_tokens) {
+    auto* first = reinterpret_cast<std::uint32_t*>(memory);
+    return {first, first + num_tokens, first + 2 * num_tokens, memory + 3 * num_tokens};
+  }
 };
 
 // What arrives here, by source rank and token.  In static mode there is room for more.
@@ -35,6 +41,26 @@ struct ReceivedRoutes {
   std::int32_t* pick_slot;   // [picks]
   std::int32_t* pick_home;   // [picks]: token * K + k at home
   std::int64_t max_pairs, max_picks;  // that there is room for
+
+  // All of them in `memory`, int32 [size(...)].
+  static ReceivedRoutes in(std::int32_t* memory, int num_ranks, int num_chunks,
+                           std::int64_t max_pairs, std::int64_t max_picks) {
+    ReceivedRoutes parts;
+    parts.num_chunks = num_chunks;
+    parts.first_pair = memory;
+    parts.chunk_pair = parts.first_pair + num_ranks + 1;
+    parts.pair_token = parts.chunk_pair + num_ranks * (num_chunks + 1);
+    parts.pair_first = parts.pair_token + max_pairs;
+    parts.pick_slot = parts.pair_first + max_pairs + 1;
+    parts.pick_home = parts.pick_slot + max_picks;
+    parts.max_pairs = max_pairs;
+    parts.max_picks = max_picks;
+    return parts;
+  }
+  static std::int64_t size(int num_ranks, int num_chunks, std::int64_t max_pairs,
+                           std::int64_t max_picks) {
+    return num_ranks + 1 + num_ranks * (num_chunks + 1) + 2 * max_pairs + 1 + 2 * max_picks;
+  }
 };
 
 // Scratch of a plan, from its first kernel to its last.  Plans of a group run one after the other

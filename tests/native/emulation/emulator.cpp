@@ -10,7 +10,7 @@ namespace emu {
 namespace {
 
 constexpr std::size_t kStackBytes = 64 * 1024;
-constexpr std::size_t kStaticsAlignment = 64;
+constexpr std::size_t kSharedAlignment = 128;
 constexpr long kStepsWithoutProgress = 20'000'000;
 
 // In percent: how often `maybe_yield` yields and lets copies get further, in this run.
@@ -187,7 +187,7 @@ void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
   EMU_REQUIRE(live[rank] == 0);
   for (int index = 0; index < ctas; ++index) {
     auto cta = std::make_shared<Cta>(Cta{rank, index, ctas, {}, {}, Barrier(threads), {}});
-    cta->dynamic.assign(shared_bytes + 2 * kStaticsAlignment, '\xab');
+    cta->dynamic.assign(shared_bytes + 2 * kSharedAlignment, '\xab');
     cta->warps.resize(threads / kWarpSize);
     for (int thread = 0; thread < threads; ++thread) {
       Fiber* fiber = make(kernel, rank);
@@ -233,7 +233,7 @@ void run(int num_ranks, const std::function<void(int)>& host) {
 
 char* dynamic_shared() {
   const auto address = reinterpret_cast<std::uintptr_t>(self().cta->dynamic.data());
-  return self().cta->dynamic.data() + (kStaticsAlignment - address % kStaticsAlignment);
+  return self().cta->dynamic.data() + (kSharedAlignment - address % kSharedAlignment);
 }
 
 char* static_shared(int declaration, std::size_t bytes) {

@@ -131,8 +131,9 @@ class Runner {
       require(static_cast<int>(me_.mailbox->sizes[0]) == routing.num_rows[me_.rank], "rows");
       most_pairs = static_cast<std::uint32_t>(me_.mailbox->sizes[1]);
       most_picks = static_cast<std::uint32_t>(me_.mailbox->sizes[2]);
-      if (most_pairs > 0 && between(0, 2) == 0)
+      if (most_pairs > 0 && between(0, 2) == 0) {
         receive(plan, routing, most_pairs - 1, most_picks, parts, sms);
+      }
     }
     receive(plan, routing, most_pairs, most_picks, parts, sms);
     for (int i = 0; i < local; ++i) {
@@ -147,7 +148,7 @@ class Runner {
     const Routing& routing = routings_[number];
     Plan& plan = plans_[number];
     const int num_tokens = routing.num_tokens[me_.rank], top_k = routing.top_k;
-    const std::int64_t num_rows = routing.limit > 0 ? routing.limit : routing.num_rows[me_.rank];
+    const std::int64_t num_rows = routing.room_of(me_.rank);
     Memory x(std::size_t{4} * num_tokens * floats, 0), w(4 * num_tokens * top_k, 0);
     Memory rows(4 * num_rows * floats, kGarbage), row_w(4 * num_rows, kGarbage);
     for (int i = 0; i < num_tokens * floats; ++i) {
@@ -198,7 +199,7 @@ class Runner {
     const Routing& routing = routings_[number];
     Plan& plan = plans_[number];
     const int num_tokens = routing.num_tokens[me_.rank], top_k = routing.top_k;
-    const std::int64_t num_rows = routing.limit > 0 ? routing.limit : routing.num_rows[me_.rank];
+    const std::int64_t num_rows = routing.room_of(me_.rank);
     Memory y(4 * num_rows * floats, kGarbage), w(4 * num_rows, kGarbage);
     Memory out(std::size_t{4} * num_tokens * floats, kGarbage);
     Memory home_w(4 * num_tokens * top_k, kGarbage);
@@ -263,27 +264,16 @@ class Runner {
   static float weight(int step, int rank, int i) { return value(step + 1'000'000, rank, i, 0); }
 
   static HomeRoutes home(Plan& plan, int num_tokens) {
-    auto* first = plan.home->data<std::uint32_t>();
-    return {first, first + num_tokens, first + 2 * num_tokens,
-            reinterpret_cast<std::int32_t*>(first + 3 * num_tokens)};
+    return HomeRoutes::in(plan.home->data<std::int32_t>(), num_tokens);
   }
 
   void receive(Plan& plan, const Routing& routing, std::int64_t pairs, std::int64_t picks,
                const PlanScratch& scratch, int sms) {
     const int chunks = routing.most_chunks(), ranks = sizes_.ranks;
-    plan.routes.emplace(4 * (ranks + 1 + ranks * (chunks + 1) + 2 * pairs + 1 + 2 * picks),
-                        kGarbage);
-    ReceivedRoutes& routes = plan.received;
-    routes.num_chunks = chunks;
-    routes.first_pair = plan.routes->data<std::int32_t>();
-    routes.chunk_pair = routes.first_pair + ranks + 1;
-    routes.pair_token = routes.chunk_pair + ranks * (chunks + 1);
-    routes.pair_first = routes.pair_token + pairs;
-    routes.pick_slot = routes.pair_first + pairs + 1;
-    routes.pick_home = routes.pick_slot + picks;
-    routes.max_pairs = pairs;
-    routes.max_picks = picks;
-    plan_receive(me_, routes, scratch, sms, me_.rank);
+    plan.routes.emplace(4 * ReceivedRoutes::size(ranks, chunks, pairs, picks), kGarbage);
+    auto* memory = plan.routes->data<std::int32_t>();
+    plan.received = ReceivedRoutes::in(memory, ranks, chunks, pairs, picks);
+    plan_receive(me_, plan.received, scratch, sms, me_.rank);
     emu::synchronize(me_.rank);
   }
 

@@ -25,6 +25,8 @@ struct Routing {
   std::vector<std::vector<int>> routed, padded;  // by rank, of each of its experts
   std::vector<int> num_rows, num_dropped;        // by rank
 
+  // Rows of the tensors on a rank.
+  std::int64_t room_of(int rank) const { return limit > 0 ? limit : num_rows[rank]; }
   int most_tokens() const { return *std::max_element(num_tokens.begin(), num_tokens.end()); }
   int most_chunks() const {
     return (most_tokens() + ncclep::native::kChunk - 1) / ncclep::native::kChunk;
