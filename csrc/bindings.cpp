@@ -171,13 +171,13 @@ void bind_native(py::module_& module) {
   py::class_<Failure>(module, "NativeFailure")
       .def_readonly("phase", &Failure::phase)
       .def_readonly("peer", &Failure::peer)
-      .def_readonly("epoch", &Failure::epoch);
+      .def_readonly("epoch", &Failure::epoch)
+      .def_readonly("deadline_s", &Failure::deadline_s);
   py::class_<Plan>(module, "NativePlan")
       .def(py::init([](const Tensor& counts, const Tensor& home, int num_chunks, int top_k) {
              return Plan{counts, home, num_chunks, top_k};
            }),
-           "counts"_a, "home"_a, "num_chunks"_a, "top_k"_a, py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>());
+           "counts"_a, "home"_a, "num_chunks"_a, "top_k"_a);
   py::class_<Group, std::shared_ptr<Group>>(module, "NativeGroup")
       .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a,
            "num_experts"_a, "timeout_s"_a)
@@ -203,13 +203,21 @@ void bind_native(py::module_& module) {
       .def("plan_count", &Group::plan_count, "plan"_a, "topk_idx"_a, "alignment"_a, "is_static"_a,
            "num_sms"_a, "stream"_a)
       .def("plan_receive", &Group::plan_receive, "plan"_a, "max_pairs"_a, "max_picks"_a, "routes"_a,
-           "num_sms"_a, "stream"_a, py::keep_alive<2, 5>())
-      .def("wait_for_sizes", &Group::wait_for_sizes, "plan"_a, "ticket"_a, "rows_of_expert"_a,
-           Unlocked())
+           "num_sms"_a, "stream"_a)
+      .def(
+          "wait_for_sizes",
+          [](const Group& group, Plan& plan, std::uint32_t ticket, const Tensor& rows_of_expert,
+             std::uintptr_t stream) {
+            return group.wait_for_sizes(plan, ticket, rows_of_expert, stream, raise_signals);
+          },
+          "plan"_a, "ticket"_a, "rows_of_expert"_a, "stream"_a, Unlocked())
+      .def(
+          "wait_until_idle", [](const Group& group) { group.wait_until_idle(raise_signals); },
+          Unlocked())
       .def("bad_ranks", &Group::bad_ranks, "forget"_a)
       .def("dispatch", &Group::dispatch, "plan"_a, "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
            "stream"_a)
-      .def("sums_size", &Group::sums_size, "plan"_a, "num_sms"_a)
+      .def("sums_size", &Group::sums_size, "plan"_a, "num_sms"_a, "row_bytes"_a)
       .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "sums"_a, "out"_a, "home_w"_a,
            "num_sms"_a, "stream"_a)
       .def("failure", &Group::failure);
@@ -223,11 +231,21 @@ void bind_native(py::module_& module) {
   module.def("num_phases_of", &ncclep::native::num_phases_of, "most_tokens"_a, "row_bytes"_a);
   module.def(
       "split_combine",
-      [](int num_ctas, int num_ranks, int top_k) {
-        const auto split = ncclep::native::split_combine(num_ctas, num_ranks, top_k);
+      [](int num_ctas, int num_ranks, int top_k, int row_bytes) {
+        const auto split = ncclep::native::split_combine(num_ctas, num_ranks, top_k, row_bytes);
         return std::tuple(split.adding, split.sending, split.summing);
       },
-      "num_ctas"_a, "num_ranks"_a, "top_k"_a);
+      "num_ctas"_a, "num_ranks"_a, "top_k"_a, "row_bytes"_a);
+  module.def("native_min_sms", &ncclep::native::min_ctas, "num_ranks"_a);
+  module.def("native_limits", [] {
+    py::dict limits;
+    limits["max_ranks"] = ncclep::native::kMaxRanks;
+    limits["max_experts"] = ncclep::native::kMaxExperts;
+    limits["max_tokens"] = ncclep::native::kMaxTokens;
+    limits["max_top_k"] = ncclep::native::kMaxTopK;
+    limits["chunk"] = ncclep::native::kChunk;
+    return limits;
+  });
 }
 
 // Checks int64 indices [T, K], numbers [T, K] for them, and numbers [T, E] of the same dtype.

@@ -38,7 +38,6 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr int kAddingWarps = kWarps - 1;  // the last warp of an adding CTA keeps the books
 using AddUpRing = PieceRing<5>;
 
 // One adding warp's share of the pairs.
@@ -116,7 +115,7 @@ __device__ void publish_added(const Rank& me, const ReceivedRoutes& routes, cons
       batch, num_added + batch.source * me.control.max_units(),
       [&](int pair) { return (pair - first) / kUnit; },
       [&](int unit) { return min(kUnit, end - first - unit * kUnit); },
-      [&](int unit) { store_release(added_flag(me, batch.source, unit), epoch); });
+      [&](int unit) { store_relaxed(added_flag(me, batch.source, unit), epoch); });
 }
 
 // By one warp: this rank's tokens, as long as there are any that nobody has taken.
@@ -207,6 +206,18 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
   add_up<T, kHasParts>(ring, job.row_bytes, next, [] {});
 }
 
+// All threads call this last.
+__device__ void finish(const Rank& me, const Combine& job, std::uint64_t epoch) {
+  if (!leave(me)) return;
+  if (has_failed(me)) {
+    spoil(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);
+    if (job.has_weights) {
+      spoil(job.home_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
+    }
+  }
+  if (threadIdx.x == 0) me.state->epoch = epoch;
+}
+
 template <typename T, bool kHasParts>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     combine_kernel(Rank me, Combine job, RingShape shape, CombineSplit split) {
@@ -217,12 +228,15 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   __shared__ Books books;
   const std::uint64_t epoch = current_epoch(me);
   const int warp = threadIdx.x / kWarpSize, cta = blockIdx.x;
+  progress.clear();
+  books.clear();
+  if (had_failed(me)) {
+    finish(me, job, epoch);
+    return;
+  }
   if (cta == 0 && threadIdx.x < me.control.num_ranks) {
     store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
   }
-  progress.clear();
-  books.clear();
-  __syncthreads();
   auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);
   if (cta < split.adding) {
     const Crew crew{split.adding, kAddingWarps, cta};
@@ -255,7 +269,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     __syncthreads();  // its rings lie where those for sums will
   }
   sum_up<T, kHasParts>(me, job, add_up_rings[warp], parts[warp], epoch);
-  if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
+  finish(me, job, epoch);
 }
 
 template <typename T>
@@ -270,15 +284,11 @@ void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr
   const auto kernel = arguments.dtype == DType::kBFloat16  ? kernel_for<__nv_bfloat16>(has_parts)
                       : arguments.dtype == DType::kFloat16 ? kernel_for<__half>(has_parts)
                                                            : kernel_for<float>(has_parts);
-  RingShape shape = ring_shape(arguments.row_bytes);
-  shape.warps = std::min(shape.warps, kWarps - 2);
+  const RingShape shape = sending_ring_shape(arguments.row_bytes);
   const int shared_bytes =
       std::max(static_cast<int>(sizeof(AddUpRing)) * kWarps, shape.shared_bytes());
-  const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k);
-  // Every other rank has a warp at least that sends to it, and one that adds up for it.
-  const int senders = split.sending > 0 ? split.sending * shape.warps : kMaxRanks;
-  require(std::min(senders, split.adding * kAddingWarps) >= me.control.num_ranks - 1, num_sms,
-          " SMs for ", me.control.num_ranks, " ranks: too few");
+  const CombineSplit split =
+      split_combine(num_sms, me.control.num_ranks, arguments.top_k, arguments.row_bytes);
   launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
                        arguments, shape, split);
 }

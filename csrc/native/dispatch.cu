@@ -147,9 +147,10 @@ __device__ void stage(const Rank& me, const Dispatch& job, const RingShape& shap
     __threadfence_system();  // for what all warps of the CTA wrote
     if (static_cast<int>(atomicAdd(&me.state->staged[phase], 1u)) != num_ctas - 1) continue;
     me.state->staged[phase] = 0;
+    fence_system();  // passes on what the other CTAs' fences have shown to this thread
     for (int rank = 0; rank < layout.num_ranks; ++rank) {
       auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged());
-      store_release(flags + me.rank * kPhases + phase, epoch);
+      store_relaxed(flags + me.rank * kPhases + phase, epoch);
     }
   }
 }
@@ -302,32 +303,39 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   const std::uint64_t dispatches = *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
   const std::uint64_t parity = dispatches % 2;
   const int warp = threadIdx.x / kWarpSize;
-  if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
-    store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
-  }
   progress.clear();
-  __syncthreads();
-  const int place = warp - 1;
-  const bool has_ring = place >= 0 && place < shape.warps;
-  Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
-            full[has_ring ? place : 0]};
-  if (has_ring) ring.init();
-  stage(me, job, shape, ring, gridDim.x, 0, 1, parity, epoch);
-  if (static_cast<int>(blockIdx.x) < split.staging) {
-    stage(me, job, shape, ring, split.staging, 1, job.num_phases, parity, epoch);
-    zero_padding(me, job, split.staging);
+  if (!had_failed(me)) {
+    if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
+      store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
+    }
+    const int place = warp - 1;
+    const bool has_ring = place >= 0 && place < shape.warps;
+    Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
+              full[has_ring ? place : 0]};
+    if (has_ring) ring.init();
+    stage(me, job, shape, ring, gridDim.x, 0, 1, parity, epoch);
+    if (static_cast<int>(blockIdx.x) < split.staging) {
+      stage(me, job, shape, ring, split.staging, 1, job.num_phases, parity, epoch);
+      zero_padding(me, job, split.staging);
+    }
+    if (warp == 0) {
+      const auto flag = [&](int source, int phase) {
+        return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] +
+                                                      me.control.staged()) +
+               source * kPhases + phase;
+      };
+      watch(me, Phase::kDispatch, epoch, needed_phases(me, job), flag, progress);
+      if (job.has_weights && !has_failed(me)) place_weights(me, job, parity);
+    } else if (has_ring) {
+      pull(me, job, shape, ring, progress, parity);
+    }
   }
-  if (warp == 0) {
-    const auto flag = [&](int source, int phase) {
-      return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + me.control.staged()) +
-             source * kPhases + phase;
-    };
-    watch(me, Phase::kDispatch, epoch, needed_phases(me, job), flag, progress);
-    if (job.has_weights && !has_failed(me)) place_weights(me, job, parity);
-  } else if (has_ring) {
-    pull(me, job, shape, ring, progress, parity);
+  if (!leave(me)) return;
+  if (has_failed(me)) {
+    spoil(job.rows, job.num_rows * job.row_bytes);
+    if (job.has_weights) spoil(job.row_w, job.num_rows * sizeof(float));
   }
-  if (leave(me) && threadIdx.x == 0) {
+  if (threadIdx.x == 0) {
     me.state->dispatches = dispatches;
     me.state->last_dispatch = epoch;
     me.state->epoch = epoch;

@@ -44,12 +44,42 @@ ReceivedRoutes received_routes(const Plan& plan, int num_ranks) {
                             plan.max_pairs, plan.max_picks);
 }
 
-bool is_capturing(std::uintptr_t stream) {
+// The number of the capture that the stream takes part in, which no other capture has; 0: none.
+unsigned long long capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  cuda_check(cudaStreamIsCapturing(reinterpret_cast<cudaStream_t>(stream), &status),
-             "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
+  unsigned long long number = 0;
+  cuda_check(cudaStreamGetCaptureInfo(stream, &status, &number), "cudaStreamGetCaptureInfo");
+  return status == cudaStreamCaptureStatusNone ? 0 : number;
 }
+
+cudaEvent_t make_event() {
+  cudaEvent_t event = nullptr;
+  cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  return event;
+}
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Something that a host which waits does at times, in seconds from the start of its wait.
+class Now {
+ public:
+  explicit Now(double interval) : interval_(interval), next_(interval) {}
+  bool is_time(double waited) {
+    if (waited < next_) return false;
+    next_ = waited + interval_;
+    return true;
+  }
+
+ private:
+  double interval_, next_;
+};
+
+// How often a host that waits asks the driver how the stream is getting on, and calls `poll`.
+constexpr double kQueryInterval = 1e-3, kPollInterval = 0.05;
 
 }  // namespace
 
@@ -73,9 +103,8 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
   std::memset(static_cast<void*>(mailbox_), 0, sizeof(Mailbox));
   cuda_check(cudaHostGetDevicePointer(&mailbox_on_device_, mailbox_, 0),
              "cudaHostGetDevicePointer");
-  cudaEvent_t event;
-  cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
-  last_done_ = event;
+  last_.done = make_event();
+  last_captured_.done = make_event();
 }
 
 Group::~Group() = default;  // see the class comment
@@ -130,6 +159,10 @@ void Group::close() {
   cuda_check(cudaFree(std::exchange(state_, nullptr)), "cudaFree");
   cuda_check(cudaFree(std::exchange(plan_scratch_, nullptr)), "cudaFree");
   cuda_check(cudaFreeHost(std::exchange(mailbox_, nullptr)), "cudaFreeHost");
+  for (Last* last : {&last_, &last_captured_}) {
+    cuda_check(cudaEventDestroy(static_cast<cudaEvent_t>(std::exchange(last->done, nullptr))),
+               "cudaEventDestroy");
+  }
 }
 
 std::vector<std::shared_ptr<Window>> Group::windows() const {
@@ -171,19 +204,25 @@ PlanScratch Group::plan_scratch(int num_sms) const {
   return {plan_scratch_, control_, max_sms_};
 }
 
-void Group::queue_after_the_last(std::uintptr_t stream) {
-  const bool is_captured = is_capturing(stream);
-  was_captured_ = was_captured_ || is_captured;
+void Group::queue(std::uintptr_t stream_handle, const std::function<void()>& launch) {
+  const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
+  unsigned long long number = 0;
+  cuda_check(cudaStreamGetId(stream, &number), "cudaStreamGetId");
+  const unsigned long long capture = capture_of(stream);
   // An event must not lead into a graph that is being captured, or out of one.
-  if (last_stream_ == stream || is_captured) return;
-  if (last_stream_ && !is_capturing(*last_stream_)) {
-    const auto event = static_cast<cudaEvent_t>(last_done_);
-    cuda_check(cudaEventRecord(event, reinterpret_cast<cudaStream_t>(*last_stream_)),
-               "cudaEventRecord");
-    cuda_check(cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(stream), event, 0),
-               "cudaStreamWaitEvent");
+  Last& last = capture != 0 ? last_captured_ : last_;
+  const auto done = static_cast<cudaEvent_t>(last.done);
+  if (last.is_some && last.stream != number && last.capture == capture) {
+    cuda_check(cudaStreamWaitEvent(stream, done, 0), "cudaStreamWaitEvent");
   }
-  last_stream_ = stream;
+  launch();
+  was_captured_ = was_captured_ || capture != 0;
+  // Now, not when the next operation comes: that one must not wait for what the caller queues here
+  // in between, which may itself wait for another rank.
+  cuda_check(cudaEventRecord(done, stream), "cudaEventRecord");
+  last.is_some = true;
+  last.stream = number;
+  last.capture = capture;
 }
 
 void Group::plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
@@ -198,8 +237,8 @@ void Group::plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
   job.max_recv_rows = max_recv_rows;
   job.kept = pointer<std::int32_t>(kept);
   job.num_wanted = pointer<std::int64_t>(plan.counts) + 2 * control_.num_local();
-  queue_after_the_last(stream);
-  drop_what_does_not_fit(rank(), job, plan_scratch(num_sms), num_sms, stream);
+  queue(stream,
+        [&] { drop_what_does_not_fit(rank(), job, plan_scratch(num_sms), num_sms, stream); });
 }
 
 std::uint32_t Group::plan_count(const Plan& plan, const Tensor& topk_idx, int alignment,
@@ -220,8 +259,7 @@ std::uint32_t Group::plan_count(const Plan& plan, const Tensor& topk_idx, int al
   job.routed_per_expert = job.tokens_per_expert + control_.num_local();
   job.num_dropped = job.routed_per_expert + control_.num_local();
   job.home = home_routes(plan.home);
-  queue_after_the_last(stream);
-  native::plan_count(rank(), job, plan_scratch(num_sms), num_sms, stream);
+  queue(stream, [&] { native::plan_count(rank(), job, plan_scratch(num_sms), num_sms, stream); });
   return job.ticket;
 }
 
@@ -233,18 +271,19 @@ void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_pi
   plan.max_pairs = plan.num_pairs = max_pairs;
   plan.max_picks = max_picks;
   plan.routes = routes;
-  queue_after_the_last(stream);
-  native::plan_receive(rank(), received_routes(plan, control_.num_ranks), plan_scratch(num_sms),
-                       num_sms, stream);
+  queue(stream, [&] {
+    native::plan_receive(rank(), received_routes(plan, control_.num_ranks), plan_scratch(num_sms),
+                         num_sms, stream);
+  });
 }
 
 std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
-                                               const Tensor& rows_of_expert) const {
+                                               const Tensor& rows_of_expert, std::uintptr_t stream,
+                                               const std::function<void()>& poll) const {
   const int num_local = control_.num_experts / control_.num_ranks;
   require(rows_of_expert.dtype == DType::kInt64 && rows_of_expert.num_elements() == num_local,
           "rows_of_expert must be int64 [", num_local, "] on the CPU");
   auto* rows = pointer<std::int64_t>(rows_of_expert);
-  using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   PlanSizes sizes{};
   const auto is_told = [&] {
@@ -265,12 +304,25 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
   };
   // The device has a deadline of its own and knows who was late, so this one is longer; it is for
   // when the plan's kernel lies behind other work of the stream.
-  const std::chrono::duration<double> limit(2 * timeout_s_);
+  const double limit = 2 * timeout_s_;
+  Now query(kQueryInterval), signals(kPollInterval);
   for (std::uint64_t turn = 1; !is_told(); ++turn) {
     if (turn % 1024 != 0) continue;
     if (mailbox_->failed_phase != 0) return std::nullopt;
-    if (Clock::now() - start > limit) {
-      fail("the device did not count the rows of a plan within ", limit.count(), " s");
+    const double waited = seconds_since(start);
+    if (query.is_time(waited)) {
+      // A fault of any kernel before this one shows here; the mailbox would never say so.
+      const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
+      if (status == cudaSuccess && !is_told()) {
+        if (mailbox_->failed_phase != 0) return std::nullopt;
+        fail("the device is done with a plan and has not counted its rows");
+      }
+      if (status != cudaErrorNotReady) cuda_check(status, "waiting for a plan's rows");
+    }
+    if (signals.is_time(waited)) poll();
+    if (waited > limit) {
+      fail("the device did not count the rows of a plan within ", limit,
+           " s: it is busy with what was queued before");
     }
   }
   plan.num_pairs = sizes.num_pairs;
@@ -303,12 +355,12 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.routed_per_expert = job.tokens_per_expert + num_local;
   job.token_ranks = home_routes(plan.home).token_ranks;
   job.routes = received_routes(plan, control_.num_ranks);
-  queue_after_the_last(stream);
-  native::dispatch(rank(), job, num_sms, stream);
+  queue(stream, [&] { native::dispatch(rank(), job, num_sms, stream); });
 }
 
-std::int64_t Group::sums_size(const Plan& plan, int num_sms) const {
-  return split_combine(num_sms, control_.num_ranks, plan.top_k).sending > 0 ? plan.num_pairs : 0;
+std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
+  const CombineSplit split = split_combine(num_sms, control_.num_ranks, plan.top_k, row_bytes);
+  return split.sending > 0 ? plan.num_pairs : 0;
 }
 
 void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
@@ -327,14 +379,29 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   job.row_bytes = row_bytes_of(y);
   job.home = home_routes(plan.home);
   job.routes = received_routes(plan, control_.num_ranks);
-  queue_after_the_last(stream);
-  native::combine(rank(), job, num_sms, stream);
+  queue(stream, [&] { native::combine(rank(), job, num_sms, stream); });
 }
 
 std::optional<Failure> Group::failure() const {
   if (mailbox_ == nullptr || mailbox_->failed_phase == 0) return std::nullopt;
   std::atomic_thread_fence(std::memory_order_acquire);
-  return Failure{mailbox_->failed_phase, mailbox_->failed_peer, mailbox_->failed_epoch};
+  return Failure{mailbox_->failed_phase, mailbox_->failed_peer, mailbox_->failed_epoch,
+                 static_cast<double>(mailbox_->failed_deadline_ns) * 1e-9};
+}
+
+void Group::wait_until_idle(const std::function<void()>& poll) const {
+  if (!last_.is_some || last_.done == nullptr) return;
+  const auto start = Clock::now();
+  Now signals(kPollInterval);
+  for (;;) {
+    const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(last_.done));
+    if (status == cudaSuccess) return;
+    if (status != cudaErrorNotReady) cuda_check(status, "waiting for the group's last operation");
+    const double waited = seconds_since(start);
+    if (signals.is_time(waited)) poll();
+    // Soon over as a rule; a rank that waits for another one can take as long as the deadline.
+    if (waited > kQueryInterval) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 }  // namespace ncclep::native

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -26,6 +27,7 @@ struct Failure {
   std::uint32_t phase;  // a Phase
   int peer;
   std::uint64_t epoch;
+  double deadline_s;
 };
 
 // A plan's memory, as Python allocated it, and what is in it.
@@ -36,7 +38,7 @@ struct Plan {
   int top_k;
   // What plan_receive adds.
   std::int64_t max_pairs = 0, max_picks = 0;  // that the routes have room for
-  Tensor routes;                              // int32 [routes_size(...)]
+  Tensor routes;                              // int32 [routes_size(...)]; the caller keeps it
   // Pairs that there are, where the host knows, and otherwise max_pairs.
   std::int64_t num_pairs = 0;
 };
@@ -97,43 +99,54 @@ class Group {
   std::uint32_t plan_count(const Plan& plan, const Tensor& topk_idx, int alignment, bool is_static,
                            int num_sms, std::uintptr_t stream);
   // Queues the rest, which does nothing if the plan has more pairs or picks.  `routes` belongs to
-  // the plan from now on.
+  // the plan from now on, in place of those that it had.
   void plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
                     const Tensor& routes, int num_sms, std::uintptr_t stream);
   // Waits on the host, not for the stream's other work, until the device has counted.  Empty when a
-  // wait on the device failed meanwhile.
+  // wait on the device failed meanwhile.  `poll` is called now and then, and may throw.
   std::optional<PlanSizes> wait_for_sizes(Plan& plan, std::uint32_t ticket,
-                                          const Tensor& rows_of_expert) const;
+                                          const Tensor& rows_of_expert, std::uintptr_t stream,
+                                          const std::function<void()>& poll) const;
   // Whose routing was bad in a static plan, one bit each, as far as the device has come; forgets it
-  // if told so.
+  // if told so, when nothing may be under way.
   std::uint32_t bad_ranks(bool forget);
   void dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                 const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
                 std::uintptr_t stream);
   // `sums` is scratch: [sums_size(...), hidden].
-  std::int64_t sums_size(const Plan& plan, int num_sms) const;
+  std::int64_t sums_size(const Plan& plan, int num_sms, int row_bytes) const;
   void combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
                const Tensor& sums, const Tensor& out, const std::optional<Tensor>& home_w,
                int num_sms, std::uintptr_t stream);
 
   std::optional<Failure> failure() const;
+  // Waits on the host until all that was queued here, and not captured, is over.  `poll` is called
+  // now and then, and may throw.
+  void wait_until_idle(const std::function<void()>& poll) const;
 
  private:
+  // The last operation that was queued, or captured.
+  struct Last {
+    void* done;  // cudaEvent_t, recorded right after it
+    bool is_some = false;
+    unsigned long long stream = 0;   // its number, which no later stream has
+    unsigned long long capture = 0;  // the number of the capture; 0: none
+  };
+
   Rank rank() const;
   PlanScratch plan_scratch(int num_sms) const;
-  // Operations of a group run one after the other, whatever streams they are queued on.  Between a
-  // stream that is being captured and one that is not, this is up to the caller: a graph must not
-  // run beside other work of the group.
-  void queue_after_the_last(std::uintptr_t stream);
+  // Operations of a group run one after the other, whatever streams they are queued on: `launch`
+  // queues one on `stream`, after the last one.  Between a graph and what is queued without one
+  // this is up to the caller: a graph must not run beside other work of the group.
+  void queue(std::uintptr_t stream, const std::function<void()>& launch);
 
   std::shared_ptr<Communicator> communicator_;
   Control control_;
   std::size_t row_bytes_ = 0;
   double timeout_s_;
   std::uint32_t ticket_ = 0;  // of the last plan that the host waits for
-  std::optional<std::uintptr_t> last_stream_;
   bool was_captured_ = false;
-  void* last_done_ = nullptr;  // cudaEvent_t
+  Last last_, last_captured_;
   std::shared_ptr<Window> control_window_, rows_window_;
   int generation_ = 0;
   State* state_ = nullptr;

@@ -189,27 +189,24 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const int room = static_cast<int>(
       min(job.max_recv_rows / job.alignment, static_cast<std::int64_t>(INT32_MAX)));
 
-  count_part<Index>(share, held, job.topk_idx, shared.total, scratch.parts,
-                    [](int, std::uint32_t, std::uint32_t) {});
-  grid_barrier(me, Phase::kPlan);
-  const bool is_speaker = blockIdx.x == gridDim.x - 1;
-  const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
-  sum_parts(share, scratch.parts, is_speaker ? share.num_parts() : before, shared.start,
-            shared.total);
-  if (is_speaker) {
-    post_wanted(me, shared.total, plans);
-    if (threadIdx.x == 0 && shared.total[share.num_columns()] != 0) me.state->is_bad = 1;
-  }
-  if (take_wanted(me, shared, plans)) {
-    const bool all_fit = everything_fits(me, job, shared, room);
-    keep_what_fits<Index>(job, share, held, shared, room, all_fit);
-  } else {  // a failure: nobody goes anywhere
-    const std::size_t picks = static_cast<std::size_t>(job.num_tokens) * job.top_k;
-    const std::size_t step = static_cast<std::size_t>(gridDim.x) * kPlanThreads;
-    for (std::size_t i = blockIdx.x * kPlanThreads + threadIdx.x; i < picks; i += step) {
-      job.kept[i] = -1;
+  // After a failure nothing is written: `count` of this plan will do nothing with it.
+  if (!had_failed(me)) {
+    count_part<Index>(share, held, job.topk_idx, shared.total, scratch.parts,
+                      [](int, std::uint32_t, std::uint32_t) {});
+    if (grid_barrier(me, Phase::kPlan)) {
+      const bool is_speaker = blockIdx.x == gridDim.x - 1;
+      const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
+      sum_parts(share, scratch.parts, is_speaker ? share.num_parts() : before, shared.start,
+                shared.total);
+      if (is_speaker) {
+        post_wanted(me, shared.total, plans);
+        if (threadIdx.x == 0 && shared.total[share.num_columns()] != 0) me.state->is_bad = 1;
+      }
+      if (take_wanted(me, shared, plans)) {
+        const bool all_fit = everything_fits(me, job, shared, room);
+        keep_what_fits<Index>(job, share, held, shared, room, all_fit);
+      }
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) *job.num_wanted = 0;
   }
   if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
 }

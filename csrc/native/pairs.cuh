@@ -82,7 +82,8 @@ struct Batch {
 //   counts           of the groups; 0 again when a group is complete
 //   group_of(pair)   its group
 //   size_of(group)   pairs that it has
-//   complete(group)  called for a group when its last pair is counted off
+//   complete(group)  called for a group when its last pair is counted off; what it stores, even
+//                    relaxed, passes on what all who counted had fenced before
 template <typename GroupOf, typename SizeOf, typename Complete>
 __device__ void count_off(const Batch& batch, unsigned int* counts, GroupOf&& group_of,
                           SizeOf&& size_of, Complete&& complete) {
@@ -91,11 +92,14 @@ __device__ void count_off(const Batch& batch, unsigned int* counts, GroupOf&& gr
   for (int i = 0; i < Batch::kSize; ++i) {
     group[i] = batch.pairs[i] < 0 ? -1 : group_of(batch.pairs[i]);
   }
+  bool completes = false;
 #pragma unroll
   for (int i = 0; i < Batch::kSize; ++i) {
     if (group[i] < 0) continue;
     left[i] = size_of(group[i]) - 1 - static_cast<int>(atomicAdd(counts + group[i], 1u));
+    completes = completes || left[i] == 0;
   }
+  if (completes) fence_system();
 #pragma unroll
   for (int i = 0; i < Batch::kSize; ++i) {
     if (group[i] < 0 || left[i] != 0) continue;

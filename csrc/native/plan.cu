@@ -85,10 +85,10 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
     shared.arrived[i] = static_cast<int>(value & ~kBadBit);
     if (value >= 0 && (value & kBadBit)) atomicOr(&shared.bad_ranks, 1u << source);
   }
-  is_complete = __syncthreads_and(is_complete);
+  if (!__syncthreads_and(is_complete)) return;
   for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
     int picks = 0;
-    for (int source = 0; source < num_ranks && is_complete; ++source) {
+    for (int source = 0; source < num_ranks; ++source) {
       picks += shared.arrived[source * columns + local];
     }
     const int rows = (picks + plan.alignment - 1) / plan.alignment * plan.alignment;
@@ -100,12 +100,6 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
     plan.routed_per_expert[local] = shared.block_picks[local] = picks;
   }
   if (threadIdx.x == 0) *scratch.is_refused = !plan.is_static && shared.bad_ranks != 0;
-  if (!is_complete) {
-    if (threadIdx.x == 0) {
-      *plan.num_dropped = scratch.first_pair[num_ranks] = scratch.first_pick[num_ranks] = 0;
-    }
-    return;
-  }
   __syncthreads();
   if (warp == 0) {
     int rows = 0, picks = 0;
@@ -122,7 +116,8 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
                                    static_cast<std::uint32_t>(all_pairs),
                                    static_cast<std::uint32_t>(picks), shared.bad_ranks};
     if (plan.ticket == 0) {
-      if (lane == 0 && shared.bad_ranks != 0) me.mailbox->bad_ranks = shared.bad_ranks;
+      // Of all plans since the host last read it; no other thread of the device writes it.
+      if (lane == 0 && shared.bad_ranks != 0) me.mailbox->bad_ranks |= shared.bad_ranks;
     } else if (lane == 0) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -238,6 +233,27 @@ __device__ void write_routes(const Rank& me, const PlanCount& plan, const Share&
   });
 }
 
+// All threads call this last.
+__device__ void finish(const Rank& me, const PlanCount& plan, std::uint64_t plans,
+                       std::uint64_t epoch) {
+  if (!leave(me)) return;
+  const Control& layout = me.control;
+  if (has_failed(me)) {
+    // Nobody gets rows; what dispatch and combine make of this plan is NaN.
+    for (int local = threadIdx.x; local < layout.num_local(); local += kPlanThreads) {
+      plan.tokens_per_expert[local] = plan.routed_per_expert[local] = 0;
+    }
+    if (threadIdx.x == 0) *plan.num_dropped = 0;
+  } else if (threadIdx.x < layout.num_ranks) {
+    store_release(signal_word(me.control_of[threadIdx.x], layout, kRoutesWritten, me.rank), plans);
+  }
+  if (threadIdx.x == 0) {
+    me.state->is_bad = 0;
+    me.state->plans = plans;
+    me.state->epoch = epoch;
+  }
+}
+
 template <typename Index>
 __global__ void __launch_bounds__(kPlanThreads, 1)
     count_kernel(Rank me, PlanCount plan, PlanScratch scratch, Share share) {
@@ -248,12 +264,19 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const std::uint64_t epoch = current_epoch(me);
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
 
+  if (had_failed(me)) {
+    finish(me, plan, plans, epoch);
+    return;
+  }
   count_part<Index>(share, held, plan.topk_idx, shared.total, scratch.parts,
                     [&](int token, std::uint32_t ranks, std::uint32_t picks) {
                       plan.home.token_ranks[token] = ranks;
                       plan.home.token_picks[token] = picks;
                     });
-  grid_barrier(me, Phase::kPlan);
+  if (!grid_barrier(me, Phase::kPlan)) {
+    finish(me, plan, plans, epoch);
+    return;
+  }
   // The CTA with the fewest tokens, if any, talks to the others.
   const bool is_speaker = blockIdx.x == gridDim.x - 1;
   const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
@@ -283,17 +306,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
     write_routes<Index>(me, plan, share, held, shared.start);
   }
-  if (leave(me)) {
-    if (threadIdx.x < layout.num_ranks && !has_failed(me)) {
-      store_release(signal_word(me.control_of[threadIdx.x], layout, kRoutesWritten, me.rank),
-                    plans);
-    }
-    if (threadIdx.x == 0) {
-      me.state->is_bad = 0;
-      me.state->plans = plans;
-      me.state->epoch = epoch;
-    }
-  }
+  finish(me, plan, plans, epoch);
 }
 
 }  // namespace

@@ -71,25 +71,15 @@ __device__ void fetch(const Rank& me, const ReceivedRoutes& routes, const Part& 
   }
 }
 
-// After a failure: routes without a pair, so that kernels that are queued already touch nothing.
-__device__ void clear(const ReceivedRoutes& routes, int num_ranks) {
-  for (int i = threadIdx.x; i <= num_ranks; i += kPlanThreads) routes.first_pair[i] = 0;
-  for (int i = threadIdx.x; i < num_ranks * (routes.num_chunks + 1); i += kPlanThreads) {
-    routes.chunk_pair[i] = 0;
-  }
-  for (std::int64_t i = threadIdx.x; i <= routes.max_pairs; i += kPlanThreads) {
-    routes.pair_first[i] = 0;
-  }
-}
-
 __global__ void __launch_bounds__(kPlanThreads, 1)
     receive_kernel(Rank me, ReceivedRoutes routes, PlanScratch scratch) {
   __shared__ int start[kMaxExperts];
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local();
   const int num_ctas = gridDim.x;
-  // To have no room is no operation of the group: other ranks may have some.
-  if (*scratch.is_refused || scratch.first_pair[num_ranks] > routes.max_pairs ||
+  // After a failure, scratch is some other plan's.  To have no room is no operation of the group:
+  // other ranks may have some.
+  if (had_failed(me) || *scratch.is_refused || scratch.first_pair[num_ranks] > routes.max_pairs ||
       scratch.first_pick[num_ranks] > routes.max_picks) {
     return;
   }
@@ -125,8 +115,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
   }
   if (leave(me)) {
-    if (has_failed(me)) clear(routes, num_ranks);
-    if (threadIdx.x < num_ranks) {
+    if (threadIdx.x < num_ranks && !has_failed(me)) {
       store_release(signal_word(me.control_of[threadIdx.x], layout, kReceived, me.rank), plans);
     }
     if (threadIdx.x == 0) {

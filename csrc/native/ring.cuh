@@ -3,38 +3,15 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "common/bulk_copy.cuh"
+#include "native/split.h"
 
 namespace ncclep::native {
 
 constexpr int kWarpSize = 32;
-constexpr int kWarps = 16;  // of a CTA of dispatch and combine
-constexpr int kMaxRingWarps = kWarps - 1;
-constexpr int kRingStages = 4;
-constexpr int kRingBytes = 200 * 1024;    // of a CTA
-constexpr int kMaxRingPiece = 16 * 1024;  // longer rows travel in pieces
-
-struct RingShape {
-  int warps;        // of a CTA that have a ring
-  int piece_bytes;  // of a row, at most; a multiple of 16
-  int pieces;       // of a row
-
-  int shared_bytes() const { return warps * kRingStages * piece_bytes; }
-};
-
-inline RingShape ring_shape(int row_bytes) {
-  RingShape shape;
-  shape.pieces = (row_bytes + kMaxRingPiece - 1) / kMaxRingPiece;
-  shape.piece_bytes = (row_bytes / shape.pieces + 15) / 16 * 16;
-  if (shape.piece_bytes * shape.pieces < row_bytes) shape.piece_bytes += 16;
-  shape.warps = std::min(kMaxRingWarps, kRingBytes / (kRingStages * shape.piece_bytes));
-  return shape;
-}
-
 struct Ring {
   char* pieces;         // [kRingStages][piece_bytes] of shared memory
   std::uint64_t* full;  // [kRingStages]: the load of a stage completes a phase

@@ -133,7 +133,7 @@ __device__ inline void publish_sent(const Rank& me, const ReceivedRoutes& routes
       batch, num_pushed + batch.source * max_chunks,
       [&](int pair) { return routes.pair_token[pair] / kChunk; },
       [&](int chunk) { return chunk_pair[chunk + 1] - chunk_pair[chunk]; },
-      [&](int chunk) { store_release(flags + me.rank * max_chunks + chunk, epoch); });
+      [&](int chunk) { store_relaxed(flags + me.rank * max_chunks + chunk, epoch); });
 }
 
 // Units of source `lane` that will be added.

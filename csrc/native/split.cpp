@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "common/error.h"
-#include "native/state.h"
 
 namespace ncclep::native {
 
@@ -27,16 +26,47 @@ constexpr double kPhaseBytes = 2 << 20;
 // copy more would only be in the way.
 constexpr int kRanksThatAddAndSend = 2;
 
-// That many CTAs, rounded, of which `others` are left over.
-int some_of(int num_ctas, double wanted, int others) {
-  require(num_ctas > others, num_ctas, " SMs for the native engine: it needs at least ", kMinCtas);
-  return static_cast<int>(std::lround(std::clamp(wanted, 1.0, double(num_ctas - others))));
+// That many CTAs, rounded, `least` of them at least, of which `others` are left over.
+int some_of(int num_ctas, double wanted, int least, int others) {
+  return static_cast<int>(
+      std::lround(std::clamp(wanted, double(least), double(num_ctas - others))));
+}
+
+int divide_up(int number, int by) { return (number + by - 1) / by; }
+
+// CTAs that have a warp for each other rank, if one has `warps`.
+int ctas_for_others(int num_ranks, int warps) {
+  return std::max(1, divide_up(num_ranks - 1, warps));
+}
+
+void require_enough(int num_ctas, int num_ranks) {
+  require(num_ctas >= min_ctas(num_ranks), num_ctas, " SMs for the native engine: with ", num_ranks,
+          " ranks it needs at least ", min_ctas(num_ranks));
 }
 
 }  // namespace
 
+RingShape ring_shape(int row_bytes) {
+  RingShape shape;
+  shape.pieces = divide_up(row_bytes, kMaxRingPiece);
+  shape.piece_bytes = (row_bytes / shape.pieces + 15) / 16 * 16;
+  if (shape.piece_bytes * shape.pieces < row_bytes) shape.piece_bytes += 16;
+  shape.warps = std::min(kMaxRingWarps, kRingBytes / (kRingStages * shape.piece_bytes));
+  return shape;
+}
+
+RingShape sending_ring_shape(int row_bytes) {
+  RingShape shape = ring_shape(row_bytes);
+  shape.warps = std::min(shape.warps, kWarps - 2);
+  return shape;
+}
+
+// One to stage, one to pull; or those that add, one to send and one to sum.
+int min_ctas(int num_ranks) { return std::max(3, ctas_for_others(num_ranks, kAddingWarps) + 1); }
+
 DispatchSplit split_dispatch(int num_ctas) {
-  const int staging = some_of(num_ctas, kStaging * num_ctas, 1);
+  require_enough(num_ctas, 1);
+  const int staging = some_of(num_ctas, kStaging * num_ctas, 1, 1);
   return {staging, num_ctas - staging};
 }
 
@@ -45,18 +75,24 @@ int num_phases_of(int most_tokens, int row_bytes) {
   return std::min(kPhases, 1 + static_cast<int>(std::lround(root)));
 }
 
-CombineSplit split_combine(int num_ctas, int num_ranks, int top_k) {
+CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes) {
+  require_enough(num_ctas, num_ranks);
+  const int least_adding = ctas_for_others(num_ranks, kAddingWarps);
+  const int least_sending = ctas_for_others(num_ranks, sending_ring_shape(row_bytes).warps);
+  const bool has_senders =
+      num_ranks > kRanksThatAddAndSend && least_adding + least_sending < num_ctas;
   // Of one token: picks on other ranks, and the sums of them that go between ranks.
   const double ranks = num_ranks, remote = top_k * (ranks - 1) / ranks;
   const double sums = (ranks - 1) * (1 - std::pow(1 - 1 / ranks, top_k));
   // As many CTAs as keep the link busy, if there are so many.
   const double adding = num_ranks == 1 ? 0 : kLinkRate / kLocalRate * (remote + sums) / sums;
-  const double sending = num_ranks <= kRanksThatAddAndSend ? 0 : kLinkRate / kCopyRate;
-  const double most = (sending == 0 ? kMostAddingAndSending : kMostAddingOrSending) * num_ctas;
+  const double sending = has_senders ? kLinkRate / kCopyRate : 0;
+  const double most = (has_senders ? kMostAddingOrSending : kMostAddingAndSending) * num_ctas;
   const double scale = std::min(1.0, most / (adding + sending));
   CombineSplit split;
-  split.sending = sending == 0 ? 0 : some_of(num_ctas, scale * sending, 2);
-  split.adding = some_of(num_ctas - split.sending, scale * adding, 1);
+  split.sending =
+      has_senders ? some_of(num_ctas, scale * sending, least_sending, least_adding + 1) : 0;
+  split.adding = some_of(num_ctas - split.sending, scale * adding, least_adding, 1);
   split.summing = num_ctas - split.adding - split.sending;
   return split;
 }

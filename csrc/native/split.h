@@ -1,11 +1,33 @@
-// How dispatch and combine are cut up: CTAs for each kind of work, phases.
+// How dispatch and combine are cut up: CTAs for each kind of work, warps, pieces of rows, phases.
 //
 // Each CTA does one kind at a time, because what holds up one kind must not hold up the other:
 // fences hold up a whole SM, and so does a link that is busy.  The first kinds come to an end, and
 // their CTAs then take part in the last one, pulling or summing.
 #pragma once
 
+#include "native/state.h"
+
 namespace ncclep::native {
+
+constexpr int kWarps = 16;                // of a CTA of dispatch and combine
+constexpr int kAddingWarps = kWarps - 1;  // the last warp of an adding CTA keeps the books
+constexpr int kMaxRingWarps = kWarps - 1;
+constexpr int kRingStages = 4;
+constexpr int kRingBytes = 200 * 1024;    // of a CTA
+constexpr int kMaxRingPiece = 16 * 1024;  // longer rows travel in pieces
+
+// How a CTA moves rows in bulk (ring.cuh).
+struct RingShape {
+  int warps;        // of a CTA that have a ring
+  int piece_bytes;  // of a row, at most; a multiple of 16
+  int pieces;       // of a row
+
+  int shared_bytes() const { return warps * kRingStages * piece_bytes; }
+};
+
+RingShape ring_shape(int row_bytes);
+// The same where two warps of a CTA do something else.
+RingShape sending_ring_shape(int row_bytes);
 
 struct DispatchSplit {
   int staging;  // CTAs that copy rows into the window
@@ -18,13 +40,16 @@ struct CombineSplit {
   int summing;  // CTAs that add up what has come back
 };
 
-constexpr int kMinCtas = 3;
+// The fewest CTAs with which dispatch and combine can run: with fewer, some rank would have no warp
+// that adds up for it.
+int min_ctas(int num_ranks);
 
 DispatchSplit split_dispatch(int num_ctas);
 // In how many phases rows are staged, 1 to kPhases, where a rank has at most `most_tokens`.
 int num_phases_of(int most_tokens, int row_bytes);
-// For a balanced routing of `top_k` picks to `num_ranks` ranks.  Example: 32 CTAs, top-8:
-// {13, 9, 10} for 4 ranks, {18, 0, 14} for 2.
-CombineSplit split_combine(int num_ctas, int num_ranks, int top_k);
+// For a balanced routing of `top_k` picks to `num_ranks` ranks.  Every other rank has a warp that
+// adds up for it and, if there are sending CTAs, one that sends to it.  Example: 32 CTAs, top-8,
+// rows of 14336 bytes: {13, 9, 10} for 4 ranks, {18, 0, 14} for 2.
+CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes);
 
 }  // namespace ncclep::native

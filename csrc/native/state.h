@@ -106,11 +106,11 @@ struct Mailbox {
   volatile std::uint64_t sizes[4];
   // The same for the rows of each expert's block.
   volatile std::uint64_t rows_of_expert[kMaxExperts];
-  // The same bits of a plan that the host does not wait for.
+  // The same bits of all plans that the host did not wait for, until it has read them.
   volatile std::uint32_t bad_ranks;
   // A wait whose deadline passed: who waited for whom, in what; `failed_phase` is written last.
   std::int32_t failed_peer;
-  std::uint64_t failed_epoch;
+  std::uint64_t failed_epoch, failed_deadline_ns;
   volatile std::uint32_t failed_phase;
 };
 
@@ -124,7 +124,7 @@ struct State {
   unsigned int arrived;          // at grid barriers of the current operation, one after the other
   unsigned int leaving;          // CTAs of the current operation that are done
   unsigned int next;             // piece of its work that no warp has taken yet (tickets.cuh)
-  unsigned int failed;           // a deadline has passed: nobody waits any longer
+  unsigned int failed;           // a deadline has passed: no kernel does anything any more
   unsigned int is_bad;           // this rank's routing, in the current plan
   unsigned int staged[kPhases];  // CTAs that have staged their share of a phase of this dispatch
 };

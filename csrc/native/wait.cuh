@@ -1,7 +1,8 @@
 // The only loops that wait: for a word that another rank writes, and for the other CTAs of a grid.
 //
 // Every wait has the group's deadline.  When it passes, who waited for whom is written to the
-// mailbox, and from then on no wait of this rank waits: kernels run to their end, and the host
+// mailbox and the group has failed: no wait of this rank waits any longer, the kernel runs to its
+// end and spoils what it was to deliver, later kernels of the group do nothing else, and the host
 // raises.
 #pragma once
 
@@ -19,6 +20,7 @@ __device__ inline bool has_failed(const Rank& me) {
 __device__ inline void report_failure(const Rank& me, Phase phase, int peer, std::uint64_t epoch) {
   if (atomicExch(&me.state->failed, 1u) != 0) return;
   me.mailbox->failed_peer = peer;
+  me.mailbox->failed_deadline_ns = me.deadline_ns;
   me.mailbox->failed_epoch = epoch;
   __threadfence_system();
   me.mailbox->failed_phase = static_cast<std::uint32_t>(phase);
@@ -97,18 +99,41 @@ __device__ inline std::uint64_t current_epoch(const Rank& me) {
 }
 
 // All threads of all CTAs arrive here; the grid must be resident (a cooperative launch).  What was
-// written before is visible after.
-__device__ inline void grid_barrier(const Rank& me, Phase phase) {
+// written before is visible after.  False, for the whole CTA, when the group has failed: what the
+// other CTAs should have written may be missing.
+__device__ inline bool grid_barrier(const Rank& me, Phase phase) {
+  bool all_here = true;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
     const unsigned int ticket = atomicAdd(&me.state->arrived, 1u);
     const unsigned int goal = (ticket / gridDim.x + 1) * gridDim.x;
-    wait_until(me, phase, me.rank, goal,
-               [&] { return *static_cast<volatile unsigned int*>(&me.state->arrived) >= goal; });
+    all_here = wait_until(me, phase, me.rank, goal, [&] {
+      return *static_cast<volatile unsigned int*>(&me.state->arrived) >= goal;
+    });
     __threadfence();
   }
-  __syncthreads();
+  return __syncthreads_and(all_here);
+}
+
+// Whether the group had failed before this kernel, which then moves nothing and tells nobody.  All
+// threads of a CTA call it; it is a barrier of the CTA.
+__device__ inline bool had_failed(const Rank& me) {
+  return __syncthreads_or(threadIdx.x == 0 && has_failed(me));
+}
+
+// Makes every number NaN in what a failed kernel was to deliver: bf16, fp16 and fp32 of which all
+// bits are set.  By one CTA; `memory` is aligned to 16 bytes, and null when there is none.
+__device__ inline void spoil(void* memory, std::size_t num_bytes) {
+  auto* vectors = static_cast<uint4*>(memory);
+  auto* words = static_cast<std::uint32_t*>(memory);
+  const std::size_t num_vectors = num_bytes / sizeof(uint4);
+  for (std::size_t i = threadIdx.x; i < num_vectors; i += blockDim.x) {
+    vectors[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+  for (std::size_t i = 4 * num_vectors + threadIdx.x; i < num_bytes / 4; i += blockDim.x) {
+    words[i] = ~0u;
+  }
 }
 
 // All threads call this last.  True for all threads of the CTA that leaves last; what the others

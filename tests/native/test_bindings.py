@@ -6,6 +6,7 @@ A library of our own stands in for both (`fake_nccl.c`); it is compiled here.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from pathlib import Path
 from types import ModuleType
@@ -245,15 +246,35 @@ def test_a_window_that_looks_otherwise(native: ModuleType, head: bytes, message:
         native.window_peers(head, rank=1, num_ranks=3)
 
 
-@pytest.mark.parametrize("num_ctas", [3, 4, 24, 32, 132])
-def test_every_kind_of_work_has_ctas(native: ModuleType, num_ctas: int) -> None:
-    for num_ranks in (1, 2, 4, 8, 32):
-        for top_k in (1, 2, 8, 32):
-            dispatch = native.split_dispatch(num_ctas)
-            adding, sending, summing = native.split_combine(num_ctas, num_ranks, top_k)
-            assert sum(dispatch) == adding + sending + summing == num_ctas
-            assert min(*dispatch, adding, summing) >= 1
-            assert (sending > 0) == (num_ranks > 2)
+@pytest.mark.parametrize("num_ranks", range(1, 33))
+def test_every_kind_of_work_has_ctas_and_every_rank_warps(
+    native: ModuleType, num_ranks: int
+) -> None:
+    """Rows of 14336 bytes used to fail at their first combine, with 32 SMs from 29 ranks on and
+    with 3 SMs from 5 ranks on, though the engine had been made: some rank had no warp that sent to
+    it.  Nobody had tried more than 4 ranks.
+    """
+    fewest = native.native_min_sms(num_ranks)
+    for num_ctas in {fewest, 3 + fewest, 16, 24, 32, 100}:
+        dispatch = native.split_dispatch(num_ctas)
+        assert sum(dispatch) == num_ctas
+        assert min(dispatch) >= 1
+        for top_k, row_bytes in itertools.product((1, 8, 32), (16, 4096, 14336, 16384, 57344)):
+            adding, sending, summing = native.split_combine(num_ctas, num_ranks, top_k, row_bytes)
+            assert adding + sending + summing == num_ctas
+            assert min(adding, summing) >= 1
+            assert 15 * adding >= num_ranks - 1
+            # 200 KB hold the rings of so many warps, of 4 stages of at most 16 KB each.
+            piece = min(row_bytes, 16384) if row_bytes != 57344 else 57344 // 4
+            assert sending == 0 or sending * min(14, 200 * 1024 // (4 * piece)) >= num_ranks - 1
+            assert sending == 0 or num_ranks > 2
+    with pytest.raises(LibraryError, match=rf"{fewest - 1} SMs .* at least {fewest}"):
+        native.split_combine(fewest - 1, num_ranks, 8, 64)
+
+
+def test_the_fewest_sms(native: ModuleType) -> None:
+    """One more than it takes to give every other rank one of a CTA's 15 adding warps."""
+    assert [native.native_min_sms(n) for n in (1, 2, 16, 17, 31, 32)] == [3, 3, 3, 3, 3, 4]
 
 
 def test_rows_are_staged_in_more_phases_the_more_there_are(native: ModuleType) -> None:
@@ -264,7 +285,5 @@ def test_rows_are_staged_in_more_phases_the_more_there_are(native: ModuleType) -
 def test_the_examples_of_the_split(native: ModuleType) -> None:
     """Those in csrc/native/split.h."""
     assert native.split_dispatch(32) == (11, 21)
-    assert native.split_combine(32, 4, 8) == (13, 9, 10)
-    assert native.split_combine(32, 2, 8) == (18, 0, 14)
-    with pytest.raises(LibraryError, match=r"2 SMs .* at least 3"):
-        native.split_combine(2, 4, 8)
+    assert native.split_combine(32, 4, 8, 14336) == (13, 9, 10)
+    assert native.split_combine(32, 2, 8, 14336) == (18, 0, 14)

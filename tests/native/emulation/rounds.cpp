@@ -172,7 +172,7 @@ class Runner {
     job.routed_per_expert = job.tokens_per_expert + sizes_.local;
     job.token_ranks = home(plan, num_tokens).token_ranks;
     job.routes = plan.received;
-    ncclep::native::dispatch(me_, job, between(kMinCtas, kSms), me_.rank);
+    ncclep::native::dispatch(me_, job, between(min_ctas(1), kSms), me_.rank);
     emu::synchronize(me_.rank);
 
     std::vector<std::pair<int, int>> origin(num_rows, {-1, 0});  // rank and pick
@@ -209,7 +209,7 @@ class Runner {
       }
       w.data<float>()[row] = weight(step, me_.rank, row);
     }
-    const bool has_senders = split_combine(sms, sizes_.ranks, top_k).sending > 0;
+    const bool has_senders = split_combine(sms, sizes_.ranks, top_k, 4 * floats).sending > 0;
     Memory sums(has_senders ? 4 * plan.received.max_pairs * floats : 0, kGarbage);
 
     Combine job{};
@@ -293,7 +293,7 @@ struct Step {
 };
 
 // SMs with which a combine has warps enough for all ranks.
-int sms_of_combine(int ranks) { return between(std::min(kSms, kMinCtas + ranks / 2), kSms); }
+int sms_of_combine(int ranks) { return between(min_ctas(ranks), kSms); }
 
 void run_sequence(int ranks) {
   Sizes sizes{};

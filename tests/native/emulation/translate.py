@@ -8,7 +8,7 @@ from pathlib import Path
 
 # CTAs of fewer warps than on a GPU: a thread is a fiber here.
 SMALLER = {
-    "ring.cuh": ("constexpr int kWarps = 16;", "constexpr int kWarps = 6;"),
+    "split.h": ("constexpr int kWarps = 16;", "constexpr int kWarps = 6;"),
     "chunks.cuh": ("constexpr int kPlanThreads = 512;", "constexpr int kPlanThreads = 128;"),
 }
 SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(.+?) (\w+)((?:\[\w+\])*);")

@@ -46,11 +46,13 @@ struct Place {
 #define threadIdx (Place{static_cast<unsigned int>(emu::self().thread)})
 #define blockIdx (Place{static_cast<unsigned int>(emu::self().cta->index)})
 #define gridDim (Place{static_cast<unsigned int>(emu::self().cta->grid)})
+#define blockDim (Place{static_cast<unsigned int>(32 * emu::self().cta->warps.size())})
 
 // --- barriers, fences, votes ---------------------------------------------------------------------
 
 inline void __syncthreads() { emu::self().cta->barrier.wait(); }
 inline int __syncthreads_and(bool vote) { return emu::self().cta->barrier.wait(vote); }
+inline int __syncthreads_or(bool vote) { return !emu::self().cta->barrier.wait(!vote); }
 inline void __syncwarp() {
   emu::warp().barrier.wait();
   emu::maybe_yield();
