@@ -7,6 +7,7 @@ are loaded when they are first used.  The two differentiable steps are
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,27 @@ __all__ = [
     "EpConfig",
     "RoutePlan",
     "__version__",
+    "check",
     "create_engine",
     "install",
 ]
+
+
+def check() -> None:
+    """Raise what went wrong on the device since the last call of an engine.  Not collective.
+
+    An engine whose kernels wait for other ranks cannot raise when such a wait passes its deadline:
+    its next call does.  For what no call follows, the last layer of a step before the optimizer or
+    a checkpoint takes its gradients, or a replayed CUDA graph, call this on every rank.  It waits
+    for the device's work in groups with such an engine, and costs nothing where there is none.
+
+    Raises:
+        PeerError: results since then may be garbage: use none of them, and stop.
+    """
+    # Where nobody has imported engines there are no groups; importing them would import torch.
+    groups = sys.modules.get(f"{__name__}.engines.group")
+    if groups is not None:
+        groups.check_all()
 
 
 def __getattr__(name: str) -> Any:

@@ -105,7 +105,8 @@ class EpGroup:
         """Return the group's thing called `name`, made by `make` when there is none yet.
 
         It belongs to the group: all engines and layers of the group share it, and its `close` is
-        called when as many of them have released it.  As collective as `make` is.
+        called when as many of them have released it.  If it has a method `check`, `EpGroup.check`
+        calls it.  As collective as `make` is.
         """
         if name not in self._shared:
             self._shared[name] = _Shared(make())
@@ -140,6 +141,20 @@ class EpGroup:
             _, shared = self._shared.popitem()
             shared.thing.close()
         self._link.close()
+
+    def check(self) -> None:
+        """Raise what failed on the device and no call has raised yet.  Not collective.
+
+        Calls `check` of everything that engines share and that has one.  Each waits for the device
+        as it says itself; with engines whose calls wait on the host there is nothing to ask.
+
+        Raises:
+            PeerError: a wait for another rank passed its deadline on the device: what engines have
+                returned since may be garbage.
+        """
+        for shared in list(self._shared.values()):
+            if check := getattr(shared.thing, "check", None):
+                check()
 
     def log_once(self, level: int, subject: str, text: str) -> None:
         """Log `text` unless this rank has logged something with the same `subject` for the group.
@@ -337,6 +352,16 @@ class EpGroup:
                 raise RuntimeError("the collective did not finish")
             if waited > BUSY_WAIT_S:
                 time.sleep(BUSY_WAIT_S)
+
+
+def check_all() -> None:
+    """Call `EpGroup.check` of every group of this process.  Not collective.
+
+    Raises:
+        PeerError: see `EpGroup.check`.
+    """
+    for group in list(_groups.values()):
+        group.check()
 
 
 @dataclass(frozen=True)
