@@ -58,6 +58,7 @@ def agree_on_rows(
     num_experts: int,
     caps: EngineCaps,
     timeout_s: float,
+    find_problem: Callable[[], str | None] = lambda: None,
 ) -> _Plan:
     """Check the arguments of `Engine.dispatch` or `Engine.combine` (`phase`) on all ranks.
 
@@ -71,6 +72,7 @@ def agree_on_rows(
         num_experts: of the engine.
         caps: of the engine.
         timeout_s: seconds to wait for the other ranks.
+        find_problem: says what else is wrong on this rank; asked when the arguments are right.
 
     Returns:
         plan.
@@ -88,7 +90,8 @@ def agree_on_rows(
         },
         checks.plan_problem(plan, kind, num_experts)
         or checks.payload_problem("x" if home else "y", rows, num_rows, caps, group.device)
-        or checks.weights_problem(w, w_shape, rows, group.device),
+        or checks.weights_problem(w, w_shape, rows, group.device)
+        or find_problem(),
         timeout_s,
     )
     assert isinstance(plan, kind)  # agreed on

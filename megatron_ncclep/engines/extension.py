@@ -41,6 +41,20 @@ def current_stream() -> int:
     return stream
 
 
+def keep_for_current_stream(*tensors: torch.Tensor | None) -> int:
+    """Return what `current_stream` does, on which a kernel is about to use `tensors`.
+
+    Their memory, if it belongs to another stream, is not given to anybody else before the kernel is
+    done with it, even when the caller drops them at once.
+    """
+    stream = torch.cuda.current_stream()
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)
+    handle: int = stream.cuda_stream
+    return handle
+
+
 def architectures() -> list[str]:
     """Return the GPU architectures that the extension has code for, such as sm_90a."""
     names: list[str] = load().build_info()["architectures"]

@@ -7,7 +7,7 @@ ranks, allocate what a plan keeps, and queue.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks, extension, native_windows
 from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
-from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.engine import HOME_PART_UNROUNDED, EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.native_group import NativeGroup
 from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS, MAX_EXPERTS
-from megatron_ncclep.errors import GroupClosedError, InputError, PeerError
+from megatron_ncclep.engines.native_plan import NativePlan, Room, num_chunks_of, plan_memory
+from megatron_ncclep.errors import GroupClosedError, InputError
 
 CAPS = EngineCaps(
     name="native",
@@ -37,39 +38,8 @@ CAPS = EngineCaps(
 MIN_TOKENS = 128
 # A plan has room for this many times the picks that are expected to arrive.
 ROOM = 1.25
-CHUNK = 128  # tokens; kChunk in csrc/native/state.h
-PHASES = ("none", "plan", "plan, receiving routes", "dispatch", "combine")  # Phase there
-
-
-@dataclass(frozen=True)
-class NativePlan(RoutePlan):
-    """Routes as the kernels keep them.
-
-    Attributes:
-        counts: int64 [2 * num_local_experts + 1]: padded and real rows of the local experts, and
-            the number of dropped picks.
-        home: int32 [4, num_tokens]: what is known of each token at home.
-        routes: int32: the pairs and picks that this rank receives, with room for more; in static
-            mode for as many as can come.
-        most_tokens: the most tokens that any rank has.
-        handle: the `_C.NativePlan` over the three tensors.
-        rows_on_host: `tokens_per_expert` on the CPU; None in static mode, where no host waits.
-    """
-
-    counts: torch.Tensor
-    home: torch.Tensor
-    routes: torch.Tensor
-    most_tokens: int
-    handle: Any
-    rows_on_host: torch.Tensor | None
-
-    def tokens_per_expert_on_host(self) -> torch.Tensor:
-        """See `RoutePlan.tokens_per_expert_on_host`; in static mode it waits for the stream."""
-        return self.tokens_per_expert.cpu() if self.rows_on_host is None else self.rows_on_host
-
-    def nbytes(self) -> int:
-        """Bytes of device memory that the plan keeps alive."""
-        return self.counts.nbytes + self.home.nbytes + self.routes.nbytes
+# What a rank says that has learnt of a bad routing; the whole story comes after it.
+BAD_ROUTING = "the routing of an earlier plan was bad"
 
 
 class NativeEngine:
@@ -94,13 +64,12 @@ class NativeEngine:
         self.config = config
         self.num_sms = config.num_sms or DEFAULT_NUM_SMS
         self._name = f"native {num_experts}"
-        self._native: Any = group.share(
-            self._name,
-            lambda: extension.load().NativeGroup(
-                communicator_of(group, config.timeout_s), num_experts, config.timeout_s
-            ),
+        self._shared = group.share(
+            self._name, lambda: NativeGroup(group, num_experts, config.timeout_s)
         )
+        self._native = self._shared.native
         self._row_bytes = 16  # of the longest row so far
+        self._most_tokens = 0  # of any rank so far
         # Picks that the next plan may bring, as a multiple of what a rank without imbalance gets.
         self._crowding = ROOM
         self._described: set[tuple[int, int]] = set()
@@ -113,51 +82,27 @@ class NativeEngine:
         expert, or named twice, counts as not routed, and a later call of `plan` raises InputError
         on all ranks.
         """
-        self._begin()
-        try:
-            agreement = agree_on_routes(
-                self.group, topk_idx, self.num_experts, self.caps, self.config, self._topk_problem
-            )
-        except InputError:
-            self._forget_bad_routing()
-            raise
-        num_tokens, top_k = topk_idx.shape
-        most_tokens = max(agreement.told)
+        call, most_tokens, memory = self._agree_on_plan(topk_idx)
+        top_k, num_local = topk_idx.shape[1], self.num_local_experts
         self._reserve(most_tokens, top_k, self._row_bytes)
-        native, device, stream = self._native, topk_idx.device, extension.current_stream()
-        num_sms, alignment, limit = self.num_sms, self.config.alignment, self.config.max_recv_rows
-        num_local = self.num_local_experts
-
-        counts = torch.empty(2 * num_local + 1, dtype=torch.int64, device=device)
-        home = torch.empty(4, num_tokens, dtype=torch.int32, device=device)
+        native, room, num_sms = self._native, self._room(most_tokens, top_k), self.num_sms
+        alignment, limit = self.config.alignment, self.config.max_recv_rows
+        stream = extension.keep_for_current_stream(topk_idx)
         picks = topk_idx.contiguous()
-        num_chunks = (most_tokens + CHUNK - 1) // CHUNK
-        handle = extension.load().NativePlan(counts, home, num_chunks, top_k)
-
-        def receive(max_pairs: int, max_picks: int) -> torch.Tensor:
-            size = native.routes_size(max_pairs, max_picks, num_chunks)
-            routes = torch.empty(size, dtype=torch.int32, device=device)
-            native.plan_receive(handle, max_pairs, max_picks, routes, num_sms, stream)
-            return routes
+        counts, home, kept, routes = memory
+        handle = extension.load().NativePlan(counts, home, room.num_chunks, top_k)
 
         # All is queued before the host knows how much arrives; it seldom is more than expected.
-        most_pairs = self.group.size * most_tokens
-        most_picks = most_pairs * min(top_k, num_local)
         if limit is None:
-            max_picks = min(most_picks, int(self._crowding * most_tokens * top_k))
-            max_pairs = min(most_pairs, max_picks)
             ticket = native.plan_count(handle, picks, alignment, False, num_sms, stream)
-            routes = receive(max_pairs, max_picks)
         else:
-            kept = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
             native.plan_drop(handle, picks, alignment, limit, kept, num_sms, stream)
             native.plan_count(handle, kept, alignment, True, num_sms, stream)
-            max_picks = min(limit, most_picks)
-            routes = receive(min(most_pairs, max_picks), max_picks)
+        native.plan_receive(handle, room.max_pairs, room.max_picks, routes, num_sms, stream)
         # The plan is made while the device works: afterwards the host only writes down the sizes.
         plan = NativePlan(
-            plan_id=agreement.call,
-            num_tokens=num_tokens,
+            plan_id=call,
+            num_tokens=len(topk_idx),
             top_k=top_k,
             num_experts=self.num_experts,
             num_rows=0 if limit is None else limit,
@@ -169,17 +114,22 @@ class NativeEngine:
             routes=routes,
             most_tokens=most_tokens,
             handle=handle,
+            stream=stream,
+            shared=self._shared,
             rows_on_host=torch.empty(num_local, dtype=torch.int64) if limit is None else None,
         )
         if limit is None:
-            sizes = native.wait_for_sizes(handle, ticket, plan.rows_on_host)
+            sizes = native.wait_for_sizes(handle, ticket, plan.rows_on_host, stream)
             if sizes is None:
-                self._raise_failure()
+                self._shared.raise_failure()
             if sizes.bad_ranks:
                 self._raise_bad_routing(topk_idx)
             object.__setattr__(plan, "num_rows", sizes.num_rows)
-            if sizes.num_pairs > max_pairs or sizes.num_picks > max_picks:
-                object.__setattr__(plan, "routes", receive(sizes.num_pairs, sizes.num_picks))
+            if sizes.num_pairs > room.max_pairs or sizes.num_picks > room.max_picks:
+                needed = (sizes.num_pairs, sizes.num_picks)
+                routes = routes.new_empty(native.routes_size(*needed, room.num_chunks))
+                object.__setattr__(plan, "routes", routes)
+                native.plan_receive(handle, *needed, routes, num_sms, stream)
                 self._crowding = ROOM * sizes.num_picks / (most_tokens * top_k)
         return plan
 
@@ -187,37 +137,34 @@ class NativeEngine:
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
-        plan = self._agree("dispatch", plan, x, w)
-        rows = x.new_empty(plan.num_rows, x.shape[1])
-        row_w = None if w is None else w.new_empty(plan.num_rows)
-        self._native.dispatch(
-            plan.handle,
-            _aligned(x),
-            None if w is None else w.contiguous(),
-            rows,
-            row_w,
-            self.num_sms,
-            extension.current_stream(),
-        )
+        memory: list[Any] = []
+
+        def allocate(plan: NativePlan) -> tuple[Any, ...]:
+            rows = x.new_empty(plan.num_rows, x.shape[1])
+            row_w = None if w is None else w.new_empty(plan.num_rows)
+            return rows, row_w, _aligned(x), None if w is None else w.contiguous()
+
+        agreed, stream = self._agree("dispatch", plan, x, w, allocate, memory)
+        rows, row_w, *inputs = memory
+        self._native.dispatch(agreed.handle, *inputs, rows, row_w, self.num_sms, stream)
         return rows, row_w
 
     def combine(
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.combine`."""
-        plan = self._agree("combine", plan, y, w)
-        out = y.new_empty(plan.num_tokens, y.shape[1])
-        home_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
-        self._native.combine(
-            plan.handle,
-            _aligned(y),
-            None if w is None else w.contiguous(),
-            y.new_empty(self._native.sums_size(plan.handle, self.num_sms), y.shape[1]),
-            out,
-            home_w,
-            self.num_sms,
-            extension.current_stream(),
-        )
+        memory: list[Any] = []
+
+        def allocate(plan: NativePlan) -> tuple[Any, ...]:
+            out = y.new_empty(plan.num_tokens, y.shape[1])
+            home_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
+            num_sums = self._native.sums_size(plan.handle, self.num_sms, _row_bytes(y))
+            sums = y.new_empty(num_sums, y.shape[1])
+            return out, home_w, _aligned(y), None if w is None else w.contiguous(), sums
+
+        agreed, stream = self._agree("combine", plan, y, w, allocate, memory)
+        out, home_w, *inputs = memory
+        self._native.combine(agreed.handle, *inputs, out, home_w, self.num_sms, stream)
         return out, home_w
 
     def close(self) -> None:
@@ -236,14 +183,83 @@ class NativeEngine:
         """What comes first in each call: raise what there is to raise, set the deadline."""
         if self._closed:
             raise GroupClosedError("the engine was closed: create a new one with create_engine()")
-        self._raise_failure()
+        self._shared.raise_failure()
         self._native.timeout_s = self.config.timeout_s  # the group's other engines have theirs
 
-    def _agree(
-        self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
-    ) -> NativePlan:
-        """Check the arguments of dispatch or combine on all ranks; return the plan, typed."""
+    def _agree_on_plan(self, topk_idx: torch.Tensor) -> tuple[int, int, list[torch.Tensor]]:
+        """Check the arguments of plan on all ranks, and have memory for the plan.
+
+        Returns:
+            the number of the call, the most tokens of any rank, and what `plan_memory` does.
+        """
         self._begin()
+        is_static = self.config.max_recv_rows is not None
+        top_k = topk_idx.shape[-1] if topk_idx.dim() else 0
+        # Allocated before the ranks agree, so that one without memory can still tell the others.
+        expected = max(self._most_tokens, len(topk_idx)) if topk_idx.dim() else 0
+        memory: list[torch.Tensor] = []
+
+        def allocate(most_tokens: int) -> str | None:
+            memory.clear()
+            room = self._room(most_tokens, top_k)
+            return _no_room(
+                "a plan", lambda: plan_memory(self._native, room, topk_idx, is_static), memory
+            )
+
+        try:
+            agreement = agree_on_routes(
+                self.group,
+                topk_idx,
+                self.num_experts,
+                self.caps,
+                self.config,
+                lambda *_: self._topk_problem(topk_idx) or allocate(expected),
+            )
+            most_tokens = max(agreement.told)
+            if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
+                problem = allocate(most_tokens) if most_tokens > expected else None
+                if problems := self.group.gather_problems(problem, "plan", self.config.timeout_s):
+                    raise InputError(f"plan: {problems}")
+        except InputError as error:
+            self._raise_bad_routings(error)
+            raise
+        if most_tokens < expected:  # no plan keeps more than it needs
+            memory.clear()
+            memory += plan_memory(self._native, self._room(most_tokens, top_k), topk_idx, is_static)
+        self._most_tokens = max(self._most_tokens, most_tokens)
+        return agreement.call, most_tokens, memory
+
+    def _room(self, most_tokens: int, top_k: int) -> Room:
+        """What to have room for in a plan; in static mode all that can come."""
+        limit, num_local = self.config.max_recv_rows, self.num_local_experts
+        most_pairs = self.group.size * most_tokens
+        most_picks = most_pairs * min(top_k, num_local)
+        expected = int(self._crowding * most_tokens * top_k) if limit is None else limit
+        max_picks = min(most_picks, expected)
+        return Room(num_local, num_chunks_of(most_tokens), min(most_pairs, max_picks), max_picks)
+
+    def _agree(
+        self,
+        phase: str,
+        plan: RoutePlan,
+        rows: torch.Tensor,
+        w: torch.Tensor | None,
+        allocate: Callable[[NativePlan], tuple[Any, ...]],
+        memory: list[Any],
+    ) -> tuple[NativePlan, int]:
+        """Check the arguments of dispatch or combine on all ranks, and have memory for the results.
+
+        Returns:
+            the plan, typed, and the handle of the current stream.  What `allocate` returns, when
+            the arguments are right, is in `memory`: before the ranks agree, so that one without
+            memory can still tell the others.
+        """
+        self._begin()
+
+        def find_problem() -> str | None:
+            assert isinstance(plan, NativePlan)  # found right before
+            return _no_room(f"the results of {phase}", lambda: allocate(plan), memory)
+
         agreed = agree_on_rows(
             phase,
             self.group,
@@ -254,12 +270,16 @@ class NativeEngine:
             self.num_experts,
             self.caps,
             self.config.timeout_s,
+            find_problem,
         )
-        row_bytes = rows.shape[1] * rows.element_size()
+        row_bytes = _row_bytes(rows)
         self._row_bytes = max(self._row_bytes, row_bytes)
         self._reserve(agreed.most_tokens, agreed.top_k, row_bytes)
         self._describe(row_bytes, agreed.top_k)
-        return agreed
+        stream = extension.keep_for_current_stream(rows, w)
+        if stream != agreed.stream:
+            extension.keep_for_current_stream(agreed.counts, agreed.home, agreed.routes)
+        return agreed, stream
 
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
         """Have windows for this much, the same on all ranks.  Collective when they grow."""
@@ -280,30 +300,18 @@ class NativeEngine:
         text = configuration(self.num_sms, self.group.size, row_bytes, top_k)
         self.group.log_once(logging.DEBUG, text, text)
 
-    def _raise_failure(self) -> None:
-        """Raise PeerError when a wait on the device passed its deadline."""
-        failure = self._native.failure()
-        if failure is not None:
-            raise PeerError(
-                f"rank {self.group.rank} of {self.group.size}: rank {failure.peer} did not come in "
-                f"{PHASES[failure.phase]}, operation {failure.epoch} of the group (deadline "
-                f"{self.config.timeout_s:g} s): it died, is late or left the group's order of "
-                "calls; look at the other ranks' output"
-            )
-
-    def _topk_problem(
-        self, topk_idx: torch.Tensor, num_experts: int, device: torch.device, caps: EngineCaps
-    ) -> str | None:
+    def _topk_problem(self, topk_idx: torch.Tensor) -> str | None:
         """Say what is wrong with a routing, as far as one can without waiting for the device."""
-        if bad_ranks := self._native.bad_ranks(forget=False):
-            ranks = ", ".join(str(r) for r in range(self.group.size) if bad_ranks >> r & 1)
+        if self._native.bad_ranks(forget=False):
+            return BAD_ROUTING
+        if problem := checks.topk_shape_problem(topk_idx, self.group.device, self.caps):
+            return problem
+        if self.config.max_recv_rows is None and torch.cuda.is_current_stream_capturing():
             return (
-                f"in an earlier plan (static mode), topk_idx of rank {ranks} named what is not one "
-                f"of the {num_experts} experts, or an expert twice for a token, or a routing map "
-                "named more than top_k: those picks were not routed; without max_recv_rows the "
-                "error comes in time and says which"
+                "a CUDA graph cannot hold a plan whose number of rows the host must know: set "
+                "max_recv_rows (--ncclep-max-recv-rows), or leave the plan out of the graph"
             )
-        return checks.topk_shape_problem(topk_idx, device, caps)
+        return None
 
     def _raise_bad_routing(self, topk_idx: torch.Tensor) -> None:
         """Raise the same InputError on all ranks, which know that a routing is bad.  Collective."""
@@ -312,11 +320,28 @@ class NativeEngine:
             f"plan: {self.group.gather_problems(problem, 'plan', self.config.timeout_s)}"
         )
 
-    def _forget_bad_routing(self) -> None:
-        """All ranks have raised: see to it that none does so again for the same plans."""
-        if not torch.cuda.is_current_stream_capturing():
+    def _raise_bad_routings(self, error: InputError) -> None:
+        """Raise `error` with what static plans had wrong so far, once.  Collective, as `error` is.
+
+        Does nothing if nothing was wrong.
+        """
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if not is_captured:
             torch.cuda.synchronize(self.group.device)  # the news may still be on its way
+        mine = torch.tensor([self._native.bad_ranks(forget=False)])
+        what = "plan, exchanging whose routing was bad"
+        theirs = self.group.gather(mine, what, self.config.timeout_s).flatten().tolist()
+        if not any(theirs):
+            return
+        if not is_captured:
             self._native.bad_ranks(forget=True)
+        bad = [str(r) for r in range(self.group.size) if any(mask >> r & 1 for mask in theirs)]
+        raise InputError(
+            f"{error}: in an earlier plan (static mode), topk_idx of rank {', '.join(bad)} named "
+            f"what is not one of the {self.num_experts} experts, or an expert twice for a token, "
+            "or a routing map named more than top_k: those picks were not routed; without "
+            "max_recv_rows the error comes in time and says which"
+        ) from None
 
 
 def tokens_of_windows(num_tokens: int) -> int:
@@ -333,12 +358,26 @@ def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> s
     """Say how dispatch and combine share their CTAs; see `csrc/native/split.h`."""
     native = extension.load()
     staging, pulling = native.split_dispatch(num_sms)
-    adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k)
+    adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k, row_bytes)
     return (
         f"native: rows of {row_bytes} bytes, top-{top_k}, {num_ranks} ranks, {num_sms} SMs: "
         f"CTAs of dispatch: {staging} staging, {pulling} pulling; of combine: {adding} adding, "
         f"{sending} sending, {summing} summing"
     )
+
+
+def _no_room(what: str, allocate: Callable[[], tuple[Any, ...]], memory: list[Any]) -> str | None:
+    """Put what `allocate` returns into `memory`; say so if there is no memory for it."""
+    try:
+        memory[:] = allocate()
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        return f"no GPU memory for {what}: {reason}; use smaller micro-batches"
+    return None
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.element_size()
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:

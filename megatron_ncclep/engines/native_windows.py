@@ -8,6 +8,7 @@ device, before anything else is: wrong addresses are an error and never wrong re
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +76,10 @@ def grow(
     on_all_ranks("checking its windows", lambda: _look(group, native), other)
     on_all_ranks("clearing its windows", native.clear, other)
     if group.rank == 0:
-        get_logger().info(
+        # The first plan comes before the first row, whose length its windows cannot know.
+        level = logging.INFO if native.num_bytes >= MIB else logging.DEBUG
+        get_logger().log(
+            level,
             "native: windows grew from %.1f to %.1f MiB on each of %d ranks (%s)",
             held / MIB,
             native.num_bytes / MIB,

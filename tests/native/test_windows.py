@@ -19,6 +19,7 @@ from fakes import ThreadGroup, on_threads
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import extension, native_windows
 from megatron_ncclep.engines.native import NativeEngine, configuration, tokens_of_windows
+from megatron_ncclep.engines.native_group import NativeGroup
 from megatron_ncclep.errors import InputError, LibraryError
 
 NUM_RANKS = 3
@@ -252,6 +253,8 @@ def engine_on(group: Any, native: Any, timeout_s: float = DEADLINE_S) -> NativeE
     engine = object.__new__(NativeEngine)
     engine._closed = False
     engine.group, engine._native, engine.num_sms, engine._described = group, native, 32, set()
+    engine._shared = object.__new__(NativeGroup)
+    engine._shared.group, engine._shared.native = group, native
     engine.config = EpConfig(engine="native", timeout_s=timeout_s)
     return engine
 
@@ -282,13 +285,13 @@ def test_windows_that_a_graph_holds_do_not_grow(monkeypatch: pytest.MonkeyPatch)
 def test_growth_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "megatron_ncclep")
     natives = natives_with(0, FakeNative)
+    grow(natives, 1024, 8, 16)  # of the first plan, which knows of no row: nothing worth saying
     grow(natives, 1024, 8, 1024)
     grow(natives, 1024, 8, 4096)
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         (
             "INFO",
-            "native: windows grew from 0.0 to 1.0 MiB on each of 3 ranks "
-            "(tokens 0 -> 1024, top-k 0 -> 8, row bytes 0 -> 1024)",
+            "native: windows grew from 0.0 to 1.0 MiB on each of 3 ranks (row bytes 16 -> 1024)",
         ),
         (
             "INFO",

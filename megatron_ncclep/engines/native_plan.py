@@ -1,0 +1,102 @@
+"""What a plan of the native engine keeps, and the memory for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.native_group import NativeGroup
+
+CHUNK = 128  # tokens; kChunk in csrc/native/state.h
+
+
+@dataclass(frozen=True)
+class NativePlan(RoutePlan):
+    """Routes as the kernels keep them.
+
+    Attributes:
+        counts: int64 [2 * num_local_experts + 1]: padded and real rows of the local experts, and
+            the number of dropped picks.
+        home: int32 [4, num_tokens]: what is known of each token at home.
+        routes: int32: the pairs and picks that this rank receives, with room for more; in static
+            mode for as many as can come.
+        most_tokens: the most tokens that any rank has.
+        handle: the `_C.NativePlan` over the three tensors.
+        stream: handle of the stream that the three tensors belong to.
+        shared: what failed there makes the plan worthless.
+        rows_on_host: `tokens_per_expert` on the CPU; None in static mode, where no host waits.
+    """
+
+    counts: torch.Tensor
+    home: torch.Tensor
+    routes: torch.Tensor
+    most_tokens: int
+    handle: Any
+    stream: int
+    shared: NativeGroup
+    rows_on_host: torch.Tensor | None
+
+    def tokens_per_expert_on_host(self) -> torch.Tensor:
+        """See `RoutePlan.tokens_per_expert_on_host`; in static mode it waits for the stream.
+
+        Raises:
+            PeerError: in static mode, when a wait on the device failed meanwhile.
+        """
+        if self.rows_on_host is not None:
+            return self.rows_on_host
+        rows = self.tokens_per_expert.cpu()
+        self.shared.raise_failure()
+        return rows
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the plan keeps alive."""
+        return self.counts.nbytes + self.home.nbytes + self.routes.nbytes
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the memory of a plan is for.
+
+    Attributes:
+        num_local_experts: of each rank.
+        num_chunks: of the rank with the most tokens.
+        max_pairs, max_picks: that this rank can receive with it.
+    """
+
+    num_local_experts: int
+    num_chunks: int
+    max_pairs: int
+    max_picks: int
+
+
+def num_chunks_of(num_tokens: int) -> int:
+    """Chunks in which the kernels take that many tokens."""
+    return (num_tokens + CHUNK - 1) // CHUNK
+
+
+def plan_memory(
+    native: Any, room: Room, topk_idx: torch.Tensor, is_static: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Allocate a plan's `counts` and `home`, what `plan_drop` keeps of the picks, and `routes`.
+
+    Args:
+        native: the group's `_C.NativeGroup`.
+        room: what it is for.
+        topk_idx: [num_tokens, top_k].
+        is_static: whether anything may be dropped.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory.
+    """
+    num_tokens, top_k = topk_idx.shape
+    size = native.routes_size(room.max_pairs, room.max_picks, room.num_chunks)
+    int32: Any = {"dtype": torch.int32, "device": topk_idx.device}
+    return (
+        torch.empty(2 * room.num_local_experts + 1, dtype=torch.int64, device=topk_idx.device),
+        torch.empty(4, num_tokens, **int32),
+        torch.empty(num_tokens if is_static else 0, top_k, **int32),
+        torch.empty(size, **int32),
+    )
