@@ -42,12 +42,13 @@ def check() -> None:
     """Raise what went wrong on the device since the last call of an engine.  Not collective.
 
     An engine whose kernels wait for other ranks cannot raise when such a wait passes its deadline:
-    its next call does.  For what no call follows, the last layer of a step before the optimizer or
-    a checkpoint takes its gradients, or a replayed CUDA graph, call this on every rank.  It waits
-    for the device's work in groups with such an engine, and costs nothing where there is none.
+    it delivers NaN, and its next call raises.  For what no call follows, the last layer of a step
+    before the optimizer or a checkpoint takes its gradients, or a replayed CUDA graph, call this on
+    every rank, on the stream that replays the graph.  It waits for what is queued in groups with
+    such an engine, and costs nothing where there is none.
 
     Raises:
-        PeerError: results since then may be garbage: use none of them, and stop.
+        PeerError: results since then are NaN, wholly or in part: use none of them, and stop.
     """
     # Where nobody has imported engines there are no groups; importing them would import torch.
     groups = sys.modules.get(f"{__name__}.engines.group")

@@ -150,7 +150,7 @@ class EpGroup:
 
         Raises:
             PeerError: a wait for another rank passed its deadline on the device: what engines have
-                returned since may be garbage.
+                returned since is NaN.
         """
         for shared in list(self._shared.values()):
             if check := getattr(shared.thing, "check", None):

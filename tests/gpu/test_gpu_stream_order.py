@@ -1,0 +1,199 @@
+"""Calls of one engine on several streams: in order, and each with its memory to itself.
+
+On a CPU streams are dummies and the allocator knows of none, so only these tests see it when a call
+waits for too much, when two calls run at once, or when memory is given away while a kernel uses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from run_case import caps_of, error_on_rank, fitted, opened, oracle_of, rounds_home, run_case
+
+from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.testing.oracle import oracle_combine
+
+# About 2 s: whatever does not wait for it is long over.
+LONG_CYCLES = 4_000_000_000
+# About 50 ms, in which the host has long queued, and dropped, what the test is about.
+SLOW_CYCLES = 100_000_000
+
+# T = 200: more than one chunk, so that a plan's tensors are no longer tiny.
+CASE = Case("streams", (200, 131, 64, 200), 16, 4, hidden=256, dropped=0.1)
+
+
+def is_still_asleep(ctx: RankContext, case: Case, engine_name: str) -> tuple[bool, str]:
+    """Dispatch on one stream, queue something long there, dispatch on another one.
+
+    Returns:
+        whether the second dispatch was over before what is long; and the first difference between
+        the two, if any.
+    """
+    with opened(ctx, case, engine_name) as (case, engine):
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+        first, second = torch.cuda.Stream(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            rows, _ = engine.dispatch(plan, x)
+            torch.cuda._sleep(LONG_CYCLES)
+            slept = torch.cuda.Event()
+            slept.record()
+        with torch.cuda.stream(second):
+            again, _ = engine.dispatch(plan, x)
+            done = torch.cuda.Event()
+            done.record()
+        done.synchronize()
+        is_asleep = not slept.query()
+        torch.cuda.synchronize()
+        try:
+            assert_same_bits(again, rows, f"{case}, rank {ctx.rank}")
+        except AssertionError as error:
+            return is_asleep, str(error)
+        return is_asleep, ""
+
+
+def test_a_call_does_not_wait_for_what_follows_the_last_one(
+    pool: RankPool, engine_name: str
+) -> None:
+    """The event between two streams used to be recorded when the second call came, so that it held
+    whatever the caller had queued since.  A pipeline's receive there, which another rank answers
+    only after its own call, is a deadlock.  Every test queued one call after the other.
+    """
+    case = fitted(CASE, pool, engine_name)
+    results = run_case(pool, is_still_asleep, case, engine_name)
+    assert results is not None
+    for rank, (is_asleep, difference) in enumerate(results):
+        assert not difference
+        assert is_asleep, f"rank {rank}: the call waited for what was queued after the last one"
+
+
+def tensors_of(plan: object) -> list[torch.Tensor]:
+    """What the plan keeps on the device, views of one tensor once."""
+    values = [getattr(plan, field.name) for field in dataclasses.fields(plan)]  # type: ignore[arg-type]
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_cuda]
+    return list({t.untyped_storage().data_ptr(): t for t in tensors}.values())
+
+
+def steps_that_leave_nothing_behind(
+    ctx: RankContext, case: Case, engine_name: str
+) -> list[torch.Tensor]:
+    """Plan on one stream, use the plan on another that is slow, and drop everything at once.
+
+    Then the first stream takes memory of every size that was dropped and fills it.
+    """
+    with opened(ctx, case, engine_name) as (case, engine):
+        home, other = torch.cuda.Stream(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(home):
+            plan = engine.plan(case.topk_idx(ctx.rank))
+            x, w = case.rows(ctx.rank, plan.num_tokens, salt=2), case.weights(ctx.rank)
+            y = case.rows(ctx.rank, plan.num_rows, salt=5)
+            v = torch.rand(plan.num_rows, device=ctx.device)
+            kept = [v.clone()]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(SLOW_CYCLES)
+            rows, row_w = engine.dispatch(plan, x, w)
+            out, home_w = engine.combine(plan, y, v)
+        sizes = [t.untyped_storage().nbytes() for t in (*tensors_of(plan), x, w, y, v)]
+        del plan, x, w, y, v
+        with torch.cuda.stream(home):
+            spoilt = [
+                torch.full((size,), 0x7F, dtype=torch.uint8, device=ctx.device)
+                for size in sizes
+                for _ in range(2)
+            ]
+        torch.cuda.synchronize()
+        del spoilt
+        return [rows, row_w, out, home_w, *kept]
+
+
+def test_memory_is_not_given_away_while_another_stream_uses_it(
+    pool: RankPool, engine_name: str
+) -> None:
+    """A plan made on one stream, used on another and dropped: the first stream's next allocation
+    overwrote its routes while the kernel read them.  Schedules that overlap two micro-batches do
+    that.  Tests kept their plans until they compared.
+    """
+    case = fitted(CASE, pool, engine_name)
+    results = run_case(pool, steps_that_leave_nothing_behind, case, engine_name)
+    assert results is not None
+    ranks = range(case.num_ranks)
+    oracle = oracle_of(case)
+    x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
+    w = [case.weights(r) for r in ranks]
+    y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
+    for rank in ranks:
+        assert_dispatched(oracle, x, w, rank, *results[rank][:2])
+    out, home = oracle_combine(
+        oracle, y, [result[4] for result in results], round_home=rounds_home(engine_name)
+    )
+    for rank in ranks:
+        assert_same_bits(results[rank][2], out[rank], f"{case}: output of rank {rank}")
+        assert_same_bits(results[rank][3], home[rank], f"{case}: values back at rank {rank}")
+
+
+def steps_on_two_streams_of_a_graph(ctx: RankContext, case: Case, engine_name: str) -> str:
+    """Capture a dispatch on one stream and a combine on another that was forked before it."""
+    with opened(ctx, case, engine_name) as (case, engine):
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+        y = case.rows(ctx.rank, plan.num_rows, salt=5)
+        rows, out = engine.dispatch(plan, x)[0], engine.combine(plan, y)[0]
+        torch.cuda.synchronize()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            side.wait_stream(torch.cuda.current_stream())
+            again = engine.dispatch(plan, x)[0]
+            with torch.cuda.stream(side):
+                out_again = engine.combine(plan, y)[0]
+            torch.cuda.current_stream().wait_stream(side)
+        for _ in range(3):
+            again.fill_(-1)
+            out_again.fill_(-1)
+            graph.replay()
+            torch.cuda.synchronize()
+            try:
+                assert_same_bits(again, rows, f"{case}, rank {ctx.rank}: rows")
+                assert_same_bits(out_again, out, f"{case}, rank {ctx.rank}: output")
+            except AssertionError as error:
+                return str(error)
+        return ""
+
+
+@pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
+def test_calls_on_two_streams_of_a_capture_keep_their_order(
+    pool: RankPool, engine_name: str
+) -> None:
+    """Inside a capture nothing ordered two streams: two operations of a group would have run at
+    once, with one epoch for both.  No test captured more than one stream.
+    """
+    assert "max_recv_rows" in caps_of(engine_name).options
+    case = fitted(dataclasses.replace(CASE, max_recv_rows=1024), pool, engine_name)
+    differences = run_case(pool, steps_on_two_streams_of_a_graph, case, engine_name)
+    assert differences == [""] * case.num_ranks
+
+
+def plan_in_a_capture(ctx: RankContext, case: Case, engine_name: str) -> None:
+    with opened(ctx, case, engine_name) as (case, engine):
+        topk_idx = case.topk_idx(ctx.rank)
+        engine.plan(topk_idx)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            engine.plan(topk_idx)
+
+
+@pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
+def test_an_exact_plan_is_refused_in_a_capture(pool: RankPool, engine_name: str) -> None:
+    """It used to wait for twice the deadline for sizes that a captured kernel never tells."""
+    case = fitted(CASE, pool, engine_name)
+    answers = pool.run(error_on_rank, plan_in_a_capture, case, engine_name, ranks=case.num_ranks)
+    assert {kind for kind, _ in answers} == {"InputError"}, answers
+    assert len({text for _, text in answers}) == 1
+    assert "set max_recv_rows" in answers[0][1]
