@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,15 +17,20 @@ from megatron_ncclep.testing.cases import contract_cases, for_engine
 from megatron_ncclep.testing.launcher import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+sys.path.append(str(Path(__file__).parent / "virtual"))
+# Tests that virtual ranks cannot run -> why.
+NOT_RUN = pytest.StashKey[dict[str, str]]()
+VIRTUAL = "virtual"  # ranks that are threads and share one GPU: tests/virtual/virtual_ranks.py
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend",
         default="gloo",
-        choices=("gloo", "nccl"),
-        help="of the contract tests: gloo on the CPU, or nccl with a GPU for each rank, which also "
-        "collects tests/gpu",
+        choices=("gloo", "nccl", VIRTUAL),
+        help="of the contract tests: gloo on the CPU, or nccl with a GPU for each rank, or virtual: "
+        "ranks that are threads and share one GPU, for the engine native.  With GPUs tests/gpu is "
+        "collected too",
     )
     parser.addoption(
         "--engine",
@@ -62,7 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "needs_caps(test=...): left out for an engine whose EngineCaps fail the test",
     )
-    config.addinivalue_line("markers", "cpu_only: left out with --backend nccl; a comment says why")
+    config.addinivalue_line("markers", "cpu_only: left out on GPUs; a comment says why")
+    config.addinivalue_line(
+        "markers", "needs_processes(reason): left out with --backend virtual, and listed"
+    )
     if config.getoption("--iterations") < 1:
         raise pytest.UsageError("--iterations: must be at least 1")
     check_options(chosen_engines(config), chosen_ranks(config), config.getoption("--backend"))
@@ -97,12 +106,29 @@ def check_options(engine_names: list[str], ranks: list[int], backend: str) -> No
             )
     if ranks[0] < 1:
         raise pytest.UsageError(f"--ranks {ranks[0]}: must be at least 1")
+    if backend == VIRTUAL:
+        check_virtual(engine_names, ranks)
     if backend == "nccl" and ranks[-1] > torch.cuda.device_count():
         fitting = " ".join(f"--ranks {n}" for n in ranks if n <= torch.cuda.device_count())
         raise pytest.UsageError(
             f"--backend nccl needs a GPU for each of {ranks[-1]} ranks, and there are "
             f"{torch.cuda.device_count()}: {f'use {fitting}' if fitting else 'use --backend gloo'}"
         )
+
+
+def check_virtual(engine_names: list[str], ranks: list[int]) -> None:
+    """Refuse what ranks that share one GPU cannot run; raises as `check_options`."""
+    from virtual_ranks import MOST_RANKS  # here and below: nobody else needs torch's test code
+
+    if engine_names != ["native"]:
+        raise pytest.UsageError(
+            f"--backend virtual runs the engine native, not {', '.join(engine_names)}: add "
+            "--engine native"
+        )
+    if ranks[-1] > MOST_RANKS:
+        raise pytest.UsageError(f"--ranks {ranks[-1]}: at most {MOST_RANKS} ranks share a GPU")
+    if torch.cuda.device_count() == 0:
+        raise pytest.UsageError("--backend virtual needs a GPU, and there is none: use gloo")
 
 
 def obstacle_without_gpus(name: str) -> str | None:
@@ -119,13 +145,15 @@ def obstacle_without_gpus(name: str) -> str | None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave tests/gpu out without GPUs: not skipped, so that no report counts them."""
-    on_gpu = config.getoption("--backend") == "nccl"
+    on_gpu = config.getoption("--backend") != "gloo"
     is_inside = GPU_TESTS in (collection_path, *collection_path.parents)
     return True if is_inside and not on_gpu else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    most, on_gpu = chosen_ranks(config)[-1], config.getoption("--backend") == "nccl"
+    most, backend = chosen_ranks(config)[-1], config.getoption("--backend")
+    on_gpu = backend != "gloo"
+    not_run: dict[str, str] = {}
 
     def is_left_out(item: pytest.Function) -> bool:
         too_few = any(mark.args[0] > most for mark in item.iter_markers("needs_ranks"))
@@ -134,10 +162,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
             for mark in item.iter_markers("needs_caps")
         )
         on_cpu_only = item.get_closest_marker("cpu_only") is not None
-        return too_few or lacks_caps or (on_gpu and on_cpu_only)
+        if too_few or lacks_caps or (on_gpu and on_cpu_only):
+            return True
+        mark = item.get_closest_marker("needs_processes")
+        if backend != VIRTUAL or mark is None:
+            return False
+        not_run[item.nodeid.partition("[")[0]] = mark.args[0]
+        return True
 
-    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
-    items[:] = [item for item in items if not is_left_out(item)]
+    config.stash[NOT_RUN] = not_run
+    left_out = [item for item in items if is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """List what virtual ranks leave out, and why: scripts/gpu_check.sh reads these lines."""
+    for test, reason in config.stash.get(NOT_RUN, {}).items():
+        terminalreporter.write_line(f"LEFT OUT {test}: {reason}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -181,7 +225,13 @@ def rank_counts(request: pytest.FixtureRequest) -> list[int]:
 
 @pytest.fixture(scope="session")
 def pool(backend: str, rank_counts: list[int]) -> Iterator[RankPool]:
-    """As many processes as the largest --ranks; a test that needs fewer uses the first ones."""
-    pool = RankPool(rank_counts[-1], backend)
+    """As many ranks as the largest --ranks; a test that needs fewer uses the first ones."""
+    size = rank_counts[-1]
+    if backend == VIRTUAL:
+        from virtual_pool import VirtualPool
+
+        pool: RankPool = VirtualPool(size)
+    else:
+        pool = RankPool(size, backend)
     yield pool
     pool.close()

@@ -146,6 +146,20 @@ def _serve(
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, timeout=timedelta(seconds=300))
     groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
+    answer_jobs(rank, groups, device, pipe)
+
+
+def answer_jobs(
+    rank: int, groups: dict[int, dist.ProcessGroup], device: str, pipe: Connection
+) -> None:
+    """Be a rank of a pool: run what comes through the pipe until the pool closes its end.
+
+    Args:
+        rank: of this process.
+        groups: the group of the first N ranks, by N.
+        device: as in `RankContext`.
+        pipe: to the pool.
+    """
     while True:
         try:
             function, args, ranks = pickle.loads(pipe.recv_bytes())

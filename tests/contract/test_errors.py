@@ -34,7 +34,7 @@ WRONG_DEVICE = {"cpu": "meta", "cuda": "cpu"}
 
 
 def config(engine_name: str = "reference", **options: int) -> EpConfig:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cpu" if dist.get_backend() == "gloo" else "cuda"
     return EpConfig(engine=engine_name, timeout_s=deadline_s(engine_name, device), **options)
 
 
@@ -216,7 +216,7 @@ def test_every_rank_raises_the_same_error(
 ) -> None:
     texts = pool.run(make_mistake, mistake, engine_name, ranks=2)
     assert texts[0] == texts[1]
-    device = "cuda" if backend == "nccl" else "cpu"
+    device = "cpu" if backend == "gloo" else "cuda"
     dtypes = ", ".join(str(d).removeprefix("torch.") for d in caps_of(engine_name).payload_dtypes)
     pattern = message.format_map(
         {"engine": engine_name, "dtypes": dtypes, "device": device, "wrong": WRONG_DEVICE[device]}
@@ -241,6 +241,9 @@ def test_more_rows_than_numbers_for_them(pool: RankPool) -> None:
     assert "micro-batches" in texts[0]
 
 
+ALONE = pytest.mark.needs_processes("it changes the registry of engines, which is one per process")
+
+
 def unavailable_on_rank(ctx: RankContext) -> str:
     entry = engines.ENGINES["reference"]
     engines.ENGINES["broken"] = engines.EngineEntry(
@@ -256,6 +259,7 @@ def unavailable_on_rank(ctx: RankContext) -> str:
         del engines.ENGINES["broken"]
 
 
+@ALONE
 def test_an_engine_that_cannot_run_is_never_replaced_silently(pool: RankPool) -> None:
     for text in pool.run(unavailable_on_rank, ranks=2):
         assert "engine 'broken' cannot run here: rank 1: no such GPU: buy one" in text
@@ -281,6 +285,7 @@ def auto_on_rank(ctx: RankContext) -> str:
         engines.ENGINES.update(before)
 
 
+@ALONE
 def test_auto_takes_the_first_that_can_run_and_says_why(pool: RankPool) -> None:
     assert pool.run(auto_on_rank, ranks=2) == ["reference"] * 2
 

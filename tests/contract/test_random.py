@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from random_round import ON_CPU, ON_GPUS, ROUTINGS, round_on_rank, rounds
+from random_round import ROUTINGS, SIZES, round_on_rank, rounds
 from run_case import caps_of
 
 from megatron_ncclep.testing.launcher import RankError, RankPool
@@ -29,9 +29,10 @@ def test_random_batches_are_the_oracles(
         ranks = random.Random(round_seed).choice(numbers)
         again = f"run it again with --seed {round_seed} --iterations {count} --ranks "
         again += " --ranks ".join(map(str, rank_counts))
-        sizes = ON_GPUS if backend == "nccl" else ON_CPU
         try:
-            results = pool.run(round_on_rank, engine_name, round_seed, count, sizes, ranks=ranks)
+            results = pool.run(
+                round_on_rank, engine_name, round_seed, count, SIZES[backend], ranks=ranks
+            )
         except RankError as error:
             pool.close()  # the group of a call that failed is of no use to the next test
             raise AssertionError(f"{again}\n{error}") from error

@@ -8,7 +8,10 @@ import pytest
 from outcome import outcome
 from rank import DEADLINE_S
 
-pytestmark = pytest.mark.needs_ranks(2)
+pytestmark = [
+    pytest.mark.needs_ranks(2),
+    pytest.mark.needs_processes("its ranks end, each by itself: see tests/gpu/test_failures.py"),
+]
 
 # How the hosts agree: through shared memory, or over the process group.
 LINKS = {"shared memory": {}, "process group": {"NCCLEP_HOST_EXCHANGE": "0"}}

@@ -1,4 +1,4 @@
-"""Fixtures for tests that need GPUs; collected with --backend nccl only (tests/conftest.py)."""
+"""Fixtures for tests that need GPUs; not collected with --backend gloo (tests/conftest.py)."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ CASES = [
 ALIGNMENT = {"aligned": 32}
 
 
+@pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layer_equals_alltoall(
