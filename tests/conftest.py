@@ -28,9 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--backend",
         default="gloo",
         choices=("gloo", "nccl", VIRTUAL),
-        help="of the contract tests: gloo on the CPU, or nccl with a GPU for each rank, or virtual: "
-        "ranks that are threads and share one GPU, for the engine native.  With GPUs tests/gpu is "
-        "collected too",
+        help="of the contract tests: gloo on the CPU, nccl with a GPU for each rank, or virtual, "
+        "for the engine native: ranks that are threads and share one GPU.  The last two also "
+        "collect tests/gpu",
     )
     parser.addoption(
         "--engine",

@@ -16,7 +16,12 @@ from megatron_ncclep.testing.cases import Case
 from megatron_ncclep.testing.compare import assert_same_bits
 from megatron_ncclep.testing.contents import rows_of, weights_of
 from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
+from megatron_ncclep.testing.table_oracle import (
+    SlotTable,
+    slot_table,
+    table_combine,
+    table_dispatch,
+)
 
 pytestmark = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
 
@@ -30,6 +35,10 @@ CASES = [
     dataclasses.replace(CASE, name="aligned-overflow", alignment=16, max_recv_rows=320),
     dataclasses.replace(CASE, name="skewed-bf16", skew=0.7, dtype=torch.bfloat16),
 ]
+
+
+# Of a step.
+RESULTS = ("rows", "row_w", "out", "none", "y.grad", "none", "x.grad", "w.grad")
 
 
 class Layer:
@@ -70,10 +79,10 @@ class Layer:
         case = self.case
         return rows_of(rank, num_rows, case.hidden, case.dtype, 10 * number + salt, case.device)
 
-    def check(
-        self, plan: RoutePlan, results: list[torch.Tensor | None], number: int, round_home: bool
-    ) -> int:
-        """Compare with the oracle; return how many picks it dropped for this rank."""
+    def expected(
+        self, number: int, round_home: bool
+    ) -> tuple[SlotTable, list[torch.Tensor | None]]:
+        """What the plan and the results of `step` must be for micro-batch `number`."""
         case, rank = dataclasses.replace(self.case, seed=number), self.ctx.rank
         limit, device, tokens = case.max_recv_rows, self.ctx.device, list(case.tokens)
         assert limit is not None
@@ -85,26 +94,31 @@ class Layer:
         w = [weights_of(r, (tokens[r], case.top_k), number, device) for r in ranks]
         row_w_grad = [weights_of(r, (limit,), -number, device) for r in ranks]
         home = (tables, tokens, rank, case.top_k)
-        expected = {
-            "tokens_per_expert": tables[rank].padded,
-            "routed_per_expert": tables[rank].routed,
-            "num_dropped": tables[rank].num_dropped,
-        }
-        names = ("rows", "row_w", "out", "none", "y.grad", "none", "x.grad", "w.grad")
-        values = [
+        return tables[rank], [
             *table_dispatch(tables[rank], x, w),
             *table_combine(*home, y, round_home=round_home),
             *table_dispatch(tables[rank], out_grad),
             *table_combine(*home, rows_grad, row_w_grad, round_home),
         ]
-        what = f"{case}, micro-batch {number}, rank {rank}"
-        for name, value in expected.items():
+
+    def check(
+        self, plan: RoutePlan, results: list[torch.Tensor | None], number: int, round_home: bool
+    ) -> int:
+        """Compare with the oracle; return how many picks it dropped for this rank."""
+        table, values = self.expected(number, round_home)
+        what = f"{self.case}, micro-batch {number}, rank {self.ctx.rank}"
+        numbers = {
+            "tokens_per_expert": table.padded,
+            "routed_per_expert": table.routed,
+            "num_dropped": table.num_dropped,
+        }
+        for name, value in numbers.items():
             assert_same_bits(getattr(plan, name), value, f"{what}: {name}")
-        for name, result, value in zip(names, results, values, strict=True):
+        for name, result, value in zip(RESULTS, results, values, strict=True):
             assert (result is None) == (value is None), f"{what}: {name}"
             if result is not None and value is not None:
                 assert_same_bits(result, value, f"{what}: {name}")
-        return int(tables[rank].num_dropped)
+        return int(table.num_dropped)
 
 
 Results = tuple[RoutePlan, list[torch.Tensor | None]]

@@ -42,6 +42,10 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
   return limit == CU_LIMIT_STACK_SIZE && value ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
+CUresult cuModuleGetLoadingMode(CUmoduleLoadingMode* mode) {
+  *mode = CU_MODULE_LAZY_LOADING;
+  return CUDA_SUCCESS;
+}
 CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
   *stream = (CUstream)malloc(1);
   return flags == CU_STREAM_NON_BLOCKING ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;

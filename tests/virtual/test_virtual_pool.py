@@ -7,6 +7,7 @@ product's own shared memory where the extension is built.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -177,6 +178,27 @@ def test_what_goes_wrong_ends_the_process_and_is_told() -> None:
         assert pool.run(os_getpid, ranks=1)[0] != after
     finally:
         pool.close()
+
+
+def test_everything_that_is_replaced_is_there() -> None:
+    """In a process of its own; without a GPU, and so without what starts CUDA."""
+    code = (
+        "import torch, virtual_ranks\n"
+        "host = virtual_ranks.Host(1, 'cpu')\n"
+        "host._replace_what_means_the_device()\n"
+        "ctx = virtual_ranks.RankContext(0, 1, host.become(0)[1], 'cpu')\n"
+        "print(virtual_ranks.on_rank(ctx, lambda ctx: str(\n"
+        "    virtual_ranks.group.EpGroup.of(ctx.group).device)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "cuda:0\n"
 
 
 def os_getpid(ctx: RankContext) -> int:

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -49,6 +50,7 @@ Result fail(Result result, const std::string& text) {
   DO(cuCtxSetCurrent)               \
   DO(cuCtxGetDevice)                \
   DO(cuCtxSetLimit)                 \
+  DO(cuModuleGetLoadingMode)        \
   DO(cuStreamCreate)                \
   DO(cuMemGetAllocationGranularity) \
   DO(cuMemCreate)                   \
@@ -465,6 +467,11 @@ EXPORT const char* ncclGetLastError(void*) { return last_error.c_str(); }
 EXPORT int virtual_streams(int count, void** streams) {
   CUdevice device;
   if (const Result used = use_device(&device); used != kSuccess) return used;
+  CUmoduleLoadingMode mode = CU_MODULE_EAGER_LOADING;
+  CUDA(cuModuleGetLoadingMode, &mode);
+  if (mode != CU_MODULE_EAGER_LOADING) {
+    std::fprintf(stderr, "CUDA started without CUDA_MODULE_LOADING=EAGER: ranks may hang\n");
+  }
   // Threads' stacks grow when a kernel needs more than any before, and the driver waits for all
   // kernels then: so they are large enough for all from the start.
   CUDA(cuCtxSetLimit, CU_LIMIT_STACK_SIZE, 4096);

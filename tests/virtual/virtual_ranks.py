@@ -13,8 +13,8 @@ Why ranks do not wait for each other for ever, which one would wait for the othe
 
 - All kernels that wait run at once: they are launched with at most `MOST_SMS` CTAs together, one of
   which fills an SM; torch's kernels have the other SMs.  Each stream that is used has a hardware
-  queue of its own (CUDA_DEVICE_MAX_CONNECTIONS), and all code is loaded before the first kernel runs
-  (CUDA_MODULE_LOADING), because loading may wait for all kernels.
+  queue of its own (CUDA_DEVICE_MAX_CONNECTIONS), and all code is loaded before the first kernel
+  runs (CUDA_MODULE_LOADING), because loading may wait for all kernels.
 - A rank whose kernel waits for another one's has agreed with it on that call.  Whatever the other
   one's host does between agreeing and launching must not wait for the device: it allocates, which
   does not wait, and frees nothing to the driver.  cudaDeviceSynchronize, cudaFree and the making of
@@ -196,15 +196,18 @@ class Host:
 
         return synchronize
 
-    def _new_stream(self, original: type[torch.cuda.Stream]) -> Callable[..., torch.cuda.Stream]:
-        def stream(device: Any = None, priority: int = 0, **known: Any) -> torch.cuda.Stream:
-            if known or not self.mine.streams:  # `known`: one that there is
-                return original(device, priority, **known)
-            others = self.mine.streams[1:]
-            self.mine.num_given += 1
-            return others[self.mine.num_given % len(others)]
+    def _new_stream(self, original: type[torch.cuda.Stream]) -> type[torch.cuda.Stream]:
+        mine = self.mine
 
-        return stream
+        class Stream(original):  # type: ignore[misc, valid-type]
+            def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Any:
+                if known or not mine.streams:  # `known`: one that there is
+                    return original(device, priority, **known)
+                others = mine.streams[1:]
+                mine.num_given += 1
+                return others[mine.num_given % len(others)]
+
+        return Stream
 
     @contextmanager
     def _capture(
