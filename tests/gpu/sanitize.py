@@ -1,9 +1,12 @@
-"""Run a small random round of an engine on two GPUs under compute-sanitizer.
+"""Run a small random round of an engine under compute-sanitizer.
 
-python tests/gpu/sanitize.py TOOL ENGINE      TOOL: memcheck, racecheck, initcheck or synccheck
-python tests/gpu/sanitize.py --find           says by its exit status whether there is one
+python tests/gpu/sanitize.py TOOL ENGINE            on two GPUs
+python tests/gpu/sanitize.py TOOL native --virtual  2 and 4 virtual ranks on one GPU (tests/virtual)
+python tests/gpu/sanitize.py --find                 says by its exit status whether there is one
 
-Each rank has a compute-sanitizer of its own, which looks at our kernels only.  Fails when one of
+TOOL: memcheck, racecheck, initcheck or synccheck
+
+Each process has a compute-sanitizer of its own, which looks at our kernels only.  Fails when one of
 them reports an error, when a rank fails, and when the results are wrong.  What racecheck reports as
 warnings are accesses of one warp that __syncwarp orders, of which the tool knows nothing.
 """
@@ -14,18 +17,25 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "contract"))
+import torch.distributed as dist
+
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("contract", "virtual")]
 from random_round import Sizes, round_on_rank
 
+from megatron_ncclep.testing.launcher import RankContext
 from megatron_ncclep.testing.processes import Ended, join, run_ranks
 
 NUM_RANKS, ITERATIONS = 2, 4
+VIRTUAL_RANKS = (2, 4)
 SEEDS = (0, 4)  # a rank without tokens; static mode that drops picks
 SIZES = Sizes(tokens=300, experts=16, hidden=(128, 512), elements=2**18)
 # Kernels under a tool are a hundred times slower.
 TIMEOUT_S, JOB_S = 120.0, 240.0
+# One process for all rounds, in which the tool sees all of CUDA's code before the first kernel.
+VIRTUAL_JOB_S = 540.0
 RIGHT = "as the oracle says"
 FOUND = 86  # the exit code of a tool that found something
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
@@ -38,16 +48,55 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which(toolkit / "bin" / "compute-sanitizer")
 
 
+def do_round(ctx: RankContext, engine_name: str, seed: int) -> bool:
+    """One rank's part of a round; says what came of it."""
+    difference, features = round_on_rank(ctx, engine_name, seed, ITERATIONS, SIZES, TIMEOUT_S)
+    # In one piece: other ranks may be threads of this process.
+    sys.stdout.write(f"rank {ctx.rank}: {difference or RIGHT}; {dict(features)}\n")
+    sys.stdout.flush()
+    return not difference
+
+
 def rank(engine_name: str, seed: int) -> None:
     """What runs under a tool: one rank of a round."""
-    ctx = join("nccl")
-    difference, features = round_on_rank(ctx, engine_name, seed, ITERATIONS, SIZES, TIMEOUT_S)
-    print(f"rank {ctx.rank}: {difference or RIGHT}; {dict(features)}")
-    sys.exit(1 if difference else 0)
+    sys.exit(0 if do_round(join("nccl"), engine_name, seed) else 1)
 
 
-def problem(ended: Ended) -> str | None:
-    """Say what is wrong with a rank's end, if anything is: silence of the tool is."""
+def do_virtual_rounds(ctx: RankContext, engine_name: str) -> bool:
+    """All rounds of one virtual rank."""
+    all_right = True
+    for num_ranks in VIRTUAL_RANKS:
+        group = dist.new_group(list(range(num_ranks)))
+        if ctx.rank < num_ranks:
+            few = RankContext(ctx.rank, num_ranks, group, ctx.device)
+            for seed in SEEDS:
+                all_right &= do_round(few, engine_name, seed)
+        dist.barrier(ctx.group)
+    return all_right
+
+
+def virtual(tool: str, engine_name: str, library: str) -> None:
+    """What runs under a tool: a process whose threads are the ranks of all rounds."""
+    import torch
+    import virtual_ranks
+
+    if tool == "memcheck":
+        # Every tensor is an allocation of its own, so that what lies behind it is out of bounds.
+        torch.cuda.memory.change_current_allocator(
+            torch.cuda.memory.CUDAPluggableAllocator(library, "virtual_malloc", "virtual_free")
+        )
+    host = virtual_ranks.Host(max(VIRTUAL_RANKS), "cuda", Path(library))
+    results = host.run(do_virtual_rounds, engine_name)
+    sys.stdout.flush()
+    # Threads that hang must not keep the process; the tool has written all it found by then.
+    sys.exit(0 if all(result is True for result in results) else 1)
+
+
+def problem(ended: Ended, num_right: int = 1) -> str | None:
+    """Say what is wrong with a process's end, if anything is: silence of the tool is.
+
+    `num_right`: how many ranks and rounds have to say that they were right.
+    """
     summaries = SUMMARY.findall(ended.output)
     if not summaries:
         return "the tool gave no summary"
@@ -55,30 +104,54 @@ def problem(ended: Ended) -> str | None:
     if found:
         return "; ".join(found)
     # The tool's exit code, which a mere warning makes FOUND, hides that of the rank.
-    if RIGHT in ended.output and ended.exit_code in (0, FOUND):
+    if ended.output.count(RIGHT) == num_right and ended.exit_code in (0, FOUND):
         return None
     return f"exit code {ended.exit_code}"
 
 
-def main(tool: str, engine_name: str) -> int:
+def command_of(tool: str) -> list[str]:
+    """What starts a Python under a tool."""
     sanitizer = find_sanitizer()
     assert sanitizer, "there is no compute-sanitizer on PATH or under CUDA_HOME"
     command = [sanitizer, "--tool", tool, "--target-processes", "all"]
     command += ["--kernel-name", "kns=ncclep", "--report-api-errors", "no"]
-    command += ["--error-exitcode", str(FOUND)]
+    return [*command, "--error-exitcode", str(FOUND), sys.executable, __file__]
+
+
+def report(what: str, everyone: list[Ended], num_right: int = 1) -> int:
+    """Print what each process said; return how many have a problem."""
+    failures = 0
+    for number, ended in enumerate(everyone):
+        print(f"--- {what}, process {number} ---\n{ended.output}")
+        if wrong := problem(ended, num_right):
+            failures += 1
+            print(f"{what}, process {number}: {wrong}")
+    return failures
+
+
+def main(tool: str, engine_name: str) -> int:
     failures = 0
     for seed in SEEDS:
-        python = [sys.executable, __file__, "--rank", engine_name, str(seed)]
-        # Every tensor is an allocation of its own, so that what lies behind it is out of bounds.
-        everyone = run_ranks(
-            [*command, *python], NUM_RANKS, JOB_S, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-        )
-        for number, ended in enumerate(everyone):
-            print(f"--- seed {seed}, rank {number} ---\n{ended.output}")
-            if what := problem(ended):
-                failures += 1
-                print(f"seed {seed}, rank {number}: {what}")
+        command = [*command_of(tool), "--rank", engine_name, str(seed)]
+        # As above: every tensor is an allocation of its own.
+        everyone = run_ranks(command, NUM_RANKS, JOB_S, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        failures += report(f"seed {seed}", everyone)
     print(f"{tool}, {engine_name}, {NUM_RANKS} ranks: {failures or 'no'} failures")
+    return 1 if failures else 0
+
+
+def main_virtual(tool: str, engine_name: str) -> int:
+    from virtual_pool import compile_stand_in
+    from virtual_ranks import ENVIRONMENT
+
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "libvirtual_nccl.so"
+        compile_stand_in(library)
+        command = [*command_of(tool), "--process", tool, engine_name, str(library)]
+        everyone = run_ranks(command, 1, VIRTUAL_JOB_S, **ENVIRONMENT)
+    ranks = " and ".join(map(str, VIRTUAL_RANKS))
+    failures = report(f"{ranks} virtual ranks", everyone, len(SEEDS) * sum(VIRTUAL_RANKS))
+    print(f"{tool}, {engine_name}, {ranks} virtual ranks: {failures or 'no'} failures")
     return 1 if failures else 0
 
 
@@ -87,5 +160,9 @@ if __name__ == "__main__":
         sys.exit(0 if find_sanitizer() else 1)
     elif sys.argv[1] == "--rank":
         rank(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1] == "--process":
+        virtual(*sys.argv[2:])
+    elif sys.argv[3:] == ["--virtual"]:
+        sys.exit(main_virtual(*sys.argv[1:3]))
     else:
         sys.exit(main(*sys.argv[1:]))

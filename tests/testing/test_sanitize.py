@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,9 +35,19 @@ HAZARDS = "rank 0: as the oracle says; {}\n===== RACECHECK SUMMARY: 3 hazards di
     ],
 )
 def test_what_passes(exit_code: int | None, output: str, problem: str | None) -> None:
+    assert script().problem(Ended(exit_code, output)) == problem
+
+
+def test_every_rank_of_a_process_has_to_be_right() -> None:
+    ended = Ended(0, "".join(NOTHING.replace("0:", f"{rank}:", 1) + "\n" for rank in range(3)))
+    assert script().problem(ended, 3) is None
+    assert script().problem(ended, 4) == "exit code 0"
+
+
+def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("sanitize", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     sanitize = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sanitize)
-    assert sanitize.problem(Ended(exit_code, output)) == problem
+    return sanitize

@@ -56,6 +56,12 @@ MOST_SMS = 128
 # One to work on and two to hand out; all ranks' together have a hardware queue each.
 STREAMS_PER_RANK = 3
 CONNECTIONS = 32
+# Of the process, before CUDA starts.
+ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": str(CONNECTIONS),
+    "CUDA_MODULE_LOADING": "EAGER",
+    "CUDA_BINARY_LOADER_THREAD_COUNT": str(min(8, os.cpu_count() or 1)),
+}
 DEFAULT_NUM_SMS = native_obstacle.DEFAULT_NUM_SMS
 
 
@@ -121,12 +127,7 @@ class Host:
     def _start_cuda(self) -> None:
         assert not torch.cuda.is_initialized(), "the environment comes before CUDA"
         assert self.library is not None
-        os.environ.update(
-            CUDA_DEVICE_MAX_CONNECTIONS=str(CONNECTIONS),
-            CUDA_MODULE_LOADING="EAGER",
-            CUDA_BINARY_LOADER_THREAD_COUNT=str(min(8, os.cpu_count() or 1)),
-            NCCLEP_NCCL_LIBRARY=str(self.library),
-        )
+        os.environ.update(ENVIRONMENT, NCCLEP_NCCL_LIBRARY=str(self.library))
         stand_in = ctypes.CDLL(str(self.library))
         handles = (ctypes.c_void_p * (self.size * STREAMS_PER_RANK))()
         stand_in.ncclGetLastError.restype = ctypes.c_char_p
