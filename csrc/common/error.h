@@ -1,9 +1,10 @@
 // The exceptions of the native code, and the check that throws.
 #pragma once
 
-#include <sstream>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace ncclep {
 
@@ -20,12 +21,28 @@ class PeerError : public Error {
   using Error::Error;
 };
 
+// A number, a pointer or a text, as text.  Without streams: their locales crash in a process that
+// has two copies of the C++ library, one of them linked into this extension.
+template <typename Part>
+std::string text_of(const Part& part) {
+  char digits[32];
+  if constexpr (std::is_floating_point_v<Part>) {
+    std::snprintf(digits, sizeof(digits), "%g", static_cast<double>(part));
+    return digits;
+  } else if constexpr (std::is_integral_v<Part>) {
+    return std::to_string(part);
+  } else if constexpr (std::is_same_v<Part, void*>) {
+    std::snprintf(digits, sizeof(digits), "%p", part);
+    return digits;
+  } else {
+    return std::string(part);
+  }
+}
+
 // Joins its arguments into one text.
 template <typename... Parts>
 std::string join_text(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
+  return (std::string() + ... + text_of(parts));
 }
 
 // Joins its arguments into the text of an Error.

@@ -206,13 +206,14 @@ PlanScratch Group::plan_scratch(int num_sms) const {
 
 void Group::queue(std::uintptr_t stream_handle, const std::function<void()>& launch) {
   const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
-  unsigned long long number = 0;
-  cuda_check(cudaStreamGetId(stream, &number), "cudaStreamGetId");
   const unsigned long long capture = capture_of(stream);
+  // While it is captured a stream has no number to ask for, and waiting for itself costs nothing.
+  unsigned long long number = 0;
+  if (capture == 0) cuda_check(cudaStreamGetId(stream, &number), "cudaStreamGetId");
   // An event must not lead into a graph that is being captured, or out of one.
   Last& last = capture != 0 ? last_captured_ : last_;
   const auto done = static_cast<cudaEvent_t>(last.done);
-  if (last.is_some && last.stream != number && last.capture == capture) {
+  if (last.is_some && last.capture == capture && (capture != 0 || last.stream != number)) {
     cuda_check(cudaStreamWaitEvent(stream, done, 0), "cudaStreamWaitEvent");
   }
   launch();
