@@ -61,7 +61,8 @@ void raise_signals() {
 
 void bind_host(py::module_& module) {
   py::class_<HostExchange, std::shared_ptr<HostExchange>>(module, "HostExchange")
-      .def(py::init<const std::string&, int, int>(), "name"_a, "num_ranks"_a, "rank"_a)
+      .def(py::init<int, const std::string&, int, int>(), "file"_a, "token"_a, "num_ranks"_a,
+           "rank"_a)
       .def(
           "exchange",
           [](HostExchange& exchange, const py::bytes& mine, const std::string& what,
@@ -76,6 +77,7 @@ void bind_host(py::module_& module) {
             return all;
           },
           "mine"_a, "what"_a, "timeout_s"_a)
+      .def("lost", &HostExchange::lost, Unlocked())
       .def("close", &HostExchange::close, Unlocked());
 }
 

@@ -25,7 +25,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kCacheLine = 64;
 // Says that the memory is laid out as below; change it with the layout.
-constexpr std::uint64_t kLayout = 0x6e63636c65700001;
+constexpr std::uint64_t kLayout = 0x6e63636c65700002;
 
 // A wait asks without pause this often (a few microseconds), then gives its core away until
 // kYieldTime, then sleeps, so that the ranks it waits for run where there are fewer cores than
@@ -62,9 +62,17 @@ bool has_died(pid_t process) {
   return name_end != std::string::npos && text.compare(name_end, 3, ") Z") == 0;
 }
 
+constexpr char kGaveUp[] = "gave up waiting for other ranks";
+
+// Adds a rank to a list of them, unless there is nothing to say of it.
+void add_name(std::string& names, int rank, const std::string& reason) {
+  if (reason.empty()) return;
+  names += join_text(names.empty() ? "" : "; ", "rank ", rank, " ", reason);
+}
+
 // The text of a system call's failure.
-[[noreturn]] void fail_in(const char* call, const std::string& name, int error) {
-  fail("shared memory ", name, ": ", call, " failed: ", std::strerror(error));
+[[noreturn]] void fail_in(const char* call, int error) {
+  fail("shared memory: ", call, " failed: ", std::strerror(error));
 }
 
 }  // namespace
@@ -86,70 +94,63 @@ struct alignas(kCacheLine) HostExchange::Rank {
 struct alignas(kCacheLine) HostExchange::Segment {
   std::uint64_t layout;
   std::int64_t num_ranks;
-  std::atomic<std::int64_t> num_open;
+  char token[kTokenBytes];
   alignas(kCacheLine) Rank ranks[];
 };
 
 // Between processes only what needs no lock is atomic.
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
-HostExchange::HostExchange(const std::string& name, int num_ranks, int rank)
-    : name_(name), num_ranks_(num_ranks), rank_(rank) {
+HostExchange::HostExchange(int file, const std::string& token, int num_ranks, int rank)
+    : num_ranks_(num_ranks), rank_(rank) {
   require(0 <= rank && rank < num_ranks, "rank ", rank, " of ", num_ranks);
+  require(token.size() == kTokenBytes, "a token has ", kTokenBytes, " bytes, not ", token.size());
   num_bytes_ = sizeof(Segment) + num_ranks * sizeof(Rank);
-  const int create = rank == 0 ? O_CREAT | O_EXCL : 0;
-  const int file = shm_open(name.c_str(), O_RDWR | create, S_IRUSR | S_IWUSR);
-  if (file < 0) fail_in("shm_open", name, errno);
   try {
     map(file);
-    join();
+    join(token);
   } catch (...) {
-    ::close(file);
-    close();
-    if (rank == 0) shm_unlink(name.c_str());
+    if (segment_ != nullptr) munmap(segment_, num_bytes_);
     throw;
   }
-  ::close(file);
 }
 
 HostExchange::~HostExchange() { close(); }
 
 void HostExchange::map(int file) {
   if (rank_ == 0) {
-    // Takes the memory now: a full file system would otherwise be a SIGBUS at the first write.
+    // Takes the memory now: a lack of it would otherwise be a SIGBUS at the first write.
     const int error = posix_fallocate(file, 0, static_cast<off_t>(num_bytes_));
-    if (error != 0) fail_in("posix_fallocate", name_, error);
+    if (error != 0) fail_in("posix_fallocate", error);
   }
   struct stat status;
-  if (fstat(file, &status) != 0) fail_in("fstat", name_, errno);
-  require(status.st_size == static_cast<off_t>(num_bytes_), "shared memory ", name_, " has ",
+  if (fstat(file, &status) != 0) fail_in("fstat", errno);
+  require(status.st_size == static_cast<off_t>(num_bytes_), "the shared memory has ",
           status.st_size, " bytes, not the ", num_bytes_, " of ", num_ranks_, " ranks");
   void* address = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  if (address == MAP_FAILED) fail_in("mmap", name_, errno);
+  if (address == MAP_FAILED) fail_in("mmap", errno);
   segment_ = static_cast<Segment*>(address);
 }
 
-void HostExchange::join() {
+void HostExchange::join(const std::string& token) {
   if (rank_ == 0) {  // all the rest is zero, as it should be
     segment_->layout = kLayout;
     segment_->num_ranks = num_ranks_;
+    std::memcpy(segment_->token, token.data(), kTokenBytes);
   }
-  require(segment_->layout == kLayout && segment_->num_ranks == num_ranks_, "shared memory ", name_,
-          " is not laid out for ", num_ranks_, " ranks by this version");
+  require(segment_->layout == kLayout && segment_->num_ranks == num_ranks_,
+          "the shared memory is not laid out for ", num_ranks_, " ranks by this version");
+  require(std::memcmp(segment_->token, token.data(), kTokenBytes) == 0,
+          "the shared memory is not that of this group");
   process_ = getpid();
   segment_->ranks[rank_].process = process_;
   segment_->ranks[rank_].process_namespace = process_namespace();
-  // Whoever comes last has seen all others open it.
-  if (segment_->num_open.fetch_add(1) + 1 == num_ranks_) shm_unlink(name_.c_str());
 }
 
 void HostExchange::close() {
   const std::lock_guard<std::mutex> alone(mutex_);
   if (segment_ == nullptr) return;
-  if (process_ == getpid()) {
-    segment_->ranks[rank_].is_closed = 1;
-    if (rank_ == 0 && segment_->num_open < num_ranks_) shm_unlink(name_.c_str());
-  }
+  if (process_ == getpid()) segment_->ranks[rank_].is_closed = 1;
   munmap(std::exchange(segment_, nullptr), num_bytes_);
 }
 
@@ -228,19 +229,23 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
   require_equal_lengths(total, what);
 }
 
-// Says why `rank` will not come any more; empty when it may.
-std::string HostExchange::why_never(int rank) const {
+// Says why `rank` will write nothing more; empty when it may.
+std::string HostExchange::why_gone(int rank) const {
   const Rank& peer = segment_->ranks[rank];
-  const std::uint64_t end = peer.gave_up_at.load(std::memory_order_acquire);
-  if (end != 0 && end <= sequence_) return "gave up waiting for other ranks";
-  std::string reason;
-  if (peer.is_closed != 0) {
-    reason = "has closed its end";
-  } else if (peer.process_namespace != 0 &&
-             peer.process_namespace == segment_->ranks[rank_].process_namespace &&
-             has_died(static_cast<pid_t>(peer.process))) {
-    reason = join_text("(process ", peer.process, ") has died");
+  if (peer.is_closed != 0) return "has closed its end";
+  if (peer.process_namespace != 0 &&
+      peer.process_namespace == segment_->ranks[rank_].process_namespace &&
+      has_died(static_cast<pid_t>(peer.process))) {
+    return join_text("(process ", peer.process, ") has died");
   }
+  return "";
+}
+
+// Says why `rank` will not come to the present round; empty when it may.
+std::string HostExchange::why_never(int rank) const {
+  const std::uint64_t end = segment_->ranks[rank].gave_up_at.load(std::memory_order_acquire);
+  if (end != 0 && end <= sequence_) return kGaveUp;
+  const std::string reason = why_gone(rank);
   // It may have come just before that.
   return reason.empty() || has_come(rank) ? "" : reason;
 }
@@ -251,14 +256,23 @@ void HostExchange::raise_if_lost(bool is_late, const std::string& what, double t
   for (int rank = 0; rank < num_ranks_; ++rank) {
     std::string reason = why_never(rank);
     if (reason.empty() && is_late && !has_come(rank)) reason = "did not come";
-    if (reason.empty()) continue;
-    names += join_text(names.empty() ? "" : "; ", "rank ", rank, " ", reason);
+    add_name(names, rank, reason);
   }
   if (names.empty()) return;
   throw PeerError(join_text("rank ", rank_, " of ", num_ranks_,
                             ": no answer from the other ranks of the expert-parallel group in ",
                             what, " (deadline ", timeout_s, " s): ", names,
                             "; look at the other ranks' output"));
+}
+
+std::string HostExchange::lost() {
+  const std::lock_guard<std::mutex> alone(mutex_);
+  std::string names;
+  for (int rank = 0; segment_ != nullptr && rank < num_ranks_; ++rank) {
+    const bool gave_up = segment_->ranks[rank].gave_up_at.load(std::memory_order_acquire) != 0;
+    if (rank != rank_) add_name(names, rank, gave_up ? kGaveUp : why_gone(rank));
+  }
+  return names;
 }
 
 void HostExchange::require_equal_lengths(std::size_t length, const std::string& what) const {

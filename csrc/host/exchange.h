@@ -32,10 +32,14 @@ class HostExchange {
   // How often a wait looks for dead peers and calls `poll`.
   static constexpr double kCheckInterval = 0.05;
 
-  // Rank 0 makes the shared memory called `name` ("/..."), which must not exist; the others open it
-  // after that.  The last to open it removes its name, so that a crash leaves nothing behind.
-  // Throws when the system refuses, or when the memory is not for `num_ranks` ranks.
-  HostExchange(const std::string& name, int num_ranks, int rank);
+  // Bytes of a token.
+  static constexpr std::size_t kTokenBytes = 16;
+
+  // Maps `file`, which stays the caller's and may be closed after that.  Rank 0 comes first: it
+  // gives the file its size and writes `token` there, and the others throw unless they find it.  A
+  // file without a name (memfd_create) is gone with the last process that maps it, however that
+  // ends. Throws when the system refuses, or when the memory is not for `num_ranks` ranks.
+  HostExchange(int file, const std::string& token, int num_ranks, int rank);
   ~HostExchange();
   HostExchange(const HostExchange&) = delete;
   HostExchange& operator=(const HostExchange&) = delete;
@@ -49,6 +53,10 @@ class HostExchange {
   void exchange(const char* mine, std::size_t length, char* all, const std::string& what,
                 double timeout_s, const std::function<void()>& poll);
 
+  // Says which ranks have died, have closed their end or gave up, and will not come to the next
+  // exchange; empty when none has, and after `close`.  Not collective, and does not wait.
+  std::string lost();
+
   // Unmaps the memory and tells the other ranks.  Not collective.
   void close();
 
@@ -60,16 +68,16 @@ class HostExchange {
   struct Segment;
 
   void map(int file);
-  void join();
+  void join(const std::string& token);
   void round(const char* mine, std::size_t length, std::size_t total, const std::string& what,
              double timeout_s, const std::function<void()>& poll);
   bool has_come(int rank) const;
+  std::string why_gone(int rank) const;
   std::string why_never(int rank) const;
   void raise_if_lost(bool is_late, const std::string& what, double timeout_s) const;
   void require_equal_lengths(std::size_t length, const std::string& what) const;
   Slot& slot(int rank) const;
 
-  const std::string name_;
   const int num_ranks_;
   const int rank_;
   std::mutex mutex_;

@@ -6,25 +6,29 @@ hundred microseconds; through memory that the processes of one machine share it 
 
 from __future__ import annotations
 
-import secrets
+import os
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from megatron_ncclep import envs
 from megatron_ncclep.engines import extension
-from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.engines.shared_memory import open_together
+from megatron_ncclep.errors import GroupClosedError
 from megatron_ncclep.logs import get_logger
 
-NAME_BYTES = 16
+# A process whose connections the system has closed is not yet dead; seconds to wait for that.
+DYING_S = 0.5
+ASK_AGAIN_S = 0.005
 
 
 class HostLink:
     """How this rank exchanges messages with the others of its group; chosen at the first exchange.
 
     All ranks use shared memory or none does: they use it when the extension loads on every rank, no
-    rank's environment turns it off, and every rank can open the memory that rank 0 makes.  The last
-    also tells ranks of several machines apart, and containers with a /dev/shm of their own.
+    rank's environment turns it off, and rank 0 can send every other rank the memory that it makes
+    (`shared_memory.open_together`).  The last also tells ranks of several machines apart, and
+    containers with a network namespace of their own.
 
     Attributes:
         rank, size: of this process in the group.
@@ -33,6 +37,7 @@ class HostLink:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self._process = os.getpid()
         self._is_chosen = False
         self._memory: Any = None  # a _C.HostExchange, if that is the choice
 
@@ -52,13 +57,27 @@ class HostLink:
             by_torch: does the same, with the same arguments, over the process group.
 
         Raises:
+            GroupClosedError: this process was forked from the rank's.
             PeerError: a rank did not come in time, died, or sent another number of bytes.
         """
         if self.size == 1:
             return mine
+        if os.getpid() != self._process:
+            raise GroupClosedError(
+                f"{what}: this process was forked from process {self._process}, which is rank "
+                f"{self.rank} of {self.size}, and is no rank itself: call the engine there"
+            )
         if not self._is_chosen:
-            self._memory = self._open(lambda part: by_torch(part, what, timeout_s))
+            self._memory, obstacle = open_together(
+                self.rank, self.size, _obstacle(), lambda part: by_torch(part, what, timeout_s)
+            )
             self._is_chosen = True
+            if self._memory is None:
+                get_logger().debug(
+                    "rank %d: hosts agree over the process group: %s",
+                    self.rank,
+                    obstacle or "another rank cannot share memory",
+                )
         if self._memory is None:
             return by_torch(mine, what, timeout_s)
         theirs: bytes = self._memory.exchange(mine, what, timeout_s)
@@ -70,40 +89,18 @@ class HostLink:
             self._memory.close()
         self._memory, self._is_chosen = None, False
 
-    def _open(self, gather: Callable[[bytes], bytes]) -> Any:
-        """Return the `_C.HostExchange` between all ranks, or None on all.  Collective.
+    def lost(self) -> str:
+        """Say which ranks have died or left, as far as shared memory tells; empty if none has.
 
-        Raises:
-            what `gather` raises; nothing stays open then.
+        For whoever saw a connection end: it waits a moment for the process behind it to be dead.
+        Not collective.
         """
-        obstacle = _obstacle()
-        name = secrets.token_bytes(NAME_BYTES) if self.rank == 0 else bytes(NAME_BYTES)
-        memory = None
-        with ExitStack() as undo:
-            if self.rank == 0 and obstacle is None:
-                memory, obstacle = self._open_memory(name, undo)
-            theirs = gather(bytes([obstacle is None]) + name)
-            if all(theirs[:: 1 + NAME_BYTES]):
-                if self.rank != 0:
-                    memory, obstacle = self._open_memory(theirs[1 : 1 + NAME_BYTES], undo)
-                if all(gather(bytes([obstacle is None]))):
-                    undo.pop_all()
-                    return memory
-        get_logger().debug(
-            "rank %d: hosts agree over the process group: %s",
-            self.rank,
-            obstacle or "another rank cannot share memory",
-        )
-        return None
-
-    def _open_memory(self, name: bytes, undo: ExitStack) -> tuple[Any, str | None]:
-        """Open the memory (rank 0: make it); return it, or None and what is in the way."""
-        try:
-            memory = extension.load().HostExchange(f"/ncclep-{name.hex()}", self.size, self.rank)
-        except LibraryError as error:
-            return None, str(error)
-        undo.callback(memory.close)
-        return memory, None
+        if self._memory is None:
+            return ""
+        give_up = time.monotonic() + DYING_S
+        while not (text := str(self._memory.lost())) and time.monotonic() < give_up:
+            time.sleep(ASK_AGAIN_S)
+        return text
 
 
 def _obstacle() -> str | None:

@@ -254,8 +254,8 @@ class EpGroup:
         if self._stream is not None and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"{what}: the ranks cannot agree while a CUDA graph is captured, because not all "
-                "of them share memory: put them on one machine and in one /dev/shm, and leave "
-                "NCCLEP_HOST_EXCHANGE on"
+                "of them share memory: put them on one machine and in one network namespace, and "
+                "leave NCCLEP_HOST_EXCHANGE on"
             )
         with torch.cuda.stream(self._stream):  # no effect on a CPU
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
@@ -330,10 +330,12 @@ class EpGroup:
             else:
                 self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
+            # The backend's own words seldom say who it was, and may be those of a consequence.
+            lost = self._link.lost() or "a rank died, is late or left the group's order of calls"
             raise PeerError(
                 f"rank {self.rank} of {self.size}: no answer from the other ranks of the "
-                f"expert-parallel group in {what} (deadline {timeout_s:g} s): a rank died, is late "
-                f"or left the group's order of calls; look at the other ranks' output. {error}"
+                f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "
+                f"other ranks' output. {error}"
             ) from error
 
     def _wait_for_device(self, work: Any, timeout_s: float) -> None:

@@ -6,17 +6,19 @@ the interpreter.
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
 import re
-import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +28,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ncclep.engines import exchange, extension
+from megatron_ncclep.engines import extension, shared_memory
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.shared_memory import open_together
 from megatron_ncclep.errors import LibraryError, PeerError, UnsupportedError
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
@@ -42,24 +45,39 @@ SOON_S = 30.0
 LONG_MESSAGE = 5000
 
 
-def new_name() -> str:
-    return f"/ncclep-test-{secrets.token_hex(8)}"
+TOKEN = bytes(range(16))
 
 
-def is_left_behind(name: str) -> bool:
-    return Path("/dev/shm", name.removeprefix("/")).exists()
+@contextmanager
+def new_file() -> Iterator[int]:
+    """A file without a name, for memory to share."""
+    file = os.memfd_create("test")
+    yield file
+    os.close(file)
+
+
+def contents(file: int) -> bytes:
+    return os.pread(file, os.fstat(file).st_size, 0)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @contextmanager
 def opened(num_ranks: int) -> Iterator[list[Any]]:
     """The ends of all ranks, in this process."""
-    name = new_name()
     with ExitStack() as stack:
-        ends = []
-        for rank in range(num_ranks):
-            ends.append(extension.load().HostExchange(name, num_ranks, rank))
-            stack.callback(ends[-1].close)
-            assert is_left_behind(name) == (rank < num_ranks - 1)
+        with new_file() as file:
+            ends = [
+                extension.load().HostExchange(file, TOKEN, num_ranks, rank)
+                for rank in range(num_ranks)
+            ]
+        for end in ends:
+            stack.callback(end.close)
         yield ends
 
 
@@ -85,13 +103,14 @@ def message(rank: int, number: int) -> bytes:
     return random.Random(1000 * number + rank).randbytes(length)
 
 
-def exchange_on_rank(ctx: RankContext, name: str, count: int) -> list[bool]:
-    if ctx.rank == 0:
-        end = extension.load().HostExchange(name, ctx.num_ranks, 0)
-        dist.barrier(ctx.group)
-    else:
-        dist.barrier(ctx.group)
-        end = extension.load().HostExchange(name, ctx.num_ranks, ctx.rank)
+def exchange_on_rank(ctx: RankContext, count: int) -> list[bool]:
+    def gather(mine: bytes) -> bytes:
+        theirs = [b""] * ctx.num_ranks
+        dist.all_gather_object(theirs, mine, ctx.group)
+        return b"".join(theirs)
+
+    end, obstacle = open_together(ctx.rank, ctx.num_ranks, None, gather)
+    assert obstacle is None
     delays = random.Random(ctx.rank)
     right = []
     with closing(end):
@@ -105,10 +124,8 @@ def exchange_on_rank(ctx: RankContext, name: str, count: int) -> list[bool]:
 
 @pytest.mark.needs_ranks(3)
 def test_every_message_arrives_whatever_the_delays(pool: RankPool) -> None:
-    name = new_name()
-    for right in pool.run(exchange_on_rank, name, 1000, ranks=3):
+    for right in pool.run(exchange_on_rank, 1000, ranks=3):
         assert right == [True] * 1000
-    assert not is_left_behind(name)
 
 
 # --- who does not come ---------------------------------------------------------------------------
@@ -116,9 +133,12 @@ def test_every_message_arrives_whatever_the_delays(pool: RankPool) -> None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     with opened(3) as ends:
+        too_late = threading.Timer(SOON_S, ends[2].close)  # then they would say so
+        too_late.start()
         texts = on_all(
             [lambda end=end: end.exchange(b"1", "plan, call 7", 0.3) for end in ends[:2]]
         )
+        too_late.cancel()
         # Either may be the first to give up; both name the one that was not there.
         for rank, text in enumerate(texts):
             assert re.match(
@@ -152,37 +172,52 @@ PEER = """
 import signal, sys
 from megatron_ncclep import _C
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-end = _C.HostExchange(sys.argv[1], 2, 1)
+file, token, num_ranks = int(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+end = _C.HostExchange(file, token, num_ranks, num_ranks - 1)
+{then}
+"""
+MEET = """
 end.exchange(b"1", "the first", 60)
 print("ready", flush=True)
-{then}
 """
 
 
 @contextmanager
-def peer_process(then: str) -> Iterator[tuple[Any, subprocess.Popen[str]]]:
-    """Rank 0's end, and a process that is rank 1; they have met once, and rank 1 does `then`."""
-    name = new_name()
-    with closing(extension.load().HostExchange(name, 2, 0)) as end:
+def peer_process(
+    then: str, file: int, num_ranks: int = 2
+) -> Iterator[tuple[list[Any], subprocess.Popen[str]]]:
+    """The ends of all ranks but the last, and a process that is the last and does `then`."""
+    with ExitStack() as stack:
+        ends = []
+        for rank in range(num_ranks - 1):
+            ends.append(extension.load().HostExchange(file, TOKEN, num_ranks, rank))
+            stack.callback(ends[-1].close)
         process = subprocess.Popen(
-            [sys.executable, "-c", PEER.format(then=then), name],
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", PEER.format(then=then), str(file), TOKEN.hex(), str(num_ranks)],
+            text=True, pass_fds=[file],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
-            assert end.exchange(b"0", "the first", LONG_S) == b"01"
-            assert not is_left_behind(name)
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            yield end, process
+            yield ends, process
         finally:
             process.kill()
             process.communicate()
 
 
+@contextmanager
+def met_process(then: str) -> Iterator[tuple[Any, subprocess.Popen[str]]]:
+    """Rank 0's end, and a process that is rank 1; they have met once, and rank 1 does `then`."""
+    with new_file() as file, peer_process(MEET + then, file) as ((end,), process):
+        assert end.exchange(b"0", "the first", LONG_S) == b"01"
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield end, process
+
+
 @pytest.mark.parametrize("is_reaped", [True, False])
 def test_a_rank_that_is_killed_is_named_long_before_the_deadline(is_reaped: bool) -> None:
     """Also while it is a zombie: a launcher may be slow to ask for its end."""
-    with peer_process("import time; time.sleep(60)") as (end, process):
+    with met_process("import time; time.sleep(60)") as (end, process):
         threading.Timer(0.2, process.kill).start()
         start = time.monotonic()
         if is_reaped:
@@ -192,8 +227,68 @@ def test_a_rank_that_is_killed_is_named_long_before_the_deadline(is_reaped: bool
         assert time.monotonic() - start < SOON_S
 
 
+def test_a_rank_that_sent_its_message_and_died_has_not_failed_that_call() -> None:
+    """Nor has one whom the others wait for longer than a look at who has died, but not too long.
+
+    Rank 2 dies after its message, rank 1 comes late: rank 0, which in between looks for the dead,
+    gets all messages, and only the next call fails.
+    """
+    then = f"end.exchange({b'2' * 100!r}, 'the first', 60)"
+    with new_file() as file, peer_process(then, file, num_ranks=3) as (ends, process):
+        wait_until(lambda: b"2" * 100 in contents(file))
+        process.kill()
+        process.wait()
+        has_looked = threading.Event()
+        with ThreadPoolExecutor(1) as rank_1:
+
+            def come() -> bytes:
+                wait_until(lambda: b"0" * 100 in contents(file))
+                # Rank 0 is inside, where it runs handlers only after it has looked for the dead.
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                assert has_looked.wait(LONG_S)
+                return ends[1].exchange(b"1" * 100, "the first", LONG_S)
+
+            before = signal.signal(signal.SIGUSR1, lambda number, frame: has_looked.set())
+            try:
+                theirs = rank_1.submit(come)
+                # It has waited 50 ms by then: a deadline in milliseconds would be over.
+                first = ends[0].exchange(b"0" * 100, "the first", 40.0)
+            finally:
+                signal.signal(signal.SIGUSR1, before)
+            assert theirs.result() == first == b"0" * 100 + b"1" * 100 + b"2" * 100
+        with pytest.raises(PeerError, match=rf"rank 2 \(process {process.pid}\) has died"):
+            ends[0].exchange(b"0", "the second", LONG_S)
+
+
+def test_a_message_does_not_count_before_its_last_byte() -> None:
+    """A rank that dies while it writes has sent nothing.
+
+    The end of its message lies in a page that the file lacks, so that writing it is fatal.
+    """
+    page = mmap.PAGESIZE
+    with new_file() as file:
+        then = """
+print("open", flush=True)
+sys.stdin.read(1)
+end.exchange(b"1" * 2048, "the first", 60)
+"""
+        with peer_process(then, file) as ((end,), process):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "open\n"
+            size = os.fstat(file).st_size
+            # The first message is the last thing in the file; most of it is in the page before.
+            assert size % page < 2048 < page
+            os.ftruncate(file, size - size % page)
+            process.communicate("x")
+            assert process.returncode == -signal.SIGBUS
+            assert b"1" * 100 in contents(file)  # it had begun
+            os.ftruncate(file, size)
+            with pytest.raises(PeerError, match=rf"rank 1 \(process {process.pid}\) has died"):
+                end.exchange(b"0" * 2048, "the first", LONG_S)
+
+
 def test_a_signal_ends_a_wait() -> None:
-    with peer_process("end.exchange(b'1', 'the second', 60)") as (end, process):
+    with met_process("end.exchange(b'1', 'the second', 60)") as (end, process):
         time.sleep(0.2)  # it is inside the exchange by now; if not, the test sees less but passes
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=SOON_S)
@@ -252,16 +347,22 @@ def test_a_group_whose_ranks_exchange_different_things_says_so(pool: RankPool) -
 
 
 def test_what_cannot_be_opened() -> None:
-    native, name = extension.load(), new_name()
-    with pytest.raises(LibraryError, match=r"shm_open failed: No such file"):
-        native.HostExchange(name, 2, 1)
-    with closing(native.HostExchange(name, 3, 0)):
-        with pytest.raises(LibraryError, match="shm_open failed: File exists"):
-            native.HostExchange(name, 3, 0)
-        with pytest.raises(LibraryError, match=r"not the .* of 2 ranks"):
-            native.HostExchange(name, 2, 1)
-        assert is_left_behind(name)
-    assert not is_left_behind(name)  # rank 0 closed it before all had come
+    make = extension.load().HostExchange
+    with pytest.raises(LibraryError, match=r"posix_fallocate failed: Bad file"):
+        make(-1, TOKEN, 2, 0)
+    with pytest.raises(LibraryError, match="a token has 16 bytes, not 3"), new_file() as file:
+        make(file, b"abc", 2, 0)
+    with new_file() as file:
+        with pytest.raises(LibraryError, match=r"has 0 bytes, not the \d+ of 2 ranks"):
+            make(file, TOKEN, 2, 1)
+        with closing(make(file, TOKEN, 3, 0)):
+            with pytest.raises(LibraryError, match=r"not the .* of 2 ranks"):
+                make(file, TOKEN, 2, 1)
+            with pytest.raises(LibraryError, match="is not that of this group"):
+                make(file, TOKEN[::-1], 3, 1)
+            os.pwrite(file, b"another", 0)
+            with pytest.raises(LibraryError, match="not laid out for 3 ranks by this version"):
+                make(file, TOKEN, 3, 1)
 
 
 class NoRoom:
@@ -271,45 +372,98 @@ class NoRoom:
         raise LibraryError("no room for shared memory")
 
 
-# What keeps one rank from sharing memory: what is replaced on it.
-IN_THE_WAY: dict[str, Callable[[], Any]] = {
-    "nothing": nullcontext,
-    "turned off": lambda: mock.patch.dict("os.environ", NCCLEP_HOST_EXCHANGE="0"),
-    "no extension": lambda: mock.patch.object(extension, "obstacle", return_value="there is none"),
-    "cannot open": lambda: mock.patch.object(extension, "load", return_value=NoRoom()),
+def refusing(module: Any, name: str) -> Any:
+    """A system that refuses `name`."""
+    return mock.patch.object(module, name, side_effect=PermissionError(1, "not permitted"))
+
+
+@contextmanager
+def foreign_memory() -> Iterator[None]:
+    """Somebody else's memory arrives before rank 0's."""
+    bind = shared_memory._Opening.bind
+
+    def bind_and_send(opening: Any) -> None:
+        bind(opening)
+        address = shared_memory._address(opening.names[opening.rank])
+        with new_file() as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as another:
+            another.connect(address)
+            socket.send_fds(another, [b"memory"], [file])
+
+    with mock.patch.object(shared_memory._Opening, "bind", bind_and_send):
+        yield
+
+
+FIRST, LAST = 0, -1
+# What keeps one rank from sharing memory: on which, and what is replaced there.
+IN_THE_WAY: dict[str, tuple[tuple[int, ...], Callable[[], Any]]] = {
+    "nothing": ((FIRST,), nullcontext),
+    "turned off": (
+        (FIRST, LAST),
+        lambda: mock.patch.dict("os.environ", NCCLEP_HOST_EXCHANGE="0"),
+    ),
+    "no extension": (
+        (FIRST, LAST),
+        lambda: mock.patch.object(extension, "obstacle", return_value="there is none"),
+    ),
+    "no room": ((FIRST, LAST), lambda: mock.patch.object(extension, "load", return_value=NoRoom())),
+    "no sockets": ((FIRST, LAST), lambda: refusing(socket, "socket")),
+    "no nameless files": ((FIRST,), lambda: refusing(os, "memfd_create")),
+    # On another machine, or in another network namespace.
+    "out of reach": (
+        (LAST,),
+        lambda: mock.patch.object(shared_memory, "_address", return_value=b""),
+    ),
+    "too many files": (
+        (LAST,),
+        lambda: mock.patch.object(socket, "recv_fds", return_value=(b"memory", [], 0, None)),
+    ),
+    "foreign memory": ((LAST,), foreign_memory),
 }
 
 
-def link_on_rank(ctx: RankContext, rank: int, obstacle: str, name: bytes) -> tuple[bool, str]:
+def open_files() -> list[str]:
+    """Nameless memory that this process has open or maps, and its Unix sockets."""
+    unix = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    maps = re.findall(r"/memfd:ncclep.*", Path("/proc/self/maps").read_text())
+    links = []
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the folder itself
+            links.append(str(file.readlink()))
+    return sorted(
+        [*maps, *(x for x in links if x.startswith("/memfd:") or x.strip("socket:[]") in unix)]
+    )
+
+
+def link_on_rank(ctx: RankContext, rank: int, obstacle: str) -> tuple[bool, str]:
     mine = torch.tensor([ctx.rank, 10 * ctx.rank])
     ranks = list(range(ctx.num_ranks))
     expected = [[r, 10 * r] for r in ranks]
     with new_group(ctx) as group:
+        before = open_files()
         with ExitStack() as stack:
-            stack.enter_context(
-                mock.patch.object(exchange.secrets, "token_bytes", return_value=name)
-            )
             if ctx.rank == rank % ctx.num_ranks:
-                stack.enter_context(IN_THE_WAY[obstacle]())
+                stack.enter_context(IN_THE_WAY[obstacle][1]())
             assert group.gather(mine, "test", LONG_S).tolist() == expected
         uses_memory = group._link._memory is not None
+        assert len(open_files()) == len(before) + uses_memory
         assert group.agree("plan", {"top_k": 2}, None, LONG_S, told=ctx.rank).told == ranks
         assert (group._link._memory is not None) == uses_memory  # chosen once
         problems = group.gather_problems("too large" if ctx.rank == 1 else None, "plan", LONG_S)
         group.close()
+        assert open_files() == before
         assert group.gather(mine, "test", LONG_S).tolist() == expected  # chosen anew
         assert group._link._memory is not None
     return uses_memory, problems
 
 
 @pytest.mark.needs_ranks(2)
-@pytest.mark.parametrize("rank", [0, -1])
-@pytest.mark.parametrize("obstacle", list(IN_THE_WAY))
-def test_all_ranks_share_memory_or_none_does(pool: RankPool, rank: int, obstacle: str) -> None:
-    name = secrets.token_bytes(exchange.NAME_BYTES)
-    answers = pool.run(link_on_rank, rank, obstacle, name)
+@pytest.mark.parametrize(
+    ("obstacle", "rank"),
+    [(obstacle, rank) for obstacle, (ranks, _) in IN_THE_WAY.items() for rank in ranks],
+)
+def test_all_ranks_share_memory_or_none_does(pool: RankPool, obstacle: str, rank: int) -> None:
+    answers = pool.run(link_on_rank, rank, obstacle)
     assert answers == [(obstacle == "nothing", "rank 1: too large")] * pool.size
-    assert not is_left_behind(f"/ncclep-{name.hex()}")
 
 
 def test_ranks_without_shared_memory_refuse_to_agree_in_a_cuda_graph(
