@@ -11,9 +11,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <fstream>
-#include <iterator>
-#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -56,8 +53,12 @@ std::uint64_t process_namespace() {
 // A dead process exists until its parent asks for its status, in state Z.
 bool has_died(pid_t process) {
   if (kill(process, 0) != 0) return errno == ESRCH;
-  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  char start[512];  // with all of the name, of which the system keeps 64 bytes at most
+  const int file = open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY);
+  if (file < 0) return errno == ENOENT;
+  const ssize_t length = read(file, start, sizeof(start));
+  ::close(file);
+  const std::string text(start, std::max<ssize_t>(length, 0));
   const std::size_t name_end = text.rfind(')');  // a program's name may contain anything
   return name_end != std::string::npos && text.compare(name_end, 3, ") Z") == 0;
 }
@@ -277,13 +278,14 @@ std::string HostExchange::lost() {
 
 void HostExchange::require_equal_lengths(std::size_t length, const std::string& what) const {
   bool is_equal = true;
-  std::string names;
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    const std::uint64_t theirs = slot(rank).length;
-    is_equal = is_equal && theirs == length;
-    names += join_text(rank == 0 ? "" : ", ", "rank ", rank, " sent ", theirs, " bytes");
+    is_equal = is_equal && slot(rank).length == length;
   }
   if (is_equal) return;
+  std::string names;
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    names += join_text(rank == 0 ? "" : ", ", "rank ", rank, " sent ", slot(rank).length, " bytes");
+  }
   throw PeerError(join_text(
       "rank ", rank_, " of ", num_ranks_, ": the ranks of the expert-parallel group are in ",
       "different calls: ", names, " while this rank is in ", what,
