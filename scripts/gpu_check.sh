@@ -14,17 +14,23 @@ Steps:
   versions  what the machine has, and which engines can run on it
   contract  tests/contract over NCCL: every engine on 2 and 4 GPUs, `reference` on 1 and 3 too
   random    the random test of tests/contract, 1000 batches from a new seed
-  faults    tests/faults: a rank that dies, stops, or whose device is late
+  faults    tests/faults and tests/gpu/test_failures.py: a rank that dies, stops, or is late
   gpu       tests/gpu: a Megatron layer against `alltoall`, streams, CUDA graphs, large offsets
   train     60 steps of `ncclep train` with each engine: the losses of `alltoall`
   doctor    `ncclep doctor`
   bench     `ncclep bench`, its results in RESULTS/bench
-  sanitizer our kernels of `native` under compute-sanitizer, on two GPUs; takes minutes, and runs
-            only when STEPS names it
+  sanitizer our kernels of `native` under compute-sanitizer; takes minutes, and runs only when
+            STEPS names it
 
-It needs two GPUs and an environment with the package's `test` extra; what needs four is left out
-with fewer, and listed.  All steps run, whatever happens in one.  The exit status is 0 only if none
-failed, no engine named on the command line was unable to run, and there were two GPUs.
+`native` runs contract, random, faults, gpu and sanitizer a second time, as NAME-virtual, with 2 to 8
+ranks that are threads and share one GPU (tests/virtual).  On a machine with one GPU that is all
+there is of groups of ranks.  It shows nothing of links, of the order of accesses over NVLink, or of
+NCCL's own windows.
+
+It needs an environment with the package's `test` extra, and two GPUs, or one on which `native` runs;
+what needs more is left out with fewer, and listed.  All steps run, whatever happens in one.  The exit
+status is 0 only if none failed, no engine named on the command line was unable to run, and there
+were such GPUs.
 
 Environment:
 
@@ -73,11 +79,11 @@ step() {
     if [ $status -eq 0 ]; then
         passed=$((passed + 1))
         row "$name" pass $((SECONDS - start)) "$(tail -n 1 "$log" | tr -d '=')"
-        # A test that pytest skipped did not pass.
+        # A test that pytest skipped, or that virtual ranks leave out, did not pass.
         local skipped
         while read -r skipped; do
             not_run "$name" "$skipped"
-        done < <(grep '^SKIPPED ' "$log")
+        done < <(grep -E '^(SKIPPED|LEFT OUT) ' "$log")
         return 0
     fi
     failures=$((failures + 1))
@@ -155,13 +161,20 @@ if step engines "$python" tests/gpu/engines_here.py ${asked[@]+"${asked[@]}"}; t
 else
     not_run "contract, gpu, train" "see $results/engines.log" counts
 fi
-[ "$gpus" -ge 2 ] || not_run "groups of ranks" "two GPUs are needed, $gpus found" counts
+virtual=""  # whether there are virtual ranks
+[[ $gpus -ge 1 && " ${engines[*]-} " == *" native "* ]] && virtual=yes
+if [ "$gpus" -lt 2 ] && [ -z "$virtual" ]; then
+    not_run "groups of ranks" "two GPUs are needed, $gpus found" counts
+elif [ "$gpus" -lt 2 ]; then
+    not_run "groups of GPUs" "two GPUs are needed, $gpus found: links, NCCL's windows"
+fi
 most=$((gpus >= 4 ? 4 : gpus >= 2 ? 2 : gpus))
 
 for engine in ${engines[@]+"${engines[@]}"}; do
     numbers=(2 4)
     [ "$engine" = reference ] && numbers=(1 2 3 4)
     read -ra ranks <<<"$(fitting "$gpus" "${numbers[@]}")"
+    [ ${#ranks[@]} -gt 0 ] || continue
     if wanted contract; then
         step "contract-$engine" "$python" -m pytest -q tests/contract --backend nccl \
             --engine "$engine" "${ranks[@]}"
@@ -172,25 +185,57 @@ for engine in ${engines[@]+"${engines[@]}"}; do
             --engine "$engine" "${ranks[@]}" --iterations 1000 --seed "${SEED:-$((RANDOM * 1000))}"
     fi
     if wanted faults; then
-        step "faults-$engine" "$python" -m pytest -q tests/faults --backend nccl \
-            --engine "$engine" --ranks "$most"
+        if [ "$most" -ge 2 ]; then
+            step "faults-$engine" "$python" -m pytest -q tests/faults tests/gpu/test_failures.py \
+                --backend nccl --engine "$engine" --ranks "$most"
+        else
+            not_run "faults-$engine" "two GPUs are needed, $gpus found"
+        fi
     fi
     if wanted gpu; then
-        step "gpu-$engine" "$python" -m pytest -q tests/gpu --backend nccl --engine "$engine" \
-            --ranks "$most"
+        step "gpu-$engine" "$python" -m pytest -q tests/gpu --ignore tests/gpu/test_failures.py \
+            --backend nccl --engine "$engine" --ranks "$most"
     fi
     if wanted train; then
         step "train-$engine" bash -c "train $engine $most"
     fi
 done
+if [ -n "$virtual" ]; then
+    over=(--backend virtual --engine native)
+    row "virtual ranks" note - "threads on one GPU: no links, no order over NVLink, no NCCL windows"
+    if wanted contract; then
+        step contract-virtual "$python" -m pytest -q tests/contract "${over[@]}" \
+            --ranks 2 --ranks 3 --ranks 4 --ranks 8
+    fi
+    if wanted random; then
+        step random-virtual "$python" -m pytest -q tests/contract/test_random.py "${over[@]}" \
+            --ranks 2 --ranks 3 --ranks 4 --ranks 8 --iterations 1000 \
+            --seed "${SEED:-$((RANDOM * 1000))}"
+    fi
+    if wanted faults; then
+        step faults-virtual "$python" -m pytest -q tests/faults tests/gpu/test_failures.py \
+            "${over[@]}" --ranks 4
+    fi
+    if wanted gpu; then
+        step gpu-virtual "$python" -m pytest -q tests/gpu --ignore tests/gpu/test_failures.py \
+            "${over[@]}" --ranks 4
+    fi
+fi
 if wanted sanitizer; then
-    if [[ " ${engines[*]-} " != *" native "* ]] || [ "$gpus" -lt 2 ]; then
-        not_run sanitizer "it needs the engine native and two GPUs"
+    if [ -z "$virtual" ]; then
+        not_run sanitizer "it needs a GPU and the engine native"
     elif ! "$python" tests/gpu/sanitize.py --find; then
         not_run sanitizer "no compute-sanitizer on PATH or under CUDA_HOME"
     else
+        for tool in memcheck racecheck synccheck; do
+            step "$tool-virtual" "$python" tests/gpu/sanitize.py "$tool" native --virtual
+        done
         for tool in memcheck racecheck; do
-            step "$tool-native" "$python" tests/gpu/sanitize.py "$tool" native
+            if [ "$gpus" -ge 2 ]; then
+                step "$tool-native" "$python" tests/gpu/sanitize.py "$tool" native
+            else
+                not_run "$tool-native" "two GPUs are needed, $gpus found"
+            fi
         done
     fi
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,7 +17,10 @@ here=$(dirname "$0")
 echo "python $*" >>"$here/calls"
 case "$*" in
 *engines_here.py*) cat "$here/engines" ;;
-*pytest*) [ ! -f "$here/skip" ] || echo "SKIPPED [1] a.py:1: no library" ;;
+*pytest*)
+    [ ! -f "$here/skip" ] || echo "SKIPPED [1] a.py:1: no library"
+    [ ! -f "$here/left out" ] || echo "LEFT OUT a.py::test: one process"
+    ;;
 esac
 while read -r words; do
     [[ "$*" == *"$words"* ]] && echo "boom" && exit 3
@@ -113,6 +117,57 @@ def test_too_few_gpus_are_no_pass(machine: Machine, gpus: int) -> None:
     assert results(rows)["doctor"] == "pass"
 
 
+def test_one_gpu_has_virtual_ranks(machine: Machine) -> None:
+    machine.has(1, native="", reference="")
+    status, rows = machine.check(STEPS="contract random faults gpu sanitizer")
+    assert status == 0
+    assert {step: result for step, result in results(rows).items() if "reference" not in step} == {
+        "versions": "pass",
+        "engines": "pass",
+        "groups of GPUs": "NOT RUN",
+        "virtual ranks": "note",
+        **dict.fromkeys((f"{s}-virtual" for s in ("contract", "random", "faults", "gpu")), "pass"),
+        **dict.fromkeys((f"{s}check-virtual" for s in ("mem", "race", "sync")), "pass"),
+        "memcheck-native": "NOT RUN",
+        "racecheck-native": "NOT RUN",
+    }
+    assert rows["faults-reference"] == ["NOT RUN", "-", "two GPUs are needed, 1 found"]
+    assert "no links" in rows["virtual ranks"][2]
+    calls = machine.calls("--backend virtual --engine native --ranks")
+    assert len(calls) == 4
+    assert calls[0].endswith("--ranks 2 --ranks 3 --ranks 4 --ranks 8")
+    assert "--iterations 1000 --seed " in calls[1]
+    assert "tests/faults tests/gpu/test_failures.py --backend virtual" in calls[2]
+    assert not machine.calls("--backend nccl --engine native")  # needs two
+    assert len(machine.calls("native --virtual")) == 3
+
+
+def test_several_gpus_have_virtual_ranks_too(machine: Machine) -> None:
+    machine.has(4, native="", reference="")
+    status, rows = machine.check(STEPS="contract")
+    assert status == 0
+    assert {"contract-native", "contract-reference", "contract-virtual"} < set(rows)
+    assert "groups of GPUs" not in rows
+
+
+def test_virtual_ranks_that_fail_fail_the_check(machine: Machine) -> None:
+    machine.has(1, native="")
+    machine.fails("test_random.py --backend virtual")
+    status, rows = machine.check(STEPS="contract random")
+    assert status == 1
+    assert {step for step, result in results(rows).items() if result == "FAIL"} == {
+        "random-virtual"
+    }
+
+
+def test_what_virtual_ranks_leave_out_is_listed(machine: Machine) -> None:
+    machine.has(1, native="")
+    (machine.folder / "left out").touch()
+    machine.check(STEPS="contract")
+    summary = (machine.folder / "results" / "summary.txt").read_text()
+    assert re.search(r"contract-virtual +NOT RUN +-  LEFT OUT a.py::test: one process", summary)
+
+
 def test_an_engine_that_cannot_run_is_listed(machine: Machine) -> None:
     machine.has(2, nccl_ep="no libnccl_ep.so", reference="")
     status, rows = machine.check(STEPS="gpu")
@@ -134,8 +189,8 @@ def test_an_engine_asked_for_by_name_must_run(machine: Machine) -> None:
     [
         ("tests/contract --backend", "contract-reference"),
         ("tests/contract/test_random.py --backend", "random-reference"),
-        ("tests/faults --backend", "faults-reference"),
-        ("tests/gpu --backend", "gpu-reference"),
+        ("tests/faults tests/gpu/test_failures.py --backend", "faults-reference"),
+        ("tests/gpu --ignore tests/gpu/test_failures.py --backend", "gpu-reference"),
         ("train --ranks", "train-reference"),
         ("check_losses.py", "train-reference"),
         ("doctor", "doctor"),
@@ -157,8 +212,12 @@ def test_sanitizer_runs_when_asked_for(machine: Machine) -> None:
     machine.has(2, native="", reference="")
     status, rows = machine.check(STEPS="sanitizer")
     assert status == 0
-    assert set(rows) == {"versions", "engines", "memcheck-native", "racecheck-native"}
-    assert machine.calls("sanitize.py racecheck")[0].endswith("sanitize.py racecheck native")
+    assert set(rows) == {
+        *("versions", "engines", "virtual ranks", "memcheck-native", "racecheck-native"),
+        *("memcheck-virtual", "racecheck-virtual", "synccheck-virtual"),
+    }
+    racecheck = [call.partition("racecheck ")[2] for call in machine.calls("racecheck")]
+    assert racecheck == ["native --virtual", "native"]
 
 
 def test_without_a_sanitizer_it_is_listed(machine: Machine) -> None:
@@ -169,7 +228,7 @@ def test_without_a_sanitizer_it_is_listed(machine: Machine) -> None:
     assert "no compute-sanitizer" in rows["sanitizer"][2]
     machine.has(2, native="it needs Hopper", reference="")
     _, rows = machine.check(STEPS="sanitizer")
-    assert rows["sanitizer"] == ["NOT RUN", "-", "it needs the engine native and two GPUs"]
+    assert rows["sanitizer"] == ["NOT RUN", "-", "it needs a GPU and the engine native"]
 
 
 def test_without_knowing_the_engines_nothing_counts(machine: Machine) -> None:
