@@ -25,6 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
@@ -163,7 +164,10 @@ def rounds_on_rank(ctx, seconds: float) -> tuple[str, int]:
 
     start, seed = time.monotonic(), 0
     while True:
-        difference, _ = round_on_rank(ctx, "native", seed, ITERATIONS, ON_ONE_GPU, DEADLINE_S)
+        try:
+            difference, _ = round_on_rank(ctx, "native", seed, ITERATIONS, ON_ONE_GPU, DEADLINE_S)
+        except Exception as error:  # the other ranks would wait for this one
+            tell(f"WRONG {type(error).__name__}: {error}")
         seed += 1
         is_over = torch.tensor([bool(difference), time.monotonic() - start > seconds]).int()
         dist.all_reduce(is_over, dist.ReduceOp.MAX, group=ctx.group)
@@ -181,16 +185,14 @@ def run_one(extension: Path, seconds: float) -> None:
         library = Path(folder) / "libvirtual_nccl.so"
         compile_stand_in(library)
         results = Host(NUM_RANKS, "cuda", library).run(rounds_on_rank, seconds)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors:
-        told = f"{type(errors[0]).__name__}: {errors[0]}"
-    else:
-        told = next((difference for difference, _ in results if difference), "")
-        if not told:
-            print(f"RIGHT {results[0][1] * ITERATIONS} batches", flush=True)
-            os._exit(0)
-    print("WRONG", " ".join(told.split()), flush=True)
-    os._exit(0)  # whatever threads and kernels still do
+    told = next((difference for difference, _ in results if difference), "")
+    tell(f"WRONG {told}" if told else f"RIGHT {results[0][1] * ITERATIONS} batches")
+
+
+def tell(verdict: str) -> NoReturn:
+    """Print the last line and end, whatever threads and kernels still do."""
+    print(" ".join(verdict.split()), flush=True)
+    os._exit(0)
 
 
 def run(folder: Path, seconds: float) -> int:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).parents[1] / "contract"))
 import test_combine
 import test_dispatch
+import test_errors
 import virtual_ranks
 from virtual_pool import VirtualPool
 
@@ -63,6 +64,11 @@ def test_the_contract_holds_over_threads(threads: VirtualPool, name: str) -> Non
     case = next(case for case in contract_cases(NUM_RANKS) if str(case) == name)
     test_dispatch.test_rows_and_weights_are_the_oracles(threads, "reference", case)
     test_combine.test_sums_and_values_are_the_oracles(threads, "reference", case)
+
+
+def test_groups_of_threads_come_and_go(threads: VirtualPool) -> None:
+    test_errors.test_a_destroyed_process_group_says_so(threads, "reference")
+    test_errors.test_a_rank_outside_the_group_says_so(threads)
 
 
 def gradients(ctx: RankContext) -> tuple[bool, int]:

@@ -109,7 +109,7 @@ def compile_stand_in(to: Path, source: Path = SOURCE) -> None:
     headers = cuda_headers()
     assert headers is not None, "virtual ranks need cuda.h: set CUDA_HOME to a CUDA toolkit"
     compiler = ["g++", "-std=c++17"] if source.suffix == ".cpp" else ["gcc"]
-    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-fvisibility=hidden"]
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-fvisibility=hidden"]
     if source.suffix == ".c":
         options.remove("-fvisibility=hidden")
     subprocess.run(

@@ -98,11 +98,14 @@ class Host:
         self.mine = Mine()
         self._graph_lock = threading.Lock()
         self._stream_handles: list[int] = []
+        # Whoever comes out of a wait should not have to wait as long again for the interpreter.
+        sys.setswitchinterval(2e-4)
         # Where that process's ranks meet, and nobody else.
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         multi_threaded_pg._install_threaded_pg()
         replace(group, "_groups", PerThread())
         replace(group.EpGroup, "wait", wait)
+        replace(multi_threaded_pg.ProcessLocalGroup, "pg_name", property(name_of))
         if device == "cuda":
             self._replace_what_means_the_device()
             self._start_cuda()
@@ -155,8 +158,11 @@ class Host:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(context, *args)` as every rank of this process; once in its life.
 
+        A rank that raises ends the process: others may be waiting for it where there is no
+        deadline.
+
         Returns:
-            what the ranks returned, or what they raised.
+            what the ranks returned.
         """
         results: list[Any] = [None] * self.size
 
@@ -165,9 +171,11 @@ class Host:
                 groups = self.become(rank)
                 ctx = RankContext(rank, self.size, groups[self.size], self.device)
                 results[rank] = on_rank(ctx, function, *args)
-            except BaseException as error:
+            except BaseException:
                 traceback.print_exc()
-                results[rank] = error
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
 
         threads = [threading.Thread(target=be, args=(r,), daemon=True) for r in range(self.size)]
         for thread in threads:
@@ -256,6 +264,14 @@ def wait(
     They have no deadline, and their work cannot wait with one: the pool ends ranks that hang.
     """
     start(self.process_group).wait()
+
+
+def name_of(group_of_threads: Any) -> str:
+    """The name of torch's group, after torch has destroyed it too: it asks for it then."""
+    names = group_of_threads._world().pg_names
+    if group_of_threads in names:
+        group_of_threads.known_name = names[group_of_threads]
+    return str(group_of_threads.known_name)
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
