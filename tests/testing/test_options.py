@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def collect(*args: str) -> tuple[int, str]:
+def collect(*args: str, plugins: Path | None = None) -> tuple[int, str]:
     """Exit status and output of a pytest that collects but runs nothing."""
+    path = [str(plugins)] if plugins else []
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *args],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, *sys.path])},
         text=True,
         capture_output=True,
         timeout=120,
@@ -41,9 +45,30 @@ def test_gpu_tests_are_not_collected_without_gpus() -> None:
     assert "tests/gpu" not in text
 
 
+def test_virtual_ranks_list_what_they_leave_out(tmp_path: Path) -> None:
+    (tmp_path / "one_gpu.py").write_text("import torch\ntorch.cuda.device_count = lambda: 1\n")
+    over = ("--backend", "virtual", "--engine", "native", "--ranks", "2", "-p", "one_gpu")
+    status, text = collect("tests/contract/test_errors.py", "tests/gpu", *over, plugins=tmp_path)
+    assert status == 0, text
+    assert "tests/gpu/test_failures.py::test_a_late_device_is_nan_and_an_error" in text
+    assert "test_every_rank_raises_the_same_error[native-index_too_large" in text
+    left_out = [line for line in text.splitlines() if line.startswith("LEFT OUT ")]
+    assert [line.partition("::")[2].partition(":")[0] for line in left_out] == [
+        "test_an_engine_that_cannot_run_is_never_replaced_silently",
+        "test_auto_takes_the_first_that_can_run_and_says_why",
+        "test_layer_equals_alltoall",
+    ]
+    assert left_out[-1].endswith(": Megatron keeps its groups of ranks once per process")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--backend", "virtual"], "--backend virtual runs the engine native, not reference"),
+        (
+            ["--backend", "virtual", "--engine", "native", "--ranks", "9"],
+            "--ranks 9: at most 8 ranks share a GPU",
+        ),
         (["--engine", "nope"], "--engine nope: the engines are"),
         (["--engine", "nccl_ep"], "--engine nccl_ep: cannot run over gloo on the CPU: it needs "),
         (["--ranks", "0"], "--ranks 0: must be at least 1"),
@@ -59,3 +84,10 @@ def test_what_cannot_run_is_a_usage_error(args: list[str], message: str) -> None
     status, text = collect("tests/contract/test_plan.py", *args)
     assert status == pytest.ExitCode.USAGE_ERROR
     assert message in text
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU here")
+def test_virtual_ranks_need_a_gpu() -> None:
+    status, text = collect("tests/gpu", "--backend", "virtual", "--engine", "native")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "--backend virtual needs a GPU, and there is none" in text

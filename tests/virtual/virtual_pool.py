@@ -63,7 +63,7 @@ class VirtualPool(RankPool):
         if self._processes and stacks is not None:
             if self._is_running and self._processes[0].is_alive():
                 os.kill(self._processes[0].pid, SIGNAL)
-                time.sleep(DUMP_S)
+                wait_for_text(stacks)
             if said := stacks.read_text(errors="replace").strip():
                 self._story = f"\n--- stderr and stacks ---\n{said[-MOST_STACKS:]}"
         super().close()
@@ -92,6 +92,16 @@ class VirtualPool(RankPool):
         for pipe in theirs:
             pipe.close()
         self._processes, self._pipes = [process], [pipe for pipe, _ in pipes]
+
+
+def wait_for_text(file: Path) -> None:
+    """Wait until a file no longer grows, or for a while."""
+    deadline, size = time.monotonic() + DUMP_S, 0
+    while time.monotonic() < deadline:
+        time.sleep(0.3)
+        before, size = size, file.stat().st_size
+        if 0 < before == size:
+            return
 
 
 def cuda_headers() -> Path | None:
