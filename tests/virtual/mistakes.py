@@ -72,12 +72,19 @@ MISTAKES = [
         "",
     ),
     Mistake(
+        "phase-without-fence",
+        "native/dispatch.cu",
+        "fence_system();  // passes on what the other CTAs' fences have shown to this thread",
+        "",
+    ),
+    Mistake(
         "wait-without-acquire",
         "native/wait.cuh",
         "return load_acquire(word) >= epoch;",
         "return load_relaxed(word) >= epoch;",
     ),
     Mistake("books-without-fence", "native/pairs.cuh", "    fence_system();\n", ""),
+    Mistake("counts-without-fence", "native/pairs.cuh", "  if (completes) fence_system();\n", ""),
     Mistake("stores-without-release", "common/order.cuh", "st.release.sys", "st.relaxed.sys"),
 ]
 
