@@ -9,7 +9,8 @@ because it is a process:
   streams, `torch.cuda.Stream` gives it one of its own.
 - What the engine would refuse or measure: ranks that share a GPU, and 32 SMs for each of them.
 
-Why ranks do not wait for each other for ever, which one would wait for the other's kernel:
+Why ranks do not wait for each other for ever, one for the other's kernel and that one for the
+first one's host:
 
 - All kernels that wait run at once: they are launched with at most `MOST_SMS` CTAs together, one of
   which fills an SM; torch's kernels have the other SMs.  Each stream that is used has a hardware
@@ -18,9 +19,9 @@ Why ranks do not wait for each other for ever, which one would wait for the othe
 - A rank whose kernel waits for another one's has agreed with it on that call.  Whatever the other
   one's host does between agreeing and launching must not wait for the device: it allocates, which
   does not wait, and frees nothing to the driver.  cudaDeviceSynchronize, cudaFree and the making of
-  windows come only where the ranks have agreed on another call since, so that every kernel that the
-  others' wait for has been launched.  Replays of CUDA graphs are not agreed on; between them a rank
-  waits for its own streams only.
+  windows come only where the ranks have agreed on another call since, so that every kernel that
+  those of other ranks wait for has been launched.  Replays of CUDA graphs are not agreed on;
+  between them a rank waits for its own streams only.
 - Captures of several threads at a time are begun and ended one after the other, because torch's
   random generators keep a list of them.
 - Backward runs in the thread that calls it: autograd's own thread for a device would be one for all
@@ -100,7 +101,7 @@ class Host:
         self._stream_handles: list[int] = []
         # Whoever comes out of a wait should not have to wait as long again for the interpreter.
         sys.setswitchinterval(2e-4)
-        # Where that process's ranks meet, and nobody else.
+        # Every thread has process groups of its own.
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         multi_threaded_pg._install_threaded_pg()
         replace(group, "_groups", PerThread())
@@ -138,6 +139,8 @@ class Host:
             raise RuntimeError(f"virtual_streams: {stand_in.ncclGetLastError(None).decode()}")
         self._stream_handles = [int(handle or 0) for handle in handles]
         torch.cuda.init()
+        has = torch.cuda.get_device_properties(0).multi_processor_count
+        assert has > MOST_SMS, f"virtual ranks need more than {MOST_SMS} SMs, this GPU has {has}"
 
     # --- one rank ---------------------------------------------------------------------------------
 
