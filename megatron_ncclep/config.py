@@ -11,6 +11,11 @@ from megatron_ncclep import envs
 from megatron_ncclep.errors import InputError
 
 ALIGNMENTS = (1, 16, 32, 64, 128)
+# Of options that are numbers of things; row numbers are int32.
+MAX_COUNT = 2**31 - 1
+# Deadlines are compared in nanoseconds, in 64 bits; torch's backends take milliseconds, and none of
+# them for no deadline at all.
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
 OPTION_PREFIX = "ncclep_"
 
 
@@ -42,23 +47,32 @@ class EpConfig:
         None, int, "SMs that the engine's kernels may use (default: the engine's own)"
     )
     timeout_s: float = _option(
-        60.0, float, "seconds that a rank waits for the others before it raises an error"
+        60.0,
+        float,
+        "seconds that a rank waits for the others before it raises an error; ranks may differ",
     )
 
     def __post_init__(self) -> None:
-        if self.alignment not in ALIGNMENTS:
-            raise InputError(f"alignment {self.alignment}: must be one of {ALIGNMENTS}")
+        if not isinstance(self.alignment, int) or self.alignment not in ALIGNMENTS:
+            raise InputError(f"alignment {self.alignment!r}: must be one of {ALIGNMENTS}")
         for name in ("max_recv_rows", "num_sms"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InputError(f"{name} {value}: must be positive, or left out")
+            is_count = isinstance(value, int) and 1 <= value <= MAX_COUNT
+            if value is not None and not is_count:
+                raise InputError(
+                    f"{name} {value!r}: must be a whole number from 1 to {MAX_COUNT}, or left out"
+                )
         if self.max_recv_rows is not None and self.max_recv_rows % self.alignment:
             raise InputError(
                 f"max_recv_rows {self.max_recv_rows}: must be a multiple of the alignment "
                 f"{self.alignment}, so that the last block ends inside the tensor"
             )
-        if not self.timeout_s > 0:
-            raise InputError(f"timeout_s {self.timeout_s}: must be positive")
+        is_number = isinstance(self.timeout_s, int | float)
+        if not (is_number and MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S):  # nan is neither
+            raise InputError(
+                f"timeout_s {self.timeout_s!r}: must be a number of seconds from {MIN_TIMEOUT_S:g} "
+                f"to {MAX_TIMEOUT_S:g}; there is no waiting without a deadline"
+            )
 
     @classmethod
     def resolve(cls, **given: Any) -> EpConfig:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_ncclep.config import EpConfig
+from megatron_ncclep import envs
+from megatron_ncclep.config import MAX_COUNT, EpConfig
 from megatron_ncclep.engines import native_obstacle
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.group import EpGroup
@@ -60,29 +61,37 @@ def create_engine(
     Args:
         process_group: the expert-parallel group; its rank order is the experts' order.
         num_experts: E, experts of the whole group.
-        config: options; default: those of the environment.
+        config: options; default: those of the environment.  The same on all ranks, except for
+            timeout_s: how long a rank waits is its own affair.
 
     Raises:
         InputError: on every rank, when the name is unknown, experts cannot be divided over the
-            ranks, an option would be ignored by the engine, or the ranks' arguments differ.
+            ranks, an option would be ignored by the engine, the environment's options are wrong, or
+            the ranks' arguments differ.
         EngineUnavailableError: the named engine cannot run here; says why.
         GroupClosedError: the process group was destroyed.
         PeerError: a rank did not come in time.
     """
-    config = config or EpConfig.resolve()
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise InputError("this rank is not a member of the expert-parallel group it was given")
     group = EpGroup.of(process_group)
-    choices = [AUTO, *ENGINES]
-    group.agree(
-        "open",
-        {
+    problem = None
+    try:
+        envs.get("NCCLEP_HOST_EXCHANGE")  # which the first exchange reads, where it cannot be told
+        config = config or EpConfig.resolve()
+    except InputError as error:
+        config, problem = EpConfig(), str(error)
+    problem = problem or _problem(group, num_experts, config)
+    values: dict[str, int | None] = {}
+    if problem is None:  # otherwise they need not even be numbers
+        values = {
             "num_experts": num_experts,
-            "engine": choices.index(config.engine) if config.engine in choices else None,
-        },
-        _problem(group, num_experts, config),
-        config.timeout_s,
-    )
+            "engine": [AUTO, *ENGINES].index(config.engine),
+            "alignment": config.alignment,
+            "max_recv_rows": config.max_recv_rows,
+            "num_sms": config.num_sms,
+        }
+    group.agree("open", values, problem, config.timeout_s)
     name, reason = choose_engine(group, config, num_experts)
     _announce(group, name, reason, config)
     return ENGINES[name].build(group, num_experts, config)
@@ -138,7 +147,8 @@ def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
     """Say what is wrong with this rank's arguments of create_engine, if anything is."""
     if config.engine != AUTO and config.engine not in ENGINES:
         return f"engine {config.engine!r} is unknown: this version has {AUTO!r} and {list(ENGINES)}"
-    if num_experts <= 0 or num_experts % group.size:
+    is_count = isinstance(num_experts, int) and 1 <= num_experts <= MAX_COUNT
+    if not is_count or num_experts % group.size:
         return (
             f"{num_experts} experts cannot be divided over {group.size} ranks: choose a number of "
             "experts that is a positive multiple of the expert-parallel size"

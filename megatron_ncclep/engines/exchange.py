@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ncclep import envs
 from megatron_ncclep.engines import extension
 from megatron_ncclep.engines.shared_memory import open_together
-from megatron_ncclep.errors import GroupClosedError
+from megatron_ncclep.errors import GroupClosedError, InputError
 from megatron_ncclep.logs import get_logger
 
 # A process whose connections the system has closed is not yet dead; seconds to wait for that.
@@ -105,6 +105,10 @@ class HostLink:
 
 def _obstacle() -> str | None:
     """Say what keeps this rank from sharing memory, before it tries."""
-    if not envs.get("NCCLEP_HOST_EXCHANGE"):
+    try:
+        is_wanted = envs.get("NCCLEP_HOST_EXCHANGE")
+    except InputError as error:  # without shared memory it can be told; create_engine does
+        return str(error)
+    if not is_wanted:
         return "NCCLEP_HOST_EXCHANGE turns it off"
     return extension.obstacle()

@@ -152,10 +152,36 @@ def number_of_experts_differs(ctx: RankContext, engine: Engine) -> None:
     create_engine(ctx.group, NUM_EXPERTS + 2 * ctx.rank, config(engine.caps.name))
 
 
+def number_of_experts_is_a_float(ctx: RankContext, engine: Engine) -> None:
+    create_engine(ctx.group, 8.0 if ctx.rank else 8, config(engine.caps.name))  # type: ignore[arg-type]
+
+
 def alignment_differs(ctx: RankContext, engine: Engine) -> None:
-    options = config(engine.caps.name, alignment=16 if ctx.rank else 1)
+    create_engine(ctx.group, NUM_EXPERTS, config(engine.caps.name, alignment=1 + 15 * ctx.rank))
+
+
+def alignment_of_another_engine(ctx: RankContext, engine: Engine) -> None:
+    options = config(engine.caps.name, alignment=16)
     with closing(create_engine(ctx.group, NUM_EXPERTS, options)) as other:
-        other.plan(topk(ctx))
+        [engine, other][ctx.rank].plan(topk(ctx))
+
+
+def max_recv_rows_differs(ctx: RankContext, engine: Engine) -> None:
+    options = [config(engine.caps.name), config(engine.caps.name, max_recv_rows=64)]
+    create_engine(ctx.group, NUM_EXPERTS, options[ctx.rank])
+
+
+def num_sms_differs(ctx: RankContext, engine: Engine) -> None:
+    """Found before anything else is: `native` need not be able to run."""
+    create_engine(ctx.group, NUM_EXPERTS, config("native", num_sms=24 + ctx.rank))
+
+
+def environment_is_wrong(ctx: RankContext, engine: Engine) -> None:
+    """One node of a job had another environment, and its error was nobody else's for 60 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 1:
+            patch.setenv("NCCLEP_TIMEOUT_S", "inf")
+        create_engine(ctx.group, NUM_EXPERTS)
 
 
 def unknown_engine(ctx: RankContext, engine: Engine) -> None:
@@ -192,7 +218,12 @@ MISTAKES = [
     (plan_of_another_engine, "rank 1: the plan is for 64 experts, the engine for 8"),
     (experts_not_divisible, "5 experts cannot be divided over 2 ranks"),
     (number_of_experts_differs, "num_experts differs.*rank 0 has 8, rank 1 has 10"),
-    (alignment_differs, "alignment differs.*rank 0 has 1, rank 1 has 16"),
+    (number_of_experts_is_a_float, r"rank 1: 8\.0 experts cannot be divided over 2 ranks"),
+    (alignment_differs, "open: alignment differs.*rank 0 has 1, rank 1 has 16"),
+    (alignment_of_another_engine, "plan: alignment differs.*rank 0 has 1, rank 1 has 16"),
+    (max_recv_rows_differs, "open: max_recv_rows differs.*rank 0 has None, rank 1 has 64"),
+    (num_sms_differs, "open: num_sms differs.*rank 0 has 24, rank 1 has 25"),
+    (environment_is_wrong, "rank 1: timeout_s inf: must be a number of seconds from 0.001 to 1e"),
     (unknown_engine, r"rank 1: engine 'deepep' is unknown: this version has 'auto' and \[.*'refer"),
     (option_that_would_be_ignored, "engine 'reference' would ignore num_sms"),
 ]
@@ -223,6 +254,19 @@ def test_every_rank_raises_the_same_error(
     )
     with pytest.raises(InputError, match=f"(?s){pattern}"):
         raise InputError(texts[0])
+
+
+def patient_rank(ctx: RankContext, engine_name: str) -> int:
+    options = dataclasses.replace(config(engine_name), timeout_s=1e9 if ctx.rank else 60.0)
+    with closing(create_engine(ctx.group, NUM_EXPERTS, options)) as engine:
+        plan = engine.plan(topk(ctx))
+        engine.dispatch(plan, rows(ctx))
+        return plan.num_rows
+
+
+def test_ranks_may_differ_in_patience(pool: RankPool, engine_name: str) -> None:
+    """No message and no size depends on how long a rank waits; one of them waits long here."""
+    assert sum(pool.run(patient_rank, engine_name, ranks=2)) == 10
 
 
 def too_many_rows(ctx: RankContext) -> str:

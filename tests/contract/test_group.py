@@ -13,8 +13,10 @@ import pytest
 import torch.distributed as dist
 
 import megatron_ncclep
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.exchange import HostLink
 from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.errors import PeerError
+from megatron_ncclep.errors import InputError, PeerError
 
 DEADLINE_S = 60.0
 # Each test has groups of this process alone: with GPUs nothing of them would differ.
@@ -94,3 +96,57 @@ def test_a_check_without_groups_imports_nothing() -> None:
         "assert 'megatron_ncclep.engines' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- who may use what is shared, and how long ----------------------------------------------------
+
+
+def test_what_an_engine_still_uses_stays(process_group: dist.ProcessGroup) -> None:
+    """Two layers share windows; the first that is closed leaves them to the other."""
+    log: list[str] = []
+    group = EpGroup.of(process_group)
+    first = group.share("windows", lambda: Thing("windows", log))
+    assert group.share("windows", lambda: Thing("others", log)) is first
+    group.release("windows", DEADLINE_S)
+    assert log == []
+    assert group.share("windows", lambda: Thing("others", log)) is first
+    group.release("windows", DEADLINE_S)
+    group.release("windows", DEADLINE_S)
+    assert log == ["close windows"]
+    # What comes then is new.
+    assert group.share("windows", lambda: Thing("new windows", log)) is not first
+
+
+def test_a_group_closes_the_last_made_first(process_group: dist.ProcessGroup) -> None:
+    """Windows are registered with a communicator, which must be there when they go."""
+    log: list[str] = []
+    group = EpGroup.of(process_group)
+
+    def windows() -> Thing:
+        group.share("communicator", lambda: Thing("communicator", log))  # as engines make them
+        return Thing("windows", log)
+
+    group.share("windows", windows)
+    group.share("other windows", lambda: Thing("other windows", log))
+    group.close()
+    assert log == ["close other windows", "close windows", "close communicator"]
+    group.release("windows", DEADLINE_S)  # an engine that is closed after its group
+    assert len(log) == 3
+
+
+# --- an environment that is wrong on one rank ----------------------------------------------------
+
+
+def test_how_hosts_exchange_is_read_where_all_can_be_told(
+    process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCLEP_HOST_EXCHANGE=maybe on one node raised there, inside the group's first exchange.
+
+    The other ranks waited for that one until their deadline.  Now the first exchange goes the way
+    that needs nothing, and `create_engine` tells them.
+    """
+    monkeypatch.setenv("NCCLEP_HOST_EXCHANGE", "maybe")
+    link = HostLink(rank=1, size=2)
+    assert link.exchange(b"me", "open", DEADLINE_S, lambda mine, *_: mine + mine) == b"meme"
+    with pytest.raises(InputError, match="open: rank 0: NCCLEP_HOST_EXCHANGE='maybe': not one of"):
+        megatron_ncclep.create_engine(process_group, 4, EpConfig(engine="reference"))
