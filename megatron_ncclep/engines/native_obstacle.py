@@ -10,20 +10,25 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import extension, libraries
+from megatron_ncclep.engines.agreement import on_all_ranks
 from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.errors import EngineUnavailableError, LibraryError
 
-MAX_EXPERTS = 512  # kMaxExperts in csrc/native/state.h
-MAX_RANKS = 32  # kMaxRanks there
+# As the extension's native_limits() has them; here, too, because CAPS need no extension.
+MAX_EXPERTS = 512
+MAX_RANKS = 32
 MIN_COMPUTE_CAPABILITY = (9, 0)
 DEFAULT_NUM_SMS = 32
-MIN_NUM_SMS = 3  # kMinCtas in csrc/native/split.h
+# SMs that are left to NCCL's kernels of other groups: by default they have up to so many CTAs.  One
+# of ours takes nearly all shared memory of its SM, so that no CTA of theirs fits beside it.
+SMS_FOR_NCCL = 32
 # Of what a rank says of its GPU; as many on every rank, with room for the UUIDs of 90 GPUs.
 PLACE_BYTES = 4096
 
@@ -34,8 +39,13 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
     What this rank alone finds, only this rank says: the ranks stop together all the same, and
     `choose_engine` makes one text of theirs.
     """
-    problem = _own_obstacle(group, config, num_experts)
-    mine = _Place() if problem else _own_place(group.device)
+
+    def look() -> tuple[str | None, _Place]:
+        problem = _own_obstacle(group, config, num_experts)
+        return problem, _Place() if problem else _own_place(group.device)
+
+    what = "open, looking for what keeps the engine 'native' from running"
+    problem, mine = on_all_ranks(group, what, look, config.timeout_s)
     places = _exchange(group, mine, config.timeout_s)
     if any(place.gpu == "" for place in places):
         return problem
@@ -73,11 +83,30 @@ def _own_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> 
         return f"it takes at most {MAX_RANKS} ranks, the group has {group.size}"
     if num_experts is not None and num_experts > MAX_EXPERTS:
         return f"it takes at most {MAX_EXPERTS} experts in all: there are {num_experts}"
-    num_sms, most_sms = config.num_sms or DEFAULT_NUM_SMS, gpu.multi_processor_count
-    if not MIN_NUM_SMS <= num_sms <= most_sms:
+    return _sms_obstacle(group.size, config.num_sms or DEFAULT_NUM_SMS, gpu)
+
+
+def _sms_obstacle(num_ranks: int, num_sms: int, gpu: Any) -> str | None:
+    """Say what is wrong with the number of SMs, if anything is.
+
+    Our kernels stay on their SMs while they wait for other ranks.  Were they all of a GPU's, NCCL's
+    kernel of another group could not start there, nor ours where that one was first: two groups
+    would wait for each other in a ring.
+
+    Args:
+        num_ranks: of the group.
+        num_sms: that the kernels are to use.
+        gpu: properties of the device, as torch gives them.
+    """
+    least: int = extension.load().native_min_sms(num_ranks)
+    most = gpu.multi_processor_count - SMS_FOR_NCCL
+    if num_sms < least:
+        return f"num_sms {num_sms}: its kernels need at least {least} for {num_ranks} ranks"
+    if num_sms > most:
         return (
-            f"num_sms {num_sms}: its kernels need at least {MIN_NUM_SMS}, and {gpu.name} has "
-            f"{most_sms}"
+            f"num_sms {num_sms}: at most {max(most, 0)} on {gpu.name} with "
+            f"{gpu.multi_processor_count} SMs: {SMS_FOR_NCCL} are left to NCCL's kernels, without "
+            "which two groups can wait for each other for ever"
         )
     return None
 
@@ -166,7 +195,7 @@ def _lsa_obstacle(group: EpGroup, places: Sequence[_Place], timeout_s: float) ->
     """
     try:
         communicator = communicator_of(group, timeout_s)
-    except LibraryError as error:
+    except (EngineUnavailableError, LibraryError) as error:  # on all ranks
         return f"NCCL made no communicator: {error}"
     if communicator.lsa_size == group.size:
         return None

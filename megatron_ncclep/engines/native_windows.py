@@ -58,8 +58,8 @@ def grow(
         """Take a step; the next one comes only when it went well on all ranks."""
         try:
             problem = step()
-        except LibraryError as error:
-            problem = str(error)
+        except Exception as error:  # whatever it is, the other ranks have to know
+            problem = str(error) if isinstance(error, LibraryError) else repr(error)
         if problems := group.gather_problems(problem, what, timeout_s):
             native.drop()
             raise LibraryError(f"engine 'native', {what} ({cause}): {problems}; {remedy}")

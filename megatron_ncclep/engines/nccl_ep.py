@@ -2,7 +2,7 @@
 
 The library fixes when it makes a group how many tokens a rank may have and how long a row may be.
 Neither is known when an engine is made, so its staging memory is made at the first dispatch, and
-anew, on all ranks together, when a larger batch or a longer row comes (`_Staging`).
+anew, on all ranks together, when a larger batch or a longer row comes (`nccl_ep_staging.py`).
 
 How many rows each rank receives is worked out here, from the counts of picks that the ranks
 exchange, so that a plan can exist before the length of its rows is known.
@@ -10,23 +10,19 @@ exchange, so that a plan can exist before the length of its rows is known.
 
 from __future__ import annotations
 
-import logging
-import os
-import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import extension, libraries
-from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
+from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows, on_all_ranks
 from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, NOT_ROUTED, EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.nccl_ep_staging import MAX_TOKENS, NcclEpPlan, Route, Staging
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit
-from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError
+from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError, LibraryError
 
 CAPS = EngineCaps(
     name="nccl_ep",
@@ -34,7 +30,7 @@ CAPS = EngineCaps(
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
     options=frozenset({"alignment", "max_recv_rows", "num_sms", "timeout_s"}),
-    max_tokens=8192,
+    max_tokens=MAX_TOKENS,
     max_top_k=32,
     max_local_experts=256,
     min_ranks=2,
@@ -49,17 +45,27 @@ MAX_NODES = 8
 MAX_SMS = 34
 MAX_SMS_BETWEEN_NODES = 16
 MIN_COMPUTE_CAPABILITY = (9, 0)
-# Staging is made for a power of two of tokens, at least this many, so that batches which vary a
-# little neither grow it nor have kernels compiled anew.
-MIN_STAGED_TOKENS = 128
 
 
 def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
     """Say why the engine cannot run for `group`; None if it can.  Collective.
 
-    `CAPS` has what depends on `num_experts`.
+    `CAPS` has what depends on `num_experts`.  What this rank alone finds, only this rank says.
     """
-    nodes = group.ranks_per_node(config.timeout_s)
+    nodes, timeout_s = group.ranks_per_node(config.timeout_s), config.timeout_s
+    what = "open, looking for what keeps the engine 'nccl_ep' from running"
+    problem = on_all_ranks(group, what, lambda: _own_obstacle(group, config, nodes), timeout_s)
+    if group.gather_problems(problem, what, timeout_s):
+        return problem
+    try:
+        communicator_of(group, timeout_s)
+    except (EngineUnavailableError, LibraryError) as error:  # on all ranks
+        return f"NCCL made no communicator: {error}"
+    return None
+
+
+def _own_obstacle(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | None:
+    """Say what is in the way on this rank; `nodes`: ranks of each machine.  Not collective."""
     if group.device.type != "cuda":
         return "it needs GPUs and a process group with the nccl backend"
     if problem := extension.obstacle():
@@ -104,33 +110,6 @@ def _library_obstacle() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class NcclEpPlan(RoutePlan):
-    """Routes as NVIDIA's library keeps them.
-
-    Attributes:
-        topk_idx: int64 [num_tokens, top_k], without the picks that static mode dropped.
-        host_counts: int64 [num_local_experts] on the CPU: `tokens_per_expert`.
-        num_used: rows up to the end of the last block; `num_rows` unless in static mode.
-        num_staged_tokens: the most tokens that any rank has.
-        route: what the library made of `topk_idx`.
-    """
-
-    topk_idx: torch.Tensor
-    host_counts: torch.Tensor
-    num_used: int
-    num_staged_tokens: int
-    route: _Route
-
-    def nbytes(self) -> int:
-        """Bytes of device memory that the plan keeps alive."""
-        return super().nbytes() - self.host_counts.nbytes + self.route.nbytes()
-
-    def tokens_per_expert_on_host(self) -> torch.Tensor:
-        """Return `tokens_per_expert` as a CPU tensor; waits for nothing."""
-        return self.host_counts
-
-
 class NcclEpEngine:
     """See `Engine`.  Ranks agree on the host before every call, beside the work on the device."""
 
@@ -143,8 +122,8 @@ class NcclEpEngine:
         self.num_local_experts = num_experts // group.size
         self.config = config
         self._staging_name = f"nccl_ep {num_experts} {config.max_recv_rows} {config.num_sms}"
-        self._staging: _Staging = group.share(
-            self._staging_name, lambda: _Staging(group, num_experts, config)
+        self._staging: Staging = group.share(
+            self._staging_name, lambda: Staging(group, num_experts, config)
         )
         self._row_bytes = 0  # of the longest row so far
         self._closed = False
@@ -154,6 +133,7 @@ class NcclEpEngine:
         """See `Engine.plan`."""
         self._require_open()
         agreement = agree_on_routes(self.group, topk_idx, self.num_experts, self.caps, self.config)
+        self._staging.free_unused()
         topk_idx = topk_idx.to(torch.int64, copy=True).contiguous()  # the plan's own
         counts = self._exchange_counts(topk_idx)
         limit, alignment = self.config.max_recv_rows, self.config.alignment
@@ -178,7 +158,7 @@ class NcclEpEngine:
             host_counts=padded,
             num_used=num_used,
             num_staged_tokens=max(agreement.told),
-            route=_Route(),
+            route=Route(),
         )
         if self._row_bytes:  # the layer has moved rows before: the library can plan now
             self._staging.bind(plan, self._row_bytes, alignment)
@@ -274,112 +254,3 @@ class NcclEpEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise GroupClosedError("the engine was closed: create a new one with create_engine()")
-
-
-class _Route:
-    """The library's side of a plan: a handle in the staging memory that it was made for."""
-
-    def __init__(self) -> None:
-        self.handle: Any = None
-        self.memory: torch.Tensor | None = None
-        self.staged: Any = None
-
-    def nbytes(self) -> int:
-        return 0 if self.memory is None else self.memory.nbytes
-
-
-class _Staging:
-    """NVIDIA's group: staging memory that the layers of a group with the same experts share."""
-
-    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
-        native = extension.load()
-        library = libraries.find_nccl_ep()
-        if library is None:
-            raise EngineUnavailableError("libnccl_ep.so was not found: pip install nccl-extensions")
-        for name, folder in libraries.jit_folders(library).items():
-            if envs.get(name) is None:
-                os.environ[name] = str(folder)  # the library reads it when it compiles
-        self._group, self._num_experts, self._config = group, num_experts, config
-        self._communicator = communicator_of(group, config.timeout_s)
-        self._library = native.NcclEp(str(library.path))
-        self._staged: Any = None
-        self._retired: list[Any] = []
-        self._limits = (0, 0, 0)  # tokens, bytes of a row, picks of a token
-        self._routes: weakref.WeakSet[_Route] = weakref.WeakSet()
-
-    def rows_of(self, plan: NcclEpPlan) -> int:
-        """Rows of the tensor that the library fills: in static mode at least a rank's tokens."""
-        if self._config.max_recv_rows is None:
-            return plan.num_rows
-        return max(plan.num_rows, self._limits[0])
-
-    def bind(self, plan: NcclEpPlan, row_bytes: int, alignment: int) -> Any:
-        """Return the handle of `plan` for rows of `row_bytes`.  Collective when it makes one."""
-        route = plan.route
-        needed = (plan.num_staged_tokens, row_bytes, plan.top_k)
-        if any(n > limit for n, limit in zip(needed, self._limits, strict=True)):
-            self._grow(needed)
-        if route.handle is None or route.staged is not self._staged:
-            native = extension.load()
-            device = self._group.device
-            route.staged = self._staged
-            route.memory = torch.empty(
-                self._staged.handle_bytes(alignment, plan.top_k), dtype=torch.uint8, device=device
-            )
-            route.handle = native.NcclEpHandle(self._staged, alignment, plan.top_k, route.memory)
-            counters = torch.empty(
-                self._num_experts // self._group.size + 1, dtype=torch.int64, device=device
-            )
-            route.handle.update(
-                plan.topk_idx, counters[1:], counters[:1], extension.current_stream()
-            )
-            self._routes.add(route)
-        return route.handle
-
-    def close(self) -> None:
-        """Free the staging memory.  Collective."""
-        torch.cuda.synchronize(self._group.device)
-        for staged in [*self._retired, self._staged]:
-            if staged is not None:
-                staged.close()
-        self._staged, self._retired = None, []
-
-    def _grow(self, needed: tuple[int, int, int]) -> None:
-        """Make staging memory that holds `needed` too.  Collective, `needed` being the same.
-
-        The old one is freed when no plan of any rank is bound to it.
-        """
-        tokens, row_bytes, top_k = (
-            max(n, had) for n, had in zip(needed, self._limits, strict=True)
-        )
-        tokens = min(max(MIN_STAGED_TOKENS, 1 << (tokens - 1).bit_length()), CAPS.max_tokens or 0)
-        if self._staged is not None:
-            in_use = torch.tensor([len(self._routes)])
-            what = "growing the staging memory of nccl_ep"
-            if int(self._group.gather(in_use, what, self._config.timeout_s).sum()):
-                self._retired.append(self._staged)
-            else:
-                torch.cuda.synchronize(self._group.device)
-                self._staged.close()
-        limit = self._config.max_recv_rows
-        self._staged = extension.load().NcclEpGroup(
-            self._library,
-            self._communicator,
-            num_experts=self._num_experts,
-            max_tokens=tokens,
-            max_recv_rows=0 if limit is None else max(limit, tokens),
-            row_bytes=row_bytes,
-            top_k=top_k,
-            num_sms=self._config.num_sms or 0,
-            timeout_s=self._config.timeout_s,
-        )
-        self._limits = (tokens, row_bytes, top_k)
-        self._routes = weakref.WeakSet()
-        if self._group.rank == 0:
-            text = (
-                f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "
-                f"NVIDIA's kernels for them are compiled at first use "
-                f"({libraries.find_nvcc()}, some seconds for each step, then cached in "
-                f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
-            )
-            self._group.log_once(logging.INFO, text, text)

@@ -17,9 +17,17 @@ from fakes import compile_fake, on_threads
 
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import create_engine, extension, libraries, native_obstacle
+from megatron_ncclep.engines import (
+    create_engine,
+    extension,
+    libraries,
+    native_obstacle,
+    nccl_ep,
+)
 from megatron_ncclep.engines.libraries import Library
-from megatron_ncclep.errors import EngineUnavailableError, LibraryError
+from megatron_ncclep.engines.native import CAPS
+from megatron_ncclep.engines.native_plan import CHUNK
+from megatron_ncclep.errors import EngineUnavailableError, InputError, LibraryError
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 NUM_RANKS = 3
@@ -77,6 +85,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(extension, "obstacle", lambda: None)
     monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a"])
+    # Another number than any of the extension's, so that nobody has it from elsewhere.
+    monkeypatch.setattr(
+        extension, "load", lambda: SimpleNamespace(native_min_sms=lambda ranks: 5 + ranks // 32)
+    )
     monkeypatch.setattr(
         libraries, "find_nccl", lambda: Library(Path("libnccl.so.2"), (2, 28, 9), "")
     )
@@ -112,6 +124,16 @@ def test_auto_says_why_not(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
     assert reason.endswith("; reference can run")
 
 
+def test_auto_is_the_same_on_all_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in the way of rank 1 only, rank 0 would not have seen."""
+    only = {name: engines.ENGINES[name] for name in ("native", "reference")}
+    monkeypatch.setattr(engines, "ENGINES", only)
+    machine.gpus[1] = replace(machine.gpus[1], name="NVIDIA A100", capability=(8, 0))
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
+    reason = "not native: rank 1: NVIDIA A100 is older than Hopper (sm_90); reference can run"
+    assert choices == [("reference", reason)] * NUM_RANKS
+
+
 # --- what one rank finds -------------------------------------------------------------------------
 
 
@@ -142,7 +164,7 @@ OWN = {
     ),
     "few SMs": (
         set_gpu(multi_processor_count=16),
-        "rank 1: num_sms 32: its kernels need at least 3, and NVIDIA H200 has 16",
+        "rank 1: num_sms 32: at most 0 on NVIDIA H200 with 16 SMs",
     ),
     "no extension": (on_all(extension, "obstacle", lambda: "there is none: build it"), "build it"),
     "no NCCL": (
@@ -166,6 +188,43 @@ def test_what_a_rank_finds_all_ranks_say(
     assert machine.made == []
 
 
+@pytest.mark.parametrize("engine", ["native", "nccl_ep", "auto"])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (InputError("NCCLEP_NCCL_LIBRARY=/gone: there is no such file"), "NCCLEP_NCCL_LIBRARY="),
+        (RuntimeError("CUDA error: out of memory"), "RuntimeError: CUDA error: out of memory"),
+    ],
+)
+def test_a_rank_that_cannot_even_look(
+    engine: str,
+    error: Exception,
+    text: str,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wrong path in one rank's environment was an error there and 60 s of waiting elsewhere.
+
+    The look at one's own machine raised between two exchanges, and no test had it raise at all.
+    """
+
+    def look(group: Any, *_: Any) -> str | None:
+        if group.rank == 1:
+            raise error
+        return None
+
+    for module in (native_obstacle, nccl_ep):
+        monkeypatch.setattr(module, "_own_obstacle", look)
+    config = EpConfig(engine=engine)
+    errors = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, config))
+    kind = InputError if isinstance(error, InputError) else LibraryError
+    assert [type(e) for e in errors] == [kind] * NUM_RANKS, errors
+    assert len({str(e) for e in errors}) == 1
+    assert f"rank 1: {text}" in str(errors[0])
+    assert errors[1].__cause__ is error
+    assert machine.made == []
+
+
 def test_an_nccl_that_is_too_old(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -182,12 +241,14 @@ def test_an_nccl_that_is_too_old(
     ("num_ranks", "num_experts", "options", "text"),
     [
         (NUM_RANKS, 513, {}, "it takes at most 512 experts in all: there are 513"),
-        (NUM_RANKS, None, {"num_sms": 2}, "num_sms 2: its kernels need at least 3, and"),
+        (NUM_RANKS, None, {"num_sms": 4}, "num_sms 4: its kernels need at least 5 for 3 ranks"),
+        (32, None, {"num_sms": 5}, "num_sms 5: its kernels need at least 6 for 32 ranks"),
         (
             NUM_RANKS,
             None,
-            {"num_sms": 133},
-            "num_sms 133: its kernels need at least 3, and NVIDIA ",
+            {"num_sms": 101},
+            "num_sms 101: at most 100 on NVIDIA H200 with 132 SMs: 32 are left to NCCL's kernels, "
+            "without which two groups can wait for each other for ever",
         ),
         (33, None, {}, "it takes at most 32 ranks, the group has 33"),
     ],
@@ -201,7 +262,7 @@ def test_limits(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"), [(32, {}), (2, {"num_sms": 3}), (2, {"num_sms": 132})]
+    ("num_ranks", "options"), [(32, {"num_sms": 6}), (2, {"num_sms": 5}), (2, {"num_sms": 100})]
 )
 def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[str, Any]) -> None:
     machine.gpus = [Gpu(f"uuid-{r}") for r in range(num_ranks)]
@@ -215,6 +276,28 @@ def unavailable_on_rank(ctx: RankContext) -> str:
     with pytest.raises(EngineUnavailableError) as caught:
         create_engine(ctx.group, 4 * ctx.num_ranks, EpConfig(engine="native"))
     return str(caught.value)
+
+
+@pytest.mark.skipif(
+    extension.obstacle() is not None, reason=f"nothing to call: {extension.obstacle()}"
+)
+def test_the_limits_are_the_kernels_own() -> None:
+    """CAPS and the like need no extension, so they hold a copy; a kernel's limit is the kernel's.
+
+    More than 32 ranks or 512 experts that Python let through would write beyond what is there.
+    """
+    native = extension.load()
+    assert native.native_limits() == {
+        "max_ranks": native_obstacle.MAX_RANKS,
+        "max_experts": native_obstacle.MAX_EXPERTS,
+        "max_tokens": CAPS.max_tokens,
+        "max_top_k": CAPS.max_top_k,
+        "chunk": CHUNK,
+    }
+    assert CAPS.max_local_experts == native_obstacle.MAX_EXPERTS
+    # What nobody asked for runs wherever the engine does.
+    for num_ranks in range(1, native_obstacle.MAX_RANKS + 1):
+        assert native.native_min_sms(num_ranks) <= native_obstacle.DEFAULT_NUM_SMS
 
 
 @pytest.mark.cpu_only  # with GPUs there is nothing in the way

@@ -1,0 +1,191 @@
+"""Staging memory of NVIDIA's NCCL EP: made when rows come, grown with them, freed when unused.
+
+The library fixes when it makes a group how many tokens a rank may have and how long a row may be;
+plans are bound to the group that they were made for (`Route`).  So when a larger batch or a longer
+row comes, another group is made, on all ranks together, and the one before it is freed when no plan
+of any rank is bound to it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ncclep import envs
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import extension, libraries
+from megatron_ncclep.engines.agreement import on_all_ranks
+from megatron_ncclep.engines.communicator import communicator_of
+from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.errors import EngineUnavailableError
+
+# Of libnccl_ep: tokens of a rank.
+MAX_TOKENS = 8192
+# Staging is made for a power of two of tokens, at least this many, so that batches which vary a
+# little neither grow it nor have kernels compiled anew.
+MIN_STAGED_TOKENS = 128
+
+
+class Route:
+    """The library's side of a plan: a handle in the staging memory that it was made for."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.memory: torch.Tensor | None = None
+        self.staged: Any = None
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the handle keeps alive."""
+        return 0 if self.memory is None else self.memory.nbytes
+
+
+@dataclass(frozen=True)
+class NcclEpPlan(RoutePlan):
+    """Routes as NVIDIA's library keeps them.
+
+    Attributes:
+        topk_idx: int64 [num_tokens, top_k], without the picks that static mode dropped.
+        host_counts: int64 [num_local_experts] on the CPU: `tokens_per_expert`.
+        num_used: rows up to the end of the last block; `num_rows` unless in static mode.
+        num_staged_tokens: the most tokens that any rank has.
+        route: what the library made of `topk_idx`.
+    """
+
+    topk_idx: torch.Tensor
+    host_counts: torch.Tensor
+    num_used: int
+    num_staged_tokens: int
+    route: Route
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the plan keeps alive."""
+        return super().nbytes() - self.host_counts.nbytes + self.route.nbytes()
+
+    def tokens_per_expert_on_host(self) -> torch.Tensor:
+        """Return `tokens_per_expert` as a CPU tensor; waits for nothing."""
+        return self.host_counts
+
+
+def _open_library() -> Any:
+    """Return the `_C.NcclEp`, told where its sources are.  Not collective."""
+    library = libraries.find_nccl_ep()
+    if library is None:
+        raise EngineUnavailableError("libnccl_ep.so was not found: pip install nccl-extensions")
+    for name, folder in libraries.jit_folders(library).items():
+        if envs.get(name) is None:
+            os.environ[name] = str(folder)  # the library reads it when it compiles
+    return extension.load().NcclEp(str(library.path))
+
+
+class Staging:
+    """NVIDIA's group: staging memory that the layers of a group with the same experts share."""
+
+    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+        self._group, self._num_experts, self._config = group, num_experts, config
+        self._communicator = communicator_of(group, config.timeout_s)
+        self._library = on_all_ranks(group, "opening libnccl_ep", _open_library, config.timeout_s)
+        self._staged: Any = None
+        self._limits = (0, 0, 0)  # tokens, bytes of a row, picks of a token
+        self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
+        # Staging memory that was outgrown, and the routes that were bound to it.
+        self._retired: list[tuple[Any, weakref.WeakSet[Route]]] = []
+
+    def rows_of(self, plan: NcclEpPlan) -> int:
+        """Rows of the tensor that the library fills: in static mode at least a rank's tokens."""
+        if self._config.max_recv_rows is None:
+            return plan.num_rows
+        return max(plan.num_rows, self._limits[0])
+
+    def bind(self, plan: NcclEpPlan, row_bytes: int, alignment: int) -> Any:
+        """Return the handle of `plan` for rows of `row_bytes`.  Collective when it makes one."""
+        route = plan.route
+        needed = (plan.num_staged_tokens, row_bytes, plan.top_k)
+        if any(n > limit for n, limit in zip(needed, self._limits, strict=True)):
+            self._grow(needed)
+        if route.handle is None or route.staged is not self._staged:
+            device, num_local = self._group.device, self._num_experts // self._group.size
+            num_bytes = self._staged.handle_bytes(alignment, plan.top_k)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            handle = extension.load().NcclEpHandle(self._staged, alignment, plan.top_k, memory)
+            counters = torch.empty(num_local + 1, dtype=torch.int64, device=device)
+            handle.update(plan.topk_idx, counters[1:], counters[:1], extension.current_stream())
+            # Only now: where something above failed, the route is still what it was.
+            route.handle, route.memory, route.staged = handle, memory, self._staged
+            self._routes.add(route)
+        return route.handle
+
+    def close(self) -> None:
+        """Free the staging memory.  Collective."""
+        torch.cuda.synchronize(self._group.device)
+        for staged in [*(old for old, _ in self._retired), self._staged]:
+            if staged is not None:
+                staged.close()
+        self._staged, self._retired = None, []
+
+    def free_unused(self) -> None:
+        """Free what was outgrown and what no plan of any rank is bound to any more.  Collective.
+
+        Every call of `plan` asks; where nothing was outgrown, the ranks exchange nothing.
+        """
+        if not self._retired:
+            return
+        # A route that moved rows since then is bound to the memory that came after.
+        bound = [sum(r.staged is staged for r in routes) for staged, routes in self._retired]
+        what = "freeing outgrown staging memory of nccl_ep"
+        bound_anywhere = self._group.gather(torch.tensor(bound), what, self._config.timeout_s)
+        in_use = bound_anywhere.sum(dim=0).tolist()
+        if not all(in_use):
+            torch.cuda.synchronize(self._group.device)
+        for (staged, _), number in zip(self._retired, in_use, strict=True):
+            if number == 0:
+                staged.close()
+        self._retired = [old for old, number in zip(self._retired, in_use, strict=True) if number]
+
+    def _grow(self, needed: tuple[int, int, int]) -> None:
+        """Make staging memory that holds `needed` too.  Collective, `needed` being the same.
+
+        The old one is freed when no plan of any rank is bound to it.
+
+        Raises:
+            LibraryError: on every rank, when one cannot make it.  There is none then.
+        """
+        tokens, row_bytes, top_k = (
+            max(n, had) for n, had in zip(needed, self._limits, strict=True)
+        )
+        tokens = min(max(MIN_STAGED_TOKENS, 1 << (tokens - 1).bit_length()), MAX_TOKENS)
+        if self._staged is not None:
+            self._retired.append((self._staged, self._routes))
+            self._staged, self._limits, self._routes = None, (0, 0, 0), weakref.WeakSet()
+            self.free_unused()
+        limit = self._config.max_recv_rows
+
+        def make() -> Any:
+            return extension.load().NcclEpGroup(
+                self._library,
+                self._communicator,
+                num_experts=self._num_experts,
+                max_tokens=tokens,
+                max_recv_rows=0 if limit is None else max(limit, tokens),
+                row_bytes=row_bytes,
+                top_k=top_k,
+                num_sms=self._config.num_sms or 0,
+                timeout_s=self._config.timeout_s,
+            )
+
+        what = f"nccl_ep: making staging memory for {tokens} tokens of {row_bytes} bytes"
+        self._staged = on_all_ranks(self._group, what, make, self._config.timeout_s)
+        self._limits = (tokens, row_bytes, top_k)
+        if self._group.rank == 0:
+            text = (
+                f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "
+                f"NVIDIA's kernels for them are compiled at first use "
+                f"({libraries.find_nvcc()}, some seconds for each step, then cached in "
+                f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
+            )
+            self._group.log_once(logging.INFO, text, text)
