@@ -37,7 +37,7 @@ class ThreadGroup(EpGroup):
         self.device = torch.device("cuda", rank)
         self._logged: set[str] = set()
         self._ranks_per_node = [self.size]
-        self._shared = {}
+        self._shared, self._num_calls = {}, 0
         self._messages, self._meeting = messages, meeting
 
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:

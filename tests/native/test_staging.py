@@ -1,0 +1,226 @@
+"""NCCL EP's staging memory: what is outgrown is freed in time, and it grows on all ranks or none.
+
+Ranks are threads, each with a stand-in for NVIDIA's libraries of its own, which writes down what
+the extension calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import ThreadGroup, compile_fake, on_threads
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import extension, nccl_ep_staging
+from megatron_ncclep.engines.nccl_ep import NcclEpEngine
+from megatron_ncclep.engines.nccl_ep_staging import NcclEpPlan, Route, Staging
+from megatron_ncclep.errors import LibraryError
+
+if extension.obstacle() is not None:
+    # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
+    pytest.skip(f"nothing to call: {extension.obstacle()}", allow_module_level=True)
+
+NUM_RANKS, NUM_EXPERTS, TOP_K = 2, 8, 2
+CONFIG = EpConfig(engine="nccl_ep", timeout_s=30.0)
+
+
+class Rank:
+    """One rank: its staging memory, and what its libraries get to hear."""
+
+    def __init__(self, group: ThreadGroup, library: Path) -> None:
+        self.group = group
+        self.rank = group.rank
+        self._fake = ctypes.CDLL(str(library))
+        self._fake.fake_calls.restype = ctypes.c_char_p
+        self.num_exchanges = 0
+        self._exchange = group.exchange
+        group.exchange = self._count  # type: ignore[method-assign]
+        self.staging = Staging(group, NUM_EXPERTS, CONFIG)
+
+    def calls(self, *names: str) -> list[str]:
+        """The functions of `names` that the library got since the last time, in order."""
+        lines = self._fake.fake_calls().decode().splitlines()
+        self._fake.fake_reset(0)
+        return [name for name in (line.split()[0] for line in lines) if name in names]
+
+    def fail_next(self) -> None:
+        """Have the library's next call fail."""
+        self._fake.fake_reset(3)
+
+    def bind(self, plan: NcclEpPlan) -> Any:
+        return self.staging.bind(plan, row_bytes=64, alignment=1)
+
+    def _count(self, *arguments: Any) -> bytes:
+        self.num_exchanges += 1
+        return self._exchange(*arguments)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Calls a function of a `Rank` as every rank; returns what it returns or raises."""
+    native, here = extension.load(), threading.local()
+    original = compile_fake(tmp_path / "fake.so")
+    # Loaded from files of their own, they do not share what they remember.
+    paths = [Path(shutil.copy(original, tmp_path / f"fake{r}.so")) for r in range(NUM_RANKS)]
+
+    def communicator_of(group: ThreadGroup, timeout_s: float) -> Any:
+        return native.Communicator(native.Nccl(str(here.path)), bytes(128), NUM_RANKS, group.rank)
+
+    monkeypatch.setattr(nccl_ep_staging, "communicator_of", communicator_of)
+    monkeypatch.setattr(nccl_ep_staging, "_open_library", lambda: native.NcclEp(str(here.path)))
+    monkeypatch.setattr(extension, "current_stream", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def on_rank(group: ThreadGroup, function: Callable[[Rank], Any]) -> Any:
+        here.path, group.device = paths[group.rank], torch.device("cpu")
+        return function(Rank(group, here.path))
+
+    return lambda function: on_threads(NUM_RANKS, lambda group: on_rank(group, function))
+
+
+def plan(num_tokens: int) -> NcclEpPlan:
+    """A plan that is not bound to anything yet."""
+    num_local = NUM_EXPERTS // NUM_RANKS
+    counts = torch.zeros(num_local, dtype=torch.int64)
+    return NcclEpPlan(
+        plan_id=1,
+        num_tokens=num_tokens,
+        top_k=TOP_K,
+        num_experts=NUM_EXPERTS,
+        num_rows=0,
+        tokens_per_expert=counts,
+        routed_per_expert=counts,
+        num_dropped=counts.sum(),
+        topk_idx=torch.zeros(num_tokens, TOP_K, dtype=torch.int64),
+        host_counts=counts,
+        num_used=0,
+        num_staged_tokens=num_tokens,
+        route=Route(),
+    )
+
+
+LIFE = ("CreateGroup", "InitHandle", "HandleDestroy", "GroupDestroy")
+
+
+def outgrow(rank: Rank) -> None:
+    """Two plans are alive while the staging memory grows; rank 1 keeps one of them."""
+    staging = rank.staging
+    first, second = plan(100), plan(100)
+    rank.bind(first)
+    rank.bind(second)
+    larger = plan(300)
+    rank.bind(larger)
+    assert rank.calls(*LIFE) == [
+        "CreateGroup", "InitHandle", "InitHandle", "CreateGroup", "InitHandle",
+    ]  # fmt: skip
+    staging.free_unused()
+    assert rank.calls(*LIFE) == []  # both are in use
+    del first
+    if rank.rank == 0:
+        del second
+    staging.free_unused()
+    # In use on rank 1, so nothing is freed anywhere: that would be collective.
+    assert rank.calls(*LIFE) == ["HandleDestroy"] * (2 - rank.rank)
+    if rank.rank == 1:
+        rank.bind(second)  # moves rows again, and goes over to the new memory
+    staging.free_unused()
+    assert rank.calls(*LIFE) == [*["InitHandle", "HandleDestroy"][: 2 * rank.rank], "GroupDestroy"]
+
+    before = rank.num_exchanges
+    staging.free_unused()
+    assert rank.num_exchanges == before  # nothing is outgrown, and nothing is asked
+    rank.bind(larger)
+    staging.close()
+    assert rank.calls(*LIFE) == ["GroupDestroy"]
+
+
+def test_outgrown_memory_is_freed_when_nobody_uses_it(run: Callable) -> None:
+    """A job whose batches grew kept every size of staging memory that it had ever had.
+
+    Memory that plans were bound to when it was outgrown was freed by the group's close only.  No
+    test had a plan alive while it grew.
+    """
+    assert run(outgrow) == [None] * NUM_RANKS
+
+
+def step_of_training(rank: Rank) -> None:
+    engine = NcclEpEngine(rank.group, NUM_EXPERTS, CONFIG)
+
+    def step(num_tokens: int) -> NcclEpPlan:
+        made = engine.plan(torch.tensor([[0, 5]]).repeat(num_tokens, 1))
+        engine.dispatch(made, torch.ones(num_tokens, 16))
+        return made
+
+    small, large = step(100), step(300)
+    rank.calls()
+    del small
+    assert rank.calls(*LIFE) == ["HandleDestroy"]
+    step(100)
+    assert rank.calls(*LIFE)[0] == "GroupDestroy"  # before the new plan is bound
+    assert large.num_staged_tokens == 300
+
+
+def test_the_next_plan_frees_it(run: Callable) -> None:
+    assert run(step_of_training) == [None] * NUM_RANKS
+
+
+def outgrow_unused(rank: Rank) -> None:
+    rank.bind(plan(100))
+    rank.bind(plan(300))
+    assert rank.calls(*LIFE) == [
+        "CreateGroup", "InitHandle", "HandleDestroy", "GroupDestroy",
+        "CreateGroup", "InitHandle", "HandleDestroy",
+    ]  # fmt: skip
+
+
+def test_memory_without_plans_is_freed_before_the_next_is_made(run: Callable) -> None:
+    assert run(outgrow_unused) == [None] * NUM_RANKS
+
+
+def fail_to_grow(rank: Rank) -> str:
+    old = plan(100)
+    rank.bind(old)
+    rank.calls()
+    if rank.rank == 1:
+        rank.fail_next()
+    with pytest.raises(LibraryError) as caught:
+        rank.bind(plan(300))
+    rank.calls()
+    # It can be tried again, on all ranks; the old plan goes over to what is made then.
+    rank.bind(old)
+    assert rank.calls(*LIFE) == ["CreateGroup", "InitHandle", "HandleDestroy"]
+    rank.staging.free_unused()
+    assert rank.calls(*LIFE) == ["GroupDestroy"]
+    return str(caught.value)
+
+
+def test_growing_that_fails_on_one_rank_fails_on_all(run: Callable) -> None:
+    """The rank without memory raised alone, and the others waited for it in the next kernel."""
+    texts = run(fail_to_grow)
+    assert texts[0] == texts[1]
+    assert "nccl_ep: making staging memory for 512 tokens of 64 bytes: rank 1: " in texts[0]
+    assert "ncclEpCreateGroup failed: internal error" in texts[0]
+
+
+def fail_to_rebind(rank: Rank) -> None:
+    old = plan(100)
+    handle = rank.bind(old)
+    rank.bind(plan(300))
+    rank.fail_next()
+    with pytest.raises(LibraryError, match="ncclEpHandleMemSize"):
+        rank.bind(old)
+    rank.calls()
+    assert rank.bind(old) is not handle
+    assert rank.calls(*LIFE) == ["InitHandle"]
+
+
+def test_a_plan_that_could_not_be_bound_is_bound_the_next_time(run: Callable) -> None:
+    """It counted as bound to the new memory, with the handle that it had in the old one."""
+    assert run(fail_to_rebind) == [None] * NUM_RANKS
