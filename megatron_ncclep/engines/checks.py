@@ -12,9 +12,18 @@ from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS, EngineC
 
 
 def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str | None:
-    """Say what is wrong with the device of `tensor`, if it is not of `device`'s type."""
+    """Say what is wrong with the device of `tensor`, if it is not `device`.
+
+    Where one of the two has no number, as the CPU has none, the type decides.
+    """
     if tensor.device.type == device.type:
-        return None
+        if None in (tensor.device.index, device.index) or tensor.device.index == device.index:
+            return None
+        return (
+            f"{name} is on {tensor.device}, but the group is on {device}, which was this rank's "
+            f"current device when its first engine was made: move it with .to('{device}'), or call "
+            "torch.cuda.set_device before that"
+        )
     return (
         f"{name} is on {tensor.device}, but the process group moves {device.type} tensors: move it "
         f"with .to('{device.type}'), or make the group with a backend for {tensor.device.type}"

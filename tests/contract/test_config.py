@@ -1,0 +1,59 @@
+"""The limits of the options: an error in words, wherever the value comes from."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from megatron_ncclep.config import MAX_COUNT, MAX_TIMEOUT_S, MIN_TIMEOUT_S, EpConfig
+from megatron_ncclep.errors import InputError
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0, -1.0, 9e-4, 1.1e9, "60", None])
+def test_deadlines_that_are_none(value: Any) -> None:
+    """timeout_s=inf was taken, for no deadline; it ended in an OverflowError of the first wait.
+
+    The device got what the cast of infinity to an integer happened to give.
+    """
+    with pytest.raises(InputError, match=r"timeout_s .*: must be a number of seconds from 0\.001"):
+        EpConfig(timeout_s=value)
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "1e300", "0.0001"])
+def test_deadlines_of_the_environment(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCLEP_TIMEOUT_S", text)
+    with pytest.raises(InputError, match=r"timeout_s .*: must be a number of seconds"):
+        EpConfig.resolve()
+
+
+@pytest.mark.parametrize("value", [MIN_TIMEOUT_S, 1, 60.0, MAX_TIMEOUT_S])
+def test_deadlines_that_every_clock_takes(value: float) -> None:
+    timeout_s = EpConfig(timeout_s=value).timeout_s
+    # torch's backends: milliseconds, of which none stand for waiting for ever.
+    assert timedelta(seconds=timeout_s) >= timedelta(milliseconds=1)
+    # From 1970, or the start of the machine, in nanoseconds; plan's host waits twice as long.
+    assert (2 * timeout_s + 100 * 365 * 86400) * 1e9 < 2**63
+
+
+@pytest.mark.parametrize("name", ["max_recv_rows", "num_sms"])
+@pytest.mark.parametrize("value", [0, -1, MAX_COUNT + 1, 24.0, "24"])
+def test_counts(name: str, value: Any) -> None:
+    """They cross the wire as integers: a float was an error of `struct`, on one rank alone."""
+    with pytest.raises(
+        InputError, match=rf"{name} .*: must be a whole number from 1 to 2147483647"
+    ):
+        EpConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, 2, 16.0, "16", None])
+def test_alignments(value: Any) -> None:
+    with pytest.raises(InputError, match=r"alignment .*: must be one of \(1, 16, 32, 64, 128\)"):
+        EpConfig(alignment=value)
+
+
+def test_the_largest_counts() -> None:
+    config = EpConfig(max_recv_rows=MAX_COUNT, num_sms=MAX_COUNT)
+    assert (config.max_recv_rows, config.num_sms) == (MAX_COUNT, MAX_COUNT)
