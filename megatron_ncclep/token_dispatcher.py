@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_ncclep.combine import combine
@@ -48,9 +47,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        options = getattr(config, "ncclep", None) or EpConfig.resolve()
+        options: EpConfig | None = getattr(config, "ncclep", None)  # None: the environment's
         self.engine = create_engine(self.ep_group, config.num_moe_experts, options)
-        self._max_recv_rows = options.max_recv_rows
+        self._max_recv_rows = self.engine.config.max_recv_rows
         # With padding to capacity an expert takes tokens that did not choose it, so that a token
         # may have more experts than the router's top-k.
         self._router_adds_picks = config.moe_pad_expert_input_to_capacity
@@ -147,7 +146,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         top_k: int = self.config.moe_router_topk
         if not self._router_adds_picks:
             return top_k
-        needed = routing_map.sum(dim=1).max() if len(routing_map) else routing_map.new_zeros(())
-        needed = needed.long()
-        dist.all_reduce(needed, dist.ReduceOp.MAX, group=self.ep_group)
-        return max(top_k, int(needed))
+        mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
+        all_ranks = EpGroup.of(self.ep_group).gather(
+            torch.tensor([mine]),
+            "plan, exchanging how many experts capacity padding gives a token",
+            self.engine.config.timeout_s,
+        )
+        return max(top_k, int(all_ranks.max()))

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_ncclep.config import EpConfig
+
 # An entry of topk_idx that routes nowhere.
 NOT_ROUTED = -1
 # What a row of topk_idx holds when the routing map named more experts than top_k for its token.
@@ -102,6 +104,7 @@ class Engine(Protocol):
     """
 
     caps: EngineCaps
+    config: EpConfig
 
     def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
         """Agree on the routes of one micro-batch.
