@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from megatron_ncclep.engines import extension
+from megatron_ncclep.engines.agreement import on_all_ranks
 from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.errors import LibraryError, PeerError
+from megatron_ncclep.errors import PeerError
 
 # Phase in csrc/native/state.h.
 PHASES = ("none", "plan", "plan, receiving routes", "dispatch", "combine")
@@ -36,14 +37,12 @@ class NativeGroup:
         """
         self.group = group
         communicator = communicator_of(group, timeout_s)
-        self.native: Any = None
-        problem = None
-        try:
-            self.native = extension.load().NativeGroup(communicator, num_experts, timeout_s)
-        except LibraryError as error:
-            problem = str(error)
-        if problems := group.gather_problems(problem, "open", timeout_s):
-            raise LibraryError(f"engine 'native' cannot be made: {problems}")
+        self.native: Any = on_all_ranks(
+            group,
+            "making the native engine",
+            lambda: extension.load().NativeGroup(communicator, num_experts, timeout_s),
+            timeout_s,
+        )
 
     def raise_failure(self) -> None:
         """Raise what is known to have failed on the device.  Waits for nothing; not collective.

@@ -19,8 +19,8 @@ from megatron_ncclep.testing.oracle import oracle_combine
 
 # About 2 s: whatever does not wait for it is long over.
 LONG_CYCLES = 4_000_000_000
-# About 50 ms, in which the host has long queued, and dropped, what the test is about.
-SLOW_CYCLES = 100_000_000
+# About half a second, in which the host has long queued, and dropped, what the test is about.
+SLOW_CYCLES = 1_000_000_000
 
 # T = 200: more than one chunk, so that a plan's tensors are no longer tiny.
 CASE = Case("streams", (200, 131, 64, 200), 16, 4, hidden=256, dropped=0.1)
@@ -95,6 +95,7 @@ def steps_that_leave_nothing_behind(
             y = case.rows(ctx.rank, plan.num_rows, salt=5)
             v = torch.rand(plan.num_rows, device=ctx.device)
             kept = [v.clone()]
+            engine.combine(plan, y, engine.dispatch(plan, x, w)[1])  # windows grow now, not below
         torch.cuda.synchronize()
         with torch.cuda.stream(other):
             torch.cuda._sleep(SLOW_CYCLES)
