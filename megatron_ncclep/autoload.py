@@ -1,7 +1,7 @@
 """Lets a plain `pip install` be enough: hooks the import of a few Megatron-Core modules.
 
 torch calls `autoload` at the end of `import torch` (entry point group `torch.backends`).  It has
-three Megatron modules changed right after they are imported; it imports nothing itself, and it can
+a few Megatron modules changed right after they are imported; it imports nothing itself, and it can
 never break `import torch`.
 
 Off switches: NCCLEP_AUTOLOAD=0 for this package, TORCH_DEVICE_BACKEND_AUTOLOAD=0 for all of torch's
@@ -21,6 +21,7 @@ from megatron_ncclep.post_import import after_import
 HOOKED_MODULES = (
     "megatron.core.transformer.transformer_config",
     "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.optimizer.optimizer_cuda_graph",
     "megatron.training.arguments",
 )
 

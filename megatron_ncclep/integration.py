@@ -1,12 +1,16 @@
 """Gives Megatron-Core the dispatcher type `ncclep`; the only file that knows Megatron's insides.
 
-Five places are changed, each in memory and each without effect on other dispatcher types:
+These places are changed, each in memory and each without effect on other dispatcher types:
 
     TransformerConfig, field moe_token_dispatcher_type   accepts the value; command lines offer it
+    TransformerConfig, field ncclep                      is new: one config's options
     TransformerConfig.__post_init__                      validates the value as 'alltoall'
     MoELayer.__init__                                    builds our dispatcher
     add_megatron_arguments                               offers our options, --ncclep-*
     parse_args                                           takes their values
+    OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
+
+and the first layer with our dispatcher has torch ask for failures before any optimizer steps.
 
 `HOOKS` says which module has which.  `install()` changes the modules that are imported already and
 hooks the import of the others (post_import.py), so that the order of imports does not matter.
@@ -25,9 +29,12 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+import megatron_ncclep
 from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
+from megatron_ncclep.options_field import add_options_field, options_hidden, settle_options
 from megatron_ncclep.post_import import after_import
+from megatron_ncclep.step_check import check_before_steps
 from megatron_ncclep.support import NEWEST, OLDEST, check_supported, is_tested
 
 NAME = "ncclep"
@@ -39,6 +46,7 @@ _MARK = "_changed_by_megatron_ncclep"
 _CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 _LAYER_MODULE = "megatron.core.transformer.moe.moe_layer"
 _ARGUMENTS_MODULE = "megatron.training.arguments"
+_OPTIMIZER_GRAPH_MODULE = "megatron.core.optimizer.optimizer_cuda_graph"  # from 0.17 on
 
 
 def install(**options: Any) -> None:
@@ -104,6 +112,11 @@ def _change_field(module: ModuleType) -> None:
         module.TransformerConfig.__annotations__[FIELD] = field.type
 
 
+def _add_options(module: ModuleType) -> None:
+    """Give every config, copies included, options of its own."""
+    add_options_field(module.TransformerConfig)
+
+
 def _change_post_init(module: ModuleType) -> None:
     """Let the config validate `ncclep` as it validates `alltoall`; the value stays `ncclep`."""
     config_class = module.TransformerConfig
@@ -144,6 +157,8 @@ def _change_layer(module: ModuleType) -> None:
                 f"{config.num_moe_experts} experts cannot be divided over "
                 f"{groups.ep.size()} expert-parallel ranks"
             )
+        settle_options(config)
+        check_before_steps()
         with _as_stand_in(config):
             original(self, *args, **kwargs)
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
@@ -156,6 +171,21 @@ def _change_layer(module: ModuleType) -> None:
     layer_class.__init__ = _marked(init)
 
 
+def _change_optimizer_graph(module: Any) -> None:
+    """Check before a step that is a CUDA graph (`--optimizer-cuda-graph`): no hook runs in one."""
+    wrapper = module.OptimizerCudaGraphWrapper
+    original = _original(module, wrapper, "__call__", ["self"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        megatron_ncclep.check()  # does nothing where no layer has our dispatcher
+        return original(self, *args, **kwargs)
+
+    wrapper.__call__ = _marked(call)
+
+
 def _change_add_arguments(module: Any) -> None:
     """Offer our options on Megatron's command line."""
     original = _original(module, module, "add_megatron_arguments", ["parser"])
@@ -164,7 +194,9 @@ def _change_add_arguments(module: Any) -> None:
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
-        parser = original(parser)
+        # Newer versions turn the config's fields into arguments.
+        with options_hidden(sys.modules[_CONFIG_MODULE].TransformerConfig):
+            parser = original(parser)
         add_option_arguments(parser)
         _escape_percent_signs(parser)
         return parser
@@ -206,8 +238,9 @@ def _change_parse_args(module: Any) -> None:
 
 # Module -> what is changed in it.
 HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
-    _CONFIG_MODULE: (_change_field, _change_post_init),
+    _CONFIG_MODULE: (_change_field, _add_options, _change_post_init),
     _LAYER_MODULE: (_change_layer,),
+    _OPTIMIZER_GRAPH_MODULE: (_change_optimizer_graph,),
     _ARGUMENTS_MODULE: (_change_add_arguments, _change_parse_args),
 }
 

@@ -36,6 +36,8 @@ LAYER_OF = {
     "combine": "steps",
     "token_dispatcher": "token_dispatcher",
     "integration": "integration",
+    "options_field": "integration",
+    "step_check": "integration",
     "autoload": "integration",
     # What people run.  The package's own file only loads names when they are used.
     "__init__": "tools",

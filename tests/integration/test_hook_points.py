@@ -9,41 +9,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from megatron_versions import INSTALLED, SUPPORTED, importable, python_path
 
 from megatron_ncclep.support import NEWEST, OLDEST, is_tested
 
+HERE = Path(__file__).parent
+
 CHECK = """
 import warnings
 warnings.filterwarnings("error", message="megatron_ncclep")  # hook_imports warns, here it raises
-from megatron_ncclep import autoload, integration
+from megatron_ncclep import autoload, cpu
 autoload.hook_imports()
 import megatron.core
 # In a git checkout 0.18 and later add "+" and the checkout's commit.
 assert megatron.core.__version__.split("+")[0] == "{version}", megatron.core.__file__
-from pathlib import Path
-from megatron_ncclep import cpu
 cpu.enable()
-import megatron.core.transformer.moe.moe_layer as layer
-import megatron.core.transformer.transformer_config as config
-assert integration._is_changed(layer.MoELayer.__init__)
-assert integration._is_changed(config.TransformerConfig.__post_init__)
-made = config.TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
-                                num_moe_experts=2, moe_token_dispatcher_type="ncclep",
-                                add_bias_linear=False)
-assert made.moe_token_dispatcher_type == "ncclep"
-integration.install()
-# Not in 0.16.1's wheel; of a wheel beside it on the path the folder would be another one.
-if (Path(megatron.core.__file__).parents[1] / "training").is_dir():
-    import argparse
-    import megatron.training.arguments as arguments
-    assert integration._is_changed(arguments.parse_args)
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    action = next(a for a in parser._actions if a.dest == "moe_token_dispatcher_type")
-    assert "ncclep" in action.choices and "alltoall" in action.choices, action.choices
-    assert "--ncclep-num-sms" in parser.format_help()
+import hooked_core
+hooked_core.check_all()
 print("ok")
 """
 
@@ -68,9 +53,8 @@ def test_is_tested(version_text: str, expected: bool) -> None:
 @pytest.mark.parametrize("megatron_version", importable())
 def test_hook_points(megatron_version: str) -> None:
     environment = dict(os.environ, NCCLEP_AUTOLOAD="0", OMP_NUM_THREADS="1")
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [*python_path(megatron_version), environment.get("PYTHONPATH", "")]
-    )
+    folders = [str(HERE), *python_path(megatron_version), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, "-c", CHECK.format(version=megatron_version)],
         env=environment,

@@ -111,7 +111,7 @@ def install_too_late(ctx: RankContext) -> None:
     megatron_ncclep.install(alignment=16)
     layer = build_layer(make_config("ncclep", torch.float32, 4))
     assert layer.token_dispatcher.engine.config.alignment == 16
-    del TransformerConfig.ncclep
+    TransformerConfig.ncclep = None
 
 
 def test_install_after_a_model_was_built(megatron_pool: RankPool) -> None:
