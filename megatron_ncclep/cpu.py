@@ -17,6 +17,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -293,13 +294,23 @@ def _refuse_async(collective: str, async_op: bool) -> None:
 def _redirect_rng_tracker() -> None:
     """Let the tracker of random states fork the CPU's generator.
 
-    Every version, tensor_parallel.random: its own setter queues the work until CUDA starts.
+    Every version, tensor_parallel.random: its own setter queues the work until CUDA starts.  A
+    state that a CUDA graph can hold is asked for when the options want such graphs.
     """
+
+    def get_rng_state(
+        device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+    ) -> torch.Tensor:
+        if graph_safe:
+            raise UnsupportedError(
+                "CUDA graphs were asked for (--cuda-graph-impl, say), and a CPU has none: leave "
+                "that out to train with --cpu"
+            )
+        return torch.get_rng_state()
+
     _replace(
         importlib.import_module("megatron.core.tensor_parallel.random"),
-        _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: (
-            torch.get_rng_state()
-        ),
+        _get_cuda_rng_state=get_rng_state,
         _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
             new_state
         ),
@@ -364,8 +375,19 @@ def _allow_sequence_parallel_norm() -> None:
 
 
 def _pretend_one_device() -> None:
-    """Count one CUDA device: megatron.training.initialize skips model parallelism without any."""
-    _replace(torch.cuda, device_count=lambda: 1)
+    """Count one CUDA device, of an architecture that needs nothing of its surroundings.
+
+    All versions that have megatron.training: initialize skips model parallelism without a device;
+    with tensor or context parallelism arguments.validate_args asks for the architecture, and wants
+    CUDA_DEVICE_MAX_CONNECTIONS=1 of those before the tenth.
+    """
+    properties = SimpleNamespace(name="CPU", major=10, minor=0)
+    _replace(
+        torch.cuda,
+        device_count=lambda: 1,
+        get_device_properties=lambda device=None: properties,
+        get_device_capability=lambda device=None: (properties.major, properties.minor),
+    )
 
 
 def _allow_no_cuda() -> None:

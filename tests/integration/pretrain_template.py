@@ -1,7 +1,7 @@
 """A small pretrain_gpt.py, made the way Megatron-LM's own is for each release, without its extras.
 
 It knows nothing of megatron_ncclep nor of CPUs: test_launch.py copies it to a folder of its own and
-runs it through `ncclep run`.  Tensor and pipeline parallelism are left out.
+runs it through `ncclep run`.  Pipeline parallelism is left out.
 """
 
 from functools import partial

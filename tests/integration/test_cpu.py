@@ -107,6 +107,21 @@ def fork_the_generator(context: RankContext) -> list[float]:
     return inside.tolist()
 
 
+def ask_for_cuda_graphs(context: RankContext) -> None:
+    cpu.enable()
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    with pytest.raises(UnsupportedError, match=r"--cuda-graph-impl.*leave that out"):
+        CudaRNGStatesTracker(use_cudagraphable_rng=True).add("own", 2)
+
+
+def test_cuda_graphs_are_refused(megatron_pool: RankPool) -> None:
+    """With --cuda-graph-impl a run on the CPU ended in "'Tensor' object has no attribute
+    'manual_seed'", deep in Megatron.  A state that graphs can hold is a generator, ours a tensor.
+    """
+    megatron_pool.run(ask_for_cuda_graphs, ranks=1, timeout=300)
+
+
 def test_tracker_forks_the_cpus_generator(megatron_pool: RankPool) -> None:
     megatron_pool.run(fork_the_generator, ranks=1, timeout=300)
 

@@ -38,6 +38,7 @@ PRETRAIN_ARGUMENTS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64
     --moe-ffn-hidden-size 64 --seq-length 16 --max-position-embeddings 16
     --num-experts 8 --moe-router-topk 4 --expert-model-parallel-size 2
+    --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32
     --micro-batch-size 2 --global-batch-size 8 --train-iters 10
     --lr 3e-3 --lr-decay-style constant
@@ -82,6 +83,10 @@ def run_ranks(folder: Path, megatron: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("megatron", WITH_TRAINING)
 def test_pretrain_script_trains_like_alltoall(tmp_path: Path, megatron: str) -> None:
+    """With tensor parallelism, the more demanding case: with it Megatron-LM's own scripts ended in
+    "Found no NVIDIA driver", because validate_args asks for the GPU's properties.  Users found it:
+    docs/support.md promised it, and this test trained with data parallelism only.
+    """
     shutil.copy(HERE / "pretrain_template.py", tmp_path / "pretrain_gpt.py")
 
     def losses(dispatcher: str, *arguments: str) -> tuple[list[float], str]:
