@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from megatron_ncclep.training.quiet import remarks_hidden
 from megatron_ncclep.training.settings import parse_changes
 
 DEFAULT_RANKS = 2
+# From the extra `[train]`; what they need themselves comes with them.
+NEEDED = ("megatron.core", "matplotlib", "numpy", "psutil", "rich")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,14 +126,33 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     )
 
 
+def missing_modules() -> list[str]:
+    """Which modules of the extra `[train]` are not installed.  Imports none of them."""
+    return [name for name in NEEDED if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the package it is in
+        return False
+
+
 def main(args: argparse.Namespace) -> int:
     """Run `ncclep train` and return its exit status.
 
     Raises:
         EpError: something that one process can tell is wrong; the ranks are not started then.
     """
-    # torchrun sets both for every process that it starts.
+    # torchrun sets all three for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if missing := missing_modules():
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return 2  # the first rank of this machine says it
+        raise InputError(
+            f"not installed: {', '.join(missing)}; training needs the extra [train]: "
+            "pip install 'megatron-ncclep[train]'"
+        )
     job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
     if under_torchrun:
         from megatron_ncclep.training.loop import run

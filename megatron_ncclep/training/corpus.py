@@ -15,10 +15,12 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from megatron_ncclep.errors import InputError
+
+if TYPE_CHECKING:  # numpy belongs to the extra `[train]`, and the command starts without it
+    import numpy as np
 
 END_OF_FILE = 256  # the token after the last byte of a file
 BYTE_VOCABULARY = 257
@@ -169,6 +171,8 @@ def _fingerprint(files: Sequence[Path]) -> str:
 
 def _pieces(files: Sequence[Path], piece_bytes: int) -> Iterator[np.ndarray]:
     """The files' tokens, uint16, in pieces of at most `piece_bytes`; empty files are skipped."""
+    import numpy as np
+
     for path in files:
         data = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16)
         if data.size:
@@ -178,6 +182,7 @@ def _pieces(files: Sequence[Path], piece_bytes: int) -> Iterator[np.ndarray]:
 
 
 def _write(files: Sequence[Path], source: str, fingerprint: str, folder: Path) -> Corpus:
+    import numpy as np
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -215,6 +220,7 @@ def _write(files: Sequence[Path], source: str, fingerprint: str, folder: Path) -
 
 def _describe_indexed(prefix: str, fingerprint: str) -> Corpus:
     """Count the tokens of an existing corpus; the vocabulary is what occurs in it, and one more."""
+    import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(prefix, multimodal=False, mmap=True)
@@ -248,5 +254,7 @@ def _describe_indexed(prefix: str, fingerprint: str) -> Corpus:
 
 def entropy(counts: np.ndarray) -> float:
     """Entropy in nats of the distribution that `counts` [num_values] is proportional to."""
+    import numpy as np
+
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import shlex
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from small_job import MODEL, write_text
+from small_job import MODEL, ROOT, environment, write_text
 
 from megatron_ncclep import cli, config_files
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import corpus
 from megatron_ncclep.training.arguments import layer_pattern
+from megatron_ncclep.training.command import NEEDED
 from megatron_ncclep.training.settings import Settings, parse_changes
 
 
@@ -28,6 +31,41 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 @pytest.fixture
 def out(tmp_path: Path) -> tuple[str, str]:
     return ("--out", str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("gone", [("rich",), ("matplotlib",), NEEDED], ids=["rich", "plot", "all"])
+def test_without_the_extra_nothing_starts(gone: tuple[str, ...], tmp_path: Path):
+    """After a plain `pip install` every rank printed a traceback about rich; with rich and without
+    matplotlib the whole training ran, and then failed.  Neither said which extra to install.
+    Nothing saw it, because every environment of ours has the extra.
+    """
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({gone}))\n"
+        "from megatron_ncclep import cli\n"
+        "sys.exit(cli.main(['train', '--out', 'out', '--ranks', '2']))"
+    )
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    for more, lines in (({}, 1), (torchrun, 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**environment(), **more},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2, done.stderr
+        assert len(done.stderr.splitlines()) == lines
+        if lines:
+            assert f"not installed: {', '.join(gone)};" in done.stderr
+            assert "pip install 'megatron-ncclep[train]'" in done.stderr
+        assert not list(tmp_path.iterdir())
+
+
+def test_what_training_needs_is_in_the_extra():
+    extra = (ROOT / "pyproject.toml").read_text().partition("\ntrain = [")[2].partition("\n]")[0]
+    for name in NEEDED:
+        assert f'"{name.replace(".", "-")}>=' in extra, f"{name} is not in the extra [train]"
 
 
 def test_missing_text(arguments: tuple[str, ...], out: tuple[str, str], capsys):
