@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from megatron_ncclep.errors import EpError
+from megatron_ncclep.failures import run_told
 from megatron_ncclep.version import __version__
 
 # name -> (module with `add_arguments(parser)` and `main(args) -> int`, one line of help)
@@ -43,9 +43,4 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.main)
     args = parser.parse_args(argv)
-    try:
-        status: int = args.run(args)
-    except EpError as error:
-        print(f"ncclep {args.command}: error: {error}", file=sys.stderr)
-        return 2
-    return status
+    return run_told(f"ncclep {args.command}", lambda: args.run(args))

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
+# What Megatron's build_module makes of the text of an error, once for each module that it builds.
+_BUILT = re.compile(r"(.*?)(?: \(while building (.*)\))? when instantiating (\w+)", re.DOTALL)
+
 
 class EpError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package.
+
+    Megatron's build_module raises an error anew, as type(error)(f"{error} when instantiating X").
+    That is put in brackets, and the same error is not printed a second time, as the cause of it.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        if built := _BUILT.fullmatch(text):
+            text, inner, outer = built.groups()
+            text += f" (while building {f'{inner} in {outer}' if inner else outer})"
+            self.__suppress_context__ = True
+        super().__init__(text)
 
 
 class InputError(EpError, ValueError):

@@ -45,6 +45,7 @@ LAYER_OF = {
     "benchmark": "tools",
     "cli": "tools",
     "cpu": "tools",
+    "failures": "tools",
     "doctor": "tools",
     "launch": "tools",
     "render": "tools",
@@ -60,6 +61,7 @@ LAUNCHER_VARIABLES = {
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "TORCHELASTIC_ERROR_FILE",
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -8,7 +8,14 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
+    from megatron_ncclep.failures import run_told
     from megatron_ncclep.training.job import Job
-    from megatron_ncclep.training.loop import run
 
-    run(Job.load(Path(sys.argv[1])), prepared=True)
+    def main() -> int:
+        """Train; an import that fails is told as everything else."""
+        from megatron_ncclep.training.loop import run
+
+        run(Job.load(Path(sys.argv[1])), prepared=True)
+        return 0
+
+    sys.exit(run_told("ncclep train", main))

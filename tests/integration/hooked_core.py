@@ -10,6 +10,8 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,19 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.optim import optimizer as torch_optimizer
 
 import megatron_ncclep
 from megatron_ncclep import EpConfig, integration
 from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.errors import InputError, PeerError
+from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
 
 OPTIONS: dict[str, Any] = {
     "num_layers": 1,
@@ -125,8 +130,6 @@ def check_command_line():
 
 def build_layer(dispatcher):
     """One MoELayer over this process alone."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
     config = TransformerConfig(
         moe_token_dispatcher_type=dispatcher, use_cpu_initialization=True, **OPTIONS
     )
@@ -134,6 +137,32 @@ def build_layer(dispatcher):
     # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
     return layer_module.MoELayer(config, submodules=submodules, layer_number=1)
+
+
+def check_text_of_a_refusal():
+    """Megatron's build_module made two errors of one, and ended it with "leave it out: shared
+    experts run before the dispatch, with the same result when instantiating TransformerLayer".
+    Users saw it; the tests of refusals built a layer without a model around it.
+    """
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        moe_token_dispatcher_type="ncclep", use_cpu_initialization=True, **OPTIONS
+    )
+    config.overlap_moe_expert_parallel_comm = True
+    spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
+    with pytest.raises(UnsupportedError) as caught:
+        GPTModel(config, spec, vocab_size=16, max_sequence_length=8)
+    assert re.search(
+        r"=True: leave it out: [\w ,-]+ \(while building (MoELayer in )?TransformerLayer\)$",
+        str(caught.value),
+    )
+    printed = "".join(traceback.format_exception(caught.value))
+    assert printed.count("does not support") == 1 + printed.count('f"moe_token_dispatcher_type=')
+    assert "another exception" not in printed
 
 
 class Planted:
@@ -153,10 +182,6 @@ class Planted:
 
 def check_before_steps():
     """No optimizer steps after a failure; no hook where no layer has our dispatcher."""
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    parallel_state.initialize_model_parallel()
     build_layer("alltoall")
     assert not torch_optimizer._global_optimizer_pre_hooks
     build_layer("ncclep")
@@ -235,6 +260,7 @@ def check_all():
     # Not in 0.16.1's wheel; of a wheel beside it on the path the folder would be another one.
     if (Path(megatron.core.__file__).parents[1] / "training").is_dir():
         check_command_line()
+    check_text_of_a_refusal()
     check_before_steps()
     name = "megatron.core.optimizer.optimizer_cuda_graph"
     assert (find_spec(name) is None) == megatron.core.__version__.startswith("0.16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -119,8 +120,14 @@ def test_indexed_prefix_and_balance(arguments: tuple[str, ...], tmp_path: Path):
 
 def test_failure_of_a_rank_is_the_exit_status(arguments: tuple[str, ...], tmp_path: Path):
     done = run(*arguments, "--out", tmp_path / "out", "--ncclep-engine", "no-such-engine")
+    """It stands in one line for each rank, and in torchrun's summary, which said "error_file: <N/A>"
+    below a screenful of tracebacks.
+    """
     assert done.returncode != 0
-    assert "no-such-engine" in done.stdout
+    text = r"open: engine 'no-such-engine' is unknown: .* \(while building TransformerLayer\)\n"
+    first, second = re.findall(rf"^ncclep train: rank (\d): error: {text}", done.stdout, re.M)
+    assert {first, second} == {"0", "1"}
+    assert re.search(rf"^  traceback : InputError: {text}", done.stdout, re.M)
 
 
 def test_under_torchrun_it_is_a_rank(arguments: tuple[str, ...], tmp_path: Path):
