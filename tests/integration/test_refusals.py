@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +81,56 @@ def test_every_refusal_refuses(megatron_pool: RankPool) -> None:
     }
     for missing in megatron_pool.run(every_refusal):
         assert set(missing) <= newer
+
+
+def layers_on_rank(ctx: RankContext) -> None:
+    """What stands around the building of a layer, each as a mistake there would show."""
+    initialize(ep=4)
+    import megatron.core
+    from megatron.core.transformer.moe import moe_layer
+
+    # The layer's config is the user's own object, and says what the user asked for.
+    config = make_config("ncclep", torch.float32, 4)
+    layer = build_layer(config)
+    assert layer.config is config
+    assert layer.token_dispatcher.config is config
+    assert config.moe_token_dispatcher_type == "ncclep"
+
+    # So it does after an error of Megatron's, here in the middle of its constructor.
+    with pytest.raises(AttributeError, match="no_such"):
+        moe_layer.MoELayer(config, submodules=Planted())
+    assert config.moe_token_dispatcher_type == "ncclep"
+
+    # Other types are Megatron's as ever.
+    other = build_layer(make_config("allgather", torch.float32, 4))
+    assert type(other.token_dispatcher) is moe_layer.MoEAllGatherTokenDispatcher
+    assert other.config.moe_token_dispatcher_type == "allgather"
+
+    # Ranks that share one expert are seen in the groups that the layer is built with.
+    groups = copy.copy(moe_layer.get_default_pg_collection())
+    groups.expt_tp = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(UnsupportedError, match=r"expert tensor parallelism \(size 2\): set"):
+        moe_layer.MoELayer(config, submodules=None, pg_collection=groups)
+
+    version = megatron.core.__version__
+    megatron.core.__version__ = "0.99.0"
+    try:
+        with pytest.warns(UserWarning, match="this is 0.99.0"):
+            build_layer(config)
+    finally:
+        megatron.core.__version__ = version
+
+
+class Planted:
+    """Submodules in which the constructor of MoELayer fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError("no_such")
+
+
+def test_building_a_layer(megatron_pool: RankPool) -> None:
+    """Five mistakes in what we wrap around MoELayer's constructor were noticed by no test."""
+    megatron_pool.run(layers_on_rank)
 
 
 def indivisible_on_rank(ctx: RankContext) -> str:
