@@ -49,6 +49,20 @@ def test_a_layer_has_no_rate() -> None:
     assert set(layer["passes"]["forward"]) == {"median_us", "p10_us", "p90_us"}
 
 
+def test_rates_count_every_crossing_of_the_wire_once() -> None:
+    """A forward or backward of Megatron's has two crossings of 159 MB, a step has one."""
+    step, _, whole, *_ = sample_result()["shapes"][0]["subjects"]
+    assert (step["kind"], whole["kind"]) == ("engine", "megatron")
+    for passes, times, crossings in (
+        (step["passes"], {"dispatch": 500, "combine": 530, "bwd_dispatch": 510}, 1),
+        (whole["passes"], {"forward": 5001, "backward": 4002}, 2),
+    ):
+        for name, microseconds in times.items():
+            gb_per_s = crossings * 159e6 / microseconds * 1e-3
+            assert passes[name]["gb_per_s"] == pytest.approx(gb_per_s)
+            assert passes[name]["percent_of_ceiling"] == pytest.approx(100 * gb_per_s / 350)
+
+
 def test_a_number_that_changes_in_the_json_changes_in_the_table() -> None:
     """Nothing is worked out or remembered elsewhere."""
     result = sample_result()
@@ -111,13 +125,15 @@ def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_bars_are_the_jsons_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 
-    widths: list[float] = []
+    bars: list[tuple[float, float]] = []
     lines: list[float] = []
     barh, axvline = Axes.barh, Axes.axvline
 
-    def record_bar(self: Any, y: float, width: float, *args: Any, **kwargs: Any) -> Any:
-        widths.append(width)
-        return barh(self, y, width, *args, **kwargs)
+    def record_bar(
+        self: Any, y: float, width: float, *args: Any, left: float, **kwargs: Any
+    ) -> Any:
+        bars.append((left, width))
+        return barh(self, y, width, *args, left=left, **kwargs)
 
     def record_line(self: Any, x: float, *args: Any, **kwargs: Any) -> Any:
         lines.append(x)
@@ -126,8 +142,9 @@ def test_bars_are_the_jsons_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Axes, "barh", record_bar)
     monkeypatch.setattr(Axes, "axvline", record_line)
     draw(sample_result(), tmp_path / "x.png")
-    others = [20, 500, 530, 510, 540, 140, 800, 700, 720, 770, 5001, 4002]
-    assert widths == [*others, 9003, 16004]
+    rows = [(20, 500, 530, 510, 540), (140, 800, 700, 720, 770), (5001, 4002), (9003, 16004)]
+    # Each piece of a row begins where the one before it ends.
+    assert bars == [(sum(row[:i]), width) for row in rows for i, width in enumerate(row)]
     assert lines == pytest.approx([4 * 159e6 / 350e3])  # not in the panel of layers
 
 
