@@ -20,7 +20,9 @@ from megatron_ncclep.errors import EpError
 def run_told(command: str, call: Callable[[], int]) -> int:
     """Return what `call` returns; 2, with a line on stderr, when it raises an EpError.
 
-    Every other exception goes on to the caller.
+    So it does when a collective of the script's own fails because a rank has died: its error says
+    that a connection ended, not whose.  The traceback comes first then.  Every other exception goes
+    on to the caller.
 
     Args:
         command: what failed, for the line.
@@ -31,14 +33,30 @@ def run_told(command: str, call: Callable[[], int]) -> int:
     except EpError as error:
         if envs.get("NCCLEP_LOG") == "DEBUG":
             traceback.print_exc()
-        _tell_torchrun(f"{type(error).__name__}: {error}")
-        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        # One write: the lines of several ranks must not run together.
-        sys.stderr.write(f"{command}: {rank}error: {error}\n")
+        _tell(command, f"{type(error).__name__}: {error}", str(error))
         return 2
-    except Exception:
+    except Exception as error:
+        if isinstance(error, RuntimeError) and (lost := _lost_ranks()):
+            traceback.print_exc()
+            text = f"{lost}; look at the other ranks' output. {error}"
+            _tell(command, f"{type(error).__name__}: {text}", text)
+            return 2
         _tell_torchrun(traceback.format_exc())
         raise
+
+
+def _lost_ranks() -> str:
+    """Which ranks of our groups have died or left; empty if there is no group, or none is known."""
+    groups = sys.modules.get("megatron_ncclep.engines.group")
+    return "" if groups is None else groups.lost_ranks()
+
+
+def _tell(command: str, summary: str, text: str) -> None:
+    """Say what is wrong, to torchrun and in one line."""
+    _tell_torchrun(summary)
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    # One write: the lines of several ranks must not run together.
+    sys.stderr.write(f"{command}: {rank}error: {text}\n")
 
 
 def _tell_torchrun(text: str) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_ncclep.engines import extension
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
 from megatron_ncclep.failures import run_told
+from megatron_ncclep.testing.processes import run_ranks
 
 
 @pytest.fixture
@@ -37,6 +43,46 @@ def test_other_errors_go_on_and_stand_in_the_summary(error_file: Path) -> None:
     text = json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
     assert text.startswith("Traceback")
     assert text.endswith("KeyError: 'theirs'\n")
+
+
+A_RANK_DIES = """
+import os, signal
+import torch, torch.distributed as dist
+from megatron_ncclep.engines.group import EpGroup
+
+dist.init_process_group("gloo")
+EpGroup.of(dist.group.WORLD).agree("plan", {}, None, 60.0)
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_dead_rank_is_named_where_a_collective_of_the_script_fails(tmp_path: Path) -> None:
+    """Most of a training's collectives are not ours.  When a rank was killed in one of them, all
+    that the others said was gloo's "Connection closed by peer" under a traceback.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(A_RANK_DIES)
+    command = [sys.executable, "-m", "megatron_ncclep", "run", str(script)]
+    survivor, killed = run_ranks(command, 2, 120, PYTHONPATH=python_path())
+    assert killed.exit_code == -signal.SIGKILL
+    lines = survivor.output.splitlines()
+    assert "in all_reduce" in survivor.output, survivor.output  # the script's own traceback
+    if extension.obstacle() is not None:  # without shared memory nobody knows of the others
+        assert survivor.exit_code == 1
+        return
+    assert survivor.exit_code == 2
+    assert re.match(
+        r"ncclep run: rank 0: error: rank 0 of 2 of an expert-parallel group: rank 1 "
+        r"\(process \d+\) has died; look at the other ranks' output\. \S",
+        lines[-1],
+    ), survivor.output
+
+
+def python_path() -> str:
+    root = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 
 def test_without_torchrun_there_is_no_rank_and_no_file(capfd, monkeypatch) -> None:

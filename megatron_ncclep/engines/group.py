@@ -366,6 +366,19 @@ def check_all() -> None:
         group.check()
 
 
+def lost_ranks() -> str:
+    """Say which ranks of this process's groups have died or left, after an error of any kind.
+
+    Not collective.  Empty if none is known: only ranks that share memory know of each other.
+    """
+    found = [(group, group._link.lost()) for group in list(_groups.values())]
+    return "; ".join(
+        f"rank {group.rank} of {group.size} of an expert-parallel group: {lost}"
+        for group, lost in found
+        if lost
+    )
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What `EpGroup.agree` found.
