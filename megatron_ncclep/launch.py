@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import runpy
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from types import ModuleType
 from megatron_ncclep import autoload
 from megatron_ncclep.errors import InputError, IntegrationError
 from megatron_ncclep.post_import import after_import
+from megatron_ncclep.training.quiet import CUDA_REMARKS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +72,8 @@ def _move_to_cpu() -> None:
     # Only now: the Megatron that gets imported must be the one that the script will find.
     from megatron_ncclep import cpu
 
+    # Where there is a CUDA toolkit, torch remarks that there is no GPU: that is what --cpu says.
+    logging.getLogger(CUDA_REMARKS).setLevel(logging.ERROR)
     cpu.enable()
     # The wheel of 0.16 has no megatron.training; scripts that need only megatron.core still run.
     if importlib.util.find_spec("megatron.training") is not None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from megatron_ncclep import envs
 
+CUDA_REMARKS = "torch.utils.cpp_extension"
+
 
 @contextmanager
 def remarks_hidden() -> Iterator[None]:
@@ -20,12 +22,16 @@ def remarks_hidden() -> Iterator[None]:
     if envs.get("NCCLEP_LOG") == "DEBUG":
         yield
         return
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
+    # torch's loggers have levels of their own.  Megatron imports the module of this one, which says
+    # that there is a CUDA toolkit and no GPU.
+    loggers = [logging.getLogger(), logging.getLogger(CUDA_REMARKS)]
+    levels = [logger.level for logger in loggers]
     try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        root.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

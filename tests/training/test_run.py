@@ -118,11 +118,15 @@ def test_indexed_prefix_and_balance(arguments: tuple[str, ...], tmp_path: Path):
     assert losses(out)[0] == pytest.approx(math.log(501), abs=0.1)
 
 
-def test_failure_of_a_rank_is_the_exit_status(arguments: tuple[str, ...], tmp_path: Path):
+def test_failure_of_a_rank_is_the_exit_status(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """And it is told: in one line for each rank, and in torchrun's summary.  That said only
     "error_file: <N/A>", below a screenful of tracebacks, in which users looked for the reason.
     """
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # a toolkit; without a GPU torch remarks on it
     done = run(*arguments, "--out", tmp_path / "out", "--ncclep-engine", "no-such-engine")
+    assert "No CUDA runtime is found" not in done.stdout
     assert done.returncode != 0
     text = r"open: engine 'no-such-engine' is unknown: .* \(while building TransformerLayer\)\n"
     first, second = re.findall(rf"^ncclep train: rank (\d): error: {text}", done.stdout, re.M)
