@@ -30,7 +30,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Called by torch before a step.
 
     Raises:
-        PeerError: what the gradients were made of may be garbage.
+        PeerError: what the gradients were made of is NaN.
     """
     import torch
 
