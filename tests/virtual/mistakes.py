@@ -9,6 +9,10 @@ ranks, and prints what was noticed.  A mistake that this GPU forgives is not not
 something of the GPU, or of the rounds, and nothing of the mistake.  The exit status is 0 when the
 extension without a mistake is right and the mistake that no GPU forgives (`control`) is noticed.
 
+Between rounds, which take most of their time to compare, one plan is dispatched and combined again
+and again with rows that are one more each time: what is read too early is the last turn's, or that
+of two turns ago.
+
 The emulation of tests/native cannot see these: its memory is in order.
 """
 
@@ -23,14 +27,24 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.testing.launcher import RankContext
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
 RIGHT = "without"
 NUM_RANKS, ITERATIONS = 4, 10
+# Of what is done again and again.
+TURNS, TOKENS, TOP_K, HIDDEN = 500, 1024, 8, 1024
 SECONDS = 20.0
 # A mistake may be a rank that waits for ever.
 DEADLINE_S, START_S = 10.0, 240.0
@@ -163,10 +177,8 @@ def use_extension(path: Path) -> None:
     megatron_ncclep._C = module
 
 
-def rounds_on_rank(ctx, seconds: float) -> tuple[str, int]:
+def rounds_on_rank(ctx: RankContext, seconds: float) -> tuple[str, int]:
     """Random rounds until one is wrong or the time is over: what was wrong, and their number."""
-    import torch
-    import torch.distributed as dist
     from random_round import ON_ONE_GPU, round_on_rank
 
     start, seed = time.monotonic(), 0
@@ -175,11 +187,36 @@ def rounds_on_rank(ctx, seconds: float) -> tuple[str, int]:
             difference, _ = round_on_rank(ctx, "native", seed, ITERATIONS, ON_ONE_GPU, DEADLINE_S)
         except Exception as error:  # the other ranks would wait for this one
             tell(f"WRONG {type(error).__name__}: {error}")
+        difference = difference or hammer(ctx, seed)
         seed += 1
         is_over = torch.tensor([bool(difference), time.monotonic() - start > seconds]).int()
         dist.all_reduce(is_over, dist.ReduceOp.MAX, group=ctx.group)
         if bool(is_over.any()):
             return difference, seed
+
+
+def hammer(ctx: RankContext, seed: int) -> str:
+    """Move the same rows, one more each time; say in how many turns they came wrong."""
+    device, num_experts = ctx.device, 8 * ctx.num_ranks
+    generator = torch.Generator(device).manual_seed(seed * ctx.num_ranks + ctx.rank)
+    score = torch.rand(TOKENS, num_experts, generator=generator, device=device)
+    config = EpConfig(engine="native", timeout_s=DEADLINE_S)
+    with closing(create_engine(ctx.group, num_experts, config)) as engine:
+        plan = engine.plan(score.topk(TOP_K).indices)
+        # Whole numbers, so that sums are exact.
+        x = torch.randint(0, 999, (TOKENS, HIDDEN), generator=generator, device=device).float()
+        first = engine.dispatch(plan, x)[0]
+        total = engine.combine(plan, first)[0]
+        wrong = torch.zeros(2, dtype=torch.int64, device=device)
+        for turn in range(1, TURNS + 1):
+            rows = engine.dispatch(plan, x + turn)[0]
+            out = engine.combine(plan, first + turn)[0]
+            wrong[0] += (rows != first + turn).any()
+            wrong[1] += (out != total + TOP_K * turn).any()
+        in_dispatch, in_combine = wrong.tolist()
+    if not in_dispatch + in_combine:
+        return ""
+    return f"of {TURNS} turns {in_dispatch} wrong in dispatch, {in_combine} in combine"
 
 
 def run_one(extension: Path, seconds: float) -> None:
@@ -193,7 +230,9 @@ def run_one(extension: Path, seconds: float) -> None:
         compile_stand_in(library)
         results = Host(NUM_RANKS, "cuda", library).run(rounds_on_rank, seconds)
     told = next((difference for difference, _ in results if difference), "")
-    tell(f"WRONG {told}" if told else f"RIGHT {results[0][1] * ITERATIONS} batches")
+    num_rounds = results[0][1]
+    did = f"{num_rounds * ITERATIONS} batches, {num_rounds * TURNS} turns"
+    tell(f"WRONG {told}" if told else f"RIGHT {did}")
 
 
 def tell(verdict: str) -> NoReturn:
@@ -215,7 +254,7 @@ def run(folder: Path, seconds: float) -> int:
         try:
             done = subprocess.run(
                 command,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, "NCCLEP_LOG": "warning"},
                 text=True,
                 stdout=subprocess.PIPE,
                 timeout=seconds + START_S,

@@ -113,7 +113,7 @@ def main(extensions: list[str]) -> None:
         for extension in extensions:
             done = subprocess.run(
                 [sys.executable, __file__, "--one", extension],
-                env={**os.environ, **virtual_ranks.ENVIRONMENT},
+                env={**os.environ, **virtual_ranks.ENVIRONMENT, "NCCLEP_LOG": "warning"},
                 text=True,
                 stdout=subprocess.PIPE,
                 timeout=PROCESS_S,
