@@ -71,7 +71,9 @@ def on_all_ranks(
         mine = -1 if failure is None else (kinds or [0])[0]
         all_kinds = group.gather(torch.tensor([mine]), what, timeout_s).flatten().tolist()
         raised = STEP_ERRORS[min(kind for kind in all_kinds if kind >= 0)]
-        raise raised(f"{what}: {problems}") from failure
+        # An error of this package says all there is, and would only be printed twice.
+        cause = None if isinstance(failure, EpError) else failure
+        raise raised(f"{what}: {problems}") from cause
     return result
 
 

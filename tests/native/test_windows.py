@@ -245,6 +245,18 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
     assert natives[0].calls == [*done, "drop"]  # and nobody has gone on to the next
 
 
+def test_a_step_that_fails_unexpectedly_is_told_too() -> None:
+    """Only the extension's own errors were; after any other the ranks waited for the failed one."""
+
+    class OutOfHostMemory(FakeNative):
+        def open(self) -> None:
+            raise MemoryError("std::bad_alloc")
+
+    text = error_of_all(grow(natives_with(2, OutOfHostMemory), 128, 8, 16))
+    assert "opening its windows" in text
+    assert "rank 2: MemoryError('std::bad_alloc'); " in text
+
+
 # --- CUDA graphs ---------------------------------------------------------------------------------
 
 
