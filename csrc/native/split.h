@@ -49,7 +49,7 @@ DispatchSplit split_dispatch(int num_ctas);
 int num_phases_of(int most_tokens, int row_bytes);
 // For a balanced routing of `top_k` picks to `num_ranks` ranks.  Every other rank has a warp that
 // adds up for it and, if there are sending CTAs, one that sends to it.  Example: 32 CTAs, top-8,
-// rows of 14336 bytes: {13, 9, 10} for 4 ranks, {18, 0, 14} for 2.
+// rows of 14336 bytes: {18, 0, 14} for 2 ranks, {13, 0, 19} for 4, {10, 9, 13} for 8.
 CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes);
 
 }  // namespace ncclep::native
