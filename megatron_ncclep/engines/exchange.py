@@ -17,8 +17,8 @@ from megatron_ncclep.engines.shared_memory import open_together
 from megatron_ncclep.errors import GroupClosedError, InputError
 from megatron_ncclep.logs import get_logger
 
-# A process whose connections the system has closed is not yet dead; seconds to wait for that.
-DYING_S = 0.5
+# A process whose connections are closed is not always dead yet; seconds to wait for that.
+DYING_S = 2.0
 ASK_AGAIN_S = 0.005
 
 

@@ -37,6 +37,22 @@ class Ended:
     output: str
 
 
+class Store:
+    """What the ranks of a job meet in; it is here, as it is in torchrun, and outlives any rank."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def variables(self, num_ranks: int) -> dict[str, str]:
+        """Torchrun's variables, except for a rank's own."""
+        return {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(num_ranks),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+
 def run_ranks(
     command: list[str],
     num_ranks: int,
@@ -45,21 +61,16 @@ def run_ranks(
 ) -> list[Ended]:
     """Start `command` as every rank of a job, with torchrun's variables, and wait for all to end.
 
-    The store that the ranks meet in is here, as it is in torchrun: it outlives any rank.
-
     Args:
         command: of one rank, which calls `join`.
         num_ranks: R.
         timeout: seconds for all of them together; then what is left is killed.
         environment: more variables.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = Store()
     variables = {
         **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(num_ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **store.variables(num_ranks),
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
         **environment,

@@ -1,56 +1,66 @@
-"""What came of a job in which the last rank goes wrong, and what each rank said of it."""
+"""What came of a job in which a rank goes wrong, and what each rank said of it."""
 
 from __future__ import annotations
 
 import re
-import sys
+import time
 from pathlib import Path
 
-from rank import DEADLINE_S, DEATH, FAULTS
-
-from megatron_ncclep.testing.processes import Ended, run_ranks
+from fork_server import ForkServer
+from rank import DEADLINE_S, FAULTS
 
 # What never has to do with a rank that does not come.
 CRASHES = ("CUDA error", "terminate called", "Segmentation fault", "illegal memory", "LibraryError")
-# Seconds for a whole job: mostly for the start of its processes, which share a CPU with others.
+# Seconds for a whole job, whose processes share a CPU with others.
 JOB_S = 90.0
 # Far above the deadline, far below LONG_S and torch's own ten minutes.
 SOON_S = 6 * DEADLINE_S
+# For what another job beside this one has in /dev/shm for a moment.
+MOMENT_S = 10.0
 
 
-def outcome(backend: str, engine: str, fault: str, num_ranks: int, **environment: str) -> list[str]:
-    """Run a job; return the error's text of each rank, empty for a rank without one.
+def outcome(
+    server: ForkServer, backend: str, engine: str, fault: str, num_ranks: int, **environment: str
+) -> list[str]:
+    """Run a job; return what ended each rank as "PeerError: ...", empty for a rank without error.
 
-    Asserted for every rank: it ended by itself, soon after the fault, as an uncaught PeerError ends
-    a program or without any error, and nothing else went wrong.  Only the last rank may die.
+    Asserted for every rank: it ended by itself, soon after the fault, as an uncaught exception ends
+    a program or without any error, and nothing else went wrong.  Only a rank that the fault kills
+    is killed, and nothing is left of the job: no process, no shared memory.
     """
-    assert fault in FAULTS
-    script = Path(__file__).with_name("rank.py")
-    command = [sys.executable, str(script), backend, engine, fault]
-    everyone = run_ranks(command, num_ranks, JOB_S, **environment)
+    before = shared_memory()
+    everyone = server.run([backend, engine, fault], num_ranks, JOB_S, **environment)
     story = "\n".join(
         f"--- rank {rank}: exit code {ended.exit_code} ---\n{ended.output}"
         for rank, ended in enumerate(everyone)
     )
     texts = []
+    what = FAULTS[fault]
     for rank, ended in enumerate(everyone):
         crashes = [word for word in CRASHES if word in ended.output]
         assert not crashes, f"rank {rank}: {crashes}\n{story}"
-        text = error_text(ended)
-        may_die = rank == num_ranks - 1 and fault.startswith("dies")
-        expected = DEATH if may_die else 1 if text else 0
+        text = error_text(ended.output)
+        is_ended = what.ends is not None and (what.ends_all or rank == what.culprit % num_ranks)
+        expected = -what.ends if is_ended else 1 if text else 0
         assert ended.exit_code == expected, f"rank {rank}, not {expected}\n{story}"
-        if not may_die:
+        if not is_ended:
             took = re.search(r"over after ([\d.]+) s", ended.output)
             assert took, f"rank {rank}\n{story}"
             assert float(took[1]) < SOON_S, f"rank {rank}\n{story}"
         texts.append(text)
+    give_up = time.monotonic() + MOMENT_S
+    while left := shared_memory() - before:
+        assert time.monotonic() < give_up, f"{left} are left in /dev/shm\n{story}"
+        time.sleep(MOMENT_S / 100)
     return texts
 
 
-def error_text(ended: Ended) -> str:
-    """The text of the PeerError that ended a rank."""
-    found = re.search(
-        r"^(?:\[rank\d+\]: )?megatron_ncclep\.errors\.PeerError: (.*)", ended.output, re.MULTILINE
-    )
-    return found[1] if found else ""
+def shared_memory() -> set[str]:
+    """The files of this package in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir() if "ncclep" in path.name}
+
+
+def error_text(output: str) -> str:
+    """The last line of the last traceback: the error that ended a rank, without its module."""
+    found = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Interrupt).*)", output, re.MULTILINE)
+    return found[-1].removeprefix("megatron_ncclep.errors.") if found else ""

@@ -1,6 +1,4 @@
-"""A rank of a job in which one rank goes wrong; the tests beside this file start all of them.
-
-python tests/faults/rank.py BACKEND ENGINE FAULT
+"""A rank of a job in which one rank goes wrong; `fork_server.py` starts all of them.
 
 The other ranks get an exception that nobody catches, and so end as a training would.
 """
@@ -8,14 +6,26 @@ The other ranks get an exception that nobody catches, and so end as a training w
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
+from megatron_ncclep.combine import combine
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import create_engine
+from megatron_ncclep.dispatch import dispatch
+from megatron_ncclep.engines import create_engine, shared_memory
 from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.testing.launcher import RankContext
 from megatron_ncclep.testing.processes import join
 
@@ -26,27 +36,26 @@ LATE_CYCLES = 9_000_000_000
 # For gloo's threads to let go of what they had.
 GLOO_S = 0.2
 NUM_TOKENS, HIDDEN = 3, 64
-# What the rank that goes wrong exits with when it dies.
-DEATH = 9
+# Hidden size of rows that need more memory than there is, and bytes that there are.
+LARGE_HIDDEN, ROOM_BYTES = 2**19, 2**23
 
 
 class Job:
     """Plan, dispatch and combine over one engine; every token has an expert on every rank.
 
     Attributes:
-        is_culprit: whether this rank, the last one, is the one that goes wrong.
+        is_culprit: whether this rank is the one that goes wrong.
     """
 
-    def __init__(self, ctx: RankContext, engine: Engine) -> None:
-        self.ctx, self.engine = ctx, engine
-        self.is_culprit = ctx.rank == ctx.num_ranks - 1
+    def __init__(self, ctx: RankContext, engine: Engine, is_culprit: bool) -> None:
+        self.ctx, self.engine, self.is_culprit = ctx, engine, is_culprit
 
     def plan(self) -> RoutePlan:
         experts = 4 * torch.arange(self.ctx.num_ranks, device=self.ctx.device)
         return self.engine.plan(experts.repeat(NUM_TOKENS, 1))
 
-    def dispatch(self, plan: RoutePlan) -> None:
-        self.engine.dispatch(plan, torch.ones(NUM_TOKENS, HIDDEN, device=self.ctx.device))
+    def dispatch(self, plan: RoutePlan, hidden: int = HIDDEN) -> None:
+        self.engine.dispatch(plan, torch.ones(NUM_TOKENS, hidden, device=self.ctx.device))
 
     def combine(self, plan: RoutePlan) -> None:
         self.engine.combine(plan, torch.ones(plan.num_rows, HIDDEN, device=self.ctx.device))
@@ -63,13 +72,120 @@ class Job:
         if self.ctx.device == "cuda":
             torch.cuda.synchronize()
 
+    @contextmanager
+    def inside(self, phase: str, act: Callable[[], None]) -> Iterator[None]:
+        """Have the culprit act when the hosts have agreed on a `phase`, before its own part."""
+        agree = EpGroup.agree
+
+        def agree_and_act(group: EpGroup, of: str, *args: Any, **kwargs: Any) -> Any:
+            agreement = agree(group, of, *args, **kwargs)
+            if self.is_culprit and of == phase:
+                act()
+            return agreement
+
+        with mock.patch.object(EpGroup, "agree", agree_and_act):
+            yield
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_before_plan(job: Job) -> None:
+    if job.is_culprit:
+        die()
+    job.plan()
+
 
 def dies(job: Job) -> None:
     """A rank dies before a dispatch."""
     plan = job.plan()
     job.wait()
     if job.is_culprit:
-        os._exit(DEATH)
+        die()
+    job.dispatch(plan)
+
+
+def dies_in_dispatch(job: Job) -> None:
+    """A rank dies when the others already count on its rows."""
+    plan = job.plan()
+    with job.inside("dispatch", die):
+        job.dispatch(plan)
+    job.wait()
+    job.combine(plan)
+
+
+def dies_in_combine(job: Job) -> None:
+    plan = job.plan()
+    job.dispatch(plan)
+    with job.inside("combine", die):
+        job.combine(plan)
+    job.wait()
+    job.plan()
+
+
+def dies_in_backward(job: Job) -> None:
+    """A rank dies between the backward passes of combine and of dispatch."""
+    plan = job.plan()
+    x = torch.ones(NUM_TOKENS, HIDDEN, device=job.ctx.device, requires_grad=True)
+    w = torch.ones(NUM_TOKENS, job.ctx.num_ranks, device=job.ctx.device)
+    rows, _ = dispatch(job.engine, plan, x, w)
+    if job.is_culprit:
+        rows.register_hook(lambda grad: die())
+    combine(job.engine, plan, rows).sum().backward()
+
+
+def dies_while_opening(job: Job) -> None:
+    """Rank 0 dies while it waits for the others to share its memory.
+
+    It used to leave a file in /dev/shm: only the last rank to open the memory removed its name.
+    """
+    group = dist.new_group(list(range(job.ctx.num_ranks)))
+    dist.barrier(group)  # what the backend makes for its first collective takes its time
+    send = shared_memory._Opening.send
+
+    def send_and_die(opening: Any) -> None:
+        send(opening)
+        if job.is_culprit:
+            die()
+
+    with mock.patch.object(shared_memory._Opening, "send", send_and_die):
+        create_engine(group, 4 * job.ctx.num_ranks, job.engine.config)
+
+
+def raises(job: Job) -> None:
+    """A rank has an error of its own."""
+    plan = job.plan()
+    if job.is_culprit:
+        raise ArithmeticError("the loss is NaN")
+    job.dispatch(plan)
+
+
+def runs_out_of_memory(job: Job) -> None:
+    """A rank has no room for the rows that it receives."""
+    plan = job.plan()
+    with job.inside("dispatch", take_memory_away):
+        job.dispatch(plan, LARGE_HIDDEN)
+    job.wait()
+    job.combine(plan)
+
+
+def take_memory_away() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1e-9)
+    else:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + ROOM_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def destroys(job: Job) -> None:
+    """A rank destroys its process group and goes on."""
+    plan = job.plan()
+    job.wait()
+    if job.is_culprit:
+        dist.destroy_process_group()
     job.dispatch(plan)
 
 
@@ -82,13 +198,35 @@ def skips(job: Job) -> None:
     job.combine(plan)
 
 
-def stops(job: Job) -> None:
-    """A rank makes no further call, but lives."""
+def comes_late(job: Job) -> None:
+    """A rank comes after the deadline."""
     plan = job.plan()
     if job.is_culprit:
         time.sleep(2 * DEADLINE_S)
-        return
     job.dispatch(plan)
+
+
+def all_get(job: Job, number: int) -> None:
+    """A rank sends a signal to all others, which wait for it, and then to itself."""
+    mine = torch.tensor([os.getpid()])
+    processes = EpGroup.of(job.ctx.group).gather(mine, "processes", LONG_S).flatten().tolist()
+    if not job.is_culprit:
+        job.plan()
+    time.sleep(DEADLINE_S / 6)  # they wait by now; if not, they see less
+    for process in processes:
+        os.kill(process, number)
+    job.plan()
+
+
+def all_are_terminated(job: Job) -> None:
+    """As when Slurm cancels a job."""
+    all_get(job, signal.SIGTERM)
+
+
+def all_are_interrupted(job: Job) -> None:
+    """As when somebody types Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    all_get(job, signal.SIGINT)
 
 
 def late_plan(job: Job) -> None:
@@ -126,31 +264,69 @@ def dies_late(job: Job) -> None:
         job.wait()
         torch.cuda._sleep(LATE_CYCLES)
         job.dispatch(plan)
-        os._exit(DEATH)
+        die()
     job.dispatch(plan)
     job.wait()
     job.combine(plan)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong.
+
+    Attributes:
+        happens: on every rank of the job.
+        culprit: the rank that goes wrong.
+        ends: the signal that ends the culprit; None: it ends by itself.
+        ends_all: the signal ends all.
+    """
+
+    happens: Callable[[Job], None]
+    culprit: int = -1
+    ends: signal.Signals | None = None
+    ends_all: bool = False
+
+
+KILLED = signal.SIGKILL
 FAULTS = {
-    fault.__name__: fault
-    for fault in (dies, skips, stops, late_plan, late_dispatch, late_combine, dies_late)
+    fault.happens.__name__: fault
+    for fault in (
+        Fault(dies_before_plan, ends=KILLED),
+        Fault(dies, ends=KILLED),
+        Fault(dies_in_dispatch, ends=KILLED),
+        Fault(dies_in_combine, ends=KILLED),
+        Fault(dies_in_backward, ends=KILLED),
+        Fault(dies_while_opening, culprit=0, ends=KILLED),
+        Fault(dies_late, ends=KILLED),
+        Fault(raises),
+        Fault(runs_out_of_memory),
+        Fault(destroys),
+        Fault(skips),
+        Fault(comes_late),
+        Fault(all_are_terminated, ends=signal.SIGTERM, ends_all=True),
+        Fault(all_are_interrupted, ends=signal.SIGINT, ends_all=True),
+        Fault(late_plan),
+        Fault(late_dispatch),
+        Fault(late_combine),
+    )
 }
 
 
-def main(backend: str, engine_name: str, fault: str) -> None:
+def main(backend: str, engine_name: str, name: str) -> None:
     ctx = join(backend)
+    fault = FAULTS[name]
+    is_culprit = ctx.rank == fault.culprit % ctx.num_ranks
     num_experts = 4 * ctx.num_ranks
     # The first engine makes and compiles what the second finds.
     engine = create_engine(ctx.group, num_experts, EpConfig(engine=engine_name, timeout_s=LONG_S))
-    Job(ctx, engine).steps()
+    Job(ctx, engine, is_culprit).steps()
     engine.close()
-    config = EpConfig(engine=engine_name, timeout_s=DEADLINE_S)
-    job = Job(ctx, create_engine(ctx.group, num_experts, config))
+    config = EpConfig(engine=engine_name, timeout_s=LONG_S if fault.ends_all else DEADLINE_S)
+    job = Job(ctx, create_engine(ctx.group, num_experts, config), is_culprit)
     job.steps()
     start = time.monotonic()
     try:
-        FAULTS[fault](job)
+        fault.happens(job)
     finally:
         print(f"over after {time.monotonic() - start:.1f} s", flush=True)
         if backend == "gloo":

@@ -7,9 +7,9 @@ waits on the host.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
-from outcome import outcome
 from rank import DEADLINE_S
 
 pytestmark = [
@@ -17,6 +17,20 @@ pytestmark = [
     pytest.mark.needs_processes("its ranks end, each by itself: see tests/gpu/test_failures.py"),
     pytest.mark.needs_caps(test=lambda caps: caps.device_deadline),
 ]
+
+
+def assert_device_gave_up(texts: list[str], num_ranks: int, phase: str) -> None:
+    """The ranks but the last name it, and were all in the same operation."""
+    operations = set()
+    for rank, text in enumerate(texts):
+        found = re.match(
+            rf"PeerError: rank {rank} of {num_ranks}: rank {num_ranks - 1} did not come in {phase},"
+            rf" operation (\d+) of the group \(deadline {DEADLINE_S:g} s\)",
+            text,
+        )
+        assert found, text
+        operations.add(found[1])
+    assert len(operations) == 1
 
 
 @pytest.mark.parametrize(
@@ -28,24 +42,31 @@ pytestmark = [
         ("dies_late", "dispatch"),
     ],
 )
-def test_a_device_that_is_late(
-    backend: str, engine_name: str, num_ranks: int, fault: str, phase: str
-) -> None:
-    *others, late = outcome(backend, engine_name, fault, num_ranks)
-    operations = set()
-    for rank, text in enumerate(others):
-        found = re.match(
-            rf"rank {rank} of {num_ranks}: rank {num_ranks - 1} did not come in {phase}, "
-            rf"operation (\d+) of the group \(deadline {DEADLINE_S:g} s\)",
-            text,
-        )
-        assert found, text
-        operations.add(found[1])
-    assert len(operations) == 1  # they were all in the same one
+def test_a_device_that_is_late(end_of: Callable[..., list[str]], fault: str, phase: str) -> None:
+    *others, late = end_of(fault)
+    num_ranks = len(others) + 1
+    assert_device_gave_up(others, num_ranks, phase)
     if fault != "dies_late":
         # When it comes, the others have gone, which its host or its kernels find out.
         assert re.match(
-            rf"rank {num_ranks - 1} of {num_ranks}: (no answer from the other ranks"
+            rf"PeerError: rank {num_ranks - 1} of {num_ranks}: (no answer from the other ranks"
             r"|rank \d+ did not come in)",
             late,
         ), late
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase", "own"),
+    [
+        ("dies_in_dispatch", "dispatch", ""),
+        ("dies_in_combine", "combine", ""),
+        ("runs_out_of_memory", "dispatch", "torch.OutOfMemoryError: "),
+    ],
+)
+def test_a_rank_that_fails_inside_a_step(
+    end_of: Callable[..., list[str]], fault: str, phase: str, own: str
+) -> None:
+    """Its host has agreed to a step whose kernel it never queues."""
+    *others, last = end_of(fault)
+    assert_device_gave_up(others, len(others) + 1, phase)
+    assert re.match(own or "$", last), last

@@ -1,11 +1,14 @@
-"""A rank that dies, stops or leaves out a call: the others' hosts say who it was, and end."""
+"""A rank goes wrong where the others' hosts wait for it: they say who it was, and end, soon.
+
+`outcome` asserts that no rank hangs, how each of them ends, and that nothing is left of the job.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
-from outcome import outcome
 from rank import DEADLINE_S
 
 pytestmark = [
@@ -15,6 +18,9 @@ pytestmark = [
 
 # How the hosts agree: through shared memory, or over the process group.
 LINKS = {"shared memory": {}, "process group": {"NCCLEP_HOST_EXCHANGE": "0"}}
+DIED = r"\(process \d+\) has died"
+# A process that ends by itself is seen to close its end first.
+LEFT = r"(\(process \d+\) has died|has closed its end)"
 
 
 @pytest.fixture(params=list(LINKS))
@@ -22,38 +28,95 @@ def link(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def assert_no_answer(link: str, texts: list[str], phase: str, reason: str) -> None:
-    """All ranks but the last say where they waited, and for whom if the memory tells.
+def assert_no_answer(
+    texts: dict[int, str], num_ranks: int, phase: str, culprit: int, reason: str
+) -> None:
+    """The ranks say where they waited and, with a `reason`, for whom.
 
-    A rank may learn first that another one has given up, and name that one; whoever gave up first
-    names the last rank.
+    A rank may learn first that another one has given up or left, and name that one; whoever gave up
+    first names the culprit.
     """
-    last = len(texts) - 1
-    whom = rf"rank ({last} {reason}|\d+ gave up)" if link == "shared memory" else ""
-    for rank, text in enumerate(texts[:-1]):
+    for rank, text in texts.items():
         pattern = (
-            rf"rank {rank} of {len(texts)}: no answer from the other ranks of the expert-parallel "
-            rf"group in {phase}, call \d+ \(deadline {DEADLINE_S:g} s\): .*{whom}"
+            rf"PeerError: rank {rank} of {num_ranks}: no answer from the other ranks of the "
+            rf"expert-parallel group in {phase}(, call \d+)? \(deadline {DEADLINE_S:g} s\): "
         )
-        assert re.match(pattern, text), text
-    if whom:
-        assert any(re.search(f"rank {last} {reason}", text) for text in texts[:-1]), texts
+        assert re.match(pattern + (r"rank \d+ " if reason else "a rank died"), text), text
+    if reason:
+        assert any(re.search(f"rank {culprit} {reason}", text) for text in texts.values()), texts
 
 
-def test_a_rank_that_dies(backend: str, engine_name: str, num_ranks: int, link: str) -> None:
-    texts = outcome(backend, engine_name, "dies", num_ranks, **LINKS[link])
-    assert_no_answer(link, texts, "dispatch", r"\(process \d+\) has died")
+def others(texts: list[str], culprit: int) -> dict[int, str]:
+    """What all ranks but the culprit said."""
+    return {rank: text for rank, text in enumerate(texts) if rank != culprit % len(texts)}
 
 
-def test_a_rank_that_stops(backend: str, engine_name: str, num_ranks: int, link: str) -> None:
-    texts = outcome(backend, engine_name, "stops", num_ranks, **LINKS[link])
-    assert_no_answer(link, texts, "dispatch", "did not come")
-    assert texts[-1] == ""
+# Where the others wait, what they say of the culprit, and what it says itself.
+DOES_NOT_COME = {
+    "dies_before_plan": ("plan", DIED, ""),
+    "dies": ("dispatch", DIED, ""),
+    "dies_in_backward": ("combine", DIED, ""),
+    "raises": ("dispatch", LEFT, "ArithmeticError: the loss is NaN"),
+    "destroys": ("dispatch", LEFT, "GroupClosedError: the .* process group was destroyed"),
+    "comes_late": ("dispatch", "did not come", "PeerError: .* in dispatch"),
+}
+FAILS_INSIDE = {
+    "dies_in_dispatch": ("dispatch", DIED, ""),
+    "dies_in_combine": ("combine", DIED, ""),
+    "runs_out_of_memory": ("dispatch", LEFT, "RuntimeError: .*can't allocate memory"),
+}
 
 
-def test_a_rank_that_leaves_out_a_call(backend: str, engine_name: str, num_ranks: int) -> None:
-    texts = outcome(backend, engine_name, "skips", num_ranks)
-    where = ["combine"] * (num_ranks - 1) + ["plan"]
+@pytest.mark.parametrize("fault", DOES_NOT_COME)
+def test_a_rank_that_does_not_come(end_of: Callable[..., list[str]], link: str, fault: str) -> None:
+    phase, reason, own = DOES_NOT_COME[fault]
+    texts = end_of(fault, **LINKS[link])
+    last = len(texts) - 1
+    shared = link == "shared memory"
+    assert_no_answer(others(texts, last), len(texts), phase, last, reason if shared else "")
+    assert re.match(own or "$", texts[last]), texts
+    if fault == "comes_late" and shared:
+        # When it comes, it hears at once what became of the others.
+        assert re.search(rf"rank 0 (gave up|{LEFT})", texts[last]), texts
+
+
+# On GPUs no host waits inside a step; tests/faults/test_device.py has these faults there.
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("fault", FAILS_INSIDE)
+def test_a_rank_that_fails_inside_a_step(end_of: Callable[..., list[str]], fault: str) -> None:
+    """The others count on its rows, and see a connection end: they say whose.
+
+    They used to say only what gloo says, which names an address: "Connection reset by peer".
+    """
+    phase, reason, own = FAILS_INSIDE[fault]
+    texts = end_of(fault)
+    last = len(texts) - 1
+    assert_no_answer(others(texts, last), len(texts), phase, last, reason)
+    assert re.match(own or "$", texts[last]), texts
+
+
+def test_a_rank_that_dies_while_memory_is_shared_leaves_none(
+    end_of: Callable[..., list[str]],
+) -> None:
+    texts = end_of("dies_while_opening")
+    assert texts[0] == ""
+    assert_no_answer(others(texts, 0), len(texts), "open", 0, "")
+
+
+def test_a_rank_that_leaves_out_a_call(end_of: Callable[..., list[str]]) -> None:
+    texts = end_of("skips")
+    where = ["combine"] * (len(texts) - 1) + ["plan"]
     for text in texts:
+        assert text.startswith("PeerError: ")
         for rank, phase in enumerate(where):
             assert re.search(rf"rank {rank} is in {phase}, call \d+", text), text
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"), [("all_are_terminated", ""), ("all_are_interrupted", "KeyboardInterrupt")]
+)
+def test_a_signal_ends_ranks_that_wait(
+    end_of: Callable[..., list[str]], link: str, fault: str, text: str
+) -> None:
+    """Far sooner than their deadline, which is long here, and as the signal ends any program."""
+    assert set(end_of(fault, **LINKS[link])) == {text}

@@ -1,0 +1,146 @@
+"""Processes that are the ranks of one job, forked from one that has imported torch already.
+
+Starting a rank takes seconds, most of them to import; a fork takes none, and goes through its own
+exit, destructors and all, like a process of its own.  CUDA must not be in use before the fork.
+
+python tests/faults/fork_server.py: reads jobs from stdin, one JSON object a line, and answers each
+with its processes, and with their exit codes when all have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_ncclep.testing.processes import DUMP_S, Ended, Store
+
+
+class ForkServer:
+    """The process that forks; it is started once, and ends with `close`."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            # read while torch is imported; the handler of faults lives on in forks
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+
+    def run(
+        self, arguments: list[str], num_ranks: int, timeout: float, **environment: str
+    ) -> list[Ended]:
+        """Run `rank.main(*arguments)` as every rank of a job, and wait for all to end.
+
+        Args:
+            arguments: of `rank.main`.
+            num_ranks: R.
+            timeout: seconds for all of them together; then what is left is killed.
+            environment: more variables.
+
+        Raises:
+            AssertionError: a rank has left a process behind.
+        """
+        store = Store()
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [Path(folder, str(rank)) for rank in range(num_ranks)]
+            self._send({
+                "arguments": arguments,
+                "outputs": [str(path) for path in outputs],
+                "environment": {**store.variables(num_ranks), **environment},
+            })  # fmt: skip
+            processes = self._receive(timeout)
+            codes = self._receive(timeout)
+            hung: list[int] = []
+            for number in (signal.SIGABRT, signal.SIGKILL):  # the first has stacks written
+                if codes is None:
+                    hung = hung or sessions(processes)
+                    kill_sessions(processes, number)
+                    codes = self._receive(DUMP_S)
+            give_up = time.monotonic() + DUMP_S  # for what was killed and is not yet gone
+            while (left := sessions(processes)) and time.monotonic() < give_up:
+                time.sleep(DUMP_S / 100)
+            kill_sessions(processes, signal.SIGKILL)
+            texts = [path.read_text() for path in outputs]
+            assert not left or hung, f"processes {left} are left behind: {texts}"
+            return [
+                Ended(None if process in hung else code, text)
+                for process, code, text in zip(processes, codes, texts, strict=True)
+            ]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _send(self, job: dict[str, Any]) -> None:
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+
+    def _receive(self, timeout: float) -> Any:
+        """The next answer, or None if none comes in time."""
+        answers, _, _ = select.select([self._process.stdout], [], [], timeout)
+        if not answers:
+            return None
+        line = self._process.stdout.readline()
+        assert line, "the fork server has died"
+        return json.loads(line)
+
+
+def sessions(leaders: list[int]) -> list[int]:
+    """The processes of the sessions that `leaders` have opened, dead ones that wait included."""
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(ProcessLookupError):
+            if name.isdigit() and os.getsid(int(name)) in leaders:
+                found.append(int(name))
+    return found
+
+
+def kill_sessions(leaders: list[int], number: int) -> None:
+    for process in sessions(leaders):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def serve() -> list[str] | None:
+    """Fork the ranks of one job after another; in a fork, return the arguments of its main."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        children = []
+        for rank, output in enumerate(job["outputs"]):
+            child = os.fork()
+            if child == 0:
+                become(rank, output, job["environment"])
+                return job["arguments"]
+            children.append(child)
+        print(json.dumps(children), flush=True)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+    return None
+
+
+def become(rank: int, output: str, environment: dict[str, str]) -> None:
+    """Be a rank of a job."""
+    os.setsid()  # what it starts can be found
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for theirs, ours in ((nothing, 0), (file, 1), (file, 2)):
+        os.dup2(theirs, ours)
+
+
+if __name__ == "__main__":
+    import rank as ranks
+
+    arguments = serve()
+    if arguments is not None:
+        ranks.main(*arguments)
