@@ -1,0 +1,105 @@
+"""Signals to what people start: `ncclep run` under torchrun, and `ncclep train`.
+
+What `ncclep train` does with SIGTERM is in tests/training/test_run.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from outcome import shared_memory
+
+# On a machine where everything else runs too; nothing here takes longer than the start of torch.
+LONG_S = 300.0
+
+# The launchers run on CPUs whatever the tests' backend is.
+pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only]
+
+
+@contextmanager
+def started(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command and whatever it starts; all of it has ended, and left nothing, in the end."""
+    before = shared_memory()
+    with output.open("wb") as file:
+        job = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            # What a shell starts in the background ignores it, and so does all that that starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    try:
+        yield job
+    finally:
+        left = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
+        for process in [*left, job]:
+            process.kill()
+        job.wait()
+    assert not shared_memory() - before
+
+
+def wait_until(holds: Callable[[], bool], job: subprocess.Popen[bytes], output: Path) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not holds():
+        assert job.poll() is None, output.read_text()
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.1)
+
+
+def status_of(job: subprocess.Popen[bytes], processes: list[psutil.Process]) -> int:
+    """The exit status, once none of the processes is left."""
+    status = job.wait(LONG_S)
+    _, alive = psutil.wait_procs(processes, LONG_S)
+    assert not alive
+    return status
+
+
+def test_sigterm_to_a_rank_ends_the_job(tmp_path: Path) -> None:
+    """torchrun's status says so, and the rank that is left names the one that died, in a line."""
+    output = tmp_path / "output"
+    script = Path(__file__).with_name("stepping.py")
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with started([*command, "-m", "megatron_ncclep", "run", str(script)], output) as job:
+        wait_until(lambda: b"step of rank 1" in output.read_bytes(), job, output)
+        ranks = {
+            int(process.environ()["RANK"]): process
+            for process in psutil.Process(job.pid).children()
+        }
+        ranks[0].send_signal(signal.SIGTERM)
+        assert status_of(job, list(ranks.values())) == 1, output.read_text()
+    text = output.read_text()
+    assert f"exitcode  : -15 (pid: {ranks[0].pid})" in text
+    errors = re.findall("^ncclep run: rank 1: error: .*", text, re.MULTILINE)
+    assert all("rank 1 of 2: no answer from" in error for error in errors), text
+    assert all(f"rank 0 (process {ranks[0].pid}) has died" in error for error in errors), text
+    # torchrun ends it too, perhaps before it has found out.
+    assert errors or f"exitcode  : -15 (pid: {ranks[1].pid})" in text, text
+
+
+def test_ctrl_c_ends_a_training(tmp_path: Path) -> None:
+    """Its ranks used to print 150 lines of tracebacks, and to take up to torchrun's 30 seconds."""
+    output, out = tmp_path / "output", tmp_path / "out"
+    text = tmp_path / "text.txt"
+    text.write_text("expert token router rank slot plan dispatch combine gate " * 400)
+    command = ["megatron_ncclep", "train", "--device", "cpu", "--steps", "100000", "--ranks", "2"]
+    command += ["--text", str(text), "--out", str(out), "--set", "num-layers=1", "seq-length=32"]
+    with started([*command, "max-position-embeddings=32"], output) as job:
+        log = out / "log.jsonl"
+        wait_until(lambda: log.is_file() and '"step"' in log.read_text(), job, output)
+        processes = psutil.Process(job.pid).children(recursive=True)
+        assert len(processes) >= 3, "torchrun and two ranks"
+        os.killpg(job.pid, signal.SIGINT)
+        assert status_of(job, processes) == 128 + signal.SIGINT, output.read_text()
+    assert "KeyboardInterrupt" not in output.read_text()
