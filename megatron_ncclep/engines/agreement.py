@@ -139,22 +139,23 @@ def agree_on_rows(
     Returns:
         plan.
     """
-    home = phase == "dispatch"
-    num_rows = plan.num_tokens if home else plan.num_rows
-    w_shape = (plan.num_tokens, plan.top_k) if home else (plan.num_rows,)
-    group.agree(
-        phase,
-        {
+    values: dict[str, int | None] = {}
+    problem = checks.plan_problem(plan, kind, num_experts)
+    if problem is None:  # otherwise it need not even be a plan
+        home = phase == "dispatch"
+        num_rows = plan.num_tokens if home else plan.num_rows
+        w_shape = (plan.num_tokens, plan.top_k) if home else (plan.num_rows,)
+        problem = (
+            checks.payload_problem("x" if home else "y", rows, num_rows, caps, group.device)
+            or checks.weights_problem(w, w_shape, rows, group.device)
+            or find_problem()
+        )
+        values = {
             "plan": plan.plan_id,
             "hidden size": rows.shape[-1] if rows.dim() else 0,
             "dtype": DTYPES.index(rows.dtype) if rows.dtype in DTYPES else OTHER_DTYPE,
             "presence of weights": int(w is not None),
-        },
-        checks.plan_problem(plan, kind, num_experts)
-        or checks.payload_problem("x" if home else "y", rows, num_rows, caps, group.device)
-        or checks.weights_problem(w, w_shape, rows, group.device)
-        or find_problem(),
-        timeout_s,
-    )
+        }
+    group.agree(phase, values, problem, timeout_s)
     assert isinstance(plan, kind)  # agreed on
     return plan

@@ -144,6 +144,12 @@ def plan_of_another_engine(ctx: RankContext, engine: Engine) -> None:
         engine.dispatch(plans[ctx.rank], rows(ctx))
 
 
+def no_plan(ctx: RankContext, engine: Engine) -> None:
+    plan = engine.plan(topk(ctx))
+    given = [plan, None][ctx.rank]
+    engine.combine(given, rows(ctx, plan.num_rows))  # type: ignore[arg-type]
+
+
 def experts_not_divisible(ctx: RankContext, engine: Engine) -> None:
     create_engine(ctx.group, 5, config(engine.caps.name))
 
@@ -216,6 +222,7 @@ MISTAKES = [
     (wrong_number_of_rows, r"rank 1: y has shape \[\d+, 64\]: the plan expects"),
     (plans_swapped, r"plan differs.*rank 0 has \d+, rank 1 has \d+"),
     (plan_of_another_engine, "rank 1: the plan is for 64 experts, the engine for 8"),
+    (no_plan, "rank 1: the plan is a NoneType: use the engine that made it"),
     (experts_not_divisible, "5 experts cannot be divided over 2 ranks"),
     (number_of_experts_differs, "num_experts differs.*rank 0 has 8, rank 1 has 10"),
     (number_of_experts_is_a_float, r"rank 1: 8\.0 experts cannot be divided over 2 ranks"),
