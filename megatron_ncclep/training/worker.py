@@ -6,6 +6,10 @@ which imports this module again, and would otherwise spend seconds on importing 
 
 if __name__ == "__main__":
     import signal
+
+    # Ctrl-C ends a rank at once, as a plain kill does, and not with a traceback from each of them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     import sys
     from pathlib import Path
 
@@ -19,6 +23,4 @@ if __name__ == "__main__":
         run(Job.load(Path(sys.argv[1])), prepared=True)
         return 0
 
-    # Ctrl-C ends a rank at once, as a plain kill does, and not with a traceback from each of them.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(run_told("ncclep train", main))

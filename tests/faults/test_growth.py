@@ -12,7 +12,10 @@ from growth import Held, grow_on_rank
 
 from megatron_ncclep.testing.launcher import RankPool
 
-pytestmark = pytest.mark.needs_ranks(2)
+pytestmark = [
+    pytest.mark.needs_ranks(2),
+    pytest.mark.needs_processes("what a process holds would be that of all ranks"),
+]
 
 NUM_ROUNDS, NUM_ENGINES = 300, 50
 # A round has six calls at least, each with a message of 96 bytes from either rank: to keep what one

@@ -22,11 +22,16 @@ from megatron_ncclep.errors import GroupClosedError, PeerError
 from megatron_ncclep.testing.cases import deadline_s
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
-pytestmark = pytest.mark.needs_ranks(2)
+pytestmark = [
+    pytest.mark.needs_ranks(2),
+    pytest.mark.needs_processes("it is about processes, and groups within them"),
+]
 
 # Seconds that a rank waits for one that does not come.
 DEADLINE_S = 1.0
 HIDDEN = 64
+# A child that takes itself for a rank waits for the others, whose parents wait for it.
+FORK_S = 60
 
 
 class Member:
@@ -113,7 +118,7 @@ def test_a_forked_process_is_no_rank(pool: RankPool, engine_name: str) -> None:
 
     A process that loads data is forked from a rank, say, and inherits all of it.
     """
-    for rank, told in enumerate(pool.run(forks_on_rank, engine_name)):
+    for rank, told in enumerate(pool.run(forks_on_rank, engine_name, timeout=FORK_S)):
         *texts, end = told
         assert end == "the end", told
         assert len(texts) == 3, told
