@@ -170,8 +170,8 @@ def replays_on_rank(
 def test_graphs_replayed_with_a_changed_routing(
     pool: RankPool, engine_name: str, case: Case, eager_between: bool
 ) -> None:
-    """Elsewhere a captured MoE dispatcher hung when the next micro-batch was routed otherwise
-    (NVIDIA-NeMo/Megatron-Bridge 3517): what the capture had counted on the host stayed in the graph.
+    """With another dispatcher a layer hung in a CUDA graph (Megatron-Bridge 3517).  Here a graph is
+    replayed with routings that it was not captured with.
     """
     assert "max_recv_rows" in caps_of(engine_name).options
     case = fitted(case, pool, engine_name)
