@@ -14,7 +14,7 @@
 
 #include "bench/copy_rows.h"
 #include "common/cuda.h"
-#include "common/tensor.h"
+#include "common/tensor_caster.h"
 #include "host/exchange.h"
 #include "native/check_windows.h"
 #include "native/group.h"
@@ -44,6 +44,15 @@ std::vector<std::uintptr_t> numbers(const std::vector<char*>& addresses) {
   return result;
 }
 
+// Seconds: more than any deadline.
+constexpr double kForever = 1e9;
+
+// What the device is to read or write: there, and at a multiple of `alignment` bytes.
+void require_address(std::uintptr_t address, std::uintptr_t alignment) {
+  ncclep::require(address != 0 && address % alignment == 0, "address ", address,
+                  ": must be a multiple of ", alignment, " and not 0");
+}
+
 char* pointer(std::uintptr_t number) { return reinterpret_cast<char*>(number); }
 
 py::dict build_info() {
@@ -67,6 +76,8 @@ void bind_host(py::module_& module) {
           "exchange",
           [](HostExchange& exchange, const py::bytes& mine, const std::string& what,
              double timeout_s) {
+            ncclep::require(timeout_s >= 0 && timeout_s <= kForever, "a deadline of ", timeout_s,
+                            " s: it must be a number of seconds, at most ", kForever);
             const std::string_view message = mine;
             py::bytes all(nullptr, exchange.num_ranks() * message.size());
             char* to = PyBytes_AS_STRING(all.ptr());  // nobody else has these bytes yet
@@ -100,7 +111,7 @@ void bind_nccl(py::module_& module) {
              py::gil_scoped_release unlocked;
              return std::make_shared<Communicator>(std::move(nccl), id, num_ranks, rank);
            }),
-           "nccl"_a, "unique_id"_a, "num_ranks"_a, "rank"_a)
+           "nccl"_a.none(false), "unique_id"_a, "num_ranks"_a, "rank"_a)
       .def_property_readonly("num_ranks", &Communicator::num_ranks)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("lsa_size", &Communicator::lsa_size)
@@ -112,7 +123,7 @@ void bind_nccl(py::module_& module) {
              window->open();
              return window;
            }),
-           "communicator"_a, "num_bytes"_a, Unlocked())
+           "communicator"_a.none(false), "num_bytes"_a, Unlocked())
       .def_property_readonly("num_bytes", &Window::num_bytes)
       .def_property_readonly("address",
                              [](const Window& window) { return number(window.address()); })
@@ -146,13 +157,13 @@ void bind_nccl_ep(py::module_& module) {
              py::gil_scoped_release unlocked;
              return std::make_shared<Group>(std::move(library), std::move(communicator), options);
            }),
-           "library"_a, "communicator"_a, py::kw_only(), "num_experts"_a, "max_tokens"_a,
-           "max_recv_rows"_a, "row_bytes"_a, "top_k"_a, "num_sms"_a, "timeout_s"_a)
+           "library"_a.none(false), "communicator"_a.none(false), py::kw_only(), "num_experts"_a,
+           "max_tokens"_a, "max_recv_rows"_a, "row_bytes"_a, "top_k"_a, "num_sms"_a, "timeout_s"_a)
       .def("handle_bytes", &Group::handle_bytes, "alignment"_a, "top_k"_a)
       .def("close", &Group::close, Unlocked());
   py::class_<Handle, std::shared_ptr<Handle>>(module, "NcclEpHandle")
-      .def(py::init<std::shared_ptr<Group>, std::size_t, int, const Tensor&>(), "group"_a,
-           "alignment"_a, "top_k"_a, "memory"_a, py::keep_alive<1, 5>())
+      .def(py::init<std::shared_ptr<Group>, std::size_t, int, const Tensor&>(),
+           "group"_a.none(false), "alignment"_a, "top_k"_a, "memory"_a, py::keep_alive<1, 5>())
       .def("update", &Handle::update, "topk_idx"_a, "expert_counts"_a, "num_rows"_a, "stream"_a,
            Unlocked())
       .def("dispatch", &Handle::dispatch, "x"_a, "w"_a, "rows"_a, "row_w"_a, "stream"_a, Unlocked())
@@ -181,7 +192,7 @@ void bind_native(py::module_& module) {
            }),
            "counts"_a, "home"_a, "num_chunks"_a, "top_k"_a);
   py::class_<Group, std::shared_ptr<Group>>(module, "NativeGroup")
-      .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a,
+      .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a.none(false),
            "num_experts"_a, "timeout_s"_a)
       .def("fits", &Group::fits, "max_tokens"_a, "top_k"_a, "row_bytes"_a)
       .def("allocate", &Group::allocate, "max_tokens"_a, "top_k"_a, "row_bytes"_a, Unlocked())
@@ -189,8 +200,21 @@ void bind_native(py::module_& module) {
       .def("clear", &Group::clear, Unlocked())
       .def("drop", &Group::drop, Unlocked())
       .def("close", &Group::close, Unlocked())
-      .def_static("load_words", &ncclep::native::load_words, "addresses"_a, Unlocked())
-      .def_static("store_words", &ncclep::native::store_words, "addresses"_a, "words"_a, Unlocked())
+      .def_static(
+          "load_words",
+          [](const std::vector<std::uintptr_t>& addresses) {
+            for (std::uintptr_t address : addresses) require_address(address, 8);
+            return ncclep::native::load_words(addresses);
+          },
+          "addresses"_a, Unlocked())
+      .def_static(
+          "store_words",
+          [](const std::vector<std::uintptr_t>& addresses,
+             const std::vector<std::uint64_t>& words) {
+            for (std::uintptr_t address : addresses) require_address(address, 8);
+            ncclep::native::store_words(addresses, words);
+          },
+          "addresses"_a, "words"_a, Unlocked())
       .def_property_readonly("windows", &Group::windows)
       .def_property_readonly("generation", &Group::generation)
       .def_property_readonly("was_captured", &Group::was_captured)
@@ -260,6 +284,10 @@ void require_picks(const char* call, const Tensor& topk_idx, const Tensor& of_pi
                       of_experts.dtype == of_picks.dtype &&
                       ncclep::itemsize_of(of_experts.dtype) > 1,
                   call, " needs numbers [T, E] and [T, K] of one dtype of 2, 4 or 8 bytes");
+  // One warp for each token, and experts and picks in int.
+  for (const std::int64_t size : {topk_idx.shape[0], topk_idx.shape[1], of_experts.shape[1]}) {
+    ncclep::require(size <= INT32_MAX, call, ": ", size, " tokens, experts or picks are too many");
+  }
 }
 
 void bind_routes(py::module_& module) {
@@ -271,6 +299,8 @@ void bind_routes(py::module_& module) {
         ncclep::require(routing_map.dtype == ncclep::DType::kUint8 && routing_map.shape.size() == 2,
                         "routes_and_weights needs a bool map [T, E]");
         require_picks("routes_and_weights", topk_idx, weights, probs);
+        ncclep::require(not_routed < 0 && too_many_experts < 0,
+                        "routes_and_weights needs negative numbers for what is no expert");
         ncclep::require(probs.shape == routing_map.shape,
                         "routes_and_weights needs probabilities of the map's shape");
         ncclep::routes::RoutesAndWeights job;
@@ -315,9 +345,13 @@ void bind_bench(py::module_& module) {
         ncclep::require(direction == "push" || direction == "pull", "direction '", direction,
                         "': must be push or pull");
         for (const Tensor* rows : {&peer_of_row, &peer_row}) {
-          ncclep::require(rows->dtype == ncclep::DType::kInt32 && rows->num_elements() >= num_rows,
+          ncclep::require(num_rows >= 0 && rows->dtype == ncclep::DType::kInt32 &&
+                              rows->num_elements() >= num_rows,
                           "copy_rows needs int32 [num_rows] for each row's place");
         }
+        ncclep::require(!peers.empty(), "copy_rows needs the addresses of peers");
+        require_address(local, 16);
+        for (std::uintptr_t peer : peers) require_address(peer, 16);
         ncclep::bench::CopyRows job;
         job.push = direction == "push";
         job.local = pointer(local);
@@ -333,6 +367,8 @@ void bind_bench(py::module_& module) {
   module.def(
       "copy_memory",
       [](std::uintptr_t to, std::uintptr_t from, std::size_t num_bytes) {
+        require_address(to, 1);
+        require_address(from, 1);
         ncclep::cuda_check(cudaMemcpy(pointer(to), pointer(from), num_bytes, cudaMemcpyDefault),
                            "cudaMemcpy");
       },

@@ -1,11 +1,7 @@
 // Tensors cross from Python as pointer, shape and dtype: the extension knows nothing of torch.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "common/dtype.h"
@@ -26,70 +22,23 @@ struct Tensor {
   }
 };
 
-inline DType dtype_of(const std::string& name) {
-  if (name == "torch.uint8" || name == "torch.bool") return DType::kUint8;  // a bool is 0 or 1
-  if (name == "torch.int32") return DType::kInt32;
-  if (name == "torch.int64") return DType::kInt64;
-  if (name == "torch.float16") return DType::kFloat16;
-  if (name == "torch.bfloat16") return DType::kBFloat16;
-  if (name == "torch.float32") return DType::kFloat32;
-  if (name == "torch.float64") return DType::kFloat64;
-  fail("the native code takes no ", name, " tensors");
+// Throws unless the numbers that something calls a tensor can be one's: no negative size, no more
+// elements than memory can hold, and memory for them, at a multiple of the dtype's size.
+inline void require_tensor(const Tensor& tensor) {
+  const int itemsize = itemsize_of(tensor.dtype);
+  std::int64_t num_bytes = itemsize;
+  bool is_empty = false;
+  for (const std::int64_t size : tensor.shape) {
+    require(size >= 0, "a tensor has a negative size, ", size);
+    is_empty = is_empty || size == 0;
+    // Sizes beside a zero too, so that nobody who multiplies some of them overflows.
+    require(size == 0 || !__builtin_mul_overflow(num_bytes, size, &num_bytes),
+            "a tensor has more elements than any memory");
+  }
+  if (is_empty) return;
+  require(tensor.data != nullptr, "a tensor with elements has no memory");
+  require(reinterpret_cast<std::uintptr_t>(tensor.data) % itemsize == 0, "a tensor of numbers of ",
+          itemsize, " bytes starts at ", tensor.data, ", no multiple of it");
 }
 
 }  // namespace ncclep
-
-namespace pybind11::detail {
-
-// Takes anything that has torch.Tensor's data_ptr, shape, dtype and is_contiguous.  A layer passes
-// dozens of tensors, so names are not made anew and dtypes not spelled out for each of them.
-template <>
-struct type_caster<ncclep::Tensor> {
-  PYBIND11_TYPE_CASTER(ncclep::Tensor, const_name("Tensor"));
-
-  bool load(handle source, bool) {
-    static const Names names;
-    if (!PyObject_HasAttr(source.ptr(), names.data_ptr)) return false;
-    ncclep::require(call(source, names.is_contiguous).cast<bool>(),
-                    "the native code takes contiguous tensors only");
-    value.data = reinterpret_cast<void*>(call(source, names.data_ptr).cast<std::uintptr_t>());
-    value.dtype = dtype_of(attribute(source, names.dtype));
-    value.shape.clear();
-    for (handle size : attribute(source, names.shape).cast<tuple>()) {
-      value.shape.push_back(PyLong_AsLongLong(size.ptr()));
-    }
-    return true;
-  }
-
- private:
-  struct Names {
-    PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
-    PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
-    PyObject* dtype = PyUnicode_InternFromString("dtype");
-    PyObject* shape = PyUnicode_InternFromString("shape");
-  };
-
-  static object checked(PyObject* result) {
-    if (result == nullptr) throw error_already_set();
-    return reinterpret_steal<object>(result);
-  }
-  static object call(handle source, PyObject* name) {
-    return checked(PyObject_CallMethodNoArgs(source.ptr(), name));
-  }
-  static object attribute(handle source, PyObject* name) {
-    return checked(PyObject_GetAttr(source.ptr(), name));
-  }
-
-  // torch has one object for each dtype, which lives as long as the process.
-  static ncclep::DType dtype_of(const object& dtype) {
-    static std::vector<std::pair<PyObject*, ncclep::DType>> known;
-    for (const auto& [object, found] : known) {
-      if (object == dtype.ptr()) return found;
-    }
-    const ncclep::DType found = ncclep::dtype_of(str(dtype));
-    known.emplace_back(dtype.inc_ref().ptr(), found);
-    return found;
-  }
-};
-
-}  // namespace pybind11::detail

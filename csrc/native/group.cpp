@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "common/cuda.h"
+#include "native/checks.h"
 #include "native/combine.h"
 #include "native/dispatch.h"
 #include "native/overflow.h"
@@ -87,9 +88,16 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
     : communicator_(std::move(communicator)),
       control_{communicator_->num_ranks(), num_experts, 0, 0},
       timeout_s_(timeout_s) {
-  require(communicator_->num_ranks() <= kMaxRanks, communicator_->num_ranks(), " ranks: at most ",
-          kMaxRanks);
-  require(num_experts <= kMaxExperts, num_experts, " experts: at most ", kMaxExperts);
+  check_group(communicator_->num_ranks(), num_experts, timeout_s);
+  try {
+    allocate_state();
+  } catch (const Error&) {
+    free_state();  // nothing uses it yet, and nobody will close this
+    throw;
+  }
+}
+
+void Group::allocate_state() {
   cuda_check(cudaMalloc(&state_, sizeof(State)), "cudaMalloc");
   cuda_check(cudaMemset(state_, 0, sizeof(State)), "cudaMemset");
   int device = 0;
@@ -114,7 +122,16 @@ bool Group::fits(int max_tokens, int top_k, std::size_t row_bytes) const {
          row_bytes <= row_bytes_;
 }
 
+void Group::set_timeout(double seconds) {
+  check_timeout(seconds);
+  timeout_s_ = seconds;
+}
+
+void Group::require_open() const { require(state_ != nullptr, "the native group was closed"); }
+
 void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
+  require_open();
+  check_sizes(max_tokens, top_k, row_bytes);
   Control larger = control_;
   larger.max_tokens = std::max(larger.max_tokens, (max_tokens + kChunk - 1) / kChunk * kChunk);
   larger.max_top_k = std::max(larger.max_top_k, top_k);
@@ -135,6 +152,7 @@ void Group::open() {
 }
 
 void Group::clear() {
+  require_open();
   // Flags hold epochs, which only grow: nothing that was written before may look like one.
   for (const std::shared_ptr<Window>& window : windows()) {
     cuda_check(cudaMemset(window->address(), 0, window->num_bytes()), "cudaMemset");
@@ -156,13 +174,20 @@ void Group::close() {
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows close");
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
-  cuda_check(cudaFree(std::exchange(state_, nullptr)), "cudaFree");
-  cuda_check(cudaFree(std::exchange(plan_scratch_, nullptr)), "cudaFree");
-  cuda_check(cudaFreeHost(std::exchange(mailbox_, nullptr)), "cudaFreeHost");
+  cuda_check(static_cast<cudaError_t>(free_state()), "freeing the state of the native group");
+}
+
+int Group::free_state() {
+  cudaError_t first = cudaSuccess;
+  const auto note = [&](cudaError_t result) { first = first == cudaSuccess ? result : first; };
+  note(cudaFree(std::exchange(state_, nullptr)));
+  note(cudaFree(std::exchange(plan_scratch_, nullptr)));
+  note(cudaFreeHost(std::exchange(mailbox_, nullptr)));
   for (Last* last : {&last_, &last_captured_}) {
-    cuda_check(cudaEventDestroy(static_cast<cudaEvent_t>(std::exchange(last->done, nullptr))),
-               "cudaEventDestroy");
+    const auto done = static_cast<cudaEvent_t>(std::exchange(last->done, nullptr));
+    if (done != nullptr) note(cudaEventDestroy(done));
   }
+  return first;
 }
 
 std::vector<std::shared_ptr<Window>> Group::windows() const {
@@ -181,6 +206,7 @@ std::size_t Group::num_bytes() const {
 
 std::int64_t Group::routes_size(std::int64_t max_pairs, std::int64_t max_picks,
                                 int num_chunks) const {
+  check_room(control_, max_pairs, max_picks, num_chunks);
   return ReceivedRoutes::size(control_.num_ranks, num_chunks, max_pairs, max_picks);
 }
 
@@ -200,7 +226,7 @@ Rank Group::rank() const {
 }
 
 PlanScratch Group::plan_scratch(int num_sms) const {
-  require(num_sms <= max_sms_, num_sms, " SMs: the GPU has ", max_sms_);
+  check_num_sms(control_, num_sms, max_sms_);
   return {plan_scratch_, control_, max_sms_};
 }
 
@@ -226,9 +252,12 @@ void Group::queue(std::uintptr_t stream_handle, const std::function<void()>& lau
   last.capture = capture;
 }
 
-void Group::plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
-                      std::int64_t max_recv_rows, const Tensor& kept, int num_sms,
-                      std::uintptr_t stream) {
+void Group::plan_drop(Plan& plan, const Tensor& topk_idx, int alignment, std::int64_t max_recv_rows,
+                      const Tensor& kept, int num_sms, std::uintptr_t stream) {
+  check_plan(control_, plan);
+  check_topk(plan, topk_idx, alignment);
+  check_drop(plan, max_recv_rows, kept);
+  plan.num_rows = max_recv_rows;
   Drop job{};
   job.topk_idx = topk_idx.data;
   job.is_int64 = topk_idx.dtype == DType::kInt64;
@@ -244,6 +273,8 @@ void Group::plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
 
 std::uint32_t Group::plan_count(const Plan& plan, const Tensor& topk_idx, int alignment,
                                 bool is_static, int num_sms, std::uintptr_t stream) {
+  check_plan(control_, plan);
+  check_topk(plan, topk_idx, alignment);
   PlanCount job{};
   job.topk_idx = topk_idx.data;
   job.is_int64 = topk_idx.dtype == DType::kInt64;
@@ -266,11 +297,10 @@ std::uint32_t Group::plan_count(const Plan& plan, const Tensor& topk_idx, int al
 
 void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
                          const Tensor& routes, int num_sms, std::uintptr_t stream) {
-  require(routes.num_elements() >= routes_size(max_pairs, max_picks, plan.num_chunks),
-          "a plan's routes have ", routes.num_elements(),
-          " entries: ", routes_size(max_pairs, max_picks, plan.num_chunks), " are needed");
+  check_plan(control_, plan);
+  check_routes(routes, routes_size(max_pairs, max_picks, plan.num_chunks));
   plan.max_pairs = plan.num_pairs = max_pairs;
-  plan.max_picks = max_picks;
+  plan.max_picks = plan.num_picks = max_picks;
   plan.routes = routes;
   queue(stream, [&] {
     native::plan_receive(rank(), received_routes(plan, control_.num_ranks), plan_scratch(num_sms),
@@ -282,6 +312,8 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
                                                const Tensor& rows_of_expert, std::uintptr_t stream,
                                                const std::function<void()>& poll) const {
   const int num_local = control_.num_experts / control_.num_ranks;
+  require_open();
+  require(ticket != 0 && ticket == ticket_, "ticket ", ticket, " is not that of the last plan");
   require(rows_of_expert.dtype == DType::kInt64 && rows_of_expert.num_elements() == num_local,
           "rows_of_expert must be int64 [", num_local, "] on the CPU");
   auto* rows = pointer<std::int64_t>(rows_of_expert);
@@ -327,6 +359,8 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
     }
   }
   plan.num_pairs = sizes.num_pairs;
+  plan.num_picks = sizes.num_picks;
+  if (sizes.bad_ranks == 0) plan.num_rows = sizes.num_rows;
   return sizes;
 }
 
@@ -339,6 +373,9 @@ std::uint32_t Group::bad_ranks(bool forget) {
 void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                      const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
                      std::uintptr_t stream) {
+  check_received(control_, plan);
+  check_rows("dispatch", plan, row_bytes_, x, w, rows, row_w);
+  check_num_sms(control_, num_sms, max_sms_);
   const int num_local = control_.num_experts / control_.num_ranks;
   Dispatch job{};
   job.x = pointer<const char>(x);
@@ -360,6 +397,8 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
 }
 
 std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
+  check_plan(control_, plan);
+  check_num_sms(control_, num_sms, max_sms_);
   const CombineSplit split = split_combine(num_sms, control_.num_ranks, plan.top_k, row_bytes);
   return split.sending > 0 ? plan.num_pairs : 0;
 }
@@ -367,6 +406,9 @@ std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) cons
 void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
                     const Tensor& sums, const Tensor& out, const std::optional<Tensor>& home_w,
                     int num_sms, std::uintptr_t stream) {
+  check_received(control_, plan);
+  check_rows("combine", plan, row_bytes_, out, home_w, y, w);
+  check_sums(sums, sums_size(plan, num_sms, row_bytes_of(y)), y);
   Combine job{};
   job.y = pointer<const char>(y);
   job.sums = pointer<char>(sums);

@@ -39,8 +39,10 @@ struct Plan {
   // What plan_receive adds.
   std::int64_t max_pairs = 0, max_picks = 0;  // that the routes have room for
   Tensor routes;                              // int32 [routes_size(...)]; the caller keeps it
-  // Pairs that there are, where the host knows, and otherwise max_pairs.
-  std::int64_t num_pairs = 0;
+  // Pairs and picks that there are, where the host knows, and otherwise the most there can be.
+  std::int64_t num_pairs = 0, num_picks = 0;
+  // Of the dispatched tensor; negative as long as nobody has said.
+  std::int64_t num_rows = -1;
 };
 
 // Making it, making windows and `close` are collective, and so is every call that queues work.  An
@@ -83,7 +85,7 @@ class Group {
 
   // Seconds that the kernels queued from now on wait for other ranks.
   double timeout() const { return timeout_s_; }
-  void set_timeout(double seconds) { timeout_s_ = seconds; }
+  void set_timeout(double seconds);
   // Whether a CUDA graph has captured any call, and so the windows that there were.
   bool was_captured() const { return was_captured_; }
 
@@ -91,9 +93,8 @@ class Group {
   std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_picks, int num_chunks) const;
 
   // Static mode, first: queues writing to `kept`, int32 [T, K], which picks fit.
-  void plan_drop(const Plan& plan, const Tensor& topk_idx, int alignment,
-                 std::int64_t max_recv_rows, const Tensor& kept, int num_sms,
-                 std::uintptr_t stream);
+  void plan_drop(Plan& plan, const Tensor& topk_idx, int alignment, std::int64_t max_recv_rows,
+                 const Tensor& kept, int num_sms, std::uintptr_t stream);
   // Queues counting what `topk_idx`, or in static mode what was kept of it, sends where.  Returns
   // what wait_for_sizes takes; in static mode there is nothing to wait for.
   std::uint32_t plan_count(const Plan& plan, const Tensor& topk_idx, int alignment, bool is_static,
@@ -127,12 +128,16 @@ class Group {
  private:
   // The last operation that was queued, or captured.
   struct Last {
-    void* done;  // cudaEvent_t, recorded right after it
+    void* done = nullptr;  // cudaEvent_t, recorded right after it
     bool is_some = false;
     unsigned long long stream = 0;   // its number, which no later stream has
     unsigned long long capture = 0;  // the number of the capture; 0: none
   };
 
+  void allocate_state();
+  // All of it that there is; returns 0 or the first error, a cudaError_t.
+  int free_state();
+  void require_open() const;
   Rank rank() const;
   PlanScratch plan_scratch(int num_sms) const;
   // Operations of a group run one after the other, whatever streams they are queued on: `launch`

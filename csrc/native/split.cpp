@@ -39,6 +39,11 @@ int ctas_for_others(int num_ranks, int warps) {
   return std::max(1, divide_up(num_ranks - 1, warps));
 }
 
+void require_rows(int row_bytes) {
+  require(0 < row_bytes && row_bytes <= kMaxRowBytes, "rows of ", row_bytes, " bytes: from 1 to ",
+          kMaxRowBytes);
+}
+
 void require_enough(int num_ctas, int num_ranks) {
   require(num_ctas >= min_ctas(num_ranks), num_ctas, " SMs for the native engine: with ", num_ranks,
           " ranks it needs at least ", min_ctas(num_ranks));
@@ -62,7 +67,10 @@ RingShape sending_ring_shape(int row_bytes) {
 }
 
 // One to stage, one to pull; or those that add, one to send and one to sum.
-int min_ctas(int num_ranks) { return std::max(3, ctas_for_others(num_ranks, kAddingWarps) + 1); }
+int min_ctas(int num_ranks) {
+  require(0 < num_ranks && num_ranks <= kMaxRanks, num_ranks, " ranks: from 1 to ", kMaxRanks);
+  return std::max(3, ctas_for_others(num_ranks, kAddingWarps) + 1);
+}
 
 DispatchSplit split_dispatch(int num_ctas) {
   require_enough(num_ctas, 1);
@@ -71,12 +79,17 @@ DispatchSplit split_dispatch(int num_ctas) {
 }
 
 int num_phases_of(int most_tokens, int row_bytes) {
+  require(0 <= most_tokens && most_tokens <= kMaxTokens, most_tokens, " tokens: at most ",
+          kMaxTokens);
+  require_rows(row_bytes);
   const double root = std::sqrt(most_tokens * double(row_bytes) / kPhaseBytes);
   return std::min(kPhases, 1 + static_cast<int>(std::lround(root)));
 }
 
 CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes) {
   require_enough(num_ctas, num_ranks);
+  require(0 < top_k && top_k <= kMaxTopK, "top-k ", top_k, ": from 1 to ", kMaxTopK);
+  require_rows(row_bytes);
   const int least_adding = ctas_for_others(num_ranks, kAddingWarps);
   const int least_sending = ctas_for_others(num_ranks, sending_ring_shape(row_bytes).warps);
   const bool has_senders =

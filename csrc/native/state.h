@@ -19,6 +19,8 @@ constexpr int kMaxRanks = 32;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxExperts = 512;
 constexpr int kMaxTokens = 65536;
+// Far beyond any row, and so that sizes of pieces of it are in int.
+constexpr int kMaxRowBytes = 1 << 30;
 // Tokens are counted, and their sums flagged, in chunks of this many.
 constexpr int kChunk = 128;
 // Pairs of a source whose sums are made, and flagged, together.

@@ -41,6 +41,7 @@ void Nccl::check(NcclResult result, const char* call) const {
 Communicator::Communicator(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id, int num_ranks,
                            int rank)
     : nccl_(std::move(nccl)), num_ranks_(num_ranks), rank_(rank) {
+  require(0 <= rank && rank < num_ranks, "rank ", rank, " of ", num_ranks);
   nccl_->check(nccl_->comm_init_rank(&comm_, num_ranks, id, rank), "ncclCommInitRank");
   lsa_size_ = nccl_->team_lsa(comm_).num_ranks;
 }

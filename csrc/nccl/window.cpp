@@ -23,6 +23,8 @@ struct WindowOnDevice {
   std::uint32_t stride_4g;  // distance of two ranks, in units of 2^32 bytes
 };
 
+// Ranks of an NVLink domain: more than any has.
+constexpr int kMaxRanks = 4096;
 constexpr std::size_t kGranularity = 4096;
 // Rows are copied in vectors, and by bulk copies, of this many bytes.
 constexpr std::uintptr_t kAlignment = 16;
@@ -31,6 +33,8 @@ constexpr std::uintptr_t kAlignment = 16;
 
 std::vector<char*> peers_in(const void* head, std::size_t num_bytes, int rank, int num_ranks) {
   WindowOnDevice window;
+  require(0 <= rank && rank < num_ranks && num_ranks <= kMaxRanks, "rank ", rank, " of ", num_ranks,
+          " of a window: at most ", kMaxRanks, " ranks");
   require(num_bytes >= sizeof(window), "the head of a window has ", sizeof(window), " bytes, not ",
           num_bytes);
   std::memcpy(&window, head, sizeof(window));
@@ -48,6 +52,11 @@ std::vector<char*> peers_in(const void* head, std::size_t num_bytes, int rank, i
             kAlignment);
   }
   const std::uint64_t stride = static_cast<std::uint64_t>(window.stride_4g) << 32;
+  const auto base = reinterpret_cast<std::uintptr_t>(window.flat_base);
+  if (base > INTPTR_MAX || stride > (INTPTR_MAX - base) / num_ranks) {
+    unknown("the window's ranks lie beyond any address: from ",
+            static_cast<void*>(window.flat_base), " on, ", stride, " bytes each");
+  }
   std::vector<char*> peers;
   for (int r = 0; r < num_ranks; ++r) peers.push_back(window.flat_base + r * stride);
   return peers;
@@ -60,6 +69,7 @@ Window::Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes
   require(communicator_->lsa_size() == communicator_->num_ranks(), "only ",
           communicator_->lsa_size(), " of ", communicator_->num_ranks(),
           " ranks are in one NVLink domain: a window needs all of them in one");
+  require(0 < num_bytes && num_bytes <= INT64_MAX, "a window of ", num_bytes, " bytes");
   void* memory = nullptr;
   nccl.check(nccl.mem_alloc(&memory, num_bytes_), "ncclMemAlloc");
   require(memory != nullptr, "ncclMemAlloc gave no memory");

@@ -1,11 +1,14 @@
 #include "nccl_ep/nccl_ep.h"
 
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
 namespace ncclep::nccl_ep {
 
 namespace {
+
+constexpr double kMaxTimeout = 1e9;  // seconds
 
 int datatype_of(DType dtype) {
   switch (dtype) {
@@ -55,6 +58,50 @@ TensorArgument* get(std::optional<Argument>& argument) {
   return argument ? argument->get() : nullptr;
 }
 
+void check(const GroupOptions& options, int num_ranks) {
+  const auto ranks = static_cast<unsigned>(num_ranks);
+  require(options.num_experts > 0 && options.num_experts % ranks == 0, options.num_experts,
+          " experts for NCCL EP: a positive multiple of the ", ranks, " ranks");
+  for (const unsigned number : {options.num_experts, options.max_tokens, options.max_recv_rows,
+                                options.row_bytes, options.top_k, options.num_sms}) {
+    require(number <= INT32_MAX, number, " is beyond what NCCL EP counts in: less than 2^31");
+  }
+  require(options.max_tokens > 0 && options.row_bytes > 0 && options.top_k > 0,
+          "NCCL EP needs max_tokens, row_bytes and top_k, not ", options.max_tokens, ", ",
+          options.row_bytes, " and ", options.top_k);
+  // As nanoseconds it must fit.
+  require(options.timeout_s > 0 && options.timeout_s <= kMaxTimeout, "a deadline of ",
+          options.timeout_s, " s: it must be positive, and at most ", kMaxTimeout);
+}
+
+bool is_rows(const Tensor& tensor) {
+  return tensor.shape.size() == 2 &&
+         (tensor.dtype == DType::kFloat32 || tensor.dtype == DType::kFloat16 ||
+          tensor.dtype == DType::kBFloat16);
+}
+
+// `home` [T, H] and `home_w` [T, K], `rows` [N, H] and `row_w` [N]; the weights both or not.
+void check_rows(const char* call, const GroupOptions& options, int top_k, const Tensor& home,
+                const std::optional<Tensor>& home_w, const Tensor& rows,
+                const std::optional<Tensor>& row_w) {
+  require(
+      is_rows(home) && is_rows(rows) && home.dtype == rows.dtype && home.shape[1] == rows.shape[1],
+      call, " needs rows [T, H] and [N, H] of one dtype: bf16, fp16 or fp32");
+  const std::uint64_t row_bytes =
+      static_cast<std::uint64_t>(rows.shape[1]) * itemsize_of(rows.dtype);
+  require(home.shape[0] <= options.max_tokens && 0 < row_bytes && row_bytes <= options.row_bytes,
+          call, ": ", home.shape[0], " tokens and rows of ", row_bytes, " bytes: the group is for ",
+          options.max_tokens, " and ", options.row_bytes);
+  require(home_w.has_value() == row_w.has_value(), call, ": weights must go in and come out");
+  if (!home_w) return;
+  require(home_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
+              home_w->shape.size() == 2 && home_w->shape[0] == home.shape[0] &&
+              home_w->shape[1] == top_k && row_w->shape.size() == 1 &&
+              row_w->shape[0] == rows.shape[0],
+          call, " needs fp32 weights [T, K] and [N] for ", home.shape[0], " tokens, top-k ", top_k,
+          " and ", rows.shape[0], " rows");
+}
+
 void* stream_of(std::uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
 }  // namespace
@@ -77,7 +124,8 @@ Library::Library(const std::string& path) : library_(path) {
 
 Group::Group(std::shared_ptr<Library> library, std::shared_ptr<Communicator> communicator,
              const GroupOptions& options)
-    : library_(std::move(library)), communicator_(std::move(communicator)) {
+    : library_(std::move(library)), communicator_(std::move(communicator)), options_(options) {
+  check(options, communicator_->num_ranks());
   GroupConfig config;
   config.num_experts = options.num_experts;
   config.max_dispatch_tokens_per_rank = options.max_tokens;
@@ -100,6 +148,10 @@ void* Group::get() const {
 }
 
 std::size_t Group::handle_bytes(std::size_t alignment, int top_k) const {
+  require(0 < alignment && alignment <= INT32_MAX, "alignment ", alignment,
+          ": positive, less than 2^31");
+  require(0 < top_k && static_cast<unsigned>(top_k) <= options_.top_k, "top-k ", top_k,
+          ": the group is for ", options_.top_k, " at most");
   HandleConfig config;
   config.alignment = alignment;
   std::size_t bytes = 0;
@@ -109,7 +161,12 @@ std::size_t Group::handle_bytes(std::size_t alignment, int top_k) const {
 }
 
 Handle::Handle(std::shared_ptr<Group> group, std::size_t alignment, int top_k, const Tensor& memory)
-    : group_(std::move(group)), memory_(memory.data) {
+    : group_(std::move(group)), memory_(memory.data), top_k_(top_k) {
+  const std::size_t needed = group_->handle_bytes(alignment, top_k);
+  require(memory.dtype == DType::kUint8 && memory.shape.size() == 1 &&
+              static_cast<std::size_t>(memory.num_elements()) >= needed,
+          "a handle's memory must be uint8 [", needed, "], not ", memory.num_elements(),
+          " elements");
   HandleConfig config;
   config.alignment = alignment;
   Argument memory_argument(memory, nullptr);
@@ -136,6 +193,17 @@ void* Handle::get() const {
 
 void Handle::update(const Tensor& topk_idx, const Tensor& expert_counts, const Tensor& num_rows,
                     std::uintptr_t stream) {
+  const GroupOptions& options = group_->options();
+  require((topk_idx.dtype == DType::kInt32 || topk_idx.dtype == DType::kInt64) &&
+              topk_idx.shape.size() == 2 && topk_idx.shape[0] <= options.max_tokens &&
+              topk_idx.shape[1] == top_k_,
+          "ncclEpUpdateHandle needs topk_idx int32 or int64 [at most ", options.max_tokens, ", ",
+          top_k_, "]");
+  const std::int64_t num_local = options.num_experts / group_->num_ranks();
+  require(expert_counts.dtype == DType::kInt64 && expert_counts.shape.size() == 1 &&
+              expert_counts.shape[0] == num_local && num_rows.dtype == DType::kInt64 &&
+              num_rows.num_elements() == 1,
+          "ncclEpUpdateHandle writes counts to int64 [", num_local, "] and [1]");
   Argument topk(topk_idx, memory_), counts(expert_counts, memory_), total(num_rows, memory_);
   LayoutInfo layout;
   layout.expert_counters = counts.get();
@@ -147,6 +215,7 @@ void Handle::update(const Tensor& topk_idx, const Tensor& expert_counts, const T
 
 void Handle::dispatch(const Tensor& x, const std::optional<Tensor>& w, const Tensor& rows,
                       const std::optional<Tensor>& row_w, std::uintptr_t stream) {
+  check_rows("ncclEpDispatch", group_->options(), top_k_, x, w, rows, row_w);
   Argument in(x, memory_), out(rows, memory_);
   std::optional<Argument> in_w, out_w;
   DispatchInputs inputs;
@@ -164,6 +233,7 @@ void Handle::dispatch(const Tensor& x, const std::optional<Tensor>& w, const Ten
 
 void Handle::combine(const Tensor& y, const std::optional<Tensor>& w, const Tensor& out,
                      const std::optional<Tensor>& home_w, std::uintptr_t stream) {
+  check_rows("ncclEpCombine", group_->options(), top_k_, out, home_w, y, w);
   Argument in(y, memory_), sum(out, memory_);
   std::optional<Argument> in_w, out_w;
   CombineInputs inputs;

@@ -70,10 +70,13 @@ class Group {
   const Nccl& nccl() const { return communicator_->nccl(); }
   void* get() const;
   bool is_closed() const { return group_ == nullptr; }
+  const GroupOptions& options() const { return options_; }
+  int num_ranks() const { return communicator_->num_ranks(); }
 
  private:
   std::shared_ptr<Library> library_;
   std::shared_ptr<Communicator> communicator_;
+  GroupOptions options_;
   void* group_ = nullptr;
 };
 
@@ -108,6 +111,7 @@ class Handle {
   std::shared_ptr<Group> group_;
   void* handle_ = nullptr;
   void* memory_;  // stands in for the address of an empty tensor, which has none
+  int top_k_;
 };
 
 }  // namespace ncclep::nccl_ep
