@@ -3,6 +3,7 @@
 // documentation, not through the binding's own declarations.
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
@@ -13,17 +14,30 @@ typedef struct {
 } Team;
 
 static char calls[16384];
-static int next_result = 0;
+// Of the call after `calls_before_it` more that can fail; the others succeed.
+static int next_result = 0, calls_before_it = 0;
+// Whether there is memory, and windows in it: what the communicator's ranks have on GPUs.
+static int has_windows = 0, num_ranks_now = 2, rank_now = 0;
 
 const char* fake_calls(void) { return calls; }
 void fake_reset(int result_of_next_call) {
   calls[0] = 0;
   next_result = result_of_next_call;
+  calls_before_it = 0;
 }
+void fake_fail_after(int num_calls, int result) {
+  fake_reset(result);
+  calls_before_it = num_calls;
+}
+void fake_make_windows(int yes) { has_windows = yes; }
 
 #define CALL(...) snprintf(calls + strlen(calls), sizeof(calls) - strlen(calls), __VA_ARGS__)
 
 static int result(void) {
+  if (calls_before_it > 0) {
+    --calls_before_it;
+    return 0;
+  }
   int now = next_result;
   next_result = 0;
   return now;
@@ -53,6 +67,8 @@ int ncclGetUniqueId(UniqueId* id) {
 }
 int ncclCommInitRank(void** comm, int num_ranks, UniqueId id, int rank) {
   CALL("CommInitRank ranks=%d rank=%d id=%d..%d\n", num_ranks, rank, id.bytes[0], id.bytes[127]);
+  num_ranks_now = num_ranks;
+  rank_now = rank;
   *comm = calls;
   return result();
 }
@@ -65,29 +81,49 @@ int ncclCommAbort(void* comm) {
   return 0;
 }
 Team ncclTeamLsa(void* comm) {
-  Team team = {comm == calls ? 2 : -1, 0, 1};
+  Team team = {comm != calls ? -1 : has_windows ? num_ranks_now : 2, 0, 1};
   return team;
 }
 int ncclMemAlloc(void** memory, size_t bytes) {
   CALL("MemAlloc %lu\n", (unsigned long)bytes);
-  *memory = calls + 3;
-  return result();
+  const int failed = result();
+  *memory = failed ? NULL : has_windows ? aligned_alloc(4096, bytes) : calls + 3;
+  return failed;
 }
 int ncclMemFree(void* memory) {
   CALL("MemFree %d\n", memory == calls + 3);
+  if (has_windows) free(memory);
   return result();
 }
+// What NCCL keeps in device memory for a window.
+typedef struct {
+  void* host_side;
+  char* flat_base;
+  int lsa_rank, world_rank;
+  uint32_t stride_4g, padding;
+} Window;
+
 // As NCCL does where it cannot make one: success, and no window.
 int ncclCommWindowRegister(void* comm, void* memory, size_t bytes, void** window, int flags) {
   CALL("WindowRegister %d %lu flags=%d\n", memory == calls + 3, (unsigned long)bytes, flags);
   *window = NULL;
+  const int failed = result();
+  if (failed || !has_windows) return failed;
+  const Window made = {calls, (char*)memory - ((uint64_t)rank_now << 32), rank_now, rank_now, 1, 0};
+  *window = malloc(sizeof(made));
+  memcpy(*window, &made, sizeof(made));
+  return 0;
+}
+int ncclCommWindowDeregister(void* comm, void* window) {
+  free(window);
   return result();
 }
-int ncclCommWindowDeregister(void* comm, void* window) { return 0; }
 const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "other"; }
 const char* ncclGetLastError(void* comm) { return "the last word"; }
 
 // --- NCCL EP -------------------------------------------------------------------------------------
+
+#define HANDLE_BYTES 4096  // that every handle needs
 
 int ncclEpGetVersion(int* version) {
   *version = FAKE_EP_VERSION;
@@ -111,8 +147,19 @@ int ncclEpGroupDestroy(void* group) {
 int ncclEpHandleMemSize(void* group, int layout, const void* config, size_t* bytes, int top_k) {
   CALL("HandleMemSize layout=%d alignment=%lu topk=%d\n", layout, (unsigned long)u64(config, 8),
        top_k);
-  *bytes = 4096;
+  *bytes = HANDLE_BYTES;
   return result();
+}
+
+// Reads all memory of a tensor, as the library may.
+static uint64_t touch(const void* argument) {
+  const int bytes_of_type[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+  const uint64_t* sizes = pointer(argument, 40);
+  const volatile char* data = pointer(argument, 16);
+  uint64_t bytes = bytes_of_type[u32(argument, 12)], sum = 0;
+  for (unsigned i = 0; i < u32(argument, 8); ++i) bytes *= sizes[i];
+  for (uint64_t i = 0; i < bytes; ++i) sum += data[i];
+  return sum;
 }
 
 static void tensor(const char* name, const void* argument) {
@@ -125,12 +172,14 @@ static void tensor(const char* name, const void* argument) {
        u32(argument, 12));
   for (unsigned i = 0; i < u32(argument, 8); ++i) CALL(i ? ",%lu" : "%lu", (unsigned long)sizes[i]);
   CALL("]%s", pointer(argument, 16) ? "" : "NULL");
+  touch(argument);
 }
 
 int ncclEpInitHandle(void** handle, void* group, int layout, const void* config, int top_k,
                      const void* memory) {
   CALL("InitHandle layout=%d alignment=%lu topk=%d", layout, (unsigned long)u64(config, 8), top_k);
   tensor("memory", memory);
+  memset(pointer(memory, 16), 0, HANDLE_BYTES);
   CALL("\n");
   *handle = calls + 2;
   return result();

@@ -1,0 +1,397 @@
+"""Call everything that `csrc/bindings.cpp` binds with what nobody should pass; run by a test.
+
+    python hostile.py EXTENSION FAKE_LIBRARY LAST_CALL
+
+The extension is one over the stand-ins of this folder, so that a GPU is not needed, kernels say
+which of their assumptions does not hold, and AddressSanitizer sees what they touch.  Every call
+either raises what a caller can handle or is as good as a right one; a crash ends the process, and
+the file LAST_CALL says in which call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator
+from math import inf
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hostile_values import Address, Numbers, wrong_tensors, wrong_values
+
+from megatron_ncclep.errors import EpError
+
+# So many ranks that others than those that add send, from scratch.
+RANKS, RANK, EXPERTS, TOKENS, TOP_K, HIDDEN, ROWS = 8, 1, 16, 5, 2, 8, 2
+STREAM = 0x100
+TOKEN = b"0123456789abcdef"
+UNIQUE_ID = bytes([7]) * 128
+NOTE_BYTES = 4096
+# What a caller can handle; AttributeError: of an object that looks like half a tensor.
+REFUSALS = (EpError, TypeError, ValueError, OverflowError, AttributeError)
+
+
+def wrong_plans(module: ModuleType, keep: list[Any]) -> Iterator[Any]:
+    """Plans that a group must refuse to use; a plan takes any tensors, and `keep` keeps them."""
+    counts, home = Numbers("int64", 2 * EXPERTS // RANKS + 1), Numbers("int32", 4, TOKENS)
+    pairs = [(wrong, home) for wrong in wrong_tensors(counts)]
+    pairs += [(counts, wrong) for wrong in wrong_tensors(home)]
+    numbers = [(n, TOP_K) for n in (-1, 0, 2, 513, 2**31 - 1, -(2**31))]
+    numbers += [(1, n) for n in (-1, 0, 3, 33, 2**31 - 1, -(2**31))]
+    for first, second, num_chunks, top_k in (
+        *((*pair, 1, TOP_K) for pair in pairs),
+        *((counts, home, *pair) for pair in numbers),
+    ):
+        try:
+            plan = module.NativePlan(first, second, num_chunks, top_k)
+        except REFUSALS:
+            continue
+        keep.append((first, second))
+        yield plan
+
+
+def is_nonsense(name: str, argument: str, value: Any) -> bool:
+    """Whether this must be refused: a negative number, or none at all, where one says how much."""
+    says_nothing = ("not_routed", "too_many_experts", "forget", "is_static")
+    # A plan is looked at when it is used; `fits` says no.
+    if argument in says_nothing or name in ("NativePlan", "group.fits"):
+        return False
+    return isinstance(value, int | float) and not 0 <= value < inf
+
+
+class Program:
+    """The extension, what to call in it, and what came of it."""
+
+    def __init__(self, module: ModuleType, library: str, last_call: Path) -> None:
+        self.module, self.library = module, library
+        last_call.write_bytes(bytes(NOTE_BYTES))
+        with last_call.open("r+b") as file:
+            self._note = mmap.mmap(file.fileno(), NOTE_BYTES)  # there even after a crash
+        self.fake = ctypes.CDLL(library)
+        self.fake.fake_make_windows(1)
+        self.uninitialised = [
+            cls.__new__(cls) for cls in vars(module).values() if isinstance(cls, type)
+        ]
+        self.num_calls = self.num_refused = 0
+        self.complaints: list[str] = []
+
+    def attempt(self, name: str, call: Callable[..., Any], arguments: dict[str, Any]) -> bool:
+        """Whether the call was refused; what it must not raise is a complaint."""
+        text = f"{name}({arguments})"
+        note = text.encode("utf-8", "replace")[:NOTE_BYTES]
+        self._note[:] = note.ljust(NOTE_BYTES, b"\0")
+        self.fake.fake_reset(0)
+        self.num_calls += 1
+        try:
+            call(**arguments)
+        except REFUSALS:
+            self.num_refused += 1
+            return True
+        except Exception as error:
+            if "non-held to held instance" in str(error):  # pybind11's of what has no __init__
+                self.num_refused += 1
+                return True
+            self.complaints.append(f"{text} raised {type(error).__name__}: {error}")
+            return True
+        return False
+
+    def try_all(self, name: str, make: Callable[[], tuple[Callable[..., Any], dict[str, Any]]]):
+        """Call what `make` makes with right arguments but one."""
+        call, right = make()
+        if self.attempt(name, call, plain(right)):
+            self.complaints.append(f"{name} refuses the right arguments")
+            plain_call = plain(right)
+            call(**plain_call)
+        call, right = make()
+        kept: list[Any] = []
+        for argument, value in right.items():
+            wrong_ones = wrong_values(value, self.uninitialised)
+            if isinstance(value, self.module.NativePlan):
+                wrong_ones = [*wrong_ones, *wrong_plans(self.module, kept)]
+            for wrong in wrong_ones:
+                if not self.attempt(name, call, {**plain(right), argument: wrong}):
+                    if is_nonsense(name, argument, wrong):
+                        self.complaints.append(f"{name} takes {wrong} for {argument}")
+                    call, right = make()  # it was right too, and may have changed something
+                    value = right[argument]
+            # What was refused has changed nothing.
+            if self.attempt(name, call, plain(right)):
+                self.complaints.append(f"{name} does not work any more after wrong {argument}")
+            call, right = make()
+        self.attempt(name, call, {})
+        self.attempt(name, call, {**plain(right), "another": 1})
+
+
+def plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as they are passed."""
+
+    def value_of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [value_of(one) for one in value]
+        return value.value if isinstance(value, Address) else value
+
+    return {name: value_of(value) for name, value in arguments.items()}
+
+
+# --- the calls -----------------------------------------------------------------------------------
+
+
+class Objects:
+    """One of each class, alive, and tensors for their calls."""
+
+    def __init__(self, program: Program) -> None:
+        C = self.C = program.module
+        self.library = program.library
+        self.nccl = C.Nccl(self.library)
+        self.communicator = C.Communicator(self.nccl, UNIQUE_ID, RANKS, RANK)
+        self.window = C.Window(self.communicator, 4096)
+        self.ep = C.NcclEp(self.library)
+        self.ep_group = C.NcclEpGroup(self.ep, self.communicator, **self.ep_options())
+        self.memory = Numbers("uint8", self.ep_group.handle_bytes(16, TOP_K))
+        self.handle = C.NcclEpHandle(self.ep_group, 16, TOP_K, self.memory)
+        self.group = C.NativeGroup(self.communicator, EXPERTS, 1.0)
+        self.group.allocate(TOKENS, TOP_K, 64)
+        self.group.open()
+        self.group.clear()
+        self.counts = Numbers("int64", 2 * EXPERTS // RANKS + 1)
+        self.home = Numbers("int32", 4, TOKENS)
+        self.plan = C.NativePlan(self.counts, self.home, 1, TOP_K)
+        self.topk, self.kept = Numbers("int64", TOKENS, TOP_K), Numbers("int32", TOKENS, TOP_K)
+        self.x, self.rows = Numbers("bfloat16", TOKENS, HIDDEN), Numbers("bfloat16", ROWS, HIDDEN)
+        self.w, self.row_w = Numbers("float32", TOKENS, TOP_K), Numbers("float32", ROWS)
+        self.rows_of_expert = Numbers("int64", EXPERTS // RANKS)
+        self.routes = Numbers("int32", self.group.routes_size(3, 6, 1))
+        self.ticket = 0
+
+    def close(self) -> None:
+        """Close all that can be closed, twice."""
+        for _ in range(2):
+            for each in (self.handle, self.ep_group, self.group, self.window, self.communicator):
+                each.close()
+
+    def ep_options(self) -> dict[str, Any]:
+        return {
+            "num_experts": EXPERTS, "max_tokens": 16, "max_recv_rows": 0, "row_bytes": 64,
+            "top_k": TOP_K, "num_sms": 0, "timeout_s": 1.0,
+        }  # fmt: skip
+
+    def planned(self) -> Objects:
+        """With a plan that can be dispatched."""
+        self.ticket = self.group.plan_count(self.plan, self.topk, 1, False, 8, STREAM)
+        self.group.plan_receive(self.plan, 3, 6, self.routes, 8, STREAM)
+        self.group.wait_for_sizes(self.plan, self.ticket, self.rows_of_expert, STREAM)
+        return self
+
+
+def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Functions and constructors without state, and right arguments."""
+    C, o = program.module, Objects(program)
+    yield "Nccl", C.Nccl, {"path": o.library}
+    yield "NcclEp", C.NcclEp, {"path": o.library}
+    yield "Communicator", C.Communicator, {
+        "nccl": o.nccl, "unique_id": UNIQUE_ID, "num_ranks": RANKS, "rank": RANK,
+    }  # fmt: skip
+    yield "Window", C.Window, {"communicator": o.communicator, "num_bytes": 4096}
+    yield "window_peers", C.window_peers, {
+        "head": (0xDEAD).to_bytes(8, "little") + (0x7F00_0000_1000).to_bytes(8, "little")
+        + b"\1\0\0\0\1\0\0\0\1\0\0\0\0\0\0\0",
+        "rank": 1, "num_ranks": 3,
+    }  # fmt: skip
+    yield "NcclEpGroup", C.NcclEpGroup, {
+        "library": o.ep, "communicator": o.communicator, **o.ep_options(),
+    }  # fmt: skip
+    yield "NcclEpHandle", C.NcclEpHandle, {
+        "group": o.ep_group, "alignment": 16, "top_k": TOP_K, "memory": o.memory,
+    }  # fmt: skip
+    yield "NativePlan", C.NativePlan, {
+        "counts": o.counts, "home": o.home, "num_chunks": 1, "top_k": TOP_K,
+    }  # fmt: skip
+    yield "NativeGroup", C.NativeGroup, {
+        "communicator": o.communicator, "num_experts": EXPERTS, "timeout_s": 1.0,
+    }  # fmt: skip
+    yield "load_words", C.NativeGroup.load_words, {"addresses": [Address(o.window.address, 8)]}
+    yield "store_words", C.NativeGroup.store_words, {
+        "addresses": [Address(o.window.address, 8)], "words": [7],
+    }  # fmt: skip
+    yield "split_dispatch", C.split_dispatch, {"num_ctas": 8}
+    yield "num_phases_of", C.num_phases_of, {"most_tokens": 128, "row_bytes": 64}
+    yield "split_combine", C.split_combine, {
+        "num_ctas": 8, "num_ranks": RANKS, "top_k": TOP_K, "row_bytes": 64,
+    }  # fmt: skip
+    yield "native_min_sms", C.native_min_sms, {"num_ranks": RANKS}
+    yield "native_limits", C.native_limits, {}
+    yield "build_info", C.build_info, {}
+    yield "routes_and_weights", C.routes_and_weights, {
+        "routing_map": Numbers("bool", TOKENS, EXPERTS),
+        "probs": Numbers("float32", TOKENS, EXPERTS), "not_routed": -1, "too_many_experts": -2,
+        "topk_idx": o.topk, "weights": o.w, "stream": STREAM,
+    }  # fmt: skip
+    yield "probs_gradient", C.probs_gradient, {
+        "topk_idx": o.topk, "grad_weights": o.w, "grad_probs": Numbers("float32", TOKENS, EXPERTS),
+        "stream": STREAM,
+    }  # fmt: skip
+    place = Numbers("int32", ROWS)
+    yield "copy_rows", C.copy_rows, {
+        "direction": "push", "local": Address(o.window.address, 16),
+        "peers": [Address(o.window.address, 16)], "peer_of_row": place, "peer_row": place,
+        "num_rows": ROWS, "row_bytes": 64, "num_sms": 8, "stream": STREAM,
+    }  # fmt: skip
+    yield "copy_memory", C.copy_memory, {
+        "to": Address(o.window.address, 1), "from_": Address(o.window.address + 64, 1),
+        "num_bytes": Address(64, 1),  # the same holds for a length
+    }  # fmt: skip
+
+    file = os.memfd_create("hostile")
+
+    def exchange(**given: Any) -> None:
+        os.ftruncate(file, 0)  # as it is at first
+        C.HostExchange(**given)
+
+    yield "HostExchange", exchange, {"file": file, "token": TOKEN, "num_ranks": 1, "rank": 0}
+
+
+def method_calls(
+    program: Program,
+) -> Iterator[tuple[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]]]:
+    """Methods, on objects that are made for them."""
+
+    def of(
+        names: str, attribute: str, arguments: Callable[[Objects], dict[str, Any]], is_planned=False
+    ) -> tuple[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]]:
+        def make() -> tuple[Callable[..., Any], dict[str, Any]]:
+            o = Objects(program)
+            if is_planned:
+                o.planned()
+            bound = getattr(getattr(o, names), attribute)
+            # The objects live as long as the call does.
+            return (lambda keep=o, **given: bound(**given)), arguments(o)
+
+        return f"{names}.{attribute}", make
+
+    for names, attribute in (
+        ("communicator", "close"), ("communicator", "abort"), ("window", "close"),
+        ("ep_group", "close"), ("handle", "close"), ("group", "close"), ("group", "drop"),
+        ("group", "clear"), ("group", "failure"), ("group", "wait_until_idle"),
+        ("nccl", "unique_id"),
+    ):  # fmt: skip
+        yield of(names, attribute, lambda o: {})
+    yield of("ep_group", "handle_bytes", lambda o: {"alignment": 16, "top_k": TOP_K})
+    yield of("handle", "update", lambda o: {
+        "topk_idx": o.topk, "expert_counts": o.rows_of_expert, "num_rows": Numbers("int64", 1),
+        "stream": STREAM,
+    })  # fmt: skip
+    yield of("handle", "dispatch", lambda o: {
+        "x": o.x, "w": o.w, "rows": o.rows, "row_w": o.row_w, "stream": STREAM,
+    })  # fmt: skip
+    yield of("handle", "combine", lambda o: {
+        "y": o.rows, "w": o.row_w, "out": o.x, "home_w": o.w, "stream": STREAM,
+    })  # fmt: skip
+    sizes = {"max_tokens": TOKENS, "top_k": TOP_K, "row_bytes": 64}
+    yield of("group", "fits", lambda o: sizes)
+    yield of("group", "allocate", lambda o: sizes)
+    yield of("group", "routes_size", lambda o: {"max_pairs": 3, "max_picks": 6, "num_chunks": 1})
+    yield of("group", "bad_ranks", lambda o: {"forget": True})
+    yield of("group", "plan_drop", lambda o: {
+        "plan": o.plan, "topk_idx": o.topk, "alignment": 16, "max_recv_rows": 32, "kept": o.kept,
+        "num_sms": 8, "stream": STREAM,
+    })  # fmt: skip
+    yield of("group", "plan_count", lambda o: {
+        "plan": o.plan, "topk_idx": o.topk, "alignment": 16, "is_static": False, "num_sms": 8,
+        "stream": STREAM,
+    })  # fmt: skip
+    yield of("group", "plan_receive", lambda o: {
+        "plan": o.plan, "max_pairs": 3, "max_picks": 6, "routes": o.routes, "num_sms": 8,
+        "stream": STREAM,
+    })  # fmt: skip
+    yield of("group", "wait_for_sizes", lambda o: {
+        "plan": o.plan, "ticket": o.ticket, "rows_of_expert": o.rows_of_expert, "stream": STREAM,
+    }, True)  # fmt: skip
+    yield of("group", "dispatch", lambda o: {
+        "plan": o.plan, "x": o.x, "w": o.w, "rows": o.rows, "row_w": o.row_w, "num_sms": 8,
+        "stream": STREAM,
+    }, True)  # fmt: skip
+    yield of("group", "sums_size", lambda o: {"plan": o.plan, "num_sms": 8, "row_bytes": 16}, True)
+    yield of("group", "combine", lambda o: {
+        "plan": o.plan, "y": o.rows, "w": o.row_w, "sums": Numbers("bfloat16", 1, HIDDEN),
+        "out": o.x, "home_w": o.w, "num_sms": 8, "stream": STREAM,
+    }, True)  # fmt: skip
+
+    def set_timeout() -> tuple[Callable[..., Any], dict[str, Any]]:
+        o = Objects(program)
+        return (lambda value: setattr(o.group, "timeout_s", value)), {"value": 1.0}
+
+    yield "group.timeout_s", set_timeout
+
+    def exchange() -> tuple[Callable[..., Any], dict[str, Any]]:
+        file = os.memfd_create("hostile")
+        end = program.module.HostExchange(file, TOKEN, 1, 0)
+        os.close(file)
+        end.lost()
+        return (lambda **given: end.exchange(**given)), {
+            "mine": b"mine", "what": "a call", "timeout_s": 1.0,
+        }  # fmt: skip
+
+    yield "exchange.exchange", exchange
+
+
+def use_when_closed(program: Program, name: str, make: Callable[[], Any]) -> None:
+    """Every method of objects that are closed raises or does nothing."""
+    call, right = make()
+    (keep,) = call.__defaults__ or (None,)
+    if isinstance(keep, Objects):
+        keep.close()
+        program.attempt(f"closed {name}", call, plain(right))
+
+
+def bound_names(module: ModuleType) -> set[str]:
+    """All that can be called in the extension: functions, constructors, methods."""
+    names = set()
+    for name, value in vars(module).items():
+        if isinstance(value, type):
+            names |= {f"{name}.{n}" for n, v in vars(value).items() if callable(v) and n[0] != "_"}
+            if not name.startswith(("NativePlanSizes", "NativeFailure")):
+                names.add(name)
+        elif callable(value):
+            names.add(name)
+    return names
+
+
+CLASSES = {"communicator": "Communicator", "window": "Window", "ep_group": "NcclEpGroup",
+           "handle": "NcclEpHandle", "group": "NativeGroup", "nccl": "Nccl",
+           "exchange": "HostExchange"}  # fmt: skip
+
+
+def main(extension: str, library: str, last_call: str) -> None:
+    """Try everything; exit status 1 and the complaints when there are any."""
+    spec = importlib.util.spec_from_file_location("megatron_ncclep._C", extension)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    program = Program(module, library, Path(last_call))
+    tried = {
+        "HostExchange.close", "HostExchange.lost", "NativeGroup.open", "NativeGroup.load_words",
+        "NativeGroup.store_words",
+    }  # fmt: skip
+    for name, call, right in static_calls(program):
+        program.try_all(name, lambda call=call, right=right: (call, right))
+        tried.add(name)
+    for name, make in method_calls(program):
+        program.try_all(name, make)
+        use_when_closed(program, name, make)
+        owner, _, method = name.partition(".")
+        tried.add(f"{CLASSES[owner]}.{method}")
+    if missing := sorted(bound_names(module) - tried):
+        program.complaints.append(f"nobody tries {', '.join(missing)}")
+    print(f"{program.num_calls} calls, {program.num_refused} refused")
+    for complaint in program.complaints[:20]:
+        print(complaint, file=sys.stderr)
+    sys.exit(1 if program.complaints else 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,224 @@
+// In place of the kernels: they touch what the real ones may, and require what those assume.
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "bench/copy_rows.h"
+#include "common/error.h"
+#include "native/check_windows.h"
+#include "native/combine.h"
+#include "native/dispatch.h"
+#include "native/overflow.h"
+#include "native/plan.h"
+#include "native/split.h"
+#include "routes/routes_and_weights.h"
+#include "standin.h"
+
+namespace standin {
+
+Sizes sizes = {/*num_rows*/ 2,  /*num_pairs*/ 1, /*num_picks*/ 2,
+               /*bad_ranks*/ 0, /*delay_ms*/ 0,
+               /*fails*/ false};
+
+}  // namespace standin
+
+namespace ncclep::native {
+
+namespace {
+
+using standin::touch;
+
+template <typename T>
+void touch_all(T* memory, std::int64_t count) {
+  standin::require(count >= 0, "a negative number of elements");
+  touch(const_cast<std::remove_const_t<T>*>(memory), count * sizeof(T));
+}
+
+// Of this rank only: the others' windows are on other machines' GPUs, so to speak.
+void check_rank(const Rank& me, int num_sms) {
+  const Control& control = me.control;
+  standin::require(0 < control.num_ranks && control.num_ranks <= kMaxRanks, "ranks");
+  standin::require(0 <= me.rank && me.rank < control.num_ranks, "rank");
+  standin::require(0 < control.num_experts && control.num_experts <= kMaxExperts, "experts");
+  standin::require(control.num_experts % control.num_ranks == 0, "experts of a rank");
+  standin::require(control.max_tokens <= kMaxTokens && control.max_tokens % kChunk == 0, "tokens");
+  standin::require(0 < control.max_top_k && control.max_top_k <= kMaxTopK, "top-k");
+  standin::require(me.deadline_ns > 0 && me.deadline_ns < UINT64_MAX / 2, "deadline");
+  standin::require(min_ctas(control.num_ranks) <= num_sms && num_sms <= 132, "SMs");
+  touch(me.control_of[me.rank], control.num_bytes());
+  touch(me.rows_of[me.rank], me.dispatch_bytes * (2 + control.num_ranks));
+  touch(me.state, sizeof(*me.state));
+}
+
+void check_scratch(const Rank& me, const PlanScratch& scratch) {
+  touch_all(scratch.parts, PlanScratch::size(me.control, 132));
+}
+
+void check_alignment(int alignment) {
+  standin::require(0 < alignment && alignment <= 128, "alignment");
+}
+
+void check_tokens(const Rank& me, int num_tokens, int most_tokens, int top_k) {
+  standin::require(0 <= num_tokens && num_tokens <= most_tokens, "tokens of this rank");
+  standin::require(most_tokens <= me.control.max_tokens, "tokens in the windows");
+  standin::require(0 < top_k && top_k <= me.control.max_top_k, "top-k in the windows");
+}
+
+void touch_topk(const void* topk_idx, bool is_int64, int num_tokens, int top_k) {
+  touch(const_cast<void*>(topk_idx),
+        static_cast<std::size_t>(num_tokens) * top_k * (is_int64 ? 8 : 4));
+}
+
+void touch_home(const HomeRoutes& home, int num_tokens) {
+  touch_all(home.token_ranks, 4 * static_cast<std::int64_t>(num_tokens));
+}
+
+void touch_routes(const Rank& me, const ReceivedRoutes& routes) {
+  standin::require(routes.num_chunks <= me.control.max_chunks(), "chunks in the windows");
+  touch_all(routes.first_pair, ReceivedRoutes::size(me.control.num_ranks, routes.num_chunks,
+                                                    routes.max_pairs, routes.max_picks));
+}
+
+void touch_rows(const void* rows, std::int64_t num_rows, int row_bytes) {
+  standin::require(row_bytes > 0 && row_bytes % 16 == 0, "bytes of a row");
+  standin::require(reinterpret_cast<std::uintptr_t>(rows) % 16 == 0, "start of rows");
+  touch(const_cast<void*>(rows), static_cast<std::size_t>(num_rows) * row_bytes);
+}
+
+}  // namespace
+
+void drop_what_does_not_fit(const Rank& me, const Drop& job, const PlanScratch& scratch,
+                            int num_sms, std::uintptr_t) {
+  check_rank(me, num_sms);
+  check_scratch(me, scratch);
+  check_alignment(job.alignment);
+  check_tokens(me, job.num_tokens, me.control.max_tokens, job.top_k);
+  standin::require(job.max_recv_rows > 0, "rows in static mode");
+  touch_topk(job.topk_idx, job.is_int64, job.num_tokens, job.top_k);
+  touch_all(job.kept, static_cast<std::int64_t>(job.num_tokens) * job.top_k);
+  touch_all(job.num_wanted, 1);
+}
+
+void plan_count(const Rank& me, const PlanCount& job, const PlanScratch& scratch, int num_sms,
+                std::uintptr_t) {
+  check_rank(me, num_sms);
+  check_scratch(me, scratch);
+  check_alignment(job.alignment);
+  check_tokens(me, job.num_tokens, job.most_chunks * kChunk, job.top_k);
+  touch_topk(job.topk_idx, job.is_int64, job.num_tokens, job.top_k);
+  touch_all(job.tokens_per_expert, 2 * me.control.num_local() + 1);
+  touch_home(job.home, job.num_tokens);
+  if (job.ticket == 0) return;
+  standin::run_on_device([mailbox = me.mailbox, ticket = job.ticket,
+                          num_local = me.control.num_local(), told = standin::sizes] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(told.delay_ms));
+    if (told.fails) {
+      mailbox->failed_peer = 1;
+      mailbox->failed_epoch = 7;
+      mailbox->failed_phase = static_cast<std::uint32_t>(Phase::kPlan);
+      return;
+    }
+    const std::uint64_t upper = static_cast<std::uint64_t>(ticket) << 32;
+    for (int local = 0; local < num_local; ++local) {
+      mailbox->rows_of_expert[local] = upper | told.num_rows / num_local;
+    }
+    mailbox->sizes[0] = upper | told.num_rows;
+    mailbox->sizes[1] = upper | told.num_pairs;
+    mailbox->sizes[2] = upper | told.num_picks;
+    mailbox->sizes[3] = upper | told.bad_ranks;
+  });
+}
+
+void plan_receive(const Rank& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
+                  int num_sms, std::uintptr_t) {
+  check_rank(me, num_sms);
+  check_scratch(me, scratch);
+  touch_routes(me, routes);
+}
+
+void dispatch(const Rank& me, const Dispatch& job, int num_sms, std::uintptr_t) {
+  check_rank(me, num_sms);
+  check_tokens(me, job.num_tokens, job.most_tokens, job.top_k);
+  standin::require(0 < job.num_phases && job.num_phases <= kPhases, "phases");
+  const std::size_t staged = static_cast<std::size_t>(job.num_tokens) * job.row_bytes;
+  standin::require(staged <= me.dispatch_bytes, "rows in the windows");
+  touch_rows(job.x, job.num_tokens, job.row_bytes);
+  touch_rows(job.rows, job.num_rows, job.row_bytes);
+  touch_all(job.tokens_per_expert, me.control.num_local());
+  touch_all(job.routed_per_expert, me.control.num_local());
+  touch_all(job.token_ranks, job.num_tokens);
+  touch_routes(me, job.routes);
+  if (!job.has_weights) return;
+  touch_all(job.w, static_cast<std::int64_t>(job.num_tokens) * job.top_k);
+  touch_all(job.row_w, job.num_rows);
+}
+
+void combine(const Rank& me, const Combine& job, int num_sms, std::uintptr_t) {
+  check_rank(me, num_sms);
+  check_tokens(me, job.num_tokens, me.control.max_tokens, job.top_k);
+  standin::require(itemsize_of(job.dtype) == 4 || itemsize_of(job.dtype) == 2, "dtype");
+  touch_rows(job.y, standin::sizes.num_rows, job.row_bytes);
+  touch_rows(job.out, job.num_tokens, job.row_bytes);
+  touch_home(job.home, job.num_tokens);
+  touch_routes(me, job.routes);
+  const bool sends =
+      split_combine(num_sms, me.control.num_ranks, job.top_k, job.row_bytes).sending > 0;
+  touch_rows(job.sums, sends ? standin::sizes.num_pairs : 0, job.row_bytes);
+  if (!job.has_weights) return;
+  touch_all(job.w, standin::sizes.num_rows);
+  touch_all(job.home_w, static_cast<std::int64_t>(job.num_tokens) * job.top_k);
+}
+
+std::vector<std::uint64_t> load_words(const std::vector<std::uintptr_t>& addresses) {
+  std::vector<std::uint64_t> words;
+  for (const std::uintptr_t address : addresses) {
+    words.push_back(*reinterpret_cast<const std::uint64_t*>(address));
+  }
+  return words;
+}
+
+void store_words(const std::vector<std::uintptr_t>& addresses,
+                 const std::vector<std::uint64_t>& words) {
+  require(addresses.size() == words.size(), "as many words as addresses");  // as the real one
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    *reinterpret_cast<std::uint64_t*>(addresses.at(i)) = words.at(i);
+  }
+}
+
+}  // namespace ncclep::native
+
+namespace ncclep::routes {
+
+void routes_and_weights(const RoutesAndWeights& job, std::uintptr_t) {
+  standin::require(job.num_experts >= 0 && job.top_k >= 0, "experts and picks");
+  standin::require(job.itemsize == 2 || job.itemsize == 4 || job.itemsize == 8, "itemsize");
+  const std::size_t maps = job.num_tokens * job.num_experts, picks = job.num_tokens * job.top_k;
+  standin::touch(const_cast<std::uint8_t*>(job.routing_map), maps);
+  standin::touch(const_cast<void*>(job.probs), maps * job.itemsize);
+  standin::touch(job.topk_idx, picks * 8);
+  standin::touch(job.weights, picks * job.itemsize);
+}
+
+void probs_gradient(const ProbsGradient& job, std::uintptr_t) {
+  standin::require(job.num_experts >= 0 && job.top_k >= 0, "experts and picks");
+  standin::require(job.itemsize == 2 || job.itemsize == 4 || job.itemsize == 8, "itemsize");
+  const std::size_t picks = job.num_tokens * job.top_k;
+  standin::touch(const_cast<std::int64_t*>(job.topk_idx), picks * 8);
+  standin::touch(const_cast<void*>(job.grad_weights), picks * job.itemsize);
+  standin::touch(job.grad_probs, job.num_tokens * job.num_experts * job.itemsize);
+}
+
+}  // namespace ncclep::routes
+
+namespace ncclep::bench {
+
+// What it refuses is refused by the function that launches the real one.
+void copy_rows(const CopyRows& job, int num_sms, std::uintptr_t) {
+  require(job.row_bytes > 0 && job.row_bytes % 16 == 0 && job.row_bytes <= 51200, "row_bytes");
+  require(job.peers.size() <= kMaxPeers, "peers");
+  require(num_sms > 0, "num_sms");
+  standin::touch(const_cast<int*>(job.peer_of_row), job.num_rows * sizeof(int));
+  standin::touch(const_cast<int*>(job.peer_row), job.num_rows * sizeof(int));
+}
+
+}  // namespace ncclep::bench
