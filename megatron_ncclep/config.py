@@ -53,6 +53,8 @@ class EpConfig:
     )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.engine, str):
+            raise InputError(f"engine {self.engine!r}: must be the name of an engine, or 'auto'")
         if not isinstance(self.alignment, int) or self.alignment not in ALIGNMENTS:
             raise InputError(f"alignment {self.alignment!r}: must be one of {ALIGNMENTS}")
         for name in ("max_recv_rows", "num_sms"):

@@ -13,7 +13,9 @@ dashes: `num-layers: 4`, a boolean for a flag, a list for an argument that takes
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -58,7 +60,8 @@ def path_of(kind: str, name_or_path: str) -> Path:
     shipped = names(kind)
     is_path = name_or_path.endswith(".yaml")
     path = Path(name_or_path) if is_path else folder() / kind / f"{name_or_path}.yaml"
-    if (is_path and not path.is_file()) or (not is_path and name_or_path not in shipped):
+    # os.path takes for missing what pathlib raises an OSError for, such as a name too long.
+    if not (os.path.isfile(path) if is_path else name_or_path in shipped):
         raise InputError(
             f"no {kind} configuration {name_or_path!r}: give a path that ends in .yaml, or one of "
             f"the names {', '.join(shipped)}"
@@ -82,14 +85,34 @@ def load(kind: str, name_or_path: str) -> dict[str, object]:
     """
     path = path_of(kind, name_or_path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {error}") from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    content = parse_yaml(str(path), text)
     if not isinstance(content, dict):
         raise InputError(f"{path}: must be a mapping of names to values, is {content!r:.60}")
     if kind in FLAT_KINDS:
         check_arguments(str(path), content)
     return content
+
+
+def parse_yaml(where: str, text: str) -> Any:
+    """Read one YAML document.
+
+    Args:
+        where: what the text is called in errors.
+        text: the document.
+
+    Raises:
+        InputError: it is not YAML.
+    """
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:
+        # Not only YAMLError: PyYAML lets through what its conversions raise, such as a KeyError for
+        # `!!bool x`, a ValueError for 2001-99-99, a RecursionError for a thousand brackets.
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"{where}: not valid YAML: {reason}") from error
 
 
 def check_arguments(where: str, mapping: dict[str, object]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -49,8 +50,8 @@ def main(args: argparse.Namespace) -> int:
         Exception: whatever the script raises.
     """
     script = Path(args.script)
-    if not script.is_file():
-        what = "a folder" if script.is_dir() else "not there"
+    if not os.path.isfile(script):  # pathlib's raises for a name that is too long
+        what = "a folder" if os.path.isdir(script) else "not there"
         raise InputError(f"script {args.script!r} is {what}: give the path of a Python file")
     _pose_as_python(script, args.arguments)
     autoload.hook_imports()

@@ -40,10 +40,10 @@ def routes_and_weights(
         rank; and weights [num_tokens, top_k] of the dtype of `probs`: zero where no expert is.
 
     Raises:
-        InputError: `routing_map` is not a two-dimensional bool tensor, or `probs` has another shape
-            or is elsewhere.
+        InputError: `routing_map` is not a two-dimensional bool tensor with experts, or `probs` has
+            another shape or is elsewhere.
     """
-    if routing_map.dim() != 2 or routing_map.dtype != torch.bool:
+    if routing_map.dim() != 2 or routing_map.dtype != torch.bool or routing_map.shape[1] == 0:
         raise InputError(
             f"routing_map is {routing_map.dtype} {list(routing_map.shape)}: it must be bool "
             "[num_tokens, num_experts]"

@@ -78,6 +78,7 @@ def main(args: argparse.Namespace) -> int:
     # torchrun sets both for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    _make_folder(job.out)
     if under_torchrun:
         with _joined(job) as context:
             measured = _measure_as_rank(job, context)
@@ -125,6 +126,16 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
         samples=args.samples,
         out=args.out,
     )
+
+
+def _make_folder(out: str) -> None:
+    """Make the folder for the results now: what was measured must not be lost for want of it."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--out {out}: {error.strerror}: give a folder that can be written to"
+        ) from error
 
 
 def _measure_in_pool(job: Job) -> list[ShapeResult]:
@@ -231,7 +242,6 @@ def _finish(job: Job, measured: list[ShapeResult]) -> int:
         "failures": [failure for shape in measured for failure in shape.failures],
     }
     out = Path(job.out)
-    out.mkdir(parents=True, exist_ok=True)
     results.save(result, out / "bench.json")
     text = table.render(result)
     (out / "bench.txt").write_text(text, encoding="utf-8")

@@ -46,7 +46,12 @@ def main(args: argparse.Namespace) -> int:
     if args.subjects is not None:
         result = _only(result, args.subjects.split(","))
     out = Path(args.out) if args.out else path.with_suffix(".png")
-    draw(result, out)
+    try:
+        draw(result, out)
+    except OSError as error:
+        raise InputError(
+            f"{out}: {error.strerror}: --out must name a file that can be written"
+        ) from error
     print(out)
     return 0
 

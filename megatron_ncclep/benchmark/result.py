@@ -154,4 +154,20 @@ def load(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a result of `ncclep bench` in format {FORMAT}")
+    _require_fields(path, "shapes", content.get("shapes"), ShapeResult)
+    for shape in content["shapes"]:
+        _require_fields(path, "subjects", shape["subjects"], SubjectResult)
     return content
+
+
+def _require_fields(path: Path, name: str, listed: Any, kind: type) -> None:
+    """Refuse what is no list of `kind`s as mappings."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    whole = isinstance(listed, list) and all(
+        isinstance(item, dict) and fields <= set(item) for item in listed
+    )
+    if not whole:
+        raise InputError(
+            f"{path}: {name} is not what `ncclep bench` writes, a list of {sorted(fields)}: give "
+            "the bench.json of a run, unchanged"
+        )

@@ -11,6 +11,7 @@ in Megatron-Core unless told otherwise; they change speed, not results.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_ncclep.errors import InputError
 # GPT: GPTModel.  OPTIMIZER: OptimizerConfig.  RUN: settings.py and the loop.
 TRANSFORMER, LATENT, GPT, OPTIMIZER, RUN = "transformer", "latent", "gpt", "optimizer", "run"
 
+MOST = 2**31 - 1  # of an int
 REQUIRED = object()  # the default of an argument that every file must give
 
 
@@ -34,6 +36,7 @@ class Argument:
         field: its name there, if that is not the key with underscores.
         default: what a file without the key means; None: the owner's own default.
         choices: the values that can be built here (None: left to the owner to check).
+        least: of an int; the most is `MOST`.
     """
 
     owner: str
@@ -41,6 +44,7 @@ class Argument:
     field: str | None = None
     default: Any = None
     choices: tuple[Any, ...] | None = None
+    least: int = 1
 
 
 ARGUMENTS: dict[str, Argument] = {
@@ -107,7 +111,7 @@ ARGUMENTS: dict[str, Argument] = {
     "global-batch-size": Argument(RUN, int, default=REQUIRED),
     "train-iters": Argument(RUN, int, default=REQUIRED),
     "eval-iters": Argument(RUN, int, default=8),
-    "seed": Argument(RUN, int, default=1234),
+    "seed": Argument(RUN, int, default=1234, least=0),
     "lr": Argument(OPTIMIZER, float, default=REQUIRED),
     "min-lr": Argument(OPTIMIZER, float, default=0.0),
     "weight-decay": Argument(OPTIMIZER, float, default=0.01),
@@ -152,13 +156,18 @@ def _typed(source: str, key: str, value: Any) -> Any:
     argument = ARGUMENTS[key]
     if key == "moe-layer-freq":
         value = str(value)
-    if argument.type is float and type(value) is int:
+    if argument.type is float and type(value) is int and abs(value) <= MOST:
         value = float(value)
     if type(value) is not argument.type:
         raise InputError(
             f"{source}: {key}: {value!r} is {type(value).__name__}, must be "
             f"{argument.type.__name__}"
         )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{source}: {key}: {value!r} must be a finite number")
+    is_flag = argument.type is bool
+    if isinstance(value, int) and not is_flag and not argument.least <= value <= MOST:
+        raise InputError(f"{source}: {key} {value}: must be from {argument.least} to {MOST}")
     if argument.choices is not None and value not in argument.choices:
         raise InputError(f"{source}: {key}: {value!r} must be one of {argument.choices}")
     return value

@@ -126,7 +126,8 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
         folder: where the corpus and Megatron's sample indices are kept; made if missing.
 
     Raises:
-        InputError: a path is missing, or there is no text in what was given.
+        InputError: a path is missing, there is no text in what was given, or an indexed corpus is
+            not one.
     """
     prefixes = [text for text in texts if _is_indexed(text)]
     if prefixes and len(texts) > 1:
@@ -139,17 +140,30 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
         source = " ".join(texts) if texts else "the Python standard library's source"
     fingerprint = _fingerprint(files)
     record = folder / "corpus.json"
-    if record.is_file():
-        known = Corpus(**json.loads(record.read_text(encoding="utf-8")))
-        if known.fingerprint == fingerprint:
-            return known
+    known = _kept(record)
+    if known is not None and known.fingerprint == fingerprint:
+        return known
     folder.mkdir(parents=True, exist_ok=True)
     if prefixes:
-        corpus = _describe_indexed(source, fingerprint)
+        try:
+            corpus = _describe_indexed(source, fingerprint)
+        except Exception as error:  # whatever its reader comes upon
+            raise InputError(
+                f"--text {source}: {source}.bin and .idx are no indexed corpus of Megatron's: "
+                f"{type(error).__name__}: {error}"
+            ) from error
     else:
         corpus = _write(files, source, fingerprint, folder)
     record.write_text(json.dumps(dataclasses.asdict(corpus), indent=2) + "\n", encoding="utf-8")
     return corpus
+
+
+def _kept(record: Path) -> Corpus | None:
+    """What an earlier run wrote to `record`; None if there is none, or not the whole."""
+    try:
+        return Corpus(**json.loads(record.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):  # a run may end while it writes
+        return None
 
 
 def load(folder: Path) -> Corpus:

@@ -104,9 +104,15 @@ class Job:
                 to do with it.
         """
         settings = self.settings()
-        if not self.resume:
-            self._make_room()
-        prepared = corpus.prepare(self.texts, self.data_folder)
+        try:
+            if not self.resume:
+                self._make_room()
+            prepared = corpus.prepare(self.texts, self.data_folder)
+        except OSError as error:
+            raise InputError(
+                f"{error.filename or self.out}: {error.strerror}: --text must name what can be "
+                "read, and --out a folder that can be written to"
+            ) from error
         prepared.check_length(settings["seq-length"])
         if self.resume:
             if checkpoint.latest_step(self.folder(self.dispatcher) / "checkpoint") is None:

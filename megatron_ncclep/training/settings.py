@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from megatron_ncclep import config_files
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError
@@ -41,10 +39,6 @@ class Settings:
         return settings
 
     def _check(self) -> None:
-        for name in ("seq-length", "micro-batch-size", "global-batch-size", "train-iters",
-                     "eval-iters", "num-experts", "num-layers"):  # fmt: skip
-            if self[name] < 1:
-                raise InputError(f"{name} {self[name]}: must be at least 1")
         if self["seq-length"] > self["max-position-embeddings"]:
             raise InputError(
                 f"seq-length {self['seq-length']} is more than max-position-embeddings "
@@ -238,10 +232,7 @@ def parse_changes(assignments: Sequence[str]) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         if not separator:
             raise InputError(f"--set {text}: must be NAME=VALUE, such as num-layers=2")
-        try:
-            changes[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise InputError(f"--set {text}: {value!r} is not YAML: {error}") from error
+        changes[name] = config_files.parse_yaml(f"--set {text}", value)
         if isinstance(changes[name], str):
             changes[name] = _number_or_text(changes[name])
     return changes

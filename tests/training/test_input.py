@@ -105,7 +105,7 @@ def test_too_little_text(arguments: tuple[str, ...], out: tuple[str, str], tmp_p
         ("--set normalization=BatchNorm", "must be one of ('LayerNorm', 'RMSNorm')"),
         ("--set q-lora-rank=8", "needs multi-latent-attention"),
         ("--set num-query-groups=1", "need each other"),
-        ("--steps 0", "train-iters 0: must be at least 1"),
+        ("--steps 0", "train-iters 0: must be from 1 to"),
         ("--steps 3 --set train-iters=4", "contradict"),
         ("--save-every 0", "--save-every 0"),
         ("--exit-at-step 0", "--exit-at-step 0"),

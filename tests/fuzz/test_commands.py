@@ -1,0 +1,157 @@
+"""`ncclep` with any words: it ends with a status, and with one line or the usage; no traceback.
+
+What a command does once its input is checked is not done here: ranks are not started, scripts not
+run, machines not examined.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from anything import FUZZ, odd_words, words
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_ncclep import cli
+from megatron_ncclep.benchmark import result
+
+# Options of each command, and words with which it gets somewhere.
+OPTIONS = {
+    "train": (
+        "--model --set --steps --seed --dispatcher --compare --text --resume --overwrite --ranks "
+        "--expert-parallel --device --save-every --exit-at-step --print-every --out "
+        "--ncclep-alignment --ncclep-timeout-s --ncclep-num-sms --ncclep-max-recv-rows",
+        "--device cpu --out d",
+    ),
+    "run": ("--cpu", "s.py"),
+    "render": (
+        "--model --dispatcher --cluster --script --nproc --one-line --",
+        "--model tiny --dispatcher ncclep --cluster local-cpu",
+    ),
+    "bench": (
+        "--config --subjects --ranks --device --samples --warmup --out --smoke",
+        "--device cpu --out d",
+    ),
+    "plot": ("-o --out --subjects", "bench.json"),
+    "doctor": ("--json", ""),
+    "env": ("", ""),
+}
+RESULT = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-2xH200-native/bench.json"
+FILES = {
+    "text.txt": "some text " * 20, "empty.txt": "", "list.yaml": "[1]", "s.py": "pass",
+    "half.json": json.dumps({"format": result.FORMAT, "shapes": [{"subjects": [{"passes": 1}]}]}),
+    "none.json": json.dumps({"format": result.FORMAT}), "bench.json": "{}",
+}  # fmt: skip
+known = st.sampled_from(
+    [*FILES, "d", "tiny", "smoke", "ncclep", "local-cpu", "alltoall", "cpu", "auto", "reference",
+     "native@3", "reference@3", "lr=nan", "seed=-1", "num-layers=0", "2", "4"]
+)  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with some files, and commands that stop before they do anything."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "d").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_ncclep.training.command._start_ranks", lambda job, path: 0)
+    monkeypatch.setattr("megatron_ncclep.training.corpus._write", corpus_of)
+    monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_pool", lambda job: [])
+    monkeypatch.setattr("megatron_ncclep.doctor.examine", lambda title: [])
+    monkeypatch.setattr("megatron_ncclep.launch._move_to_cpu", lambda: None)
+    monkeypatch.setattr("megatron_ncclep.launch.after_import", lambda *_: None)
+    monkeypatch.setattr("megatron_ncclep.autoload.hook_imports", lambda: None)
+    monkeypatch.setattr("runpy.run_path", lambda *_, **__: {})
+    # What a command may change for the rest of its process.
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+
+def corpus_of(files: list[Path], source: str, fingerprint: str, folder: Path):
+    """Stands in for writing one, which takes Megatron; the files are read."""
+    from megatron_ncclep.training.corpus import Corpus
+
+    num_bytes = sum(len(path.read_bytes()) for path in files)
+    return Corpus("train", "valid", source, fingerprint, 257, 256, num_bytes, num_bytes, 1.0)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@settings(FUZZ, max_examples=120)
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 30), known | words | odd_words), max_size=4),
+    starts_well=st.booleans(),
+)
+@example(groups=[], starts_well=True)
+def test_any_words(
+    here: None, name: str, groups: list[tuple[int, str]], starts_well: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    options, right = OPTIONS[name]
+    flags = [*options.split(), ""]
+    given_words = [word for i, word in groups for word in (flags[i % len(flags)], word) if word]
+    run([name, *(right.split() if starts_well else []), *given_words], capsys)
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Run `ncclep`; it must end as a command ends."""
+    capsys.readouterr()
+    status, usage = None, None
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        usage = end.code
+    printed = capsys.readouterr().err
+    assert status in (0, 2) or usage in (0, 2)
+    assert (2 in (status, usage)) == (": error: " in printed)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "x" * 300],
+        [
+            "render",
+            "--model",
+            "x" * 300 + ".yaml",
+            "--dispatcher",
+            "ncclep",
+            "--cluster",
+            "local-cpu",
+        ],
+        ["train", "--device", "cpu", "--out", "text.txt"],
+        ["train", "--device", "cpu", "--out", "x" * 300],
+        ["train", "--device", "cpu", "--out", "d", "--text", "x" * 300],
+        ["bench", "--device", "cpu", "--out", "text.txt"],
+        ["plot", str(RESULT), "-o", "d"],
+        ["plot", "half.json"],
+        ["plot", "none.json"],
+    ],
+    ids=str,
+)
+def test_what_ended_in_a_traceback(
+    here: None, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(arguments, capsys)
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
+    here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ncclep bench --out FILE` measured for minutes, and lost what it had measured."""
+
+    def measure(job: object) -> None:
+        raise AssertionError("it measures")
+
+    monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_pool", measure)
+    assert cli.main(["bench", "--device", "cpu", "--out", "text.txt"]) == 2
+    assert "--out text.txt" in capsys.readouterr().err
+
+
+def test_every_command_is_tried() -> None:
+    assert set(OPTIONS) == set(cli.COMMANDS)

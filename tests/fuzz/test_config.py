@@ -1,0 +1,92 @@
+"""Options from code, from the environment and from a command line: a config, or an InputError."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+from anything import FUZZ, attempt, documents, odd_words, scalars, words
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatron_ncclep import envs
+from megatron_ncclep.config import ALIGNMENTS, EpConfig, add_option_arguments, given_options
+
+NAMES = [field.name for field in dataclasses.fields(EpConfig)]
+VARIABLES = {f"NCCLEP_{name.upper()}": name for name in NAMES}
+anything = documents(st.nothing())
+
+
+def check(config: EpConfig) -> None:
+    """What every config promises whoever reads it."""
+    assert isinstance(config.engine, str)
+    assert config.alignment in ALIGNMENTS
+    for count in (config.max_recv_rows, config.num_sms):
+        assert count is None or (isinstance(count, int) and 0 < count < 2**31)
+    assert (config.max_recv_rows or 0) % config.alignment == 0
+    assert math.isfinite(config.timeout_s)
+    assert config.timeout_s > 0
+    assert dataclasses.replace(config) == config
+    assert set(config.non_default()) <= set(NAMES)
+    hash(config)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.alignment = 1  # type: ignore[misc]
+
+
+@FUZZ
+@given(given_values=st.dictionaries(st.sampled_from([*NAMES, "other"]), scalars | anything))
+@example(given_values={"timeout_s": math.inf})
+@example(given_values={"timeout_s": math.nan})
+@example(given_values={"engine": ["native"]})
+@example(given_values={"num_sms": 2**31})
+def test_options_in_code(given_values: dict[str, Any]) -> None:
+    config, refusal = attempt(lambda: EpConfig.resolve(**given_values))
+    if refusal is not None:
+        assert any(name in refusal for name in given_values)
+        return
+    check(config)
+    for name, value in given_values.items():
+        assert value is None or getattr(config, name) == value
+
+
+@FUZZ
+@given(texts=st.dictionaries(st.sampled_from(sorted(envs.VARIABLES)), words | odd_words))
+def test_environment(texts: dict[str, str]) -> None:
+    with mock.patch.dict(os.environ, texts):
+        for name, text in texts.items():
+            _, refusal = attempt(lambda name=name: envs.get(name))
+            assert refusal is None or f"{name}={text!r}" in refusal
+        config, refusal = attempt(EpConfig.resolve)
+    if refusal is None:
+        check(config)
+    else:
+        names = {*texts, *(VARIABLES[name] for name in texts if name in VARIABLES)}
+        assert any(name in refusal for name in names)
+
+
+@FUZZ
+@given(arguments=st.lists(st.sampled_from(NAMES) | words | odd_words, max_size=6))
+def test_megatrons_arguments(arguments: list[str]) -> None:
+    """A parser ends with status 2 and its usage, or gives what `resolve` takes or refuses."""
+    parser = argparse.ArgumentParser(prog="pretrain_gpt.py")
+    add_option_arguments(parser)
+    flags = [f"--ncclep-{word.replace('_', '-')}" if word in NAMES else word for word in arguments]
+    usage = None
+    try:
+        parsed = parser.parse_args(flags)
+    except SystemExit as end:
+        usage = end.code
+    if usage is not None:
+        assert usage in (0, 2)
+        return
+    named = given_options(parsed)
+    config, refusal = attempt(lambda: EpConfig.resolve(**named))
+    if refusal is None:
+        check(config)
+    else:
+        assert any(name in refusal for name in named)

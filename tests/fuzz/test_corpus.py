@@ -1,0 +1,93 @@
+"""Training text: any bytes become a corpus that holds them, or an InputError."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from anything import FUZZ, attempt
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_ncclep.training import corpus
+
+CONTENTS = st.binary(max_size=200) | st.sampled_from(
+    [b"", b"\0", b"one line", b"\n" * 70, b"\xff\xfe\x00\xd8", "ü".encode("utf-16"), b"x" * 20000]
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "text"
+
+
+@settings(FUZZ, max_examples=40)
+@given(contents=st.lists(CONTENTS, max_size=4))
+@example(contents=[])
+@example(contents=[b"", b""])
+def test_any_bytes(folder: Path, tmp_path: Path, contents: list[bytes]) -> None:
+    """Token i is byte i, and 256 ends a file: in both parts together, in order, and counted."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    for old in (folder, tmp_path / "out"):
+        shutil.rmtree(old, ignore_errors=True)
+    folder.mkdir()
+    for number, content in enumerate(contents):
+        (folder / f"{number}.txt").write_bytes(content)
+    made, refusal = attempt(lambda: corpus.prepare([str(folder)], tmp_path / "out"))
+    if refusal is not None:
+        assert f"--text {folder}: no text in it" in refusal
+        assert not any(contents)
+        return
+    expected = [[*content, corpus.END_OF_FILE] for content in contents if content]
+    parts = []
+    for prefix, num_tokens in (
+        (made.train, made.num_train_tokens), (made.valid, made.num_valid_tokens),
+    ):  # fmt: skip
+        part = []
+        if num_tokens:  # Megatron does not open an empty one
+            data = IndexedDataset(prefix, multimodal=False, mmap=True)
+            part = [data[i].tolist() for i in range(len(data))]
+        assert sum(map(len, part)) == num_tokens
+        parts.append(part)
+    pieces, valid = parts
+    for place, piece in enumerate(valid, start=1):
+        pieces.insert(place * corpus.VALIDATION_EVERY - 1, piece)
+    assert [*chain(*pieces)] == [*chain(*expected)]
+    assert 0 <= made.unigram_entropy <= np.log(corpus.BYTE_VOCABULARY)
+    assert corpus.load(tmp_path / "out") == made
+    assert corpus.prepare([str(folder)], tmp_path / "out") == made  # as it is kept
+
+
+# What Megatron's reader did not open it tries to close.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@settings(FUZZ, max_examples=40)
+@given(index=st.binary(max_size=80), data=st.binary(max_size=80), is_headed=st.booleans())
+def test_an_indexed_corpus_of_any_bytes(
+    tmp_path: Path, index: bytes, data: bytes, is_headed: bool
+) -> None:
+    header = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") if is_headed else b""
+    prefix = tmp_path / "indexed"
+    prefix.with_suffix(".idx").write_bytes(header + index)
+    prefix.with_suffix(".bin").write_bytes(data)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    _, refusal = attempt(lambda: corpus.prepare([str(prefix)], tmp_path / "out"))
+    assert refusal is None or str(prefix) in refusal
+
+
+@settings(FUZZ, max_examples=30)
+@given(kept=st.binary(max_size=40) | st.sampled_from([b"[]", b"{}", b"null", b'{"train": 1}']))
+@example(kept=b'{"train": "')  # a run that was killed while it wrote
+def test_what_is_kept_of_a_corpus_is_made_anew_if_it_is_not_whole(
+    tmp_path: Path, kept: bytes
+) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text("some text", encoding="utf-8")
+    out.mkdir(exist_ok=True)
+    (out / "corpus.json").write_bytes(kept)
+    made = corpus.prepare([str(text)], out)
+    assert made.num_train_tokens + made.num_valid_tokens == len("some text") + 1
+    assert corpus.load(out) == made

@@ -1,0 +1,113 @@
+"""Configuration files: what they say, or an InputError that names the file."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anything import FUZZ, attempt, documents, numbers, scalars, words, yaml_bytes
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatron_ncclep import config_files, render
+from megatron_ncclep.benchmark import shapes
+from megatron_ncclep.training.arguments import ARGUMENTS
+from megatron_ncclep.training.settings import Settings, parse_changes
+
+KEYS = st.sampled_from(
+    [*ARGUMENTS, *render.SECTIONS, "nproc-per-node", "standalone", "--x", "", "shapes", "subjects",
+     "warmup", "samples", "timeout_s", "name", "tokens", "hidden", "experts", "top_k", "dtype"]
+)  # fmt: skip
+READERS: dict[str, Callable[[str], Any]] = {
+    "model": lambda path: Settings.load(path, {}),
+    "dispatcher": lambda path: config_files.load("dispatcher", path),
+    "cluster": lambda path: command("tiny", "ncclep", path),
+    "three files": lambda path: command(path, path, path),
+    "benchmark": shapes.load,
+}
+
+
+def command(*files: str) -> str:
+    return render.format_command(render.command_lines(*files))
+
+
+@pytest.mark.parametrize("kind", READERS)
+@FUZZ
+@given(content=yaml_bytes(KEYS))
+@example(content=b"\xff")
+@example(content=b"!!bool x")
+@example(content=b"!!int ''")
+@example(content=b"!!timestamp x")
+@example(content=b"2001-99-99")
+@example(content=b"[" * 1000)
+def test_any_file(kind: str, content: bytes, tmp_path: Path) -> None:
+    """PyYAML raises more than its own errors; a KeyError ended `ncclep render` in a traceback."""
+    path = tmp_path / "any.yaml"
+    path.write_bytes(content)
+    _, refusal = attempt(lambda: READERS[kind](str(path)))
+    assert refusal is None or str(path) in refusal
+
+
+@FUZZ
+@given(
+    changes=st.dictionaries(st.sampled_from(sorted(ARGUMENTS)), scalars | numbers, max_size=3),
+    ranks=st.integers(1, 5),
+)
+@example(changes={"lr": float("nan")}, ranks=2)
+@example(changes={"hidden-dropout": 10**400}, ranks=2)
+@example(changes={"hidden-size": 0}, ranks=2)
+def test_values_of_a_model(changes: dict[str, Any], ranks: int) -> None:
+    def load() -> Settings:
+        settings = Settings.load("tiny", changes)
+        settings.check_ranks(ranks, ranks)
+        return settings
+
+    settings, refusal = attempt(load)
+    if refusal is not None:
+        assert any(name in refusal for name in ARGUMENTS)
+        return
+    for name, argument in ARGUMENTS.items():
+        value = settings.values.get(name)
+        assert value is None or type(value) is argument.type
+        assert argument.type is not float or value is None or abs(value) < float("inf")
+        assert argument.type is not int or value is None or 0 <= value < 2**31
+    assert settings.num_microbatches(ranks) >= 1
+    assert 0 <= settings.warmup_steps < settings["train-iters"]
+    assert 0 <= settings.num_routers <= settings["num-layers"]
+
+
+@FUZZ
+@given(
+    assignments=st.lists(
+        words
+        | st.builds(
+            "{}={}".format, KEYS, yaml_bytes(KEYS).map(lambda b: b.decode(errors="replace"))
+        )
+    )
+)
+def test_changes_on_the_command_line(assignments: list[str]) -> None:
+    changes, refusal = attempt(lambda: parse_changes(assignments))
+    if refusal is not None:
+        assert any(f"--set {text}" in refusal for text in assignments)
+    else:
+        assert list(changes) == list(dict.fromkeys(text.partition("=")[0] for text in assignments))
+
+
+@FUZZ
+@given(mapping=st.dictionaries(KEYS, documents(KEYS), max_size=4))
+def test_a_command_line_has_a_word_for_each_value(mapping: dict[str, Any]) -> None:
+    """What is accepted becomes words that a shell reads back as they were."""
+    _, refusal = attempt(lambda: config_files.check_arguments("a file", mapping))
+    if refusal is not None:
+        assert refusal.startswith("a file: ")
+        return
+    expected: list[str] = []
+    for name, value in mapping.items():
+        values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+        expected += [] if value is False else [f"--{name}", *map(str, values)]
+    line = render.format_command(render.arguments(mapping), one_line=True)
+    words_of_shell = shlex.split(line)
+    assert words_of_shell == expected
