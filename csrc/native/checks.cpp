@@ -15,14 +15,20 @@ constexpr int kMaxAlignment = 128;
 // What the kernels copy at a time.
 constexpr int kVector = 16;
 
-// A tensor's size in words: [3, 8].
-std::string shape_of(const Tensor& tensor) {
-  std::string text = "[";
-  for (const std::int64_t size : tensor.shape) {
-    text += join_text(text.size() == 1 ? "" : ", ", size);
+// A tensor's size in words, [3, 8], if anybody asks for them.
+struct Shape {
+  const Tensor& tensor;
+
+  operator std::string() const {
+    std::string text = "[";
+    for (const std::int64_t size : tensor.shape) {
+      text += join_text(text.size() == 1 ? "" : ", ", size);
+    }
+    return text + "]";
   }
-  return text + "]";
-}
+};
+
+Shape shape_of(const Tensor& tensor) { return {tensor}; }
 
 bool has_shape(const Tensor& tensor, std::initializer_list<std::int64_t> shape) {
   return std::equal(tensor.shape.begin(), tensor.shape.end(), shape.begin(), shape.end());

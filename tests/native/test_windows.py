@@ -352,7 +352,7 @@ def test_the_configuration_is_logged_at_debug(
     if num_lines:
         assert caplog.records[0].getMessage() == (
             "native: rows of 14336 bytes, top-8, 4 ranks, 32 SMs: CTAs of dispatch: 11 staging, "
-            "21 pulling; of combine: 13 adding, 9 sending, 10 summing"
+            "21 pulling; of combine: 13 adding, 0 sending, 19 summing"
         )
 
 
