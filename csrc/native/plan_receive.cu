@@ -77,9 +77,14 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local();
   const int num_ctas = gridDim.x;
-  // After a failure, scratch is some other plan's.  To have no room is no operation of the group:
-  // other ranks may have some.
-  if (had_failed(me) || *scratch.is_refused || scratch.first_pair[num_ranks] > routes.max_pairs ||
+  // After a failure, scratch is some other plan's.  A CTA that starts only then leaves all the
+  // same, for the others of its grid have begun.
+  if (had_failed(me)) {
+    leave(me);
+    return;
+  }
+  // To have no room is no operation of the group: other ranks may have some.
+  if (*scratch.is_refused || scratch.first_pair[num_ranks] > routes.max_pairs ||
       scratch.first_pick[num_ranks] > routes.max_picks) {
     return;
   }
