@@ -1,5 +1,7 @@
 #include "emulator.h"
 
+#include <signal.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -11,7 +13,11 @@ namespace {
 
 constexpr std::size_t kStackBytes = 64 * 1024;
 constexpr std::size_t kSharedAlignment = 128;
-constexpr long kStepsWithoutProgress = 20'000'000;
+// Without progress, before the clock jumps: so many steps, and so many for each fiber that can run,
+// as a wait looks at the clock at every 64th turn.  And so many jumps before there is no hope.
+// Warps that look for something again and again have fewer barriers from one look to the next.
+constexpr int kWarpBarriersOfLook = 16;
+constexpr long kSteps = 100'000, kStepsOfFiber = 300, kMostJumps = 16;
 
 // In percent: how often `maybe_yield` yields and lets copies get further, in this run.
 struct Habits {
@@ -24,21 +30,22 @@ struct Mood {
   long until = 0;
 
   bool holds_back(const Fiber& fiber) const {
-    if (fiber.cta == nullptr) return false;
-    const unsigned of_cta = number % fiber.cta->grid, of_warp = number % fiber.cta->warps.size();
+    if (kind == 0 || fiber.cta == nullptr) return false;
+    const auto of_cta = [&] { return number % fiber.cta->grid; };
+    const auto of_warp = [&] { return number % fiber.cta->warps.size(); };
     const bool is_rank = static_cast<unsigned>(fiber.rank) == rank;
-    const unsigned index = fiber.cta->index, thread = fiber.thread;
+    const unsigned thread = fiber.thread;
     switch (kind) {
       case 1:
         return is_rank;
       case 2:
         return !is_rank;
       case 3:
-        return is_rank && index == of_cta;
+        return is_rank && static_cast<unsigned>(fiber.cta->index) == of_cta();
       case 4:
-        return thread / kWarpSize == of_warp;
+        return thread / kWarpSize == of_warp();
       case 5:
-        return is_rank && thread / kWarpSize == of_warp;
+        return is_rank && thread / kWarpSize == of_warp();
       case 6:
         return thread % kWarpSize == number % kWarpSize;
       default:
@@ -47,7 +54,7 @@ struct Mood {
   }
 };
 
-std::mt19937 generator;
+std::uint64_t generator;  // state of splitmix64
 Habits habits;
 Fiber* running = nullptr;
 jmp_buf scheduler;
@@ -56,22 +63,39 @@ std::vector<std::unique_ptr<char[]>> stacks;  // free ones
 std::vector<int> live;                        // threads of each rank's kernel
 
 struct BulkLoad {
+  std::uint64_t* full;  // the barrier that it completes
   Copy copy;
   int rank;
 };
-std::map<std::uint64_t*, BulkLoad> bulk_loads;  // by the barrier that they complete
-long steps, last_progress;
+std::vector<BulkLoad> bulk_loads;
+long steps, last_progress, jumps;
+std::uint64_t clock_ns = 1;
+
+struct Delay {
+  int cta = -1;
+  std::uint64_t until = 0;
+};
+std::map<int, Delay> delays;  // of a CTA of the next kernel, by rank
 
 void suspend() {
   Fiber* fiber = running;
   if (_setjmp(fiber->where) == 0) _longjmp(scheduler, 1);
 }
 
-void finish_load(std::uint64_t* full) {
-  const auto load = bulk_loads.find(full);
-  load->second.copy.do_write();
+void let_others_run() {
+  runnable.push_back(running);
+  suspend();
+}
+
+auto find_load(const std::uint64_t* full) {
+  return std::find_if(bulk_loads.begin(), bulk_loads.end(),
+                      [full](const BulkLoad& load) { return load.full == full; });
+}
+
+void finish_load(std::vector<BulkLoad>::iterator load) {
+  load->copy.do_write();
+  ++*load->full;
   bulk_loads.erase(load);
-  ++*full;
   note_progress();
 }
 
@@ -79,14 +103,14 @@ void begin() {
   Fiber& fiber = self();
   fiber.body();
   if (fiber.cta != nullptr) {
-    for (const auto* groups : {&fiber.stores, &fiber.loads}) {
-      for (const Copies& group : *groups) {
-        for (const Copy& copy : group) EMU_REQUIRE(copy.is_written);
+    EMU_REQUIRE(fiber.open_stores.empty());
+    for (const Copies& group : fiber.stores) {
+      for (const Copy& copy : group) {
+        if (!copy.is_written) fail("a thread ends before its stores");
       }
     }
-    EMU_REQUIRE(fiber.open_stores.empty() && fiber.open_loads.empty());
     if (--live[fiber.rank] == 0) {
-      for (const auto& [full, load] : bulk_loads) EMU_REQUIRE(load.rank != fiber.rank);
+      for (const BulkLoad& load : bulk_loads) EMU_REQUIRE(load.rank != fiber.rank);
     }
   }
   note_progress();
@@ -121,10 +145,25 @@ Fiber* make(std::function<void()> body, int rank) {
 
 }  // namespace
 
-unsigned draw(unsigned bound) { return generator() % bound; }
+unsigned draw(unsigned bound) {
+  std::uint64_t mixed = generator += 0x9e3779b97f4a7c15u;
+  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
+  mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
+  return static_cast<unsigned>((mixed >> 32) * bound >> 32);
+}
 
 void seed(unsigned number) {
-  generator.seed(number);
+  // On a stack of its own: a fiber's is small.
+  static char stack[64 * 1024];
+  stack_t alternative{};
+  alternative.ss_sp = stack;
+  alternative.ss_size = sizeof(stack);
+  sigaltstack(&alternative, nullptr);
+  struct sigaction action{};
+  action.sa_flags = SA_ONSTACK;
+  action.sa_handler = [](int) { fail("an address leads nowhere"); };
+  sigaction(SIGSEGV, &action, nullptr);
+  generator = number;
   const unsigned yields[] = {0, 5, 30}, copies[] = {0, 2, 20};
   habits = {yields[draw(3)], copies[draw(3)]};
 }
@@ -164,8 +203,8 @@ void Copy::do_write() {
 Fiber& self() { return *running; }
 
 void yield() {
-  runnable.push_back(running);
-  suspend();
+  if (self().cta != nullptr) warp().barriers = 0;
+  let_others_run();
 }
 
 void maybe_yield() {
@@ -177,14 +216,25 @@ void maybe_yield() {
       copy.is_read || draw(2) == 0 ? copy.do_write() : copy.do_read();
     }
   }
-  if (draw(100) < habits.yields) yield();
+  if (draw(100) < habits.yields) let_others_run();
 }
 
-void note_progress() { last_progress = steps; }
+void note_progress() {
+  last_progress = steps;
+  jumps = 0;
+}
+
+std::uint64_t now() { return clock_ns; }
+
+void delay(int rank, int jumps) {
+  delays[rank] = {static_cast<int>(draw(64)), clock_ns + jumps * kJump};
+}
 
 void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
             std::function<void()> kernel) {
   EMU_REQUIRE(live[rank] == 0);
+  const Delay delay = delays[rank];
+  delays.erase(rank);
   for (int index = 0; index < ctas; ++index) {
     auto cta = std::make_shared<Cta>(Cta{rank, index, ctas, {}, {}, Barrier(threads), {}});
     cta->dynamic.assign(shared_bytes + 2 * kSharedAlignment, '\xab');
@@ -193,6 +243,7 @@ void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
       Fiber* fiber = make(kernel, rank);
       fiber->cta = cta;
       fiber->thread = thread;
+      if (delay.cta % ctas == index) fiber->not_before = delay.until;
     }
   }
   live[rank] = ctas * threads;
@@ -204,21 +255,30 @@ void synchronize(int rank) {
 
 void run(int num_ranks, const std::function<void(int)>& host) {
   live.assign(num_ranks, 0);
-  steps = last_progress = 0;
+  steps = last_progress = jumps = 0;
   Mood mood;
   for (int rank = 0; rank < num_ranks; ++rank) make([&host, rank] { host(rank); }, rank);
   while (!runnable.empty()) {
-    if (++steps - last_progress > kStepsWithoutProgress) fail("nobody gets any further");
+    const long patience = kSteps + kStepsOfFiber * static_cast<long>(runnable.size());
+    if (++steps - last_progress > patience) {
+      last_progress = steps;
+      if (mood.kind == 0) {
+        clock_ns += kJump;
+        if (++jumps > kMostJumps) fail("nobody gets any further");
+      }
+      mood = {0, 0, 0, steps + 2 * patience};
+    }
     if (steps >= mood.until) {
       mood = {draw(7), draw(num_ranks), draw(64),
               steps + 1000 + draw(draw(4) ? 50'000 : 1'000'000)};
     }
     if (!bulk_loads.empty() && draw(4000) == 0) {
-      finish_load(std::next(bulk_loads.begin(), draw(bulk_loads.size()))->first);
+      finish_load(bulk_loads.begin() + draw(bulk_loads.size()));
     }
     const std::size_t place = draw(runnable.size());
     Fiber* fiber = runnable[place];
     if (mood.holds_back(*fiber) && draw(1000) != 0) continue;
+    if (fiber->not_before > clock_ns) continue;
     runnable[place] = runnable.back();
     runnable.pop_back();
     resume(fiber);
@@ -245,10 +305,16 @@ char* static_shared(int declaration, std::size_t bytes) {
   return memory.get();
 }
 
+void warp_barrier() {
+  Warp& all = warp();
+  if (lane() == 0 && ++all.barriers > kWarpBarriersOfLook) note_progress();
+  all.barrier.wait();
+}
+
 long shuffle(long value, int from) {
   Warp& all = warp();
   all.values[lane()] = value;
-  all.barrier.wait();
+  warp_barrier();
   const long result = 0 <= from && from < kWarpSize ? all.values[from] : value;
   all.barrier.wait();
   return result;
@@ -257,7 +323,7 @@ long shuffle(long value, int from) {
 unsigned ballot(bool vote) {
   Warp& all = warp();
   all.values[lane()] = vote;
-  all.barrier.wait();
+  warp_barrier();
   unsigned votes = 0;
   for (int i = 0; i < kWarpSize; ++i) votes |= static_cast<unsigned>(all.values[i] != 0) << i;
   all.barrier.wait();
@@ -268,27 +334,29 @@ void start_load(void* shared, const void* global, int bytes, std::uint64_t* full
   const std::vector<char>& memory = self().cta->dynamic;
   char* to = static_cast<char*>(shared);
   EMU_REQUIRE(memory.data() <= to && to + bytes <= memory.data() + memory.size());
-  EMU_REQUIRE(bulk_loads.count(full) == 0);
+  EMU_REQUIRE(find_load(full) == bulk_loads.end());
   Copy load{to, static_cast<const char*>(global), bytes};
   if (draw(2) == 0) load.do_read();
   std::memset(to, 0x77, bytes);  // what is there before the load has come must not be used
-  bulk_loads.emplace(full, BulkLoad{std::move(load), self().rank});
+  bulk_loads.push_back({full, std::move(load), self().rank});
   maybe_yield();
 }
 
 void wait_for_load(std::uint64_t* full, int parity) {
   while (static_cast<int>(*full & 1) == parity) {
     yield();
-    if (draw(16) == 0 && bulk_loads.count(full) != 0) finish_load(full);
+    const auto load = draw(16) == 0 ? find_load(full) : bulk_loads.end();
+    if (load != bulk_loads.end()) finish_load(load);
   }
 }
 
-void finish(std::deque<Copies>& copies, int pending) {
-  while (static_cast<int>(copies.size()) > pending) {
-    for (Copy& copy : copies.front()) copy.do_write();
-    copies.pop_front();
+void finish(std::vector<Copies>& copies, int pending) {
+  const int number = std::max(0, static_cast<int>(copies.size()) - pending);
+  for (int i = 0; i < number; ++i) {
+    for (Copy& copy : copies[i]) copy.do_write();
   }
-  note_progress();
+  copies.erase(copies.begin(), copies.begin() + number);
+  if (number > 0) note_progress();
 }
 
 }  // namespace emu

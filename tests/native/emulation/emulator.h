@@ -4,7 +4,7 @@
 // runs at a time, up to a point where others could come in between: a load or store that other
 // ranks see, an atomic, a barrier.  Which one goes on is drawn at random, and for a while some are
 // held back. Asynchronous copies happen at a random moment between their start and the wait for
-// them.
+// them.  The clock stands still as long as anybody gets any further, and jumps when nobody does.
 //
 // What it does not show is the order in which a GPU's memory accesses become visible.
 #pragma once
@@ -13,13 +13,12 @@
 #include <ucontext.h>
 
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <initializer_list>
 #include <map>
 #include <memory>
-#include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace emu {
@@ -44,6 +43,33 @@ T one_of(std::initializer_list<T> values) {
     if (!(condition)) emu::fail(std::string(__func__) + " does not hold: " #condition); \
   } while (false)
 
+// The change to the kernels that is in force (translate.py); -1: none.
+inline int change_in_force = -1;
+inline bool is_changed(int number) { return number == change_in_force; }
+
+// Of a CTA of plan's kernels.
+inline std::size_t kMaxHeldBytes = 8 * 1024;
+
+// Bytes of a row.  What lies so many rows from a start is too far away for 32 bits, with the shapes
+// that there are: here, where shapes are small, for kNarrowBits.
+constexpr int kNarrowBits = 15;
+
+class RowBytes {
+ public:
+  RowBytes(int value = 0) : value_(value) {}
+  operator int() const { return value_; }
+
+ private:
+  int value_;
+};
+template <typename T>
+std::enable_if_t<std::is_integral_v<T>, std::common_type_t<T, int>> operator*(T rows,
+                                                                              RowBytes bytes) {
+  const auto product = rows * static_cast<int>(bytes);
+  if (sizeof(product) <= 4 && product >> kNarrowBits != 0) fail("an offset has 32 bits only");
+  return product;
+}
+
 // --- what runs -----------------------------------------------------------------------------------
 
 // Lets `size` fibers through when all have come.
@@ -61,6 +87,7 @@ class Barrier {
 
 struct Warp {
   Barrier barrier{kWarpSize};
+  int barriers = 0;  // since one of it let others run
   long values[kWarpSize];
 };
 
@@ -90,8 +117,9 @@ struct Fiber {
   std::shared_ptr<Cta> cta;
   int rank = 0, thread = 0;
   // Groups of copies, the oldest first, and the one that is not committed.
-  std::deque<Copies> stores, loads;
+  std::vector<Copies> stores, loads;
   Copies open_stores, open_loads;
+  std::uint64_t not_before = 0;  // on the clock
 
   std::function<void()> body;
   std::unique_ptr<char[]> stack;
@@ -104,12 +132,18 @@ Fiber& self();
 inline Warp& warp() { return self().cta->warps[self().thread / kWarpSize]; }
 inline int lane() { return self().thread % kWarpSize; }
 
-// Lets another fiber run; this one stays runnable.
+// Lets another fiber run; this one, which looks for something that others do, stays runnable.
 void yield();
 // Lets another one run, or lets a copy under way get further, now and then.
 void maybe_yield();
-// Something happened that others may be waiting for: there is no deadlock yet.
+// Something happened that others may be waiting for: the clock need not jump yet.
 void note_progress();
+
+// The clock, in nanoseconds, and how far it jumps.
+std::uint64_t now();
+constexpr std::uint64_t kJump = 1000;
+// A CTA of the next kernel of `rank`, whichever, starts only after some jumps.
+void delay(int rank, int jumps);
 
 // Starts a kernel on `rank`, whose last one must be over.
 void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
@@ -139,12 +173,13 @@ T& shared(int declaration) {
 // What lane `from` of the warp gives; its own value where there is no such lane.
 long shuffle(long value, int from);
 unsigned ballot(bool vote);
+void warp_barrier();
 
 // Copies into shared memory that complete a phase of `full`.
 void start_load(void* shared, const void* global, int bytes, std::uint64_t* full);
 void wait_for_load(std::uint64_t* full, int parity);
 
 // Groups of `copies` but the last `pending` of them.
-void finish(std::deque<Copies>& copies, int pending);
+void finish(std::vector<Copies>& copies, int pending);
 
 }  // namespace emu

@@ -10,15 +10,22 @@
 #include "native/state.h"
 
 struct Sizes {
-  int ranks, local, max_tokens, max_top_k, max_floats;  // floats of a row
+  int ranks, local, max_tokens, max_top_k, max_row_bytes;
   int experts() const { return ranks * local; }
 };
 
 struct Routing {
   int top_k, alignment;
-  std::int64_t limit;                     // of rows; 0: exact mode
-  std::vector<int> num_tokens;            // by rank
-  std::vector<std::vector<int>> experts;  // by rank, [T * K]; -1: not routed
+  std::int64_t limit;                            // of rows; 0: exact mode
+  std::vector<int> num_tokens;                   // by rank
+  bool is_int64;                                 // what is named, otherwise int32
+  std::vector<std::vector<std::int64_t>> named;  // by rank, [T * K]; -1: not routed
+  std::vector<std::vector<int>> experts;         // the same without what is no expert
+
+  // Ranks, one bit each, that name what is no expert, or an expert twice.  In exact mode there is
+  // no plan then, on any rank.
+  std::uint32_t bad_ranks;
+  bool is_refused() const { return bad_ranks != 0 && limit == 0; }
 
   // What the oracle says.
   std::vector<std::vector<int>> slots;           // by home rank, [T * K]; -1: nowhere
@@ -75,10 +82,28 @@ inline void find_slots(const Sizes& sizes, Routing& routing) {
   }
 }
 
-inline Routing draw_routing(const Sizes& sizes) {
+// Takes what is named as the contract has it: an expert named twice counts once.
+inline void find_experts(const Sizes& sizes, Routing& routing) {
+  for (int rank = 0; rank < sizes.ranks; ++rank) {
+    auto& experts = routing.experts.emplace_back();
+    const auto& named = routing.named[rank];
+    for (int i = 0; i < static_cast<int>(named.size()); ++i) {
+      const auto first = named.begin() + i / routing.top_k * routing.top_k;
+      const bool is_one = 0 <= named[i] && named[i] < sizes.experts();
+      const bool is_good =
+          is_one && std::find(first, named.begin() + i, named[i]) == named.begin() + i;
+      if (!is_good && named[i] != -1) routing.bad_ranks |= 1u << rank;
+      experts.push_back(is_good ? static_cast<int>(named[i]) : -1);
+    }
+  }
+}
+
+// `bad` of 1000 picks are no good.
+inline Routing draw_routing(const Sizes& sizes, int bad) {
   Routing routing{};
   routing.top_k = emu::between(1, sizes.max_top_k);
   routing.alignment = emu::one_of({1, 2, 16});
+  routing.is_int64 = emu::draw(2) == 0;
   const int unrouted = emu::one_of({0, 30, 60});  // percent
   // All experts, the first half, the first ones, or those of one rank.
   const int kind = emu::between(0, 3),
@@ -90,17 +115,24 @@ inline Routing draw_routing(const Sizes& sizes) {
         emu::one_of({0, emu::between(1, sizes.max_tokens), emu::between(1, sizes.max_tokens),
                      sizes.max_tokens, sizes.max_tokens - 1});
     routing.num_tokens.push_back(num_tokens);
-    auto& experts = routing.experts.emplace_back();
+    auto& named = routing.named.emplace_back();
     std::vector<int> order(range);
     for (int token = 0; token < num_tokens; ++token) {
       std::iota(order.begin(), order.end(), first);
       for (int k = 0; k < routing.top_k; ++k) {
         std::swap(order[k], order[emu::between(k, range - 1)]);
         const bool is_routed = emu::between(0, 99) >= unrouted;
-        experts.push_back(is_routed ? order[k] % sizes.experts() : -1);
+        named.push_back(is_routed ? order[k] % sizes.experts() : -1);
+        if (emu::between(0, 999) >= bad) continue;
+        // Beside the experts, far away, one that is an expert to whoever takes 32 bits of it, and
+        // perhaps one named before.
+        const std::int64_t far = INT64_C(1) << (routing.is_int64 ? 32 : 30);
+        named.back() = emu::one_of<std::int64_t>(
+            {-2, sizes.experts(), far, -far, named[token * routing.top_k]});
       }
     }
   }
+  find_experts(sizes, routing);
   find_slots(sizes, routing);
   if (emu::between(0, 3) == 0) {
     const int most = *std::max_element(routing.num_rows.begin(), routing.num_rows.end());

@@ -4,54 +4,116 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-# CTAs of fewer warps than on a GPU: a thread is a fiber here.
+# The kernels, and what they do not need.
+FILES = ("plan", "plan_receive", "overflow", "dispatch", "combine")
+NOT_NEEDED = ("group.h", "check_windows.h")
+
+# Smaller than on a GPU: CTAs, because a thread is a fiber here, and what is done at a time, so that
+# small shapes come to the second time.
 SMALLER = {
-    "split.h": ("constexpr int kWarps = 16;", "constexpr int kWarps = 6;"),
-    "chunks.cuh": ("constexpr int kPlanThreads = 512;", "constexpr int kPlanThreads = 128;"),
+    "split.h": {
+        "kWarps = 16;": "kWarps = 6;",
+        "kRingBytes = 200 * 1024;": "kRingBytes = 200 * 64;",
+        "kMaxRingPiece = 16 * 1024;": "kMaxRingPiece = 16 * 64;",
+    },
+    "chunks.cuh": {
+        "kPlanThreads = 512;": "kPlanThreads = 128;",
+        "constexpr std::size_t kMaxHeldBytes = 160 * 1024;": "using emu::kMaxHeldBytes;",
+        "kUnroll = 24;": "kUnroll = 2;",
+        "kUnroll = 4;": "kUnroll = 2;",
+    },
+    "overflow.cu": {"kUnroll = 8;": "kUnroll = 2;"},
+    "plan_receive.cu": {"kPicks = 8, kPairs = 4;": "kPicks = 2, kPairs = 1;"},
+    "dispatch.cu": {"kUnroll = 8;": "kUnroll = 2;"},
 }
+
 SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(.+?) (\w+)((?:\[\w+\])*);")
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) char (\w+)\[\];")
 LAUNCH = re.compile(
     r"(\w+)<<<(.+?), (.+?), (.+?), reinterpret_cast<cudaStream_t>\((\w+)\)>>>\((.+?)\);", re.DOTALL
 )
+# Offsets of rows: see emu::RowBytes.
+ROW_BYTES = re.compile(r"\bint ((?:\w+, )*)row_bytes\b")
 
 
-# The kernels, and what they include.
-FILES = ("plan", "plan_receive", "overflow", "dispatch", "combine")
-NOT_NEEDED = ("group.h", "check_windows.h")
+@dataclass(frozen=True)
+class Change:
+    """Another text in a kernel, in force where `emu::is_changed(number)`.
+
+    `where` stands once in the file.  What is replaced is its part between « and », or all of it: an
+    expression, or statements (with their semicolons) that declare nothing.
+    """
+
+    file: str
+    where: str
+    instead: str
+
+    def position(self, text: str) -> tuple[int, int]:
+        plain = re.sub("[«»]", "", self.where)
+        assert text.count(plain) == 1, f"{self.file} has {plain!r} {text.count(plain)} times"
+        first = max(self.where.find("«"), 0)
+        end = self.where.rfind("»") - 1 if "»" in self.where else len(plain)
+        return text.index(plain) + first, text.index(plain) + end
+
+    def apply(self, old: str, number: int) -> str:
+        condition = f"emu::is_changed({number})"
+        if old.rstrip().endswith(";"):
+            return f"if ({condition}) {{ {self.instead} }} else {{ {old} }}"
+        return f"({condition} ? ({self.instead}) : ({old}))"
 
 
-def translate(source: Path, target: Path, changes: dict[str, tuple[str, str]]) -> list[Path]:
+def apply_changes(name: str, text: str, changes: Iterable[Change]) -> str:
+    """Give the text of file `name` both what it has and, to choose when it runs, the changes."""
+    places = sorted(
+        (*change.position(text), number, change)
+        for number, change in enumerate(changes)
+        if change.file == name
+    )
+    pieces, done = [], 0
+    for first, end, number, change in places:
+        assert first >= done, f"{name}: {change.where!r} overlaps another change"
+        pieces += [text[done:first], change.apply(text[first:end], number)]
+        done = end
+    return "".join(pieces) + text[done:]
+
+
+def translate(source: Path, target: Path, changes: Iterable[Change]) -> list[Path]:
     """Write the translated kernels of folder `source` to `target`; return the .cpp files.
 
     Args:
         source: csrc/native.
         target: a folder, which is made.
-        changes: file name -> text that stands in it once, and what replaces it.
+        changes: all of them get into the files; when the program runs, one or none is in force.
     """
     target.mkdir(parents=True)
+    changes = list(changes)
     declarations = itertools.count()
 
     def shared(match: re.Match[str]) -> str:
         kind, name, bounds = match.groups()
         return f"{kind} (&{name}){bounds} = emu::shared<{kind}{bounds}>({next(declarations)});"
 
+    def row_bytes(match: re.Match[str]) -> str:
+        others = match[1].rstrip(", ")
+        return f"int {others}; emu::RowBytes row_bytes" if others else "emu::RowBytes row_bytes"
+
     headers = [*source.glob("*.cuh"), *source.glob("*.h")]
     written = []
     for path in [*(source / f"{name}.cu" for name in FILES), *headers, source / "split.cpp"]:
         if path.name in NOT_NEEDED:
             continue
-        text = path.read_text()
-        for table in (SMALLER, changes):
-            if path.name in table:
-                old, new = table[path.name]
-                assert text.count(old) == 1, f"{path.name} has no single {old!r}"
-                text = text.replace(old, new)
+        text = apply_changes(path.name, path.read_text(), changes)
+        for old, new in SMALLER.get(path.name, {}).items():
+            assert text.count(old) == 1, f"{path.name} has no single {old!r}"
+            text = text.replace(old, new)
         text = DYNAMIC.sub(r"char* \1 = emu::dynamic_shared();", text)
         text = SHARED.sub(shared, text)
         text = LAUNCH.sub(r"emu::start(\1, \2, \3, \4, \5, \6);", text)
+        text = ROW_BYTES.sub(row_bytes, text)
         assert not re.search(r"__shared__|<<<|\basm\b", text), f"{path.name}: not all translated"
         written.append(target / (f"{path.stem}.cpp" if path.suffix == ".cu" else path.name))
         written[-1].write_text(text)

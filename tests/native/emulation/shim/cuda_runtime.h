@@ -50,11 +50,14 @@ struct Place {
 
 // --- barriers, fences, votes ---------------------------------------------------------------------
 
-inline void __syncthreads() { emu::self().cta->barrier.wait(); }
-inline int __syncthreads_and(bool vote) { return emu::self().cta->barrier.wait(vote); }
-inline int __syncthreads_or(bool vote) { return !emu::self().cta->barrier.wait(!vote); }
+inline int __syncthreads_and(bool vote) {
+  emu::note_progress();
+  return emu::self().cta->barrier.wait(vote);
+}
+inline int __syncthreads_or(bool vote) { return !__syncthreads_and(!vote); }
+inline void __syncthreads() { __syncthreads_and(true); }
 inline void __syncwarp() {
-  emu::warp().barrier.wait();
+  emu::warp_barrier();
   emu::maybe_yield();
 }
 inline void __threadfence() { emu::maybe_yield(); }
@@ -96,7 +99,11 @@ T atomically(T* word, Change&& change) {
   emu::maybe_yield();
   const T was = *word;
   *word = change(was);
-  if (*word == was) emu::yield();  // a look, perhaps again and again
+  if (*word == was) {
+    emu::yield();  // a look, perhaps again and again
+  } else {
+    emu::note_progress();
+  }
   return was;
 }
 template <typename T>

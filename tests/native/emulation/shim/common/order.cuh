@@ -5,10 +5,10 @@
 
 namespace ncclep {
 
-// Deadlines never pass; who asks for the time is waiting.
+// Who asks for the time is waiting.
 inline std::uint64_t now_ns() {
   emu::yield();
-  return 0;
+  return emu::now();
 }
 
 inline std::uint64_t load_relaxed(const std::uint64_t* word) {
