@@ -57,6 +57,7 @@ constexpr int kNarrowBits = 15;
 class RowBytes {
  public:
   RowBytes(int value = 0) : value_(value) {}
+  operator std::string() const { return std::to_string(value_); }  // in errors
   operator int() const { return value_; }
 
  private:
