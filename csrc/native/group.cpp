@@ -66,10 +66,10 @@ double seconds_since(Clock::time_point start) {
 }
 
 // Something that a host which waits does at times, in seconds from the start of its wait.
-class Now {
+class Every {
  public:
-  explicit Now(double interval) : interval_(interval), next_(interval) {}
-  bool is_time(double waited) {
+  explicit Every(double interval) : interval_(interval), next_(interval) {}
+  bool is_due(double waited) {
     if (waited < next_) return false;
     next_ = waited + interval_;
     return true;
@@ -338,12 +338,12 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
   // The device has a deadline of its own and knows who was late, so this one is longer; it is for
   // when the plan's kernel lies behind other work of the stream.
   const double limit = 2 * timeout_s_;
-  Now query(kQueryInterval), signals(kPollInterval);
+  Every query(kQueryInterval), signals(kPollInterval);
   for (std::uint64_t turn = 1; !is_told(); ++turn) {
     if (turn % 1024 != 0) continue;
     if (mailbox_->failed_phase != 0) return std::nullopt;
     const double waited = seconds_since(start);
-    if (query.is_time(waited)) {
+    if (query.is_due(waited)) {
       // A fault of any kernel before this one shows here; the mailbox would never say so.
       const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
       if (status == cudaSuccess && !is_told()) {
@@ -352,7 +352,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
       }
       if (status != cudaErrorNotReady) cuda_check(status, "waiting for a plan's rows");
     }
-    if (signals.is_time(waited)) poll();
+    if (signals.is_due(waited)) poll();
     if (waited > limit) {
       fail("the device did not count the rows of a plan within ", limit,
            " s: it is busy with what was queued before");
@@ -435,13 +435,13 @@ std::optional<Failure> Group::failure() const {
 void Group::wait_until_idle(const std::function<void()>& poll) const {
   if (!last_.is_some || last_.done == nullptr) return;
   const auto start = Clock::now();
-  Now signals(kPollInterval);
+  Every signals(kPollInterval);
   for (;;) {
     const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(last_.done));
     if (status == cudaSuccess) return;
     if (status != cudaErrorNotReady) cuda_check(status, "waiting for the group's last operation");
     const double waited = seconds_since(start);
-    if (signals.is_time(waited)) poll();
+    if (signals.is_due(waited)) poll();
     // Soon over as a rule; a rank that waits for another one can take as long as the deadline.
     if (waited > kQueryInterval) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
