@@ -1,6 +1,7 @@
 #include "emulator.h"
 
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -78,6 +79,7 @@ struct Delay {
 std::map<int, Delay> delays;  // of a CTA of the next kernel, by rank
 
 void suspend() {
+  settle();
   Fiber* fiber = running;
   if (_setjmp(fiber->where) == 0) _longjmp(scheduler, 1);
 }
@@ -109,6 +111,7 @@ void begin() {
         if (!copy.is_written) fail("a thread ends before its stores");
       }
     }
+    end_thread();
     if (--live[fiber.rank] == 0) {
       for (const BulkLoad& load : bulk_loads) EMU_REQUIRE(load.rank != fiber.rank);
     }
@@ -161,8 +164,11 @@ void seed(unsigned number) {
   sigaltstack(&alternative, nullptr);
   struct sigaction action{};
   action.sa_flags = SA_ONSTACK;
-  action.sa_handler = [](int) { fail("an address leads nowhere"); };
-  sigaction(SIGSEGV, &action, nullptr);
+  action.sa_handler = [](int) {
+    constexpr char kText[] = "FAILED: an address leads nowhere\n";
+    std::_Exit(write(STDOUT_FILENO, kText, sizeof(kText) - 1) > 0 ? 1 : 2);
+  };
+  for (const int number : {SIGSEGV, SIGBUS, SIGABRT}) sigaction(number, &action, nullptr);
   generator = number;
   const unsigned yields[] = {0, 5, 30}, copies[] = {0, 2, 20};
   habits = {yields[draw(3)], copies[draw(3)]};
@@ -190,13 +196,17 @@ bool Barrier::wait(bool vote) {
 }
 
 void Copy::do_read() {
-  if (!is_read) read.assign(from, from + bytes);
+  if (is_read) return;
+  read.resize(bytes);
+  is_store ? static_cast<void>(std::memcpy(read.data(), from, bytes))
+           : load(read.data(), from, bytes, seen);
   is_read = true;
 }
 
 void Copy::do_write() {
   do_read();
-  if (!is_written) std::memcpy(to, read.data(), bytes);
+  if (is_written) return;
+  is_store ? store(to, read) : static_cast<void>(std::memcpy(to, read.data(), bytes));
   is_written = true;
 }
 
@@ -216,6 +226,7 @@ void maybe_yield() {
       copy.is_read || draw(2) == 0 ? copy.do_write() : copy.do_read();
     }
   }
+  if (draw(100) < habits.copies) give_some();
   if (draw(100) < habits.yields) let_others_run();
 }
 
@@ -236,13 +247,15 @@ void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
   const Delay delay = delays[rank];
   delays.erase(rank);
   for (int index = 0; index < ctas; ++index) {
-    auto cta = std::make_shared<Cta>(Cta{rank, index, ctas, {}, {}, Barrier(threads), {}});
+    auto cta = std::make_shared<Cta>(Cta{rank, index, ctas, {}, {}, Barrier(threads), {}, {}});
     cta->dynamic.assign(shared_bytes + 2 * kSharedAlignment, '\xab');
     cta->warps.resize(threads / kWarpSize);
     for (int thread = 0; thread < threads; ++thread) {
       Fiber* fiber = make(kernel, rank);
       fiber->cta = cta;
       fiber->thread = thread;
+      fiber->view.seen = num_given();
+      cta->fibers.push_back(fiber);
       if (delay.cta % ctas == index) fiber->not_before = delay.until;
     }
   }
@@ -260,17 +273,18 @@ void run(int num_ranks, const std::function<void(int)>& host) {
   for (int rank = 0; rank < num_ranks; ++rank) make([&host, rank] { host(rank); }, rank);
   while (!runnable.empty()) {
     const long patience = kSteps + kStepsOfFiber * static_cast<long>(runnable.size());
-    if (++steps - last_progress > patience) {
-      last_progress = steps;
+    if (++steps >= mood.until) {
+      mood = {draw(7), draw(num_ranks), draw(64),
+              steps + 1000 + draw(draw(4) ? 50'000 : 1'000'000)};
+      if (mood.kind == 0) last_progress = steps;  // there may be more from now on
+    }
+    if (steps - last_progress > patience) {
       if (mood.kind == 0) {
         clock_ns += kJump;
         if (++jumps > kMostJumps) fail("nobody gets any further");
       }
       mood = {0, 0, 0, steps + 2 * patience};
-    }
-    if (steps >= mood.until) {
-      mood = {draw(7), draw(num_ranks), draw(64),
-              steps + 1000 + draw(draw(4) ? 50'000 : 1'000'000)};
+      last_progress = steps;
     }
     if (!bulk_loads.empty() && draw(4000) == 0) {
       finish_load(bulk_loads.begin() + draw(bulk_loads.size()));
@@ -308,7 +322,17 @@ char* static_shared(int declaration, std::size_t bytes) {
 void warp_barrier() {
   Warp& all = warp();
   if (lane() == 0 && ++all.barriers > kWarpBarriersOfLook) note_progress();
+  show_to_warp();
   all.barrier.wait();
+  self().view.seen = std::max(self().view.seen, all.seen);
+}
+
+bool cta_barrier(bool vote) {
+  note_progress();
+  show_to_cta();
+  const bool result = self().cta->barrier.wait(vote);
+  self().view.seen = std::max(self().view.seen, self().cta->seen);
+  return result;
 }
 
 long shuffle(long value, int from) {
@@ -335,7 +359,7 @@ void start_load(void* shared, const void* global, int bytes, std::uint64_t* full
   char* to = static_cast<char*>(shared);
   EMU_REQUIRE(memory.data() <= to && to + bytes <= memory.data() + memory.size());
   EMU_REQUIRE(find_load(full) == bulk_loads.end());
-  Copy load{to, static_cast<const char*>(global), bytes};
+  Copy load{to, static_cast<const char*>(global), bytes, self().view.seen};
   if (draw(2) == 0) load.do_read();
   std::memset(to, 0x77, bytes);  // what is there before the load has come must not be used
   bulk_loads.push_back({full, std::move(load), self().rank});

@@ -6,7 +6,7 @@
 // held back. Asynchronous copies happen at a random moment between their start and the wait for
 // them.  The clock stands still as long as anybody gets any further, and jumps when nobody does.
 //
-// What it does not show is the order in which a GPU's memory accesses become visible.
+// In which order memory accesses become visible: visibility.h.
 #pragma once
 
 #include <setjmp.h>
@@ -20,6 +20,8 @@
 #include <string>
 #include <type_traits>
 #include <vector>
+
+#include "visibility.h"
 
 namespace emu {
 
@@ -89,6 +91,7 @@ class Barrier {
 struct Warp {
   Barrier barrier{kWarpSize};
   int barriers = 0;  // since one of it let others run
+  long seen = 0;     // by those who have come to a barrier
   long values[kWarpSize];
 };
 
@@ -98,6 +101,8 @@ struct Cta {
   std::map<int, std::unique_ptr<char[]>> statics;  // by declaration
   Barrier barrier;
   std::vector<Warp> warps;
+  std::vector<Fiber*> fibers;  // those that run
+  long seen = 0;               // by those who have come to a barrier or a fence
 };
 
 // A copy between memories that is under way.
@@ -105,6 +110,8 @@ struct Copy {
   char* to;
   const char* from;
   int bytes;
+  long seen = 0;  // by the thread, when it is a load
+  bool is_store = false;
   std::vector<char> read = {};
   bool is_read = false, is_written = false;
 
@@ -121,6 +128,7 @@ struct Fiber {
   std::vector<Copies> stores, loads;
   Copies open_stores, open_loads;
   std::uint64_t not_before = 0;  // on the clock
+  View view;
 
   std::function<void()> body;
   std::unique_ptr<char[]> stack;
@@ -175,6 +183,7 @@ T& shared(int declaration) {
 long shuffle(long value, int from);
 unsigned ballot(bool vote);
 void warp_barrier();
+bool cta_barrier(bool vote);
 
 // Copies into shared memory that complete a phase of `full`.
 void start_load(void* shared, const void* global, int bytes, std::uint64_t* full);

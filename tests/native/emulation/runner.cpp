@@ -40,12 +40,16 @@ World::World(const Sizes& sizes) : states_(sizes.ranks), mailboxes_(sizes.ranks)
   for (int rank = 0; rank < sizes.ranks; ++rank) {
     Memory& control = control_.emplace_back(shared_.control.num_bytes(), 0);
     Memory& rows = rows_.emplace_back(shared_.dispatch_bytes * (2 + sizes.ranks), kGarbage);
+    emu::add_window(control.data<char>(), control.num_bytes());
+    emu::add_window(rows.data<char>(), rows.num_bytes());
     shared_.control_of[rank] = control.data<char>();
     shared_.rows_of[rank] = rows.data<char>();
     std::memset(static_cast<void*>(&states_[rank]), 0, sizeof(State));
     std::memset(static_cast<void*>(&mailboxes_[rank]), 0, sizeof(Mailbox));
   }
 }
+
+World::~World() { emu::forget_windows(); }
 
 Rank World::of(int rank) const {
   Rank me = shared_;
@@ -173,6 +177,7 @@ void Runner::plan(const Step& step) {
   }
   receive(plan, routing, most_pairs, most_picks, parts, sms);
   plan.is_made = !routing.is_refused();
+  if (plan.is_made && !has_failed()) check_routes(plan, routing);
   for (int i = 0; i < local && has_counted; ++i) {
     require(job.tokens_per_expert[i] == routing.padded[me_.rank][i] &&
                 job.routed_per_expert[i] == routing.routed[me_.rank][i],
@@ -181,6 +186,41 @@ void Runner::plan(const Step& step) {
   if (has_counted) {
     require(*job.num_dropped == routing.num_dropped[me_.rank], "plan: dropped picks");
   }
+}
+
+void Runner::check_routes(const Plan& plan, const Routing& routing) {
+  const ReceivedRoutes& routes = plan.received;
+  const int chunks = routing.most_chunks();
+  int pair = 0, pick = 0;
+  for (int source = 0; source < sizes_.ranks; ++source) {
+    require(routes.first_pair[source] == pair, "plan: first pair of rank ", source);
+    for (int token = 0; token < chunks * kChunk; ++token) {
+      const int* chunk_pair = routes.chunk_pair + source * (chunks + 1) + token / kChunk;
+      require(token % kChunk != 0 || *chunk_pair == pair, "plan: first pair of a chunk of rank ",
+              source);
+      if (token >= routing.num_tokens[source]) continue;
+      std::vector<std::pair<int, int>> picks;  // expert, and where it is named
+      for (int i = token * routing.top_k; i < (token + 1) * routing.top_k; ++i) {
+        const int expert = routing.experts[source][i];
+        const bool is_here = routing.slots[source][i] >= 0 && expert / sizes_.local == me_.rank;
+        if (is_here) picks.emplace_back(expert, i);
+      }
+      if (picks.empty()) continue;
+      std::sort(picks.begin(), picks.end());
+      require(routes.pair_token[pair] == token && routes.pair_first[pair] == pick, "plan: pair ",
+              pair, " on rank ", me_.rank, ", of rank ", source);
+      ++pair;
+      for (const auto& [expert, i] : picks) {
+        require(routes.pick_slot[pick] == routing.slots[source][i] && routes.pick_home[pick] == i,
+                "plan: pick ", pick, " on rank ", me_.rank, ", of rank ", source);
+        ++pick;
+      }
+    }
+    require(routes.chunk_pair[source * (chunks + 1) + chunks] == pair, "plan: end of rank ",
+            source);
+  }
+  require(routes.first_pair[sizes_.ranks] == pair && routes.pair_first[pair] == pick,
+          "plan: end of the routes");
 }
 
 void Runner::dispatch(const Step& step) {

@@ -20,6 +20,7 @@ constexpr int kSms = 8;
 class World {
  public:
   explicit World(const Sizes& sizes);
+  ~World();
 
   // What `rank`'s kernels get.
   ncclep::native::Rank of(int rank) const;
@@ -67,6 +68,7 @@ class Runner {
   };
 
   void plan(const Step& step);
+  void check_routes(const Plan& plan, const Routing& routing);
   void dispatch(const Step& step);
   void combine(const Step& step);
 

@@ -50,19 +50,26 @@ struct Place {
 
 // --- barriers, fences, votes ---------------------------------------------------------------------
 
-inline int __syncthreads_and(bool vote) {
-  emu::note_progress();
-  return emu::self().cta->barrier.wait(vote);
-}
+inline int __syncthreads_and(bool vote) { return emu::cta_barrier(vote); }
 inline int __syncthreads_or(bool vote) { return !__syncthreads_and(!vote); }
 inline void __syncthreads() { __syncthreads_and(true); }
 inline void __syncwarp() {
   emu::warp_barrier();
   emu::maybe_yield();
 }
-inline void __threadfence() { emu::maybe_yield(); }
-inline void __threadfence_block() { emu::maybe_yield(); }
-inline void __threadfence_system() { emu::maybe_yield(); }
+inline void __threadfence_block() {
+  emu::fence_cta();
+  emu::maybe_yield();
+}
+inline void __threadfence() {
+  emu::acquire();
+  __threadfence_block();
+}
+inline void __threadfence_system() {
+  emu::release();
+  emu::acquire();
+  __threadfence_block();
+}
 inline void __nanosleep(unsigned int) { emu::yield(); }
 inline unsigned int __ballot_sync(unsigned int, bool vote) { return emu::ballot(vote); }
 inline bool __all_sync(unsigned int, bool vote) { return emu::ballot(vote) == ~0u; }
@@ -82,11 +89,13 @@ inline int __shfl_up_sync(unsigned int, int value, int distance) {
 
 template <typename T>
 T __ldcg(const T* from) {
-  return *from;
+  T value;
+  emu::load(&value, from, sizeof(T), emu::self().view.seen);
+  return value;
 }
 template <typename T>
 T __ldcv(const T* from) {
-  return *from;
+  return __ldcg(from);
 }
 template <typename T, typename Value>
 void __stcg(T* to, Value value) {
@@ -98,8 +107,9 @@ template <typename T, typename Change>
 T atomically(T* word, Change&& change) {
   emu::maybe_yield();
   const T was = *word;
-  *word = change(was);
-  if (*word == was) {
+  const T is = change(was);
+  emu::store_for_all(word, &is, sizeof(T));
+  if (is == was) {
     emu::yield();  // a look, perhaps again and again
   } else {
     emu::note_progress();

@@ -6,7 +6,8 @@
 namespace ncclep {
 
 inline void copy_async(void* shared, const void* global) {
-  emu::Copy copy{static_cast<char*>(shared), static_cast<const char*>(global), 16};
+  emu::Copy copy{static_cast<char*>(shared), static_cast<const char*>(global), 16,
+                 emu::self().view.seen};
   if (emu::draw(2) == 0) copy.do_read();
   std::memset(shared, 0x77, 16);  // what is there before the copy has come must not be used
   emu::self().open_loads.push_back(std::move(copy));

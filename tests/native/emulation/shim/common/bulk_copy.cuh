@@ -24,7 +24,7 @@ inline void wait_for_load(std::uint64_t* full, int parity) { emu::wait_for_load(
 inline void start_store(void* global, const void* shared, int bytes) {
   require_vectors(shared, global, bytes);
   emu::self().open_stores.push_back(
-      {static_cast<char*>(global), static_cast<const char*>(shared), bytes});
+      {static_cast<char*>(global), static_cast<const char*>(shared), bytes, 0, true});
 }
 inline void commit_stores() {
   emu::self().stores.push_back(std::move(emu::self().open_stores));

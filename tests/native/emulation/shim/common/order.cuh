@@ -1,4 +1,4 @@
-// csrc/common/order.cuh on the emulator, where everything is seen at once and in order.
+// csrc/common/order.cuh on the emulator.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,13 +15,20 @@ inline std::uint64_t load_relaxed(const std::uint64_t* word) {
   emu::yield();
   return *word;
 }
-inline std::uint64_t load_acquire(const std::uint64_t* word) { return load_relaxed(word); }
-inline void fence_system() { emu::maybe_yield(); }
+inline std::uint64_t load_acquire(const std::uint64_t* word) {
+  const std::uint64_t value = load_relaxed(word);
+  emu::acquire();
+  return value;
+}
+inline void fence_system() { __threadfence_system(); }
 inline void store_relaxed(std::uint64_t* word, std::uint64_t value) {
   emu::maybe_yield();
-  *word = value;
+  emu::store_for_all(word, &value, sizeof(value));
   emu::note_progress();
 }
-inline void store_release(std::uint64_t* word, std::uint64_t value) { store_relaxed(word, value); }
+inline void store_release(std::uint64_t* word, std::uint64_t value) {
+  emu::release();
+  store_relaxed(word, value);
+}
 
 }  // namespace ncclep
