@@ -30,20 +30,20 @@ pytestmark = [
 
 # Kind of sequence (emulation/sequence.h), ranks, sequences.
 UNBROKEN = [
-    ("rows", 1, 8),
-    ("rows", 2, 8),
-    ("rows", 3, 8),
-    ("rows", 5, 3),
+    ("rows", 1, 4),
+    ("rows", 2, 6),
+    ("rows", 3, 6),
+    ("rows", 5, 2),
     ("dispatches", 2, 4),
-    ("combines", 5, 1),
+    ("combines", 3, 2),
     ("chunks", 1, 4),
-    ("chunks", 3, 3),
+    ("chunks", 3, 2),
     ("experts", 2, 8),
     ("experts", 5, 2),
     ("plans", 3, 8),
     ("failures", 1, 6),
-    ("failures", 2, 16),
-    ("failures", 4, 4),
+    ("failures", 2, 12),
+    ("failures", 4, 3),
     ("late", 3, 8),
 ]
 
