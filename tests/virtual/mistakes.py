@@ -13,7 +13,8 @@ Between rounds, which take most of their time to compare, one plan is dispatched
 and again with rows that are one more each time: what is read too early is the last turn's, or that
 of two turns ago.
 
-The emulation of tests/native cannot see these: its memory is in order.
+The emulation of tests/native notices three of them, by a model of what others see; here the memory
+is real.
 """
 
 from __future__ import annotations
