@@ -8,10 +8,13 @@ be noticed.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,29 +25,45 @@ HERE = Path(__file__).parent / "emulation"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 SEQUENCE_S = 60.0  # at most, on a slow and busy machine
+MOST_SEQUENCES = 32  # until a mistake is noticed
+
+Ended = Future[subprocess.CompletedProcess[str]]
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (c++ or g++) on PATH"),
     pytest.mark.skipif(sys.platform != "linux", reason="the emulator's fibers are for Linux"),
 ]
 
-# Kind of sequence (emulation/sequence.h), ranks, sequences.
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of a kind (emulation/sequence.h), and which of MISTAKES is made; -1: none."""
+
+    kind: str
+    ranks: int
+    sequences: int
+    mistake: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.ranks}"
+
+
 UNBROKEN = [
-    ("rows", 1, 4),
-    ("rows", 2, 6),
-    ("rows", 3, 6),
-    ("rows", 5, 2),
-    ("dispatches", 2, 4),
-    ("combines", 3, 2),
-    ("chunks", 1, 4),
-    ("chunks", 3, 2),
-    ("experts", 2, 8),
-    ("experts", 5, 2),
-    ("plans", 3, 8),
-    ("failures", 1, 6),
-    ("failures", 2, 12),
-    ("failures", 4, 3),
-    ("late", 3, 8),
+    Case("rows", 1, 4),
+    Case("rows", 2, 6),
+    Case("rows", 3, 6),
+    Case("rows", 5, 2),
+    Case("dispatches", 2, 4),
+    Case("combines", 3, 2),
+    Case("chunks", 1, 4),
+    Case("chunks", 3, 2),
+    Case("experts", 2, 8),
+    Case("experts", 5, 2),
+    Case("plans", 3, 8),
+    Case("failures", 1, 6),
+    Case("failures", 2, 12),
+    Case("failures", 4, 3),
+    Case("late", 3, 8),
 ]
 
 
@@ -255,25 +274,39 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "rounds"
 
 
-def run_rounds(
-    program: Path, kind: str, ranks: int, sequences: int, change: int
-) -> subprocess.CompletedProcess[str]:
-    command = [str(program), kind, *map(str, (ranks, 0, sequences, change))]
-    limit = SEQUENCE_S * sequences
+def run_rounds(program: Path, case: Case) -> subprocess.CompletedProcess[str]:
+    numbers = (case.ranks, 0, case.sequences, case.mistake)
+    command = [str(program), case.kind, *map(str, numbers)]
+    limit = SEQUENCE_S * case.sequences
     return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
 
 
-@pytest.mark.parametrize(("kind", "ranks", "sequences"), UNBROKEN)
-def test_sequences_are_the_oracles(rounds: Path, kind: str, ranks: int, sequences: int) -> None:
-    ended = run_rounds(rounds, kind, ranks, sequences, -1)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.splitlines()[-1].startswith(f"OK: {sequences} sequences")
+@pytest.fixture(scope="module")
+def ended(rounds: Path, request: pytest.FixtureRequest) -> Iterator[dict[Case, Ended]]:
+    """What becomes of the cases of all tests that were selected: they run on all cores."""
+    mine = (item for item in request.session.items if item.path == request.path)
+    pool = ThreadPoolExecutor(os.cpu_count())
+    cases = [item.callspec.params["case"] for item in mine if isinstance(item, pytest.Function)]
+    yield {case: pool.submit(run_rounds, rounds, case) for case in cases}
+    pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_noticed(rounds: Path, mistake: str) -> None:
-    what = MISTAKES[mistake]
-    number = list(MISTAKES).index(mistake)
-    ended = run_rounds(rounds, what.kind, what.ranks, 32, number)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert re.match(f"FAILED: ({what.notice})", ended.stdout.splitlines()[-1])
+@pytest.mark.parametrize("case", UNBROKEN, ids=str)
+def test_sequences_are_the_oracles(ended: dict[Case, Ended], case: Case) -> None:
+    run = ended[case].result()
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1].startswith(f"OK: {case.sequences} sequences")
+
+
+@pytest.mark.parametrize(
+    ("case", "notice"),
+    [
+        (Case(mistake.kind, mistake.ranks, MOST_SEQUENCES, number), mistake.notice)
+        for number, mistake in enumerate(MISTAKES.values())
+    ],
+    ids=MISTAKES,
+)
+def test_mistakes_are_noticed(ended: dict[Case, Ended], case: Case, notice: str) -> None:
+    run = ended[case].result()
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert re.match(f"FAILED: ({notice})", run.stdout.splitlines()[-1])
