@@ -243,6 +243,8 @@ HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _OPTIMIZER_GRAPH_MODULE: (_change_optimizer_graph,),
     _ARGUMENTS_MODULE: (_change_add_arguments, _change_parse_args),
 }
+# Modules of these that an older Megatron-Core lacks, together with what is hooked there.
+NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE,)
 
 
 @contextmanager

@@ -82,6 +82,9 @@ def megatron_core() -> Iterator[Finding]:
         ):
             yield Finding(name, "not in this wheel; scripts bring it from a Megatron-LM checkout")
             continue
+        if name in integration.NOT_EVERYWHERE and importlib.util.find_spec(name) is None:
+            yield Finding(name, "not in this version, which needs no hook there")
+            continue
         yield _hook_point(name)
 
 
