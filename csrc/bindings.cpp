@@ -16,6 +16,7 @@
 #include "common/cuda.h"
 #include "common/tensor_caster.h"
 #include "host/exchange.h"
+#include "native/call.h"
 #include "native/check_windows.h"
 #include "native/group.h"
 #include "native/split.h"
@@ -88,6 +89,9 @@ void bind_host(py::module_& module) {
             return all;
           },
           "mine"_a, "what"_a, "timeout_s"_a)
+      .def("enter", &HostExchange::enter, "call"_a)
+      .def("refuse", &HostExchange::refuse, "reason"_a)
+      .def("refusal", &HostExchange::refusal, "rank"_a)
       .def("lost", &HostExchange::lost, Unlocked())
       .def("close", &HostExchange::close, Unlocked());
 }
@@ -174,6 +178,7 @@ void bind_nccl_ep(py::module_& module) {
 void bind_native(py::module_& module) {
   using ncclep::native::Failure;
   using ncclep::native::Group;
+  using ncclep::native::Phase;
   using ncclep::native::Plan;
   using ncclep::native::PlanSizes;
   py::class_<PlanSizes>(module, "NativePlanSizes")
@@ -182,15 +187,20 @@ void bind_native(py::module_& module) {
       .def_readonly("num_picks", &PlanSizes::num_picks)
       .def_readonly("bad_ranks", &PlanSizes::bad_ranks);
   py::class_<Failure>(module, "NativeFailure")
-      .def_readonly("phase", &Failure::phase)
+      .def_property_readonly(
+          "reason", [](const Failure& failure) { return static_cast<int>(failure.reason); })
+      .def_property_readonly("phase",
+                             [](const Failure& failure) { return static_cast<int>(failure.phase); })
       .def_readonly("peer", &Failure::peer)
       .def_readonly("epoch", &Failure::epoch)
-      .def_readonly("deadline_s", &Failure::deadline_s);
+      .def_readonly("deadline_s", &Failure::deadline_s)
+      .def_readonly("own_call", &Failure::own_call)
+      .def_readonly("peer_call", &Failure::peer_call);
   py::class_<Plan>(module, "NativePlan")
-      .def(py::init([](const Tensor& counts, const Tensor& home, int num_chunks, int top_k) {
-             return Plan{counts, home, num_chunks, top_k};
-           }),
-           "counts"_a, "home"_a, "num_chunks"_a, "top_k"_a);
+      .def(py::init(
+               [](const Tensor& counts, const Tensor& home, int num_chunks, int top_k,
+                  std::uint64_t number) { return Plan{counts, home, num_chunks, top_k, number}; }),
+           "counts"_a, "home"_a, "num_chunks"_a, "top_k"_a, "number"_a);
   py::class_<Group, std::shared_ptr<Group>>(module, "NativeGroup")
       .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a.none(false),
            "num_experts"_a, "timeout_s"_a)
@@ -224,10 +234,8 @@ void bind_native(py::module_& module) {
       .def_property_readonly("max_top_k", &Group::max_top_k)
       .def_property_readonly("row_bytes", &Group::row_bytes)
       .def("routes_size", &Group::routes_size, "max_pairs"_a, "max_picks"_a, "num_chunks"_a)
-      .def("plan_drop", &Group::plan_drop, "plan"_a, "topk_idx"_a, "alignment"_a, "max_recv_rows"_a,
-           "kept"_a, "num_sms"_a, "stream"_a)
-      .def("plan_count", &Group::plan_count, "plan"_a, "topk_idx"_a, "alignment"_a, "is_static"_a,
-           "num_sms"_a, "stream"_a)
+      .def("plan", &Group::plan, "plan"_a, "topk_idx"_a, "alignment"_a, "max_recv_rows"_a, "kept"_a,
+           "max_pairs"_a, "max_picks"_a, "routes"_a, "num_sms"_a, "stream"_a)
       .def("plan_receive", &Group::plan_receive, "plan"_a, "max_pairs"_a, "max_picks"_a, "routes"_a,
            "num_sms"_a, "stream"_a)
       .def(
@@ -246,7 +254,16 @@ void bind_native(py::module_& module) {
       .def("sums_size", &Group::sums_size, "plan"_a, "num_sms"_a, "row_bytes"_a)
       .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "sums"_a, "out"_a, "home_w"_a,
            "num_sms"_a, "stream"_a)
+      .def(
+          "refuse",
+          [](Group& group, std::uint32_t phase, std::uintptr_t stream) {
+            ncclep::require(0 < phase && phase <= static_cast<std::uint32_t>(Phase::kCombine),
+                            "phase ", phase, ": must be one of Phase");
+            group.refuse(static_cast<Phase>(phase), stream);
+          },
+          "phase"_a, "stream"_a)
       .def("failure", &Group::failure);
+  module.def("call_values", &ncclep::native::values_of, "call"_a);
   module.def(
       "split_dispatch",
       [](int num_ctas) {

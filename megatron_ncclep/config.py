@@ -19,6 +19,13 @@ MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
 OPTION_PREFIX = "ncclep_"
 
 
+def _switch(text: str) -> bool:
+    try:
+        return envs.switch(text)
+    except ValueError as error:  # whose text argparse would not show
+        raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
+
+
 def _option(default: Any, parse: Any, help: str) -> Any:
     return field(default=default, metadata={"parse": parse, "help": help})
 
@@ -52,6 +59,13 @@ class EpConfig:
         "seconds that a rank waits for the others before it raises an error; ranks may differ",
     )
 
+    check_calls: bool = _option(
+        False,
+        _switch,
+        "true: the ranks' hosts agree in every call before it moves anything, so that a wrong "
+        "argument is an error in that call, and not in one of the next; slower, for debugging",
+    )
+
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str):
             raise InputError(f"engine {self.engine!r}: must be the name of an engine, or 'auto'")
@@ -69,6 +83,8 @@ class EpConfig:
                 f"max_recv_rows {self.max_recv_rows}: must be a multiple of the alignment "
                 f"{self.alignment}, so that the last block ends inside the tensor"
             )
+        if not isinstance(self.check_calls, bool):
+            raise InputError(f"check_calls {self.check_calls!r}: must be True or False")
         is_number = isinstance(self.timeout_s, int | float)
         if not (is_number and MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S):  # nan is neither
             raise InputError(

@@ -15,7 +15,8 @@ from typing import Any
 from megatron_ncclep.errors import InputError
 
 
-def _switch(text: str) -> bool:
+def switch(text: str) -> bool:
+    """Turn 1 or 0, true or false, on or off into a bool; raises ValueError for anything else."""
     values = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
     if text.lower() not in values:
         raise ValueError(f"not one of {', '.join(values)}")
@@ -55,7 +56,7 @@ class EnvVar:
 VARIABLES = {
     variable.name: variable
     for variable in (
-        EnvVar("NCCLEP_AUTOLOAD", _switch, True, "0: `import torch` does not load the integration"),
+        EnvVar("NCCLEP_AUTOLOAD", switch, True, "0: `import torch` does not load the integration"),
         EnvVar("NCCLEP_LOG", _log_level, "INFO", "log level: debug, info, warning or error"),
         # The defaults of EpConfig's options; a value given in code or on the command line wins.
         EnvVar("NCCLEP_ENGINE", str, None, "engine name, as --ncclep-engine"),
@@ -63,7 +64,8 @@ VARIABLES = {
         EnvVar("NCCLEP_MAX_RECV_ROWS", int, None, "static mode: rows of the dispatched tensor"),
         EnvVar("NCCLEP_NUM_SMS", int, None, "SMs that the engine's kernels may use"),
         EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds a rank waits for the others"),
-        EnvVar("NCCLEP_HOST_EXCHANGE", _switch, True, "0: ranks agree without shared memory"),
+        EnvVar("NCCLEP_CHECK_CALLS", switch, None, "1: the ranks' hosts agree in every call"),
+        EnvVar("NCCLEP_HOST_EXCHANGE", switch, True, "0: ranks agree without shared memory"),
         # Where libraries and tools are that engines use; unset, they are looked for.
         EnvVar("NCCLEP_NCCL_LIBRARY", Path, None, "path of the libnccl.so.2 that engines open"),
         EnvVar("NCCLEP_NCCL_EP_LIBRARY", Path, None, "path of NVIDIA's libnccl_ep.so"),

@@ -27,6 +27,13 @@ class InputError(EpError, ValueError):
     """An argument is wrong on some rank; every rank of the group raises it with the same text."""
 
 
+class RefusedError(InputError):
+    """A rank has refused a call in which no rank waited for it; its group goes no further.
+
+    The rank raises it at once, the others at their next call; see docs/contract.md.
+    """
+
+
 class UnsupportedError(EpError, ValueError):
     """A Megatron option or a configuration that this dispatcher does not support."""
 

@@ -22,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kCacheLine = 64;
 // Says that the memory is laid out as below; change it with the layout.
-constexpr std::uint64_t kLayout = 0x6e63636c65700002;
+constexpr std::uint64_t kLayout = 0x6e63636c65700003;
 
 // A wait asks without pause this often (a few microseconds), then gives its core away until
 // kYieldTime, then sleeps, so that the ranks it waits for run where there are fewer cores than
@@ -89,6 +89,9 @@ struct alignas(kCacheLine) HostExchange::Rank {
   std::uint64_t process_namespace;
   std::atomic<std::uint64_t> gave_up_at;  // the sequence number; 0: it has not
   std::atomic<std::uint64_t> is_closed;
+  std::atomic<std::uint64_t> call;           // that it has come to
+  std::atomic<std::uint64_t> reason_length;  // of what follows; 0: it has refused nothing
+  char reason[kReasonBytes];
   Slot slots[2];
 };
 
@@ -231,6 +234,33 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
   require_equal_lengths(total, what);
 }
 
+void HostExchange::enter(std::uint64_t call) {
+  const std::lock_guard<std::mutex> alone(mutex_);
+  if (segment_ != nullptr) segment_->ranks[rank_].call.store(call, std::memory_order_release);
+}
+
+void HostExchange::refuse(const std::string& reason) {
+  const std::lock_guard<std::mutex> alone(mutex_);
+  if (segment_ == nullptr) return;
+  Rank& own = segment_->ranks[rank_];
+  const std::size_t length = std::min(reason.size(), kReasonBytes);
+  own.reason_length.store(0, std::memory_order_release);
+  std::memcpy(own.reason, reason.data(), length);
+  own.reason_length.store(length, std::memory_order_release);
+}
+
+std::string HostExchange::refusal(int rank) {
+  const std::lock_guard<std::mutex> alone(mutex_);
+  require(0 <= rank && rank < num_ranks_, "rank ", rank, " of ", num_ranks_);
+  return segment_ == nullptr ? "" : reason_of(rank);
+}
+
+std::string HostExchange::reason_of(int rank) const {
+  const Rank& peer = segment_->ranks[rank];
+  return {peer.reason, std::min<std::size_t>(peer.reason_length.load(std::memory_order_acquire),
+                                             kReasonBytes)};
+}
+
 // Says why `rank` will write nothing more; empty when it may.
 std::string HostExchange::why_gone(int rank) const {
   const Rank& peer = segment_->ranks[rank];
@@ -247,7 +277,17 @@ std::string HostExchange::why_gone(int rank) const {
 std::string HostExchange::why_never(int rank) const {
   const std::uint64_t end = segment_->ranks[rank].gave_up_at.load(std::memory_order_acquire);
   if (end != 0 && end <= sequence_) return kGaveUp;
-  const std::string reason = why_gone(rank);
+  std::string reason = why_gone(rank);
+  if (reason.empty()) {
+    const std::uint64_t call = segment_->ranks[rank].call.load(std::memory_order_acquire);
+    const std::string refusal = reason_of(rank);
+    if (!refusal.empty()) {
+      reason = "refused a call (" + refusal + ")";
+    } else if (call > segment_->ranks[rank_].call) {
+      reason = join_text("has gone on to call ", call, " while this rank is in call ",
+                         segment_->ranks[rank_].call.load());
+    }
+  }
   // It may have come just before that.
   return reason.empty() || has_come(rank) ? "" : reason;
 }

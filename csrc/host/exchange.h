@@ -34,6 +34,8 @@ class HostExchange {
   // How often a wait looks for dead peers and calls `poll`.
   static constexpr double kCheckInterval = 0.05;
 
+  // Bytes that are kept of a refusal.
+  static constexpr std::size_t kReasonBytes = 512;
   // Bytes of a token.
   static constexpr std::size_t kTokenBytes = 16;
 
@@ -49,11 +51,20 @@ class HostExchange {
   // Writes every rank's `length` bytes, in the order of ranks, to `all`.  Collective.
   //
   // `what` names the call in errors.  `poll` is called now and then in a long wait and may throw.
-  // Throws PeerError when a rank has died, has closed its end or does not come within `timeout_s`
-  // seconds; it names these ranks, and all later calls of this rank throw at once.  Throws
-  // PeerError on all ranks, and goes on working, when the lengths differ.
+  // Throws PeerError when a rank has died, has closed its end, has gone on to a later call, has
+  // refused one, or does not come within `timeout_s` seconds; it names these ranks, and all later
+  // calls of this rank throw at once.  Throws PeerError on all ranks, and goes on working, when the
+  // lengths differ.
   void exchange(const char* mine, std::size_t length, char* all, const std::string& what,
                 double timeout_s, const std::function<void()>& poll);
+
+  // Writes down that this rank has come to call number `call`, for those that wait in an exchange of
+  // an earlier one.  Numbers grow.  Not collective, and does not wait, as the next two.
+  void enter(std::uint64_t call);
+  // Writes down why this rank has refused a call and goes no further; empty: it has not, after all.
+  void refuse(const std::string& reason);
+  // What `rank` wrote down last.
+  std::string refusal(int rank);
 
   // Says which ranks have died, have closed their end or gave up, and will not come to the next
   // exchange; empty when none has, and after `close`.  Not collective, and does not wait.
@@ -79,6 +90,7 @@ class HostExchange {
   void raise_if_lost(bool is_late, const std::string& what, double timeout_s) const;
   void require_equal_lengths(std::size_t length, const std::string& what) const;
   Slot& slot(int rank) const;
+  std::string reason_of(int rank) const;
 
   const int num_ranks_;
   const int rank_;

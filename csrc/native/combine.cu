@@ -26,6 +26,7 @@
 #include "common/launch.h"
 #include "native/add_up.cuh"
 #include "native/combine.h"
+#include "native/entry.cuh"
 #include "native/pairs.cuh"
 #include "native/progress.cuh"
 #include "native/ring.cuh"
@@ -43,7 +44,8 @@ using AddUpRing = PieceRing<5>;
 // One adding warp's share of the pairs.
 template <typename T>
 __device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool sends,
-                    AddUpRing& ring, Books& books, int warp, std::uint64_t epoch) {
+                    AddUpRing& ring, Books& books, int warp, std::uint64_t entry,
+                    std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
   PairCursor cursor(me, routes, crew, warp);
@@ -84,8 +86,7 @@ __device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool s
     second = find();
     find_slot(following);
     if (!has_entered) {
-      const auto* word = signal_word(me.control_of[me.rank], me.control, kEntered, source);
-      has_entered = __all_sync(~0u, wait_for(me, Phase::kCombine, source, word, epoch));
+      has_entered = __all_sync(~0u, wait_for_entry(me, Phase::kCombine, source, entry, epoch) != 0);
       if (!has_entered) return now.is_there = false;
     }
     sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
@@ -207,7 +208,8 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
 }
 
 // All threads call this last.
-__device__ void finish(const Rank& me, const Combine& job, std::uint64_t epoch) {
+__device__ void finish(const Rank& me, const Combine& job, std::uint64_t entry,
+                       std::uint64_t epoch) {
   if (!leave(me)) return;
   if (has_failed(me)) {
     spoil(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);
@@ -215,7 +217,10 @@ __device__ void finish(const Rank& me, const Combine& job, std::uint64_t epoch) 
       spoil(job.home_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
     }
   }
-  if (threadIdx.x == 0) me.state->epoch = epoch;
+  if (threadIdx.x == 0) {
+    me.state->entries = entry;
+    me.state->epoch = epoch;
+  }
 }
 
 template <typename T, bool kHasParts>
@@ -226,23 +231,24 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   __shared__ const char* parts[kWarps][kWarpSize];
   __shared__ Progress progress;
   __shared__ Books books;
-  const std::uint64_t epoch = current_epoch(me);
+  const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   const int warp = threadIdx.x / kWarpSize, cta = blockIdx.x;
   progress.clear();
   books.clear();
   if (had_failed(me)) {
-    finish(me, job, epoch);
+    finish(me, job, entry, epoch);
     return;
   }
-  if (cta == 0 && threadIdx.x < me.control.num_ranks) {
-    store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
+  if (cta == 0) {
+    enter(me, entry);
+    if (warp == 0) compare_entries(me, Phase::kCombine, entry, epoch);
   }
   auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);
   if (cta < split.adding) {
     const Crew crew{split.adding, kAddingWarps, cta};
     const bool sends = split.sending == 0;
     if (warp < kAddingWarps) {
-      add<T>(me, job, crew, sends, add_up_rings[warp], books, warp, epoch);
+      add<T>(me, job, crew, sends, add_up_rings[warp], books, warp, entry, epoch);
     } else {
       keep_books(me, job.routes, crew, books, [&](const Batch& batch) {
         if (sends) {
@@ -258,7 +264,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     if (warp < shape.warps) {
       Ring ring{memory + warp * kRingStages * shape.piece_bytes, full[warp]};
       ring.init();
-      send(me, job, crew, shape, ring, progress, books, warp, epoch);
+      send(me, job, crew, shape, ring, progress, books, warp, entry, epoch);
     } else if (warp == kWarps - 2) {
       const auto flag = [&](int source, int unit) { return added_flag(me, source, unit); };
       watch(me, Phase::kCombine, epoch, needed_units(me, job.routes), flag, progress);
@@ -269,7 +275,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     __syncthreads();  // its rings lie where those for sums will
   }
   sum_up<T, kHasParts>(me, job, add_up_rings[warp], parts[warp], epoch);
-  finish(me, job, epoch);
+  finish(me, job, entry, epoch);
 }
 
 template <typename T>

@@ -12,7 +12,8 @@
 // it has seen all, it puts the weights into their slots.
 //
 // The window has two halves, for dispatches that follow each other: a rank that is still pulling
-// the last dispatch is not disturbed by this one.
+// the last dispatch is not disturbed by this one.  Nobody pulls the one before it any more: all
+// ranks had entered the last dispatch when this one left it (entry.cuh).
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -20,6 +21,7 @@
 
 #include "common/launch.h"
 #include "native/dispatch.h"
+#include "native/entry.cuh"
 #include "native/progress.cuh"
 #include "native/ring.cuh"
 #include "native/split.h"
@@ -124,14 +126,6 @@ __device__ void stage(const Rank& me, const Dispatch& job, const RingShape& shap
   const Control& layout = me.control;
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
-  // Whoever still pulls the dispatch before the last pulls from this half of the window.
-  const std::uint64_t last = me.state->last_dispatch;
-  bool is_free = true;
-  if (thread < layout.num_ranks) {
-    is_free = wait_for(me, Phase::kDispatch, thread,
-                       signal_word(me.control_of[me.rank], layout, kEntered, thread), last);
-  }
-  if (!__syncthreads_and(is_free)) return;
   for (int phase = first_phase; phase < end_phase; ++phase) {
     const int start = phase_start(job, phase);
     const int end = min(phase_start(job, phase + 1), job.num_tokens);
@@ -299,15 +293,13 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   extern __shared__ __align__(128) char pieces[];
   __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
   __shared__ Progress progress;
-  const std::uint64_t epoch = current_epoch(me);
+  const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   const std::uint64_t dispatches = *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
   const std::uint64_t parity = dispatches % 2;
   const int warp = threadIdx.x / kWarpSize;
   progress.clear();
   if (!had_failed(me)) {
-    if (blockIdx.x == 0 && threadIdx.x < me.control.num_ranks) {
-      store_release(signal_word(me.control_of[threadIdx.x], me.control, kEntered, me.rank), epoch);
-    }
+    if (blockIdx.x == 0) enter(me, entry);
     const int place = warp - 1;
     const bool has_ring = place >= 0 && place < shape.warps;
     Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
@@ -319,6 +311,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       zero_padding(me, job, split.staging);
     }
     if (warp == 0) {
+      if (blockIdx.x == 0) compare_entries(me, Phase::kDispatch, entry, epoch);
       const auto flag = [&](int source, int phase) {
         return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] +
                                                       me.control.staged()) +
@@ -337,7 +330,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   if (threadIdx.x == 0) {
     me.state->dispatches = dispatches;
-    me.state->last_dispatch = epoch;
+    me.state->entries = entry;
     me.state->epoch = epoch;
   }
 }

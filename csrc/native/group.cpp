@@ -10,11 +10,13 @@
 #include <utility>
 
 #include "common/cuda.h"
+#include "native/call.h"
 #include "native/checks.h"
 #include "native/combine.h"
 #include "native/dispatch.h"
 #include "native/overflow.h"
 #include "native/plan.h"
+#include "native/refusal.h"
 #include "native/split.h"
 
 namespace ncclep::native {
@@ -210,7 +212,7 @@ std::int64_t Group::routes_size(std::int64_t max_pairs, std::int64_t max_picks,
   return ReceivedRoutes::size(control_.num_ranks, num_chunks, max_pairs, max_picks);
 }
 
-Rank Group::rank() const {
+Rank Group::rank(std::uint64_t call) const {
   require(rows_window_ != nullptr && rows_window_->is_open() && state_ != nullptr,
           "the native group has no windows: making them comes first, and close last");
   Rank rank{};
@@ -222,6 +224,7 @@ Rank Group::rank() const {
   rank.state = state_;
   rank.mailbox = mailbox_on_device_;
   rank.deadline_ns = static_cast<std::uint64_t>(timeout_s_ * 1e9);
+  rank.call = call;
   return rank;
 }
 
@@ -252,56 +255,68 @@ void Group::queue(std::uintptr_t stream_handle, const std::function<void()>& lau
   last.capture = capture;
 }
 
-void Group::plan_drop(Plan& plan, const Tensor& topk_idx, int alignment, std::int64_t max_recv_rows,
-                      const Tensor& kept, int num_sms, std::uintptr_t stream) {
+std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
+                          std::int64_t max_recv_rows, const std::optional<Tensor>& kept,
+                          std::int64_t max_pairs, std::int64_t max_picks, const Tensor& routes,
+                          int num_sms, std::uintptr_t stream) {
   check_plan(control_, plan);
   check_topk(plan, topk_idx, alignment);
-  check_drop(plan, max_recv_rows, kept);
-  plan.num_rows = max_recv_rows;
-  Drop job{};
-  job.topk_idx = topk_idx.data;
-  job.is_int64 = topk_idx.dtype == DType::kInt64;
-  job.num_tokens = static_cast<int>(topk_idx.shape.at(0));
-  job.top_k = plan.top_k;
-  job.alignment = alignment;
-  job.max_recv_rows = max_recv_rows;
-  job.kept = pointer<std::int32_t>(kept);
-  job.num_wanted = pointer<std::int64_t>(plan.counts) + 2 * control_.num_local();
-  queue(stream,
-        [&] { drop_what_does_not_fit(rank(), job, plan_scratch(num_sms), num_sms, stream); });
+  if (kept) check_drop(plan, max_recv_rows, *kept);
+  take_routes(plan, max_pairs, max_picks, routes);
+  const PlanScratch scratch = plan_scratch(num_sms);
+  PlanCount count{};
+  count.topk_idx = topk_idx.data;
+  count.is_int64 = topk_idx.dtype == DType::kInt64;
+  count.num_tokens = static_cast<int>(topk_idx.shape.at(0));
+  count.top_k = plan.top_k;
+  count.most_chunks = plan.num_chunks;
+  count.alignment = alignment;
+  count.is_static = kept.has_value();
+  count.tokens_per_expert = pointer<std::int64_t>(plan.counts);
+  count.routed_per_expert = count.tokens_per_expert + control_.num_local();
+  count.num_dropped = count.routed_per_expert + control_.num_local();
+  count.home = home_routes(plan.home);
+  Drop drop{};
+  if (kept) {
+    plan.num_rows = max_recv_rows;
+    drop.topk_idx = count.topk_idx;
+    drop.is_int64 = count.is_int64;
+    drop.num_tokens = count.num_tokens;
+    drop.top_k = plan.top_k;
+    drop.alignment = alignment;
+    drop.max_recv_rows = max_recv_rows;
+    drop.kept = pointer<std::int32_t>(kept);
+    drop.num_wanted = count.num_dropped;
+    count.topk_idx = drop.kept;
+    count.is_int64 = false;
+  } else {
+    if (++ticket_ == 0) ++ticket_;
+    count.ticket = ticket_;
+  }
+  queue(stream, [&] {
+    if (kept) {
+      const Rank me = rank(call_of_plan(plan.top_k, alignment, max_recv_rows));
+      drop_what_does_not_fit(me, drop, scratch, num_sms, stream);
+    }
+    const Rank me = rank();
+    native::plan_count(me, count, scratch, num_sms, stream);
+    native::plan_receive(me, received_routes(plan, control_.num_ranks), scratch, num_sms, stream);
+  });
+  return count.ticket;
 }
 
-std::uint32_t Group::plan_count(const Plan& plan, const Tensor& topk_idx, int alignment,
-                                bool is_static, int num_sms, std::uintptr_t stream) {
-  check_plan(control_, plan);
-  check_topk(plan, topk_idx, alignment);
-  PlanCount job{};
-  job.topk_idx = topk_idx.data;
-  job.is_int64 = topk_idx.dtype == DType::kInt64;
-  job.num_tokens = static_cast<int>(topk_idx.shape.at(0));
-  job.top_k = plan.top_k;
-  job.most_chunks = plan.num_chunks;
-  job.alignment = alignment;
-  job.is_static = is_static;
-  if (!is_static) {
-    if (++ticket_ == 0) ++ticket_;
-    job.ticket = ticket_;
-  }
-  job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
-  job.routed_per_expert = job.tokens_per_expert + control_.num_local();
-  job.num_dropped = job.routed_per_expert + control_.num_local();
-  job.home = home_routes(plan.home);
-  queue(stream, [&] { native::plan_count(rank(), job, plan_scratch(num_sms), num_sms, stream); });
-  return job.ticket;
+void Group::take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
+                        const Tensor& routes) const {
+  check_routes(routes, routes_size(max_pairs, max_picks, plan.num_chunks));
+  plan.max_pairs = plan.num_pairs = max_pairs;
+  plan.max_picks = plan.num_picks = max_picks;
+  plan.routes = routes;
 }
 
 void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
                          const Tensor& routes, int num_sms, std::uintptr_t stream) {
   check_plan(control_, plan);
-  check_routes(routes, routes_size(max_pairs, max_picks, plan.num_chunks));
-  plan.max_pairs = plan.num_pairs = max_pairs;
-  plan.max_picks = plan.num_picks = max_picks;
-  plan.routes = routes;
+  take_routes(plan, max_pairs, max_picks, routes);
   queue(stream, [&] {
     native::plan_receive(rank(), received_routes(plan, control_.num_ranks), plan_scratch(num_sms),
                          num_sms, stream);
@@ -393,7 +408,9 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.routed_per_expert = job.tokens_per_expert + num_local;
   job.token_ranks = home_routes(plan.home).token_ranks;
   job.routes = received_routes(plan, control_.num_ranks);
-  queue(stream, [&] { native::dispatch(rank(), job, num_sms, stream); });
+  const Rank me =
+      rank(call_of_rows(Phase::kDispatch, plan.number, x.dtype, job.row_bytes, job.has_weights));
+  queue(stream, [&] { native::dispatch(me, job, num_sms, stream); });
 }
 
 std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
@@ -422,14 +439,27 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   job.row_bytes = row_bytes_of(y);
   job.home = home_routes(plan.home);
   job.routes = received_routes(plan, control_.num_ranks);
-  queue(stream, [&] { native::combine(rank(), job, num_sms, stream); });
+  const Rank me =
+      rank(call_of_rows(Phase::kCombine, plan.number, y.dtype, job.row_bytes, job.has_weights));
+  queue(stream, [&] { native::combine(me, job, num_sms, stream); });
+}
+
+void Group::refuse(Phase phase, std::uintptr_t stream) {
+  require_open();
+  if (rows_window_ == nullptr || !rows_window_->is_open()) return;
+  queue(stream, [&] { native::refuse(rank(), phase, stream); });
 }
 
 std::optional<Failure> Group::failure() const {
   if (mailbox_ == nullptr || mailbox_->failed_phase == 0) return std::nullopt;
   std::atomic_thread_fence(std::memory_order_acquire);
-  return Failure{mailbox_->failed_phase, mailbox_->failed_peer, mailbox_->failed_epoch,
-                 static_cast<double>(mailbox_->failed_deadline_ns) * 1e-9};
+  return Failure{static_cast<Reason>(mailbox_->failed_reason),
+                 static_cast<Phase>(mailbox_->failed_phase),
+                 mailbox_->failed_peer,
+                 mailbox_->failed_epoch,
+                 static_cast<double>(mailbox_->failed_deadline_ns) * 1e-9,
+                 mailbox_->failed_calls[0],
+                 mailbox_->failed_calls[1]};
 }
 
 void Group::wait_until_idle(const std::function<void()>& poll) const {

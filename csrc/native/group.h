@@ -22,20 +22,23 @@ struct PlanSizes {
   std::uint32_t bad_ranks;
 };
 
-// A wait on the device whose deadline passed.
+// Why the group has failed on this rank; see Mailbox.
 struct Failure {
-  std::uint32_t phase;  // a Phase
+  Reason reason;
+  Phase phase;
   int peer;
   std::uint64_t epoch;
   double deadline_s;
+  std::uint64_t own_call, peer_call;  // call.h; 0: unknown
 };
 
 // A plan's memory, as Python allocated it, and what is in it.
 struct Plan {
   Tensor counts;   // int64 [2 * experts of this rank + 1]: padded, routed, number dropped
   Tensor home;     // int32 [4, T]
-  int num_chunks;  // of the rank with the most tokens
+  int num_chunks;  // of the rank with the most tokens, or of more
   int top_k;
+  std::uint64_t number;  // the same on all ranks
   // What plan_receive adds.
   std::int64_t max_pairs = 0, max_picks = 0;  // that the routes have room for
   Tensor routes;                              // int32 [routes_size(...)]; the caller keeps it
@@ -92,15 +95,16 @@ class Group {
   // int32 of a plan's routes.
   std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_picks, int num_chunks) const;
 
-  // Static mode, first: queues writing to `kept`, int32 [T, K], which picks fit.
-  void plan_drop(Plan& plan, const Tensor& topk_idx, int alignment, std::int64_t max_recv_rows,
-                 const Tensor& kept, int num_sms, std::uintptr_t stream);
-  // Queues counting what `topk_idx`, or in static mode what was kept of it, sends where.  Returns
-  // what wait_for_sizes takes; in static mode there is nothing to wait for.
-  std::uint32_t plan_count(const Plan& plan, const Tensor& topk_idx, int alignment, bool is_static,
-                           int num_sms, std::uintptr_t stream);
-  // Queues the rest, which does nothing if the plan has more pairs or picks.  `routes` belongs to
-  // the plan from now on, in place of those that it had.
+  // Queues a whole plan.  In static mode, when there is `kept` (int32 [T, K]), which picks fit into
+  // `max_recv_rows` is written there first.  Returns what wait_for_sizes takes; in static mode
+  // there is nothing to wait for.  If the plan has more pairs or picks than there is room for,
+  // `plan_receive` has to follow.
+  std::uint32_t plan(Plan& plan, const Tensor& topk_idx, int alignment, std::int64_t max_recv_rows,
+                     const std::optional<Tensor>& kept, std::int64_t max_pairs,
+                     std::int64_t max_picks, const Tensor& routes, int num_sms,
+                     std::uintptr_t stream);
+  // Queues its end once more, with more room.  `routes` belongs to the plan from now on, in place
+  // of those that it had.
   void plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
                     const Tensor& routes, int num_sms, std::uintptr_t stream);
   // Waits on the host, not for the stream's other work, until the device has counted.  Empty when a
@@ -120,6 +124,9 @@ class Group {
                const Tensor& sums, const Tensor& out, const std::optional<Tensor>& home_w,
                int num_sms, std::uintptr_t stream);
 
+  // Queues telling the other ranks that this one goes no further, whose waits end then; nothing
+  // that is queued from now on does anything here.  Not collective.  Without windows nobody waits.
+  void refuse(Phase phase, std::uintptr_t stream);
   std::optional<Failure> failure() const;
   // Waits on the host until all that was queued here, and not captured, is over.  `poll` is called
   // now and then, and may throw.
@@ -138,8 +145,11 @@ class Group {
   // All of it that there is; returns 0 or the first error, a cudaError_t.
   int free_state();
   void require_open() const;
-  Rank rank() const;
+  // What kernels get; `call` is that of call.h.
+  Rank rank(std::uint64_t call = 0) const;
   PlanScratch plan_scratch(int num_sms) const;
+  void take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
+                   const Tensor& routes) const;
   // Operations of a group run one after the other, whatever streams they are queued on: `launch`
   // queues one on `stream`, after the last one.  Between a graph and what is queued without one
   // this is up to the caller: a graph must not run beside other work of the group.

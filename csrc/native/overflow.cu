@@ -18,6 +18,7 @@
 
 #include "common/launch.h"
 #include "native/chunks.cuh"
+#include "native/entry.cuh"
 #include "native/overflow.h"
 #include "native/wait.cuh"
 
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
   const Held held(share, memory);
-  const std::uint64_t epoch = current_epoch(me);
+  const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   // Of the plan that this belongs to; `count` is what ends it.
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
   const int room = static_cast<int>(
@@ -191,6 +192,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
   // After a failure nothing is written: `count` of this plan will do nothing with it.
   if (!had_failed(me)) {
+    if (blockIdx.x == 0) enter(me, entry);
     count_part<Index>(share, held, job.topk_idx, shared.total, scratch.parts,
                       [](int, std::uint32_t, std::uint32_t) {});
     if (grid_barrier(me, Phase::kPlan)) {
@@ -202,13 +204,19 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
         post_wanted(me, shared.total, plans);
         if (threadIdx.x == 0 && shared.total[share.num_columns()] != 0) me.state->is_bad = 1;
       }
+      if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
+        compare_entries(me, Phase::kPlan, entry, epoch);
+      }
       if (take_wanted(me, shared, plans)) {
         const bool all_fit = everything_fits(me, job, shared, room);
         keep_what_fits<Index>(job, share, held, shared, room, all_fit);
       }
     }
   }
-  if (leave(me) && threadIdx.x == 0) me.state->epoch = epoch;
+  if (leave(me) && threadIdx.x == 0) {
+    me.state->entries = entry;
+    me.state->epoch = epoch;
+  }
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "native/combine.h"
+#include "native/entry.cuh"
 #include "native/pairs.cuh"
 #include "native/progress.cuh"
 #include "native/ring.cuh"
@@ -31,7 +32,7 @@ __device__ inline std::uint64_t* added_flag(const Rank& me, int source, int unit
 // One sending warp's share of the pairs.
 __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew,
                             const RingShape& shape, Ring& ring, Progress& progress, Books& books,
-                            int warp, std::uint64_t epoch) {
+                            int warp, std::uint64_t entry, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
   PairCursor cursor(me, routes, crew, warp);
@@ -74,8 +75,8 @@ __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew
   const auto load = [&](int s) {
     if (!now.is_there) return false;
     if (!has_entered) {
-      const auto* word = signal_word(me.control_of[me.rank], me.control, kEntered, now.source);
-      has_entered = __all_sync(~0u, wait_for(me, Phase::kCombine, now.source, word, epoch));
+      has_entered =
+          __all_sync(~0u, wait_for_entry(me, Phase::kCombine, now.source, entry, epoch) != 0);
       if (!has_entered) return now.is_there = false;
     }
     if (!seen.wait_for_unit(progress, now.source, now.unit)) return now.is_there = false;

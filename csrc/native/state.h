@@ -30,8 +30,12 @@ constexpr int kPhases = 9;
 
 enum class Phase : std::uint32_t { kNone, kPlan, kRoutes, kDispatch, kCombine };
 
+// Why a group has failed on this rank: another one was late, is in another call, or has refused
+// one.
+enum class Reason : std::uint32_t { kNone, kLate, kDiffers, kRefused };
+
 // What one rank tells another is one word, written by that rank alone.
-enum Signal : int { kRoutesWritten, kEntered, kReceived, kNumSignals };
+enum Signal : int { kRoutesWritten, kReceived, kNumSignals };
 
 // What a rank writes for another to fetch.
 struct PairRoute {
@@ -55,9 +59,13 @@ struct Control {
 
   // uint64 [kNumSignals][R]: epochs.
   NCCLEP_BOTH std::size_t signals() const { return 0; }
+  // uint64 [2][R]: the call that rank r has entered (entry.cuh); two, for two calls in a row.
+  NCCLEP_BOTH std::size_t entries() const { return signals() + kNumSignals * num_ranks * 8; }
+  // uint64 [1]: number + 1 of a rank that goes no further, written by any such; 0: none.
+  NCCLEP_BOTH std::size_t stop() const { return entries() + 2 * num_ranks * 8; }
   // uint64 [2][R][experts of a rank + 1]: rank r's picks for each of my experts, then its pairs
   // here; number of the plan in the upper half.  Two: see plan.cu.
-  NCCLEP_BOTH std::size_t counts() const { return signals() + kNumSignals * num_ranks * 8; }
+  NCCLEP_BOTH std::size_t counts() const { return stop() + 8; }
   // uint64 [R][E]: the same for all experts, before anything is dropped; in static mode only.
   NCCLEP_BOTH std::size_t wanted() const {
     return counts() + static_cast<std::size_t>(2) * num_ranks * (num_local() + 1) * 8;
@@ -110,9 +118,11 @@ struct Mailbox {
   volatile std::uint64_t rows_of_expert[kMaxExperts];
   // The same bits of all plans that the host did not wait for, until it has read them.
   volatile std::uint32_t bad_ranks;
-  // A wait whose deadline passed: who waited for whom, in what; `failed_phase` is written last.
+  // Why the group has failed: because of whom, in what; the calls of this rank and that one, if
+  // they differ.  `failed_phase` is written last.
+  std::uint32_t failed_reason;
   std::int32_t failed_peer;
-  std::uint64_t failed_epoch, failed_deadline_ns;
+  std::uint64_t failed_epoch, failed_deadline_ns, failed_calls[2];
   volatile std::uint32_t failed_phase;
 };
 
@@ -122,11 +132,11 @@ struct State {
   std::uint64_t plans;     // plans that are over
   std::uint64_t received;  // the last of them whose routes were received; 0: none in these windows
   std::uint64_t dispatches;
-  std::uint64_t last_dispatch;   // its epoch
+  std::uint64_t entries;         // calls that were entered (entry.cuh) and are over
   unsigned int arrived;          // at grid barriers of the current operation, one after the other
   unsigned int leaving;          // CTAs of the current operation that are done
   unsigned int next;             // piece of its work that no warp has taken yet (tickets.cuh)
-  unsigned int failed;           // a deadline has passed: no kernel does anything any more
+  unsigned int failed;           // no kernel does anything any more
   unsigned int is_bad;           // this rank's routing, in the current plan
   unsigned int staged[kPhases];  // CTAs that have staged their share of a phase of this dispatch
 };
@@ -141,6 +151,8 @@ struct Rank {
   State* state;
   Mailbox* mailbox;
   std::uint64_t deadline_ns;
+  // What all ranks must have alike (call.h); 0 where the hosts have agreed.
+  std::uint64_t call;
 };
 
 }  // namespace ncclep::native

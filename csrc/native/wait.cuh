@@ -3,7 +3,8 @@
 // Every wait has the group's deadline.  When it passes, who waited for whom is written to the
 // mailbox and the group has failed: no wait of this rank waits any longer, the kernel runs to its
 // end and spoils what it was to deliver, later kernels of the group do nothing else, and the host
-// raises.
+// raises.  So it is, without the deadline, when a rank says that it goes no further (refusal.h), or
+// is found to be in another call (entry.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,25 +18,44 @@ __device__ inline bool has_failed(const Rank& me) {
   return *static_cast<volatile unsigned int*>(&me.state->failed) != 0;
 }
 
-__device__ inline void report_failure(const Rank& me, Phase phase, int peer, std::uint64_t epoch) {
+// Because of `peer`; `its_call` is for Reason::kDiffers.
+__device__ inline void report_failure(const Rank& me, Reason reason, Phase phase, int peer,
+                                      std::uint64_t epoch, std::uint64_t its_call = 0) {
   if (atomicExch(&me.state->failed, 1u) != 0) return;
+  me.mailbox->failed_reason = static_cast<std::uint32_t>(reason);
   me.mailbox->failed_peer = peer;
   me.mailbox->failed_deadline_ns = me.deadline_ns;
   me.mailbox->failed_epoch = epoch;
+  me.mailbox->failed_calls[0] = me.call;
+  me.mailbox->failed_calls[1] = its_call;
   __threadfence_system();
   me.mailbox->failed_phase = static_cast<std::uint32_t>(phase);
+}
+
+// Where a rank that goes no further says so to rank `to`.
+__device__ inline std::uint64_t* stop_word(const Rank& me, int to) {
+  return reinterpret_cast<std::uint64_t*>(me.control_of[to] + me.control.stop());
+}
+
+// Whether another rank goes no further, so that there is nothing to wait for.
+__device__ inline bool is_refused(const Rank& me, Phase phase, std::uint64_t epoch) {
+  const std::uint64_t word = load_relaxed(stop_word(me, me.rank));
+  if (word == 0) return false;
+  report_failure(me, Reason::kRefused, phase, static_cast<int>(word) - 1, epoch);
+  return true;
 }
 
 // The time that a wait has left.
 class Deadline {
  public:
-  // Asked again and again by a wait that goes on.  True when the deadline passed, now or before.
+  // Asked again and again by a wait that goes on.  True when it is in vain, or too long, now or
+  // before.
   __device__ bool has_passed(const Rank& me, Phase phase, int peer, std::uint64_t epoch) {
     if (++num_asked_ % 64 != 0) return false;
-    if (has_failed(me)) return true;
+    if (has_failed(me) || is_refused(me, phase, epoch)) return true;
     if (start_ == 0) start_ = now_ns();
     if (now_ns() - start_ <= me.deadline_ns) return false;
-    report_failure(me, phase, peer, epoch);
+    report_failure(me, Reason::kLate, phase, peer, epoch);
     return true;
   }
 
@@ -44,7 +64,7 @@ class Deadline {
   std::uint64_t start_ = 0;
 };
 
-// Calls `is_over` until it is true.  False when the deadline passed, now or before.
+// Calls `is_over` until it is true.  False when the group has failed, now or before.
 template <typename IsOver>
 __device__ bool wait_until(const Rank& me, Phase phase, int peer, std::uint64_t epoch,
                            IsOver&& is_over) {
@@ -70,7 +90,7 @@ __device__ inline bool has_number(std::uint64_t word, std::uint64_t number) {
   return word >> 32 == (number & 0xffffffffu);
 }
 
-// What `peer` posted with `number`; -1 when the deadline passed.
+// What `peer` posted with `number`; -1 when the group has failed.
 __device__ inline std::int64_t wait_for_numbered(const Rank& me, Phase phase, int peer,
                                                  const std::uint64_t* word, std::uint64_t number) {
   std::uint64_t value = 0;

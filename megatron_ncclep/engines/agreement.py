@@ -142,12 +142,8 @@ def agree_on_rows(
     values: dict[str, int | None] = {}
     problem = checks.plan_problem(plan, kind, num_experts)
     if problem is None:  # otherwise it need not even be a plan
-        home = phase == "dispatch"
-        num_rows = plan.num_tokens if home else plan.num_rows
-        w_shape = (plan.num_tokens, plan.top_k) if home else (plan.num_rows,)
         problem = (
-            checks.payload_problem("x" if home else "y", rows, num_rows, caps, group.device)
-            or checks.weights_problem(w, w_shape, rows, group.device)
+            checks.rows_problem(phase == "dispatch", plan, rows, w, caps, group.device)
             or find_problem()
         )
         values = {

@@ -136,6 +136,22 @@ def weights_problem(
     return device_problem("w", w, device)
 
 
+def rows_problem(
+    is_home: bool,
+    plan: RoutePlan,
+    rows: torch.Tensor,
+    w: torch.Tensor | None,
+    caps: EngineCaps,
+    device: torch.device,
+) -> str | None:
+    """Say what is wrong with what `Engine.dispatch` (`is_home`) or `Engine.combine` is given."""
+    num_rows = plan.num_tokens if is_home else plan.num_rows
+    w_shape = (plan.num_tokens, plan.top_k) if is_home else (plan.num_rows,)
+    return payload_problem(
+        "x" if is_home else "y", rows, num_rows, caps, device
+    ) or weights_problem(w, w_shape, rows, device)
+
+
 def plan_problem(plan: RoutePlan, kind: type[RoutePlan], num_experts: int) -> str | None:
     """Say why `plan` cannot be used by an engine whose plans are `kind`."""
     if not isinstance(plan, kind):

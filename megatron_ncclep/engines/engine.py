@@ -53,6 +53,9 @@ class EngineCaps:
     captures_static: bool = False
     # Its kernels wait for those of other ranks at most timeout_s; then the next call says for whom.
     device_deadline: bool = False
+    # Dispatch and combine, and plan in static mode, wait for no other host unless the option
+    # check_calls is set: the devices compare arguments, and errors come with a later call.
+    compares_on_device: bool = False
 
 
 @dataclass(frozen=True)

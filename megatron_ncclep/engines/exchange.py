@@ -83,6 +83,23 @@ class HostLink:
         theirs: bytes = self._memory.exchange(mine, what, timeout_s)
         return theirs
 
+    def enter(self, call: int) -> None:
+        """Tell ranks that wait in an earlier call that this one has gone on.  Not collective.
+
+        Without shared memory nobody hears of it, nor of what `refuse` says.
+        """
+        if self._memory is not None:
+            self._memory.enter(call)
+
+    def refuse(self, reason: str) -> None:
+        """Write down, for the others to read, why this rank goes no further; empty: it does."""
+        if self._memory is not None:
+            self._memory.refuse(reason.encode())
+
+    def refusal(self, rank: int) -> str:
+        """What `rank` wrote down last; empty if that is nothing, or not known."""
+        return "" if self._memory is None else str(self._memory.refusal(rank))
+
     def close(self) -> None:
         """Give the memory back; the next exchange chooses anew.  As collective as that is."""
         if self._memory is not None:

@@ -27,6 +27,7 @@ from megatron_ncclep.errors import (
     GroupClosedError,
     InputError,
     PeerError,
+    RefusedError,
     UnsupportedError,
 )
 from megatron_ncclep.logs import get_logger
@@ -165,6 +166,30 @@ class EpGroup:
             self._logged.add(subject)
             get_logger().log(level, text)
 
+    def enter(self) -> int:
+        """Count a call in which the hosts need not agree; `agree` counts its own.
+
+        Not collective, but every rank counts the same calls.
+
+        Returns:
+            the number of the call, the same on every rank.
+        """
+        self._num_calls += 1
+        self._link.enter(self._num_calls)
+        return self._num_calls
+
+    def refuse(self, reason: str) -> None:
+        """Tell the other ranks why this one goes no further; with an empty text, that it does.
+
+        Not collective, and waits for nobody.  Ranks that wait in `exchange` for this one raise;
+        who waits on the device is up to the engine to tell, and then asks `refusal`.
+        """
+        self._link.refuse(reason)
+
+    def refusal(self, rank: int) -> str:
+        """Why `rank` goes no further; empty if it does, or if the ranks share no memory."""
+        return self._link.refusal(rank)
+
     def agree(
         self,
         phase: str,
@@ -191,8 +216,7 @@ class EpGroup:
                 any rank has a problem.
             PeerError: a rank did not come in time, died, or is in another call.
         """
-        self._num_calls += 1
-        call = self._num_calls
+        call = self.enter()
         head = (PHASES.index(phase), call)
         given = [NONE_VALUE if v is None else v for v in values.values()]
         given += [0] * (MAX_VALUES - len(given))
@@ -206,11 +230,7 @@ class EpGroup:
             where = [
                 f"rank {r} is in {PHASES[row[0]]}, call {row[1]}" for r, row in enumerate(theirs)
             ]
-            raise PeerError(
-                f"the ranks of the expert-parallel group are in different calls: "
-                f"{'; '.join(where)}. "
-                "Every rank must run the same layers in the same order, backward included"
-            )
+            raise PeerError(different_calls("; ".join(where)))
         if any(row[2] for row in theirs):
             raise error(f"{phase}: {self.gather_problems(problem, phase, timeout_s)}")
         for i, name in enumerate(values):
@@ -219,10 +239,7 @@ class EpGroup:
                 each = ", ".join(
                     f"rank {r} has {None if v == NONE_VALUE else v}" for r, v in enumerate(seen)
                 )
-                raise InputError(
-                    f"{phase}: {name} differs between the ranks of the expert-parallel group: "
-                    f"{each}. Give every rank the same {name}"
-                )
+                raise InputError(difference(phase, name, each))
         return Agreement(call, [row[3] for row in theirs])
 
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:
@@ -238,11 +255,17 @@ class EpGroup:
 
         Raises:
             GroupClosedError: the process group was destroyed.
-            PeerError: a rank did not come in time, died, or sent another number of bytes; names
-                this rank and `what`.
+            RefusedError: a rank has refused a call, and will not come.
+            PeerError: a rank did not come in time, died, went on to a later call, or sent another
+                number of bytes; names this rank and `what`.
         """
         _ = self.process_group  # raises when torch no longer knows it
-        return self._link.exchange(mine, what, timeout_s, self._exchange_by_torch)
+        try:
+            return self._link.exchange(mine, what, timeout_s, self._exchange_by_torch)
+        except PeerError:
+            for refusal in filter(None, map(self.refusal, range(self.size))):
+                raise RefusedError(refusal) from None
+            raise
 
     def _exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:
         """Do what `exchange` does, with an all-gather of the process group.
@@ -354,6 +377,22 @@ class EpGroup:
                 raise RuntimeError("the collective did not finish")
             if waited > BUSY_WAIT_S:
                 time.sleep(BUSY_WAIT_S)
+
+
+def different_calls(where: str) -> str:
+    """The text for ranks in different calls; `where` says which rank is in which."""
+    return (
+        f"the ranks of the expert-parallel group are in different calls: {where}. "
+        "Every rank must run the same layers in the same order, backward included"
+    )
+
+
+def difference(phase: str, name: str, each: str) -> str:
+    """The text for a value that ranks must have alike; `each` says which rank has which."""
+    return (
+        f"{phase}: {name} differs between the ranks of the expert-parallel group: {each}. "
+        f"Give every rank the same {name}"
+    )
 
 
 def check_all() -> None:

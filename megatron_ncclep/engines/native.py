@@ -1,7 +1,9 @@
 """This project's own engine: kernels on NCCL's windows, for ranks in one NVLink domain.
 
-The kernels and how they work: `csrc/native/`.  Here is what the host does: agree with the other
-ranks, allocate what a plan keeps, and queue.
+The kernels and how they work: `csrc/native/`.  Here is what the host does: check arguments,
+allocate what a plan keeps, and queue.  The hosts of the ranks agree on a plan whose sizes they must
+know, and when windows grow; in all other calls the kernels compare what must be the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -20,19 +22,20 @@ from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.native_group import NativeGroup
 from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS, MAX_EXPERTS
 from megatron_ncclep.engines.native_plan import NativePlan, Room, num_chunks_of, plan_memory
-from megatron_ncclep.errors import GroupClosedError, InputError
+from megatron_ncclep.errors import GroupClosedError, InputError, RefusedError
 
 CAPS = EngineCaps(
     name="native",
     reduction=HOME_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
-    options=frozenset({"alignment", "max_recv_rows", "num_sms", "timeout_s"}),
+    options=frozenset({"alignment", "check_calls", "max_recv_rows", "num_sms", "timeout_s"}),
     max_tokens=65536,
     max_top_k=32,
     max_local_experts=MAX_EXPERTS,
     captures_static=True,
     device_deadline=True,
+    compares_on_device=True,
 )
 # Windows are made for a multiple of this many tokens, and of more where there are many.
 MIN_TOKENS = 128
@@ -45,10 +48,13 @@ BAD_ROUTING = "the routing of an earlier plan was bad"
 class NativeEngine:
     """See `Engine`.
 
-    In static mode no call waits for the device, so that all of them can be captured in a CUDA
-    graph.  A graph must not run beside other work of the group on another stream.  A batch that is
-    larger than all before, or has longer rows, is refused during and after a capture: windows that
-    grow are made anew, and the graph would go on with the old ones.
+    In static mode no call waits for the device or for another host, so that all of them can be
+    captured in a CUDA graph.  A graph must not run beside other work of the group on another
+    stream.  A batch that is larger than all before, or has longer rows, is refused during and after
+    a capture: windows that grow are made anew, and the graph would go on with the old ones.
+
+    A group of several ranks is at its end after an error in a call on which the hosts do not agree:
+    all its later calls raise the same on all ranks.
 
     Autograd records nothing of it, whatever its arguments need: results are new tensors, which
     kernels write.
@@ -78,31 +84,27 @@ class NativeEngine:
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
         """See `Engine.plan`.
 
-        The device checks the values of `topk_idx`.  In static mode nobody waits for it: what is no
-        expert, or named twice, counts as not routed, and a later call of `plan` raises InputError
-        on all ranks.
+        The device checks the values of `topk_idx`.  In static mode nobody waits for it, nor for
+        other ranks' hosts unless windows have to grow: what is no expert, or named twice, counts as
+        not routed, and a later call of `plan` raises InputError on all ranks.
         """
-        call, most_tokens, memory = self._agree_on_plan(topk_idx)
-        top_k, num_local = topk_idx.shape[1], self.num_local_experts
-        self._reserve(most_tokens, top_k, self._row_bytes)
+        call, most_tokens, memory = self._enter_plan(topk_idx)
+        (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
         native, room, num_sms = self._native, self._room(most_tokens, top_k), self.num_sms
-        alignment, limit = self.config.alignment, self.config.max_recv_rows
+        limit = self.config.max_recv_rows
         stream = extension.keep_for_current_stream(topk_idx)
         picks = topk_idx.contiguous()
         counts, home, kept, routes = memory
-        handle = extension.load().NativePlan(counts, home, room.num_chunks, top_k)
-
+        handle = extension.load().NativePlan(counts, home, room.num_chunks, top_k, call)
         # All is queued before the host knows how much arrives; it seldom is more than expected.
-        if limit is None:
-            ticket = native.plan_count(handle, picks, alignment, False, num_sms, stream)
-        else:
-            native.plan_drop(handle, picks, alignment, limit, kept, num_sms, stream)
-            native.plan_count(handle, kept, alignment, True, num_sms, stream)
-        native.plan_receive(handle, room.max_pairs, room.max_picks, routes, num_sms, stream)
+        ticket = native.plan(
+            *(handle, picks, self.config.alignment, limit or 0, kept),
+            *(room.max_pairs, room.max_picks, routes, num_sms, stream),
+        )
         # The plan is made while the device works: afterwards the host only writes down the sizes.
         plan = NativePlan(
             plan_id=call,
-            num_tokens=len(topk_idx),
+            num_tokens=num_tokens,
             top_k=top_k,
             num_experts=self.num_experts,
             num_rows=0 if limit is None else limit,
@@ -137,14 +139,13 @@ class NativeEngine:
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
-        memory: list[Any] = []
 
         def allocate(plan: NativePlan) -> tuple[Any, ...]:
             rows = x.new_empty(plan.num_rows, x.shape[1])
             row_w = None if w is None else w.new_empty(plan.num_rows)
             return rows, row_w, _aligned(x), None if w is None else w.contiguous()
 
-        agreed, stream = self._agree("dispatch", plan, x, w, allocate, memory)
+        agreed, memory, stream = self._enter("dispatch", plan, x, w, allocate)
         rows, row_w, *inputs = memory
         self._native.dispatch(agreed.handle, *inputs, rows, row_w, self.num_sms, stream)
         return rows, row_w
@@ -153,7 +154,6 @@ class NativeEngine:
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.combine`."""
-        memory: list[Any] = []
 
         def allocate(plan: NativePlan) -> tuple[Any, ...]:
             out = y.new_empty(plan.num_tokens, y.shape[1])
@@ -162,7 +162,7 @@ class NativeEngine:
             sums = y.new_empty(num_sums, y.shape[1])
             return out, home_w, _aligned(y), None if w is None else w.contiguous(), sums
 
-        agreed, stream = self._agree("combine", plan, y, w, allocate, memory)
+        agreed, memory, stream = self._enter("combine", plan, y, w, allocate)
         out, home_w, *inputs = memory
         self._native.combine(agreed.handle, *inputs, out, home_w, self.num_sms, stream)
         return out, home_w
@@ -186,26 +186,54 @@ class NativeEngine:
         self._shared.raise_failure()
         self._native.timeout_s = self.config.timeout_s  # the group's other engines have theirs
 
-    def _agree_on_plan(self, topk_idx: torch.Tensor) -> tuple[int, int, list[torch.Tensor]]:
-        """Check the arguments of plan on all ranks, and have memory for the plan.
+    def _enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, int, list[Any]]:
+        """Check the arguments of plan, and have memory and windows for it.
 
         Returns:
-            the number of the call, the most tokens of any rank, and what `plan_memory` does.
+            the number of the call, the most tokens of any rank (in static mode, for how many there
+            are windows), and what `plan_memory` does.
         """
         self._begin()
         is_static = self.config.max_recv_rows is not None
-        top_k = topk_idx.shape[-1] if topk_idx.dim() else 0
-        # Allocated before the ranks agree, so that one without memory can still tell the others.
-        expected = max(self._most_tokens, len(topk_idx)) if topk_idx.dim() else 0
-        memory: list[torch.Tensor] = []
+        memory: list[Any] = []
 
         def allocate(most_tokens: int) -> str | None:
-            memory.clear()
-            room = self._room(most_tokens, top_k)
+            room = self._room(most_tokens, topk_idx.shape[1])
             return _no_room(
                 "a plan", lambda: plan_memory(self._native, room, topk_idx, is_static), memory
             )
 
+        problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
+        is_known = (
+            is_static
+            and not self.config.check_calls
+            and (problem is not None or self._native.fits(*topk_idx.shape, self._row_bytes))
+        )
+        if not is_known:
+            return *self._agree_on_plan(topk_idx, problem, allocate, memory), memory
+        most_tokens = self._native.max_tokens
+        problem = problem or self._bad_routings() or allocate(most_tokens)
+        if problem is not None:
+            self._shared.refuse("plan", problem)
+        return self.group.enter(), most_tokens, memory
+
+    def _agree_on_plan(
+        self,
+        topk_idx: torch.Tensor,
+        problem: str | None,
+        allocate: Callable[[int], str | None],
+        memory: list[Any],
+    ) -> tuple[int, int]:
+        """Agree on a plan with all ranks' hosts, tell each other how many tokens there are.
+
+        Windows grow when they are too small, and `allocate` has put what the plan needs into
+        `memory`.  Returns what `_enter_plan` does.
+        """
+        is_static, timeout_s = self.config.max_recv_rows is not None, self.config.timeout_s
+        num_tokens, top_k = topk_idx.shape if problem is None else (0, 0)
+        # Allocated before the ranks agree, so that one without memory can still tell the others.
+        expected = max(self._most_tokens, num_tokens)
+        problem = problem or self._plan_problem() or allocate(expected)
         try:
             agreement = agree_on_routes(
                 self.group,
@@ -213,13 +241,18 @@ class NativeEngine:
                 self.num_experts,
                 self.caps,
                 self.config,
-                lambda *_: self._topk_problem(topk_idx) or allocate(expected),
+                lambda *_: problem,
             )
             most_tokens = max(agreement.told)
+            self._reserve(most_tokens, top_k, self._row_bytes)
+            if is_static:
+                most_tokens = self._native.max_tokens
             if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
                 problem = allocate(most_tokens) if most_tokens > expected else None
-                if problems := self.group.gather_problems(problem, "plan", self.config.timeout_s):
+                if problems := self.group.gather_problems(problem, "plan", timeout_s):
                     raise InputError(f"plan: {problems}")
+        except RefusedError:
+            raise
         except InputError as error:
             self._raise_bad_routings(error)
             raise
@@ -227,7 +260,7 @@ class NativeEngine:
             memory.clear()
             memory += plan_memory(self._native, self._room(most_tokens, top_k), topk_idx, is_static)
         self._most_tokens = max(self._most_tokens, most_tokens)
-        return agreement.call, most_tokens, memory
+        return agreement.call, most_tokens
 
     def _room(self, most_tokens: int, top_k: int) -> Room:
         """What to have room for in a plan; in static mode all that can come."""
@@ -238,48 +271,55 @@ class NativeEngine:
         max_picks = min(most_picks, expected)
         return Room(num_local, num_chunks_of(most_tokens), min(most_pairs, max_picks), max_picks)
 
-    def _agree(
+    def _enter(
         self,
         phase: str,
         plan: RoutePlan,
         rows: torch.Tensor,
         w: torch.Tensor | None,
         allocate: Callable[[NativePlan], tuple[Any, ...]],
-        memory: list[Any],
-    ) -> tuple[NativePlan, int]:
-        """Check the arguments of dispatch or combine on all ranks, and have memory for the results.
+    ) -> tuple[NativePlan, list[Any], int]:
+        """Check the arguments of dispatch or combine, and have memory and windows for it.
+
+        The device compares them with those of the other ranks.  With `check_calls` their hosts do,
+        and only when they agree is anything queued.
 
         Returns:
-            the plan, typed, and the handle of the current stream.  What `allocate` returns, when
-            the arguments are right, is in `memory`: before the ranks agree, so that one without
-            memory can still tell the others.
+            the plan, typed; what `allocate` returns, for which there is memory; and the handle of
+            the current stream.
         """
         self._begin()
+        memory: list[Any] = []
 
-        def find_problem() -> str | None:
+        def allocation_problem() -> str | None:
             assert isinstance(plan, NativePlan)  # found right before
             return _no_room(f"the results of {phase}", lambda: allocate(plan), memory)
 
-        agreed = agree_on_rows(
-            phase,
-            self.group,
-            plan,
-            NativePlan,
-            rows,
-            w,
-            self.num_experts,
-            self.caps,
-            self.config.timeout_s,
-            find_problem,
-        )
+        if self.config.check_calls:
+            agree_on_rows(
+                *(phase, self.group, plan, NativePlan, rows, w, self.num_experts, self.caps),
+                *(self.config.timeout_s, allocation_problem),
+            )
+        else:
+            problem = (
+                checks.plan_problem(plan, NativePlan, self.num_experts)
+                or checks.rows_problem(
+                    phase == "dispatch", plan, rows, w, self.caps, self.group.device
+                )
+                or allocation_problem()
+            )
+            if problem is not None:
+                self._shared.refuse(phase, problem)
+            self.group.enter()
+        assert isinstance(plan, NativePlan)
         row_bytes = _row_bytes(rows)
         self._row_bytes = max(self._row_bytes, row_bytes)
-        self._reserve(agreed.most_tokens, agreed.top_k, row_bytes)
-        self._describe(row_bytes, agreed.top_k)
+        self._reserve(plan.most_tokens, plan.top_k, row_bytes)
+        self._describe(row_bytes, plan.top_k)
         stream = extension.keep_for_current_stream(rows, w)
-        if stream != agreed.stream:
-            extension.keep_for_current_stream(agreed.counts, agreed.home, agreed.routes)
-        return agreed, stream
+        if stream != plan.stream:
+            extension.keep_for_current_stream(plan.counts, plan.home, plan.routes)
+        return plan, memory, stream
 
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
         """Have windows for this much, the same on all ranks.  Collective when they grow."""
@@ -300,18 +340,21 @@ class NativeEngine:
         text = configuration(self.num_sms, self.group.size, row_bytes, top_k)
         self.group.log_once(logging.DEBUG, text, text)
 
-    def _topk_problem(self, topk_idx: torch.Tensor) -> str | None:
-        """Say what is wrong with a routing, as far as one can without waiting for the device."""
+    def _plan_problem(self) -> str | None:
+        """Say what else is wrong with a plan on which the hosts agree."""
         if self._native.bad_ranks(forget=False):
             return BAD_ROUTING
-        if problem := checks.topk_shape_problem(topk_idx, self.group.device, self.caps):
-            return problem
         if self.config.max_recv_rows is None and torch.cuda.is_current_stream_capturing():
             return (
                 "a CUDA graph cannot hold a plan whose number of rows the host must know: set "
                 "max_recv_rows (--ncclep-max-recv-rows), or leave the plan out of the graph"
             )
         return None
+
+    def _bad_routings(self) -> str | None:
+        """Say whose routing was bad in earlier static plans, as far as the device has come."""
+        mask = self._native.bad_ranks(forget=False)
+        return self._bad_routings_of([mask]) if mask else None
 
     def _raise_bad_routing(self, topk_idx: torch.Tensor) -> None:
         """Raise the same InputError on all ranks, which know that a routing is bad.  Collective."""
@@ -335,13 +378,17 @@ class NativeEngine:
             return
         if not is_captured:
             self._native.bad_ranks(forget=True)
-        bad = [str(r) for r in range(self.group.size) if any(mask >> r & 1 for mask in theirs)]
-        raise InputError(
-            f"{error}: in an earlier plan (static mode), topk_idx of rank {', '.join(bad)} named "
+        raise InputError(f"{error}: {self._bad_routings_of(theirs)}") from None
+
+    def _bad_routings_of(self, masks: list[int]) -> str:
+        """The text for bad routings; `masks` have a bit for each rank."""
+        bad = [str(r) for r in range(self.group.size) if any(mask >> r & 1 for mask in masks)]
+        return (
+            f"in an earlier plan (static mode), topk_idx of rank {', '.join(bad)} named "
             f"what is not one of the {self.num_experts} experts, or an expert twice for a token, "
             "or a routing map named more than top_k: those picks were not routed; without "
             "max_recv_rows the error comes in time and says which"
-        ) from None
+        )
 
 
 def tokens_of_windows(num_tokens: int) -> int:

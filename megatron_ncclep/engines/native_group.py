@@ -1,24 +1,33 @@
 """What the native engines of one group share: windows, and word of what failed on the device.
 
-Kernels wait for other ranks.  When such a wait passes its deadline no call is there that could
-raise: the kernel makes its outputs NaN, later kernels of the group do nothing else, and the host
-raises at the next occasion: the engine's next call, or `NativeGroup.check`.
+Kernels wait for other ranks, and compare their calls.  When such a wait passes its deadline, or
+when a rank is in another call or has refused one, no call is there that could raise: the kernel
+makes its outputs NaN, later kernels of the group do nothing else, and the host raises at the next
+occasion: the engine's next call, or `NativeGroup.check`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megatron_ncclep.engines import extension
 from megatron_ncclep.engines.agreement import on_all_ranks
 from megatron_ncclep.engines.communicator import communicator_of
-from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.errors import PeerError
+from megatron_ncclep.engines.group import EpGroup, difference, different_calls
+from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
 
-# Phase in csrc/native/state.h.
+# Phase and Reason in csrc/native/state.h.
 PHASES = ("none", "plan", "plan, receiving routes", "dispatch", "combine")
+LATE, DIFFERS, REFUSED = 1, 2, 3
+# What ranks must have alike, beside the phase, in the order in which differences are told.
+VALUES = (
+    *("top_k", "alignment", "max_recv_rows"),
+    *("plan", "dtype", "hidden size", "presence of weights"),
+)
+# DType in csrc/common/dtype.h.
+DTYPES = ("uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 
 class NativeGroup:
@@ -36,6 +45,7 @@ class NativeGroup:
             LibraryError: on every rank, when one has no memory for it.
         """
         self.group = group
+        self._refusal: str | None = None  # this rank's own
         communicator = communicator_of(group, timeout_s)
         self.native: Any = on_all_ranks(
             group,
@@ -48,16 +58,59 @@ class NativeGroup:
         """Raise what is known to have failed on the device.  Waits for nothing; not collective.
 
         Raises:
-            PeerError: a wait for another rank passed its deadline; names rank, phase and operation.
+            RefusedError: a rank has refused a call.
+            InputError: ranks have called with different arguments.
+            PeerError: a wait for another rank passed its deadline, or ranks are in different calls;
+                names rank, phase and operation.
         """
+        if self._refusal is not None:
+            raise RefusedError(self._refusal)
         failure = self.native.failure()
         if failure is not None:
-            raise PeerError(
-                f"rank {self.group.rank} of {self.group.size}: rank {failure.peer} did not come in "
-                f"{PHASES[failure.phase]}, operation {failure.epoch} of the group (deadline "
-                f"{failure.deadline_s:g} s): it died, is late or left the group's order of calls; "
-                "look at the other ranks' output. What this group has returned since is NaN"
+            raise self._error_of(failure)
+
+    def refuse(self, phase: str, problem: str) -> NoReturn:
+        """Raise for what is wrong on this rank, and have the other ranks raise it.
+
+        Not collective, and waits for nobody.  The others' waits end, what they are at becomes NaN,
+        and their next call raises the same InputError, as all later calls do here and there.  A
+        group of one rank goes on as if nothing had been called.
+
+        Args:
+            phase: "plan", "dispatch" or "combine".
+            problem: what is wrong.
+
+        Raises:
+            InputError: always; where there are other ranks, a RefusedError.
+        """
+        refusal = f"{phase}: rank {self.group.rank}: {problem}"
+        if self.group.size > 1:
+            self._refusal = refusal
+            self.group.refuse(refusal)
+            # A graph would tell the others at each replay, and not now.
+            if not torch.cuda.is_current_stream_capturing():
+                self.native.refuse(PHASES.index(phase), extension.current_stream())
+            raise RefusedError(refusal)
+        raise InputError(refusal)
+
+    def _error_of(self, failure: Any) -> EpError:
+        """The exception for a failure of the device."""
+        me, peer, phase = self.group.rank, failure.peer, PHASES[failure.phase]
+        # It may have refused where nobody could tell the device: in a capture.
+        if refusal := self.group.refusal(peer):
+            return RefusedError(refusal)
+        if failure.reason == REFUSED:
+            return RefusedError(f"{phase}: rank {peer} has refused a call: look at its output")
+        if failure.reason == DIFFERS:
+            return _difference(
+                {rank: _values(call) for rank, call in _calls(me, peer, failure)}, phase
             )
+        return PeerError(
+            f"rank {me} of {self.group.size}: rank {peer} did not come in {phase}, operation "
+            f"{failure.epoch} of the group (deadline {failure.deadline_s:g} s): it died, is late "
+            "or left the group's order of calls; look at the other ranks' output. What this group "
+            "has returned since is NaN"
+        )
 
     def check(self) -> None:
         """Wait for what is queued in this group; raise as `raise_failure`.  Not collective.
@@ -73,4 +126,30 @@ class NativeGroup:
 
     def close(self) -> None:
         """Free the windows.  Collective."""
+        self.group.refuse("")  # an engine that is made anew starts anew
         self.native.close()
+
+
+def _calls(me: int, peer: int, failure: Any) -> list[tuple[int, int]]:
+    """Two ranks and their calls, the lower one first."""
+    return sorted([(me, failure.own_call), (peer, failure.peer_call)])
+
+
+def _values(call: int) -> dict[str, Any]:
+    """What stands in a call, in the words of errors."""
+    values: dict[str, Any] = extension.load().call_values(call)
+    if "dtype" in values:
+        values["dtype"] = DTYPES[values["dtype"]]
+    return values
+
+
+def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:
+    """The exception for two ranks whose calls differ."""
+    phases = {rank: PHASES[values["phase"]] for rank, values in calls.items()}
+    if len(set(phases.values())) > 1:
+        where = "; ".join(f"rank {rank} is in {phase}" for rank, phase in phases.items())
+        return PeerError(different_calls(where))
+    first, second = calls.values()
+    name = next((n for n in VALUES if first.get(n) != second.get(n)), "a call")
+    each = ", ".join(f"rank {rank} has {values.get(name)}" for rank, values in calls.items())
+    return InputError(difference(phase, name, each))

@@ -41,7 +41,7 @@ CAPS = EngineCaps(
     reduction=HOME_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     row_bytes_multiple=1,
-    options=frozenset({"alignment", "max_recv_rows", "timeout_s"}),
+    options=frozenset({"alignment", "check_calls", "max_recv_rows", "timeout_s"}),
 )
 
 

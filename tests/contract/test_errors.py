@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from run_case import caps_of
 
+import megatron_ncclep
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
@@ -33,7 +35,7 @@ NUM_EXPERTS, HIDDEN = 8, 64
 WRONG_DEVICE = {"cpu": "meta", "cuda": "cpu"}
 
 
-def config(engine_name: str = "reference", **options: int) -> EpConfig:
+def config(engine_name: str = "reference", **options: Any) -> EpConfig:
     device = "cpu" if dist.get_backend() == "gloo" else "cuda"
     return EpConfig(engine=engine_name, timeout_s=deadline_s(engine_name, device), **options)
 
@@ -234,25 +236,54 @@ MISTAKES = [
     (unknown_engine, r"rank 1: engine 'deepep' is unknown: this version has 'auto' and \[.*'refer"),
     (option_that_would_be_ignored, "engine 'reference' would ignore num_sms"),
 ]
+# Calls that are wrong on both ranks.
+BOTH_ARE_WRONG = (no_hidden,)
 
 
-def make_mistake(ctx: RankContext, mistake: Callable, engine_name: str) -> str:
+def until_checked(call: Callable[[], object]) -> None:
+    """Call it, and ask for errors that have not come yet: the other rank's, in calls of this one
+    that waited for no host.
+    """
+    call()
+    megatron_ncclep.check()
+
+
+def make_mistake(ctx: RankContext, mistake: Callable, engine_name: str, check_calls: bool) -> str:
+    options = config(engine_name, check_calls=check_calls)
     with (
-        closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine,
+        closing(create_engine(ctx.group, NUM_EXPERTS, options)) as engine,
         pytest.raises(InputError) as caught,
     ):
-        mistake(ctx, engine)
+        until_checked(lambda: mistake(ctx, engine))
     # The group still works: nobody is left inside a collective.
     with closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine:
         engine.plan(topk(ctx))
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "check_calls",
+    [
+        pytest.param(True, id="hosts agree"),
+        pytest.param(
+            False,
+            id="device compares",
+            marks=pytest.mark.needs_caps(test=lambda caps: caps.compares_on_device),
+        ),
+    ],
+)
 @pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=lambda v: getattr(v, "__name__", ""))
 def test_every_rank_raises_the_same_error(
-    pool: RankPool, engine_name: str, backend: str, mistake: Callable, message: str
+    pool: RankPool,
+    engine_name: str,
+    backend: str,
+    mistake: Callable,
+    message: str,
+    check_calls: bool,
 ) -> None:
-    texts = pool.run(make_mistake, mistake, engine_name, ranks=2)
+    texts = pool.run(make_mistake, mistake, engine_name, check_calls, ranks=2)
+    if mistake in BOTH_ARE_WRONG and not check_calls:  # each says so of itself
+        texts[1] = texts[1].replace("rank 1:", "rank 0:")
     assert texts[0] == texts[1]
     device = "cpu" if backend == "gloo" else "cuda"
     dtypes = ", ".join(str(d).removeprefix("torch.") for d in caps_of(engine_name).payload_dtypes)
@@ -416,7 +447,7 @@ def diverge_on_rank(ctx: RankContext, engine_name: str) -> str:
         plan = engine.plan(topk(ctx))
         call, num_rows = (engine.combine, plan.num_rows) if ctx.rank == 0 else (engine.dispatch, 3)
         with pytest.raises(PeerError) as caught:
-            call(plan, rows(ctx, num_rows))
+            until_checked(lambda: call(plan, rows(ctx, num_rows)))
     return str(caught.value)
 
 

@@ -276,7 +276,10 @@ def test_a_replayed_graph_is_nan_and_an_error(
 
 
 def leave_out_on_rank(ctx: RankContext, engine_name: str, fault: str) -> Story:
-    """After a dispatch the last rank makes no call, or another one than the others' combine."""
+    """After a dispatch the last rank makes no call, or another one than the others' combine.
+
+    A combine waits for no host, so that the call itself says nothing; a plan does.
+    """
     job, story = Job(ctx, engine_name, False), Story()
     engine: Engine = job.engine
     plan = job.plan()
@@ -296,7 +299,8 @@ def leave_out_on_rank(ctx: RankContext, engine_name: str, fault: str) -> Story:
         ("rows", "weights"), received, job.expected["dispatch"], strict=True
     ):
         story.see(what, actual, expected)
-    story.check()
+    if not story.raised:
+        story.check()
     return story
 
 
@@ -307,12 +311,17 @@ def test_hosts_that_part_spoil_nothing(pool: RankPool, engine_name: str, fault: 
     for rank, story in enumerate(stories):
         what = f"rank {rank}: {story}"
         assert set(story.results.values()) == {RIGHT}, what
-        assert "check" not in story.raised, what
-        if fault != "comes never":
-            (text,) = story.raised.values()
-            assert re.search(rf"rank 0 is in combine.*rank {last} is in {fault[:4]}", text), what
+        if rank == last and fault == "comes never":
+            assert story.raised == {}, what
+            continue
+        ((call, text),) = story.raised.items()
+        if fault == "dispatches":
+            assert call == "check", what
+            place = rf"rank {last} is in dispatch" if rank != last else "rank 0 is in combine"
+            assert re.search(place, text), what
         elif rank != last:
-            assert "no answer from the other ranks" in story.raised["combine"], what
-    if fault == "comes never":
-        texts = [story.raised["combine"] for story in stories[:-1]]
-        assert any(f"rank {last} did not come" in text for text in texts), texts
+            assert call == "check", what
+            assert f"rank {last} did not come in combine" in text, what
+        else:  # it waits on the host for ranks that have gone on
+            assert call == "plans", what
+            assert re.search(r"rank 0 has gone on to call|rank 0 did not come", text), what

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ncclep.engines.exchange import HostLink
 from megatron_ncclep.engines.group import EpGroup
 
 
@@ -38,9 +39,12 @@ class ThreadGroup(EpGroup):
         self._logged: set[str] = set()
         self._ranks_per_node = [self.size]
         self._shared, self._num_calls = {}, 0
+        self._link = HostLink(rank, len(messages))
+        self.exchanged: list[str] = []  # what was agreed on
         self._messages, self._meeting = messages, meeting
 
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:
+        self.exchanged.append(what)
         self._messages[self.rank] = mine
         self._meeting.wait(timeout_s)
         theirs = b"".join(self._messages)

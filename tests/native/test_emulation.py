@@ -61,8 +61,8 @@ UNBROKEN = [
     Case("experts", 5, 2),
     Case("plans", 3, 8),
     Case("failures", 1, 6),
-    Case("failures", 2, 12),
-    Case("failures", 4, 3),
+    Case("failures", 2, 16),
+    Case("failures", 4, 8),
     Case("late", 3, 8),
 ]
 
@@ -97,9 +97,13 @@ MISTAKES = {
     "both dispatches use the same weights": Mistake(
         "dispatch.cu", "(parity * layout.num_ranks + source)", "source",
         "dispatches", 2, "dispatch: weight"),
-    "rows are staged while the dispatch before the last is pulled": Mistake(
-        "dispatch.cu", "kEntered, thread), «last»);", "0",
+    "a dispatch is over before all ranks have entered it": Mistake(
+        "dispatch.cu",
+        "if (blockIdx.x == 0) compare_entries(me, Phase::kDispatch, entry, epoch);", "",
         "dispatches", 2, "dispatch: "),
+    "entries of two calls lie in one place": Mistake(
+        "entry.cuh", "number % 2 * me.control.num_ranks + rank", "rank",
+        "dispatches", 2, "."),
     "more phases are taken for seen than are": Mistake(
         "progress.cuh", "kWarpSize : «__ffs(absent) - 1»;", "__ffs(absent)",
         "rows", 2, "dispatch: "),
@@ -123,7 +127,7 @@ MISTAKES = {
         "rows", 2, "."),
     "routes are written while the last ones are fetched": Mistake(
         "plan.cu", "*static_cast<volatile std::uint64_t*>(&me.state->received)", "0",
-        "plans", 3, "plan: "),
+        "plans", 5, "plan: "),
     "routes are fetched before they are written": Mistake(
         "plan_receive.cu", "kRoutesWritten, source), «plans»)", "0",
         "rows", 2, "plan: "),
@@ -213,7 +217,13 @@ MISTAKES = {
         "failures", 2, "nobody gets any further"),
     "the wrong rank is named": Mistake(
         "wait.cuh", "me.mailbox->failed_peer = «peer»;", "me.rank",
-        "failures", 3, "failure: rank . names rank"),
+        "failures", 3, "failure: rank . (names|does not say that) rank"),
+    "nobody hears that a rank goes no further": Mistake(
+        "wait.cuh", "«is_refused(me, phase, epoch)») return true;", "false",
+        "failures", 3, "failure: rank . does not say that rank . refused"),
+    "ranks in different calls are not noticed": Mistake(
+        "entry.cuh", "entry != 0 && entry != entry_of(me, number)", "false",
+        "failures", 2, "."),
     "rows that did not come are left as they are": Mistake(
         "dispatch.cu", "spoil(job.rows, job.num_rows * job.row_bytes);", "",
         "failures", 2, "dispatch: rows of rank .* not all NaN"),
@@ -234,7 +244,8 @@ MISTAKES = {
         "dispatch.cu", "«!had_failed(me)») {\n    if (blockIdx.x == 0", "had_failed(me), true",
         "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a combine goes on after a failure": Mistake(
-        "combine.cu", "«had_failed(me)») {\n    finish(me, job, epoch);", "had_failed(me), false",
+        "combine.cu", "«had_failed(me)») {\n    finish(me, job, entry, epoch);",
+        "had_failed(me), false",
         "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a grid's barrier lets through without all CTAs": Mistake(
         "wait.cuh", "__syncthreads_and(all_here)", "__syncthreads_and(true)",

@@ -18,7 +18,7 @@ from fakes import ThreadGroup, on_threads
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import extension, native_windows
 from megatron_ncclep.engines.native import NativeEngine
-from megatron_ncclep.errors import PeerError
+from megatron_ncclep.errors import PeerError, RefusedError
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
 STREAM = 7
@@ -52,6 +52,10 @@ class RecordingNative:
         self.calls.append(("grow", wanted))
         self.held = wanted
 
+    @property
+    def max_tokens(self) -> int:
+        return self.held[0]
+
     def routes_size(self, max_pairs: int, max_picks: int, num_chunks: int) -> int:
         return max_pairs + max_picks
 
@@ -68,7 +72,7 @@ class RecordingNative:
         return self.sizes
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        if name not in ("plan_drop", "plan_count", "plan_receive", "dispatch", "combine"):
+        if name not in ("plan", "plan_receive", "dispatch", "combine", "refuse"):
             raise AttributeError(name)
 
         def record(*arguments: Any) -> int:
@@ -85,6 +89,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(extension, "load", lambda: module)
     monkeypatch.setattr(extension, "keep_for_current_stream", lambda *_: STREAM)
+    monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(
@@ -121,23 +126,25 @@ def test_windows_and_chunks_are_for_the_rank_with_the_most_tokens(options: dict[
     def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
         made = engine.plan(picks(tokens[rank]))
         assert native.named("grow") == [(384, TOP_K, 16)]
-        counts, home, num_chunks, top_k = made.handle.made
+        counts, home, num_chunks, top_k, number = made.handle.made
+        assert number == made.plan_id
         assert (num_chunks, top_k) == (3, TOP_K)
         assert (counts.shape, home.shape) == (
             (NUM_EXPERTS // NUM_RANKS * 2 + 1,),
             (4, tokens[rank]),
         )
-        (received,) = native.named("plan_receive")
-        assert received[1] <= NUM_RANKS * max(tokens)
-        assert received[2] == (64 if options else int(1.25 * max(tokens) * TOP_K))
-        assert made.most_tokens == max(tokens)
+        ((*_, max_pairs, max_picks, _, _, _),) = native.named("plan")
+        assert max_pairs <= NUM_RANKS * max(tokens)
+        assert max_picks == (64 if options else int(1.25 * max(tokens) * TOP_K))
+        # In static mode as many as there are windows for: no host asks the others.
+        assert made.most_tokens == (384 if options else max(tokens))
 
     on_ranks(plan, **options)
 
 
 @pytest.mark.parametrize(
     ("num_pairs", "num_picks", "times"),
-    [(2, 3, 1), (2, MANY, 2), (MANY, 3, 2), (MANY, MANY, 2)],
+    [(2, 3, 0), (2, MANY, 1), (MANY, 3, 1), (MANY, MANY, 1)],
     ids=["all fit", "picks do not fit", "pairs do not fit", "neither fits"],
 )
 def test_routes_that_do_not_fit_are_received_again(
@@ -152,7 +159,8 @@ def test_routes_that_do_not_fit_are_received_again(
         made = engine.plan(picks(10))
         received = native.named("plan_receive")
         assert len(received) == times
-        handle, max_pairs, max_picks, routes, *_ = received[-1]
+        # A plan is made with its first routes; those that follow take their place.
+        handle, *_, max_pairs, max_picks, routes, _, _ = (native.named("plan") + received)[-1]
         assert handle is made.handle
         assert max_pairs >= num_pairs
         assert max_picks >= num_picks
@@ -169,7 +177,7 @@ def test_a_wait_that_failed_on_the_device_is_raised_by_the_next_call() -> None:
     def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
         plan = engine.plan(picks(4))
         native.calls.clear()
-        native.failed = SimpleNamespace(phase=3, peer=1, epoch=9, deadline_s=2.0)
+        native.failed = SimpleNamespace(reason=1, phase=3, peer=1, epoch=9, deadline_s=2.0)
         for call in (
             lambda: engine.plan(picks(4)),
             lambda: engine.dispatch(plan, torch.zeros(4, HIDDEN)),
@@ -206,5 +214,46 @@ def test_rows_reach_the_kernels_at_multiples_of_16_bytes() -> None:
         aligned = x.clone()
         engine.dispatch(plan, aligned)
         assert native.named("dispatch")[-1][1].data_ptr() == aligned.data_ptr()
+
+    on_ranks(use)
+
+
+def test_hosts_meet_only_where_they_must() -> None:
+    """In exact mode once a layer; in static mode when windows grow, and never again."""
+
+    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        def layer(num_tokens: int) -> list[str]:
+            engine.group.exchanged.clear()  # type: ignore[attr-defined]
+            plan = engine.plan(picks(num_tokens))
+            engine.dispatch(plan, torch.zeros(num_tokens, HIDDEN))
+            engine.combine(plan, torch.zeros(plan.num_rows, HIDDEN))
+            return [what.split(",")[0] for what in engine.group.exchanged]  # type: ignore[attr-defined]
+
+        for num_tokens in (10, 300):  # and windows grow
+            assert "plan" in layer(num_tokens)
+        is_static = engine.config.max_recv_rows is not None
+        agreed = ["plan", "dispatch", "combine"] if engine.config.check_calls else ["plan"]
+        assert layer(300 - rank) == ([] if is_static and not engine.config.check_calls else agreed)
+
+    for options in ({}, {"max_recv_rows": 64}):
+        for check_calls in (False, True):
+            on_ranks(use, check_calls=check_calls, **options)
+
+
+def test_a_refusal_waits_for_nobody() -> None:
+    """The other rank hears of it on its device; no call of the two meets on the host."""
+
+    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        plan = engine.plan(picks(4))
+        engine.dispatch(plan, torch.zeros(4, HIDDEN))
+        native.calls.clear()
+        engine.group.exchanged.clear()  # type: ignore[attr-defined]
+        if rank == 1:
+            with pytest.raises(RefusedError, match=r"dispatch: rank 1: x has shape \[5, 8\]"):
+                engine.dispatch(plan, torch.zeros(5, HIDDEN))
+            assert native.calls == [("refuse", (3, STREAM))]
+        else:
+            engine.dispatch(plan, torch.zeros(4, HIDDEN))
+        assert engine.group.exchanged == []  # type: ignore[attr-defined]
 
     on_ranks(use)

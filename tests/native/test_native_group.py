@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ncclep.engines import extension
 from megatron_ncclep.engines.native_group import NativeGroup
 from megatron_ncclep.engines.native_plan import NativePlan
-from megatron_ncclep.errors import PeerError
+from megatron_ncclep.errors import InputError, PeerError, RefusedError
 
-FAILURE = SimpleNamespace(phase=3, peer=2, epoch=41, deadline_s=1.5)
+LATE = SimpleNamespace(reason=1, phase=3, peer=2, epoch=41, deadline_s=1.5, own_call=0, peer_call=0)
 TEXT = (
     "rank 1 of 4: rank 2 did not come in dispatch, operation 41 of the group (deadline 1.5 s): it "
     "died, is late or left the group's order of calls; look at the other ranks' output. What this "
@@ -28,11 +29,15 @@ class FailingNative:
 
     def __init__(self, was_captured: bool = False) -> None:
         self.was_captured = was_captured
+        self.what_failed = LATE
         self.waited_for: list[str] = []
         self.is_over = False
 
     def failure(self) -> Any:
-        return FAILURE if self.is_over else None
+        return self.what_failed if self.is_over else None
+
+    def refuse(self, phase: int, stream: int) -> None:
+        self.waited_for.append(f"nobody, in phase {phase} on stream {stream}")
 
     def wait_until_idle(self) -> None:
         self.waited_for.append("what is queued")
@@ -54,8 +59,11 @@ def native(monkeypatch: pytest.MonkeyPatch) -> FailingNative:
 
 def group_of(native: FailingNative) -> NativeGroup:
     group = object.__new__(NativeGroup)
-    group.group = SimpleNamespace(rank=1, size=4, device=torch.device("cuda", 1))  # type: ignore[assignment]
+    group.group = SimpleNamespace(  # type: ignore[assignment]
+        rank=1, size=4, device=torch.device("cuda", 1), refusal=lambda rank: "", refuse=print
+    )
     group.native = native
+    group._refusal = None
     return group
 
 
@@ -89,6 +97,80 @@ def test_a_check_in_a_capture_waits_for_nothing(
     with pytest.raises(PeerError):
         group.check()
     assert native.waited_for == []
+
+
+def test_a_refusal_is_the_error_of_all_later_calls(
+    native: FailingNative, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(extension, "current_stream", lambda: 7)
+    group = group_of(native)
+    for call in (lambda: group.refuse("dispatch", "x is wrong"), group.raise_failure, group.check):
+        with pytest.raises(RefusedError) as caught:
+            call()
+        assert str(caught.value) == "dispatch: rank 1: x is wrong"
+    assert capsys.readouterr().out == "dispatch: rank 1: x is wrong\n"  # to the other ranks
+    assert native.waited_for[0] == "nobody, in phase 3 on stream 7"
+
+
+def test_a_group_of_one_rank_goes_on_after_a_refusal(native: FailingNative) -> None:
+    group = group_of(native)
+    group.group.size = 1
+    with pytest.raises(InputError, match=r"^dispatch: rank 1: x is wrong$"):
+        group.refuse("dispatch", "x is wrong")
+    group.raise_failure()
+    assert native.waited_for == []
+
+
+@pytest.mark.parametrize("reason", [1, 3])
+@pytest.mark.parametrize("said", ["dispatch: rank 2: x is wrong", ""])
+def test_the_refusal_of_another_rank_is_told_in_its_words(
+    native: FailingNative, reason: int, said: str
+) -> None:
+    """In a capture a rank can only write it down, and the others are late for it; without shared
+    memory it can only tell the device.
+    """
+    group = group_of(native)
+    group.group.refusal = lambda rank: said if rank == 2 else ""  # type: ignore[method-assign]
+    native.is_over = True
+    native.what_failed = SimpleNamespace(**{**vars(LATE), "reason": reason})
+    expected = {
+        (1, ""): "rank 2 did not come in dispatch",
+        (3, ""): "dispatch: rank 2 has refused a call: look at its output",
+    }.get((reason, said), said)
+    with pytest.raises(PeerError if (reason, said) == (1, "") else RefusedError, match=expected):
+        group.raise_failure()
+
+
+ROWS = {"phase": 3, "plan": 5, "dtype": 4, "hidden size": 64, "presence of weights": 1}
+PLAN = {"phase": 1, "top_k": 2, "alignment": 16, "max_recv_rows": 64}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "error", "text"),
+    [
+        (ROWS, {**ROWS, "hidden size": 128}, InputError, "dispatch: hidden size differs between"),
+        (ROWS, {**ROWS, "dtype": 5}, InputError, "rank 1 has bfloat16, rank 2 has float32. Give"),
+        (ROWS, {**ROWS, "plan": 7}, InputError, "plan differs .*: rank 1 has 5, rank 2 has 7"),
+        (ROWS, {**ROWS, "phase": 4}, PeerError, "rank 1 is in dispatch; rank 2 is in combine"),
+        (PLAN, ROWS, PeerError, "rank 1 is in plan; rank 2 is in dispatch. Every rank must run"),
+        (PLAN, {**PLAN, "max_recv_rows": 80}, InputError, "max_recv_rows differs .* rank 2 has 80"),
+    ],
+    ids=str,
+)
+def test_calls_that_differ_say_in_what(
+    native: FailingNative, monkeypatch: pytest.MonkeyPatch, mine: Any, theirs: Any, error: Any,
+    text: str,
+) -> None:  # fmt: skip
+    """The device found it: two numbers, in which the extension finds the values."""
+    calls = {11: mine, 22: theirs}
+    module = SimpleNamespace(call_values=lambda call: dict(calls[call]))
+    monkeypatch.setattr(extension, "load", lambda: module)
+    native.is_over = True
+    native.what_failed = SimpleNamespace(
+        **{**vars(LATE), "reason": 2, "phase": mine["phase"], "own_call": 11, "peer_call": 22}
+    )
+    with pytest.raises(error, match=text):
+        group_of(native).raise_failure()
 
 
 def test_sizes_of_a_plan_that_failed_are_not_given_out(native: FailingNative) -> None:

@@ -1,9 +1,10 @@
-// Sequences in which a rank does not come, or not in time.
+// Sequences in which a rank does not come, not in time, or to another call.
 //
-// One rank stops before one of its kernels, for good or until the others have given up.  Or CTAs
-// start late: one of that kernel, and some of later ones on all ranks.  What must hold:
+// One rank stops before one of its kernels, for good or until the others have given up; or says
+// that it goes no further; or is in another call from there on.  Or CTAs start late: one of that
+// kernel, and some of later ones on all ranks.  What must hold:
 //
-// - All kernels end.  A rank that waited too long says for whom, and in what.
+// - All kernels end.  A rank that has failed says because of whom, in what and why.
 // - Until then a rank has everything, exactly; from then on it has NaN.  `Runner` sees to that.
 // - From then on it leaves the others' windows alone.
 #include <algorithm>
@@ -28,7 +29,8 @@ class Failing {
     last.plan = static_cast<int>(routings_.size());
     routings_.push_back(draw_routing(sizes, 0));
     steps_.push_back(last);
-    kind_ = one_of({kStops, kComesLate, is_late ? kHasLateCta : kStops});
+    kind_ = is_late ? one_of({kStops, kComesLate, kHasLateCta})
+                    : one_of({kStops, kComesLate, kRefuses, kDiffers});
     has_late_ctas_ = is_late;
     victim_ = between(0, sizes.ranks - 1);
     kernel_ = between(0, 2 * static_cast<int>(steps_.size()));
@@ -61,7 +63,7 @@ class Failing {
   }
 
  private:
-  enum Kind { kStops, kComesLate, kHasLateCta };
+  enum Kind { kStops, kComesLate, kHasLateCta, kRefuses, kDiffers };
 
   // Ranks give up at different times, now and then.
   Rank with_deadline(int rank) {
@@ -73,7 +75,9 @@ class Failing {
   void maybe_stop() {
     if (kernel_-- != 0) return;
     has_stopped_ = true;
-    if (kind_ == kStops) throw Stopped();
+    if (kind_ == kRefuses) runners_[victim_].refuse();
+    if (kind_ == kStops || kind_ == kRefuses) throw Stopped();
+    if (kind_ == kDiffers) runners_[victim_].differs = true;
     if (kind_ == kHasLateCta) emu::delay(victim_, between(1, 4));
     while (kind_ == kComesLate && num_over_ < sizes_.ranks - 1) emu::yield();
   }
@@ -90,11 +94,25 @@ class Failing {
                                           : phase == Phase::kPlan || phase == Phase::kRoutes,
             "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ",
             step.number);
-    // A dispatch also waits until the last one is over; a plan has numbers of its own.
-    require(step.kind == Step::kPlan || mailbox.failed_epoch == state.epoch ||
-                (step.kind == Step::kDispatch && mailbox.failed_epoch < state.epoch),
-            "failure: rank ", rank, " names operation ", mailbox.failed_epoch);
+    require(step.kind == Step::kPlan || mailbox.failed_epoch == state.epoch, "failure: rank ", rank,
+            " names operation ", mailbox.failed_epoch);
+    check_reason(rank, static_cast<Reason>(mailbox.failed_reason), mailbox);
     require(mailbox.failed_deadline_ns == deadlines_[rank], "failure: the deadline of rank ", rank);
+  }
+
+  void check_reason(int rank, Reason reason, const Mailbox& mailbox) {
+    if (kind_ == kRefuses) {
+      require(reason == Reason::kRefused && mailbox.failed_peer == victim_, "failure: rank ", rank,
+              " does not say that rank ", victim_, " refused");
+    } else if (kind_ == kDiffers) {
+      const bool is_right = mailbox.failed_peer == victim_ || rank == victim_;
+      require(reason == Reason::kDiffers && is_right, "failure: rank ", rank,
+              " does not say that rank ", victim_, " is in another call");
+      require(mailbox.failed_calls[0] == (mailbox.failed_calls[1] ^ std::uint64_t{1} << 30),
+              "failure: rank ", rank, " names other calls");
+    } else {
+      require(reason == Reason::kLate, "failure: rank ", rank, " does not say that it waited");
+    }
   }
 
   void check_reports() {
@@ -106,9 +124,11 @@ class Failing {
         require(mailbox.failed_phase == 0, "failure: rank ", rank, " says that it has failed");
         const bool is_alone = has_stopped_ && kind_ != kHasLateCta && sizes_.ranks > 1 &&
                               !(kind_ == kStops && rank == victim_);
-        // In the last plan the others may have all that they need.
-        require(!is_alone || stopped_in_ == steps_.back().number, "failure: rank ", rank,
-                " has waited for nobody");
+        // In the last plan the others may have all that they need; a plan on which the hosts agree
+        // compares nothing.
+        const bool may_go_on =
+            stopped_in_ == steps_.back().number || (kind_ == kDiffers && !is_compared_later());
+        require(!is_alone || may_go_on, "failure: rank ", rank, " has waited for nobody");
         continue;
       }
       require(has_stopped_, "failure: rank ", rank, " of all that came");
@@ -118,6 +138,13 @@ class Failing {
                             (failed_at_[rank] > first && failed_at_[peer] <= failed_at_[rank]);
       require(is_right, "failure: rank ", rank, " names rank ", peer, " instead of ", victim_);
     }
+  }
+
+  // Whether a step after the one in which a rank stopped compares the ranks' calls.
+  bool is_compared_later() const {
+    return std::any_of(steps_.begin() + stopped_in_ + 1, steps_.end(), [&](const Step& step) {
+      return step.kind != Step::kPlan || routings_[step.plan].limit > 0;
+    });
   }
 
   // What is queued after a failure.

@@ -7,6 +7,7 @@
 #include "native/combine.h"
 #include "native/dispatch.h"
 #include "native/overflow.h"
+#include "native/refusal.h"
 #include "native/split.h"
 
 using namespace ncclep::native;
@@ -83,6 +84,14 @@ void Runner::launch(const std::function<void()>& queue) {
   emu::synchronize(me_.rank);
 }
 
+void Runner::set_call(const Step& step, Phase phase) {
+  me_.call = static_cast<std::uint64_t>(phase) | step.number << 3 | differs << 30;
+}
+
+void Runner::refuse() {
+  launch([&] { ncclep::native::refuse(me_, Phase::kPlan, me_.rank); });
+}
+
 HomeRoutes Runner::home(Plan& plan, int num_tokens) {
   return HomeRoutes::in(plan.home->data<std::int32_t>(), num_tokens);
 }
@@ -142,7 +151,9 @@ void Runner::plan(const Step& step) {
     drop.max_recv_rows = routing.limit;
     drop.kept = kept.data<std::int32_t>();
     drop.num_wanted = job.num_dropped;
+    set_call(step, Phase::kPlan);
     launch([&] { drop_what_does_not_fit(me_, drop, parts, sms, me_.rank); });
+    me_.call = 0;
     job.topk_idx = drop.kept;
     job.is_int64 = false;
     most_picks = std::min(most_picks, routing.limit);
@@ -255,6 +266,7 @@ void Runner::dispatch(const Step& step) {
   job.routed_per_expert = job.tokens_per_expert + sizes_.local;
   job.token_ranks = home(plan, num_tokens).token_ranks;
   job.routes = plan.received;
+  set_call(step, Phase::kDispatch);
   launch([&] { ncclep::native::dispatch(me_, job, between(min_ctas(1), kSms), me_.rank); });
 
   if (has_failed()) {
@@ -315,6 +327,7 @@ void Runner::combine(const Step& step) {
   job.row_bytes = step.row_bytes;
   job.home = home(plan, num_tokens);
   job.routes = plan.received;
+  set_call(step, Phase::kCombine);
   launch([&] { ncclep::native::combine(me_, job, step.sms, me_.rank); });
 
   if (has_failed()) {

@@ -57,8 +57,13 @@ class Runner {
   // The plan of routing `number` can be used.
   bool has_plan(int number) const { return plans_[number].is_made; }
 
+  // Tells the others that this rank goes no further.
+  void refuse();
+
   // Called before each kernel.
   std::function<void()> before_kernel = [] {};
+  // Whether this rank is in another call than the others, in the step that follows.
+  bool differs = false;
 
  private:
   struct Plan {
@@ -72,6 +77,8 @@ class Runner {
   void dispatch(const Step& step);
   void combine(const Step& step);
 
+  // What the ranks have alike in a step, if their hosts do not agree on it.
+  void set_call(const Step& step, ncclep::native::Phase phase);
   bool has_failed() const { return me_.state->failed != 0; }
   void launch(const std::function<void()>& queue);
   ncclep::native::HomeRoutes home(Plan& plan, int num_tokens);

@@ -39,7 +39,7 @@ Sizes draw_sizes(const std::string& kind, int ranks) {
 Shares shares_of(const std::string& kind) {
   if (kind == "dispatches") return {1, 8, 0};
   if (kind == "combines") return {1, 0, 0};
-  if (kind == "plans") return {5, 3, between(5, 40)};
+  if (kind == "plans") return {8, 1, between(5, 40)};
   if (kind == "late") return {5, 3, 0};
   return {};
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # The kernels, and what they do not need.
-FILES = ("plan", "plan_receive", "overflow", "dispatch", "combine")
+FILES = ("plan", "plan_receive", "overflow", "dispatch", "combine", "refusal")
 NOT_NEEDED = ("group.h", "check_windows.h")
 
 # Smaller than on a GPU: CTAs, because a thread is a fiber here, and what is done at a time, so that

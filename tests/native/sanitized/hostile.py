@@ -47,7 +47,7 @@ def wrong_plans(module: ModuleType, keep: list[Any]) -> Iterator[Any]:
         *((counts, home, *pair) for pair in numbers),
     ):
         try:
-            plan = module.NativePlan(first, second, num_chunks, top_k)
+            plan = module.NativePlan(first, second, num_chunks, top_k, 1)
         except REFUSALS:
             continue
         keep.append((first, second))
@@ -159,7 +159,7 @@ class Objects:
         self.group.clear()
         self.counts = Numbers("int64", 2 * EXPERTS // RANKS + 1)
         self.home = Numbers("int32", 4, TOKENS)
-        self.plan = C.NativePlan(self.counts, self.home, 1, TOP_K)
+        self.plan = C.NativePlan(self.counts, self.home, 1, TOP_K, 1)
         self.topk, self.kept = Numbers("int64", TOKENS, TOP_K), Numbers("int32", TOKENS, TOP_K)
         self.x, self.rows = Numbers("bfloat16", TOKENS, HIDDEN), Numbers("bfloat16", ROWS, HIDDEN)
         self.w, self.row_w = Numbers("float32", TOKENS, TOP_K), Numbers("float32", ROWS)
@@ -181,8 +181,9 @@ class Objects:
 
     def planned(self) -> Objects:
         """With a plan that can be dispatched."""
-        self.ticket = self.group.plan_count(self.plan, self.topk, 1, False, 8, STREAM)
-        self.group.plan_receive(self.plan, 3, 6, self.routes, 8, STREAM)
+        self.ticket = self.group.plan(
+            self.plan, self.topk, 1, 0, None, 3, 6, self.routes, 8, STREAM
+        )
         self.group.wait_for_sizes(self.plan, self.ticket, self.rows_of_expert, STREAM)
         return self
 
@@ -295,14 +296,11 @@ def method_calls(
     yield of("group", "allocate", lambda o: sizes)
     yield of("group", "routes_size", lambda o: {"max_pairs": 3, "max_picks": 6, "num_chunks": 1})
     yield of("group", "bad_ranks", lambda o: {"forget": True})
-    yield of("group", "plan_drop", lambda o: {
+    yield of("group", "plan", lambda o: {
         "plan": o.plan, "topk_idx": o.topk, "alignment": 16, "max_recv_rows": 32, "kept": o.kept,
-        "num_sms": 8, "stream": STREAM,
+        "max_pairs": 3, "max_picks": 6, "routes": o.routes, "num_sms": 8, "stream": STREAM,
     })  # fmt: skip
-    yield of("group", "plan_count", lambda o: {
-        "plan": o.plan, "topk_idx": o.topk, "alignment": 16, "is_static": False, "num_sms": 8,
-        "stream": STREAM,
-    })  # fmt: skip
+    yield of("group", "refuse", lambda o: {"phase": 3, "stream": STREAM})
     yield of("group", "plan_receive", lambda o: {
         "plan": o.plan, "max_pairs": 3, "max_picks": 6, "routes": o.routes, "num_sms": 8,
         "stream": STREAM,

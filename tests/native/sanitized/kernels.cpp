@@ -10,6 +10,7 @@
 #include "native/dispatch.h"
 #include "native/overflow.h"
 #include "native/plan.h"
+#include "native/refusal.h"
 #include "native/split.h"
 #include "routes/routes_and_weights.h"
 #include "standin.h"
@@ -127,6 +128,10 @@ void plan_count(const Rank& me, const PlanCount& job, const PlanScratch& scratch
     mailbox->sizes[2] = upper | told.num_picks;
     mailbox->sizes[3] = upper | told.bad_ranks;
   });
+}
+
+void refuse(const Rank& me, Phase phase, std::uintptr_t) {
+  standin::require(me.control_of[me.rank] != nullptr && phase != Phase::kNone, "a refusal");
 }
 
 void plan_receive(const Rank& me, const ReceivedRoutes& routes, const PlanScratch& scratch,

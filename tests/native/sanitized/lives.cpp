@@ -229,12 +229,23 @@ struct Batch {
   Owned w{DType::kFloat32, {kTokens, kTopK}}, row_w{DType::kFloat32, {2}};
   Owned rows_of_expert{DType::kInt64, {kExperts / kRanks}};
   std::vector<Owned> routes;
-  ncclep::native::Plan plan{counts, home, /*num_chunks*/ 1, kTopK};
+  ncclep::native::Plan plan{counts, home, /*num_chunks*/ 1, kTopK, /*number*/ 1};
+
+  Owned& make_routes(ncclep::native::Group& group, int max_pairs, int max_picks) {
+    const std::int64_t size = group.routes_size(max_pairs, max_picks, 1);
+    return routes.emplace_back(DType::kInt32, std::vector<std::int64_t>{size});
+  }
+
+  std::uint32_t make_plan(ncclep::native::Group& group, bool is_static, int max_pairs,
+                          int max_picks) {
+    const auto if_static = is_static ? std::optional(kept.tensor) : std::nullopt;
+    return group.plan(plan, topk, 1, is_static ? 2 : 0, if_static, max_pairs, max_picks,
+                      make_routes(group, max_pairs, max_picks), 8, kStream);
+  }
 
   void receive(ncclep::native::Group& group, int max_pairs, int max_picks) {
-    routes.emplace_back(DType::kInt32,
-                        std::vector<std::int64_t>{group.routes_size(max_pairs, max_picks, 1)});
-    group.plan_receive(plan, max_pairs, max_picks, routes.back(), 8, kStream);
+    group.plan_receive(plan, max_pairs, max_picks, make_routes(group, max_pairs, max_picks), 8,
+                       kStream);
   }
 
   void move(ncclep::native::Group& group) {
@@ -247,8 +258,7 @@ struct Batch {
 };
 
 void plan_exactly(ncclep::native::Group& group, Batch& batch) {
-  const std::uint32_t ticket = group.plan_count(batch.plan, batch.topk, 1, false, 8, kStream);
-  batch.receive(group, 1, 1);
+  const std::uint32_t ticket = batch.make_plan(group, false, 1, 1);
   REQUIRE(refuses([&] { batch.move(group); }, "not received"));  // nobody knows how much arrives
   const auto sizes = group.wait_for_sizes(batch.plan, ticket, batch.rows_of_expert, kStream, [] {});
   REQUIRE(sizes && sizes->num_rows == 2 && sizes->num_picks == 2);
@@ -288,14 +298,13 @@ void live_with_group() {
   }
   plan_exactly(*group, batch);
   batch.move(*group);
-  group->plan_drop(fixed.plan, fixed.topk, 1, 2, fixed.kept, 8, kStream);
-  group->plan_count(fixed.plan, fixed.kept, 1, true, 8, kStream);
-  fixed.receive(*group, 2, 2);
+  fixed.make_plan(*group, true, 2, 2);
   fixed.move(*group);
   standin::capture(kOtherStream);
   fixed.move(*group);
   standin::capture(0);
   REQUIRE(group->was_captured() && !group->failure() && group->bad_ranks(true) == 0);
+  group->refuse(ncclep::native::Phase::kCombine, kStream);
   group->wait_until_idle([] {});
   group->close();
 }
@@ -318,9 +327,9 @@ void closed_group() {
   group->drop();
   for (const auto& call : std::vector<std::function<void()>>{
            [&] { group->allocate(kTokens, kTopK, 32); }, [&] { group->clear(); },
-           [&] { batch.move(*group); },
-           [&] { group->plan_count(batch.plan, batch.topk, 1, false, 8, kStream); },
-           [&] { group->plan_drop(batch.plan, batch.topk, 1, 2, batch.kept, 8, kStream); },
+           [&] { batch.move(*group); }, [&] { batch.make_plan(*group, false, 1, 2); },
+           [&] { batch.make_plan(*group, true, 1, 2); },
+           [&] { group->refuse(ncclep::native::Phase::kDispatch, kStream); },
            [&] { batch.receive(*group, 1, 2); },
            [&] { group->wait_for_sizes(batch.plan, 1, batch.rows_of_expert, kStream, [] {}); }}) {
     error_of(call);
@@ -342,9 +351,7 @@ void sizes() {
   const auto wait = [&](std::uint32_t ticket, const std::function<void()>& poll) {
     return group->wait_for_sizes(batch.plan, ticket, batch.rows_of_expert, kStream, poll);
   };
-  const auto count = [&] {
-    return group->plan_count(batch.plan, batch.topk, 1, false, 8, kStream);
-  };
+  const auto count = [&] { return batch.make_plan(*group, false, 1, 2); };
   standin::sizes.delay_ms = 20;  // a thread tells it while the host waits
   std::uint32_t ticket = count();
   REQUIRE(refuses([&] { wait(ticket + 1, [] {}); }, "not that of the last plan"));
@@ -352,7 +359,7 @@ void sizes() {
   REQUIRE(wait(ticket, [] {})->num_rows == 2);
   // A routing that is refused: nobody may go on with the plan.
   standin::sizes.bad_ranks = 4;
-  batch.plan = {batch.counts, batch.home, 1, kTopK};
+  batch.plan = {batch.counts, batch.home, 1, kTopK, 1};
   REQUIRE(wait(count(), [] {})->bad_ranks == 4);
   batch.receive(*group, 1, 2);
   REQUIRE(refuses([&] { batch.move(*group); }, "not received"));
