@@ -39,7 +39,7 @@ __all__ = [
 
 
 def check() -> None:
-    """Raise what went wrong on the device since the last call of an engine.  Not collective.
+    """Raise what went wrong on the device and no call of an engine has raised.  Not collective.
 
     An engine whose kernels wait for other ranks cannot raise when such a wait passes its deadline:
     it delivers NaN, and its next call raises.  For what no call follows, the last layer of a step
@@ -47,8 +47,14 @@ def check() -> None:
     every rank, on the stream that replays the graph.  It waits for what is queued in groups with
     such an engine, and costs nothing where there is none.
 
+    Nor does an engine in static mode wait to hear of rows that did not fit.  With
+    `on_overflow="raise"` this raises it, and waits for the current stream; with "drop" it logs a
+    warning, once for each group, without waiting: on a GPU at the next call but one.
+
     Raises:
         PeerError: results since then are NaN, wholly or in part: use none of them, and stop.
+        RowsDroppedError: rows did not fit since the last call; the same on all ranks of the group,
+            which can go on: gradients since then are wrong on all of them.
     """
     # Where nobody has imported engines there are no groups; importing them would import torch.
     groups = sys.modules.get(f"{__name__}.engines.group")

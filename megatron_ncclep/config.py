@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,25 @@ MAX_COUNT = 2**31 - 1
 # them for no deadline at all.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
 OPTION_PREFIX = "ncclep_"
+# Of max_recv_rows, beside a number of rows: room for all that can come,
+WORST = "worst"
+# or for so many times a balanced load, in at most three decimals.
+_FACTOR = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?x", re.ASCII)
+DROP, RAISE = "drop", "raise"
+
+
+def thousandths(max_recv_rows: str) -> int | None:
+    """What a factor such as "1.25x" is in thousandths, 1250; None if the text is no factor."""
+    found = _FACTOR.fullmatch(max_recv_rows)
+    return None if found is None else 1000 * int(found[1]) + int((found[2] or "0").ljust(3, "0"))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 1 <= value <= MAX_COUNT
+
+
+def _is_rows_in_words(value: Any) -> bool:
+    return isinstance(value, str) and (value == WORST or bool(thousandths(value)))
 
 
 def _switch(text: str) -> bool:
@@ -44,11 +64,18 @@ class EpConfig:
     alignment: int = _option(
         1, int, "pad every expert's block of rows to a multiple of this: 1, 16, 32, 64 or 128"
     )
-    max_recv_rows: int | None = _option(
+    max_recv_rows: int | str | None = _option(
         None,
-        int,
-        "static mode: the dispatched tensor always has this many rows; rows that do not fit are "
-        "dropped and counted (default: exactly the rows that the routing needs)",
+        envs.rows,
+        "static mode: the dispatched tensor always has this many rows: a number, a factor of a "
+        "balanced load such as 1.25x, or 'worst', room for all that can come; rows that do not fit "
+        "are dropped and counted (default: exactly the rows that the routing needs)",
+    )
+    on_overflow: str = _option(
+        DROP,
+        str,
+        "static mode: 'drop' warns of rows that did not fit; 'raise' raises an error on all ranks "
+        "before the optimizer steps",
     )
     num_sms: int | None = _option(
         None, int, "SMs that the engine's kernels may use (default: the engine's own)"
@@ -71,20 +98,31 @@ class EpConfig:
             raise InputError(f"engine {self.engine!r}: must be the name of an engine, or 'auto'")
         if not isinstance(self.alignment, int) or self.alignment not in ALIGNMENTS:
             raise InputError(f"alignment {self.alignment!r}: must be one of {ALIGNMENTS}")
-        for name in ("max_recv_rows", "num_sms"):
-            value = getattr(self, name)
-            is_count = isinstance(value, int) and 1 <= value <= MAX_COUNT
-            if value is not None and not is_count:
-                raise InputError(
-                    f"{name} {value!r}: must be a whole number from 1 to {MAX_COUNT}, or left out"
-                )
-        if self.max_recv_rows is not None and self.max_recv_rows % self.alignment:
+        rows = self.max_recv_rows
+        if not (rows is None or _is_count(rows) or _is_rows_in_words(rows)):
             raise InputError(
-                f"max_recv_rows {self.max_recv_rows}: must be a multiple of the alignment "
+                f"max_recv_rows {rows!r}: must be a whole number from 1 to {MAX_COUNT}, a factor "
+                f"of a balanced load such as '1.25x', {WORST!r}, or left out"
+            )
+        if not (self.num_sms is None or _is_count(self.num_sms)):
+            raise InputError(
+                f"num_sms {self.num_sms!r}: must be a whole number from 1 to {MAX_COUNT}, or left "
+                "out"
+            )
+        if isinstance(rows, int) and rows % self.alignment:
+            raise InputError(
+                f"max_recv_rows {rows}: must be a multiple of the alignment "
                 f"{self.alignment}, so that the last block ends inside the tensor"
             )
         if not isinstance(self.check_calls, bool):
             raise InputError(f"check_calls {self.check_calls!r}: must be True or False")
+        if self.on_overflow not in (DROP, RAISE):
+            raise InputError(f"on_overflow {self.on_overflow!r}: must be {DROP!r} or {RAISE!r}")
+        if self.on_overflow == RAISE and self.max_recv_rows is None:
+            raise InputError(
+                f"on_overflow {RAISE!r} without max_recv_rows: nothing can overflow, since every "
+                "tensor has the rows that the routing needs; leave it out, or set max_recv_rows"
+            )
         is_number = isinstance(self.timeout_s, int | float)
         if not (is_number and MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S):  # nan is neither
             raise InputError(

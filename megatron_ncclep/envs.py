@@ -29,6 +29,14 @@ def _log_level(text: str) -> str:
     return text.upper()
 
 
+def rows(text: str) -> int | str:
+    """A number of rows, or the words for one: which there are, EpConfig knows and checks."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
 @dataclass(frozen=True)
 class EnvVar:
     """One environment variable; `parse` raises ValueError on text that it cannot take."""
@@ -61,7 +69,8 @@ VARIABLES = {
         # The defaults of EpConfig's options; a value given in code or on the command line wins.
         EnvVar("NCCLEP_ENGINE", str, None, "engine name, as --ncclep-engine"),
         EnvVar("NCCLEP_ALIGNMENT", int, None, "rows an expert's block is padded to a multiple of"),
-        EnvVar("NCCLEP_MAX_RECV_ROWS", int, None, "static mode: rows of the dispatched tensor"),
+        EnvVar("NCCLEP_MAX_RECV_ROWS", rows, None, "static mode: rows of the dispatched tensor"),
+        EnvVar("NCCLEP_ON_OVERFLOW", str, None, "static mode: drop or raise, when rows do not fit"),
         EnvVar("NCCLEP_NUM_SMS", int, None, "SMs that the engine's kernels may use"),
         EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds a rank waits for the others"),
         EnvVar("NCCLEP_CHECK_CALLS", switch, None, "1: the ranks' hosts agree in every call"),

@@ -50,6 +50,10 @@ class PeerError(EpError, RuntimeError):
     """A rank died, did not arrive before the deadline, or is in another call than this one."""
 
 
+class RowsDroppedError(EpError, RuntimeError):
+    """Rows did not fit in static mode and `on_overflow` is "raise"; on every rank of the group."""
+
+
 class LibraryError(EpError, RuntimeError):
     """A call of NCCL, of CUDA or of an engine's library failed; names the call and the reason."""
 

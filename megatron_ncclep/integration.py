@@ -165,10 +165,26 @@ def _change_layer(module: ModuleType) -> None:
         from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
 
         self.token_dispatcher = NcclEpTokenDispatcher(
-            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=config,
+            pg_collection=groups,
+            **_wanted_counts(self.experts),
         )
 
     layer_class.__init__ = _marked(init)
+
+
+def _wanted_counts(experts: Any) -> dict[str, bool]:
+    """How the experts take the numbers of their rows: arguments of the dispatcher."""
+    if getattr(experts, "takes_counts_on_device", False):
+        return {"counts_on_device": True}
+    # Megatron's TEGroupedMLP over TransformerEngine's op fuser (use_transformer_engine_op_fuser,
+    # from 0.18 on) hands them on as they come; where TransformerEngine has no kernel that reads
+    # them it splits the rows by them, and then they must add up.
+    if getattr(experts, "_with_fused_impl", False):
+        return {"counts_on_device": True, "counts_add_up": True}
+    return {}
 
 
 def _change_optimizer_graph(module: Any) -> None:

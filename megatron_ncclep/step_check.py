@@ -1,7 +1,8 @@
 """Asks for failures on the device before an optimizer steps.
 
 An engine that finds out on the device that a rank did not come raises it in its next call.  After
-the last backward of a step there is none, and the optimizer would take what it left behind.
+the last backward of a step there is none, and the optimizer would take what it left behind.  That
+rows did not fit, no call raises at all.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
     Raises:
         PeerError: what the gradients were made of is NaN.
+        RowsDroppedError: what they were made of lacks rows, and `on_overflow` is "raise".
     """
     import torch
 

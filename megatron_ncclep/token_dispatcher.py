@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_ncclep.combine import combine
-from megatron_ncclep.config import EpConfig
+from megatron_ncclep.config import DROP, WORST, EpConfig
 from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.overflow_report import DropWarning
+from megatron_ncclep.errors import InputError
 from megatron_ncclep.route_plan import routes_and_weights
 
 
@@ -32,6 +33,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         local_expert_indices: list[int],
         config: Any,
         pg_collection: Any,
+        counts_on_device: bool = False,
+        counts_add_up: bool = False,
     ) -> None:
         """Make the engine.  Collective over the expert-parallel group.
 
@@ -40,28 +43,45 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             local_expert_indices: their global indices, consecutive.
             config: TransformerConfig; its attribute `ncclep` is the EpConfig, if it has one.
             pg_collection: Megatron's process groups; `ep`, `expt_tp` and `tp_ep` are used.
+            counts_on_device: the experts take tokens_per_expert on the device; without it, on the
+                CPU, for which `dispatch_postprocess` waits.
+            counts_add_up: they want every row to be some expert's even then.
 
         Raises:
             InputError, EngineUnavailableError: see `create_engine`.
+            InputError: static mode and capacity padding do not go together here.
         """
         super().__init__(config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         options: EpConfig | None = getattr(config, "ncclep", None)  # None: the environment's
         self.engine = create_engine(self.ep_group, config.num_moe_experts, options)
-        self._max_recv_rows = self.engine.config.max_recv_rows
+        self._counts_on_device = counts_on_device
+        self._counts_add_up = counts_add_up or not counts_on_device
+        self._is_static = self.engine.config.max_recv_rows is not None
         # With padding to capacity an expert takes tokens that did not choose it, so that a token
         # may have more experts than the router's top-k.
         self._router_adds_picks = config.moe_pad_expert_input_to_capacity
+        if self._is_static and self._router_adds_picks:
+            self._require_columns_for_all_experts()
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
-        # int64 scalar on the device: picks dropped so far in static mode, forward passes only.
+        # int64 scalar on the device: picks dropped so far in static mode, forward passes only.  It
+        # stays the same tensor, so that a CUDA graph that is replayed goes on counting.
         self.num_dropped: torch.Tensor | None = None
+        rows = self.engine.config.max_recv_rows
+        if rows is not None:
+            group = EpGroup.of(self.ep_group)
+            self.num_dropped = torch.zeros((), dtype=torch.int64, device=group.device)
+            if self.engine.config.on_overflow == DROP:
+                DropWarning.of(group).watch(self.num_dropped, rows)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the routes off the map.  No communication, unless capacity padding needs it.
+        """Read the routes off the map.
+
+        Waits for nothing and communicates nothing, except for capacity padding in exact mode.
 
         Args:
             hidden_states: [..., hidden]; all leading dimensions together are the tokens.
@@ -90,9 +110,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """
         self._plan = self.engine.plan(self._topk_idx)
         del self._topk_idx
-        if self._max_recv_rows is not None:
-            dropped = self._plan.num_dropped
-            self.num_dropped = dropped if self.num_dropped is None else self.num_dropped + dropped
+        if self.num_dropped is not None:
+            self.num_dropped.add_(self._plan.num_dropped)
         return dispatch(self.engine, self._plan, hidden_states, probs)
 
     def dispatch_postprocess(
@@ -102,17 +121,21 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
 
         Returns:
             rows, tokens_per_expert int64 [num_local_experts], and the rows' weights.
-            tokens_per_expert is on the CPU, where Megatron's experts want it, and adds up to the
-            number of rows: in static mode the rows after the last block, which are zero, count as
-            the last expert's.
+            tokens_per_expert is on the CPU, where Megatron's experts want it, or for experts that
+            take it there on the device, and then nothing is waited for.  It adds up to the number
+            of rows, except in static mode for experts that take it on the device and do not ask
+            for more: there the rows after the last block, which are zero, are nobody's.  Elsewhere
+            they count as the last expert's.
         """
-        assert self._plan is not None, "token_dispatch comes first"
-        tokens_per_expert = self._plan.tokens_per_expert_on_host()
-        if self._max_recv_rows is not None:
-            self._report_overflow(self._plan)
-            tokens_per_expert = tokens_per_expert.clone()
-            tokens_per_expert[-1] += self._plan.num_rows - tokens_per_expert.sum()
-        return hidden_states, tokens_per_expert, probs
+        plan = self._plan
+        assert plan is not None, "token_dispatch comes first"
+        counts = plan.tokens_per_expert
+        if not self._counts_on_device:
+            counts = plan.tokens_per_expert_on_host()
+        if self._is_static and self._counts_add_up:
+            counts = counts.clone()
+            counts[-1] = plan.num_rows - counts[:-1].sum()
+        return hidden_states, counts, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing to do: combine reads the experts' rows where they are."""
@@ -129,23 +152,13 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         assert self._hidden_shape is not None, "dispatch_preprocess comes first"
         return hidden_states.view(self._hidden_shape)
 
-    def _report_overflow(self, plan: RoutePlan) -> None:
-        """Warn of dropped picks, once per group and rank; `num_dropped` counts all of them."""
-        if num_dropped := int(plan.num_dropped):
-            group = EpGroup.of(self.ep_group)
-            group.log_once(
-                logging.WARNING,
-                "overflow",
-                f"rank {group.rank}: {num_dropped} rows did not fit into max_recv_rows="
-                f"{self._max_recv_rows} and were dropped (this is said once; later ones are only "
-                "counted): raise it, or leave it out and nothing is dropped",
-            )
-
     def _top_k(self, routing_map: torch.Tensor) -> int:
         """Columns that the picks of this micro-batch need, the same on every rank."""
         top_k: int = self.config.moe_router_topk
         if not self._router_adds_picks:
             return top_k
+        if self._is_static:  # what the map holds would have to be waited for
+            return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
         all_ranks = EpGroup.of(self.ep_group).gather(
             torch.tensor([mine]),
@@ -153,3 +166,28 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             self.engine.config.timeout_s,
         )
         return max(top_k, int(all_ranks.max()))
+
+    def _require_columns_for_all_experts(self) -> None:
+        """Refuse capacity padding in static mode where `_top_k` has no bound that serves.
+
+        Raises:
+            InputError: on every rank, whose options are the same.
+        """
+        experts, caps = self.config.num_moe_experts, self.engine.caps
+        rows, problem = self.engine.config.max_recv_rows, None
+        if caps.max_top_k is not None and experts > caps.max_top_k:
+            problem = (
+                f"a token may get all {experts} experts, and engine {caps.name!r} takes at most "
+                f"{caps.max_top_k} picks of a token"
+            )
+        elif isinstance(rows, str) and rows != WORST:
+            problem = (
+                "a factor counts the picks of a token, which may be more than the router's top-k: "
+                f"give a number of rows or {WORST!r}"
+            )
+        if problem is not None:
+            self.engine.close()
+            raise InputError(
+                f"moe_pad_expert_input_to_capacity with max_recv_rows={rows!r}: {problem}; or "
+                "leave max_recv_rows out: then the host waits for the number of picks"
+            )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_ncclep import envs
-from megatron_ncclep.config import MAX_COUNT, EpConfig
+from megatron_ncclep.config import MAX_COUNT, RAISE, EpConfig
 from megatron_ncclep.engines import native_obstacle
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.group import EpGroup
@@ -20,6 +20,7 @@ from megatron_ncclep.engines.nccl_ep import NcclEpEngine
 from megatron_ncclep.engines.nccl_ep import obstacle as nccl_ep_obstacle
 from megatron_ncclep.engines.reference import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.engines.rows_limit import agreed_values
 from megatron_ncclep.errors import EngineUnavailableError, InputError
 
 
@@ -88,8 +89,9 @@ def create_engine(
             "num_experts": num_experts,
             "engine": [AUTO, *ENGINES].index(config.engine),
             "alignment": config.alignment,
-            "max_recv_rows": config.max_recv_rows,
+            **agreed_values(config),
             "num_sms": config.num_sms,
+            "on_overflow (drop: 0, raise: 1)": int(config.on_overflow == RAISE),
         }
     group.agree("open", values, problem, config.timeout_s)
     name, reason = choose_engine(group, config, num_experts)

@@ -14,6 +14,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import Agreement, EpGroup
+from megatron_ncclep.engines.rows_limit import agreed_values
 from megatron_ncclep.errors import (
     EngineUnavailableError,
     EpError,
@@ -101,7 +102,7 @@ def agree_on_routes(
             "top_k": topk_idx.shape[-1] if topk_idx.dim() else 0,
             "num_experts": num_experts,
             "alignment": config.alignment,
-            "max_recv_rows": config.max_recv_rows,
+            **agreed_values(config, topk_idx),
             "num_sms": config.num_sms,
         },
         find_problem(topk_idx, num_experts, group.device, caps),

@@ -144,7 +144,7 @@ class EpGroup:
         self._link.close()
 
     def check(self) -> None:
-        """Raise what failed on the device and no call has raised yet.  Not collective.
+        """Raise what went wrong on the device and no call has raised yet.  Not collective.
 
         Calls `check` of everything that engines share and that has one.  Each waits for the device
         as it says itself; with engines whose calls wait on the host there is nothing to ask.
@@ -152,6 +152,7 @@ class EpGroup:
         Raises:
             PeerError: a wait for another rank passed its deadline on the device: what engines have
                 returned since is NaN.
+            RowsDroppedError: see `Shortage.check`.
         """
         for shared in list(self._shared.values()):
             if check := getattr(shared.thing, "check", None):
@@ -399,7 +400,7 @@ def check_all() -> None:
     """Call `EpGroup.check` of every group of this process.  Not collective.
 
     Raises:
-        PeerError: see `EpGroup.check`.
+        PeerError, RowsDroppedError: see `EpGroup.check`.
     """
     for group in list(_groups.values()):
         group.check()

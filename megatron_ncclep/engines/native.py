@@ -22,6 +22,7 @@ from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.native_group import NativeGroup
 from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS, MAX_EXPERTS
 from megatron_ncclep.engines.native_plan import NativePlan, Room, num_chunks_of, plan_memory
+from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import GroupClosedError, InputError, RefusedError
 
 CAPS = EngineCaps(
@@ -29,7 +30,9 @@ CAPS = EngineCaps(
     reduction=HOME_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
-    options=frozenset({"alignment", "check_calls", "max_recv_rows", "num_sms", "timeout_s"}),
+    options=frozenset(
+        {"alignment", "check_calls", "max_recv_rows", "num_sms", "on_overflow", "timeout_s"}
+    ),
     max_tokens=65536,
     max_top_k=32,
     max_local_experts=MAX_EXPERTS,
@@ -90,8 +93,8 @@ class NativeEngine:
         """
         call, most_tokens, memory = self._enter_plan(topk_idx)
         (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
-        native, room, num_sms = self._native, self._room(most_tokens, top_k), self.num_sms
-        limit = self.config.max_recv_rows
+        limit, room = self._limit(topk_idx), self._room(most_tokens, topk_idx)
+        native, num_sms = self._native, self.num_sms
         stream = extension.keep_for_current_stream(topk_idx)
         picks = topk_idx.contiguous()
         counts, home, kept, routes = memory
@@ -198,7 +201,7 @@ class NativeEngine:
         memory: list[Any] = []
 
         def allocate(most_tokens: int) -> str | None:
-            room = self._room(most_tokens, topk_idx.shape[1])
+            room = self._room(most_tokens, topk_idx)
             return _no_room(
                 "a plan", lambda: plan_memory(self._native, room, topk_idx, is_static), memory
             )
@@ -258,13 +261,19 @@ class NativeEngine:
             raise
         if most_tokens < expected:  # no plan keeps more than it needs
             memory.clear()
-            memory += plan_memory(self._native, self._room(most_tokens, top_k), topk_idx, is_static)
+            room = self._room(most_tokens, topk_idx)
+            memory += plan_memory(self._native, room, topk_idx, is_static)
         self._most_tokens = max(self._most_tokens, most_tokens)
         return agreement.call, most_tokens
 
-    def _room(self, most_tokens: int, top_k: int) -> Room:
+    def _limit(self, topk_idx: torch.Tensor) -> int | None:
+        """Rows of the dispatched tensor in static mode.  Kernels compare it, and not what it is of."""
+        num_local = self.num_local_experts
+        return rows_limit(self.config, self.group.size, *topk_idx.shape, num_local)
+
+    def _room(self, most_tokens: int, topk_idx: torch.Tensor) -> Room:
         """What to have room for in a plan; in static mode all that can come."""
-        limit, num_local = self.config.max_recv_rows, self.num_local_experts
+        limit, num_local, top_k = self._limit(topk_idx), self.num_local_experts, topk_idx.shape[1]
         most_pairs = self.group.size * most_tokens
         most_picks = most_pairs * min(top_k, num_local)
         expected = int(self._crowding * most_tokens * top_k) if limit is None else limit

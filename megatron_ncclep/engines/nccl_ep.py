@@ -21,7 +21,9 @@ from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, NOT_ROUTED, EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.nccl_ep_staging import MAX_TOKENS, NcclEpPlan, Route, Staging
-from megatron_ncclep.engines.overflow import drop_what_does_not_fit
+from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
+from megatron_ncclep.engines.overflow_report import Shortage
+from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError, LibraryError
 
 CAPS = EngineCaps(
@@ -29,7 +31,9 @@ CAPS = EngineCaps(
     reduction=EVERY_PART_ROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
-    options=frozenset({"alignment", "check_calls", "max_recv_rows", "num_sms", "timeout_s"}),
+    options=frozenset(
+        {"alignment", "check_calls", "max_recv_rows", "num_sms", "on_overflow", "timeout_s"}
+    ),
     max_tokens=MAX_TOKENS,
     max_top_k=32,
     max_local_experts=256,
@@ -121,10 +125,11 @@ class NcclEpEngine:
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
         self.config = config
-        self._staging_name = f"nccl_ep {num_experts} {config.max_recv_rows} {config.num_sms}"
+        self._staging_name = Staging.name(num_experts, config)
         self._staging: Staging = group.share(
             self._staging_name, lambda: Staging(group, num_experts, config)
         )
+        self._shortage = Shortage.shared(group, config)
         self._row_bytes = 0  # of the longest row so far
         self._closed = False
 
@@ -136,9 +141,13 @@ class NcclEpEngine:
         self._staging.free_unused()
         topk_idx = topk_idx.to(torch.int64, copy=True).contiguous()  # the plan's own
         counts = self._exchange_counts(topk_idx)
-        limit, alignment = self.config.max_recv_rows, self.config.alignment
+        alignment, num_local = self.config.alignment, self.num_local_experts
+        num_tokens, top_k = topk_idx.shape
+        limit = rows_limit(self.config, self.group.size, num_tokens, top_k, num_local)
         wanted = self._local(counts)
         if limit is not None:
+            if self._shortage is not None:
+                self._shortage.note(rows_needed(counts, alignment), limit)
             topk_idx = drop_what_does_not_fit(topk_idx, counts, self.group.rank, alignment, limit)
             counts = self._exchange_counts(topk_idx)
         routed = self._local(counts)
@@ -147,8 +156,8 @@ class NcclEpEngine:
         on_device = torch.stack([routed, padded, wanted - routed]).to(self.group.device)
         plan = NcclEpPlan(
             plan_id=agreement.call,
-            num_tokens=len(topk_idx),
-            top_k=topk_idx.shape[1],
+            num_tokens=num_tokens,
+            top_k=top_k,
             num_experts=self.num_experts,
             num_rows=num_used if limit is None else limit,
             tokens_per_expert=on_device[1],
@@ -215,6 +224,8 @@ class NcclEpEngine:
             return
         self._closed = True
         self.group.release(self._staging_name, self.config.timeout_s)
+        if self._shortage is not None:
+            self.group.release(Shortage.name(self.config), self.config.timeout_s)
 
     def _agree(
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None

@@ -23,6 +23,7 @@ from megatron_ncclep.engines.agreement import on_all_ranks
 from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import EngineUnavailableError
 
 # Of libnccl_ep: tokens of a rank.
@@ -92,15 +93,28 @@ class Staging:
         self._library = on_all_ranks(group, "opening libnccl_ep", _open_library, config.timeout_s)
         self._staged: Any = None
         self._limits = (0, 0, 0)  # tokens, bytes of a row, picks of a token
+        self._num_rows = 0  # static mode: of every dispatched tensor
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         # Staging memory that was outgrown, and the routes that were bound to it.
         self._retired: list[tuple[Any, weakref.WeakSet[Route]]] = []
 
+    @staticmethod
+    def name(num_experts: int, config: EpConfig) -> str:
+        """What engines of a group share staging memory as: those for which it is made alike.
+
+        A limit in words depends on the alignment too, which plans otherwise bring along.
+        """
+        rows = config.max_recv_rows
+        alignment = f" aligned to {config.alignment}" if isinstance(rows, str) else ""
+        return f"nccl_ep {num_experts} {rows}{alignment} {config.num_sms}"
+
     def rows_of(self, plan: NcclEpPlan) -> int:
-        """Rows of the tensor that the library fills: in static mode at least a rank's tokens."""
-        if self._config.max_recv_rows is None:
-            return plan.num_rows
-        return max(plan.num_rows, self._limits[0])
+        """Rows of the tensor that the library fills for a plan that is bound to this memory.
+
+        In static mode as many as it was made for: not less than a rank's tokens nor, with a limit
+        that depends on the batch, than that of the largest one.
+        """
+        return plan.num_rows if self._config.max_recv_rows is None else self._num_rows
 
     def bind(self, plan: NcclEpPlan, row_bytes: int, alignment: int) -> Any:
         """Return the handle of `plan` for rows of `row_bytes`.  Collective when it makes one."""
@@ -163,7 +177,9 @@ class Staging:
             self._retired.append((self._staged, self._routes))
             self._staged, self._limits, self._routes = None, (0, 0, 0), weakref.WeakSet()
             self.free_unused()
-        limit = self._config.max_recv_rows
+        num_ranks = self._group.size
+        limit = rows_limit(self._config, num_ranks, tokens, top_k, self._num_experts // num_ranks)
+        num_rows = 0 if limit is None else max(limit, tokens)
 
         def make() -> Any:
             return extension.load().NcclEpGroup(
@@ -171,7 +187,7 @@ class Staging:
                 self._communicator,
                 num_experts=self._num_experts,
                 max_tokens=tokens,
-                max_recv_rows=0 if limit is None else max(limit, tokens),
+                max_recv_rows=num_rows,
                 row_bytes=row_bytes,
                 top_k=top_k,
                 num_sms=self._config.num_sms or 0,
@@ -180,7 +196,7 @@ class Staging:
 
         what = f"nccl_ep: making staging memory for {tokens} tokens of {row_bytes} bytes"
         self._staged = on_all_ranks(self._group, what, make, self._config.timeout_s)
-        self._limits = (tokens, row_bytes, top_k)
+        self._limits, self._num_rows = (tokens, row_bytes, top_k), num_rows
         if self._group.rank == 0:
             text = (
                 f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "

@@ -51,3 +51,17 @@ def drop_what_does_not_fit(
     fits = fits.view(num_ranks, num_tokens, num_local).transpose(0, 1)
     picks_fit = fits.reshape(num_tokens, num_experts).gather(1, topk_idx.clamp(min=0))
     return torch.where(picks_fit, topk_idx, NOT_ROUTED)
+
+
+def rows_needed(counts: torch.Tensor, alignment: int) -> torch.Tensor:
+    """Rows that every rank needs if nothing is dropped, padding included.  Not collective.
+
+    Args:
+        counts: [num_ranks, num_experts] int64: picks of every rank for every expert.
+        alignment: rows of a stretch.
+
+    Returns:
+        int64 [num_ranks].
+    """
+    stretches = (counts.sum(dim=0) + alignment - 1) // alignment
+    return stretches.view(len(counts), -1).sum(dim=1) * alignment

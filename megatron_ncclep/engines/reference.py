@@ -34,6 +34,8 @@ from megatron_ncclep.engines.engine import (
     RoutePlan,
 )
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.overflow_report import Shortage
+from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import GroupClosedError, InputError
 
 CAPS = EngineCaps(
@@ -41,7 +43,7 @@ CAPS = EngineCaps(
     reduction=HOME_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     row_bytes_multiple=1,
-    options=frozenset({"alignment", "check_calls", "max_recv_rows", "timeout_s"}),
+    options=frozenset({"alignment", "check_calls", "max_recv_rows", "on_overflow", "timeout_s"}),
 )
 
 
@@ -93,6 +95,7 @@ class ReferenceEngine:
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
         self.config = config
+        self._shortage = Shortage.shared(group, config)
         self._closed = False
 
     @torch.no_grad()
@@ -137,7 +140,7 @@ class ReferenceEngine:
             picks_received
         )
         pick_pair = picks[:, 0] + first_received.to(picks.device)
-        slots = self._slots(picks[:, 1])
+        slots = self._slots(picks[:, 1], num_tokens, top_k)
 
         _, picks_of_pair = pick_pair.unique_consecutive(return_counts=True)
         first_pick = (picks_of_pair.cumsum(0) - picks_of_pair).repeat_interleave(picks_of_pair)
@@ -228,8 +231,12 @@ class ReferenceEngine:
         return out.to(y.dtype), home_w.view(plan.num_tokens, plan.top_k)
 
     def close(self) -> None:
-        """See `Engine.close`.  There is nothing to release: only later calls are refused."""
+        """See `Engine.close`.  Collective only where there is something to release."""
+        if self._closed:
+            return
         self._closed = True
+        if self._shortage is not None:
+            self.group.release(Shortage.name(self.config), self.config.timeout_s)
 
     def _check_row_counts(self, picks_per_rank: list[int]) -> None:
         """Refuse more rows than row numbers can name; every rank knows all counts, so all raise."""
@@ -241,10 +248,10 @@ class ReferenceEngine:
                     f"{self.caps.max_rows} that a row number can name: use smaller micro-batches"
                 )
 
-    def _slots(self, local_expert: torch.Tensor) -> _Slots:
+    def _slots(self, local_expert: torch.Tensor, num_tokens: int, top_k: int) -> _Slots:
         """Give the received picks, in order, their expert-major slots."""
-        alignment, limit = self.config.alignment, self.config.max_recv_rows
-        num_local = self.num_local_experts
+        alignment, num_local = self.config.alignment, self.num_local_experts
+        limit = rows_limit(self.config, self.group.size, num_tokens, top_k, num_local)
         by_expert = local_expert.argsort(stable=True)
         wanted = local_expert.bincount(minlength=num_local)
         place = torch.empty_like(local_expert)  # of a pick in its expert's block
@@ -256,13 +263,22 @@ class ReferenceEngine:
         if limit is not None:
             # A pick that opens a stretch of `alignment` rows needs all of it; what comes after the
             # first pick that does not fit is dropped too, so that the order decides, not the luck.
-            kept = (place % alignment == 0).long().cumsum(0) * alignment <= limit
+            rows = (place % alignment == 0).long().cumsum(0) * alignment
+            kept = rows <= limit
+            if self._shortage is not None:
+                self._shortage.note(self._needed(rows), limit)
         routed = local_expert[kept].bincount(minlength=num_local)
         padded = (routed + alignment - 1) // alignment * alignment
         num_rows = int(padded.sum()) if limit is None else limit
         slot = (padded.cumsum(0) - padded)[local_expert] + place
         slot = torch.where(kept, slot, -1)
         return _Slots(slot, num_rows, padded, routed, (~kept).sum())
+
+    def _needed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows that every rank needs, int64 [num_ranks]; `rows`: up to each pick of this one."""
+        mine = rows[-1:].sum().reshape(1)  # 0 without picks
+        what = "plan, exchanging how many rows each rank needs"
+        return self.group.gather(mine, what, self.config.timeout_s).flatten()
 
     def _agree(
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None

@@ -14,6 +14,7 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.engine import EngineCaps
+from megatron_ncclep.testing.oracle import oracle_rows_limit
 
 # The limits that show when an engine is made for a group,
 GROUP_LIMITS = ("min_ranks", "max_local_experts")
@@ -67,7 +68,7 @@ class Case:
     hidden: int = 16
     dtype: torch.dtype = torch.float32
     alignment: int = 1
-    max_recv_rows: int | None = None
+    max_recv_rows: int | str | None = None
     skew: float = 0.0
     dropped: float = 0.0
     seed: int = 0
@@ -88,6 +89,18 @@ class Case:
     def num_ranks(self) -> int:
         """R, ranks of the group."""
         return len(self.tokens)
+
+    @property
+    def rows_limit(self) -> int | None:
+        """What `max_recv_rows` says in rows, as the oracle reads it."""
+        return oracle_rows_limit(
+            self.max_recv_rows,
+            self.num_ranks,
+            max(self.tokens),  # of all ranks, where it matters
+            self.top_k,
+            self.num_experts,
+            self.alignment,
+        )
 
     def config(self, engine: str = "reference") -> EpConfig:
         """The engine's options for this case."""
@@ -177,6 +190,8 @@ def contract_cases(num_ranks: int) -> list[Case]:
         Case("static-overflow-aligned", uneven(60), E, 3, alignment=16, max_recv_rows=96, skew=0.5),
         Case("static-one-row", uneven(6), E, max_recv_rows=1),
         Case("static-bf16", uneven(30), E, 4, dtype=torch.bfloat16, max_recv_rows=64, dropped=0.2),
+        Case("static-worst", (13,) * R, E, 3, alignment=16, max_recv_rows="worst", skew=100.0),
+        Case("static-factor", (24,) * R, E, 3, alignment=16, max_recv_rows="0.75x", skew=0.5),
     ]
     return cases
 

@@ -5,7 +5,9 @@ It shares no code with any engine.  Slow, and short enough to be read against do
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -88,6 +90,32 @@ def oracle_plan(
         plan.padded.append(padded)
         plan.num_dropped.append(num_dropped)
     return plan
+
+
+def oracle_rows_limit(
+    max_recv_rows: int | str | None,
+    num_ranks: int,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    alignment: int,
+) -> int | None:
+    """Rows of static mode: gives one pick after the other to the expert where it costs most."""
+    if not isinstance(max_recv_rows, str):
+        return max_recv_rows
+    num_local = num_experts // num_ranks
+    num_picks = num_ranks * num_tokens * min(top_k, num_local)
+    if max_recv_rows != "worst":
+        balanced = Fraction(max_recv_rows.removesuffix("x")) * num_tokens * top_k
+        num_picks = min(num_picks, math.ceil(balanced))
+    blocks, num_rows = [0] * num_local, 0
+    for _ in range(num_picks):
+        # Where it opens a stretch, and otherwise where the next one comes soonest.
+        block = max(range(num_local), key=lambda i: blocks[i] % alignment or alignment)
+        if blocks[block] % alignment == 0:
+            num_rows += alignment
+        blocks[block] += 1
+    return max(num_rows, alignment)
 
 
 def oracle_dispatch(

@@ -37,7 +37,7 @@ def oracle_of(case: Case) -> OraclePlan:
         [case.topk_idx(rank) for rank in range(case.num_ranks)],
         case.num_experts,
         case.alignment,
-        case.max_recv_rows,
+        case.rows_limit,
     )
 
 

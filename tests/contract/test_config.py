@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from megatron_ncclep.config import MAX_COUNT, MAX_TIMEOUT_S, MIN_TIMEOUT_S, EpConfig
+from megatron_ncclep.config import (
+    MAX_COUNT,
+    MAX_TIMEOUT_S,
+    MIN_TIMEOUT_S,
+    EpConfig,
+    add_option_arguments,
+    given_options,
+)
 from megatron_ncclep.errors import InputError
 
 
@@ -46,6 +55,45 @@ def test_counts(name: str, value: Any) -> None:
         InputError, match=rf"{name} .*: must be a whole number from 1 to 2147483647"
     ):
         EpConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "value", ["worst", "1x", "1.25x", "0.001x", "999999.999x", "1.5x"], ids=str
+)
+def test_rows_in_words(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From code, the environment and a command line: the same config, and copies of it."""
+    config = EpConfig(max_recv_rows=value, alignment=16, on_overflow="raise")
+    assert dataclasses.replace(config, alignment=1).max_recv_rows == value
+    assert EpConfig(**dataclasses.asdict(config)) == config
+    parser = argparse.ArgumentParser()
+    add_option_arguments(parser)
+    flags = ["--ncclep-max-recv-rows", value, "--ncclep-alignment", "16"]
+    parsed = parser.parse_args([*flags, "--ncclep-on-overflow", "raise"])
+    assert EpConfig.resolve(**given_options(parsed)) == config
+    monkeypatch.setenv("NCCLEP_MAX_RECV_ROWS", value)
+    monkeypatch.setenv("NCCLEP_ON_OVERFLOW", "raise")
+    assert EpConfig.resolve(alignment=16) == config
+    monkeypatch.setenv("NCCLEP_MAX_RECV_ROWS", "64")
+    assert EpConfig.resolve().max_recv_rows == 64
+
+
+@pytest.mark.parametrize(
+    "value", ["best", "Worst", "1.25", "x", "0x", "0.000x", "-1x", "1.2345x", "1e3x", "infx", "1 x"]
+)
+def test_words_that_name_no_rows(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = r"max_recv_rows '.*': must be .* a factor of a balanced load such as '1\.25x', 'worst'"
+    with pytest.raises(InputError, match=words):
+        EpConfig(max_recv_rows=value)
+    monkeypatch.setenv("NCCLEP_MAX_RECV_ROWS", value)
+    with pytest.raises(InputError, match=words):
+        EpConfig.resolve()
+
+
+def test_overflow() -> None:
+    with pytest.raises(InputError, match="on_overflow 'stop': must be 'drop' or 'raise'"):
+        EpConfig(max_recv_rows=8, on_overflow="stop")
+    with pytest.raises(InputError, match="on_overflow 'raise' without max_recv_rows: nothing can"):
+        EpConfig(on_overflow="raise")
 
 
 @pytest.mark.parametrize("value", [0, 2, 16.0, "16", None])

@@ -179,6 +179,25 @@ def max_recv_rows_differs(ctx: RankContext, engine: Engine) -> None:
     create_engine(ctx.group, NUM_EXPERTS, options[ctx.rank])
 
 
+def factor_differs(ctx: RankContext, engine: Engine) -> None:
+    rows = "1.25x" if ctx.rank else "worst"
+    create_engine(ctx.group, NUM_EXPERTS, config(engine.caps.name, max_recv_rows=rows))
+
+
+def on_overflow_differs(ctx: RankContext, engine: Engine) -> None:
+    """Found before anything else is: only `reference` need have the option."""
+    on_overflow = "raise" if ctx.rank else "drop"
+    options = config(max_recv_rows=64, on_overflow=on_overflow)
+    create_engine(ctx.group, NUM_EXPERTS, options)
+
+
+def number_of_tokens_differs(ctx: RankContext, engine: Engine) -> None:
+    """Where the limit depends on it: ranks with other limits would drop other picks."""
+    options = config(engine.caps.name, max_recv_rows="worst")
+    with closing(create_engine(ctx.group, NUM_EXPERTS, options)) as other:
+        other.plan(topk(ctx)[: 3 - ctx.rank])
+
+
 def num_sms_differs(ctx: RankContext, engine: Engine) -> None:
     """Found before anything else is: `native` need not be able to run."""
     create_engine(ctx.group, NUM_EXPERTS, config("native", num_sms=24 + ctx.rank))
@@ -231,6 +250,12 @@ MISTAKES = [
     (alignment_differs, "open: alignment differs.*rank 0 has 1, rank 1 has 16"),
     (alignment_of_another_engine, "plan: alignment differs.*rank 0 has 1, rank 1 has 16"),
     (max_recv_rows_differs, "open: max_recv_rows differs.*rank 0 has None, rank 1 has 64"),
+    (factor_differs, r"open: max_recv_rows as a factor \(.*differs.*rank 0 has 0, rank 1 has 1250"),
+    (on_overflow_differs, r"open: on_overflow \(.*differs.*rank 0 has 0, rank 1 has 1"),
+    (
+        number_of_tokens_differs,
+        r"plan: number of tokens \(max_recv_rows='worst' depends.*rank 0 has 3, rank 1 has 2",
+    ),
     (num_sms_differs, "open: num_sms differs.*rank 0 has 24, rank 1 has 25"),
     (environment_is_wrong, "rank 1: timeout_s inf: must be a number of seconds from 0.001 to 1e"),
     (unknown_engine, r"rank 1: engine 'deepep' is unknown: this version has 'auto' and \[.*'refer"),

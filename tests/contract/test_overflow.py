@@ -1,15 +1,25 @@
-"""Static mode by dropping at home: what is kept is what the oracle keeps."""
+"""Static mode: limits in words, what dropping at home keeps, and who hears of what was dropped."""
 
 from __future__ import annotations
+
+import dataclasses
+from contextlib import closing
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_case import fitted, oracle_of
 
-from megatron_ncclep.engines.overflow import drop_what_does_not_fit
+import megatron_ncclep
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
+from megatron_ncclep.engines.rows_limit import rows_limit
+from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.testing.cases import Case, contract_cases
-from megatron_ncclep.testing.oracle import oracle_plan
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.testing.oracle import oracle_plan, oracle_rows_limit
 
 
 def kept_by_the_oracle(case: Case, limit: int) -> list[torch.Tensor]:
@@ -36,8 +46,8 @@ def check(case: Case, limit: int) -> None:
     "case", [c for ranks in (1, 2, 3) for c in contract_cases(ranks) if c.max_recv_rows], ids=str
 )
 def test_contract_cases(case: Case) -> None:
-    assert case.max_recv_rows is not None
-    check(case, case.max_recv_rows)
+    assert case.rows_limit is not None
+    check(case, case.rows_limit)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -79,3 +89,110 @@ def test_worked_example() -> None:
     counts = torch.tensor([[3, 0, 0, 0], [1, 1, 0, 0]])  # rank 0 has experts 0 and 1
     assert drop_what_does_not_fit(first, counts, 0, 2, 4).tolist() == [[0], [0], [0]]
     assert drop_what_does_not_fit(second, counts, 1, 2, 4).tolist() == [[0], [-1]]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    num_ranks=st.integers(1, 4),
+    num_tokens=st.integers(0, 12),
+    top_k=st.integers(1, 6),
+    num_local=st.integers(1, 5),
+    alignment=st.sampled_from([1, 16, 128]),
+    rows=st.sampled_from(["worst", "0.001x", "0.5x", "1x", "1.25x", "3.333x", "400000x"]),
+)
+def test_limits_in_words_are_the_oracles(
+    num_ranks: int, num_tokens: int, top_k: int, num_local: int, alignment: int, rows: str
+) -> None:
+    top_k = min(top_k, num_local * num_ranks)
+    config = EpConfig(alignment=alignment, max_recv_rows=rows)
+    limit = rows_limit(config, num_ranks, num_tokens, top_k, num_local)
+    num_experts = num_local * num_ranks
+    assert limit == oracle_rows_limit(rows, num_ranks, num_tokens, top_k, num_experts, alignment)
+
+
+def test_worked_examples_of_limits() -> None:
+    """Those in the module's docstring; a number is what it is; row numbers end at 2^31 - 1."""
+    for rows, expected in (("worst", 96), ("1.25x", 64), (4096, 4096), (None, None)):
+        assert rows_limit(EpConfig(alignment=16, max_recv_rows=rows), 4, 8, 2, 3) == expected
+    config = EpConfig(alignment=16, max_recv_rows="worst")
+    assert rows_limit(config, 10**4, 10**6, 8, 8) == 2**31 - 16
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    num_ranks=st.integers(1, 3),
+    num_tokens=st.integers(1, 20),
+    local_experts=st.integers(1, 4),
+    alignment=st.sampled_from([1, 16]),
+    skew=st.sampled_from([0.0, 0.7, 100.0]),
+    seed=st.integers(0, 100),
+)
+def test_nothing_is_dropped_in_the_worst_case(
+    num_ranks: int, num_tokens: int, local_experts: int, alignment: int, skew: float, seed: int
+) -> None:
+    """And without an alignment not a row too many is kept ready for it."""
+    case = Case(
+        "worst",
+        (num_tokens,) * num_ranks,
+        local_experts * num_ranks,
+        top_k=min(3, local_experts * num_ranks),
+        alignment=alignment,
+        max_recv_rows="worst",
+        skew=skew,
+        seed=seed,
+    )
+    plan = oracle_of(case)
+    assert not any(plan.num_dropped)
+    if skew == 100.0 and alignment == 1:  # all to the first experts, those of rank 0
+        assert sum(plan.padded[0]) == case.rows_limit
+
+
+def test_rows_needed_are_those_without_a_limit() -> None:
+    case = Case("needed", (20, 3, 11), 12, top_k=3, alignment=16, skew=0.7)
+    topk = [case.topk_idx(rank) for rank in range(case.num_ranks)]
+    counts = torch.stack([picks.flatten().bincount(minlength=12) for picks in topk])
+    expected = [sum(padded) for padded in oracle_of(case).padded]
+    assert rows_needed(counts, 16).tolist() == expected
+
+
+# All to the first experts: rank 0 lacks rows, and no other one receives any.
+TOO_MUCH = Case("too-much", (40, 40), 8, 3, alignment=16, skew=100.0)
+
+
+def raised_on_rank(ctx: RankContext, case: Case, engine_name: str, step: Case) -> list[str]:
+    """What `check` raises after plans that fit, of which one is too large, and that fit again."""
+    config = dataclasses.replace(case.config(engine_name), on_overflow="raise")
+    said = []
+    with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
+        for picks in (step, case, step, step):
+            engine.plan(picks.on(ctx.device).topk_idx(ctx.rank))
+            if picks is not case:  # `case` and the second `step` together
+                try:
+                    megatron_ncclep.check()
+                    said.append("")
+                except RowsDroppedError as error:
+                    said.append(str(error))
+    return said
+
+
+@pytest.mark.needs_ranks(2)
+@pytest.mark.needs_caps(test=lambda caps: "on_overflow" in caps.options)
+@pytest.mark.parametrize("rows", [64, "0.5x"])
+def test_every_rank_hears_that_rows_were_dropped(
+    pool: RankPool, engine_name: str, rows: int | str
+) -> None:
+    """A dropped row at one rank changes what another one gets: both must stop, and say the same."""
+    case = fitted(dataclasses.replace(TOO_MUCH, max_recv_rows=rows), pool, engine_name)
+    step = dataclasses.replace(case, skew=0.0, dropped=0.9)
+    assert not any(oracle_of(step).num_dropped)
+    results = pool.run(raised_on_rank, case, engine_name, step, ranks=case.num_ranks)
+    needed = [
+        sum(padded) for padded in oracle_of(dataclasses.replace(case, max_recv_rows=None)).padded
+    ]
+    assert needed[1] == 0
+    for first, raised, last in results:
+        assert first == last == ""  # said once: the next step goes on
+        assert f"with max_recv_rows={rows}, rank 0 needed {needed[0]} rows and had " in raised
+        assert f" had {case.rows_limit} (of each rank" in raised
+        assert f"to {needed[0]} or more" in raised
+        assert raised == results[0][1]

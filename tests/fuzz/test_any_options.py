@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import ALIGNMENTS, EpConfig, add_option_arguments, given_options
+from megatron_ncclep.engines.rows_limit import rows_limit
 
 NAMES = [field.name for field in dataclasses.fields(EpConfig)]
 VARIABLES = {f"NCCLEP_{name.upper()}": name for name in NAMES}
@@ -26,9 +27,10 @@ def check(config: EpConfig) -> None:
     """What every config promises whoever reads it."""
     assert isinstance(config.engine, str)
     assert config.alignment in ALIGNMENTS
-    for count in (config.max_recv_rows, config.num_sms):
+    for count in (rows_limit(config, 4, 10, 2, 3), config.num_sms):
         assert count is None or (isinstance(count, int) and 0 < count < 2**31)
-    assert (config.max_recv_rows or 0) % config.alignment == 0
+    assert (rows_limit(config, 4, 10, 2, 3) or 0) % config.alignment == 0
+    assert config.on_overflow == "drop" or config.max_recv_rows is not None
     assert math.isfinite(config.timeout_s)
     assert config.timeout_s > 0
     assert dataclasses.replace(config) == config
@@ -44,6 +46,7 @@ def check(config: EpConfig) -> None:
 @example(given_values={"timeout_s": math.nan})
 @example(given_values={"engine": ["native"]})
 @example(given_values={"num_sms": 2**31})
+@example(given_values={"max_recv_rows": "0.5x", "alignment": 128, "on_overflow": "raise"})
 def test_options_in_code(given_values: dict[str, Any]) -> None:
     config, refusal = attempt(lambda: EpConfig.resolve(**given_values))
     if refusal is not None:

@@ -165,6 +165,26 @@ def check_text_of_a_refusal():
     assert "another exception" not in printed
 
 
+def check_counts_of_experts():
+    """Experts get the numbers of their rows where they take them."""
+    from megatron.core.transformer.moe import experts
+
+    for attribute, wanted in (
+        (None, (False, True)),
+        ("takes_counts_on_device", (True, False)),
+        ("_with_fused_impl", (True, True)),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if attribute is not None:
+                patch.setattr(experts.SequentialMLP, attribute, True, raising=False)
+            dispatcher = build_layer("ncclep").token_dispatcher
+        assert (dispatcher._counts_on_device, dispatcher._counts_add_up) == wanted
+    # Where Megatron's own experts take them on the device, they say so with this attribute.
+    source = inspect.getsource(experts.TEGroupedMLP.forward)
+    has_fuser = "use_transformer_engine_op_fuser" in TransformerConfig.__dataclass_fields__
+    assert ("if self._with_fused_impl:" in source) == has_fuser
+
+
 class Planted:
     """What engines share, with a failure on the device that no call has raised yet."""
 
@@ -262,6 +282,7 @@ def check_all():
         check_command_line()
     check_text_of_a_refusal()
     check_before_steps()
+    check_counts_of_experts()
     name = "megatron.core.optimizer.optimizer_cuda_graph"
     assert (find_spec(name) is None) == megatron.core.__version__.startswith("0.16")
     if find_spec(name) is not None:

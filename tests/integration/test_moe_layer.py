@@ -9,6 +9,7 @@ import torch
 from layer_case import LayerCase, assert_same_training
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
+import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
@@ -61,6 +62,15 @@ CASES = [
     LayerCase("aligned", options={"ncclep": EpConfig(alignment=32)}),
     LayerCase("static", options={"ncclep": EpConfig(max_recv_rows=512)}),
     LayerCase("static-aligned", options={"ncclep": EpConfig(max_recv_rows=512, alignment=16)}),
+    LayerCase("static-worst", options={"ncclep": EpConfig(max_recv_rows="worst", alignment=16)}),
+    LayerCase(
+        "static-pad-to-capacity",
+        options={
+            **CAPACITY,
+            "moe_pad_expert_input_to_capacity": True,
+            "ncclep": EpConfig(max_recv_rows="worst"),
+        },
+    ),
 ]
 
 
@@ -81,6 +91,8 @@ def overflow_on_rank(ctx: RankContext) -> tuple[int, bool, list[str]]:
     for _ in range(2):
         out, _ = layer(hidden)
         out.sum().backward()
+    assert not any("did not fit" in text for text in said)  # nobody waits for it
+    megatron_ncclep.check()
     logging.getLogger("megatron_ncclep").removeHandler(handler)
     finite = bool(torch.isfinite(hidden.grad).all())
     return int(layer.token_dispatcher.num_dropped), finite, said

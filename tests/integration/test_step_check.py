@@ -1,12 +1,18 @@
-"""What failed on the device reaches no weight: every optimizer's step asks `check()` first."""
+"""What failed on the device, or was dropped where it must not be, reaches no weight.
+
+Every optimizer's step asks `check()` first.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.errors import PeerError
+from megatron_ncclep.errors import EpError, PeerError
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 
@@ -27,44 +33,62 @@ class LateFailure:
         pass
 
 
+class Trainer:
+    """A layer with its optimizer, for steps of one micro-batch each."""
+
+    def __init__(self, **options: Any) -> None:
+        initialize(ep=4)
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = make_config("ncclep", torch.float32, 4, **options)
+        self.layer = build_layer(config)
+        self.model = DistributedDataParallel(config, DistributedDataParallelConfig(), self.layer)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=0.1, params_dtype=torch.float32),
+            [self.model],
+            use_gloo_process_groups=False,
+        )
+
+    def backward(self, hidden: torch.Tensor) -> None:
+        """Make gradients, of all ranks."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        out, _ = self.model(hidden)
+        out.square().sum().backward()
+        self.model.finish_grad_sync()
+
+    def step(self) -> tuple[bool, EpError | None]:
+        """Whether the optimizer's step changed any weight, and what it raised."""
+        before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        error = None
+        try:
+            self.optimizer.step()
+        except EpError as raised:
+            error = raised
+        weights = zip(before, self.model.parameters(), strict=True)
+        return not all(torch.equal(a, b.detach()) for a, b in weights), error
+
+
 def train_past_a_failure(ctx: RankContext) -> tuple[list[bool], str | None]:
     """Train a layer for three steps; the last one's backward fails on rank 1, as if late.
 
     Returns, on each rank: by step, whether any weight changed; and the error.
     """
-    initialize(ep=4)
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    config = make_config("ncclep", torch.float32, 4)
-    layer = build_layer(config)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), layer)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=0.1, params_dtype=torch.float32),
-        [model],
-        use_gloo_process_groups=False,
-    )
-    group = EpGroup.of(layer.token_dispatcher.ep_group)
+    trainer = Trainer()
+    group = EpGroup.of(trainer.layer.token_dispatcher.ep_group)
     late = group.share("late failure", LateFailure)
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
-    changed, error = [], None
+    changed, text = [], None
     for step in range(3):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        out, _ = model(hidden)
-        out.square().sum().backward()
-        model.finish_grad_sync()
+        trainer.backward(hidden)
         late.failed = (ctx.rank, step) == (1, 2)
-        try:
-            optimizer.step()
-        except PeerError as raised:
-            error = str(raised)
-        weights = zip(before, model.parameters(), strict=True)
-        changed.append(not all(torch.equal(a, b.detach()) for a, b in weights))
+        has_changed, error = trainer.step()
+        changed.append(has_changed)
+        text = text if error is None else str(error)
     late.failed = False
     group.release("late failure", timeout_s=60)
-    return changed, error
+    return changed, text
 
 
 def test_a_failure_after_the_last_backward_reaches_no_weight(megatron_pool: RankPool) -> None:
@@ -78,3 +102,38 @@ def test_a_failure_after_the_last_backward_reaches_no_weight(megatron_pool: Rank
         assert changed == [True, True, rank != 1]
         assert (error is not None) == (rank == 1)
     assert "did not come in combine" in str(results[1][1])
+
+
+# Where the router cannot tell the experts apart it sends all 4 x 12 tokens to the same one.
+NUM_TOKENS, NUM_ROWS = 4 * SEQUENCE * BATCH, 40
+
+
+def train_past_an_overflow(ctx: RankContext) -> tuple[int, list[tuple[bool, str]]]:
+    """Four steps, in the second of which one rank lacks rows; returns what this one dropped too."""
+    options = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+    ncclep = EpConfig(max_recv_rows=NUM_ROWS, on_overflow="raise")
+    trainer = Trainer(ncclep=ncclep, **options)
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
+    steps = []
+    for scale in (1, 0, 1, 1):
+        trainer.backward(scale * hidden)
+        changed, error = trainer.step()
+        steps.append((changed, "" if error is None else f"{type(error).__name__}: {error}"))
+    return int(trainer.layer.token_dispatcher.num_dropped), steps
+
+
+def test_with_on_overflow_raise_no_rank_steps_with_dropped_rows(megatron_pool: RankPool) -> None:
+    """Only one rank drops rows, and only it counts them; but tokens of other ranks lack something,
+    and so do the gradients of all ranks.
+    """
+    results = megatron_pool.run(train_past_an_overflow)
+    dropped = [count for count, _ in results]
+    assert sorted(dropped) == [0, 0, 0, NUM_TOKENS - NUM_ROWS]
+    for rank, (_, steps) in enumerate(results):
+        assert [changed for changed, _ in steps] == [True, False, True, True], f"rank {rank}"
+        assert [bool(text) for _, text in steps] == [False, True, False, False]
+        text = steps[1][1]
+        assert text == results[0][1][1][1]
+        assert f"RowsDroppedError: rows were dropped: with max_recv_rows={NUM_ROWS}, " in text
+        full = dropped.index(max(dropped))
+        assert f"rank {full} needed {NUM_TOKENS} rows and had {NUM_ROWS} (of each rank" in text

@@ -10,15 +10,72 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import megatron_ncclep
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.errors import InputError
 
 NUM_EXPERTS, TOP_K = 4, 2
 # Every option has another value than its default.
-OPTIONS = EpConfig(engine="recording", alignment=16, max_recv_rows=64, num_sms=7, timeout_s=5.0)
+OPTIONS = EpConfig(
+    engine="recording",
+    alignment=16,
+    max_recv_rows=64,
+    on_overflow="raise",
+    num_sms=7,
+    timeout_s=5.0,
+)
+EXACT = dataclasses.replace(OPTIONS, max_recv_rows=None, on_overflow="drop")
+STATIC = dataclasses.replace(OPTIONS, on_overflow="drop")
+
+
+class EngineFarAway:
+    """An engine for tensors whose values the host does not have: they are on torch's "meta" device,
+    where whatever would read one is an error.
+
+    Attributes:
+        num_columns: of the last plan.
+    """
+
+    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+        self.caps, self.config = engines.ENGINES["far"].caps, config
+        self.num_columns = 0
+
+    def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
+        num_tokens, self.num_columns = topk_idx.shape
+        counts = topk_idx.new_empty(NUM_EXPERTS)
+        assert isinstance(self.config.max_recv_rows, int)
+        return RoutePlan(
+            plan_id=1,
+            num_tokens=num_tokens,
+            top_k=self.num_columns,
+            num_experts=NUM_EXPERTS,
+            num_rows=self.config.max_recv_rows,
+            tokens_per_expert=counts,
+            routed_per_expert=counts,
+            num_dropped=topk_idx.new_empty(()),
+        )
+
+    def dispatch(
+        self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = x.new_empty(plan.num_rows, x.shape[1])
+        return rows, None if w is None else w.new_empty(plan.num_rows)
+
+    def combine(
+        self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = y.new_empty(plan.num_tokens, y.shape[1])
+        return out, None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -28,22 +85,43 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         engines.ENGINES["reference"].caps,
         options=frozenset(field.name for field in dataclasses.fields(EpConfig)),
     )
-    entry = engines.EngineEntry(caps, ReferenceEngine, lambda group, config, num_experts: None)
+
+    def no_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> None:
+        return None
+
+    entry = engines.EngineEntry(caps, ReferenceEngine, no_obstacle)
     monkeypatch.setitem(engines.ENGINES, "recording", entry)
+    few = dataclasses.replace(caps, name="few-picks", max_top_k=NUM_EXPERTS - 1)
+
+    def with_few_picks(group: EpGroup, num_experts: int, config: EpConfig) -> ReferenceEngine:
+        engine = ReferenceEngine(group, num_experts, config)
+        engine.caps = few
+        return engine
+
+    monkeypatch.setitem(
+        engines.ENGINES, few.name, engines.EngineEntry(few, with_few_picks, no_obstacle)
+    )
+    monkeypatch.setitem(
+        engines.ENGINES, "far", engines.EngineEntry(caps, EngineFarAway, no_obstacle)
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def make(**options: Any) -> Any:
+    def make(ncclep: EpConfig | None = None, pads: bool = True, **counts: bool) -> Any:
         from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
 
         group = dist.group.WORLD
+        assert group is not None  # just made
+        if ncclep is not None and ncclep.engine == "far":
+            EpGroup.of(group).device = torch.device("meta")
         config = SimpleNamespace(
             num_moe_experts=NUM_EXPERTS,
             moe_router_topk=TOP_K,
-            moe_pad_expert_input_to_capacity=True,
-            **options,
+            moe_pad_expert_input_to_capacity=pads,
+            **({} if ncclep is None else {"ncclep": ncclep}),
         )
         groups = SimpleNamespace(ep=group, expt_tp=group, tp_ep=group)
-        return NcclEpTokenDispatcher(NUM_EXPERTS, list(range(NUM_EXPERTS)), config, groups)
+        experts = list(range(NUM_EXPERTS))
+        return NcclEpTokenDispatcher(NUM_EXPERTS, experts, config, groups, **counts)
 
     try:
         yield make
@@ -81,7 +159,7 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
         return torch.stack([mine, torch.tensor([next(others)])])
 
     monkeypatch.setattr(EpGroup, "gather", gather)
-    dispatcher = make(ncclep=OPTIONS)
+    dispatcher = make(ncclep=EXACT)
     routing_map = torch.zeros(2, NUM_EXPERTS, dtype=torch.bool)
     routing_map[1, :3] = True
     probs = routing_map.float()
@@ -91,3 +169,105 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
         )
         assert weights.shape == (tokens, top_k)
     assert asked == [([3], 5.0), ([3], 5.0), ([0], 5.0)]
+
+
+class OnlyFarAway(TorchDispatchMode):
+    """Lets nothing happen between the host's memory and the device "meta", in either direction."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves([args, kwargs, result]):
+            if isinstance(tensor, torch.Tensor):
+                assert tensor.is_meta, f"{func} touches the host's memory"
+        return result
+
+
+@pytest.mark.parametrize("pads", [False, True], ids=["", "pads to capacity"])
+@pytest.mark.parametrize("adds_up", [False, True], ids=["", "counts add up"])
+def test_no_hook_reads_the_device(make: Callable[..., Any], pads: bool, adds_up: bool) -> None:
+    """In static mode a layer waited for the device three times: for the counts, for what was
+    dropped, and with capacity padding for the number of picks.  No test knew, because on a CPU
+    nobody waits for anything.
+    """
+    options = dataclasses.replace(STATIC, engine="far")
+    counts = {"counts_on_device": True, "counts_add_up": adds_up}
+    dispatcher = make(options, pads, **counts)
+    far = {"device": "meta"}
+    hidden = torch.empty(3, 2, 8, requires_grad=True, **far)
+    probs = torch.empty(6, NUM_EXPERTS, requires_grad=True, **far)
+    routing_map = torch.empty(6, NUM_EXPERTS, dtype=torch.bool, **far)
+    with OnlyFarAway():
+        x, w = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+        rows, row_w = dispatcher.token_dispatch(x, w)
+        rows, per_expert, row_w = dispatcher.dispatch_postprocess(rows, row_w)
+        y = dispatcher.combine_preprocess(rows * row_w[:, None])
+        out = dispatcher.combine_postprocess(dispatcher.token_combine(y))
+        out.sum().backward()
+    assert out.shape == hidden.shape
+    assert per_expert.shape == (NUM_EXPERTS,)
+    assert hidden.grad is not None
+    assert probs.grad is not None
+    assert dispatcher.engine.num_columns == (NUM_EXPERTS if pads else TOP_K)
+
+
+@pytest.mark.parametrize("options", [STATIC, EXACT], ids=["static", "exact"])
+def test_how_experts_get_the_counts(make: Callable[..., Any], options: EpConfig) -> None:
+    """Three tokens for expert 0, one for expert 2, alignment 16: 32 of 64 rows are used."""
+    routing_map = torch.zeros(3, NUM_EXPERTS, dtype=torch.bool)
+    routing_map[:, 0] = routing_map[1, 2] = True
+    last = 32 if options is STATIC else 0
+    for counts, expected in (
+        ({}, [16, 0, 16, last]),
+        ({"counts_on_device": True}, [16, 0, 16, 0]),
+        ({"counts_on_device": True, "counts_add_up": True}, [16, 0, 16, last]),
+    ):
+        dispatcher = make(options, pads=False, **counts)
+        _, w = dispatcher.dispatch_preprocess(torch.ones(3, 8), routing_map, routing_map.float())
+        rows, per_expert, _ = dispatcher.dispatch_postprocess(
+            *dispatcher.token_dispatch(torch.ones(3, 8), w)
+        )
+        assert per_expert.tolist() == expected
+        assert len(rows) == (64 if options is STATIC else 32)
+        # The plan is kept for backward: nobody writes into its tensors.
+        assert dispatcher._plan.tokens_per_expert.tolist() == [16, 0, 16, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "few-picks"}, "all 4 experts, and engine 'few-picks' takes at most 3 picks"),
+        ({"max_recv_rows": "1.25x"}, "give a number of rows or 'worst'"),
+    ],
+    ids=["more experts than picks", "factor"],
+)
+def test_capacity_padding_that_static_mode_has_no_room_for(
+    make: Callable[..., Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(
+        InputError, match=f"moe_pad_expert_input_to_capacity with max_recv_rows=.*{message}"
+    ):
+        make(dataclasses.replace(STATIC, **changes))
+    make(dataclasses.replace(STATIC, **changes), pads=False)
+
+
+def test_a_warning_of_dropped_rows_comes_with_the_next_check(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for all layers of the group; every one of them counts what it dropped."""
+    dispatchers = [make(STATIC, pads=False) for _ in range(3)]
+    routing_map = torch.zeros(80, NUM_EXPERTS, dtype=torch.bool)
+    routing_map[:, 1] = True
+    for dispatcher in dispatchers[1:]:
+        for _ in range(2):
+            _, w = dispatcher.dispatch_preprocess(
+                torch.ones(80, 8), routing_map, routing_map.float()
+            )
+            dispatcher.token_dispatch(torch.ones(80, 8), w)
+    assert "did not fit" not in caplog.text
+    megatron_ncclep.check()
+    megatron_ncclep.check()
+    said = [text for text in caplog.messages if "did not fit" in text]
+    assert len(said) == 1
+    # Of 80 rows 64 fit, in two layers, twice.
+    assert "rank 0: 64 rows did not fit into max_recv_rows=64" in said[0]
+    assert [int(dispatcher.num_dropped) for dispatcher in dispatchers] == [0, 32, 32]

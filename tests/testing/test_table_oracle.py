@@ -18,7 +18,7 @@ from megatron_ncclep.testing.table_oracle import slot_table, table_combine, tabl
 def check(case: Case) -> None:
     ranks = range(case.num_ranks)
     topk_idx = [case.topk_idx(rank) for rank in ranks]
-    routing = (topk_idx, case.num_experts, case.alignment, case.max_recv_rows)
+    routing = (topk_idx, case.num_experts, case.alignment, case.rows_limit)
     plan = oracle_plan(*routing)
     tables = [slot_table(rank, *routing) for rank in ranks]
     for rank, table in enumerate(tables):

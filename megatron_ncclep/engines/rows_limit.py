@@ -1,0 +1,72 @@
+"""Static mode: how many rows the dispatched tensor has, for each way to say it.
+
+    max_recv_rows   picks that always fit, however the rank's experts share them
+    4096            (4096 rows, whatever arrives)
+    "worst"         R * T * min(K, L): every token of every rank sends all it can to one rank
+    "1.25x"         1.25 * T * K, rounded up: a balanced load is T * K picks for each rank
+
+with R ranks, T tokens on each, K picks of a token and L experts of a rank.  N picks need most rows
+when each of min(L, N) experts has one pick in a stretch of `alignment` rows of its own, and only
+then do others fill stretches: min(L, N) + (N - min(L, N)) // alignment stretches, at least one.
+
+Example: 4 ranks of 8 tokens, top-2, 3 experts each, alignment 16.  The worst case is 4 * 8 * 2 = 64
+picks: 3 + 61 // 16 = 6 stretches, 96 rows.  "1.25x": 20 picks, 3 + 17 // 16 = 4 stretches, 64 rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ncclep.config import MAX_COUNT, WORST, EpConfig, thousandths
+
+
+def rows_limit(
+    config: EpConfig, num_ranks: int, num_tokens: int, top_k: int, num_local_experts: int
+) -> int | None:
+    """How many rows every dispatched tensor has; None in exact mode.  Not collective.
+
+    The same on all ranks when they bring the same number of tokens, which `agreed_values` sees to.
+
+    Args:
+        config: options of the engine.
+        num_ranks: R.
+        num_tokens: T, of this call.
+        top_k: K, columns of topk_idx.
+        num_local_experts: L.
+
+    Returns:
+        a multiple of the alignment, at most the 2^31 - 1 rows that a row number can name.
+    """
+    rows, alignment = config.max_recv_rows, config.alignment
+    if not isinstance(rows, str):
+        return rows
+    num_picks = num_ranks * num_tokens * min(top_k, num_local_experts)
+    if rows != WORST:
+        factor = thousandths(rows)
+        assert factor is not None, "EpConfig has checked it"
+        num_picks = min(num_picks, -(-num_tokens * top_k * factor // 1000))
+    opened = min(num_local_experts, num_picks)
+    num_stretches = max(1, opened + (num_picks - opened) // alignment)
+    return min(num_stretches, MAX_COUNT // alignment) * alignment
+
+
+def agreed_values(config: EpConfig, topk_idx: torch.Tensor | None = None) -> dict[str, int | None]:
+    """What all ranks must have the same, for `EpGroup.agree`, so that their limits are the same.
+
+    Args:
+        config: options of the engine.
+        topk_idx: [num_tokens, top_k] of a plan; None when an engine is made.
+    """
+    rows = config.max_recv_rows
+    if not isinstance(rows, str):
+        return {"max_recv_rows": rows, FACTOR: None}
+    values = {"max_recv_rows": None, FACTOR: 0 if rows == WORST else thousandths(rows)}
+    if topk_idx is not None:
+        num_tokens = topk_idx.shape[0] if topk_idx.dim() else 0
+        values[f"number of tokens (max_recv_rows={rows!r} depends on it, a number does not)"] = (
+            num_tokens
+        )
+    return values
+
+
+FACTOR = "max_recv_rows as a factor (in thousandths; worst: 0)"
