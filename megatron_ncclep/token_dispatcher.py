@@ -14,6 +14,7 @@ from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.overflow_report import DropWarning
+from megatron_ncclep.engines.rows_limit import can_drop
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.route_plan import routes_and_weights
 
@@ -59,6 +60,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._counts_on_device = counts_on_device
         self._counts_add_up = counts_add_up or not counts_on_device
         self._is_static = self.engine.config.max_recv_rows is not None
+        self._can_drop = can_drop(self.engine.config)
         # With padding to capacity an expert takes tokens that did not choose it, so that a token
         # may have more experts than the router's top-k.
         self._router_adds_picks = config.moe_pad_expert_input_to_capacity
@@ -69,12 +71,11 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         # int64 scalar on the device: picks dropped so far in static mode, forward passes only.  It
         # stays the same tensor, so that a CUDA graph that is replayed goes on counting.
         self.num_dropped: torch.Tensor | None = None
-        rows = self.engine.config.max_recv_rows
-        if rows is not None:
+        if self._is_static:
             group = EpGroup.of(self.ep_group)
             self.num_dropped = torch.zeros((), dtype=torch.int64, device=group.device)
-            if self.engine.config.on_overflow == DROP:
-                DropWarning.of(group).watch(self.num_dropped, rows)
+            if self._can_drop and self.engine.config.on_overflow == DROP:
+                DropWarning.of(group).watch(self.num_dropped, self.engine.config)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -110,7 +111,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """
         self._plan = self.engine.plan(self._topk_idx)
         del self._topk_idx
-        if self.num_dropped is not None:
+        if self._can_drop and self.num_dropped is not None:
             self.num_dropped.add_(self._plan.num_dropped)
         return dispatch(self.engine, self._plan, hidden_states, probs)
 

@@ -23,7 +23,7 @@ from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.nccl_ep_staging import MAX_TOKENS, NcclEpPlan, Route, Staging
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
 from megatron_ncclep.engines.overflow_report import Shortage
-from megatron_ncclep.engines.rows_limit import rows_limit
+from megatron_ncclep.engines.rows_limit import can_drop, rows_limit
 from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError, LibraryError
 
 CAPS = EngineCaps(
@@ -145,7 +145,7 @@ class NcclEpEngine:
         num_tokens, top_k = topk_idx.shape
         limit = rows_limit(self.config, self.group.size, num_tokens, top_k, num_local)
         wanted = self._local(counts)
-        if limit is not None:
+        if limit is not None and can_drop(self.config):
             if self._shortage is not None:
                 self._shortage.note(rows_needed(counts, alignment), limit)
             topk_idx = drop_what_does_not_fit(topk_idx, counts, self.group.rank, alignment, limit)

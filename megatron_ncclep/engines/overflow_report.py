@@ -13,6 +13,7 @@ import torch
 
 from megatron_ncclep.config import RAISE, EpConfig
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.rows_limit import can_drop
 from megatron_ncclep.errors import RowsDroppedError
 
 # A word of `Shortage.words`: rows that a rank lacked above, rows that it had below.
@@ -44,8 +45,8 @@ class Shortage:
 
     @classmethod
     def shared(cls, group: EpGroup, config: EpConfig) -> Shortage | None:
-        """The group's, for an engine with these options; None when they do not say "raise"."""
-        if config.on_overflow != RAISE:
+        """The group's, for an engine with these options; None where it has nothing to say."""
+        if config.on_overflow != RAISE or not can_drop(config):
             return None
         return group.share(cls.name(config), lambda: cls(group, config))
 
@@ -98,7 +99,7 @@ class DropWarning:
     def __init__(self, group: EpGroup) -> None:
         self._group = group
         self._counters: list[torch.Tensor] = []
-        self._options: list[int | str] = []
+        self._options: list[int | str | None] = []
         self._on_host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._has_spoken = False
@@ -108,15 +109,15 @@ class DropWarning:
         """The group's."""
         return group.share("warning of dropped rows", lambda: cls(group))
 
-    def watch(self, counter: torch.Tensor, option: int | str) -> None:
+    def watch(self, counter: torch.Tensor, config: EpConfig) -> None:
         """Warn when `counter`, an int64 scalar on the group's device, is more than 0.
 
         Args:
             counter: what was dropped in static mode.
-            option: max_recv_rows, as it was given.
+            config: options of the dispatcher that counts.
         """
         self._counters.append(counter)
-        self._options.append(option)
+        self._options.append(config.max_recv_rows)
 
     def check(self) -> None:
         """Warn of what is known to have been dropped.  Waits for nothing; not collective.

@@ -50,6 +50,11 @@ def rows_limit(
     return min(num_stretches, MAX_COUNT // alignment) * alignment
 
 
+def can_drop(config: EpConfig) -> bool:
+    """Whether anything may not fit: not in exact mode, nor with room for all that can come."""
+    return config.max_recv_rows not in (None, WORST)
+
+
 def agreed_values(config: EpConfig, topk_idx: torch.Tensor | None = None) -> dict[str, int | None]:
     """What all ranks must have the same, for `EpGroup.agree`, so that their limits are the same.
 

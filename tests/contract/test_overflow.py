@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_case import fitted, oracle_of
 
-import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
 from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import RowsDroppedError
@@ -168,10 +168,12 @@ def raised_on_rank(ctx: RankContext, case: Case, engine_name: str, step: Case) -
             engine.plan(picks.on(ctx.device).topk_idx(ctx.rank))
             if picks is not case:  # `case` and the second `step` together
                 try:
-                    megatron_ncclep.check()
+                    EpGroup.of(ctx.group).check()
                     said.append("")
                 except RowsDroppedError as error:
                     said.append(str(error))
+        engine.plan(case.on(ctx.device).topk_idx(ctx.rank))
+    EpGroup.of(ctx.group).check()  # what a closed engine dropped is nobody's concern any more
     return said
 
 

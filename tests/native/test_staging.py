@@ -21,7 +21,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import extension, nccl_ep_staging
 from megatron_ncclep.engines.nccl_ep import NcclEpEngine
 from megatron_ncclep.engines.nccl_ep_staging import NcclEpPlan, Route, Staging
-from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.errors import LibraryError, RowsDroppedError
 
 if extension.obstacle() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
@@ -46,9 +46,13 @@ class Rank:
 
     def calls(self, *names: str) -> list[str]:
         """The functions of `names` that the library got since the last time, in order."""
+        return [name for name in (line.split()[0] for line in self.lines()) if name in names]
+
+    def lines(self) -> list[str]:
+        """All functions that the library got since the last time, with their arguments."""
         lines = self._fake.fake_calls().decode().splitlines()
         self._fake.fake_reset(0)
-        return [name for name in (line.split()[0] for line in lines) if name in names]
+        return lines
 
     def fail_next(self) -> None:
         """Have the library's next call fail."""
@@ -224,3 +228,51 @@ def fail_to_rebind(rank: Rank) -> None:
 def test_a_plan_that_could_not_be_bound_is_bound_the_next_time(run: Callable) -> None:
     """It counted as bound to the new memory, with the handle that it had in the old one."""
     assert run(fail_to_rebind) == [None] * NUM_RANKS
+
+
+def dispatch_with_a_limit_in_words(rank: Rank) -> list[tuple[int, int]]:
+    """Rows of each dispatched tensor, and those that the library was told of."""
+    config = EpConfig(engine="nccl_ep", timeout_s=30.0, alignment=16, max_recv_rows="worst")
+    engine = NcclEpEngine(rank.group, NUM_EXPERTS, config)
+    rank.lines()
+    sizes, told = [], 0
+    for num_tokens in (100, 300, 200):
+        made = engine.plan(torch.tensor([[0, 5]]).repeat(num_tokens, 1))
+        rows, _ = engine.dispatch(made, torch.ones(num_tokens, 16))
+        assert int(made.num_dropped) == 0
+        for line in rank.lines():
+            if line.startswith("CreateGroup"):
+                told = int(dict(word.split("=") for word in line.split()[1:])["recv"])
+        sizes.append((len(rows), told))
+    return sizes
+
+
+def test_limits_in_words_follow_the_batch(run: Callable) -> None:
+    """The library has room for what a full staging memory of tokens would need at worst: two picks
+    of every token of both ranks, in 4 experts, of which each wastes at most 15 rows.
+    """
+
+    def rows(num_tokens: int) -> int:
+        return (4 + (NUM_RANKS * num_tokens * TOP_K - 4) // 16) * 16
+
+    expected = [(rows(100), rows(128)), (rows(300), rows(512)), (rows(200), rows(512))]
+    assert run(dispatch_with_a_limit_in_words) == [expected] * NUM_RANKS
+
+
+def lack_rows(rank: Rank) -> str:
+    """Rank 0 gets 200 rows for its expert 0 and has 100; what the next check raises."""
+    config = EpConfig(engine="nccl_ep", timeout_s=30.0, max_recv_rows=100, on_overflow="raise")
+    engine = NcclEpEngine(rank.group, NUM_EXPERTS, config)
+    for num_tokens in (50, 100, 50):
+        engine.plan(torch.tensor([[0]]).repeat(num_tokens, 1))
+    with pytest.raises(RowsDroppedError) as caught:
+        rank.group.check()
+    rank.group.check()
+    return str(caught.value)
+
+
+def test_what_one_rank_lacks_is_raised_by_all(run: Callable) -> None:
+    texts = run(lack_rows)
+    assert texts[0] == texts[1]
+    assert "rank 0 needed 200 rows and had 100 (of each rank" in texts[0]
+    assert "rank 1 needed" not in texts[0]

@@ -1,0 +1,231 @@
+"""Static mode on GPUs: a layer's hooks wait for nothing, and what was dropped is heard of late.
+
+On a CPU nobody waits for a device; tests/integration/test_token_dispatcher.py sees there that
+nothing is read, and only this that nothing waits in another way, as a copy to pageable memory does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from run_case import fitted, oracle_of
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.overflow_report import DropWarning
+from megatron_ncclep.errors import RowsDroppedError
+from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+NO_WAIT = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
+ONE_MODE = pytest.mark.needs_processes("torch's mode that finds waits is one per process")
+
+# The first picks of each token are for rank 0's experts: with fewer rows some are dropped.
+CASE = Case("static", (200,) * 4, 16, 4, hidden=64, alignment=16, skew=100.0)
+LIMITS = [1024, "1.25x", "worst"]
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Whatever makes the host wait for the GPU raises, as far as torch knows of it."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class Layer:
+    """A dispatcher between a router and experts that stay the same."""
+
+    def __init__(self, ctx: RankContext, case: Case, engine_name: str, **counts: bool) -> None:
+        from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
+
+        num_local = case.num_experts // ctx.num_ranks
+        config = SimpleNamespace(
+            num_moe_experts=case.num_experts,
+            moe_router_topk=case.top_k,
+            moe_pad_expert_input_to_capacity=False,
+            ncclep=case.config(engine_name),
+        )
+        groups: Any = SimpleNamespace(ep=ctx.group, expt_tp=ctx.group, tp_ep=ctx.group)
+        experts = list(range(ctx.rank * num_local, (ctx.rank + 1) * num_local))
+        self.dispatcher = NcclEpTokenDispatcher(num_local, experts, config, groups, **counts)
+        case = case.on(ctx.device)
+        topk_idx, num_tokens = case.topk_idx(ctx.rank), case.tokens[ctx.rank]
+        self.hidden = case.rows(ctx.rank, num_tokens, salt=2).requires_grad_()
+        routing_map = torch.zeros(num_tokens, case.num_experts, device=ctx.device)
+        self.routing_map = routing_map.scatter(1, topk_idx, 1).bool()
+        self.probs = torch.rand_like(routing_map, requires_grad=True)
+
+    def step(self) -> torch.Tensor:
+        """All six hooks and their backward; returns the counts that experts get."""
+        dispatcher = self.dispatcher
+        x, w = dispatcher.dispatch_preprocess(self.hidden, self.routing_map, self.probs)
+        rows, per_expert, row_w = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(x, w))
+        y = dispatcher.combine_preprocess(rows * row_w[:, None])
+        out = dispatcher.combine_postprocess(dispatcher.token_combine(y))
+        out.sum().backward()
+        return per_expert
+
+
+def hooks_on_rank(
+    ctx: RankContext, case: Case, engine_name: str, counts_add_up: bool
+) -> tuple[list[int], int]:
+    """Steps in which waiting is an error; returns the counts and what was dropped in one step."""
+    layer = Layer(ctx, case, engine_name, counts_on_device=True, counts_add_up=counts_add_up)
+    with closing(layer.dispatcher.engine):
+        layer.step()  # windows grow, and kernels are loaded
+        torch.cuda.synchronize()
+        with waiting_is_an_error():
+            for _ in range(3):
+                per_expert = layer.step()
+        assert per_expert.is_cuda
+        assert layer.dispatcher.num_dropped is not None
+        return per_expert.tolist(), int(layer.dispatcher.num_dropped) // 4
+
+
+@NO_WAIT
+@ONE_MODE
+@pytest.mark.parametrize("counts_add_up", [False, True], ids=["", "counts add up"])
+@pytest.mark.parametrize("rows", LIMITS)
+def test_no_hook_waits_for_the_gpu(
+    pool: RankPool, engine_name: str, rows: int | str, counts_add_up: bool
+) -> None:
+    case = fitted(dataclasses.replace(CASE, max_recv_rows=rows), pool, engine_name)
+    limit = case.rows_limit
+    assert limit is not None
+    results = pool.run(hooks_on_rank, case, engine_name, counts_add_up, ranks=case.num_ranks)
+    oracle = oracle_of(case)
+    for rank, (per_expert, dropped) in enumerate(results):
+        expected = oracle.padded[rank]
+        if counts_add_up:
+            expected = [*expected[:-1], limit - sum(expected[:-1])]
+        assert per_expert == expected
+        assert dropped == oracle.num_dropped[rank]
+
+
+@ONE_MODE
+def test_the_check_finds_what_waits(pool: RankPool) -> None:
+    """The test above would see nothing if torch did not tell."""
+    for text in pool.run(wait_on_rank, ranks=1):
+        assert "synchroniz" in text
+
+
+def wait_on_rank(ctx: RankContext) -> str:
+    counts = torch.ones(4, device=ctx.device)
+    with waiting_is_an_error(), pytest.raises(RuntimeError) as caught:
+        counts.cpu()
+    return str(caught.value)
+
+
+def counted_on_rank(ctx: RankContext, case: Case, engine_name: str) -> tuple[int, int]:
+    """Replay the hooks' forward as a graph; what was counted before and after three replays."""
+    layer = Layer(ctx, case, engine_name, counts_on_device=True)
+    dispatcher = layer.dispatcher
+    with closing(dispatcher.engine):
+        layer.step()
+        torch.cuda.synchronize()
+        assert dispatcher.num_dropped is not None
+        once = int(dispatcher.num_dropped)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
+            x, w = dispatcher.dispatch_preprocess(layer.hidden, layer.routing_map, layer.probs)
+            dispatcher.token_dispatch(x, w)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        return once, int(dispatcher.num_dropped)
+
+
+@NO_WAIT
+@pytest.mark.needs_processes("Megatron's dispatchers ask torch for the ranks of a real group")
+def test_replays_go_on_counting(pool: RankPool, engine_name: str) -> None:
+    case = fitted(dataclasses.replace(CASE, max_recv_rows=64), pool, engine_name)
+    results = pool.run(counted_on_rank, case, engine_name, ranks=case.num_ranks)
+    assert [once for once, _ in results] == oracle_of(case).num_dropped
+    assert any(once for once, _ in results)
+    assert [later for _, later in results] == [4 * once for once, _ in results]
+
+
+def raised_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[str]:
+    """What `check` raises after replays of which the second of three drops rows."""
+    group = EpGroup.of(ctx.group)
+    config = dataclasses.replace(case.config(engine_name), on_overflow="raise")
+    case = case.on(ctx.device)
+    fits = dataclasses.replace(case, skew=0.0, dropped=0.99)
+    assert not any(oracle_of(fits).num_dropped)
+    said = []
+    with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
+        topk_idx = fits.topk_idx(ctx.rank)
+        engine.plan(topk_idx)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            plan = engine.plan(topk_idx)  # kept: replays write into it
+            group.check()  # does nothing while a graph is captured
+        for picks in (fits, case, fits):
+            topk_idx.copy_(picks.topk_idx(ctx.rank))
+            graph.replay()
+            try:
+                group.check()
+                said.append("")
+            except RowsDroppedError as error:
+                said.append(str(error))
+        del plan
+    return said
+
+
+@pytest.mark.needs_caps(test=lambda caps: caps.captures_static and "on_overflow" in caps.options)
+@pytest.mark.parametrize("rows", [256, "1.25x"])
+def test_every_rank_hears_what_a_replay_dropped(
+    pool: RankPool, engine_name: str, rows: int | str
+) -> None:
+    case = fitted(dataclasses.replace(CASE, max_recv_rows=rows), pool, engine_name)
+    if not any(oracle_of(case).num_dropped):  # one rank has room for all of its own
+        case = dataclasses.replace(case, max_recv_rows=256)
+    needed = [sum(p) for p in oracle_of(dataclasses.replace(case, max_recv_rows=None)).padded]
+    results = pool.run(raised_on_rank, case, engine_name, ranks=case.num_ranks)
+    for first, raised, last in results:
+        assert first == last == ""
+        assert f"rank 0 needed {needed[0]} rows and had {case.rows_limit}" in raised
+        assert raised == results[0][1]
+
+
+def warned_on_rank(ctx: RankContext) -> list[list[str]]:
+    """What was logged by the end of each of three checks, in which waiting is an error."""
+    group = EpGroup.of(ctx.group)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_ncclep").addHandler(handler)
+    counter = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    warning = DropWarning(group)
+    warning.watch(counter, EpConfig(max_recv_rows=64))
+    counter.add_(7)
+    by_check = []
+    for _ in range(3):
+        with waiting_is_an_error():
+            warning.check()
+        by_check.append(list(said))
+        torch.cuda.synchronize()
+    logging.getLogger("megatron_ncclep").removeHandler(handler)
+    return by_check
+
+
+@ONE_MODE
+def test_a_warning_of_dropped_rows_waits_for_nothing(pool: RankPool) -> None:
+    for first, second, third in pool.run(warned_on_rank, ranks=1):
+        assert first == []
+        assert len(second) == 1
+        assert "7 rows did not fit into max_recv_rows=64" in second[0]
+        assert third == second
