@@ -142,6 +142,21 @@ def test_windows_and_chunks_are_for_the_rank_with_the_most_tokens(options: dict[
     on_ranks(plan, **options)
 
 
+def test_a_limit_in_words_follows_the_batch() -> None:
+    """Two picks of every token of both ranks, at worst; a plan has room for all of them."""
+
+    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        for num_tokens, num_rows in ((300, 1200), (10, 40)):
+            native.calls.clear()
+            assert engine.plan(picks(num_tokens)).num_rows == num_rows
+            ((_, _, alignment, limit, *_),) = native.named("plan_drop")
+            assert (alignment, limit) == (1, num_rows)
+            ((_, max_pairs, max_picks, *_),) = native.named("plan_receive")
+            assert (max_pairs, max_picks) == (NUM_RANKS * num_tokens, num_rows)
+
+    on_ranks(plan, max_recv_rows="worst")
+
+
 @pytest.mark.parametrize(
     ("num_pairs", "num_picks", "times"),
     [(2, 3, 0), (2, MANY, 1), (MANY, 3, 1), (MANY, MANY, 1)],
