@@ -261,7 +261,10 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
                           int num_sms, std::uintptr_t stream) {
   check_plan(control_, plan);
   check_topk(plan, topk_idx, alignment);
+  require(max_recv_rows > 0 || (max_recv_rows == 0 && !kept), "a plan of ", max_recv_rows,
+          " rows: only in static mode, where it is positive, picks are dropped");
   if (kept) check_drop(plan, max_recv_rows, *kept);
+  const bool is_static = max_recv_rows > 0;
   take_routes(plan, max_pairs, max_picks, routes);
   const PlanScratch scratch = plan_scratch(num_sms);
   PlanCount count{};
@@ -271,14 +274,14 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
   count.top_k = plan.top_k;
   count.most_chunks = plan.num_chunks;
   count.alignment = alignment;
-  count.is_static = kept.has_value();
+  count.is_static = is_static;
+  count.has_dropped = kept.has_value();
   count.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   count.routed_per_expert = count.tokens_per_expert + control_.num_local();
   count.num_dropped = count.routed_per_expert + control_.num_local();
   count.home = home_routes(plan.home);
   Drop drop{};
   if (kept) {
-    plan.num_rows = max_recv_rows;
     drop.topk_idx = count.topk_idx;
     drop.is_int64 = count.is_int64;
     drop.num_tokens = count.num_tokens;
@@ -289,17 +292,19 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
     drop.num_wanted = count.num_dropped;
     count.topk_idx = drop.kept;
     count.is_int64 = false;
+  }
+  if (is_static) {
+    plan.num_rows = max_recv_rows;
   } else {
     if (++ticket_ == 0) ++ticket_;
     count.ticket = ticket_;
   }
   queue(stream, [&] {
-    if (kept) {
-      const Rank me = rank(call_of_plan(plan.top_k, alignment, max_recv_rows));
-      drop_what_does_not_fit(me, drop, scratch, num_sms, stream);
-    }
+    // In static mode the first kernel compares the ranks' calls.
+    const Rank first = rank(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
     const Rank me = rank();
-    native::plan_count(me, count, scratch, num_sms, stream);
+    if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream);
+    native::plan_count(kept ? me : first, count, scratch, num_sms, stream);
     native::plan_receive(me, received_routes(plan, control_.num_ranks), scratch, num_sms, stream);
   });
   return count.ticket;

@@ -95,10 +95,10 @@ class Group {
   // int32 of a plan's routes.
   std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_picks, int num_chunks) const;
 
-  // Queues a whole plan.  In static mode, when there is `kept` (int32 [T, K]), which picks fit into
-  // `max_recv_rows` is written there first.  Returns what wait_for_sizes takes; in static mode
-  // there is nothing to wait for.  If the plan has more pairs or picks than there is room for,
-  // `plan_receive` has to follow.
+  // Queues a whole plan.  In static mode `max_recv_rows` is not 0; if there may be more than that,
+  // what fits is written to `kept` first, int32 [T, K].  Returns what wait_for_sizes takes; in
+  // static mode there is nothing to wait for.  If the plan has more pairs or picks than there is
+  // room for, `plan_receive` has to follow.
   std::uint32_t plan(Plan& plan, const Tensor& topk_idx, int alignment, std::int64_t max_recv_rows,
                      const std::optional<Tensor>& kept, std::int64_t max_pairs,
                      std::int64_t max_picks, const Tensor& routes, int num_sms,

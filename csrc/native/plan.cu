@@ -28,6 +28,7 @@
 
 #include "common/launch.h"
 #include "native/chunks.cuh"
+#include "native/entry.cuh"
 #include "native/plan.h"
 #include "native/wait.cuh"
 
@@ -127,7 +128,7 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
     if (lane < num_ranks) scratch.first_pair[lane + 1] = pairs_to_here;
     if (lane == 0) {
       scratch.first_pair[0] = 0;
-      *plan.num_dropped = plan.is_static ? *plan.num_dropped - picks : 0;
+      *plan.num_dropped = plan.has_dropped ? *plan.num_dropped - picks : 0;
     }
   } else if (warp == 1) {
     int end = 0;
@@ -235,7 +236,7 @@ __device__ void write_routes(const Rank& me, const PlanCount& plan, const Share&
 
 // All threads call this last.
 __device__ void finish(const Rank& me, const PlanCount& plan, std::uint64_t plans,
-                       std::uint64_t epoch) {
+                       std::uint64_t entry, std::uint64_t epoch) {
   if (!leave(me)) return;
   const Control& layout = me.control;
   if (has_failed(me)) {
@@ -250,6 +251,7 @@ __device__ void finish(const Rank& me, const PlanCount& plan, std::uint64_t plan
   if (threadIdx.x == 0) {
     me.state->is_bad = 0;
     me.state->plans = plans;
+    if (me.call != 0) me.state->entries = entry;
     me.state->epoch = epoch;
   }
 }
@@ -261,21 +263,25 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   __shared__ Shared shared;
   const Control& layout = me.control;
   const Held held(share, memory);
-  const std::uint64_t epoch = current_epoch(me);
+  const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
 
   if (had_failed(me)) {
-    finish(me, plan, plans, epoch);
+    finish(me, plan, plans, entry, epoch);
     return;
   }
+  if (blockIdx.x == 0 && me.call != 0) enter(me, entry);
   count_part<Index>(share, held, plan.topk_idx, shared.total, scratch.parts,
                     [&](int token, std::uint32_t ranks, std::uint32_t picks) {
                       plan.home.token_ranks[token] = ranks;
                       plan.home.token_picks[token] = picks;
                     });
   if (!grid_barrier(me, Phase::kPlan)) {
-    finish(me, plan, plans, epoch);
+    finish(me, plan, plans, entry, epoch);
     return;
+  }
+  if (blockIdx.x == 0 && threadIdx.x < kWarpSize && me.call != 0) {
+    compare_entries(me, Phase::kPlan, entry, epoch);
   }
   // The CTA with the fewest tokens, if any, talks to the others.
   const bool is_speaker = blockIdx.x == gridDim.x - 1;
@@ -306,7 +312,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
     write_routes<Index>(me, plan, share, held, shared.start);
   }
-  finish(me, plan, plans, epoch);
+  finish(me, plan, plans, entry, epoch);
 }
 
 }  // namespace

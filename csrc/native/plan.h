@@ -7,7 +7,8 @@
 // into slots, into the plan's own memory.  The host queues both before it knows how much room that
 // memory must have, and `receive` once more when it was too little.
 //
-// In static mode `drop` (overflow.h) comes first, and the host waits for nothing.
+// In static mode the host waits for nothing; `drop` (overflow.h) comes first where there may be
+// more than there is room for.
 #pragma once
 
 #include <cstdint>
@@ -91,10 +92,11 @@ struct PlanCount {
   int most_chunks;  // of the rank with the most tokens
   int alignment;
   bool is_static;
+  bool has_dropped;                 // `num_dropped` is what was wanted here, before
   std::uint32_t ticket;             // what the host waits for in the mailbox; 0: it does not wait
   std::int64_t* tokens_per_expert;  // [experts of this rank]
   std::int64_t* routed_per_expert;  // [experts of this rank]
-  std::int64_t* num_dropped;        // [1]; static mode: before, what was wanted here
+  std::int64_t* num_dropped;        // [1]
   HomeRoutes home;
 };
 

@@ -22,7 +22,7 @@ from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.native_group import NativeGroup
 from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS, MAX_EXPERTS
 from megatron_ncclep.engines.native_plan import NativePlan, Room, num_chunks_of, plan_memory
-from megatron_ncclep.engines.rows_limit import rows_limit
+from megatron_ncclep.engines.rows_limit import can_drop, rows_limit
 from megatron_ncclep.errors import GroupClosedError, InputError, RefusedError
 
 CAPS = EngineCaps(
@@ -72,6 +72,7 @@ class NativeEngine:
         self.num_local_experts = num_experts // group.size
         self.config = config
         self.num_sms = config.num_sms or DEFAULT_NUM_SMS
+        self._may_drop = can_drop(config)
         self._name = f"native {num_experts}"
         self._shared = group.share(
             self._name, lambda: NativeGroup(group, num_experts, config.timeout_s)
@@ -203,7 +204,7 @@ class NativeEngine:
         def allocate(most_tokens: int) -> str | None:
             room = self._room(most_tokens, topk_idx)
             return _no_room(
-                "a plan", lambda: plan_memory(self._native, room, topk_idx, is_static), memory
+                "a plan", lambda: plan_memory(self._native, room, topk_idx, self._may_drop), memory
             )
 
         problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
@@ -262,14 +263,14 @@ class NativeEngine:
         if most_tokens < expected:  # no plan keeps more than it needs
             memory.clear()
             room = self._room(most_tokens, topk_idx)
-            memory += plan_memory(self._native, room, topk_idx, is_static)
+            memory += plan_memory(self._native, room, topk_idx, self._may_drop)
         self._most_tokens = max(self._most_tokens, most_tokens)
         return agreement.call, most_tokens
 
     def _limit(self, topk_idx: torch.Tensor) -> int | None:
-        """Rows of the dispatched tensor in static mode.  Kernels compare it, and not what it is of."""
-        num_local = self.num_local_experts
-        return rows_limit(self.config, self.group.size, *topk_idx.shape, num_local)
+        """Rows of the dispatched tensor in static mode; the kernels compare it between ranks."""
+        num_tokens, top_k = topk_idx.shape
+        return rows_limit(self.config, self.group.size, num_tokens, top_k, self.num_local_experts)
 
     def _room(self, most_tokens: int, topk_idx: torch.Tensor) -> Room:
         """What to have room for in a plan; in static mode all that can come."""

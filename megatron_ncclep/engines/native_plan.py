@@ -78,7 +78,7 @@ def num_chunks_of(num_tokens: int) -> int:
 
 
 def plan_memory(
-    native: Any, room: Room, topk_idx: torch.Tensor, is_static: bool
+    native: Any, room: Room, topk_idx: torch.Tensor, may_drop: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Allocate a plan's `counts` and `home`, what static mode keeps of the picks, and `routes`.
 
@@ -86,7 +86,7 @@ def plan_memory(
         native: the group's `_C.NativeGroup`.
         room: what it is for.
         topk_idx: [num_tokens, top_k].
-        is_static: whether anything may be dropped; otherwise the third is None.
+        may_drop: whether anything may be dropped; otherwise the third is None.
 
     Raises:
         torch.OutOfMemoryError: there is no memory.
@@ -97,6 +97,6 @@ def plan_memory(
     return (
         torch.empty(2 * room.num_local_experts + 1, dtype=torch.int64, device=topk_idx.device),
         torch.empty(4, num_tokens, **int32),
-        torch.empty(num_tokens, top_k, **int32) if is_static else None,
+        torch.empty(num_tokens, top_k, **int32) if may_drop else None,
         torch.empty(size, **int32),
     )

@@ -149,10 +149,11 @@ def test_a_limit_in_words_follows_the_batch() -> None:
         for num_tokens, num_rows in ((300, 1200), (10, 40)):
             native.calls.clear()
             assert engine.plan(picks(num_tokens)).num_rows == num_rows
-            ((_, _, alignment, limit, *_),) = native.named("plan_drop")
+            ((_, _, alignment, limit, kept, max_pairs, max_picks, *_),) = native.named("plan")
             assert (alignment, limit) == (1, num_rows)
-            ((_, max_pairs, max_picks, *_),) = native.named("plan_receive")
-            assert (max_pairs, max_picks) == (NUM_RANKS * num_tokens, num_rows)
+            assert kept is None  # nothing can be dropped
+            assert max_pairs >= NUM_RANKS * num_tokens
+            assert max_picks == num_rows
 
     on_ranks(plan, max_recv_rows="worst")
 

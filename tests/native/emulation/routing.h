@@ -17,6 +17,7 @@ struct Sizes {
 struct Routing {
   int top_k, alignment;
   std::int64_t limit;                            // of rows; 0: exact mode
+  bool may_drop;                                 // and there may be more than that
   std::vector<int> num_tokens;                   // by rank
   bool is_int64;                                 // what is named, otherwise int32
   std::vector<std::vector<std::int64_t>> named;  // by rank, [T * K]; -1: not routed
@@ -139,6 +140,8 @@ inline Routing draw_routing(const Sizes& sizes, int bad) {
     routing.limit =
         std::max(1, most * emu::between(5, 13) / 10 / routing.alignment) * routing.alignment;
     find_slots(sizes, routing);
+    routing.may_drop = emu::between(0, 1) == 0;
+    for (const int dropped : routing.num_dropped) routing.may_drop |= dropped > 0;
   }
   return routing;
 }

@@ -110,7 +110,7 @@ void Runner::plan(const Step& step) {
   const Routing& routing = routings_[step.plan];
   const int top_k = routing.top_k, num_tokens = routing.num_tokens[me_.rank];
   const int local = sizes_.local, sms = between(1, kSms);
-  const bool is_static = routing.limit > 0;
+  const bool is_static = routing.limit > 0, drops = is_static && routing.may_drop;
   Plan& plan = plans_[step.plan];
   const auto& named = routing.named[me_.rank];
   // At a multiple of 16 bytes, or not.
@@ -134,6 +134,7 @@ void Runner::plan(const Step& step) {
   job.most_chunks = routing.most_chunks();
   job.alignment = routing.alignment;
   job.is_static = is_static;
+  job.has_dropped = drops;
   job.ticket = is_static ? 0 : ++ticket_;
   job.tokens_per_expert = plan.counts->data<std::int64_t>();
   job.routed_per_expert = job.tokens_per_expert + local;
@@ -142,6 +143,11 @@ void Runner::plan(const Step& step) {
   std::int64_t most_pairs = sizes_.ranks * routing.most_tokens();
   std::int64_t most_picks = most_pairs * std::min(top_k, local);
   if (is_static) {
+    most_picks = std::min(most_picks, routing.limit);
+    most_pairs = std::min(most_pairs, most_picks);
+    set_call(step, Phase::kPlan);
+  }
+  if (drops) {
     Drop drop{};
     drop.topk_idx = job.topk_idx;
     drop.is_int64 = job.is_int64;
@@ -151,15 +157,13 @@ void Runner::plan(const Step& step) {
     drop.max_recv_rows = routing.limit;
     drop.kept = kept.data<std::int32_t>();
     drop.num_wanted = job.num_dropped;
-    set_call(step, Phase::kPlan);
     launch([&] { drop_what_does_not_fit(me_, drop, parts, sms, me_.rank); });
-    me_.call = 0;
+    me_.call = 0;  // the first kernel has compared it
     job.topk_idx = drop.kept;
     job.is_int64 = false;
-    most_picks = std::min(most_picks, routing.limit);
-    most_pairs = std::min(most_pairs, most_picks);
   }
   launch([&] { plan_count(me_, job, parts, sms, me_.rank); });
+  me_.call = 0;
   // The host would raise; or, if it need not wait, go on.
   const bool has_counted = !has_failed();
   if (!has_counted)

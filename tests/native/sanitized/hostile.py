@@ -209,7 +209,7 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
         "group": o.ep_group, "alignment": 16, "top_k": TOP_K, "memory": o.memory,
     }  # fmt: skip
     yield "NativePlan", C.NativePlan, {
-        "counts": o.counts, "home": o.home, "num_chunks": 1, "top_k": TOP_K,
+        "counts": o.counts, "home": o.home, "num_chunks": 1, "top_k": TOP_K, "number": 1,
     }  # fmt: skip
     yield "NativeGroup", C.NativeGroup, {
         "communicator": o.communicator, "num_experts": EXPERTS, "timeout_s": 1.0,
