@@ -7,6 +7,7 @@ the extension calls.
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -230,32 +231,41 @@ def test_a_plan_that_could_not_be_bound_is_bound_the_next_time(run: Callable) ->
     assert run(fail_to_rebind) == [None] * NUM_RANKS
 
 
-def dispatch_with_a_limit_in_words(rank: Rank) -> list[tuple[int, int]]:
-    """Rows of each dispatched tensor, and those that the library was told of."""
+def dispatch_with_a_limit_in_words(rank: Rank) -> list[tuple[int, int, int]]:
+    """By plan: rows of the dispatched tensor, those that the library's group was made for, and
+    those that it was given to fill.
+    """
     config = EpConfig(engine="nccl_ep", timeout_s=30.0, alignment=16, max_recv_rows="worst")
     engine = NcclEpEngine(rank.group, NUM_EXPERTS, config)
     rank.lines()
-    sizes, told = [], 0
+    sizes, made_for, filled = [], 0, 0
     for num_tokens in (100, 300, 200):
-        made = engine.plan(torch.tensor([[0, 5]]).repeat(num_tokens, 1))
-        rows, _ = engine.dispatch(made, torch.ones(num_tokens, 16))
-        assert int(made.num_dropped) == 0
-        for line in rank.lines():
-            if line.startswith("CreateGroup"):
-                told = int(dict(word.split("=") for word in line.split()[1:])["recv"])
-        sizes.append((len(rows), told))
+        plan = engine.plan(torch.tensor([[0, 5]]).repeat(num_tokens, 1))
+        rows, _ = engine.dispatch(plan, torch.ones(num_tokens, 16))
+        assert int(plan.num_dropped) == 0
+        for name, *words in (line.split() for line in rank.lines()):
+            if name == "CreateGroup":
+                made_for = int(dict(word.split("=") for word in words)["recv"])
+            if name == "Dispatch":
+                filled = int(re.findall(r"rows=\d+\[(\d+)", " ".join(words))[0])
+        sizes.append((len(rows), made_for, filled))
     return sizes
 
 
 def test_limits_in_words_follow_the_batch(run: Callable) -> None:
     """The library has room for what a full staging memory of tokens would need at worst: two picks
-    of every token of both ranks, in 4 experts, of which each wastes at most 15 rows.
+    of every token of both ranks, in 4 experts, of which each wastes at most 15 rows.  It insists on
+    as many rows as it has room for, whatever the plan.
     """
 
     def rows(num_tokens: int) -> int:
         return (4 + (NUM_RANKS * num_tokens * TOP_K - 4) // 16) * 16
 
-    expected = [(rows(100), rows(128)), (rows(300), rows(512)), (rows(200), rows(512))]
+    expected = [
+        (rows(100), rows(128), rows(128)),
+        (rows(300), rows(512), rows(512)),
+        (rows(200), rows(512), rows(512)),
+    ]
     assert run(dispatch_with_a_limit_in_words) == [expected] * NUM_RANKS
 
 
