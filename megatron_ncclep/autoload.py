@@ -21,6 +21,7 @@ from megatron_ncclep.post_import import after_import
 HOOKED_MODULES = (
     "megatron.core.transformer.transformer_config",
     "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.transformer_layer",
     "megatron.core.optimizer.optimizer_cuda_graph",
     "megatron.training.arguments",
 )

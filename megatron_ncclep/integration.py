@@ -6,6 +6,7 @@ These places are changed, each in memory and each without effect on other dispat
     TransformerConfig, field ncclep                      is new: one config's options
     TransformerConfig.__post_init__                      validates the value as 'alltoall'
     MoELayer.__init__                                    builds our dispatcher
+    TransformerLayer.__init__                            refuses CUDA graphs of a layer's that fail
     add_megatron_arguments                               offers our options, --ncclep-*
     parse_args                                           takes their values
     OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
@@ -32,6 +33,13 @@ from typing import Any, Literal, get_args
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
+from megatron_ncclep.graph_support import (
+    Captured,
+    captured_by,
+    captured_in,
+    check_captured,
+    check_config,
+)
 from megatron_ncclep.options_field import add_options_field, options_hidden, settle_options
 from megatron_ncclep.post_import import after_import
 from megatron_ncclep.step_check import check_before_steps
@@ -42,9 +50,11 @@ NAME = "ncclep"
 STAND_IN = "alltoall"
 FIELD = "moe_token_dispatcher_type"
 _MARK = "_changed_by_megatron_ncclep"
+_DISPATCHER_MODULE = "megatron_ncclep.token_dispatcher"
 
 _CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 _LAYER_MODULE = "megatron.core.transformer.moe.moe_layer"
+_TRANSFORMER_LAYER_MODULE = "megatron.core.transformer.transformer_layer"
 _ARGUMENTS_MODULE = "megatron.training.arguments"
 _OPTIMIZER_GRAPH_MODULE = "megatron.core.optimizer.optimizer_cuda_graph"  # from 0.17 on
 
@@ -126,6 +136,8 @@ def _change_post_init(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def post_init(self: Any) -> None:
+        if getattr(self, FIELD) == NAME:
+            check_config(self)
         with _as_stand_in(self):
             original(self)
 
@@ -171,6 +183,45 @@ def _change_layer(module: ModuleType) -> None:
             pg_collection=groups,
             **_wanted_counts(self.experts),
         )
+        _check_graphs(self, captured_by(config))
+
+    layer_class.__init__ = _marked(init)
+
+
+def _check_graphs(layer: Any, captured: Captured) -> None:
+    """Refuse CUDA graphs that would hold what needs the host; the layer's engine is closed then.
+
+    Raises:
+        UnsupportedError: names the option, its value, the reason and the remedy.
+    """
+    engine, experts = layer.token_dispatcher.engine, layer.experts
+    needs_host = not getattr(experts, "takes_counts_on_device", False)
+    try:
+        check_captured(
+            layer.config,
+            captured,
+            engine.caps,
+            is_static=engine.config.max_recv_rows is not None,
+            host_experts=type(experts).__name__ if needs_host else None,
+        )
+    except UnsupportedError:
+        engine.close()
+        raise
+
+
+def _change_transformer_layer(module: Any) -> None:
+    """Refuse what Megatron's own graphs of a layer would hold: only the layer decides on that."""
+    layer_class = module.TransformerLayer
+    original = _original(module, layer_class, "__init__", ["config", "submodules"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        dispatcher = type(getattr(self.mlp, "token_dispatcher", None))
+        if dispatcher.__module__ == _DISPATCHER_MODULE:
+            _check_graphs(self.mlp, captured_in(self))
 
     layer_class.__init__ = _marked(init)
 
@@ -256,6 +307,7 @@ def _change_parse_args(module: Any) -> None:
 HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _CONFIG_MODULE: (_change_field, _add_options, _change_post_init),
     _LAYER_MODULE: (_change_layer,),
+    _TRANSFORMER_LAYER_MODULE: (_change_transformer_layer,),
     _OPTIMIZER_GRAPH_MODULE: (_change_optimizer_graph,),
     _ARGUMENTS_MODULE: (_change_add_arguments, _change_parse_args),
 }
@@ -289,7 +341,7 @@ def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
         if type(layer) is not layer_module.MoELayer:
             continue
         dispatcher = type(layer.token_dispatcher)
-        if is_first or dispatcher.__module__ == "megatron_ncclep.token_dispatcher":
+        if is_first or dispatcher.__module__ == _DISPATCHER_MODULE:
             raise IntegrationError(
                 "megatron_ncclep.install() was called after a model was built: the model's MoE "
                 f"layers already have their dispatcher ({dispatcher.__name__}). Call it before "

@@ -1,7 +1,7 @@
 """Which Megatron options the dispatcher refuses, and what to do instead.
 
 A Megatron option that the dispatcher would get wrong or ignore is refused when the model is built.
-docs/support.md shows the same table to users.
+docs/support.md shows the same table to users.  Of CUDA graphs: graph_support.py.
 """
 
 from __future__ import annotations
@@ -74,13 +74,6 @@ REFUSALS = (
     ),
     Refusal("fp8", _is_on, "train in bf16, fp16 or fp32: quantised experts are not supported yet"),
     Refusal("fp4", _is_on, "train in bf16, fp16 or fp32: quantised experts are not supported yet"),
-    Refusal(
-        "cuda_graph_impl",
-        lambda value: value not in (None, "none"),
-        "leave it at 'none': CUDA graphs are not supported yet",
-    ),
-    Refusal("enable_cuda_graph", _is_on, "leave it out: CUDA graphs are not supported yet"),
-    Refusal("external_cuda_graph", _is_on, "leave it out: CUDA graphs are not supported yet"),
     Refusal(
         "moe_paged_stash", _is_on, "leave it out: it needs the flex dispatcher's over-budget report"
     ),

@@ -26,6 +26,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     later ones need (plan and shape) is kept on the dispatcher between them, because Megatron's
     hooks have no other place for it.  What backward needs is in the autograd graph, so that any
     number of micro-batches may be between forward and backward.
+
+    A CUDA graph may end after `dispatch_preprocess`; then that does not run in Python, and Megatron
+    puts the tensors back that `cudagraph_attrs` names.  So it leaves nothing else behind.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._router_adds_picks = config.moe_pad_expert_input_to_capacity
         if self._is_static and self._router_adds_picks:
             self._require_columns_for_all_experts()
+        self._topk_idx: torch.Tensor | None = None
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
+        self.cudagraph_attrs = ["_topk_idx"]
         # int64 scalar on the device: picks dropped so far in static mode, forward passes only.  It
         # stays the same tensor, so that a CUDA graph that is replayed goes on counting.
         self.num_dropped: torch.Tensor | None = None
@@ -90,12 +95,11 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             probs: [num_tokens, num_experts].
 
         Returns:
-            hidden_states as [num_tokens, hidden] and the weights [num_tokens, top_k].
+            hidden_states as they are, and the weights [num_tokens, top_k].
         """
-        self._hidden_shape = hidden_states.shape
         top_k = self._top_k(routing_map)
         self._topk_idx, weights = routes_and_weights(routing_map, probs, top_k)
-        return hidden_states.reshape(-1, hidden_states.shape[-1]), weights
+        return hidden_states, weights
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -103,14 +107,17 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """Plan the routes and dispatch rows and weights.  Collective.
 
         Args:
-            hidden_states: [num_tokens, hidden].
+            hidden_states: [..., hidden].
             probs: weights [num_tokens, top_k].
 
         Returns:
             rows [num_rows, hidden] in slot order, and their weights [num_rows].
         """
+        assert self._topk_idx is not None, "dispatch_preprocess comes first"
+        self._hidden_shape = hidden_states.shape
+        hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
         self._plan = self.engine.plan(self._topk_idx)
-        del self._topk_idx
+        self._topk_idx = None
         if self._can_drop and self.num_dropped is not None:
             self.num_dropped.add_(self._plan.num_dropped)
         return dispatch(self.engine, self._plan, hidden_states, probs)
@@ -143,15 +150,15 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add the rows [num_rows, hidden] up at home: [num_tokens, hidden].  Collective."""
+        """Add the rows [num_rows, hidden] up at home, in the hidden states' shape.  Collective."""
         assert self._plan is not None, "token_dispatch comes first"
+        assert self._hidden_shape is not None
         plan, self._plan = self._plan, None
-        return combine(self.engine, plan, hidden_states)
+        return combine(self.engine, plan, hidden_states).view(self._hidden_shape)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Give the output the shape that the hidden states came in."""
-        assert self._hidden_shape is not None, "dispatch_preprocess comes first"
-        return hidden_states.view(self._hidden_shape)
+        """Nothing to do."""
+        return hidden_states
 
     def _top_k(self, routing_map: torch.Tensor) -> int:
         """Columns that the picks of this micro-batch need, the same on every rank."""

@@ -38,6 +38,7 @@ LAYER_OF = {
     "integration": "integration",
     "options_field": "integration",
     "step_check": "integration",
+    "graph_support": "integration",
     "autoload": "integration",
     # What people run.  The package's own file only loads names when they are used.
     "__init__": "tools",

@@ -57,7 +57,6 @@ def every_refusal(ctx: RankContext) -> list[str]:
         check_supported(config, 1)
         value = {
             "fp8": "e4m3",
-            "cuda_graph_impl": "local",
             "moe_expert_rank_capacity_factor": 1.5,
             "transformer_impl": "inference_optimized",
         }.get(refusal.option, True)
