@@ -1,9 +1,9 @@
 """Which of Megatron-Core's CUDA graphs the dispatcher can be part of, and why not of the others.
 
 What matters is how much of an MoE layer a graph holds (`Captured`).  Up to `dispatch_preprocess`
-all runs on the device in every mode.  From the dispatch on, the host must learn nothing of the
-routing: static mode, an engine whose calls can be captured, and experts that take their numbers of
-rows on the device.
+all runs on the device in every mode (in exact mode except for capacity padding).  From the dispatch
+on, the host must learn nothing of the routing: static mode, an engine whose calls can be captured,
+and experts that take their numbers of rows on the device.
 
 Releases name the options differently, and this file reads them as they are after Megatron's own
 validation (`check_config`: before it):
@@ -48,11 +48,10 @@ def check_config(config: Any) -> None:
     if _impl(config) == "none" and not any(getattr(config, name, False) for name in old_names):
         return
     names = _modules(config)
-    if "moe" in names:
+    if "moe" in names and not config.moe_pad_expert_input_to_capacity:
         raise _refused(
             config,
-            "a graph of dispatch and experts alone is for experts that are padded to a capacity, "
-            f"which {_capacity_reason()}",
+            "Megatron-Core captures the module 'moe' only of experts that are padded to a capacity",
             f"leave {_modules_field(config)} empty (whole layers), or capture {OUTSIDE_DISPATCH}",
         )
     factor = config.moe_expert_capacity_factor
@@ -86,7 +85,7 @@ def captured_by(config: Any) -> Captured:
         return Captured.DISPATCH
     if impl != "transformer_engine":
         return Captured.NOTHING
-    if not names:
+    if not names or "moe" in names:
         return Captured.DISPATCH
     if "moe_preprocess" in names:
         return Captured.PREPROCESS
@@ -125,11 +124,13 @@ def check_captured(
     Raises:
         UnsupportedError: names the option, its value, the reason and the remedy.
     """
-    if captured >= Captured.PREPROCESS and config.moe_pad_expert_input_to_capacity:
+    pads = config.moe_pad_expert_input_to_capacity
+    if captured == Captured.PREPROCESS and pads and not is_static:
         raise _refused(
             config,
-            f"moe_pad_expert_input_to_capacity=True {_capacity_reason()}",
-            "leave it out, or capture attn and moe_router only",
+            "with moe_pad_expert_input_to_capacity the ranks' hosts agree on how many experts a "
+            "token has, unless max_recv_rows is set",
+            "set it (--ncclep-max-recv-rows), or capture attn and moe_router only",
         )
     if captured < Captured.DISPATCH:
         return
@@ -154,10 +155,6 @@ def check_captured(
             f"the graph holds the dispatch, and calls of engine {caps.name!r} cannot be captured",
             f"choose engine 'native' (--ncclep-engine native), {otherwise}",
         )
-
-
-def _capacity_reason() -> str:
-    return "has the ranks' hosts agree on how many experts a token has"
 
 
 def _impl(config: Any) -> str:

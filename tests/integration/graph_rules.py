@@ -38,14 +38,15 @@ FULL_ITERATION = (
 PARTS = ["attn", "moe_router", "moe_preprocess"]
 EXACT, STATIC = EpConfig(engine="reference"), EpConfig(engine="reference", max_recv_rows=64)
 CAPTURABLE = EpConfig(engine="capturable", max_recv_rows=64)
-MADE: list[ReferenceEngine] = []  # the engines "capturable"
+MADE: list[ReferenceEngine] = []
 CAPACITY = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
 
 
-def capturable_engine(group: EpGroup, num_experts: int, config: EpConfig) -> ReferenceEngine:
-    """One that says that a CUDA graph can hold its calls, as the engine native does."""
+def made(group: EpGroup, num_experts: int, config: EpConfig) -> ReferenceEngine:
+    """An engine, "capturable" or not, that says whether a CUDA graph can hold its calls."""
     engine = ReferenceEngine(group, num_experts, config)
-    engine.caps = dataclasses.replace(engine.caps, name="capturable", captures_static=True)
+    captures = config.engine == "capturable"
+    engine.caps = dataclasses.replace(engine.caps, name=config.engine, captures_static=captures)
     MADE.append(engine)
     return engine
 
@@ -131,8 +132,8 @@ def local(*modules: str) -> dict[str, Any]:
 
 EXACT_MODE = "set max_recv_rows .* or capture attn, moe_router and moe_preprocess only"
 HOST_EXPERTS = "SequentialMLP reads on the host .*--ncclep-experts grouped"
-UNCAPTURABLE = "engine 'reference' cannot be captured; choose engine 'native'"
-AGREED = "True has the ranks' hosts agree on how many experts a token has; leave it out"
+UNCAPTURABLE = "engine 'uncapturable' cannot be captured; choose engine 'native'"
+AGREED = "the ranks' hosts agree on .* set it .*, or capture attn and moe_router only"
 # Graphs, options of ours, of Megatron's, class of the layer, and the refusal (None: they work).
 # The experts read their counts on the host unless the engine is "capturable".
 RULES: list[tuple[dict[str, Any], EpConfig, dict[str, Any], type, str | None]] = [
@@ -144,6 +145,9 @@ RULES: list[tuple[dict[str, Any], EpConfig, dict[str, Any], type, str | None]] =
     (FULL_ITERATION, CAPTURABLE, {}, TransformerLayer, None),
     (local(), CAPTURABLE, {}, TransformerLayer, None),
     (local("attn"), CAPTURABLE, {}, TransformerLayer, None),
+    (te(*PARTS), STATIC, CAPACITY, TransformerLayer, None),
+    (te("attn", "moe"), CAPTURABLE, CAPACITY, TransformerLayer, None),
+    (local("moe"), CAPTURABLE, CAPACITY, MoETransformerLayer, None),
     (local("moe_router"), EXACT, {}, MoETransformerLayer, None),
     (local(*PARTS), EXACT, {}, MoETransformerLayer, None),
     (local("attn"), EXACT, {}, MoETransformerLayer, None),
@@ -157,9 +161,9 @@ RULES: list[tuple[dict[str, Any], EpConfig, dict[str, Any], type, str | None]] =
     # Of a TransformerLayer Megatron captures all with attn, and nothing else changes that.
     (local("attn"), EXACT, {}, TransformerLayer, EXACT_MODE),
     (local(*PARTS), EXACT, {}, TransformerLayer, EXACT_MODE),
+    (te("attn", "moe"), EXACT, CAPACITY, TransformerLayer, EXACT_MODE),
+    (te("attn", "moe"), STATIC, CAPACITY, TransformerLayer, HOST_EXPERTS),
     (te(*PARTS), EXACT, CAPACITY, TransformerLayer, AGREED),
-    (te(), CAPTURABLE, CAPACITY, TransformerLayer, AGREED),
-    (FULL_ITERATION, CAPTURABLE, CAPACITY, TransformerLayer, AGREED),
     (local("moe_router"), EXACT, CAPACITY, MoETransformerLayer, AGREED),
 ]
 
@@ -182,14 +186,13 @@ def check_rules() -> None:
         assert re.search(refusal, text), f"{what}: {text}"
         assert f"cuda_graph_impl={graphs['cuda_graph_impl']!r} with {MODULES}=[" in text, text
         assert all(repr(name) in text for name in graphs[MODULES]), text
-        if ncclep is CAPTURABLE:  # what was made for the layer is not kept
-            with pytest.raises(GroupClosedError):
-                MADE[-1].plan(torch.zeros(1, 1, dtype=torch.int64))
-    # The last thing to be asked for: an engine.
+    # The last thing to be asked for: an engine.  The one made for the layer is not kept.
     SequentialMLP.takes_counts_on_device = True
     for graphs in (te(), FULL_ITERATION, local()):
         with pytest.raises(UnsupportedError, match=UNCAPTURABLE):
-            build(make_config(graphs, STATIC))
+            build(make_config(graphs, EpConfig(engine="uncapturable", max_recv_rows=64)))
+        with pytest.raises(GroupClosedError):
+            MADE[-1].plan(torch.zeros(1, 1, dtype=torch.int64))
     del SequentialMLP.takes_counts_on_device
 
 
@@ -282,12 +285,14 @@ def compare(results: list[torch.Tensor], expected: list[torch.Tensor], what: str
 
 def check_all() -> None:
     """Check what every version has; process groups are there."""
-    entry = dataclasses.replace(engines.ENGINES["reference"], build=capturable_engine)
-    engines.ENGINES["capturable"] = entry
+    kinds = ("capturable", "uncapturable")
+    entry = dataclasses.replace(engines.ENGINES["reference"], build=made)
+    engines.ENGINES.update(dict.fromkeys(kinds, entry))
     real, cuda_graphs.CudaGraphManager = cuda_graphs.CudaGraphManager, Manager
     check_rules()
     check_rules_of_configs()
     check_replays()
     EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()
     cuda_graphs.CudaGraphManager = real
-    del engines.ENGINES["capturable"]
+    for kind in kinds:
+        del engines.ENGINES[kind]
