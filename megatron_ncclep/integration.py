@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import inspect
 import re
 import sys
@@ -194,19 +195,33 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
     Raises:
         UnsupportedError: names the option, its value, the reason and the remedy.
     """
-    engine, experts = layer.token_dispatcher.engine, layer.experts
-    needs_host = not getattr(experts, "takes_counts_on_device", False)
+    if captured == Captured.NOTHING:
+        return
+    engine, experts, config = layer.token_dispatcher.engine, layer.experts, layer.config
     try:
         check_captured(
-            layer.config,
+            config,
             captured,
             engine.caps,
             is_static=engine.config.max_recv_rows is not None,
-            host_experts=type(experts).__name__ if needs_host else None,
+            host_experts=None if _need_no_host(experts, config) else type(experts).__name__,
         )
     except UnsupportedError:
         engine.close()
         raise
+
+
+def _need_no_host(experts: Any, config: Any) -> bool:
+    """Whether experts read the numbers of their rows on the device only."""
+    if getattr(experts, "takes_counts_on_device", False):
+        return True
+    # Megatron's TEGroupedMLP over TransformerEngine's op fuser, from 0.18 on.
+    if not getattr(experts, "_with_fused_impl", False):
+        return False
+    # Which has such kernels by release, GPU and cuBLAS, and otherwise splits the rows on the host.
+    ops = importlib.import_module("transformer_engine.pytorch.ops.basic.grouped_linear")
+    has_kernels = getattr(ops, "is_op_fuser_grouped_tensor_path_supported", None)
+    return has_kernels is not None and bool(has_kernels(None, config.params_dtype))
 
 
 def _change_transformer_layer(module: Any) -> None:

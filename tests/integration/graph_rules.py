@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core
@@ -196,6 +198,28 @@ def check_rules() -> None:
     del SequentialMLP.takes_counts_on_device
 
 
+def check_op_fuser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine's op fuser reads the counts where TransformerEngine says so, if it does."""
+    monkeypatch.setattr(SequentialMLP, "_with_fused_impl", True, raising=False)
+    asked = []
+
+    def has_kernels(recipe: Any, dtype: torch.dtype) -> bool:
+        asked.append((recipe, dtype))
+        return dtype == torch.bfloat16
+
+    ops = SimpleNamespace(is_op_fuser_grouped_tensor_path_supported=has_kernels)
+    name = "transformer_engine.pytorch.ops.basic.grouped_linear"
+    monkeypatch.setitem(sys.modules, name, ops)
+    half = {"params_dtype": torch.bfloat16, "bf16": True}
+    build(make_config(FULL_ITERATION, CAPTURABLE, **half))
+    with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
+        build(make_config(FULL_ITERATION, CAPTURABLE))
+    assert asked == [(None, torch.bfloat16), (None, torch.float32)]
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace())  # of older releases
+    with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
+        build(make_config(FULL_ITERATION, CAPTURABLE, **half))
+
+
 def check_rules_of_configs() -> None:
     """What Megatron would refuse when a config is made, with reasons that are `alltoall`'s."""
     refused: list[tuple[dict[str, Any], str]] = [
@@ -290,6 +314,8 @@ def check_all() -> None:
     engines.ENGINES.update(dict.fromkeys(kinds, entry))
     real, cuda_graphs.CudaGraphManager = cuda_graphs.CudaGraphManager, Manager
     check_rules()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        check_op_fuser(monkeypatch)
     check_rules_of_configs()
     check_replays()
     EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()

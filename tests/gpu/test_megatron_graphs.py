@@ -1,0 +1,186 @@
+"""Megatron's CUDA graphs around our dispatcher: the bits of a training without any.
+
+Each kind has a process of its own, because Megatron keeps graphs, and that it has made them, in
+classes.  Every training has micro-batches whose gradients add up, routings that differ in every
+call, and evaluations of another size between steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from graph_training import ALL_ROWS, LONGEST, SEQUENCE, STEPS, Job, Trained, start, train
+
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+pytestmark = [
+    pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process"),
+    pytest.mark.needs_caps(test=lambda caps: caps.captures_static),
+]
+
+STATIC = {"experts": "grouped", "max_recv_rows": ALL_ROWS}
+OVERFLOW = {**STATIC, "max_recv_rows": 208}
+RECOMPUTE_MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+RECOMPUTE_ALL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def graphs(impl: str, *modules: str) -> dict[str, Any]:
+    return {"cuda_graph_impl": impl, "cuda_graph_modules": list(modules)}
+
+
+FULL = Job("full iteration", graphs("full_iteration"), STATIC)
+TE = Job("whole layers", graphs("transformer_engine"), STATIC)
+PARTS = Job(
+    "before the dispatch",
+    graphs("transformer_engine", "attn", "moe_router", "moe_preprocess"),
+    holds_dispatch=False,
+)
+FUSER = {"use_transformer_engine_op_fuser": True}
+JOBS = {
+    "full_iteration": [
+        FULL,
+        dataclasses.replace(FULL, name="recompute", options=RECOMPUTE_ALL),
+        dataclasses.replace(FULL, name="overflow", ncclep=OVERFLOW),
+    ],
+    "transformer_engine": [
+        TE,
+        dataclasses.replace(TE, name="overflow", ncclep=OVERFLOW),
+        PARTS,
+        dataclasses.replace(PARTS, name="before the dispatch, static", ncclep=STATIC),
+        Job(
+            "attention",
+            graphs("transformer_engine", "attn"),
+            options=RECOMPUTE_MOE,
+            holds_dispatch=False,
+        ),
+    ],
+    # Evaluations are replays as well, of the same graphs: Megatron has no others.
+    "local": [Job("whole layers", graphs("local"), OVERFLOW, eval_sequence=SEQUENCE)],
+    "local parts": [
+        Job(
+            "around the dispatch",
+            graphs("local", "moe_router", "moe_preprocess"),
+            holds_dispatch=False,
+            hybrid=True,
+            eval_sequence=SEQUENCE,
+        )
+    ],
+    "op fuser": [
+        dataclasses.replace(
+            FULL, name="op fuser", ncclep={"max_recv_rows": ALL_ROWS}, options=FUSER
+        )
+    ],
+}
+
+
+@pytest.fixture
+def one_rank(backend: str) -> Iterator[RankPool]:
+    """A process for one test."""
+    pool = RankPool(1, backend)
+    yield pool
+    pool.close()
+
+
+def jobs_on_rank(ctx: RankContext, engine: str, jobs: list[Job]) -> None:
+    """Train without graphs, with, and without again, in one process; all graphs stay alive."""
+    start(ctx)
+    alive = []
+    for job in jobs:
+        if job.options == FUSER and not op_fuser_reads_on_device():
+            with pytest.raises(UnsupportedError, match="TEGroupedMLP reads on the host"):
+                train(ctx, engine, job, with_graphs=True)
+            continue
+        eager = train(ctx, engine, job, with_graphs=False)
+        assert len(eager.training.routings) > STEPS, "the routings hardly change"
+        graphed = train(ctx, engine, job, with_graphs=True)
+        check_replayed(job, eager, graphed)
+        compare(graphed.values, eager.values, f"{job.name}: with graphs")
+        after = train(ctx, engine, job, with_graphs=False)
+        compare(after.values, eager.values, f"{job.name}: without graphs, after them")
+        alive.append(graphed)
+        if job.name == FULL.name:
+            check_failure(ctx, graphed)
+            check_growth(graphed)
+
+
+def op_fuser_reads_on_device() -> bool:
+    """What TransformerEngine says of its op fuser on this GPU; older releases have no such word."""
+    from transformer_engine.pytorch.ops.basic import grouped_linear
+
+    has_kernels = getattr(grouped_linear, "is_op_fuser_grouped_tensor_path_supported", None)
+    return has_kernels is not None and has_kernels(None, torch.bfloat16)
+
+
+def check_replayed(job: Job, eager: Trained, graphed: Trained) -> None:
+    """There were graphs, and they were used."""
+    captured = graphed.training.graphs()
+    assert captured
+    assert all(graph is not None for graph in captured)
+    assert all(number > 0 for number in eager.dispatches)
+    expected = [0, 0] if job.holds_dispatch else eager.dispatches[-2:]
+    assert graphed.dispatches[-2:] == expected, f"{job.name}: {graphed.dispatches}"
+
+
+def compare(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.isfinite(value).all(), f"{what}: {name}"
+        difference = (values[name].double() - value.double()).abs().max().item()
+        assert torch.equal(values[name], value), f"{what}: {name} differs, by {difference}"
+
+
+class Planted:
+    """What engines share, with a failure on the device that no call has raised yet."""
+
+    failed = True
+
+    def check(self) -> None:
+        if self.failed:
+            raise PeerError("rank 0 of 1: rank 1 did not come (planted)")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def check_failure(ctx: RankContext, graphed: Trained) -> None:
+    """No weight takes what a replay left behind that failed on the device."""
+    training = graphed.training
+    layer = training.gpt.decoder.layers[0]
+    group = EpGroup.of(layer.mlp.token_dispatcher.ep_group)
+    weight = layer.mlp.router.weight
+    training.step(STEPS)
+    before = weight.detach().clone()
+    planted = group.share("planted", Planted)
+    with pytest.raises(PeerError, match="planted"):
+        training.optimizer.step()
+    assert torch.equal(weight, before)
+    planted.failed = False
+    group.release("planted", timeout_s=60)
+    training.optimizer.step()
+    assert not torch.equal(weight, before)
+
+
+def check_growth(graphed: Trained) -> None:
+    """A batch for which windows would have to grow is an error at once, with the way out."""
+    from megatron.core.full_cuda_graph import StaticBufferLoader
+
+    training = graphed.training
+    training.forward_backward["validation"].reset_cuda_graph("validation")
+    StaticBufferLoader.static_buffers["validation"].clear()
+    with pytest.raises(InputError, match="with the largest batch before the first capture"):
+        training.evaluate(0, LONGEST)
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_graphs_give_the_same_bits(one_rank: RankPool, engine_name: str, kind: str) -> None:
+    one_rank.run(jobs_on_rank, engine_name, JOBS[kind])
