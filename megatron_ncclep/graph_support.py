@@ -6,7 +6,7 @@ on, the host must learn nothing of the routing: static mode, an engine whose cal
 and experts that take their numbers of rows on the device.
 
 Releases name the options differently, and this file reads them as they are after Megatron's own
-validation (`check_config`: before it):
+validation (`check_graph_options`: before it):
 
     0.16, 0.17    cuda_graph_impl local | transformer_engine, with cuda_graph_scope, where
                   full_iteration is one of local's scopes
@@ -35,7 +35,7 @@ class Captured(enum.IntEnum):
     DISPATCH = 3  # with dispatch, experts and combine
 
 
-def check_config(config: Any) -> None:
+def check_graph_options(config: Any) -> None:
     """Refuse what Megatron's validation would refuse with reasons that are not the dispatcher's.
 
     Args:

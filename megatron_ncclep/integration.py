@@ -39,7 +39,7 @@ from megatron_ncclep.graph_support import (
     captured_by,
     captured_in,
     check_captured,
-    check_config,
+    check_graph_options,
 )
 from megatron_ncclep.options_field import add_options_field, options_hidden, settle_options
 from megatron_ncclep.post_import import after_import
@@ -138,7 +138,7 @@ def _change_post_init(module: ModuleType) -> None:
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         if getattr(self, FIELD) == NAME:
-            check_config(self)
+            check_graph_options(self)
         with _as_stand_in(self):
             original(self)
 
