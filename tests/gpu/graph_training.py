@@ -120,7 +120,9 @@ class Training:
         on_gpu = ctx.device == "cuda"
         torch.manual_seed(1)
         # The tracker that graphs need serves without them too.
-        model_parallel_cuda_manual_seed(1, te_rng_tracker=on_gpu, force_reset_rng=True)
+        model_parallel_cuda_manual_seed(
+            1, te_rng_tracker=on_gpu, use_cudagraphable_rng=on_gpu, force_reset_rng=True
+        )
         self.config = self._config(engine, graphs)
         self.gpt = self._gpt().to(ctx.device)
         self.model = self._distributed()

@@ -8,6 +8,7 @@ call, and evaluations of another size between steps.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,7 @@ def one_rank(backend: str) -> Iterator[RankPool]:
 
 def jobs_on_rank(ctx: RankContext, engine: str, jobs: list[Job]) -> None:
     """Train without graphs, with, and without again, in one process; all graphs stay alive."""
+    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # the op fuser asks for it
     start(ctx)
     alive = []
     for job in jobs:
