@@ -109,6 +109,7 @@ setup(
         "megatron_ncclep.benchmark",
         "megatron_ncclep.doctor",
         "megatron_ncclep.engines",
+        "megatron_ncclep.experts",
         "megatron_ncclep.testing",
         "megatron_ncclep.training",
         "megatron_ncclep.configs",

@@ -12,6 +12,9 @@ from megatron_ncclep import envs
 from megatron_ncclep.errors import InputError
 
 ALIGNMENTS = (1, 16, 32, 64, 128)
+EXPERTS = ("megatron", "grouped")
+# Of the blocks of rows that grouped experts take; torch's kernels want multiples of 8 rows in bf16.
+GROUPED_ALIGNMENT = 16
 # Of options that are numbers of things; row numbers are int32.
 MAX_COUNT = 2**31 - 1
 # Deadlines are compared in nanoseconds, in 64 bits; torch's backends take milliseconds, and none of
@@ -54,6 +57,8 @@ def _option(default: Any, parse: Any, help: str) -> Any:
 class EpConfig:
     """Options of one dispatcher; immutable and checked when made.
 
+    Grouped experts need an alignment: with them 1, the default, becomes 16.
+
     Raises:
         InputError: a value is outside its limits.
     """
@@ -80,6 +85,12 @@ class EpConfig:
     num_sms: int | None = _option(
         None, int, "SMs that the engine's kernels may use (default: the engine's own)"
     )
+    experts: str = _option(
+        "megatron",
+        str,
+        "'grouped': Megatron's experts compute with one grouped GEMM a layer, which needs no host "
+        "and pads blocks to 16 rows; 'megatron': as ever",
+    )
     timeout_s: float = _option(
         60.0,
         float,
@@ -98,6 +109,10 @@ class EpConfig:
             raise InputError(f"engine {self.engine!r}: must be the name of an engine, or 'auto'")
         if not isinstance(self.alignment, int) or self.alignment not in ALIGNMENTS:
             raise InputError(f"alignment {self.alignment!r}: must be one of {ALIGNMENTS}")
+        if self.experts not in EXPERTS:
+            raise InputError(f"experts {self.experts!r}: must be one of {EXPERTS}")
+        if self.experts == "grouped" and self.alignment < GROUPED_ALIGNMENT:
+            object.__setattr__(self, "alignment", GROUPED_ALIGNMENT)
         rows = self.max_recv_rows
         if not (rows is None or _is_count(rows) or _is_rows_in_words(rows)):
             raise InputError(
@@ -144,6 +159,11 @@ class EpConfig:
             raise InputError(f"unknown option {unknown[0]!r}: the options are {sorted(known)}")
         from_env = {name: envs.get(f"NCCLEP_{name.upper()}") for name in known}
         merged = {**from_env, **{k: v for k, v in given.items() if v is not None}}
+        if merged["experts"] == "grouped" and merged["alignment"] == 1:
+            raise InputError(
+                f"alignment 1: grouped experts need blocks of a multiple of {GROUPED_ALIGNMENT} "
+                "rows: leave it out, or ask for more"
+            )
         return cls(**{name: value for name, value in merged.items() if value is not None})
 
     def non_default(self) -> dict[str, Any]:

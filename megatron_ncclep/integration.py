@@ -5,7 +5,7 @@ These places are changed, each in memory and each without effect on other dispat
     TransformerConfig, field moe_token_dispatcher_type   accepts the value; command lines offer it
     TransformerConfig, field ncclep                      is new: one config's options
     TransformerConfig.__post_init__                      validates the value as 'alltoall'
-    MoELayer.__init__                                    builds our dispatcher
+    MoELayer.__init__                                    builds our dispatcher, groups experts
     TransformerLayer.__init__                            refuses CUDA graphs of a layer's that fail
     add_megatron_arguments                               offers our options, --ncclep-*
     parse_args                                           takes their values
@@ -160,6 +160,7 @@ def _change_layer(module: ModuleType) -> None:
         bound = signature.bind(self, *args, **kwargs)
         config = bound.arguments["config"]
         if getattr(config, FIELD) != NAME:
+            _refuse_ignored_experts(config)
             original(self, *args, **kwargs)
             return
         warn_if_untested()
@@ -171,9 +172,19 @@ def _change_layer(module: ModuleType) -> None:
                 f"{groups.ep.size()} expert-parallel ranks"
             )
         settle_options(config)
+        options: EpConfig = config.ncclep or EpConfig.resolve()
+        if options.experts == "grouped":
+            from megatron_ncclep.experts.refusals import check_config
+
+            check_config(config, config.num_moe_experts // groups.ep.size())
         check_before_steps()
         with _as_stand_in(config):
             original(self, *args, **kwargs)
+        is_grouped = options.experts == "grouped"
+        if is_grouped:
+            from megatron_ncclep.experts.grouped import group_experts
+
+            group_experts(self.experts, last_expert_first=True)
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
         from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
 
@@ -183,6 +194,7 @@ def _change_layer(module: ModuleType) -> None:
             config=config,
             pg_collection=groups,
             **_wanted_counts(self.experts),
+            last_expert_first=is_grouped,
         )
         _check_graphs(self, captured_by(config))
 
@@ -251,6 +263,17 @@ def _wanted_counts(experts: Any) -> dict[str, bool]:
     if getattr(experts, "_with_fused_impl", False):
         return {"counts_on_device": True, "counts_add_up": True}
     return {}
+
+
+def _refuse_ignored_experts(config: Any) -> None:
+    """Refuse grouped experts that a config itself asks for, beside a dispatcher of another type."""
+    options = vars(config).get("ncclep")
+    if isinstance(options, EpConfig) and options.experts != EpConfig.experts:
+        raise UnsupportedError(
+            f"config.ncclep has experts={options.experts!r}, but the dispatcher is "
+            f"{getattr(config, FIELD)!r}, which would ignore it: leave it out, or set "
+            f"{FIELD}={NAME!r}"
+        )
 
 
 def _change_optimizer_graph(module: Any) -> None:

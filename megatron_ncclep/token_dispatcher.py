@@ -39,6 +39,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         pg_collection: Any,
         counts_on_device: bool = False,
         counts_add_up: bool = False,
+        last_expert_first: bool = False,
     ) -> None:
         """Make the engine.  Collective over the expert-parallel group.
 
@@ -50,6 +51,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             counts_on_device: the experts take tokens_per_expert on the device; without it, on the
                 CPU, for which `dispatch_postprocess` waits.
             counts_add_up: they want every row to be some expert's even then.
+            last_expert_first: the experts want their blocks in descending order.  To the engine,
+                the rank's last expert is its first then; nothing is moved for it.
 
         Raises:
             InputError, EngineUnavailableError: see `create_engine`.
@@ -64,6 +67,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._counts_add_up = counts_add_up or not counts_on_device
         self._is_static = self.engine.config.max_recv_rows is not None
         self._can_drop = can_drop(self.engine.config)
+        self._last_expert_first = last_expert_first and num_local_experts > 1
         # With padding to capacity an expert takes tokens that did not choose it, so that a token
         # may have more experts than the router's top-k.
         self._router_adds_picks = config.moe_pad_expert_input_to_capacity
@@ -97,6 +101,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         Returns:
             hidden_states as they are, and the weights [num_tokens, top_k].
         """
+        if self._last_expert_first:
+            routing_map, probs = self._reversed(routing_map), self._reversed(probs)
         top_k = self._top_k(routing_map)
         self._topk_idx, weights = routes_and_weights(routing_map, probs, top_k)
         return hidden_states, weights
@@ -128,7 +134,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """Say where each expert's rows are; the rows are already in the experts' order.
 
         Returns:
-            rows, tokens_per_expert int64 [num_local_experts], and the rows' weights.
+            rows, tokens_per_expert int64 [num_local_experts] in the blocks' order, and the rows'
+            weights.
             tokens_per_expert is on the CPU, where Megatron's experts want it, or for experts that
             take it there on the device, and then nothing is waited for.  It adds up to the number
             of rows, except in static mode for experts that take it on the device and do not ask
@@ -159,6 +166,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing to do."""
         return hidden_states
+
+    def _reversed(self, per_expert: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_experts] with the experts of each rank in descending order."""
+        return per_expert.unflatten(1, (-1, self.num_local_experts)).flip(2).flatten(1)
 
     def _top_k(self, routing_map: torch.Tensor) -> int:
         """Columns that the picks of this micro-batch need, the same on every rank."""

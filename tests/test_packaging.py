@@ -35,6 +35,7 @@ LAYER_OF = {
     "dispatch": "steps",
     "combine": "steps",
     "token_dispatcher": "token_dispatcher",
+    "experts": "token_dispatcher",
     "integration": "integration",
     "options_field": "integration",
     "step_check": "integration",

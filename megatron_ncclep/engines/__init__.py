@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_ncclep import envs
-from megatron_ncclep.config import MAX_COUNT, RAISE, EpConfig
+from megatron_ncclep.config import EXPERTS, MAX_COUNT, RAISE, EpConfig
 from megatron_ncclep.engines import native_obstacle
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.group import EpGroup
@@ -92,6 +92,8 @@ def create_engine(
             **agreed_values(config),
             "num_sms": config.num_sms,
             "on_overflow (drop: 0, raise: 1)": int(config.on_overflow == RAISE),
+            # Whose blocks come last expert first, so that ranks number them differently.
+            "experts (0: megatron, 1: grouped)": EXPERTS.index(config.experts),
         }
     group.agree("open", values, problem, config.timeout_s)
     name, reason = choose_engine(group, config, num_experts)
@@ -162,7 +164,7 @@ def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
 
 def _ignored_options(caps: EngineCaps, config: EpConfig) -> str | None:
     """Say which of the options given the engine would ignore, if any."""
-    ignored = sorted(set(config.non_default()) - caps.options - {"engine"})
+    ignored = sorted(set(config.non_default()) - caps.options - {"engine", "experts"})
     if not ignored:
         return None
     return (

@@ -168,6 +168,13 @@ def alignment_differs(ctx: RankContext, engine: Engine) -> None:
     create_engine(ctx.group, NUM_EXPERTS, config(engine.caps.name, alignment=1 + 15 * ctx.rank))
 
 
+def experts_differ(ctx: RankContext, engine: Engine) -> None:
+    """The ranks would number experts differently: tokens would reach the wrong ones."""
+    names = ("megatron", "grouped")
+    options = config(engine.caps.name, alignment=16, experts=names[ctx.rank])
+    create_engine(ctx.group, NUM_EXPERTS, options)
+
+
 def alignment_of_another_engine(ctx: RankContext, engine: Engine) -> None:
     options = config(engine.caps.name, alignment=16)
     with closing(create_engine(ctx.group, NUM_EXPERTS, options)) as other:
@@ -248,6 +255,7 @@ MISTAKES = [
     (number_of_experts_differs, "num_experts differs.*rank 0 has 8, rank 1 has 10"),
     (number_of_experts_is_a_float, r"rank 1: 8\.0 experts cannot be divided over 2 ranks"),
     (alignment_differs, "open: alignment differs.*rank 0 has 1, rank 1 has 16"),
+    (experts_differ, r"open: experts \(0: megatron, 1: grouped\) differs.*0 has 0, rank 1 has 1"),
     (alignment_of_another_engine, "plan: alignment differs.*rank 0 has 1, rank 1 has 16"),
     (max_recv_rows_differs, "open: max_recv_rows differs.*rank 0 has None, rank 1 has 64"),
     (factor_differs, r"open: max_recv_rows as a factor \(.*differs.*rank 0 has 0, rank 1 has 1250"),

@@ -36,6 +36,13 @@ class LayerCase:
     def num_experts(self) -> int:
         return self.options.get("num_moe_experts", EXPERTS)
 
+    @property
+    def experts(self) -> str:
+        """The class of our layer's experts."""
+        ncclep = self.options.get("ncclep")
+        is_grouped = ncclep is not None and ncclep.experts == "grouped"
+        return "GroupedLocalExperts" if is_grouped else "SequentialMLP"
+
     def __str__(self) -> str:
         return self.name
 
@@ -79,6 +86,7 @@ def train_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[st
     dispatcher_used = layer.token_dispatcher
     engine = dispatcher_used.engine.caps.name if dispatcher == "ncclep" else None
     results["dispatcher"] = (type(dispatcher_used).__name__, engine)
+    results["experts"] = type(layer.experts).__name__
     return results
 
 
@@ -90,6 +98,7 @@ def assert_same_training(pool: RankPool, case: LayerCase, engine_name: str) -> N
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert mine.pop("dispatcher") == ("NcclEpTokenDispatcher", engine_name)
         assert other.pop("dispatcher") == ("MoEAlltoAllTokenDispatcher", None)
+        assert (mine.pop("experts"), other.pop("experts")) == (case.experts, "SequentialMLP")
         assert mine.keys() == other.keys()
         for name in mine:
             a, b = mine[name], other[name]

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
@@ -15,6 +16,15 @@ from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
+GROUPED = {"ncclep": EpConfig(experts="grouped")}
+SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Not Megatron's object, which would have to be imported here: so nothing is fused."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 CASES = [
     LayerCase("ep4"),
     LayerCase("ep2-dp2", ep=2),
@@ -70,6 +80,48 @@ CASES = [
             "moe_pad_expert_input_to_capacity": True,
             "ncclep": EpConfig(max_recv_rows="worst"),
         },
+    ),
+    LayerCase("grouped", options=GROUPED),
+    LayerCase("grouped-swiglu", ep=2, dtype=torch.float32, options={**GROUPED, **SWIGLU}),
+    LayerCase("grouped-bf16", dtype=torch.bfloat16, options={**GROUPED, **SWIGLU}),
+    LayerCase(
+        "grouped-swiglu-again",
+        ep=2,
+        dtype=torch.float32,
+        options={
+            **GROUPED,
+            **SWIGLU,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe_act"],
+            "moe_grouped_gemm": True,  # Megatron wants it for moe_act
+        },
+        micro_batches=2,
+        in_flight=True,
+    ),
+    LayerCase(
+        "grouped-clamped-glu",
+        ep=1,
+        options={
+            **GROUPED,
+            "gated_linear_unit": True,
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 0.5,
+            "glu_linear_offset": 1.0,
+        },
+    ),
+    LayerCase("grouped-uneven", options=GROUPED, sequences=(3, 6, 1, 9)),
+    LayerCase(
+        "grouped-static",
+        ep=2,
+        options={"ncclep": EpConfig(experts="grouped", max_recv_rows=512), "num_moe_experts": 6},
+    ),
+    LayerCase(
+        "grouped-probs-on-input",
+        options={**GROUPED, **TOP_1, "moe_apply_probs_on_input": True},
+    ),
+    LayerCase(
+        "grouped-pad-to-capacity",
+        options={**GROUPED, **CAPACITY, "moe_pad_expert_input_to_capacity": True},
     ),
 ]
 

@@ -1,0 +1,348 @@
+"""Grouped experts in Megatron: its parameters, buffers, optimizer, checkpoints; what is refused.
+
+That a layer computes what Megatron's does is in test_moe_layer.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron_setup import EXPERTS, build_layer, initialize, make_config, make_experts_differ
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+GROUPED = EpConfig(experts="grouped")
+SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
+VOCABULARY, SEQUENCE, BATCH = 48, 12, 2
+
+
+# ---- parameters
+
+
+def parameters_on_rank(ctx: RankContext) -> None:
+    """The same names, in the same order, with the same values from the same random state."""
+    from megatron_ncclep.experts.expert_stack import view_of
+
+    def build(experts: str) -> Any:
+        initialize(ep=2)
+        return build_layer(
+            make_config("ncclep", torch.float32, 2, ncclep=EpConfig(experts=experts), **SWIGLU)
+        )
+
+    theirs, ours = build("megatron"), build("grouped")
+    assert [type(layer.experts).__name__ for layer in (theirs, ours)] == [
+        "SequentialMLP",
+        "GroupedLocalExperts",
+    ]
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+    for layer in ("linear_fc1", "linear_fc2"):
+        weights = ours.experts.weights_of(layer)
+        assert weights[0] is getattr(ours.experts.local_experts[-1], layer).weight
+        assert view_of(weights) is not None
+    assert ours.token_dispatcher.engine.config.alignment == 16
+
+
+def test_parameters_are_megatrons(megatron_pool: RankPool) -> None:
+    megatron_pool.run(parameters_on_rank)
+
+
+# ---- training
+
+
+class Training:
+    """A GPTModel in Megatron's DDP with its distributed optimizer, all overlaps on."""
+
+    def __init__(self, experts: str, seed: int, fuse: bool = False) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        initialize(ep=2)
+        config = make_config("ncclep", torch.float32, 2, ncclep=EpConfig(experts=experts), **SWIGLU)
+        self.gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+        )
+        make_experts_differ(self.gpt)
+        with torch.no_grad():  # a checkpoint that is loaded has to bring everything
+            for parameter in self.gpt.parameters():
+                parameter += seed
+        self.experts = [layer.mlp.experts for layer in self.gpt.decoder.layers]
+        if fuse:  # of the experts alone: the other layers' fused kernel needs a GPU
+            for module in self.experts:
+                module.config = copy.copy(module.config)
+                module.config.gradient_accumulation_fusion = True
+        self.model = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+            ),
+            self.gpt,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        config.no_sync_func = self.model.no_sync
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=0.01,
+                params_dtype=torch.float32,
+                use_distributed_optimizer=True,
+                overlap_param_gather=True,
+            ),
+            [self.model],
+        )
+        config.grad_scale_func = self.optimizer.scale_loss
+
+    def step(self) -> tuple[float, float]:
+        """Two micro-batches and an update: mean loss of this rank, and the gradients' norm."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches(),
+            model=[self.model],
+            num_microbatches=2,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        _, norm, _ = self.optimizer.step()
+        return torch.stack([entry["loss"] for entry in losses]).mean().item(), float(norm)
+
+    def state(self, is_loading: bool) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
+        metadata = {
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "distrib_optim_sharding_type": "dp_reshardable",  # Megatron's default
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+        }
+        state = {"model": self.gpt.sharded_state_dict(metadata=metadata)}
+        state["optimizer"] = self.optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
+        return state
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Parameters, and this rank's shards of the optimizer's state, by place."""
+        self.model.start_param_sync(force_sync=True)
+        found = {name: p.detach().clone() for name, p in self.gpt.named_parameters()}
+        for i, optimizer in enumerate(self.optimizer.chained_optimizers):
+            for j, state in enumerate(optimizer.optimizer.state.values()):
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{i}.{j}.{key}"] = value.detach().clone()
+        return found
+
+
+def batches() -> Any:
+    """The same in every step, so that the loss goes down."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    while True:
+        yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+
+
+def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(data)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+    losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
+
+    def mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return output.mean(), {"loss": output.detach().mean()}
+
+    return losses, mean
+
+
+def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
+    from megatron_ncclep.experts.expert_stack import view_of
+
+    curves = {}
+    for name, experts, fuse in [
+        ("megatron", "megatron", False),
+        ("grouped", "grouped", False),
+        ("fused", "grouped", True),
+    ]:
+        training = Training(experts, seed=0, fuse=fuse)
+        curves[name] = [training.step() for _ in range(4)]
+        if experts == "grouped":
+            # In Megatron's buffers now, where weights and gradients are used as they lie.
+            for module in training.experts:
+                for layer in ("linear_fc1", "linear_fc2"):
+                    weights = module.weights_of(layer)
+                    assert view_of(weights) is not None
+                    assert view_of([weight.main_grad for weight in weights]) is not None
+    return curves
+
+
+def test_training_with_the_distributed_optimizer(megatron_pool: RankPool) -> None:
+    """Weights that the overlapped gather had not delivered yet would be those of the last step."""
+    for curves in megatron_pool.run(training_on_rank):
+        expected = curves["megatron"]
+        assert expected[-1][0] < expected[0][0]
+        # fp32 (6e-8 a rounding) and blocks padded to 16 rows, which sum in another order; Adam's
+        # first steps divide by gradients' sizes, so that an error of 1e-6 stays one.  A step's loss
+        # moves by 1e-2 or more.
+        for name in ("grouped", "fused"):
+            assert curves[name] == [pytest.approx(step, rel=2e-4) for step in expected], name
+
+
+# ---- checkpoints
+
+
+def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    # The pool's processes are daemons, which may not start the process that Megatron writes with.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    for before, after in [("megatron", "grouped"), ("grouped", "megatron")]:
+        saved = Training(before, seed=0)
+        for _ in range(2):
+            saved.step()
+        expected = saved.everything()
+        target = folder / before
+        if ctx.rank == 0:
+            target.mkdir()
+        torch.distributed.barrier()
+        dist_checkpointing.save(saved.state(is_loading=False), str(target))
+
+        loaded = Training(after, seed=1)
+        for _ in range(2):  # the optimizer has a state from its first step on; steps are not stored
+            loaded.step()
+        state = dist_checkpointing.load(loaded.state(is_loading=True), str(target))
+        loaded.gpt.load_state_dict(state["model"])
+        with torch.no_grad():  # Megatron's leaves it out for fp32 parameters
+            loaded.optimizer.load_state_dict(state["optimizer"])
+        found = loaded.everything()
+        assert found.keys() == expected.keys()
+        assert any("exp_avg" in key for key in found)
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), (before, after, key)
+        assert loaded.step() == pytest.approx(saved.step(), rel=2e-4)  # as above
+
+
+def test_checkpoints_go_both_ways(megatron_pool: RankPool, tmp_path: Path) -> None:
+    """Model and optimizer, in the format that stores buffers as they lie, without names."""
+    megatron_pool.run(checkpoints_on_rank, tmp_path)
+
+
+# ---- refusals
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "add_bias_linear": ({"add_bias_linear": True}, "add_bias_linear=True: leave the biases out"),
+    "op-fuser": ({"use_transformer_engine_op_fuser": True}, "leave it out: it has Transformer"),
+    "one-parameter": ({"moe_single_grouped_weight": True}, "one parameter for each expert"),
+    "te-activation": ({"use_te_activation_func": True}, "Megatron's own activations"),
+    "fp8-activation": ({"activation_func_fp8_input_store": True}, "kept as they are"),
+    "interleaved": ({"moe_mlp_glu_interleave_size": 8}, "moe_mlp_glu_interleave_size=8: leave it"),
+    "recipe": ({"quant_recipe": object()}, "quantised experts are not supported yet"),
+    "delayed": ({"delay_wgrad_compute": True}, "delay_wgrad_compute=True: leave it out"),
+    "offloading": ({"cpu_offloading": True}, "offloading is not supported"),
+    "offloaded-act": ({"offload_modules": ["core_attn", "moe_act"]}, "leave out expert_fc1, moe"),
+    "sharded-weights": ({"expert_gtp_weight_remat_size": 2}, "gathered for each use"),
+    "hidden": ({"hidden_size": 20}, "hidden_size=20: it must be a multiple of 8"),
+    "latent": ({"moe_latent_size": 12}, "moe_latent_size=12: it must be a multiple of 8"),
+    "ffn": ({"moe_ffn_hidden_size": 36}, "moe_ffn_hidden_size=36: it must be a multiple of 8"),
+    "many": ({"num_moe_experts": 4096}, "1024 experts on one rank: at most 1023"),
+    "unfused-moe-act": (
+        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+        "set bias_activation_fusion",
+    ),
+}
+
+
+def refusals_on_rank(ctx: RankContext) -> None:
+    initialize(ep=4)
+    for name, (options, message) in REFUSED.items():
+        config = make_config("ncclep", torch.float32, 4, ncclep=GROUPED)
+        # Set after validation: Megatron's own checks want other options beside some of them.
+        for option, value in options.items():
+            setattr(config, option, value)
+        with pytest.raises(UnsupportedError) as caught:
+            build_layer(config)
+        text = str(caught.value)
+        assert message in text, name
+        assert text.startswith("experts='grouped' (--ncclep-experts grouped) does not support")
+        assert text.endswith("experts='megatron'")
+
+    # Beside a dispatcher of another type, experts would stay Megatron's without a word.
+    other = make_config("alltoall", torch.float32, 4)
+    other.ncclep = GROUPED
+    with pytest.raises(UnsupportedError, match="dispatcher is 'alltoall', which would ignore it"):
+        build_layer(other)
+    other.ncclep = EpConfig(alignment=16)
+    assert type(build_layer(other).experts).__name__ == "SequentialMLP"
+
+
+def test_refusals(megatron_pool: RankPool) -> None:
+    megatron_pool.run(refusals_on_rank)
+
+
+def experts_of_users_on_rank(ctx: RankContext) -> None:
+    initialize(ep=4)
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from megatron_ncclep.experts.grouped import group_experts
+
+    class Own(SequentialMLP):
+        pass
+
+    layer = build_layer(make_config("ncclep", torch.float32, 4))
+    layer.experts.__class__ = Own
+    with pytest.raises(UnsupportedError, match="class Own: it takes the place of TEGroupedMLP and"):
+        group_experts(layer.experts)
+    assert type(layer.experts) is Own
+
+    layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=GROUPED))
+    hidden = torch.randn(4, 1, 16)
+    expert = layer.experts.local_experts[0]
+    handle = expert.linear_fc1.register_forward_pre_hook(lambda module, inputs: inputs)
+    with pytest.raises(UnsupportedError, match="a hook that changes the input of ColumnParallel"):
+        layer(hidden)
+    handle.remove()
+    layer(hidden)
+    layer.experts.weights_of("linear_fc1")[0].get_main_grad = None
+    with pytest.raises(UnsupportedError, match="FSDP: use DistributedDataParallel"):
+        layer(hidden)
+
+
+def test_experts_that_are_not_megatrons(megatron_pool: RankPool) -> None:
+    megatron_pool.run(experts_of_users_on_rank)
+
+
+def test_the_option() -> None:
+    assert EpConfig().experts == "megatron"
+    assert (EpConfig(experts="grouped").alignment, EpConfig().alignment) == (16, 1)
+    assert EpConfig(experts="grouped", alignment=64).alignment == 64
+    assert EpConfig.resolve(experts="grouped").alignment == 16
+    with pytest.raises(InputError, match="alignment 1: grouped experts need blocks of a multiple"):
+        EpConfig.resolve(experts="grouped", alignment=1)
+    with pytest.raises(InputError, match=r"experts 'mine': must be one of \('megatron', 'grouped'"):
+        EpConfig(experts="mine")
+    with pytest.raises(
+        InputError, match="max_recv_rows 24: must be a multiple of the alignment 16"
+    ):
+        EpConfig(experts="grouped", max_recv_rows=24)
