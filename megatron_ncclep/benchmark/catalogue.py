@@ -7,55 +7,42 @@
     ncclep:ENGINE          this package's dispatcher through the same hooks
     layer:DISPATCHER       a whole MoELayer (router, dispatcher, experts) with any of those through
                            hooks, such as layer:alltoall and layer:ncclep:native
+    train:DISPATCHER...    whole training steps of a model: see train_names.py
 
-`ENGINE@N` and `nccl_ep_library@N` let the kernels have N SMs.  Layers are measured only when they
-are asked for: their experts take as much memory and time as in training.
+`ENGINE@N` and `nccl_ep_library@N` let the kernels have N SMs.  Layers and training steps are
+measured only when they are asked for: they take as much memory and time as in training.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from megatron_ncclep.benchmark.dispatchers import dispatcher_choice, dispatcher_names
 from megatron_ncclep.benchmark.engine_subject import EngineSubject
 from megatron_ncclep.benchmark.layer_subject import LayerSubject
 from megatron_ncclep.benchmark.library_subject import LibrarySubject
-from megatron_ncclep.benchmark.megatron_setup import DispatcherChoice
 from megatron_ncclep.benchmark.megatron_subject import MegatronSubject
 from megatron_ncclep.benchmark.subjects import Subject
+from megatron_ncclep.benchmark.train_names import GRAMMAR, is_train, parse_train
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.errors import InputError
 
 LIBRARY = "nccl_ep_library"
-# Yardsticks of Megatron-Core: our name -> dispatcher type and further TransformerConfig fields.
-MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
-    "alltoall": ("alltoall", {}),
-    "alltoall_fused": ("alltoall", {"moe_permute_fusion": True}),
-    "allgather": ("allgather", {}),
-    "flex_deepep": ("flex", {"moe_flex_dispatcher_backend": "deepep"}),
-    "flex_hybridep": ("flex", {"moe_flex_dispatcher_backend": "hybridep"}),
-    "flex_ncclep": ("flex", {"moe_flex_dispatcher_backend": "ncclep"}),
-}
-OUR_DISPATCHER = "ncclep:"
 LAYER = "layer:"
 
 
 def default_names() -> list[str]:
     """The names of what is measured unless something is asked for, in the order of the table."""
-    return [*ENGINES, LIBRARY, *_dispatcher_names()]
+    return [*ENGINES, LIBRARY, *dispatcher_names()]
 
 
 def known_names() -> list[str]:
-    """The names of all subjects."""
-    return [*default_names(), *(LAYER + name for name in _dispatcher_names())]
-
-
-def _dispatcher_names() -> list[str]:
-    return [*(OUR_DISPATCHER + engine for engine in ENGINES), *MEGATRON]
+    """The names of all subjects but those that train."""
+    return [*default_names(), *(LAYER + name for name in dispatcher_names())]
 
 
 def make_subject(name: str) -> Subject:
-    """Make the subject that `name` means.
+    """Make the subject that `name` means, which does not train.
 
     Raises:
         InputError: unknown, or a number of SMs for something that has no such option.
@@ -66,10 +53,7 @@ def make_subject(name: str) -> Subject:
     if base == LIBRARY:
         return LibrarySubject(name, num_sms)
     dispatcher = base.removeprefix(LAYER)
-    if dispatcher.startswith(OUR_DISPATCHER):
-        choice = DispatcherChoice("ncclep", {}, dispatcher.removeprefix(OUR_DISPATCHER))
-    else:
-        choice = DispatcherChoice(*MEGATRON[dispatcher])
+    choice = dispatcher_choice(dispatcher)
     return LayerSubject(name, choice) if base != dispatcher else MegatronSubject(name, choice)
 
 
@@ -79,9 +63,14 @@ def split_name(name: str) -> tuple[str, int | None]:
     Raises:
         InputError: unknown, or a number of SMs for something that has no such option.
     """
+    if is_train(name):
+        parse_train(name)
+        return name, None
     base, at, sms = name.partition("@")
     if base not in known_names():
-        raise InputError(f"unknown subject {name!r}: there are {', '.join(known_names())}")
+        raise InputError(
+            f"unknown subject {name!r}: there are {', '.join(known_names())}, and {GRAMMAR}"
+        )
     if not at:
         return base, None
     if not re.fullmatch("[1-9][0-9]*", sms):

@@ -23,15 +23,19 @@ from typing import Any
 from megatron_ncclep import config_files
 from megatron_ncclep.benchmark import plot, table
 from megatron_ncclep.benchmark import result as results
-from megatron_ncclep.benchmark.job import Job
-from megatron_ncclep.benchmark.progress import progress
+from megatron_ncclep.benchmark.job import MAX_RECV_ROWS, Job
 from megatron_ncclep.benchmark.result import ShapeResult
 from megatron_ncclep.benchmark.shapes import Shape
+from megatron_ncclep.benchmark.train_names import is_train
+from megatron_ncclep.benchmark.train_result import TrainingResult
+from megatron_ncclep.benchmark.train_shapes import TrainingShape
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import EpError, InputError
 
 DEFAULT_CPU_RANKS = 2
 # The whole of one shape may take this many times the deadline of one wait.
 PATIENCE = 60
+Measured = ShapeResult | TrainingResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="NAME_OR_PATH",
         help=f"shapes: {', '.join(config_files.names(config_files.BENCHMARK))}, or a path that "
-        "ends in .yaml (default: models)",
+        "ends in .yaml (default: models; training where all subjects train)",
     )
     parser.add_argument(
         "--subjects",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
-        "(default: all but layer:DISPATCHER, a whole MoELayer; an unknown name lists them); NAME@N "
-        "lets an engine's kernels use N SMs",
+        "(default: all but layer:DISPATCHER, a whole MoELayer, and those that train; an unknown "
+        "name lists them); NAME@N lets an engine's kernels use N SMs. Whole training steps: "
+        "train:DISPATCHER, such as train:alltoall_fused and train:ncclep:native, and after it, in "
+        "this order, :grouped for this package's experts, :static for a fixed number of received "
+        "rows, and :full_iteration (one CUDA graph of forward and backward; needs grouped, implies "
+        "static) or :partial_graphs (Megatron-Core's of attention, router and preprocessing)",
+    )
+    parser.add_argument(
+        "--max-recv-rows",
+        type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["parse"],
+        help="received rows of subjects that train with a fixed number of them, as "
+        f"--ncclep-max-recv-rows takes it (default: {MAX_RECV_ROWS})",
     )
     parser.add_argument(
         "--ranks",
@@ -118,14 +132,20 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     if device == "cuda" and world_size is None and ranks > gpus:
         raise InputError(f"--ranks {ranks}: each needs a GPU of its own, and {gpus} are visible")
     return Job.make(
-        config="smoke" if args.smoke else args.config or "models",
+        config="smoke" if args.smoke else args.config or _default_config(args.subjects),
         ranks=ranks,
         device=device,
         subjects=None if args.subjects is None else args.subjects.split(","),
         warmup=args.warmup,
         samples=args.samples,
         out=args.out,
+        max_recv_rows=args.max_recv_rows,
     )
+
+
+def _default_config(subjects: str | None) -> str:
+    """The shapes of what is measured, unless they are given."""
+    return "training" if subjects and all(map(is_train, subjects.split(","))) else "models"
 
 
 def _make_folder(out: str) -> None:
@@ -138,7 +158,7 @@ def _make_folder(out: str) -> None:
         ) from error
 
 
-def _measure_in_pool(job: Job) -> list[ShapeResult]:
+def _measure_in_pool(job: Job) -> list[Measured]:
     """Start the ranks and measure every shape.
 
     Ranks that die, in a library that aborts say, cost their shape only: the next one gets new ones.
@@ -147,9 +167,9 @@ def _measure_in_pool(job: Job) -> list[ShapeResult]:
     from megatron_ncclep.testing.launcher import RankError, RankPool
 
     pool = RankPool(job.ranks, "nccl" if job.device == "cuda" else "gloo")
-    measured = []
+    measured: list[Measured] = []
     try:
-        for shape in job.shapes:
+        for shape in job.everything:
             with tempfile.TemporaryDirectory() as notes:
                 try:
                     answers = pool.run(
@@ -160,11 +180,18 @@ def _measure_in_pool(job: Job) -> list[ShapeResult]:
                     pool.close()
                     print(error, file=sys.stderr)  # with the stack of every rank that raised
                     reason = f"{_summary(error)}; {_last_steps(notes, job.ranks)}"
-                    measured.append(ShapeResult.of(shape, error=reason))
+                    measured.append(_nothing(shape, reason))
                     measured[-1].judge(job.required)
     finally:
         pool.close()
     return measured
+
+
+def _nothing(shape: Shape | TrainingShape, reason: str) -> Measured:
+    """The result of a shape with which nothing could be measured."""
+    if isinstance(shape, TrainingShape):
+        return TrainingResult.of(shape, error=reason)
+    return ShapeResult.of(shape, error=reason)
 
 
 def _summary(error: Exception) -> str:
@@ -179,7 +206,7 @@ def _summary(error: Exception) -> str:
 
 def _last_steps(notes: str, num_ranks: int) -> str:
     """What each rank was doing when it wrote it down last."""
-    from megatron_ncclep.benchmark.run import note_path
+    from megatron_ncclep.benchmark.ranks import note_path
 
     paths = [note_path(notes, rank) for rank in range(num_ranks)]
     steps = [
@@ -189,15 +216,11 @@ def _last_steps(notes: str, num_ranks: int) -> str:
     return "; ".join(steps)
 
 
-def _measure_as_rank(job: Job, context: Any) -> list[ShapeResult]:
+def _measure_as_rank(job: Job, context: Any) -> list[Measured]:
     """Measure every shape as one rank of torchrun's.  Collective; only rank 0 gets results."""
-    from megatron_ncclep.benchmark.run import run_shape
+    from megatron_ncclep.benchmark.worker import run_in_pool
 
-    def measure(shape: Shape) -> ShapeResult | None:
-        with progress(context.rank) as show:
-            return run_shape(context, job, shape, None, show)
-
-    measured = [measure(shape) for shape in job.shapes]
+    measured = [run_in_pool(context, job, shape, None) for shape in job.everything]
     return [found for found in measured if found is not None]
 
 
@@ -227,7 +250,7 @@ def _joined(job: Job) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def _finish(job: Job, measured: list[ShapeResult]) -> int:
+def _finish(job: Job, measured: list[Measured]) -> int:
     """Write and print the results and return the exit status."""
     from megatron_ncclep.benchmark.machine import machine, versions
 
@@ -238,7 +261,8 @@ def _finish(job: Job, measured: list[ShapeResult]) -> int:
         "versions": versions(job.device),
         # Where the results go says nothing about them.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
-        "shapes": [dataclasses.asdict(shape) for shape in measured],
+        "shapes": [dataclasses.asdict(m) for m in measured if isinstance(m, ShapeResult)],
+        "trainings": [dataclasses.asdict(m) for m in measured if isinstance(m, TrainingResult)],
         "failures": [failure for shape in measured for failure in shape.failures],
     }
     out = Path(job.out)

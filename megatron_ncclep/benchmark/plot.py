@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.subjects import STEPS, WHOLE
 from megatron_ncclep.benchmark.table import title
+from megatron_ncclep.benchmark.train_plot import ORDER, draw_training
 from megatron_ncclep.errors import InputError
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; neighbours in a bar
@@ -23,6 +26,7 @@ COLORS = {
     "bwd_combine": "#F0E442", "forward": "#009E73", "backward": "#CC79A7",
 }  # fmt: skip
 LIMIT_COLOR = "#000000"
+LEGEND_COLUMNS = 6
 WITHOUT_MATPLOTLIB = "matplotlib is not installed: pip install 'megatron-ncclep[train]'"
 
 
@@ -62,7 +66,7 @@ def obstacle() -> str | None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw a whole result (see result.py), one panel for each shape, and one for its layers.
+    """Draw a whole result (see result.py): panels for each shape, its layers, and each training.
 
     Raises:
         InputError: nothing was measured, or there is no matplotlib.
@@ -71,18 +75,24 @@ def draw(result: dict[str, Any], path: Path) -> None:
         raise InputError(f"no plot: {reason}")
     from matplotlib.figure import Figure
 
-    drawn = [
-        (shape, subjects) for shape in result["shapes"] for subjects in _measured(shape) if subjects
+    drawn: list[tuple[int, Callable[[Any], None]]] = [
+        (len(subjects), partial(_draw_shape, result=shape, subjects=subjects))
+        for shape in result["shapes"]
+        for subjects in _measured(shape)
+        if subjects
     ]
+    for training in result.get("trainings", []):
+        if measured := [subject for subject in training["subjects"] if subject["step"]]:
+            drawn.append((len(measured), partial(draw_training, result=training)))
     if not drawn:
         raise InputError(f"no plot {path}: the result holds no times")
     columns = min(2, len(drawn))
     rows = -(-len(drawn) // columns)
-    most = max(len(subjects) for _, subjects in drawn)
+    most = max(bars for bars, _ in drawn)
     figure = Figure(figsize=(7.5 * columns, rows * (1.4 + 0.42 * most) + 0.6), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).reshape(-1)
-    for panel, (shape, subjects) in zip(panels, drawn, strict=False):
-        _draw_shape(panel, shape, subjects)
+    for panel, (_, draw_panel) in zip(panels, drawn, strict=False):
+        draw_panel(panel)
     for panel in panels[len(drawn) :]:
         panel.set_axis_off()
     handles = {
@@ -90,9 +100,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for panel in panels
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    order = [name for name in (*STEPS, *WHOLE, "limit") if name in handles]
+    passes = (*STEPS, *WHOLE, "limit") if result["shapes"] else ()
+    order = [name for name in dict.fromkeys((*passes, *ORDER)) if name in handles]
     figure.legend(
-        [handles[name] for name in order], order, loc="outside upper center", ncols=len(order)
+        [handles[name] for name in order],
+        order,
+        loc="outside upper center",
+        ncols=min(len(order), LEGEND_COLUMNS * columns),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -144,19 +158,23 @@ def _only(result: dict[str, Any], names: list[str]) -> dict[str, Any]:
     Raises:
         InputError: a name is not in it.
     """
-    held = {subject["name"] for shape in result["shapes"] for subject in shape["subjects"]}
+    listed = {key: result.get(key, []) for key in ("shapes", "trainings")}
+    held = {s["name"] for kind in listed.values() for shape in kind for s in shape["subjects"]}
     if missing := [name for name in names if name not in held]:
         raise InputError(
             f"--subjects {missing[0]}: the result holds {', '.join(sorted(held)) or 'none'}"
         )
-    shapes = [
-        {
-            **shape,
-            "subjects": sorted(
-                (s for s in shape["subjects"] if s["name"] in names),
-                key=lambda subject: names.index(subject["name"]),
-            ),
-        }
-        for shape in result["shapes"]
-    ]
-    return {**result, "shapes": shapes}
+    kept = {
+        key: [
+            {
+                **shape,
+                "subjects": sorted(
+                    (s for s in shape["subjects"] if s["name"] in names),
+                    key=lambda subject: names.index(subject["name"]),
+                ),
+            }
+            for shape in kind
+        ]
+        for key, kind in listed.items()
+    }
+    return {**result, **kept}

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ncclep.benchmark.ceiling import Ceiling
 from megatron_ncclep.benchmark.shapes import Shape
 from megatron_ncclep.benchmark.timing import Spread
+from megatron_ncclep.benchmark.train_result import TrainingResult, TrainResult, failures
 from megatron_ncclep.errors import InputError
 
 FORMAT = 1
@@ -126,13 +127,7 @@ class ShapeResult:
         where = self.shape["name"]
         if self.error is not None:
             self.failures.append(f"{where}: nothing was measured: {self.error}")
-        for subject in self.subjects:
-            if subject.status in ("wrong", "failed"):
-                self.failures.append(f"{where}: {subject.name} {subject.status}: {subject.reason}")
-            elif subject.status == "unavailable" and subject.name in required:
-                self.failures.append(
-                    f"{where}: {subject.name} was asked for and cannot run: {subject.reason}"
-                )
+        self.failures += failures(where, self.subjects, required)
 
 
 def save(result: dict[str, Any], path: Path) -> None:
@@ -157,6 +152,10 @@ def load(path: Path) -> dict[str, Any]:
     _require_fields(path, "shapes", content.get("shapes"), ShapeResult)
     for shape in content["shapes"]:
         _require_fields(path, "subjects", shape["subjects"], SubjectResult)
+    trainings = content.setdefault("trainings", [])  # a result of before there were any
+    _require_fields(path, "trainings", trainings, TrainingResult)
+    for training in trainings:
+        _require_fields(path, "subjects", training["subjects"], TrainResult)
     return content
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_ncclep import config_files
+from megatron_ncclep.benchmark.train_shapes import TrainingShape
 from megatron_ncclep.config import ALIGNMENTS
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.testing.cases import Case
@@ -105,22 +106,26 @@ class Measurement:
     """A file of configs/benchmark/: shapes, and how they are measured unless the command says so.
 
     Attributes:
-        shapes: at least one, with different names.
-        subjects: names to measure; empty: all but layers.
+        shapes: of one MoE layer.
+        trainings: of subjects that train.  With the shapes at least one, all with different names.
+        subjects: names to measure; empty: all but layers and training.
         warmup, samples: untimed and timed rounds.
         timeout_s: seconds that a rank waits for the others.
     """
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[Shape, ...] = ()
+    trainings: tuple[TrainingShape, ...] = ()
     subjects: tuple[str, ...] = ()
     warmup: int | None = None
     samples: int | None = None
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        names = [shape.name for shape in self.shapes]
+        names = [shape.name for shape in self.shapes] + [t.name for t in self.trainings]
         if not names or len(names) != len(set(names)):
-            raise InputError(f"give at least one shape, each with a name of its own: {names}")
+            raise InputError(
+                f"give at least one shape or training, each with a name of its own: {names}"
+            )
         for name, least in (("warmup", 0), ("samples", 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
@@ -138,17 +143,20 @@ def load(name_or_path: str) -> Measurement:
     content = config_files.load(config_files.BENCHMARK, name_or_path)
     where = f"benchmark configuration {name_or_path}"
     _check_keys(where, content, Measurement)
-    listed = content["shapes"]
-    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise InputError(f"{where}: shapes must be a list of mappings")
-    for number, item in enumerate(listed):
-        _check_keys(f"{where}: shape {item.get('name', number)}", item, Shape)
+    kinds: dict[str, Any] = {"shapes": Shape, "trainings": TrainingShape}
+    lists: dict[str, Any] = {key: content.get(key, []) for key in kinds}
+    for key, listed in lists.items():
+        if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+            raise InputError(f"{where}: {key} must be a list of mappings")
+        for number, item in enumerate(listed):
+            _check_keys(f"{where}: {key[:-1]} {item.get('name', number)}", item, kinds[key])
     subjects = content.get("subjects", [])
     if not isinstance(subjects, list) or not all(isinstance(name, str) for name in subjects):
         raise InputError(f"{where}: subjects must be a list of names")
     values: dict[str, Any] = {**content, "subjects": tuple(subjects)}
     try:
-        values["shapes"] = tuple(Shape(**item) for item in listed)
+        for key, listed in lists.items():
+            values[key] = tuple(kinds[key](**item) for item in listed)
         return Measurement(**values)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
@@ -158,7 +166,8 @@ def _check_keys(where: str, mapping: dict[str, Any], kind: type) -> None:
     """Refuse keys that `kind`, a dataclass, does not have, and the lack of those that it needs."""
     fields = dataclasses.fields(kind)
     unknown = [name for name in mapping if name not in {f.name for f in fields}]
-    missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in mapping]
+    needed = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [f.name for f in needed if f.name not in mapping]
     if unknown or missing:
         known = ", ".join(f.name for f in fields)
         wrong = f"unknown key {unknown[0]!r}" if unknown else f"no {missing[0]}"

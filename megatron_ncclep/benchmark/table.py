@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_ncclep.benchmark.catalogue import LIBRARY
 from megatron_ncclep.benchmark.subjects import LAUNCHED, STEPS, WHOLE
+from megatron_ncclep.benchmark.text import align, memory_held, problems, wrap
+from megatron_ncclep.benchmark.train_table import render_training, train_notes
 
-WIDTH = 140
 # Shown names that differ from those on the command line.
 TITLES = {LIBRARY: "nccl_ep (library)"}
 
@@ -45,11 +45,13 @@ def render(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
     head = [
         f"ncclep bench {options['config']}: {options['ranks']} ranks, {where}, {result['date']}",
-        *_wrap(versions),
+        *wrap(versions),
         f"{options['samples']} samples after {options['warmup']} warm-up rounds",
     ]
-    blocks = ["\n".join(head), *(_shape(shape) for shape in result["shapes"])]
-    notes = "\n".join(line for note in NOTES for line in _wrap(note))
+    trainings = result.get("trainings", [])  # results of before there were any lack it
+    blocks = ["\n".join(head), *map(_shape, result["shapes"]), *map(render_training, trainings)]
+    explained = [*(NOTES if result["shapes"] else ()), *train_notes(trainings)]
+    notes = "\n".join(line for note in explained for line in wrap(note))
     return "\n\n".join([*blocks, notes]) + "\n"
 
 
@@ -64,7 +66,7 @@ def _shape(result: dict[str, Any]) -> str:
         _ceiling(result),
     ]
     if result["error"]:
-        lines[1:] = _wrap(f"nothing was measured: {result['error']}")
+        lines[1:] = wrap(f"nothing was measured: {result['error']}")
         return "\n".join(lines)
     measured = [s for s in result["subjects"] if s["passes"]]
     engines = [s for s in measured if s["kind"] not in LAUNCHED]
@@ -78,14 +80,7 @@ def _shape(result: dict[str, Any]) -> str:
         # The limit is that of rows on the wire, and says nothing about experts.
         size = f"whole MoELayer, F {shape['ffn_hidden_size']}"
         lines += ["", *_wholes(size, layers, None)]
-    words = {"unavailable": "not measured", "wrong": "WRONG", "failed": "FAILED"}
-    reasons = [
-        f"{title(s['name'])}: {words[s['status']]}: {s['reason']}"
-        for s in result["subjects"]
-        if s["status"] != "ok"
-    ]
-    if reasons:
-        lines += ["", *(line for reason in reasons for line in _wrap(reason))]
+    lines += problems(result["subjects"], title)
     return "\n".join(lines)
 
 
@@ -120,7 +115,7 @@ def _engines(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list
                 ratio,
                 _rate(passes["dispatch"]),
                 _rate(passes["combine"]),
-                _memory(subject["memory"]),
+                memory_held(subject["memory"]),
                 "ok",
             ]
         )
@@ -128,7 +123,7 @@ def _engines(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list
     if limit_us is not None:
         least = [_time(limit_us)] * (len(STEPS) - 1)
         rows.append(["limit", "", "-", *least, _time(limit_us * (len(STEPS) - 1))])
-    return _align(rows)
+    return align(rows)
 
 
 def _wholes(head: str, subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list[str]:
@@ -141,29 +136,14 @@ def _wholes(head: str, subjects: Sequence[dict[str, Any]], limit_us: float | Non
                 title(subject["name"]),
                 *(_time(passes[name]["median_us"]) for name in WHOLE),
                 _time(subject["sum_us"]),
-                _memory(subject["memory"]),
+                memory_held(subject["memory"]),
                 "ok",
             ]
         )
         rows.append(["", *(_spread(passes[name]) for name in WHOLE)])
     if limit_us is not None:
         rows.append(["limit", *[_time(2 * limit_us)] * 2, _time(4 * limit_us)])
-    return _align(rows)
-
-
-def _align(rows: Iterable[list[str]]) -> list[str]:
-    """Left-align the first column and right-align the others; no trailing blanks."""
-    filled = list(rows)
-    columns = max(len(row) for row in filled)
-    filled = [row + [""] * (columns - len(row)) for row in filled]
-    widths = [max(len(row[i]) for row in filled) for i in range(columns)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in filled
-    ]
+    return align(rows)
 
 
 def _time(us: float) -> str:
@@ -179,15 +159,3 @@ def _rate(times: dict[str, float]) -> str:
     rate = times["gb_per_s"]
     shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
     return shown if percent is None else f"{shown} ({percent:.0f}%)"
-
-
-def _memory(memory: dict[str, int] | None) -> str:
-    if memory is None:
-        return "-"
-    return "+".join(f"{memory[name] / 1e9:.1f}" for name in ("torch_bytes", "other_bytes"))
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )

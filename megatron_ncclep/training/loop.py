@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import checkpoint, corpus, data, log, report
 from megatron_ncclep.training.balance import BalanceMeter
 from megatron_ncclep.training.job import Job
+from megatron_ncclep.training.model import build, forward_step
 from megatron_ncclep.training.quiet import remarks_hidden
 from megatron_ncclep.training.settings import Settings
 
@@ -111,12 +111,6 @@ class Training:
 
     def _build(self) -> None:
         """Make model, optimizer, schedule and data."""
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.transformer.module import Float16Module
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
         if self.dispatcher == "ncclep":
@@ -126,19 +120,13 @@ class Training:
         config = settings.transformer_config(
             self.dispatcher, self.job.expert_parallel, self.options
         )
-        config.finalize_model_grads_func = finalize_model_grads
-        self.gpt = settings.gpt_model(config, self.corpus.vocab_size).to(self.device)
+        built = build(settings, config, self.corpus.vocab_size, self.device)
+        self.gpt, self.model, self.optimizer = built.gpt, built.model, built.optimizer
         self.balance = BalanceMeter(self.gpt)
         self.num_parameters = self._count_parameters(self.gpt)
         self.dispatcher_classes = sorted(
             {type(layer.token_dispatcher).__name__ for layer in _modules(self.gpt, MoELayer)}
         )
-        model = Float16Module(config, self.gpt) if settings["bf16"] else self.gpt
-        self.model = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
-        )
-        self.optimizer = settings.optimizer(self.model)
-        config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = settings.scheduler(self.optimizer)
         batch = settings["global-batch-size"]
         self.train_data, self.valid_data = data.build_datasets(
@@ -261,7 +249,7 @@ class Training:
         settings = self.settings
         count = settings.num_microbatches(self.num_ranks)
         losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=data.batches(
                 dataset,
                 first_sample,
@@ -284,16 +272,3 @@ class Training:
 
 def _modules(model: torch.nn.Module, kind: type) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kind)]
-
-
-def _forward_step(batches: Iterator[data.Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    """Megatron's forward_step_func: the token losses [micro_batch, seq_length] and their mean."""
-    batch = next(batches)
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return losses, partial(_mean_loss, batch["loss_mask"])
-
-
-def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    loss = (losses.float() * mask).sum() / mask.sum()
-    # A copy, because Megatron divides `loss` by the number of micro-batches in place.
-    return loss, {"loss": loss.detach().clone()}

@@ -98,7 +98,7 @@ class Settings:
         }
 
     def transformer_config(
-        self, dispatcher: str, expert_parallel: int, options: EpConfig | None
+        self, dispatcher: str, expert_parallel: int, options: EpConfig | None, **more: Any
     ) -> Any:
         """Build Megatron's TransformerConfig (or MLATransformerConfig).
 
@@ -107,6 +107,7 @@ class Settings:
                 `megatron_ncclep.install()` before.
             expert_parallel: ranks among which the experts are divided.
             options: the dispatcher's options; None for Megatron's own dispatchers.
+            more: further fields.
         """
         import torch
         from megatron.core.transformer.transformer_config import (
@@ -131,6 +132,7 @@ class Settings:
         )
         if self["swiglu"]:
             fields["activation_func"] = torch.nn.functional.silu
+        fields |= more
         if self["multi-latent-attention"]:
             fields |= self._of(LATENT)
             # MLATransformerConfig and not GPTModel holds these two when attention is latent.

@@ -10,6 +10,8 @@ from megatron_ncclep.benchmark.ceiling import Ceiling
 from megatron_ncclep.benchmark.result import FORMAT, ShapeResult, SubjectResult
 from megatron_ncclep.benchmark.shapes import Shape
 from megatron_ncclep.benchmark.subjects import STEPS, WHOLE
+from megatron_ncclep.benchmark.train_result import TrainingResult, TrainResult
+from megatron_ncclep.benchmark.train_shapes import TrainingShape
 
 SHAPE = Shape("deepseek-v3", tokens=4096, hidden=7168, experts=256, top_k=8, ffn_hidden_size=2048)
 
@@ -23,6 +25,38 @@ def subject(name: str, kind: str, times: tuple[float, ...], sms: str) -> Subject
         {n: [t - 8, t - 4, t, t + 4, t + 8] for n, t in zip(names, times, strict=True)}
     )
     return found
+
+
+KINDS_US = {
+    "attention": 9000.0,
+    "GEMM": 40000.0,
+    "dispatch": 3000.0,
+    "combine": 2000.0,
+    "rest": 6000.0,
+}
+
+
+def sample_training() -> dict[str, Any]:
+    """Two subjects, the second with graphs, as a run on a GPU would have them."""
+    training = TrainingResult.of(TrainingShape("4096x2", "moe-2b"))
+    training.settings = training_settings()
+    training.tokens, training.max_recv_rows = 8192, "1.5x"
+    for name, times, apart in (
+        ("train:alltoall_fused", (160e3, 164e3), 2e-3),
+        ("train:ncclep:native:grouped:full_iteration", (65e3, 66e3), 1e-3),
+    ):
+        found = TrainResult(name, "bits")
+        found.set_samples([[t - 1e3, t, t + 1e3] for t in times], training.tokens)
+        found.losses, found.loss_apart, found.layer_apart = [5.9, 5.25], apart, 4e-3
+        found.kinds_us, found.host_us = dict(KINDS_US), 120e3
+        found.memory = {"torch_bytes": 41_000_000_000, "other_bytes": 300_000_000}
+        training.subjects.append(found)
+    training.judge(())
+    return dataclasses.asdict(training)
+
+
+def training_settings() -> dict[str, Any]:
+    return TrainingShape("4096x2", "moe-2b").settings(1).values
 
 
 def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -43,5 +77,6 @@ def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
         "versions": {"torch": "2.11.0", "transformer-engine": None},
         "options": {"config": "models", "ranks": 4, "samples": 5, "warmup": 1},
         "shapes": [dataclasses.asdict(shape)],
+        "trainings": [sample_training()],
         "failures": shape.failures,
     }

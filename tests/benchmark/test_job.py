@@ -8,8 +8,9 @@ import pytest
 
 from megatron_ncclep import cli, config_files
 from megatron_ncclep.benchmark import shapes
-from megatron_ncclep.benchmark.catalogue import default_names, known_names
+from megatron_ncclep.benchmark.catalogue import default_names, split_name
 from megatron_ncclep.benchmark.job import Job
+from megatron_ncclep.benchmark.train_names import parse_train, train_obstacle
 from megatron_ncclep.errors import InputError
 
 
@@ -38,11 +39,13 @@ def refused(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("name", config_files.names(config_files.BENCHMARK))
 def test_shipped_files_are_right(name: str) -> None:
     found = shapes.load(name)
-    for shape in found.shapes:
-        shape.check_ranks(2)
-        shape.check_ranks(4)
+    for ranks in (1, 2, 4):
+        for shape in found.shapes:
+            shape.check_ranks(ranks)
+        for training in found.trainings:
+            training.settings(ranks)
     for subject in found.subjects:
-        assert subject in known_names()
+        assert split_name(subject) == (subject, None)
 
 
 def test_models_are_those_of_the_design() -> None:
@@ -64,18 +67,28 @@ def test_the_sweep_varies_the_tokens_only() -> None:
     assert len({(s.hidden, s.ffn_hidden_size, s.experts, s.top_k, s.dtype) for s in sweep}) == 1
 
 
+TINY = "{name: a, model: tiny}"
 GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("samples: 3", "no shapes: the keys are shapes, subjects, warmup, samples, timeout_s"),
+        ("samples: 3", "at least one shape or training"),
+        ("shape: []", "unknown key 'shape': the keys are shapes, trainings, subjects, warmup"),
         ("shapes: []", "at least one shape"),
         ("shapes: 3", "must be a list of mappings"),
         (f"shapes: [{GOOD}, {GOOD}]", "a name of its own"),
         (f"shapes: [{GOOD}]\nsample: 3", "unknown key 'sample'"),
         ("shapes: [{name: a, tokens: 8}]", "no hidden"),
+        ("trainings: 3", "trainings must be a list of mappings"),
+        ("trainings: [{name: a}]", "training a: no model"),
+        (f"shapes: [{GOOD}]\ntrainings: [{TINY}]", "a name of its own"),
+        (f"trainings: [{TINY}, {TINY}]", "a name of its own"),
+        (f"trainings: [{TINY[:-1]}, steps: 3}}]", "training a: unknown key 'steps'"),
+        (f"trainings: [{TINY[:-1]}, microbatches: 0}}]", "microbatches 0: must be at least 1"),
+        (f"trainings: [{TINY[:-1]}, changes: 3}}]", "changes must be a mapping"),
+        (f"trainings: [{TINY[:-1]}, changes: {{global-batch-size: 4}}}}]", "leave it out"),
         (f"shapes: [{GOOD[:-1]}, size: 3}}]", "shape a: unknown key 'size'"),
         (f"shapes: [{GOOD[:-1]}, dtype: float64}}]", "dtype 'float64': one of bfloat16, float16"),
         (f"shapes: [{GOOD[:-1]}, alignment: 3}}]", "alignment 3"),
@@ -123,6 +136,31 @@ def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message
         (["--smoke", "--subjects", "nccl_ep@x"], "write a number of SMs after the @"),
         (["--smoke", "--subjects", "nccl_ep@0"], "write a number of SMs after the @"),
         (["--config", "nothing"], "no benchmark configuration 'nothing'"),
+        (["--smoke", "--max-recv-rows", "64"], "no subject has a fixed number of received rows"),
+        (["--smoke", "--subjects", "train:ncclep"], "unknown subject 'train:ncclep': write train:"),
+        (["--smoke", "--subjects", "train:flex_ncclep"], "unknown subject"),
+        (["--smoke", "--subjects", "train:ncclep:native@24"], "unknown subject"),
+        (["--smoke", "--subjects", "train:alltoall:fast"], ":grouped][:static]"),
+        (["--smoke", "--subjects", "train:ncclep:native:static:grouped"], "in this order"),
+        (["--smoke", "--subjects", "train:alltoall:grouped"], "grouped is of this package's"),
+        (["--smoke", "--subjects", "train:alltoall:static"], "static is of this package's"),
+        (["--smoke", "--subjects", "train:alltoall:full_iteration"], "write partial_graphs"),
+        (["--smoke", "--subjects", "train:ncclep:native:full_iteration"], "write grouped:full_it"),
+        (
+            ["--smoke", "--subjects", "train:ncclep:native:static:partial_graphs"],
+            "partial_graphs implies static: leave it out",
+        ),
+        (
+            ["--smoke", "--subjects", "train:alltoall:partial_graphs"],
+            "train:alltoall:partial_graphs: a CPU has no CUDA graphs",
+        ),
+        (["--device", "cpu", "--subjects", "train:alltoall"], "modules, which need a GPU"),
+        (["--config", "models", "--subjects", "train:alltoall"], "give --config training"),
+        (["--config", "training", "--subjects", "reference"], "training has trainings only"),
+        (
+            ["--smoke", "--ranks", "16", "--subjects", "train:alltoall"],
+            "training smoke-train: 8 experts cannot be divided over 16 ranks",
+        ),
         (["--device", "cuda"], "no GPU is visible"),
     ],
 )
@@ -157,6 +195,62 @@ def test_layers_are_measured_only_when_asked_for() -> None:
     assert not any(name.startswith("layer:") for name in default_names())
     wanted = ["layer:alltoall_fused", "layer:ncclep:native"]
     assert make("models", subjects=wanted).subjects == tuple(wanted)
+
+
+def test_subjects_that_train_have_shapes_of_their_own() -> None:
+    train = ["train:alltoall", "train:ncclep:reference"]
+    job = make("smoke", subjects=["reference", *train])
+    assert (job.measured, job.trained) == (("reference",), tuple(train))
+    assert [shape.name for shape in job.everything] == ["smoke-fp32", "smoke-bf16", "smoke-train"]
+    assert [shape.name for shape in make("smoke", subjects=train).everything] == ["smoke-train"]
+    assert make("smoke", subjects=["reference"]).trainings == ()
+
+
+def test_a_batch_follows_from_the_ranks() -> None:
+    (training,) = shapes.load("smoke").trainings
+    assert training.microbatches == 2
+    for ranks in (1, 2, 4):
+        settings = training.settings(ranks)
+        assert settings["global-batch-size"] == 2 * 2 * ranks
+        assert settings.num_microbatches(ranks) == 2
+
+
+def test_variants_of_a_training() -> None:
+    every = {
+        name: (found.ours, found.grouped, found.static, found.graphs)
+        for name in (
+            "train:alltoall_fused:partial_graphs",
+            "train:ncclep:native",
+            "train:ncclep:nccl_ep:grouped",
+            "train:ncclep:native:grouped:static",
+            "train:ncclep:native:grouped:full_iteration",
+            "train:ncclep:native:partial_graphs",
+        )
+        for found in [parse_train(name)]
+    }
+    assert list(every.values()) == [
+        (False, False, False, "partial_graphs"),
+        (True, False, False, None),
+        (True, True, False, None),
+        (True, True, True, None),
+        (True, True, True, "full_iteration"),  # graphs need a fixed number of rows
+        (True, False, True, "partial_graphs"),
+    ]
+    assert parse_train("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
+
+
+def test_what_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    (small,), (large, _) = shapes.load("smoke").trainings, shapes.load("training").trainings
+    choice = parse_train("train:alltoall")
+    assert train_obstacle(choice, "cpu", small) is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "megatron" or None)
+    reason = train_obstacle(choice, "cuda", large)
+    assert reason is not None
+    assert "pip install 'megatron-ncclep[te]'" in reason
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    reason = train_obstacle(choice, "cpu", small)
+    assert reason is not None
+    assert "pip install 'megatron-ncclep[train]'" in reason
 
 
 def test_sms_of_a_subject() -> None:

@@ -12,7 +12,8 @@ from sample_result import sample_result
 from megatron_ncclep import cli
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.plot import draw
-from megatron_ncclep.benchmark.table import WIDTH, render
+from megatron_ncclep.benchmark.table import render
+from megatron_ncclep.benchmark.text import WIDTH
 
 
 def row(text: str, start: str) -> list[str]:
@@ -78,12 +79,51 @@ def test_a_number_that_changes_in_the_json_changes_in_the_table() -> None:
     assert render(result) != render(changed)
 
 
+def test_numbers_of_training_steps() -> None:
+    """160 and 164 ms, of which kernels take 60; 8192 tokens in 65.5 ms are 125,069 a second."""
+    result = sample_result()
+    text = render(result)
+    assert row(text, "training steps")[1:] == [
+        "ms", "turns", "tokens/s", "speed", "busy", "host", "GB held", "loss", "apart", "layer",
+        "check",
+    ]  # fmt: skip
+    assert row(text, "alltoall_fused") == [
+        "alltoall_fused", "162.0", "160.0 164.0", "50,568", "1.00", "37%", "120.0", "41.0+0.3",
+        "5.2500", "0.002", "0.004", "ok",
+    ]  # fmt: skip
+    assert row(text, "ncclep:native:grouped:full_iteration")[1:6] == [
+        "65.5", "65.0 66.0", "125,069", "2.47", "92%",
+    ]  # fmt: skip
+    assert row(text, "ms of GPU time")[1:] == [
+        "attention", "GEMM", "dispatch", "combine", "rest", "busy", "idle",
+    ]  # fmt: skip
+    *_, last = [line for line in text.splitlines() if line.startswith("ncclep:native:grouped")]
+    assert last.split()[1:] == ["9.00", "40.0", "3.00", "2.00", "6.00", "60.0", "5.50"]
+    assert "static: 1.5x received rows" in text
+
+
+def test_what_was_not_profiled_has_no_columns() -> None:
+    """Zeros for a CPU would look like measurements."""
+    result = sample_result()
+    for subject in result["trainings"][0]["subjects"]:
+        subject |= {"kinds_us": {}, "host_us": None, "memory": None}
+    text = render(result)
+    assert row(text, "training steps")[1:6] == ["ms", "turns", "tokens/s", "speed", "GB held"]
+    assert "GPU time" not in text
+    assert "profiler" not in text
+
+
 def test_wrong_and_failed_subjects_stand_out() -> None:
     result = sample_result()
     subjects = result["shapes"][0]["subjects"]
     subjects[0] |= {"status": "wrong", "reason": "rank 1, row 5: ...", "passes": {}}
     text = render(result)
+    training = result["trainings"][0]["subjects"][1]
+    training |= {"status": "wrong", "reason": "step 2: loss ...", "step": {}}
+    text = render(result)
     assert "native@24: WRONG: rank 1, row 5: ..." in text
+    assert "train:ncclep:native:grouped:full_iteration: WRONG: step 2: loss ..." in text
+    assert not any(line.startswith("ncclep:native:grouped") for line in text.splitlines())
     assert not any(line.startswith("native@24  ") for line in text.splitlines())
 
 
@@ -97,6 +137,7 @@ def test_without_a_ceiling_there_is_no_percentage() -> None:
     result = sample_result()
     shape: dict[str, Any] = result["shapes"][0]
     shape |= {"ceiling": {}, "ceiling_reason": "no GPUs", "limit_us": None}
+    result["trainings"] = []  # which have another percentage
     for subject in shape["subjects"]:
         for times in subject["passes"].values():
             times.pop("percent_of_ceiling", None)
@@ -143,9 +184,29 @@ def test_bars_are_the_jsons_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Axes, "axvline", record_line)
     draw(sample_result(), tmp_path / "x.png")
     rows = [(20, 500, 530, 510, 540), (140, 800, 700, 720, 770), (5001, 4002), (9003, 16004)]
+    rows += [(9, 40, 3, 2, 6, 102), (9, 40, 3, 2, 6, 5.5)]  # milliseconds, with idle
     # Each piece of a row begins where the one before it ends.
     assert bars == [(sum(row[:i]), width) for row in rows for i, width in enumerate(row)]
     assert lines == pytest.approx([4 * 159e6 / 350e3])  # not in the panel of layers
+
+
+def test_what_has_a_name_of_a_pass_has_its_colour() -> None:
+    """One legend serves all panels."""
+    from megatron_ncclep.benchmark import plot, train_plot
+
+    both = plot.COLORS.keys() & train_plot.COLORS.keys()
+    assert both == {"plan", "dispatch", "combine"}
+    assert all(plot.COLORS[name] == train_plot.COLORS[name] for name in both)
+    assert set(train_plot.COLORS) == set(train_plot.ORDER)
+
+
+def test_a_result_of_before_there_were_training_steps_is_drawn(tmp_path: Path) -> None:
+    source = tmp_path / "bench.json"
+    old = sample_result()
+    del old["trainings"]
+    results.save(old, source)
+    assert cli.main(["plot", str(source), "--subjects", "native@24"]) == 0
+    assert "training" not in render(old)
 
 
 @pytest.mark.parametrize(

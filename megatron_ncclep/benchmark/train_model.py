@@ -1,0 +1,283 @@
+"""The model of one subject that trains, on one rank: built as training builds it, stepped, closed.
+
+Every subject has a model, gradients and an optimizer of its own, and only one of them is there at
+a time: with Adam's moments and everything in fp32 a parameter takes 18 bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ncclep.benchmark.megatron_setup import close_dispatcher
+from megatron_ncclep.benchmark.ranks import Ranks
+from megatron_ncclep.benchmark.subjects import Setting
+from megatron_ncclep.benchmark.train_graphs import graph_fields, make_graphs, wrapping_stream
+from megatron_ncclep.benchmark.train_names import TrainChoice
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.training import corpus, data
+from megatron_ncclep.training.corpus import Corpus
+from megatron_ncclep.training.data import Batch
+from megatron_ncclep.training.model import build, forward_step
+from megatron_ncclep.training.settings import Settings
+
+# Steps with batches of their own; later steps take them again.
+NUM_BATCHES = 8
+# Megatron-LM pads the vocabulary to a multiple of this, unless told otherwise.
+VOCABULARY_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Batches of one rank, on its device, so that reading them is no part of a step.
+
+    Attributes:
+        source: what the text is, in words.
+        vocab_size: rows of the embedding.
+        steps: the micro-batches of each step.
+    """
+
+    source: str
+    vocab_size: int
+    steps: list[list[Batch]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What the start of a training gave on this rank.
+
+    Attributes:
+        weights: parameter -> sum and sum of magnitudes at the start, in fp64.
+        output: [seq_length, micro_batch, hidden] of the first MoE layer for given hidden states,
+            before the first step, on the CPU.
+        gradient: likewise, of the hidden states for a given gradient of the output.
+        losses: the mean loss of each of the first steps.
+        grad_norms: likewise.
+    """
+
+    weights: dict[str, tuple[float, float]]
+    output: torch.Tensor
+    gradient: torch.Tensor
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def load_text(settings: Settings, ranks: Ranks, folder: Path) -> TrainingText:
+    """Make the corpus of the standard library's source and read the batches.  Collective.
+
+    Raises:
+        InputError: the text is too short, or the folder cannot be written to.
+    """
+    status, reason = "ok", None
+    if ranks.rank == 0:
+        try:
+            corpus.prepare([], folder).check_length(settings["seq-length"])
+        except Exception as error:
+            status, reason = "failed", f"{type(error).__name__}: {error}"
+    status, reason = ranks.agree(status, reason)
+    if status != "ok":
+        raise RuntimeError(f"no text: {reason}")
+    found: Corpus = corpus.load(folder)
+    batch, length = settings["global-batch-size"], settings["seq-length"]
+    dataset, _ = data.build_datasets(
+        found, length, batch * NUM_BATCHES, batch, settings["seed"], folder / "cache"
+    )
+    steps = [
+        list(
+            data.batches(
+                dataset,
+                step * batch,
+                settings["micro-batch-size"],
+                settings.num_microbatches(ranks.num_ranks),
+                ranks.rank,
+                ranks.num_ranks,
+                torch.device(ranks.setting.device),
+            )
+        )
+        for step in range(NUM_BATCHES)
+    ]
+    padded = -(-found.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return TrainingText(found.source, padded, steps)
+
+
+class SubjectModel:
+    """One subject's model, its optimizer and its graphs.  Every method is collective.
+
+    Args:
+        choice: of the subject.
+        settings: of the model and its optimizer.
+        setting: where.
+        text: what to train on.
+        max_recv_rows: option of a static subject.
+
+    Raises:
+        EngineUnavailableError, InputError, UnsupportedError: it cannot be built here.
+    """
+
+    def __init__(
+        self,
+        choice: TrainChoice,
+        settings: Settings,
+        setting: Setting,
+        text: TrainingText,
+        max_recv_rows: Any,
+    ) -> None:
+        self._settings, self._text = settings, text
+        self._done = 0
+        _seed(settings)
+        config = settings.transformer_config(
+            choice.dispatcher.dispatcher,
+            setting.num_ranks,
+            _options(choice, setting, max_recv_rows),
+            **_fusions(settings, on_gpu=setting.device == "cuda"),
+            **choice.dispatcher.options,
+            **graph_fields(choice.graphs),
+        )
+        self._built = build(
+            settings,
+            config,
+            text.vocab_size,
+            torch.device(setting.device),
+            wrapping_stream(choice.graphs),
+        )
+        if setting.device == "cuda":
+            torch.cuda.synchronize()  # it may have been wrapped on another stream
+        self._graphs = make_graphs(choice.graphs, settings, setting.num_ranks, config, self._built)
+        self._dtype = config.params_dtype
+        self._loss = self._grad_norm = torch.zeros(())
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of this rank."""
+        return sum(weight.numel() for weight in self._built.gpt.parameters())
+
+    @property
+    def phases(self) -> list[tuple[Callable[[], Any], bool]]:
+        """What a step calls, in order, and whether that is the optimizer."""
+        return [(self._zero, True), (self._forward_backward, False), (self._update, True)]
+
+    def step(self) -> None:
+        """Train on the next batch."""
+        for call, _ in self.phases:
+            call()
+
+    def first_steps(self, count: int, after_each: Callable[[], Any]) -> Curve:
+        """Train `count` steps from the start and note what comes out.
+
+        Args:
+            count: of steps.
+            after_each: called after each of them.
+        """
+        weights = self._weights()
+        output, gradient = self._first_layer()
+        losses, grad_norms = [], []
+        for _ in range(count):
+            self.step()
+            losses.append(float(self._loss))
+            grad_norms.append(float(self._grad_norm))
+            after_each()
+        return Curve(weights, output, gradient, losses, grad_norms)
+
+    def close(self) -> None:
+        """Release the graphs, the engines and the memory."""
+        self._graphs.close()
+        for module in self._built.gpt.modules():
+            close_dispatcher(getattr(module, "token_dispatcher", None))
+        del self._built, self._graphs
+        gc.collect()
+
+    def _zero(self) -> None:
+        self._built.model.zero_grad_buffer()
+        self._built.optimizer.zero_grad()
+
+    def _forward_backward(self) -> None:
+        settings, batch = self._settings, self._text.steps[self._done % NUM_BATCHES]
+        self._graphs.before_step(self._done)
+        results = self._graphs.forward_backward(
+            forward_step_func=forward_step,
+            # A new list: graphs fill the one that they keep.
+            data_iterator=iter([dict(part) for part in batch]),
+            model=[self._built.model],
+            num_microbatches=len(batch),
+            seq_length=settings["seq-length"],
+            micro_batch_size=settings["micro-batch-size"],
+            forward_only=False,
+        )
+        # New memory: a graph writes the next loss to where this one is.
+        self._loss = torch.stack([result["loss"] for result in results]).mean()
+        self._done += 1
+
+    def _update(self) -> None:
+        _, self._grad_norm, _ = self._built.optimizer.step()
+
+    def _first_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first MoE layer's output and gradient, see `Curve`; nothing is learnt from them."""
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        layer = next(m for m in self._built.gpt.modules() if isinstance(m, MoELayer))
+        settings, weight = self._settings, next(layer.parameters())
+        shape = (settings["seq-length"], settings["micro-batch-size"], settings["hidden-size"])
+        generator = torch.Generator(weight.device).manual_seed(settings["seed"])
+        hidden, grad = (
+            torch.randn(shape, generator=generator, device=weight.device).to(self._dtype)
+            for _ in range(2)
+        )
+        # As megatron.training does at the start; a step before may have left another value.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=weight.device))
+        output = layer(hidden.requires_grad_())[0]
+        (gradient,) = torch.autograd.grad(output, hidden, grad)
+        return output.detach().cpu(), gradient.cpu()
+
+    def _weights(self) -> dict[str, tuple[float, float]]:
+        named = list(self._built.gpt.named_parameters())
+        sums = torch.stack(
+            [torch.stack([w.double().sum(), w.double().abs().sum()]) for _, w in named]
+        )
+        return {
+            name: (found[0], found[1])
+            for (name, _), found in zip(named, sums.tolist(), strict=True)
+        }
+
+
+def _seed(settings: Settings) -> None:
+    """Set all random states, with a tracker that CUDA graphs can hold where there is one."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    engine = settings["transformer-impl"] == "transformer_engine"
+    torch.manual_seed(settings["seed"])
+    model_parallel_cuda_manual_seed(
+        settings["seed"], te_rng_tracker=engine, use_cudagraphable_rng=engine, force_reset_rng=True
+    )
+
+
+def _options(choice: TrainChoice, setting: Setting, max_recv_rows: Any) -> EpConfig | None:
+    """The dispatcher's options; None for Megatron-Core's own."""
+    if not choice.ours:
+        return None
+    options: dict[str, Any] = {"engine": choice.dispatcher.engine, "timeout_s": setting.timeout_s}
+    if choice.grouped:
+        options["experts"] = "grouped"
+    if choice.static:
+        # A subject that drops rows trains something else: it fails.
+        options |= {"max_recv_rows": max_recv_rows, "on_overflow": "raise"}
+    return EpConfig(**options)
+
+
+def _fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
+    """The fusions that Megatron-LM has on unless told otherwise, where they can be had."""
+    if not on_gpu:
+        return {}  # they would need a compiler
+    apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {
+        "bias_activation_fusion": settings["swiglu"],
+        "bias_dropout_fusion": True,
+        "apply_rope_fusion": settings["transformer-impl"] == "transformer_engine",
+        "gradient_accumulation_fusion": apex,
+    }
