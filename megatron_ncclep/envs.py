@@ -78,7 +78,12 @@ VARIABLES = {
         EnvVar("NCCLEP_HOST_EXCHANGE", switch, True, "0: ranks agree without shared memory"),
         # Where libraries and tools are that engines use; unset, they are looked for.
         EnvVar("NCCLEP_NCCL_LIBRARY", Path, None, "path of the libnccl.so.2 that engines open"),
-        EnvVar("NCCLEP_NCCL_EP_LIBRARY", Path, None, "path of NVIDIA's libnccl_ep.so"),
+        EnvVar(
+            "NCCLEP_NCCL_EP_LIBRARY",
+            str,
+            None,
+            "NVIDIA's libnccl_ep: nccl-extensions, transformer-engine, or the path of one",
+        ),
         EnvVar("CUDA_HOME", Path, None, "folder of the CUDA toolkit (not ours: CUDA's)"),
         # NVIDIA's libnccl_ep reads these: it compiles its kernels at first use.
         EnvVar("NCCL_EP_JIT_NVCC", str, None, "the CUDA compiler (not ours: libnccl_ep's)"),
@@ -87,6 +92,19 @@ VARIABLES = {
             "NCCL_EP_JIT_BUILD_INCLUDE_DIR", Path, None, "NCCL's headers (not ours: libnccl_ep's)"
         ),
         EnvVar("NCCL_EP_JIT_CACHE_DIR", Path, None, "compiled kernels (not ours: libnccl_ep's)"),
+        # It reads these when it makes a group.
+        EnvVar(
+            "NCCL_EP_HT_EM_PULL_PUSH",
+            switch,
+            False,
+            "1: dispatch pulls and combine pushes (not ours: libnccl_ep's)",
+        ),
+        EnvVar(
+            "NCCL_EP_HT_EM_AG_SCAN_MODE",
+            switch,
+            None,
+            "1: an expert's rows in a fixed order (not ours: libnccl_ep's)",
+        ),
     )
 }
 

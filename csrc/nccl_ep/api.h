@@ -2,7 +2,8 @@
 // own.
 //
 // Every struct starts with its size and a magic number; the library reads no further than the size.
-// The sizes are those of its interface version 2.
+// The sizes are those of its interface version 2.  Version 3 adds two fields to the end of
+// GroupConfig, SMs of dispatch and of combine, and takes max_num_sms for those that are not there.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,10 @@
 """Everything that can be measured, by name.
 
     ENGINE                 an engine of this package through the engine interface
-    nccl_ep_library        NVIDIA's libnccl_ep called directly, without this package's checks
+    nccl_ep_library        NVIDIA's libnccl_ep called directly, without this package's checks: the
+                           one that the engine nccl_ep takes
+    nccl_ep_library:PACKAGE    the one that a package brought; +pull_push and +fixed_order switch
+                           modes of transformer-engine's on, which are off otherwise
     alltoall, allgather,   Megatron-Core's own dispatchers through their six hooks
     flex_deepep, ...
     ncclep:ENGINE          this package's dispatcher through the same hooks
@@ -9,7 +12,7 @@
                            hooks, such as layer:alltoall and layer:ncclep:native
     train:DISPATCHER...    whole training steps of a model: see train_names.py
 
-`ENGINE@N` and `nccl_ep_library@N` let the kernels have N SMs.  Layers and training steps are
+`@N` after an engine or a libnccl_ep lets its kernels have N SMs.  Layers and training steps are
 measured only when they are asked for: they take as much memory and time as in training.
 """
 
@@ -28,6 +31,16 @@ from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.errors import InputError
 
 LIBRARY = "nccl_ep_library"
+# The yardstick's variants -> the package that brings the library, and modes of it.  A process has
+# one NCCL, and with it at most one of the packages' libraries can run.
+LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    LIBRARY: (None, ()),
+    f"{LIBRARY}:nccl-extensions": ("nccl-extensions", ()),
+    **{
+        "+".join([f"{LIBRARY}:transformer-engine", *modes]): ("transformer-engine", modes)
+        for modes in ((), ("pull_push",), ("fixed_order",), ("pull_push", "fixed_order"))
+    },
+}
 LAYER = "layer:"
 
 
@@ -38,7 +51,8 @@ def default_names() -> list[str]:
 
 def known_names() -> list[str]:
     """The names of all subjects but those that train."""
-    return [*default_names(), *(LAYER + name for name in dispatcher_names())]
+    layers = [LAYER + name for name in dispatcher_names()]
+    return [*ENGINES, *LIBRARIES, *dispatcher_names(), *layers]
 
 
 def make_subject(name: str) -> Subject:
@@ -50,8 +64,8 @@ def make_subject(name: str) -> Subject:
     base, num_sms = split_name(name)
     if base in ENGINES:
         return EngineSubject(name, base, num_sms)
-    if base == LIBRARY:
-        return LibrarySubject(name, num_sms)
+    if base in LIBRARIES:
+        return LibrarySubject(name, num_sms, *LIBRARIES[base])
     dispatcher = base.removeprefix(LAYER)
     choice = dispatcher_choice(dispatcher)
     return LayerSubject(name, choice) if base != dispatcher else MegatronSubject(name, choice)
@@ -75,6 +89,7 @@ def split_name(name: str) -> tuple[str, int | None]:
         return base, None
     if not re.fullmatch("[1-9][0-9]*", sms):
         raise InputError(f"subject {name!r}: write a number of SMs after the @, such as {base}@24")
-    if base != LIBRARY and (base not in ENGINES or "num_sms" not in ENGINES[base].caps.options):
+    takes_sms = base in LIBRARIES or (base in ENGINES and "num_sms" in ENGINES[base].caps.options)
+    if not takes_sms:
         raise InputError(f"subject {name!r}: {base} would ignore a number of SMs: leave @{sms} out")
     return base, int(sms)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.engines import libraries
+from megatron_ncclep.engines import libraries, nccl_ep_library
 from megatron_ncclep.version import __version__
 
 PACKAGES = ("megatron-core", "transformer-engine", "nccl-extensions", "deep-ep")
@@ -39,14 +39,16 @@ def machine(device: str) -> dict[str, Any]:
 def versions(device: str) -> dict[str, str | None]:
     """Versions by name; None for what is not installed."""
     nccl = libraries.loaded_nccl() if device == "cuda" else None
-    nccl_ep = libraries.find_nccl_ep() if device == "cuda" else None
+    nccl_ep = nccl_ep_library.find_nccl_ep() if device == "cuda" else None
     return {
         "megatron_ncclep": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": libraries.version_text(nccl.version) if nccl else None,
-        "libnccl_ep": libraries.version_text(nccl_ep.version) if nccl_ep else None,
+        "libnccl_ep": f"{libraries.version_text(nccl_ep.version)} ({nccl_ep.found})"
+        if nccl_ep
+        else None,
         **{name: _installed(name) for name in PACKAGES},
     }
 

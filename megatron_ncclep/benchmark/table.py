@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ncclep.benchmark.catalogue import LIBRARY
+from megatron_ncclep.benchmark.catalogue import LIBRARIES
 from megatron_ncclep.benchmark.subjects import LAUNCHED, STEPS, WHOLE
 from megatron_ncclep.benchmark.text import align, memory_held, problems, wrap
 from megatron_ncclep.benchmark.train_table import render_training, train_notes
 
 # Shown names that differ from those on the command line.
-TITLES = {LIBRARY: "nccl_ep (library)"}
+SHORT = {
+    "nccl-extensions": "ext", "transformer-engine": "TE", "pull_push": "pull-push",
+    "fixed_order": "fixed",
+}  # fmt: skip
+TITLES = {
+    name: f"lib:{'+'.join(SHORT[word] for word in (package, *modes))}"
+    if package
+    else "nccl_ep (library)"
+    for name, (package, modes) in LIBRARIES.items()
+}
 
 NOTES = (
     "Times are microseconds: the median over the samples of the slowest rank, all ranks starting "
     "together, and below it the 10th to the 90th percentile; sum adds the medians. bwd_dispatch is "
     'the backward of combine, bwd_combine the backward of dispatch. "of lib." divides the sum by '
-    "that of nccl_ep (library). GB/s is the busiest rank's "
-    "rows, each counted once for every other rank that needs it, over the time; in brackets, "
-    "percent of the ceiling. Limit is the time of these rows at the ceiling. GB held is device "
-    "memory on the rank that takes most: the peak of torch's allocator during one round, plus what "
-    "is held outside of it.",
+    "that of the quickest row of NVIDIA's library (lib: called directly). GB/s is the busiest "
+    "rank's rows, each counted once for every other rank that needs it, over the time; in "
+    "brackets, percent of the ceiling. Limit is the time of these rows at the ceiling. GB held is "
+    "device memory on the rank that takes most: the peak of torch's allocator during one round, "
+    "plus what is held outside of it.",
     "On GPUs the passes of engines are timed while the device is kept busy, so that launching them "
     "does not count. Megatron-Core's dispatchers are timed through their hooks, with identity "
     "experts, from an idle device: their host time counts. A whole MoELayer is timed likewise, "
@@ -96,7 +105,7 @@ def _ceiling(result: dict[str, Any]) -> str:
 
 def _engines(subjects: Sequence[dict[str, Any]], limit_us: float | None) -> list[str]:
     """The block of what has a plan and four passes."""
-    library = next((s["sum_us"] for s in subjects if s["name"] == LIBRARY), None)
+    library = min((s["sum_us"] for s in subjects if s["kind"] == "library"), default=None)
     rows = [
         [
             "", "SMs", *STEPS, "sum", "of lib.", "disp GB/s", "comb GB/s", "GB held",

@@ -8,15 +8,9 @@ import torch
 
 from megatron_ncclep.doctor.report import Finding
 from megatron_ncclep.engines import extension as native_extension
-from megatron_ncclep.engines import libraries
-from megatron_ncclep.engines.libraries import (
-    NCCL_OF_NCCL_EP,
-    OLDEST_NCCL,
-    Library,
-    Version,
-    nccl_package,
-    version_text,
-)
+from megatron_ncclep.engines import libraries, nccl_ep_library
+from megatron_ncclep.engines.libraries import OLDEST_NCCL, Library, nccl_package, version_text
+from megatron_ncclep.engines.nccl_ep_library import BUILDS, NcclEpLibrary
 
 
 def nccl() -> Iterator[Finding]:
@@ -60,24 +54,29 @@ def nccl_for_native(used: Library | None) -> tuple[str, str | None]:
 
 
 def nccl_ep() -> Iterator[Finding]:
-    """NVIDIA's libnccl_ep, the NCCL that it demands, and what it compiles its kernels with."""
-    library = libraries.find_nccl_ep()
+    """NVIDIA's libnccl_ep, the NCCL that it takes, and what it compiles its kernels with."""
+    library = nccl_ep_library.find_nccl_ep()
     if library is None:
         cuda = torch.version.cuda
         yield Finding(
             "libnccl_ep",
-            f"none for CUDA {cuda}; the package nccl-extensions brings it "
-            "(pip install 'megatron-ncclep[nccl-ep]')"
+            f"none for CUDA {cuda}; the packages nccl-extensions (pip install "
+            "'megatron-ncclep[nccl-ep]') and transformer-engine bring one each"
             if cuda
             else "none: torch is built for the CPU",
         )
         return
-    yield Finding("libnccl_ep", str(library))
-    # It gets the libnccl.so.2 that is there first, whichever one engines open.
-    used = libraries.loaded_nccl() or libraries.find_nccl()
+    yield Finding("libnccl_ep", _described(library))
+    for other in nccl_ep_library.installed_nccl_eps():
+        if other.path != library.path:
+            yield Finding(
+                f"libnccl_ep of {other.package}",
+                f"{_described(other)}; {nccl_ep_library.CHOICE}={other.package} chooses it",
+            )
+    nccl = nccl_ep_library.nccl_in_use()
     installed = [libraries.packaged_nccl(), libraries.system_nccl()]
     value, remedy = nccl_for_nccl_ep(
-        library.version, used, [other for other in installed if other is not None]
+        library, nccl, [other for other in installed if other is not None]
     )
     on_gpu = torch.cuda.is_available()
     if remedy is not None and not on_gpu:  # nothing that it could be used with is here
@@ -91,47 +90,49 @@ def nccl_ep() -> Iterator[Finding]:
         if compiler is None and on_gpu
         else None,
     )
-    folders = libraries.jit_folders(library)
-    missing = [name for name in (libraries.SOURCES, libraries.NCCL_HEADERS) if name not in folders]
+    folders = nccl_ep_library.jit_folders(library)
+    problem = nccl_ep_library.jit_problem(library, folders, nccl)
     yield Finding(
         "headers of libnccl_ep",
         ", ".join(f"{name}={folder}" for name, folder in folders.items()) or "nothing found",
-        f"it compiles its kernels at first use: set {' and '.join(missing)} to the folder with "
-        "its sources or NCCL's headers"
-        if missing and on_gpu
-        else None,
+        problem if on_gpu else None,
     )
+    if problem := nccl_ep_library.mode_problem(library):
+        yield Finding("modes of libnccl_ep", "not as asked for", problem if on_gpu else None)
+
+
+def _described(library: NcclEpLibrary) -> str:
+    """A libnccl_ep and what is known of it."""
+    takes = f"; it takes {library.build.demand}" if library.build else ""
+    interface = f"interface {library.interface}, " if library.interface else ""
+    return f"{version_text(library.version)}, {interface}{library.path} ({library.found}){takes}"
 
 
 def nccl_for_nccl_ep(
-    version: Version | None, used: Library | None, installed: Sequence[Library]
+    library: NcclEpLibrary, used: Library | None, installed: Sequence[Library]
 ) -> tuple[str, str | None]:
-    """Say which NCCL a libnccl_ep demands and, if that is not the one in use, what helps.
+    """Say which NCCL a libnccl_ep takes and, if that is not the one in use, what helps.
 
     Args:
-        version: of libnccl_ep.
+        library: the libnccl_ep.
         used: the NCCL that it would get.
         installed: others on this machine.
     """
-    demanded = NCCL_OF_NCCL_EP.get(version) if version else None
-    if demanded is None:
-        known = ", ".join(map(version_text, NCCL_OF_NCCL_EP))
-        return (
-            f"which one libnccl_ep {version_text(version)} demands is not known",
-            f"install one of which it is: {known} (pip install nccl-extensions==0.1.0)",
+    build = library.build
+    if build is None:
+        known = ", ".join(
+            f"{version_text(b.version)} of interface {b.interface} (pip install {b.requirement})"
+            for b in BUILDS
         )
-    value = f"it demands exactly {version_text(demanded)}"
-    if used is not None and used.version == demanded:
-        return f"{value}, which is in use", None
-    value += f", in use is {version_text(used.version) if used else 'none'}"
-    fitting = next((other for other in installed if other.version == demanded), None)
-    if fitting is not None:
-        return value, f"start the process with LD_PRELOAD={fitting.path}"
-    return value, (
-        f"pip install {nccl_package()}=={version_text(demanded)} in this environment, or start the "
-        f"process with LD_PRELOAD set to a libnccl.so.2 of that version, which is then loaded "
-        "before torch loads its own"
-    )
+        return (
+            f"which one libnccl_ep {version_text(library.version)} takes is not known",
+            f"install one of which it is: {known}",
+        )
+    value = f"it takes {build.demand}"
+    if build.takes(used):
+        return f"{value}, in use is {version_text(used.version) if used else ''}", None
+    value += f"; in use is {version_text(used.version) if used else 'none'}"
+    return value, nccl_ep_library.nccl_remedy(build, used, installed)
 
 
 def extension() -> Iterator[Finding]:

@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import EXPERTS, MAX_COUNT, RAISE, EpConfig
-from megatron_ncclep.engines import native_obstacle
+from megatron_ncclep.engines import native_obstacle, nccl_ep_obstacle
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.native import CAPS as NATIVE_CAPS
 from megatron_ncclep.engines.native import NativeEngine
 from megatron_ncclep.engines.nccl_ep import CAPS as NCCL_EP_CAPS
 from megatron_ncclep.engines.nccl_ep import NcclEpEngine
-from megatron_ncclep.engines.nccl_ep import obstacle as nccl_ep_obstacle
 from megatron_ncclep.engines.reference import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.engines.rows_limit import agreed_values
@@ -45,7 +44,7 @@ AUTO = "auto"
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
     "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_obstacle.obstacle),
-    "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_obstacle),
+    "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_obstacle.obstacle),
     "reference": EngineEntry(
         REFERENCE_CAPS, ReferenceEngine, lambda group, config, num_experts: None
     ),

@@ -1,4 +1,4 @@
-"""Finds what engines open at run time: NCCL, NVIDIA's libnccl_ep, and the compiler that it calls.
+"""Finds what engines need at run time: NCCL, and the compiler that NVIDIA's libnccl_ep calls.
 
 Nothing here opens a library for this process, and nothing is collective.  "Loaded" is judged at the
 time of the call: import torch first, whose import loads the NCCL that it was installed with.
@@ -7,7 +7,6 @@ time of the call: import torch first, whose import loads the NCCL that it was in
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import re
 import shutil
@@ -29,14 +28,9 @@ Version = tuple[int, int, int]
 NCCL = "libnccl.so.2"
 # The engine `native` needs NCCL's windows and LSA pointers, as they are since this version.
 OLDEST_NCCL: Version = (2, 28, 9)
-# libnccl_ep's version -> the NCCL that it was built with; it refuses to run with any other.
-NCCL_OF_NCCL_EP: dict[Version, Version] = {(0, 2, 0): (2, 30, 7)}
 
 # Seconds for a process that does nothing but open a library.
 PROBE_DEADLINE_S = 30.0
-
-SOURCES = "NCCL_EP_JIT_SOURCE_DIR"
-NCCL_HEADERS = "NCCL_EP_JIT_BUILD_INCLUDE_DIR"
 
 
 @dataclass(frozen=True)
@@ -74,13 +68,13 @@ def find_nccl() -> Library | None:
     Raises:
         InputError: NCCLEP_NCCL_LIBRARY names no file.
     """
-    named = _named("NCCLEP_NCCL_LIBRARY")
+    chosen = named("NCCLEP_NCCL_LIBRARY")
     loaded = loaded_nccl()
-    if named is None:
+    if chosen is None:
         return loaded or packaged_nccl() or system_nccl()
-    if loaded is not None and named.resolve() == loaded.path:
-        return Library(named, loaded.version, "NCCLEP_NCCL_LIBRARY, loaded in this process")
-    return Library(named, _probe(named).version, "NCCLEP_NCCL_LIBRARY")
+    if loaded is not None and chosen.resolve() == loaded.path:
+        return Library(chosen, loaded.version, "NCCLEP_NCCL_LIBRARY, loaded in this process")
+    return Library(chosen, _probe(chosen).version, "NCCLEP_NCCL_LIBRARY")
 
 
 def loaded_nccl() -> Library | None:
@@ -106,10 +100,10 @@ def loaded_nccl() -> Library | None:
 
 def packaged_nccl() -> Library | None:
     """Return the NCCL of NVIDIA's package nvidia-nccl-cu12 or -cu13, or None."""
-    for folder in _package_folders("nvidia"):
+    for folder in package_folders("nvidia"):
         path = folder / "nccl" / "lib" / NCCL
         if path.is_file():
-            owner = _distribution(folder.parent, "nvidia-nccl-")
+            owner = distribution(folder.parent, "nvidia-nccl-")
             return Library(path, _probe(path).version, f"package {owner or 'nvidia'}")
     return None
 
@@ -189,65 +183,7 @@ def _probe(library: Path | str) -> _Probe:
     return _Probe(nccl_version(code) if code >= 0 else None, mapped_file(maps, address))
 
 
-# --- libnccl_ep ----------------------------------------------------------------------------------
-
-
-def find_nccl_ep() -> Library | None:
-    """Return NVIDIA's libnccl_ep, or None if there is none for torch's CUDA.
-
-    The one that NCCLEP_NCCL_EP_LIBRARY names, else the one of the package nccl-extensions for the
-    CUDA major version that torch is built for.
-
-    Raises:
-        InputError: NCCLEP_NCCL_EP_LIBRARY names no file.
-    """
-    named = _named("NCCLEP_NCCL_EP_LIBRARY")
-    if named is not None:
-        return Library(named, nccl_ep_version(named), "NCCLEP_NCCL_EP_LIBRARY")
-    if torch.version.cuda is None:
-        return None
-    cuda_major = torch.version.cuda.partition(".")[0]
-    for folder in _package_folders("nccl"):
-        path = folder / "ep" / "lib" / f"cu{cuda_major}" / "libnccl_ep.so"
-        if path.is_file():
-            owner = _distribution(folder.parent, "nccl-extensions")
-            return Library(path, nccl_ep_version(path), f"package {owner or 'nccl'}")
-    return None
-
-
-def nccl_ep_version(path: Path) -> Version | None:
-    """Read from the file `path` which version of libnccl_ep it is.
-
-    The library cannot be asked where there is no GPU: it needs the driver's libcuda.so.1.
-    """
-    if path.stat().st_size == 0:  # which cannot be mapped
-        return None
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        found = re.search(rb"NCCL EP version (\d+)\.(\d+)\.(\d+)", content)
-        if found is None:
-            return None
-        major, minor, patch = map(int, found.groups())
-    return major, minor, patch
-
-
-def jit_folders(library: Library) -> dict[str, Path]:
-    """Return the folders that the libnccl_ep `library` compiles its kernels from, by variable.
-
-    Its own sources lie beside it.  NCCL's headers must be those of the NCCL in use, so they are
-    looked for beside that one, then in NVIDIA's package if it is the same version.  What the user
-    has set stays; what is not to be found is left out.
-
-    Raises:
-        InputError: a variable names a folder that does not exist.
-    """
-    folders: dict[str, Path] = {}
-    sources = _named(SOURCES) or _include_folder(library.path, "nccl_ep/common.hpp", "nccl_ep")
-    if sources is not None:
-        folders[SOURCES] = sources
-    headers = _named(NCCL_HEADERS) or _nccl_headers()
-    if headers is not None:
-        folders[NCCL_HEADERS] = headers
-    return folders
+# --- the compiler -------------------------------------------------------------------------------
 
 
 def find_nvcc() -> Path | None:
@@ -278,10 +214,19 @@ def find_nvcc() -> Path | None:
 # --- look-ups ------------------------------------------------------------------------------------
 
 
-def _named(variable: str) -> Path | None:
+def named(variable: str) -> Path | None:
     """Return the path that an environment variable holds; it must exist."""
     path: Path | None = envs.get(variable)
-    if path is not None and not path.exists():
+    return None if path is None else existing(variable, path)
+
+
+def existing(variable: str, path: Path) -> Path:
+    """Return `path`, which `variable` names.
+
+    Raises:
+        InputError: there is no such file or folder.
+    """
+    if not path.exists():
         raise InputError(
             f"{variable}={path}: there is no such file or folder; correct the path, or unset the "
             "variable to have it looked for"
@@ -289,7 +234,7 @@ def _named(variable: str) -> Path | None:
     return path
 
 
-def _package_folders(package: str) -> Iterator[Path]:
+def package_folders(package: str) -> Iterator[Path]:
     """Yield the folders of the top-level `package` on Python's path; imports nothing.
 
     Several distributions share `nvidia` and `nccl`, so neither has to be a folder of one place.
@@ -301,7 +246,7 @@ def _package_folders(package: str) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _distribution(site: Path, prefix: str) -> str | None:
+def distribution(site: Path, prefix: str) -> str | None:
     """Return the name of the distribution in the folder `site` that starts with `prefix`.
 
     When there are several, whose file it is cannot be told: all their names.
@@ -311,23 +256,21 @@ def _distribution(site: Path, prefix: str) -> str | None:
     return " or ".join(sorted({name for name in names if name.startswith(prefix)})) or None
 
 
-def _include_folder(library: Path, file: str, folder: str = "") -> Path | None:
-    """Return `include/folder` at most three folders above `library`, where include has `file`."""
-    for parent in library.parents[:3]:
-        if (parent / "include" / file).is_file():
-            return parent / "include" / folder
-    return None
-
-
-def _nccl_headers() -> Path | None:
-    """Return the folder with the headers of the NCCL in use."""
+def nccl_headers() -> Path | None:
+    """Return the folder with the headers of the NCCL in use: beside it, or in NVIDIA's package."""
     used = find_nccl()
     if used is None:
         return None
-    beside = _include_folder(used.path, "nccl.h")
+    beside = _headers_of(used)
     if beside is not None:
         return beside
     packaged = packaged_nccl()
     if packaged is None or used.version is None or packaged.version != used.version:
         return None
-    return _include_folder(packaged.path, "nccl.h")
+    return _headers_of(packaged)
+
+
+def _headers_of(nccl: Library) -> Path | None:
+    """Return `include` at most three folders above a libnccl.so.2, where it has nccl.h."""
+    folders = (parent / "include" for parent in nccl.path.parents[:3])
+    return next((folder for folder in folders if (folder / "nccl.h").is_file()), None)

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, libraries
-from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows, on_all_ranks
-from megatron_ncclep.engines.communicator import communicator_of
+from megatron_ncclep.engines import extension
+from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, NOT_ROUTED, EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.nccl_ep_staging import MAX_TOKENS, NcclEpPlan, Route, Staging
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
 from megatron_ncclep.engines.overflow_report import Shortage
 from megatron_ncclep.engines.rows_limit import can_drop, rows_limit
-from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError, LibraryError
+from megatron_ncclep.errors import GroupClosedError
 
 CAPS = EngineCaps(
     name="nccl_ep",
@@ -41,77 +40,6 @@ CAPS = EngineCaps(
     max_plan_bytes=64 * 2**20,
     compiles_at_run_time=True,
 )
-# Of libnccl_ep, as csrc/nccl_ep/api.h declares it; its constructor checks it once more.
-INTERFACE = (0, 2)
-MAX_RANKS_PER_NODE = 8
-MAX_NODES = 8
-# Its barriers' indices overlap beyond 34 SMs; beyond 16 it works over NVLink only.
-MAX_SMS = 34
-MAX_SMS_BETWEEN_NODES = 16
-MIN_COMPUTE_CAPABILITY = (9, 0)
-
-
-def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
-    """Say why the engine cannot run for `group`; None if it can.  Collective.
-
-    `CAPS` has what depends on `num_experts`.  What this rank alone finds, only this rank says.
-    """
-    nodes, timeout_s = group.ranks_per_node(config.timeout_s), config.timeout_s
-    what = "open, looking for what keeps the engine 'nccl_ep' from running"
-    problem = on_all_ranks(group, what, lambda: _own_obstacle(group, config, nodes), timeout_s)
-    if group.gather_problems(problem, what, timeout_s):
-        return problem
-    try:
-        communicator_of(group, timeout_s)
-    except (EngineUnavailableError, LibraryError) as error:  # on all ranks
-        return f"NCCL made no communicator: {error}"
-    return None
-
-
-def _own_obstacle(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | None:
-    """Say what is in the way on this rank; `nodes`: ranks of each machine.  Not collective."""
-    if group.device.type != "cuda":
-        return "it needs GPUs and a process group with the nccl backend"
-    if problem := extension.obstacle():
-        return problem
-    if torch.cuda.get_device_capability(group.device) < MIN_COMPUTE_CAPABILITY:
-        return f"{torch.cuda.get_device_name(group.device)} is older than Hopper (sm_90)"
-    if len(nodes) > MAX_NODES or max(nodes) > MAX_RANKS_PER_NODE:
-        return (
-            f"the group has {len(nodes)} nodes with up to {max(nodes)} ranks: the library takes "
-            f"{MAX_NODES} nodes of {MAX_RANKS_PER_NODE}"
-        )
-    most_sms = MAX_SMS if len(nodes) == 1 else MAX_SMS_BETWEEN_NODES
-    if config.num_sms is not None and config.num_sms > most_sms:
-        return f"num_sms {config.num_sms}: at most {most_sms} are safe on {len(nodes)} node(s)"
-    return _library_obstacle()
-
-
-def _library_obstacle() -> str | None:
-    """Say what the library lacks in this process, if anything."""
-    library = libraries.find_nccl_ep()
-    if library is None:
-        return "libnccl_ep.so was not found: pip install nccl-extensions"
-    if library.version is not None and library.version[:2] != INTERFACE:
-        return (
-            f"{library.path} is version {libraries.version_text(library.version)}: this engine "
-            f"knows the interface of {INTERFACE[0]}.{INTERFACE[1]} only"
-        )
-    nccl = libraries.loaded_nccl()
-    needed = libraries.NCCL_OF_NCCL_EP.get(library.version) if library.version else None
-    if nccl is not None and needed is not None and nccl.version != needed:
-        have, want = (".".join(map(str, version or ("?",))) for version in (nccl.version, needed))
-        return (
-            f"{library.path.name} was built with NCCL {want} and takes no other, but this process "
-            f"has NCCL {have}: pip install nvidia-nccl-cu13=={want}, or load that library first "
-            "(LD_PRELOAD)"
-        )
-    if libraries.find_nvcc() is None:
-        return (
-            "it compiles its kernels at first use and there is no nvcc: set CUDA_HOME to a CUDA "
-            "toolkit, or NCCL_EP_JIT_NVCC to its nvcc"
-        )
-    return None
 
 
 class NcclEpEngine:
@@ -150,6 +78,9 @@ class NcclEpEngine:
                 self._shortage.note(rows_needed(counts, alignment), limit)
             topk_idx = drop_what_does_not_fit(topk_idx, counts, self.group.rank, alignment, limit)
             counts = self._exchange_counts(topk_idx)
+        order = None
+        if self._staging.adds_by_pick:  # and the contract's order is that of the ranks
+            topk_idx, order = topk_idx.sort(dim=1)
         routed = self._local(counts)
         padded = (routed + alignment - 1) // alignment * alignment
         num_used = int(padded.sum())
@@ -164,6 +95,7 @@ class NcclEpEngine:
             routed_per_expert=on_device[0],
             num_dropped=on_device[2].sum(),
             topk_idx=topk_idx,
+            order=order,
             host_counts=padded,
             num_used=num_used,
             num_staged_tokens=max(agreement.told),
@@ -183,9 +115,11 @@ class NcclEpEngine:
         num_rows = self._staging.rows_of(plan)
         rows = x.new_empty(num_rows, x.shape[1])
         row_w = None if w is None else w.new_empty(num_rows)
+        if w is not None:
+            w = w.contiguous() if plan.order is None else w.gather(1, plan.order)
         handle.dispatch(
             x.contiguous(),
-            None if w is None else w.contiguous(),
+            w,
             rows,
             row_w,
             extension.current_stream(),
@@ -216,6 +150,8 @@ class NcclEpEngine:
             home_w,
             extension.current_stream(),
         )
+        if home_w is not None and plan.order is not None:
+            home_w = torch.empty_like(home_w).scatter_(1, plan.order, home_w)
         return out, home_w
 
     def close(self) -> None:

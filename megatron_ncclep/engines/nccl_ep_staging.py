@@ -18,7 +18,7 @@ import torch
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, libraries
+from megatron_ncclep.engines import extension, libraries, nccl_ep_library
 from megatron_ncclep.engines.agreement import on_all_ranks
 from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.engine import RoutePlan
@@ -52,6 +52,8 @@ class NcclEpPlan(RoutePlan):
 
     Attributes:
         topk_idx: int64 [num_tokens, top_k], without the picks that static mode dropped.
+        order: int64 [num_tokens, top_k], where each pick of `topk_idx` is among the caller's; None:
+            in the same place.
         host_counts: int64 [num_local_experts] on the CPU: `tokens_per_expert`.
         num_used: rows up to the end of the last block; `num_rows` unless in static mode.
         num_staged_tokens: the most tokens that any rank has.
@@ -59,6 +61,7 @@ class NcclEpPlan(RoutePlan):
     """
 
     topk_idx: torch.Tensor
+    order: torch.Tensor | None
     host_counts: torch.Tensor
     num_used: int
     num_staged_tokens: int
@@ -73,15 +76,38 @@ class NcclEpPlan(RoutePlan):
         return self.host_counts
 
 
-def _open_library() -> Any:
-    """Return the `_C.NcclEp`, told where its sources are.  Not collective."""
-    library = libraries.find_nccl_ep()
+@dataclass(frozen=True)
+class OpenLibrary:
+    """A libnccl_ep that this process has opened.
+
+    Attributes:
+        native: the `_C.NcclEp`.
+        modes: the environment variables that it is to find when it makes a group.
+        adds_by_pick: combine adds the ranks' parts in the order of a token's picks.
+    """
+
+    native: Any
+    modes: dict[str, str]
+    adds_by_pick: bool
+
+
+def open_library() -> OpenLibrary:
+    """Open the libnccl_ep that `find_nccl_ep` finds, told where its sources are.  Not collective.
+
+    Raises:
+        EngineUnavailableError: there is none.
+    """
+    library = nccl_ep_library.find_nccl_ep()
     if library is None:
-        raise EngineUnavailableError("libnccl_ep.so was not found: pip install nccl-extensions")
-    for name, folder in libraries.jit_folders(library).items():
+        raise EngineUnavailableError(nccl_ep_library.NO_LIBRARY)
+    for name, folder in nccl_ep_library.jit_folders(library).items():
         if envs.get(name) is None:
             os.environ[name] = str(folder)  # the library reads it when it compiles
-    return extension.load().NcclEp(str(library.path))
+    return OpenLibrary(
+        native=extension.load().NcclEp(str(library.path)),
+        modes=nccl_ep_library.group_modes(library),
+        adds_by_pick=envs.get(nccl_ep_library.PULL_PUSH),
+    )
 
 
 class Staging:
@@ -90,7 +116,7 @@ class Staging:
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         self._group, self._num_experts, self._config = group, num_experts, config
         self._communicator = communicator_of(group, config.timeout_s)
-        self._library = on_all_ranks(group, "opening libnccl_ep", _open_library, config.timeout_s)
+        self._library = on_all_ranks(group, "opening libnccl_ep", open_library, config.timeout_s)
         self._staged: Any = None
         self._limits = (0, 0, 0)  # tokens, bytes of a row, picks of a token
         self._num_rows = 0  # static mode: of every dispatched tensor
@@ -107,6 +133,11 @@ class Staging:
         rows = config.max_recv_rows
         alignment = f" aligned to {config.alignment}" if isinstance(rows, str) else ""
         return f"nccl_ep {num_experts} {rows}{alignment} {config.num_sms}"
+
+    @property
+    def adds_by_pick(self) -> bool:
+        """Whether combine adds the ranks' parts in the order of a token's picks."""
+        return self._library.adds_by_pick
 
     def rows_of(self, plan: NcclEpPlan) -> int:
         """Rows of the tensor that the library fills for a plan that is bound to this memory.
@@ -182,17 +213,18 @@ class Staging:
         num_rows = 0 if limit is None else max(limit, tokens)
 
         def make() -> Any:
-            return extension.load().NcclEpGroup(
-                self._library,
-                self._communicator,
-                num_experts=self._num_experts,
-                max_tokens=tokens,
-                max_recv_rows=num_rows,
-                row_bytes=row_bytes,
-                top_k=top_k,
-                num_sms=self._config.num_sms or 0,
-                timeout_s=self._config.timeout_s,
-            )
+            with nccl_ep_library.environment(self._library.modes):
+                return extension.load().NcclEpGroup(
+                    self._library.native,
+                    self._communicator,
+                    num_experts=self._num_experts,
+                    max_tokens=tokens,
+                    max_recv_rows=num_rows,
+                    row_bytes=row_bytes,
+                    top_k=top_k,
+                    num_sms=self._config.num_sms or 0,
+                    timeout_s=self._config.timeout_s,
+                )
 
         what = f"nccl_ep: making staging memory for {tokens} tokens of {row_bytes} bytes"
         self._staged = on_all_ranks(self._group, what, make, self._config.timeout_s)

@@ -133,6 +133,8 @@ def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message
         (["--smoke", "--subjects", "alltoall@8"], "would ignore a number of SMs"),
         (["--smoke", "--subjects", "layer:ncclep:native@8"], "would ignore a number of SMs"),
         (["--smoke", "--subjects", "layer:native"], "unknown subject 'layer:native': there are"),
+        (["--smoke", "--subjects", "nccl_ep_library+pull_push"], "unknown subject"),
+        (["--smoke", "--subjects", "nccl_ep_library:nccl-extensions+pull_push"], "unknown subject"),
         (["--smoke", "--subjects", "nccl_ep@x"], "write a number of SMs after the @"),
         (["--smoke", "--subjects", "nccl_ep@0"], "write a number of SMs after the @"),
         (["--config", "nothing"], "no benchmark configuration 'nothing'"),

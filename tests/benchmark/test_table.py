@@ -44,6 +44,21 @@ def test_numbers_of_the_table() -> None:
     assert max(len(line) for line in text.splitlines()) <= WIDTH
 
 
+def test_the_yardstick_is_the_quickest_of_nvidias() -> None:
+    """With the longest title that there is, in the longest form that a number has."""
+    result = sample_result()
+    subjects = result["shapes"][0]["subjects"]
+    quick = copy.deepcopy(subjects[1])
+    quick["name"] = "nccl_ep_library:transformer-engine+pull_push+fixed_order@64"
+    quick["sum_us"], quick["sms"] = 1500.0, "64"
+    subjects.insert(2, quick)
+    text = render(result)
+    assert row(text, "native@24")[7:9] == ["2100", "1.40"]
+    assert row(text, "nccl_ep (library)")[7:9] == ["3130", "2.09"]
+    assert row(text, "lib:TE+pull-push+fixed@64")[7:9] == ["1500", "1.00"]
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+
+
 def test_a_layer_has_no_rate() -> None:
     """Most of its time is not spent on rows."""
     layer = sample_result()["shapes"][0]["subjects"][-2]

@@ -1,6 +1,7 @@
 """What engines open at run time is found where it is, and its version is the library's own word.
 
 The libraries are empty files here: a process that would open one is played by `answers`.
+tests/contract/test_nccl_ep_library.py has the rest, of libnccl_ep.
 """
 
 from __future__ import annotations
@@ -11,28 +12,27 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from installation import install_nccl, package, touch
 
 from megatron_ncclep.engines import libraries
 from megatron_ncclep.engines.libraries import Library
+from megatron_ncclep.engines.nccl_ep_library import (
+    NCCL_HEADERS,
+    SOURCES,
+    NcclEpLibrary,
+    find_nccl_ep,
+    jit_folders,
+)
 from megatron_ncclep.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("site")
 
 ROOT = Path(__file__).resolve().parents[2]
 # Before a fixture replaces it.
 PYTHON_PATH = list(sys.path)
-VARIABLES = (
-    "NCCLEP_NCCL_LIBRARY",
-    "NCCLEP_NCCL_EP_LIBRARY",
-    "NCCL_EP_JIT_NVCC",
-    "NCCL_EP_JIT_SOURCE_DIR",
-    "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
-    "CUDA_HOME",
-)
-
 MAPS = """\
 7f1000000000-7f1000100000 r--p 00000000 fe:00 11         /opt/a b/libnccl.so.2
 7f1000100000-7f1000900000 r-xp 00100000 fe:00 11         /opt/a b/libnccl.so.2
@@ -40,63 +40,6 @@ MAPS = """\
 7f2000000000-7f2000100000 r-xp 00000000 fe:00 12         /opt/old/libnccl.so.2.28.9 (deleted)
 7ffd00000000-7ffd00021000 rw-p 00000000 00:00 0          [stack]
 """
-
-
-def touch(path: Path, content: bytes = b"") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-def package(site: Path, name: str) -> None:
-    touch(site / f"{name.replace('-', '_')}-1.0.dist-info" / "METADATA", f"Name: {name}\n".encode())
-
-
-@pytest.fixture(autouse=True)
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder of packages in place of the real ones, and no NCCL in the process."""
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    folder = tmp_path / "site"
-    folder.mkdir()
-    monkeypatch.setattr(sys, "path", [str(folder)])
-    monkeypatch.setattr(libraries, "loaded_nccl", lambda: None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    return folder
-
-
-@pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Path or name of each libnccl.so.2 that can be opened -> its ncclGetVersion."""
-    codes: dict[str, int] = {}
-
-    def run(command: list[str], **options: Any) -> SimpleNamespace:
-        assert options["timeout"] > 0
-        name = command[-1]
-        if name not in codes:
-            return SimpleNamespace(returncode=1, stdout="", stderr="OSError")
-        path = name if "/" in name else f"/usr/lib/{name}"
-        maps = f"1000-2000 r-xp 00000000 fe:00 1    {path}\n"
-        return SimpleNamespace(returncode=0, stdout=f"{codes[name]} {0x1800}\n{maps}", stderr="")
-
-    monkeypatch.setattr(libraries.subprocess, "run", run)
-    return codes
-
-
-def packaged(site: Path, answers: dict[str, int], code: int = 23007) -> Path:
-    """Install the package nvidia-nccl-cu13, headers included."""
-    path = touch(site / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
-    touch(site / "nvidia" / "nccl" / "include" / "nccl.h")
-    package(site, "nvidia-nccl-cu13")
-    answers[str(path)] = code
-    return path
-
-
-def nccl_ep(site: Path, content: bytes = b"\0NCCL EP version 0.2.0+cuda13.3\0") -> Path:
-    """Install the package nccl-extensions for CUDA 13, sources included."""
-    touch(site / "nccl" / "ep" / "include" / "nccl_ep" / "common.hpp")
-    package(site, "nccl-extensions")
-    return touch(site / "nccl" / "ep" / "lib" / "cu13" / "libnccl_ep.so", content)
 
 
 # --- what text and numbers mean ------------------------------------------------------------------
@@ -201,7 +144,7 @@ def test_nccl_is_looked_for_in_order(
     assert libraries.find_nccl() == Library(
         Path("/usr/lib/libnccl.so.2"), (2, 28, 9), "the system's loader"
     )
-    path = packaged(site, answers)
+    path = install_nccl(site, answers)
     assert libraries.find_nccl() == Library(path, (2, 30, 7), "package nvidia-nccl-cu13")
     loaded = Library(tmp_path / "loaded.so", (2, 29, 7), "loaded in this process")
     monkeypatch.setattr(libraries, "loaded_nccl", lambda: loaded)
@@ -225,7 +168,7 @@ def test_a_loaded_library_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_two_packages_with_the_same_file(site: Path, answers: dict[str, int]):
-    packaged(site, answers)
+    install_nccl(site, answers)
     package(site, "nvidia_nccl_cu12")
     package(site, "nvidia-cublas")
     found = libraries.packaged_nccl()
@@ -236,7 +179,7 @@ def test_two_packages_with_the_same_file(site: Path, answers: dict[str, int]):
 def test_a_library_that_does_not_open_has_no_version(
     site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ):
-    path = packaged(site, answers)
+    path = install_nccl(site, answers)
     answers.clear()
     assert libraries.find_nccl() == Library(path, None, "package nvidia-nccl-cu13")
 
@@ -245,69 +188,6 @@ def test_a_library_that_does_not_open_has_no_version(
 
     monkeypatch.setattr(libraries.subprocess, "run", hang)
     assert libraries.find_nccl() == Library(path, None, "package nvidia-nccl-cu13")
-
-
-# --- libnccl_ep ----------------------------------------------------------------------------------
-
-
-def test_libnccl_ep_is_the_one_for_torchs_cuda(
-    site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    assert libraries.find_nccl_ep() is None
-    path = nccl_ep(site)
-    assert libraries.find_nccl_ep() == Library(path, (0, 2, 0), "package nccl-extensions")
-    for cuda in ("12.8", None):
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        assert libraries.find_nccl_ep() is None
-    named = touch(tmp_path / "mine.so", b"NCCL EP version 0.11.3")
-    monkeypatch.setenv("NCCLEP_NCCL_EP_LIBRARY", str(named))
-    assert libraries.find_nccl_ep() == Library(named, (0, 11, 3), "NCCLEP_NCCL_EP_LIBRARY")
-
-
-@pytest.mark.parametrize("content", [b"", b"NCCL version 2.30.7+cuda13.0"])
-def test_a_file_without_libnccl_eps_version(site: Path, content: bytes):
-    nccl_ep(site, content)
-    found = libraries.find_nccl_ep()
-    assert found is not None
-    assert found.version is None
-
-
-def test_folders_of_the_jit(site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch):
-    nccl_ep(site)
-    library = libraries.find_nccl_ep()
-    assert library is not None
-    sources = site / "nccl" / "ep" / "include" / "nccl_ep"
-    assert libraries.jit_folders(library) == {libraries.SOURCES: sources}
-
-    packaged(site, answers)
-    headers = site / "nvidia" / "nccl" / "include"
-    both = {libraries.SOURCES: sources, libraries.NCCL_HEADERS: headers}
-    assert libraries.jit_folders(library) == both
-
-    monkeypatch.setenv(libraries.SOURCES, str(site / "nccl"))
-    monkeypatch.setenv(libraries.NCCL_HEADERS, str(site / "nvidia"))
-    assert libraries.jit_folders(library) == {
-        libraries.SOURCES: site / "nccl",
-        libraries.NCCL_HEADERS: site / "nvidia",
-    }
-
-
-def test_headers_are_those_of_the_nccl_in_use(
-    site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    library = Library(nccl_ep(site), (0, 2, 0), "")
-    packaged(site, answers, 23007)
-
-    def headers(path: Path, version: tuple[int, int, int]) -> Path | None:
-        monkeypatch.setattr(libraries, "loaded_nccl", lambda: Library(path, version, ""))
-        return libraries.jit_folders(library).get(libraries.NCCL_HEADERS)
-
-    alone = touch(tmp_path / "preloaded" / "libnccl.so.2")
-    assert headers(alone, (2, 30, 7)) == site / "nvidia" / "nccl" / "include"
-    assert headers(alone, (2, 29, 7)) is None
-    touch(tmp_path / "usr" / "include" / "nccl.h")
-    system = touch(tmp_path / "usr" / "lib" / "machine" / "libnccl.so.2.29.7")
-    assert headers(system, (2, 29, 7)) == tmp_path / "usr" / "include"
 
 
 # --- the compiler --------------------------------------------------------------------------------
@@ -346,10 +226,10 @@ def test_nvcc_is_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ("variable", "find"),
     [
         ("NCCLEP_NCCL_LIBRARY", libraries.find_nccl),
-        ("NCCLEP_NCCL_EP_LIBRARY", libraries.find_nccl_ep),
+        ("NCCLEP_NCCL_EP_LIBRARY", find_nccl_ep),
         ("NCCL_EP_JIT_NVCC", libraries.find_nvcc),
-        (libraries.SOURCES, lambda: libraries.jit_folders(Library(Path("/x/y.so"), None, ""))),
-        (libraries.NCCL_HEADERS, lambda: libraries.jit_folders(Library(Path("/x/y.so"), None, ""))),
+        (SOURCES, lambda: jit_folders(NcclEpLibrary(Path("/x/y.so"), None, ""))),
+        (NCCL_HEADERS, lambda: jit_folders(NcclEpLibrary(Path("/x/y.so"), None, ""))),
     ],
 )
 def test_what_is_named_must_exist(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,8 +12,9 @@ from doctor_machine import section, with_gpus, without_gpus
 
 from megatron_ncclep.doctor import examine, native
 from megatron_ncclep.doctor.report import Finding
-from megatron_ncclep.engines import libraries
+from megatron_ncclep.engines import libraries, nccl_ep_library
 from megatron_ncclep.engines.libraries import Library
+from megatron_ncclep.engines.nccl_ep_library import NcclEpLibrary
 
 
 def nccl_of(version: tuple[int, int, int] | None, path: str = "/opt/libnccl.so.2") -> Library:
@@ -35,24 +37,42 @@ def test_nccl_for_native(used: Library | None, value: str, remedy: str | None) -
     assert (way_out is None) if remedy is None else (remedy in str(way_out))
 
 
+EXTENSIONS = NcclEpLibrary(Path("/x/libnccl_ep.so"), (0, 2, 0), "so", "nccl-extensions", 2)
+TRANSFORMER_ENGINE = NcclEpLibrary(
+    Path("/te/libnccl_ep.so"), (0, 2, 0), "so", "transformer-engine", 3
+)
+PRELOAD = "LD_PRELOAD=/opt/other"
+
+
 @pytest.mark.parametrize(
-    ("version", "used", "installed", "value", "remedy"),
+    ("library", "used", "installed", "value", "remedy"),
     [
-        ((0, 2, 0), (2, 30, 7), [], "exactly 2.30.7, which is in use", None),
-        ((0, 2, 0), (2, 29, 7), [], "in use is 2.29.7", "==2.30.7 in this environment"),
-        ((0, 2, 0), (2, 29, 7), [(2, 30, 7)], "in use is 2.29.7", "LD_PRELOAD=/opt/other"),
-        ((0, 2, 0), (2, 29, 7), [(2, 31, 1)], "in use is 2.29.7", "==2.30.7 in this environment"),
-        ((0, 2, 0), (2, 32, 3), [], "in use is 2.32.3", "==2.30.7 in this environment"),
-        ((0, 2, 0), None, [], "in use is none", "==2.30.7 in this environment"),
-        ((0, 9, 0), (2, 30, 7), [], "libnccl_ep 0.9.0 demands is not known", "it is: 0.2.0 ("),
-        (None, (2, 30, 7), [], "version unknown demands is not known", "it is: 0.2.0 ("),
+        (EXTENSIONS, (2, 30, 7), [], "takes NCCL 2.30.7 exactly, in use is 2.30.7", None),
+        (EXTENSIONS, (2, 29, 7), [], "in use is 2.29.7", "==2.30.7 in this environment"),
+        (EXTENSIONS, (2, 29, 7), [(2, 30, 7)], "in use is 2.29.7", PRELOAD),
+        (EXTENSIONS, (2, 29, 7), [(2, 31, 1)], "in use is 2.29.7", "==2.30.7 in this environment"),
+        (EXTENSIONS, (2, 32, 3), [], "in use is 2.32.3", "==2.30.7 in this environment"),
+        (EXTENSIONS, None, [], "in use is none", "==2.30.7 in this environment"),
+        (TRANSFORMER_ENGINE, (2, 32, 3), [], "2.32.3 or newer, in use is 2.32.3", None),
+        (TRANSFORMER_ENGINE, (2, 33, 1), [], "2.32.3 or newer, in use is 2.33.1", None),
+        (TRANSFORMER_ENGINE, (2, 30, 7), [], "in use is 2.30.7", ">=2.32.3' in this environment"),
+        (TRANSFORMER_ENGINE, (2, 30, 7), [(2, 31, 2), (2, 33, 1)], "2.30.7", PRELOAD),
+        (
+            replace(EXTENSIONS, version=(0, 9, 0)),
+            (2, 30, 7),
+            [],
+            "libnccl_ep 0.9.0 takes is not known",
+            "it is: 0.2.0 of interface 2 (pip install nccl-extensions==0.1.0), 0.2.0 of interface "
+            "3 (pip install transformer-engine==2.20.2)",
+        ),
+        (replace(EXTENSIONS, version=None), (2, 30, 7), [], "unknown takes is not known", "it is:"),
     ],
 )
 def test_nccl_for_libnccl_ep(
-    version: Any, used: Any, installed: list[Any], value: str, remedy: str | None
+    library: NcclEpLibrary, used: Any, installed: list[Any], value: str, remedy: str | None
 ) -> None:
     others = [nccl_of(other, "/opt/other") for other in installed]
-    says, way_out = native.nccl_for_nccl_ep(version, used and nccl_of(used), others)
+    says, way_out = native.nccl_for_nccl_ep(library, used and nccl_of(used), others)
     assert value in says
     assert (way_out is None) if remedy is None else (remedy in str(way_out))
 
@@ -64,14 +84,25 @@ def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
     """Without one nobody can use it here."""
     (with_gpus if on_gpu else without_gpus)(monkeypatch)
     old = nccl_of((2, 27, 3))
-    library = Library(Path("/opt/x/libnccl_ep.so"), (0, 2, 0), "found so")
-    for name, answer in (
-        ("loaded_nccl", old), ("packaged_nccl", None), ("system_nccl", None), ("find_nccl", old),
-        ("find_nccl_ep", library), ("find_nvcc", None), ("jit_folders", {}),
+    for module, name, answer in (
+        (libraries, "loaded_nccl", old), (libraries, "packaged_nccl", None),
+        (libraries, "system_nccl", None), (libraries, "find_nccl", old),
+        (libraries, "find_nvcc", None), (nccl_ep_library, "find_nccl_ep", EXTENSIONS),
+        (nccl_ep_library, "installed_nccl_eps", [EXTENSIONS, TRANSFORMER_ENGINE]),
+        (nccl_ep_library, "jit_folders", {}),
     ):  # fmt: skip
-        monkeypatch.setattr(libraries, name, lambda *args, answer=answer: answer)
+        monkeypatch.setattr(module, name, lambda *args, answer=answer: answer)
+    monkeypatch.setenv("NCCL_EP_HT_EM_PULL_PUSH", "1")
     found = {**section("NCCL"), **section("NVIDIA's NCCL EP")}
     assert found["NCCL loaded"].value == "2.27.3, /opt/libnccl.so.2"
+    assert (
+        found["libnccl_ep"].value
+        == "0.2.0, interface 2, /x/libnccl_ep.so (so); it takes NCCL 2.30.7 exactly"
+    )
+    assert found["libnccl_ep of transformer-engine"].value == (
+        "0.2.0, interface 3, /te/libnccl_ep.so (so); it takes NCCL 2.32.3 or newer; "
+        "NCCLEP_NCCL_EP_LIBRARY=transformer-engine chooses it"
+    )
     problems = {subject: finding.problem for subject, finding in found.items() if finding.problem}
     if not on_gpu:
         assert not problems
@@ -81,6 +112,7 @@ def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
     assert "nvidia-nccl-cu" in problems.pop("NCCL of libnccl_ep")
     assert "set CUDA_HOME" in problems.pop("compiler of libnccl_ep")
     assert "NCCL_EP_JIT_BUILD_INCLUDE_DIR" in problems.pop("headers of libnccl_ep")
+    assert "PULL_PUSH is set" in problems.pop("modes of libnccl_ep")
     assert not problems
 
 

@@ -29,6 +29,9 @@ void fake_fail_after(int num_calls, int result) {
   fake_reset(result);
   calls_before_it = num_calls;
 }
+// Whether values of int64 and fp32 tensors are written down too, for tensors that are small.
+static int shows_values = 0;
+void fake_show_values(int yes) { shows_values = yes; }
 void fake_make_windows(int yes) { has_windows = yes; }
 
 #define CALL(...) snprintf(calls + strlen(calls), sizeof(calls) - strlen(calls), __VA_ARGS__)
@@ -130,13 +133,21 @@ int ncclEpGetVersion(int* version) {
   return 0;
 }
 
+// A library of interface 3 reads its modes when it makes a group.
+static const char* mode(const char* variable, const char* name) {
+  const char* value = getenv(variable);
+  return value != NULL && strcmp(value, "1") == 0 ? name : "";
+}
+
 int ncclEpCreateGroup(void** group, void* comm, const void* config) {
   CALL(
       "CreateGroup comm=%d size=%u magic=%x version=%u algorithm=%u experts=%u tokens=%u recv=%u "
-      "bytes=%u sms=%u timeout=%lu overflow=%u topk=%u\n",
+      "bytes=%u sms=%u timeout=%lu overflow=%u topk=%u%s%s\n",
       comm == calls, u32(config, 0), u32(config, 4), u32(config, 8), u32(config, 12),
       u32(config, 16), u32(config, 20), u32(config, 24), u32(config, 28), u32(config, 48),
-      (unsigned long)u64(config, 88), u32(config, 100), u32(config, 104));
+      (unsigned long)u64(config, 88), u32(config, 100), u32(config, 104),
+      mode("NCCL_EP_HT_EM_PULL_PUSH", " pull_push"),
+      mode("NCCL_EP_HT_EM_AG_SCAN_MODE", " fixed_order"));
   *group = calls + 1;
   return result();
 }
@@ -151,14 +162,19 @@ int ncclEpHandleMemSize(void* group, int layout, const void* config, size_t* byt
   return result();
 }
 
-// Reads all memory of a tensor, as the library may.
-static uint64_t touch(const void* argument) {
+static uint64_t bytes_of(const void* argument) {
   const int bytes_of_type[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
   const uint64_t* sizes = pointer(argument, 40);
-  const volatile char* data = pointer(argument, 16);
-  uint64_t bytes = bytes_of_type[u32(argument, 12)], sum = 0;
+  uint64_t bytes = bytes_of_type[u32(argument, 12)];
   for (unsigned i = 0; i < u32(argument, 8); ++i) bytes *= sizes[i];
-  for (uint64_t i = 0; i < bytes; ++i) sum += data[i];
+  return bytes;
+}
+
+// Reads all memory of a tensor, as the library may.
+static uint64_t touch(const void* argument) {
+  const volatile char* data = pointer(argument, 16);
+  uint64_t sum = 0;
+  for (uint64_t i = 0; i < bytes_of(argument); ++i) sum += data[i];
   return sum;
 }
 
@@ -173,6 +189,12 @@ static void tensor(const char* name, const void* argument) {
   for (unsigned i = 0; i < u32(argument, 8); ++i) CALL(i ? ",%lu" : "%lu", (unsigned long)sizes[i]);
   CALL("]%s", pointer(argument, 16) ? "" : "NULL");
   touch(argument);
+  if (!shows_values) return;
+  const void* values = pointer(argument, 16);
+  for (unsigned i = 0; u32(argument, 12) == 4 && i < bytes_of(argument) / 8; ++i)
+    CALL(" %ld", ((const long*)values)[i]);
+  for (unsigned i = 0; u32(argument, 12) == 7 && i < bytes_of(argument) / 4; ++i)
+    CALL(" %g", ((const float*)values)[i]);
 }
 
 int ncclEpInitHandle(void** handle, void* group, int layout, const void* config, int top_k,
@@ -212,7 +234,12 @@ int ncclEpCombine(void* handle, const void* inputs, const void* outputs, const v
   tensor("y", pointer(inputs, 8));
   tensor("w", pointer(inputs, 16));
   tensor("out", pointer(outputs, 8));
-  tensor("home_w", pointer(outputs, 16));
+  const void* home_w = pointer(outputs, 16);
+  tensor("home_w", home_w);
   CALL("\n");
+  // Weights that name their place.
+  for (unsigned i = 0; shows_values && home_w && i < bytes_of(home_w) / 4; ++i) {
+    ((float*)pointer(home_w, 16))[i] = i;
+  }
   return result();
 }

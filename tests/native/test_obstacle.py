@@ -22,7 +22,7 @@ from megatron_ncclep.engines import (
     extension,
     libraries,
     native_obstacle,
-    nccl_ep,
+    nccl_ep_obstacle,
 )
 from megatron_ncclep.engines.libraries import Library
 from megatron_ncclep.engines.native import CAPS
@@ -213,7 +213,7 @@ def test_a_rank_that_cannot_even_look(
             raise error
         return None
 
-    for module in (native_obstacle, nccl_ep):
+    for module in (native_obstacle, nccl_ep_obstacle):
         monkeypatch.setattr(module, "_own_obstacle", look)
     config = EpConfig(engine=engine)
     errors = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, config))

@@ -7,6 +7,7 @@ the extension calls.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import threading
@@ -19,8 +20,9 @@ import torch
 from fakes import ThreadGroup, compile_fake, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, nccl_ep_staging
+from megatron_ncclep.engines import extension, nccl_ep_library, nccl_ep_staging
 from megatron_ncclep.engines.nccl_ep import NcclEpEngine
+from megatron_ncclep.engines.nccl_ep_library import FIXED_ORDER, PULL_PUSH, NcclEpLibrary
 from megatron_ncclep.engines.nccl_ep_staging import NcclEpPlan, Route, Staging
 from megatron_ncclep.errors import LibraryError, RowsDroppedError
 
@@ -49,11 +51,15 @@ class Rank:
         """The functions of `names` that the library got since the last time, in order."""
         return [name for name in (line.split()[0] for line in self.lines()) if name in names]
 
-    def lines(self) -> list[str]:
-        """All functions that the library got since the last time, with their arguments."""
+    def lines(self, name: str = "") -> list[str]:
+        """The calls since the last time, with their arguments: of the function `name`, or all."""
         lines = self._fake.fake_calls().decode().splitlines()
         self._fake.fake_reset(0)
-        return lines
+        return [line for line in lines if line.startswith(f"{name} " if name else "")]
+
+    def show_values(self) -> None:
+        """Have the library write down what is in small tensors."""
+        self._fake.fake_show_values(1)
 
     def fail_next(self) -> None:
         """Have the library's next call fail."""
@@ -68,7 +74,15 @@ class Rank:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+def interface() -> int:
+    """Of the library."""
+    return 2
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: int
+) -> Callable[..., list[Any]]:
     """Calls a function of a `Rank` as every rank; returns what it returns or raises."""
     native, here = extension.load(), threading.local()
     original = compile_fake(tmp_path / "fake.so")
@@ -79,7 +93,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[A
         return native.Communicator(native.Nccl(str(here.path)), bytes(128), NUM_RANKS, group.rank)
 
     monkeypatch.setattr(nccl_ep_staging, "communicator_of", communicator_of)
-    monkeypatch.setattr(nccl_ep_staging, "_open_library", lambda: native.NcclEp(str(here.path)))
+    monkeypatch.setattr(
+        nccl_ep_library,
+        "find_nccl_ep",
+        lambda: NcclEpLibrary(here.path, (0, 2, 0), "", interface=interface),
+    )
+    monkeypatch.setattr(nccl_ep_library, "jit_folders", lambda library: {})
     monkeypatch.setattr(extension, "current_stream", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
@@ -104,6 +123,7 @@ def plan(num_tokens: int) -> NcclEpPlan:
         routed_per_expert=counts,
         num_dropped=counts.sum(),
         topk_idx=torch.zeros(num_tokens, TOP_K, dtype=torch.int64),
+        order=None,
         host_counts=counts,
         num_used=0,
         num_staged_tokens=num_tokens,
@@ -286,3 +306,68 @@ def test_what_one_rank_lacks_is_raised_by_all(run: Callable) -> None:
     assert texts[0] == texts[1]
     assert "rank 0 needed 200 rows and had 100 (of each rank" in texts[0]
     assert "rank 1 needed" not in texts[0]
+
+
+def modes(rank: Rank) -> list[str]:
+    rank.bind(plan(100))
+    (line,) = rank.lines("CreateGroup")
+    return line.partition("topk=2")[2].split()
+
+
+@pytest.mark.parametrize(
+    ("interface", "pull_push", "expected"),
+    [
+        (2, None, []),
+        (3, None, ["fixed_order"]),
+        (3, "0", ["fixed_order"]),
+        (3, "1", ["pull_push", "fixed_order"]),
+    ],
+)
+def test_modes_of_the_library(
+    run: Callable, pull_push: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer one puts an expert's rows in an order of the moment, unless it is told otherwise.
+
+    Its variables are as they were afterwards: others in the process may use it too.
+    """
+    monkeypatch.delenv(FIXED_ORDER, raising=False)
+    monkeypatch.delenv(PULL_PUSH, raising=False)
+    if pull_push is not None:
+        monkeypatch.setenv(PULL_PUSH, pull_push)
+    assert run(modes) == [expected] * NUM_RANKS
+    assert FIXED_ORDER not in os.environ
+
+
+def pull_and_push(rank: Rank) -> tuple[list[str], list[str], list[list[float]]]:
+    rank.show_values()
+    engine = NcclEpEngine(rank.group, NUM_EXPERTS, CONFIG)
+    made = engine.plan(torch.tensor([[7, 1], [2, 5], [-1, 3]]))
+    w = torch.tensor([[0.25, 0.5], [0.75, 1.0], [1.25, 1.5]])
+    engine.dispatch(made, torch.zeros(3, 16, dtype=torch.bfloat16), w)
+    (update,) = rank.lines("UpdateHandle")
+    engine.dispatch(made, torch.zeros(3, 16, dtype=torch.bfloat16), w)
+    (dispatch,) = rank.lines("Dispatch")
+    picks = update.partition("topk=4[3,2]")[2].partition(" counters")[0]
+    weights = dispatch.partition("w=7[3,2]")[2].partition(" rows")[0]
+    rows = torch.zeros(made.num_rows, 16, dtype=torch.bfloat16)
+    _, home_w = engine.combine(made, rows, torch.zeros(made.num_rows))
+    assert home_w is not None
+    return picks.split(), weights.split(), home_w.tolist()
+
+
+@pytest.mark.parametrize("interface", [3])
+@pytest.mark.parametrize("pull_push", [False, True])
+def test_picks_are_in_the_order_of_additions(
+    run: Callable, pull_push: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its push combine adds the ranks' parts in the order of picks, the contract in that of ranks.
+
+    With two ranks the sums are the same, and Megatron's routing maps name experts in order: only
+    other callers on more ranks would have got other bits.
+    """
+    monkeypatch.setenv(PULL_PUSH, str(int(pull_push)))
+    picks, weights = ["1", "7", "2", "5", "-1", "3"], ["0.5", "0.25", "0.75", "1", "1.25", "1.5"]
+    home_w = [[1.0, 0.0], [2.0, 3.0], [4.0, 5.0]]  # of picks as the caller named them
+    if not pull_push:
+        picks[:2], weights[:2], home_w[0] = ["7", "1"], ["0.25", "0.5"], [0.0, 1.0]
+    assert run(pull_and_push) == [(picks, weights, home_w)] * NUM_RANKS

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 import yaml
-from small_job import MODEL, train, write_text
-
-
-@dataclass(frozen=True)
-class Finished:
-    """One uninterrupted run with --compare alltoall."""
-
-    arguments: tuple[str, ...]
-    out: Path
-    output: str
+from small_job import MODEL, Finished, train, write_text
 
 
 @pytest.fixture(scope="session")

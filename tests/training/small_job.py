@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ MODEL = {
     "lr-decay-style": "cosine",
     "lr-warmup-fraction": 0.25,
 }
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One uninterrupted run with --compare alltoall."""
+
+    arguments: tuple[str, ...]
+    out: Path
+    output: str
 
 
 def write_text(path: Path, num_bytes: int = 20_000) -> Path:

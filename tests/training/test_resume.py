@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import Finished
-from small_job import MODEL, entries, losses, train
+from small_job import MODEL, Finished, entries, losses, train
 
 from megatron_ncclep import cli
 

@@ -13,8 +13,17 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from conftest import Finished
-from small_job import MODEL, command, entries, environment, losses, run, train, write_text
+from small_job import (
+    MODEL,
+    Finished,
+    command,
+    entries,
+    environment,
+    losses,
+    run,
+    train,
+    write_text,
+)
 
 from megatron_ncclep.training.report import largest_difference
 

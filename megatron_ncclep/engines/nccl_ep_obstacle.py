@@ -1,0 +1,134 @@
+"""What keeps NVIDIA's NCCL EP from running for a group, in words."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ncclep import envs
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import extension, libraries, nccl_ep_library
+from megatron_ncclep.engines.agreement import on_all_ranks
+from megatron_ncclep.engines.communicator import communicator_of
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.nccl_ep_library import NcclEpLibrary
+from megatron_ncclep.errors import EngineUnavailableError, LibraryError
+
+# Of libnccl_ep, as csrc/nccl_ep/api.h declares it; its constructor checks it once more.
+VERSION = (0, 2)
+MAX_RANKS_PER_NODE = 8
+MAX_NODES = 8
+# With more it works over NVLink only.
+MAX_SMS_BETWEEN_NODES = 16
+MIN_COMPUTE_CAPABILITY = (9, 0)
+
+
+def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+    """Say why the engine cannot run for `group`; None if it can.  Collective.
+
+    `CAPS` has what depends on `num_experts`.  What this rank alone finds, only this rank says.
+    """
+    nodes, timeout_s = group.ranks_per_node(config.timeout_s), config.timeout_s
+    what = "open, looking for what keeps the engine 'nccl_ep' from running"
+    problem = on_all_ranks(group, what, lambda: _own_obstacle(group, config, nodes), timeout_s)
+    if group.gather_problems(problem, what, timeout_s):
+        return problem
+    if unequal := _unequal(group, timeout_s):
+        return unequal
+    try:
+        communicator_of(group, timeout_s)
+    except (EngineUnavailableError, LibraryError) as error:  # on all ranks
+        return f"NCCL made no communicator: {error}"
+    return None
+
+
+def _own_obstacle(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | None:
+    """Say what is in the way on this rank; `nodes`: ranks of each machine.  Not collective."""
+    if group.device.type != "cuda":
+        return "it needs GPUs and a process group with the nccl backend"
+    if problem := extension.obstacle():
+        return problem
+    if torch.cuda.get_device_capability(group.device) < MIN_COMPUTE_CAPABILITY:
+        return f"{torch.cuda.get_device_name(group.device)} is older than Hopper (sm_90)"
+    if len(nodes) > MAX_NODES or max(nodes) > MAX_RANKS_PER_NODE:
+        return (
+            f"the group has {len(nodes)} nodes with up to {max(nodes)} ranks: the library takes "
+            f"{MAX_NODES} nodes of {MAX_RANKS_PER_NODE}"
+        )
+    library = nccl_ep_library.find_nccl_ep()
+    if library is None:
+        return nccl_ep_library.NO_LIBRARY
+    return _library_obstacle(library) or _mode_obstacle(library, group, config, len(nodes))
+
+
+def _library_obstacle(library: NcclEpLibrary) -> str | None:
+    """Say what the library lacks in this process, if anything."""
+    if library.version is not None and library.version[:2] != VERSION:
+        return (
+            f"{library.path} is version {libraries.version_text(library.version)}: this engine "
+            f"knows the interface of {VERSION[0]}.{VERSION[1]} only"
+        )
+    nccl = nccl_ep_library.nccl_in_use()
+    if problem := nccl_ep_library.nccl_problem(library, nccl):
+        return problem
+    ours = libraries.find_nccl()
+    if nccl is not None and ours is not None and ours.path.resolve() != nccl.path.resolve():
+        return (
+            f"NCCLEP_NCCL_LIBRARY={ours.path}, but libnccl_ep gets the NCCL that this process has "
+            f"loaded, {nccl.path}: unset the variable, or load that library first (LD_PRELOAD)"
+        )
+    if libraries.find_nvcc() is None:
+        return (
+            "it compiles its kernels at first use and there is no nvcc: set CUDA_HOME to a CUDA "
+            "toolkit, or NCCL_EP_JIT_NVCC to its nvcc"
+        )
+    return nccl_ep_library.jit_problem(library, nccl_ep_library.jit_folders(library), nccl)
+
+
+def _mode_obstacle(
+    library: NcclEpLibrary, group: EpGroup, config: EpConfig, num_nodes: int
+) -> str | None:
+    """Say why the library cannot work as it was asked to over this many machines."""
+    if problem := nccl_ep_library.mode_problem(library):
+        return problem
+    if num_nodes > 1 and envs.get(nccl_ep_library.PULL_PUSH):
+        return f"{nccl_ep_library.PULL_PUSH} is set, which needs all ranks in one machine: unset it"
+    most = torch.cuda.get_device_properties(group.device).multi_processor_count
+    if library.build is not None and library.build.max_sms is not None:
+        most = library.build.max_sms
+    if num_nodes > 1:
+        most = MAX_SMS_BETWEEN_NODES
+    if config.num_sms is not None and config.num_sms > most:
+        return (
+            f"num_sms {config.num_sms}: with {library.name} at most {most} are safe on "
+            f"{num_nodes} node(s)"
+        )
+    return None
+
+
+def _unequal(group: EpGroup, timeout_s: float) -> str | None:
+    """Say how the libraries of the ranks differ, if they do.  Collective; no rank lacks one.
+
+    Kernels of different libraries or modes would wait for each other for ever.
+    """
+    mine = torch.tensor(_identity())
+    every = group.gather(mine, "open, comparing libnccl_ep", timeout_s).tolist()
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            return f"it must be the same on all ranks: {_text(0, every[0])}, {_text(rank, theirs)}"
+    return None
+
+
+def _identity() -> list[int]:
+    """This rank's versions of libnccl_ep and NCCL, the interface, and whether it pulls."""
+    library, nccl = nccl_ep_library.find_nccl_ep(), nccl_ep_library.nccl_in_use()
+    assert library is not None  # `_own_obstacle` found one
+    versions = [library.version, nccl.version if nccl else None]
+    numbers = [n for version in versions for n in version or (-1, -1, -1)]
+    return [*numbers, library.interface or -1, int(envs.get(nccl_ep_library.PULL_PUSH))]
+
+
+def _text(rank: int, numbers: list[int]) -> str:
+    """Write what `_unequal` compares."""
+    library, nccl = (".".join(map(str, numbers[i : i + 3])) for i in (0, 3))
+    mode = f" and {nccl_ep_library.PULL_PUSH}" if numbers[7] else ""
+    return f"rank {rank} has libnccl_ep {library} of interface {numbers[6]}, NCCL {nccl}{mode}"

@@ -1,0 +1,273 @@
+"""The yardstick's check: it takes an expert's rows in any order, and nothing else that is wrong.
+
+NVIDIA's library is played by one process that has all rows and computes the sums as it does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ncclep.benchmark import library_subject, payload
+from megatron_ncclep.benchmark.catalogue import make_subject
+from megatron_ncclep.benchmark.check import rows_of
+from megatron_ncclep.benchmark.library_subject import PreparedLibrary
+from megatron_ncclep.benchmark.subjects import UnavailableError, Workload, make_workload
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.nccl_ep_library import CHOICE, FIXED_ORDER, PULL_PUSH
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.testing.cases import Case
+
+RANK = 1
+CASE = Case(
+    name="yardstick",
+    tokens=(20, 30, 25),
+    hidden=24,
+    num_experts=6,
+    top_k=3,
+    alignment=16,
+)
+
+
+class Handle:
+    """NVIDIA's handle as rank 1 sees it, which puts rows where `place` says and adds as it does."""
+
+    def __init__(self, work: Workload, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._work, self._place = work, place
+        self.adds_by_pick = False
+        self.picks: torch.Tensor | None = None
+
+    def update(self, topk_idx: torch.Tensor, *_: Any) -> None:
+        self.picks = topk_idx
+        routes = self._work.routes
+        block = torch.repeat_interleave(routes.padded[RANK])
+        self.place = self._place(block)
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor | None,
+        rows: torch.Tensor,
+        row_w: torch.Tensor | None,
+        stream: int,
+    ) -> None:
+        routes, width = self._work.routes, rows.shape[1]
+        kind = payload.X if x is self._work.x else payload.GRAD_OUT
+        pick = routes.picks_on(RANK)
+        token, k = pick.clamp(min=0) // CASE.top_k, pick.clamp(min=0) % CASE.top_k
+        sent = rows_of(routes, kind, token, width, rows.dtype)
+        sent[pick < 0] = 0
+        rows[self.place] = sent
+        if row_w is not None:
+            weights = rows_of(routes, payload.WEIGHTS, token, CASE.top_k, torch.float32)
+            weights = weights.gather(1, k[:, None]).squeeze(1)
+            weights[pick < 0] = 0
+            assert w is not None
+            assert self.picks is not None
+            for row in ((routes.source[token] == RANK) & (pick >= 0)).nonzero().flatten().tolist():
+                mine = int(token[row]) - routes.first[RANK]
+                expert = routes.expert[token[row], k[row]]
+                weights[row] = w[mine][self.picks[mine] == expert].item()
+            row_w[self.place] = weights
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        w: torch.Tensor | None,
+        out: torch.Tensor,
+        home_w: torch.Tensor | None,
+        stream: int,
+    ) -> None:
+        """Sums of this rank's tokens; what other ranks have is as it must be."""
+        work, routes = self._work, self._work.routes
+        kind = payload.Y if home_w is None else payload.GRAD_ROWS
+        mine = routes.tokens(RANK)
+        assert self.picks is not None
+        for t, (experts, slots) in enumerate(
+            zip(routes.expert[mine].tolist(), routes.slot[mine].tolist(), strict=True)
+        ):
+            slot_of = dict(zip(experts, slots, strict=True))
+            named = [e for e in self.picks[t].tolist() if e >= 0]
+            ranks = list(dict.fromkeys(e // 2 for e in named))
+            total = torch.zeros(CASE.hidden)
+            for owner in ranks if self.adds_by_pick else sorted(ranks):
+                part = torch.zeros(CASE.hidden)
+                for e in sorted(e for e in named if e // 2 == owner):
+                    row = torch.tensor([slot_of[e]])
+                    if owner == RANK:
+                        part += y[self.place[row]][0].float()
+                    else:
+                        part += payload.rows(
+                            kind, torch.tensor([owner]), row, CASE.hidden, work.case.dtype
+                        )[0].float()
+                total += part.to(y.dtype).float()
+            out[t] = total.to(out.dtype)
+            if home_w is None:
+                continue
+            assert w is not None
+            for k, e in enumerate(self.picks[t].tolist()):
+                row = torch.tensor([slot_of[e]])
+                home_w[t, k] = 0.0
+                if e >= 0 and e // 2 == RANK:
+                    home_w[t, k] = w[self.place[row]]
+                elif e >= 0:
+                    home_w[t, k] = payload.rows(
+                        payload.GRAD_WEIGHTS, torch.tensor([e // 2]), row, 1, torch.float32
+                    )
+
+
+def in_order(block: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(block))
+
+
+def in_any_order(block: torch.Tensor) -> torch.Tensor:
+    """Where each row goes: anywhere in the block of its expert."""
+    shuffled = torch.randperm(len(block))
+    place = torch.empty_like(shuffled)
+    place[torch.arange(len(block))] = shuffled[block[shuffled].argsort(stable=True)]
+    return place
+
+
+def in_another_block(block: torch.Tensor) -> torch.Tensor:
+    place = torch.arange(len(block))
+    place[[0, -1]] = place[[-1, 0]]
+    return place
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PreparedLibrary, Handle]]:
+    """Makes the yardstick over a `Handle`."""
+
+    def prepare(
+        place: Callable[[torch.Tensor], torch.Tensor],
+        adds_by_pick: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> tuple[PreparedLibrary, Handle]:
+        work = make_workload(replace(CASE, dtype=dtype), RANK)
+        handle = Handle(work, place)
+        native = SimpleNamespace(
+            NcclEpGroup=lambda *_, **options: SimpleNamespace(handle_bytes=lambda *_: 1),
+            NcclEpHandle=lambda *_: handle,
+        )
+        monkeypatch.setattr(library_subject.extension, "load", lambda: native)
+        monkeypatch.setattr(library_subject.extension, "current_stream", lambda: 0)
+        monkeypatch.setattr(library_subject, "communicator_of", lambda *_: None)
+        monkeypatch.setattr(library_subject, "open_library", lambda: SimpleNamespace(native=None))
+        group: Any = SimpleNamespace(rank=RANK, device=torch.device("cpu"))
+        return PreparedLibrary(group, work, EpConfig(engine="nccl_ep"), adds_by_pick), handle
+
+    return prepare
+
+
+@pytest.mark.parametrize("place", [in_order, in_any_order])
+def test_rows_of_an_expert_may_lie_in_any_order(prepared: Callable, place: Callable) -> None:
+    torch.manual_seed(0)
+    subject, _ = prepared(place)
+    assert subject.problem() is None
+    assert subject.problem() is None  # another order
+
+
+def test_a_row_in_another_experts_block(prepared: Callable) -> None:
+    text = prepared(in_another_block)[0].problem()
+    assert text is not None
+    assert text.startswith("dispatch: rank 1, row ")
+
+
+@pytest.mark.parametrize("what", ["row", "weight", "sum", "gradient", "weight's gradient"])
+def test_one_value_that_is_wrong(
+    what: str, prepared: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    subject, handle = prepared(in_any_order)
+    dispatch, combine = handle.dispatch, handle.combine
+
+    def wrong_dispatch(x: Any, w: Any, rows: Any, row_w: Any, stream: int) -> None:
+        dispatch(x, w, rows, row_w, stream)
+        if what == ("gradient" if w is None else "row"):
+            rows[3, 20] += 1
+        if what == "weight" and row_w is not None:
+            row_w[3] += 1
+
+    def wrong_combine(y: Any, w: Any, out: Any, home_w: Any, stream: int) -> None:
+        combine(y, w, out, home_w, stream)
+        if what == "sum" and w is None:
+            out[3, 20] += 1
+        if what == "weight's gradient" and w is not None:
+            home_w[3, 1] += 1
+
+    monkeypatch.setattr(handle, "dispatch", wrong_dispatch)
+    monkeypatch.setattr(handle, "combine", wrong_combine)
+    text = subject.problem()
+    assert text is not None
+    expected = {"row": "dispatch", "weight": "dispatch", "sum": "combine"}
+    assert text.startswith(expected.get(what, "bwd_"))
+
+
+def test_sums_in_the_order_of_picks(prepared: Callable) -> None:
+    """A library that adds so gets its picks sorted, and no other result is right.
+
+    In fp32: three rows of bf16 add up to the same in any order.
+    """
+    subject, handle = prepared(in_any_order, adds_by_pick=True, dtype=torch.float32)
+    handle.adds_by_pick = True
+    assert subject.problem() is None
+    subject, handle = prepared(in_any_order, adds_by_pick=False, dtype=torch.float32)
+    handle.adds_by_pick = True
+    assert str(subject.problem()).startswith("combine: rank 1, token ")
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "modes"),
+    [
+        ("nccl_ep_library", None, ("0", "0")),
+        ("nccl_ep_library:nccl-extensions@24", "nccl-extensions", ("0", "0")),
+        ("nccl_ep_library:transformer-engine", "transformer-engine", ("0", "0")),
+        ("nccl_ep_library:transformer-engine+pull_push@64", "transformer-engine", ("1", "0")),
+        (
+            "nccl_ep_library:transformer-engine+pull_push+fixed_order",
+            "transformer-engine",
+            ("1", "1"),
+        ),
+    ],
+)
+def test_a_name_decides_what_the_library_finds(
+    name: str, package: str | None, modes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the environment says; the engine, asked whether it can run, has its fixed order."""
+    monkeypatch.delenv(CHOICE, raising=False)
+    monkeypatch.setenv(PULL_PUSH, "1")
+    monkeypatch.setenv(FIXED_ORDER, "0")
+    before = dict(os.environ)
+    seen: list[tuple[Any, ...]] = []
+
+    def look(*arguments: Any) -> None:
+        seen.append(tuple(os.environ.get(v) for v in (CHOICE, PULL_PUSH, FIXED_ORDER)))
+
+    monkeypatch.setattr(library_subject, "choose_engine", look)
+    monkeypatch.setattr(library_subject, "PreparedLibrary", look)
+    monkeypatch.setattr(library_subject.EpGroup, "of", lambda group: group)
+    setting: Any = SimpleNamespace(new_group=lambda: None, timeout_s=60)
+    make_subject(name).prepare(setting, _work())
+    assert seen == [(package, modes[0], "1"), (package, *modes)]
+    assert dict(os.environ) == before
+
+
+def test_a_package_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise InputError("NCCLEP_NCCL_EP_LIBRARY=nccl-extensions: this package brings none")
+
+    monkeypatch.setattr(library_subject, "choose_engine", fail)
+    monkeypatch.setattr(library_subject.EpGroup, "of", lambda group: group)
+    setting: Any = SimpleNamespace(new_group=lambda: None, timeout_s=60)
+    with pytest.raises(UnavailableError, match="this package brings none"):
+        make_subject("nccl_ep_library:nccl-extensions").prepare(setting, _work())
+
+
+def _work() -> Any:
+    return SimpleNamespace(case=CASE)

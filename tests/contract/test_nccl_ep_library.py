@@ -1,0 +1,295 @@
+"""Which libnccl_ep is taken, with which NCCL it runs, and what it compiles its kernels from.
+
+The libraries are short texts here, with what the code reads in the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from installation import install_nccl, install_nccl_extensions, install_transformer_engine, touch
+
+from megatron_ncclep.engines import libraries, nccl_ep_library
+from megatron_ncclep.engines.libraries import Library, Version
+from megatron_ncclep.engines.nccl_ep_library import (
+    CHOICE,
+    FIXED_ORDER,
+    NCCL_HEADERS,
+    PULL_PUSH,
+    SOURCES,
+    NcclEpLibrary,
+    environment,
+    find_nccl_ep,
+    jit_folders,
+    jit_problem,
+    mode_problem,
+    nccl_problem,
+)
+from megatron_ncclep.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("site")
+
+
+def nccl(*version: int) -> Library:
+    assert len(version) == 3
+    return Library(Path("/opt/libnccl.so.2"), version, "loaded")
+
+
+def extensions(site: Path) -> NcclEpLibrary:
+    path = install_nccl_extensions(site)
+    return NcclEpLibrary(
+        path, (0, 2, 0), "package nccl-extensions", "nccl-extensions", 2, "13.3"
+    )  # fmt: skip
+
+
+def transformer_engine(site: Path) -> NcclEpLibrary:
+    path = install_transformer_engine(site)
+    return NcclEpLibrary(
+        path, (0, 2, 0), "package transformer-engine-cu13", "transformer-engine", 3, "13.4"
+    )  # fmt: skip
+
+
+# --- finding one ---------------------------------------------------------------------------------
+
+
+def test_each_package_brings_one_for_torchs_cuda(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_nccl_ep() is None
+    expected = transformer_engine(site)
+    assert find_nccl_ep() == expected
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert find_nccl_ep() is None
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert find_nccl_ep() is None
+
+
+def test_that_of_nccl_extensions(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert extensions(site) == find_nccl_ep()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert find_nccl_ep() is None
+
+
+def test_transformer_engine_for_another_cuda_lies_in_the_same_place(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_transformer_engine(site, cuda="12.9")
+    assert find_nccl_ep() is None
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    found = find_nccl_ep()
+    assert found is not None
+    assert (found.found, found.interface) == ("package transformer-engine-cu12", 3)
+
+
+def test_transformer_engine_that_was_built_from_its_sources(site: Path) -> None:
+    built = install_transformer_engine(site)
+    built = built.rename(built.parents[1] / built.name)
+    found = find_nccl_ep()
+    assert found is not None
+    assert found.path == built
+
+
+@pytest.mark.parametrize(
+    ("version", "package"),
+    [
+        ((2, 30, 7), "nccl-extensions"),
+        ((2, 32, 3), "transformer-engine"),
+        ((2, 33, 0), "transformer-engine"),
+        # None of them runs with these, and the first one says what it takes.
+        ((2, 28, 9), "nccl-extensions"),
+        ((2, 31, 2), "nccl-extensions"),
+        (None, "nccl-extensions"),
+    ],
+)
+def test_of_two_the_one_that_takes_the_nccl_in_use(
+    version: Version | None, package: str, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extensions(site)
+    transformer_engine(site)
+    loaded = nccl(*version) if version else None
+    monkeypatch.setattr(libraries, "loaded_nccl", lambda: loaded)
+    monkeypatch.setattr(libraries, "find_nccl", lambda: loaded)
+    found = find_nccl_ep()
+    assert found is not None
+    assert found.package == package
+
+
+def test_one_can_be_chosen(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = extensions(site)
+    for package in ("nccl-extensions", "transformer-engine"):
+        if package == "transformer-engine":
+            monkeypatch.setenv(CHOICE, package)
+            with pytest.raises(
+                InputError, match=f"{CHOICE}={package}: this package brings no .* for CUDA 13.0"
+            ):
+                find_nccl_ep()
+            expected = transformer_engine(site)
+        monkeypatch.setenv(CHOICE, package)
+        monkeypatch.setattr(libraries, "loaded_nccl", lambda: nccl(2, 30, 7))
+        assert find_nccl_ep() == expected
+    mine = touch(tmp_path / "mine.so", b"NCCL EP version 0.11.3")
+    monkeypatch.setenv(CHOICE, str(mine))
+    assert find_nccl_ep() == NcclEpLibrary(mine, (0, 11, 3), CHOICE)
+
+
+@pytest.mark.parametrize("content", [b"", b"NCCL version 2.30.7+cuda13.0"])
+def test_a_file_without_libnccl_eps_version(site: Path, content: bytes) -> None:
+    install_nccl_extensions(site, content)
+    found = find_nccl_ep()
+    assert found is not None
+    assert (found.version, found.interface, found.build) == (None, None, None)
+
+
+# --- the NCCL that it takes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "fits_extensions", "fits_transformer_engine"),
+    [
+        ((2, 28, 9), False, False),
+        ((2, 30, 4), False, False),
+        ((2, 30, 7), True, False),
+        ((2, 31, 2), False, False),
+        ((2, 32, 2), False, False),
+        ((2, 32, 3), False, True),
+        ((2, 33, 0), False, True),
+        ((3, 0, 0), False, True),
+    ],
+)
+def test_the_nccl_that_each_takes(
+    version: Version, fits_extensions: bool, fits_transformer_engine: bool, site: Path
+) -> None:
+    """As NVIDIA built them: 2.30.7 and no other; 2.32.3 and what came after it."""
+    for library, fits in (
+        (extensions(site), fits_extensions),
+        (transformer_engine(site), fits_transformer_engine),
+    ):
+        assert (nccl_problem(library, nccl(*version)) is None) == fits
+
+
+def test_what_is_said_of_an_nccl_that_does_not_fit(site: Path) -> None:
+    alone = extensions(site)
+    assert nccl_problem(alone, nccl(2, 32, 3)) == (
+        "libnccl_ep of nccl-extensions takes NCCL 2.30.7 exactly, and this process has NCCL "
+        "2.32.3: pip install nvidia-nccl-cu13==2.30.7 in this environment, or start the process "
+        "with LD_PRELOAD set to such a libnccl.so.2, which is then loaded before torch loads its "
+        "own"
+    )
+    newer = transformer_engine(site)
+    text = nccl_problem(alone, nccl(2, 32, 3))
+    assert text is not None
+    assert text.endswith(f"set {CHOICE}=transformer-engine, whose libnccl_ep takes it")
+    text = nccl_problem(newer, None)
+    assert text is not None
+    assert "takes NCCL 2.32.3 or newer, and this process has none" in text
+    assert "pip install 'nvidia-nccl-cu13>=2.32.3'" in text
+
+
+def test_of_a_library_that_is_not_known_nothing_is_said() -> None:
+    """It looks itself, before anything else."""
+    assert nccl_problem(NcclEpLibrary(Path("/x.so"), (0, 2, 1), ""), nccl(2, 28, 9)) is None
+
+
+# --- what it compiles its kernels from -----------------------------------------------------------
+
+
+def test_sources_are_its_own(site: Path, answers: dict[str, int]) -> None:
+    old, new = extensions(site), transformer_engine(site)
+    assert jit_folders(old) == {SOURCES: site / "nccl" / "ep" / "include" / "nccl_ep"}
+    beside = site / "transformer_engine" / "wheel_lib" / "nccl_ep"
+    assert jit_folders(new) == {SOURCES: beside / "include" / "nccl_ep"}
+
+
+def test_folders_of_the_jit(
+    site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = extensions(site)
+    sources = site / "nccl" / "ep" / "include" / "nccl_ep"
+    install_nccl(site, answers)
+    headers = site / "nvidia" / "nccl" / "include"
+    both = {SOURCES: sources, NCCL_HEADERS: headers}
+    assert jit_folders(library) == both
+    assert jit_problem(library, both, nccl(2, 30, 7)) is None
+
+    monkeypatch.setenv(SOURCES, str(site / "nccl"))
+    monkeypatch.setenv(NCCL_HEADERS, str(site / "nvidia"))
+    assert jit_folders(library) == {SOURCES: site / "nccl", NCCL_HEADERS: site / "nvidia"}
+
+
+def test_headers_are_those_of_the_nccl_in_use(
+    site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = extensions(site)
+    install_nccl(site, answers, 23007)
+
+    def headers(path: Path, version: tuple[int, int, int]) -> Path | None:
+        monkeypatch.setattr(libraries, "loaded_nccl", lambda: Library(path, version, ""))
+        return jit_folders(library).get(NCCL_HEADERS)
+
+    alone = touch(tmp_path / "preloaded" / "libnccl.so.2")
+    assert headers(alone, (2, 30, 7)) == site / "nvidia" / "nccl" / "include"
+    assert headers(alone, (2, 29, 7)) is None
+    touch(tmp_path / "usr" / "include" / "nccl.h")
+    system = touch(tmp_path / "usr" / "lib" / "machine" / "libnccl.so.2.29.7")
+    assert headers(system, (2, 29, 7)) == tmp_path / "usr" / "include"
+
+
+def test_sources_and_headers_of_something_else(
+    site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables of one library in the environment of the other: kernels of both compile."""
+    old, new = extensions(site), transformer_engine(site)
+    install_nccl(site, answers, 23007)
+    folders = jit_folders(old)
+    assert jit_problem(old, folders, nccl(2, 30, 7)) is None
+    text = jit_problem(new, folders, nccl(2, 30, 7))
+    assert text is not None
+    assert re.search(
+        f"{SOURCES}=.* has the sources of interface 2, and .* is of interface 3: unset it", text
+    )
+    text = jit_problem(new, {**folders, SOURCES: jit_folders(new)[SOURCES]}, nccl(2, 32, 3))
+    assert text is not None
+    assert re.search(
+        f"{NCCL_HEADERS}=.* has the headers of NCCL 2.30.7, and this process has NCCL 2.32.3", text
+    )
+    for missing in (SOURCES, NCCL_HEADERS):
+        text = jit_problem(old, {k: v for k, v in folders.items() if k != missing}, nccl(2, 30, 7))
+        assert text is not None
+        assert f"set {missing} to the folder" in text
+
+
+# --- its modes -----------------------------------------------------------------------------------
+
+
+def test_modes_that_would_be_ignored(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = extensions(site), transformer_engine(site)
+    assert (mode_problem(old), mode_problem(new)) == (None, None)
+    monkeypatch.setenv(PULL_PUSH, "1")
+    assert mode_problem(new) is None
+    assert f"{PULL_PUSH} is set, which libnccl_ep of nccl-ext" in str(mode_problem(old))
+    monkeypatch.setenv(PULL_PUSH, "0")
+    monkeypatch.setenv(FIXED_ORDER, "0")
+    assert mode_problem(old) is None
+    assert f"{FIXED_ORDER}=0: " in str(mode_problem(new))
+    assert nccl_ep_library.group_modes(new) == {FIXED_ORDER: "1"}
+    assert nccl_ep_library.group_modes(old) == {}
+
+
+def test_the_environment_is_what_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FIXED_ORDER, "0")
+    during = {}
+
+    def fail() -> None:
+        with environment({FIXED_ORDER: "1", PULL_PUSH: "1"}):
+            during.update(os.environ)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert (during[FIXED_ORDER], during[PULL_PUSH]) == ("1", "1")
+    assert os.environ[FIXED_ORDER] == "0"
+    assert PULL_PUSH not in os.environ
