@@ -110,7 +110,7 @@ class Job:
             shape.check_ranks(ranks)
         for training in kept_trainings:
             training.settings(ranks)
-            for name in trained:
+            for name in filter(is_train, subjects or ()):
                 if reason := train_obstacle(parse_train(name), device, training):
                     raise InputError(f"{name}: {reason}")
         # Made anew, so that what the command line says is checked as what the file says.

@@ -130,12 +130,13 @@ class SubjectModel:
     ) -> None:
         self._settings, self._text = settings, text
         self._done = 0
-        _seed(settings)
+        on_gpu = setting.device == "cuda"
+        _seed(settings, on_gpu)
         config = settings.transformer_config(
             choice.dispatcher.dispatcher,
             setting.num_ranks,
             _options(choice, setting, max_recv_rows),
-            **_fusions(settings, on_gpu=setting.device == "cuda"),
+            **_fusions(settings, on_gpu),
             **choice.dispatcher.options,
             **graph_fields(choice.graphs),
         )
@@ -146,7 +147,7 @@ class SubjectModel:
             torch.device(setting.device),
             wrapping_stream(choice.graphs),
         )
-        if setting.device == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()  # it may have been wrapped on another stream
         self._graphs = make_graphs(choice.graphs, settings, setting.num_ranks, config, self._built)
         self._dtype = config.params_dtype
@@ -156,6 +157,11 @@ class SubjectModel:
     def num_parameters(self) -> int:
         """Parameters of this rank."""
         return sum(weight.numel() for weight in self._built.gpt.parameters())
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the last step on this rank; waits for the device."""
+        return float(self._loss)
 
     @property
     def phases(self) -> list[tuple[Callable[[], Any], bool]]:
@@ -179,15 +185,15 @@ class SubjectModel:
         losses, grad_norms = [], []
         for _ in range(count):
             self.step()
-            losses.append(float(self._loss))
+            losses.append(self.loss)
             grad_norms.append(float(self._grad_norm))
             after_each()
         return Curve(weights, output, gradient, losses, grad_norms)
 
-    def close(self) -> None:
-        """Release the graphs, the engines and the memory."""
+    def close(self, engines: bool = True) -> None:
+        """Release the graphs, the memory and, where nothing has failed, the engines."""
         self._graphs.close()
-        for module in self._built.gpt.modules():
+        for module in self._built.gpt.modules() if engines else ():
             close_dispatcher(getattr(module, "token_dispatcher", None))
         del self._built, self._graphs
         gc.collect()
@@ -246,14 +252,16 @@ class SubjectModel:
         }
 
 
-def _seed(settings: Settings) -> None:
-    """Set all random states, with a tracker that CUDA graphs can hold where there is one."""
+def _seed(settings: Settings, on_gpu: bool) -> None:
+    """Set all random states, on a GPU with a tracker that CUDA graphs can hold."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    engine = settings["transformer-impl"] == "transformer_engine"
     torch.manual_seed(settings["seed"])
     model_parallel_cuda_manual_seed(
-        settings["seed"], te_rng_tracker=engine, use_cudagraphable_rng=engine, force_reset_rng=True
+        settings["seed"],
+        te_rng_tracker=settings["transformer-impl"] == "transformer_engine",
+        use_cudagraphable_rng=on_gpu,
+        force_reset_rng=True,
     )
 
 

@@ -24,7 +24,12 @@ from megatron_ncclep.benchmark.train_check import (
 )
 from megatron_ncclep.benchmark.train_graphs import EAGER_STEPS
 from megatron_ncclep.benchmark.train_model import Curve, SubjectModel, TrainingText, load_text
-from megatron_ncclep.benchmark.train_names import CONTROL, TrainChoice, parse_train
+from megatron_ncclep.benchmark.train_names import (
+    CONTROL,
+    TrainChoice,
+    parse_train,
+    train_obstacle,
+)
 from megatron_ncclep.benchmark.train_profile import StepProfile, profile_steps
 from megatron_ncclep.benchmark.train_result import TrainingResult, TrainResult
 from megatron_ncclep.benchmark.train_shapes import TrainingShape
@@ -60,6 +65,8 @@ class _Entry:
     choice: TrainChoice
     result: TrainResult
     curve: Curve | None = None
+    # What says that it learns nothing on this rank.
+    unlearnt: str | None = None
     # Of this rank, one list for each turn.
     times: list[list[float]] = field(default_factory=list)
     profile: StepProfile | None = None
@@ -90,19 +97,37 @@ class _TrainingRun:
 
     def _run(self) -> TrainingResult | None:
         ranks, settings = self._ranks, self._settings
-        ranks.step("text")
-        initialize(ranks.setting)
-        text = load_text(settings, ranks, Path(self._job.out) / "data")
         entries = [
             _Entry(choice, TrainResult(choice.name, _checked(choice)))
             for choice in map(parse_train, self._job.trained)
         ]
         result = TrainingResult.of(self._shape)
-        result.settings, result.text = settings.values, text.source
+        result.settings = settings.values
         result.tokens = settings["global-batch-size"] * settings["seq-length"]
         if any(entry.choice.static for entry in entries):
             result.max_recv_rows = self._job.max_recv_rows
         result.subjects = [entry.result for entry in entries]
+        for entry in entries:
+            if reason := train_obstacle(entry.choice, ranks.setting.device, self._shape):
+                entry.result.fail("unavailable", reason)
+        if able := [entry for entry in entries if entry.result.status == "ok"]:
+            ranks.step("text")
+            initialize(ranks.setting)
+            text = load_text(settings, ranks, Path(self._job.out) / "data")
+            result.text = text.source
+            self._measure(able, text, result.tokens)
+        ranks.close()
+        result.judge(self._job.required)
+        return result if ranks.rank == 0 else None
+
+    def _measure(self, entries: list[_Entry], text: TrainingText, tokens: int) -> None:
+        """Check and time subjects, and summarise them over the ranks.
+
+        Args:
+            entries: of the subjects.
+            text: to train on.
+            tokens: of all ranks in one step.
+        """
         named = next((entry for entry in entries if entry.choice.name == CONTROL), None)
         control = None if named else self._control(text)
         for entry in entries:
@@ -115,10 +140,7 @@ class _TrainingRun:
                     self._turn(entry, text, turn)
         control = control or _curve_of(named)
         for entry in entries:
-            self._finish(entry, control, result.tokens)
-        ranks.close()
-        result.judge(self._job.required)
-        return result if ranks.rank == 0 else None
+            self._finish(entry, control, tokens)
 
     def _control(self, text: TrainingText) -> Curve:
         """Train the control for the first steps, where it is not measured itself.
@@ -152,13 +174,17 @@ class _TrainingRun:
         with self._model(entry, entry.choice, text, f"turn {turn + 1}") as model:
             if model is None:
                 return
-            curve = model.first_steps(CHECKED_STEPS, ranks.deadline)
-            for _ in range(job.warmup):
+            if entry.curve is None:
+                entry.curve = model.first_steps(CHECKED_STEPS, ranks.deadline)
+            for _ in range(job.warmup + (CHECKED_STEPS if turn else 0)):
                 model.step()
+                ranks.deadline()
             entry.times.append(ranks.timer.consecutive(model.step, job.samples))
             ranks.deadline()
+            first, last = entry.curve.losses[0], model.loss
+            if not last < first:  # a NaN is less than nothing
+                entry.unlearnt = f"loss {last!r} after timing, and {first!r} in the first step"
             if turn == 0:
-                entry.curve = curve
                 result.memory = memory.growth()
                 result.num_parameters = model.num_parameters
                 if ranks.on_gpu:
@@ -191,24 +217,21 @@ class _TrainingRun:
         else:
             yield None
         if model is not None:
-            model.close()
+            # Without the others an engine is not closed: that is collective.
+            model.close(engines=status == "ok")
         if status != "ok":
             entry.result.fail(status, f"{what}: {reason}")
 
     def _finish(self, entry: _Entry, control: Curve, tokens: int) -> None:
         """Compare a subject with the control, and summarise it over the ranks.  Collective."""
         result, curve, ranks = entry.result, entry.curve, self._ranks
-        if curve is not None:
-            mine = (
-                curve.losses,
-                most_apart(curve, control),
-                max(layer_parts(curve, control).values()),
-            )
-            losses, losses_apart, layers_apart = zip(*ranks.gather(mine), strict=True)
-            result.losses = [sum(step) / len(step) for step in zip(*losses, strict=True)]
-            result.loss_apart, result.layer_apart = max(losses_apart), max(layers_apart)
-        if result.status != "ok" or curve is None:
+        if result.status != "ok":
             return
+        assert curve is not None  # of the first turn
+        apart = most_apart(curve, control), max(layer_parts(curve, control).values())
+        losses, losses_apart, layers_apart = zip(*ranks.gather((curve.losses, *apart)), strict=True)
+        result.losses = [sum(step) / len(step) for step in zip(*losses, strict=True)]
+        result.loss_apart, result.layer_apart = max(losses_apart), max(layers_apart)
         turns = [
             [max(samples) for samples in zip(*turn, strict=True)]
             for turn in zip(*ranks.gather(entry.times), strict=True)
@@ -222,7 +245,8 @@ class _TrainingRun:
                 for kind in entry.profile.kinds_us
             }
             result.host_us = max(profile.host_us for profile in profiles)
-        self._judge(entry, curve_problem(curve, control, self._settings["moe-router-topk"]))
+        problem = curve_problem(curve, control, self._settings["moe-router-topk"])
+        self._judge(entry, problem or entry.unlearnt)
 
     def _judge(self, entry: _Entry, problem: str | None) -> None:
         """Take a problem of any rank as the subject's outcome.  Collective."""

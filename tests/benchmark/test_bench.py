@@ -18,6 +18,7 @@ from sample_result import sample_result
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.benchmark.subjects import LAUNCHED, STEPS, WHOLE
 from megatron_ncclep.benchmark.table import render
+from megatron_ncclep.benchmark.train_names import is_train
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -76,6 +77,7 @@ def test_json_of_the_smoke_run(smoke: Done) -> None:
     assert result["versions"]["torch"]
     assert result["options"]["samples"] == 3
     configured = load("smoke")
+    measured = [name for name in configured.subjects if not is_train(name)]
     assert [shape["shape"]["name"] for shape in result["shapes"]] == [
         shape.name for shape in configured.shapes
     ]
@@ -85,7 +87,7 @@ def test_json_of_the_smoke_run(smoke: Done) -> None:
         assert found["ceiling_reason"] == "no GPUs"
         assert sum(found["num_rows"]) >= 2 * shape.tokens * shape.top_k
         assert 0 < found["wire_bytes"] <= shape.tokens * shape.row_bytes
-        assert tuple(subject["name"] for subject in found["subjects"]) == configured.subjects
+        assert [subject["name"] for subject in found["subjects"]] == measured
 
 
 def test_every_subject_of_the_smoke_run_is_measured_or_says_why_not(smoke: Done) -> None:
@@ -110,6 +112,47 @@ def test_every_subject_of_the_smoke_run_is_measured_or_says_why_not(smoke: Done)
                 assert rate["gb_per_s"] == pytest.approx(
                     shape["wire_bytes"] / rate["median_us"] / 1e3
                 )
+
+
+def test_training_steps_of_the_smoke_run(smoke: Done) -> None:
+    (training,) = smoke.result["trainings"]
+    assert set(training) == set(sample_result()["trainings"][0])
+    if not HAS_MEGATRON:
+        reasons = [subject["reason"] for subject in training["subjects"]]
+        assert all("pip install 'megatron-ncclep[train]'" in reason for reason in reasons)
+        return
+    assert training["error"] is None
+    # 2 sequences of 64 in each of 2 micro-batches of 2 ranks.
+    assert training["tokens"] == 512
+    names = [subject["name"] for subject in training["subjects"]]
+    assert names == [name for name in load("smoke").subjects if is_train(name)]
+    for subject in training["subjects"]:
+        assert set(subject) == set(sample_result()["trainings"][0]["subjects"][0])
+        assert subject["status"] == "ok", subject
+        times = subject["step"]
+        assert 0 < times["p10_us"] <= times["median_us"] <= times["p90_us"]
+        assert len(subject["turns_us"]) == 2
+        assert subject["tokens_per_s"] == pytest.approx(512 / times["median_us"] * 1e6)
+        assert subject["losses"][-1] < subject["losses"][0]
+        assert (subject["kinds_us"], subject["host_us"], subject["memory"]) == ({}, None, None)
+
+
+def test_training_steps_that_are_wrong_or_cannot_run_are_failures(tmp_path: Path) -> None:
+    """The control is trained although nobody asked for it."""
+    done = run(
+        tmp_path, [str(FOLDER / "broken_bench.py")], "--smoke", "--samples", "1",
+        "--subjects", "train:ncclep:native,train:ncclep:wrong,train:ncclep:reference",
+    )  # fmt: skip
+    assert done.status == 1
+    (training,) = done.result["trainings"]
+    assert [s["status"] for s in training["subjects"]] == ["unavailable", "wrong", "ok"]
+    unavailable, wrong, right = training["subjects"]
+    assert "turn 1: engine 'native'" in unavailable["reason"]
+    assert "the output of the first MoE layer is " in wrong["reason"]
+    assert (wrong["step"], wrong["tokens_per_s"]) == ({}, None)
+    assert right["loss_apart"] < 1e-5
+    assert "train:ncclep:native was asked for and cannot run" in done.stderr
+    assert "train:ncclep:wrong wrong: rank " in done.stderr
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

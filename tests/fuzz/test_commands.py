@@ -33,7 +33,7 @@ OPTIONS = {
         "--model tiny --dispatcher ncclep --cluster local-cpu",
     ),
     "bench": (
-        "--config --subjects --ranks --device --samples --warmup --out --smoke",
+        "--config --subjects --ranks --device --samples --warmup --max-recv-rows --out --smoke",
         "--device cpu --out d",
     ),
     "plot": ("-o --out --subjects", "bench.json"),
@@ -48,7 +48,8 @@ FILES = {
 }  # fmt: skip
 known = st.sampled_from(
     [*FILES, "d", "tiny", "smoke", "ncclep", "local-cpu", "alltoall", "cpu", "auto", "reference",
-     "native@3", "reference@3", "lr=nan", "seed=-1", "num-layers=0", "2", "4"]
+     "native@3", "reference@3", "train:ncclep:native:static", "train:alltoall:x", "lr=nan",
+     "seed=-1", "num-layers=0", "2", "4"]
 )  # fmt: skip
 
 

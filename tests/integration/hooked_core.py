@@ -33,6 +33,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import megatron_ncclep
 from megatron_ncclep import EpConfig, integration
+from megatron_ncclep.benchmark import train_graphs
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
 
@@ -272,6 +273,40 @@ def check_optimizer_graphs():
     assert steps
 
 
+def check_graphs_of_the_benchmark():
+    """`ncclep bench` asks for CUDA graphs by names that change, and clears what classes keep."""
+    from megatron.core import full_cuda_graph
+    from megatron.core.num_microbatches_calculator import (  # noqa: F401
+        init_num_microbatches_calculator,
+        unset_num_microbatches_calculator,
+    )
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    moe = {**OPTIONS, "moe_token_dispatcher_type": "alltoall"}
+    whole = TransformerConfig(**moe, **train_graphs.graph_fields("full_iteration"))
+    parts = TransformerConfig(**moe, **train_graphs.graph_fields("partial_graphs"))
+    assert parts.cuda_graph_impl == "transformer_engine"
+    held = "cuda_graph_modules" if hasattr(parts, "cuda_graph_modules") else "cuda_graph_scope"
+    assert [part.name for part in getattr(parts, held)] == list(train_graphs.PARTS)
+    asked = [whole.cuda_graph_impl, *(part.name for part in getattr(whole, held))]
+    assert asked in (["full_iteration"], ["local", "full_iteration"])
+    wanted = {"model", "config", "seq_length", "micro_batch_size", "optimizers"}
+    assert wanted <= set(inspect.signature(TECudaGraphHelper).parameters)
+    for name in ("create_cudagraphs", "delete_cuda_graphs"):
+        assert callable(getattr(TECudaGraphHelper, name))
+
+    wrapper, loader = full_cuda_graph.FullCudaGraphWrapper, full_cuda_graph.StaticBufferLoader
+    graphs = train_graphs.FullIteration()
+    assert graphs.forward_backward.cuda_graph_warmup_steps == train_graphs.EAGER_STEPS
+    loader()({"tokens": torch.zeros(2)}, "training", 0)
+    wrapper.cuda_graph["training"] = wrapper.result["training"] = object()
+    wrapper.curr_iteration["training"] = 3
+    graphs.close()
+    assert loader.static_buffers == {"training": [], "validation": []}
+    assert wrapper.cuda_graph == wrapper.result == {"training": None, "validation": None}
+    assert wrapper.curr_iteration == {"training": 0, "validation": 0}
+
+
 def check_all():
     """Check what this version has."""
     check_places()
@@ -283,6 +318,7 @@ def check_all():
     check_text_of_a_refusal()
     check_before_steps()
     check_counts_of_experts()
+    check_graphs_of_the_benchmark()
     name = "megatron.core.optimizer.optimizer_cuda_graph"
     assert (find_spec(name) is None) == megatron.core.__version__.startswith("0.16")
     if find_spec(name) is not None:
