@@ -29,7 +29,9 @@ OPTIONS = EpConfig(
     max_recv_rows=64,
     on_overflow="raise",
     num_sms=7,
+    experts="grouped",
     timeout_s=5.0,
+    check_calls=True,
 )
 EXACT = dataclasses.replace(OPTIONS, max_recv_rows=None, on_overflow="drop")
 STATIC = dataclasses.replace(OPTIONS, on_overflow="drop")
