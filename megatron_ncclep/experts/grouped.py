@@ -87,19 +87,32 @@ class GroupedExperts:
             rows = (probs.unsqueeze(-1) * rows).to(rows.dtype)
             probs = torch.ones_like(probs)
 
-        fuse = config.gradient_accumulation_fusion
-        hidden = grouped_linear(rows, offsets, fc1, fuse)
+        into_main_grad = self._adds_to_main_grad(fc1[0])
+        hidden = grouped_linear(rows, offsets, fc1, into_main_grad)
         activated = activate(config, hidden, probs)
         again = None
         if recomputes_activation(config):
             again = partial(activate, config, hidden.detach(), probs.detach())
-        output = grouped_linear(activated, offsets, fc2, fuse, again)
+        output = grouped_linear(activated, offsets, fc2, into_main_grad, again)
         return output, None
 
     def lay_out_weights(self) -> None:
         """Put the experts' weights behind one another, as Megatron's buffers do."""
         for layer in ("linear_fc1", "linear_fc2"):
             lay_out(self.weights_of(layer))
+
+    def _adds_to_main_grad(self, weight: torch.nn.Parameter) -> bool:
+        """Whether backward adds to main_grad itself, for all experts at once.
+
+        Without `gradient_accumulation_fusion` DDP's hooks do it, expert by expert and with the same
+        result, unless a parameter says that it is done.  Megatron's own CUDA graphs believe that
+        only with the option: without it they would add once more.
+        """
+        config = self.config
+        if config.gradient_accumulation_fusion:
+            return True
+        has_own_graphs = getattr(config, "cuda_graph_impl", None) == "local"
+        return hasattr(weight, "grad_added_to_main_grad") and not has_own_graphs
 
     def _check_when_run(self, rows: Tensor, weight: torch.nn.Parameter) -> None:
         """Refuse what can only be seen then."""

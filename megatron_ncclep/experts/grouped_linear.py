@@ -29,8 +29,8 @@ def grouped_linear(
         rows: [num_rows, in_features].
         offsets: ends of the blocks, int32 [num_experts], on the rows' device.
         weights: one parameter [out_features, in_features] for each block, in the blocks' order.
-        into_main_grad: add gradients to the parameters' `main_grad`, where they have one, as
-            Megatron's `gradient_accumulation_fusion` asks for.
+        into_main_grad: add gradients to the parameters' `main_grad`, where they have one, instead
+            of leaving that to who reads `.grad`.
         make_rows_again: called in backward, where it is given, instead of keeping `rows`.
 
     Returns:

@@ -9,6 +9,7 @@ import copy
 import multiprocessing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_parameters_are_megatrons(megatron_pool: RankPool) -> None:
 class Training:
     """A GPTModel in Megatron's DDP with its distributed optimizer, all overlaps on."""
 
-    def __init__(self, experts: str, seed: int, fuse: bool = False) -> None:
+    def __init__(self, experts: str, seed: int, **of_experts: Any) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -85,10 +86,9 @@ class Training:
             for parameter in self.gpt.parameters():
                 parameter += seed
         self.experts = [layer.mlp.experts for layer in self.gpt.decoder.layers]
-        if fuse:  # of the experts alone: the other layers' fused kernel needs a GPU
-            for module in self.experts:
-                module.config = copy.copy(module.config)
-                module.config.gradient_accumulation_fusion = True
+        for module in self.experts:  # options that the other layers would need a GPU for
+            module.config = copy.copy(module.config)
+            vars(module.config).update(of_experts)
         self.model = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
@@ -180,14 +180,26 @@ def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
 def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
     from megatron_ncclep.experts.expert_stack import view_of
 
+    adds: list[int] = []  # of how many dimensions what is added to was
+    original = torch.Tensor.add_
+
+    def add_(self: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        adds.append(self.dim())
+        return original(self, *args, **more)
+
     curves = {}
-    for name, experts, fuse in [
-        ("megatron", "megatron", False),
-        ("grouped", "grouped", False),
-        ("fused", "grouped", True),
+    for name, experts, options in [
+        ("megatron", "megatron", {}),
+        ("grouped", "grouped", {}),
+        ("fused", "grouped", {"gradient_accumulation_fusion": True}),
+        ("in Megatron's graphs", "grouped", {"cuda_graph_impl": "local"}),
     ]:
-        training = Training(experts, seed=0, fuse=fuse)
-        curves[name] = [training.step() for _ in range(4)]
+        adds.clear()
+        training = Training(experts, seed=0, **options)
+        with mock.patch.object(torch.Tensor, "add_", add_):
+            curves[name] = [training.step() for _ in range(4)]
+        # 2 layers x 2 products x 2 micro-batches x 4 steps; a kernel for each expert otherwise.
+        assert adds.count(3) == (32 if name in ("grouped", "fused") else 0), name
         if experts == "grouped":
             # In Megatron's buffers now, where weights and gradients are used as they lie.
             for module in training.experts:
@@ -206,8 +218,9 @@ def test_training_with_the_distributed_optimizer(megatron_pool: RankPool) -> Non
         # fp32 (6e-8 a rounding) and blocks padded to 16 rows, which sum in another order; Adam's
         # first steps divide by gradients' sizes, so that an error of 1e-6 stays one.  A step's loss
         # moves by 1e-2 or more.
-        for name in ("grouped", "fused"):
-            assert curves[name] == [pytest.approx(step, rel=2e-4) for step in expected], name
+        assert curves["grouped"] == [pytest.approx(step, rel=2e-4) for step in expected]
+        # Whoever adds gradients up, it is the same sum.
+        assert curves["fused"] == curves["in Megatron's graphs"] == curves["grouped"]
 
 
 # ---- checkpoints
