@@ -30,9 +30,7 @@ CAPS = EngineCaps(
     reduction=HOME_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
-    options=frozenset(
-        {"alignment", "check_calls", "max_recv_rows", "num_sms", "on_overflow", "timeout_s"}
-    ),
+    options=frozenset({"alignment", "check_calls", "max_recv_rows", "num_sms", "timeout_s"}),
     max_tokens=65536,
     max_top_k=32,
     max_local_experts=MAX_EXPERTS,
