@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_ncclep.combine import combine
@@ -122,9 +123,13 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         assert self._topk_idx is not None, "dispatch_preprocess comes first"
         self._hidden_shape = hidden_states.shape
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        group = EpGroup.of(self.ep_group)
+        # Before it captures a layer, Megatron runs it with whatever is in its buffers.
+        is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+        group.is_rehearsal = is_graph_capturing() and not is_captured
         self._plan = self.engine.plan(self._topk_idx)
         self._topk_idx = None
-        if self._can_drop and self.num_dropped is not None:
+        if self._can_drop and self.num_dropped is not None and not group.is_rehearsal:
             self.num_dropped.add_(self._plan.num_dropped)
         return dispatch(self.engine, self._plan, hidden_states, probs)
 

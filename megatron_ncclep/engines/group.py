@@ -57,6 +57,7 @@ class EpGroup:
         process_group: the torch.distributed group.
         rank, size: of this process in the group.
         device: where tensors live that the group's backend moves.
+        is_rehearsal: calls have made-up arguments: what they drop does not count.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -67,6 +68,7 @@ class EpGroup:
         backends = dist.get_backend_config(process_group)
         on_gpu = "nccl" in backends and torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
+        self.is_rehearsal = False
         self._logged: set[str] = set()
         self._num_calls = 0
         self._shared: dict[str, _Shared] = {}

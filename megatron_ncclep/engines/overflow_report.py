@@ -35,6 +35,7 @@ class Shortage:
     """
 
     def __init__(self, group: EpGroup, config: EpConfig) -> None:
+        self._group = group
         self._option = config.max_recv_rows
         self.words = torch.zeros(group.size, dtype=torch.int64, device=group.device)
 
@@ -57,6 +58,8 @@ class Shortage:
             needed: int64 [num_ranks]: rows that each rank needs, padding of its blocks included.
             limit: rows that each has.
         """
+        if self._group.is_rehearsal:
+            return
         needed = needed.to(self.words.device)
         lacked = torch.where(needed > limit, (needed - limit << _HALF) + limit, 0)
         torch.maximum(self.words, lacked, out=self.words)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +26,11 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
+import megatron_ncclep
 from megatron_ncclep import EpConfig, engines
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import ReferenceEngine
-from megatron_ncclep.errors import GroupClosedError, UnsupportedError
+from megatron_ncclep.errors import GroupClosedError, RowsDroppedError, UnsupportedError
 
 OLD = megatron.core.__version__.startswith(("0.16", "0.17"))
 MODULES = "cuda_graph_scope" if OLD else "cuda_graph_modules"
@@ -289,6 +291,28 @@ def check_replays() -> None:
         compare(train_same(layer), train_same(eager), f"local {recompute}")
 
 
+def check_rehearsals() -> None:
+    """What is dropped counts, except when a layer runs before it is captured in a CUDA graph.
+
+    TransformerEngine captures layers with ones for hidden states, so that all tokens go to the same
+    experts.  With on_overflow="raise" no optimizer would have stepped after that.
+    """
+    for on_overflow in ("drop", "raise"):
+        options = EpConfig(engine="reference", max_recv_rows=16, on_overflow=on_overflow)
+        layer = build(make_config({}, options)).mlp
+        hidden = torch.ones(12, 1, 16)
+        cuda_graphs._set_capture_start()
+        layer(hidden)
+        cuda_graphs._set_capture_end()
+        megatron_ncclep.check()
+        assert layer.token_dispatcher.num_dropped == 0
+        layer(hidden)
+        assert layer.token_dispatcher.num_dropped == 8
+        with pytest.raises(RowsDroppedError) if on_overflow == "raise" else nullcontext():
+            megatron_ncclep.check()
+        layer.token_dispatcher.engine.close()
+
+
 def train_same(layer: Any) -> list[torch.Tensor]:
     """As `train`, all sizes the same."""
     results = []
@@ -318,6 +342,7 @@ def check_all() -> None:
         check_op_fuser(monkeypatch)
     check_rules_of_configs()
     check_replays()
+    check_rehearsals()
     EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()
     cuda_graphs.CudaGraphManager = real
     for kind in kinds:
