@@ -41,7 +41,7 @@ FULL_ITERATION = (
 )
 PARTS = ["attn", "moe_router", "moe_preprocess"]
 EXACT, STATIC = EpConfig(engine="reference"), EpConfig(engine="reference", max_recv_rows=64)
-CAPTURABLE = EpConfig(engine="capturable", max_recv_rows=64)
+CAPTURABLE = EpConfig(engine="capturable", experts="grouped", max_recv_rows=64)
 MADE: list[ReferenceEngine] = []
 CAPACITY = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
 
@@ -139,7 +139,6 @@ HOST_EXPERTS = "SequentialMLP reads on the host .*--ncclep-experts grouped"
 UNCAPTURABLE = "engine 'uncapturable' cannot be captured; choose engine 'native'"
 AGREED = "the ranks' hosts agree on .* set it .*, or capture attn and moe_router only"
 # Graphs, options of ours, of Megatron's, class of the layer, and the refusal (None: they work).
-# The experts read their counts on the host unless the engine is "capturable".
 RULES: list[tuple[dict[str, Any], EpConfig, dict[str, Any], type, str | None]] = [
     (te(*PARTS), EXACT, {}, TransformerLayer, None),
     (te("attn"), EXACT, {}, TransformerLayer, None),
@@ -177,7 +176,6 @@ def check_rules() -> None:
     for graphs, ncclep, options, kind, refusal in RULES:
         what = f"{graphs} {ncclep.engine} {ncclep.max_recv_rows} {options} {kind.__name__}"
         config = make_config(graphs, ncclep, **options)
-        SequentialMLP.takes_counts_on_device = ncclep is CAPTURABLE
         if refusal is None:
             layer = build(config, kind)
             assert layer.mlp.token_dispatcher.engine.config == ncclep, what
@@ -191,13 +189,12 @@ def check_rules() -> None:
         assert f"cuda_graph_impl={graphs['cuda_graph_impl']!r} with {MODULES}=[" in text, text
         assert all(repr(name) in text for name in graphs[MODULES]), text
     # The last thing to be asked for: an engine.  The one made for the layer is not kept.
-    SequentialMLP.takes_counts_on_device = True
+    ncclep = dataclasses.replace(CAPTURABLE, engine="uncapturable")
     for graphs in (te(), FULL_ITERATION, local()):
         with pytest.raises(UnsupportedError, match=UNCAPTURABLE):
-            build(make_config(graphs, EpConfig(engine="uncapturable", max_recv_rows=64)))
+            build(make_config(graphs, ncclep))
         with pytest.raises(GroupClosedError):
             MADE[-1].plan(torch.zeros(1, 1, dtype=torch.int64))
-    del SequentialMLP.takes_counts_on_device
 
 
 def check_op_fuser(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,14 +209,15 @@ def check_op_fuser(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = SimpleNamespace(is_op_fuser_grouped_tensor_path_supported=has_kernels)
     name = "transformer_engine.pytorch.ops.basic.grouped_linear"
     monkeypatch.setitem(sys.modules, name, ops)
+    ncclep = dataclasses.replace(CAPTURABLE, experts="megatron")
     half = {"params_dtype": torch.bfloat16, "bf16": True}
-    build(make_config(FULL_ITERATION, CAPTURABLE, **half))
+    build(make_config(FULL_ITERATION, ncclep, **half))
     with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
-        build(make_config(FULL_ITERATION, CAPTURABLE))
+        build(make_config(FULL_ITERATION, ncclep))
     assert asked == [(None, torch.bfloat16), (None, torch.float32)]
     monkeypatch.setitem(sys.modules, name, SimpleNamespace())  # of older releases
     with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
-        build(make_config(FULL_ITERATION, CAPTURABLE, **half))
+        build(make_config(FULL_ITERATION, ncclep, **half))
 
 
 def check_rules_of_configs() -> None:
