@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from imported import ImportedMegatron
 
 from megatron_ncclep.testing.launcher import RankPool
 
@@ -15,3 +16,11 @@ def megatron_pool() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def imported() -> Iterator[ImportedMegatron]:
+    """Megatron-Core imported, without our hooks; every run starts from there."""
+    process = ImportedMegatron()
+    yield process
+    process.close()

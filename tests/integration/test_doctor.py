@@ -10,25 +10,25 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from imported import ImportedMegatron
 
 from megatron_ncclep.doctor import SECTIONS, choice
 from megatron_ncclep.doctor.report import Finding, by_num_ranks, ranges, render
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.testing.launcher import RankError, RankPool
 
-
-def doctor(*arguments: str, code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a fresh interpreter, after `code`."""
-    run = f"{code}\nimport sys\nfrom megatron_ncclep.cli import main\nsys.exit(main(sys.argv[1:]))"
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", run, "doctor", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+RUN = "import sys\nfrom megatron_ncclep.cli import main\nsys.exit(main(sys.argv[1:]))"
 
 
-def findings(*arguments: str, **options: str) -> dict[str, dict[str, str | None]]:
-    done = doctor("--json", *arguments, **options)
+def findings(
+    imported: ImportedMegatron, code: str = "", **environment: str
+) -> dict[str, dict[str, str | None]]:
+    """What it says after `code`, where Megatron-Core is imported already."""
+    return report_of(imported.run(f"{code}\n{RUN}", "doctor", "--json", **environment))
+
+
+def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str | None]]:
+    """The findings that `ncclep doctor --json` has printed, by subject."""
     assert done.returncode in (0, 1), done.stderr
     printed = json.loads(done.stdout)
     assert {finding["section"] for finding in printed} == set(SECTIONS)
@@ -39,7 +39,14 @@ def findings(*arguments: str, **options: str) -> dict[str, dict[str, str | None]
 
 
 def test_it_says_what_is_here() -> None:
-    report = findings()
+    """In an interpreter of its own, which imports what it looks at."""
+    report = report_of(
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", RUN, "doctor", "--json"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=600,
+        )
+    )  # fmt: skip
     assert report["torch"]["value"].startswith(torch.__version__)
     assert report["Megatron-Core"]["value"].startswith(version("megatron-core"))
     assert report["autoload"]["value"].startswith("on")
@@ -50,47 +57,53 @@ def test_it_says_what_is_here() -> None:
     assert not any(finding["problem"] for finding in report.values())
 
 
-def test_plain_text_names_the_same_subjects() -> None:
-    done = doctor()
+def test_plain_text_names_the_same_subjects(imported: ImportedMegatron) -> None:
+    done = imported.run(RUN, "doctor")
     assert done.returncode == 0, done.stderr
     assert "engine auto" in done.stdout
     assert [line for line in done.stdout.splitlines() if line in SECTIONS] == list(SECTIONS)
     assert done.stdout.rstrip().endswith("0 problems")
 
 
-def test_variables_that_are_wrong_are_problems_and_the_rest_is_examined() -> None:
-    found = findings(NCCLEP_NUM_SMS="many", NCCLEP_NCCL_LIBRARY="/gone.so", NCCLEP_LOG="warning")
+def test_variables_that_are_wrong_are_problems_and_the_rest_is_examined(
+    imported: ImportedMegatron,
+) -> None:
+    found = findings(
+        imported, NCCLEP_NUM_SMS="many", NCCLEP_NCCL_LIBRARY="/gone.so", NCCLEP_LOG="warning"
+    )
     assert "NCCLEP_NUM_SMS='many'" in str(found["environment"]["problem"])
     assert "NCCLEP_LOG=WARNING" in str(found["environment"]["value"])
     assert "NCCLEP_NCCL_LIBRARY=/gone.so" in str(found["NCCL, the rest"]["problem"])
     assert found["engine auto"]["value"] == "takes reference"
 
 
-def test_a_changed_hook_point_is_a_problem() -> None:
+def test_a_changed_hook_point_is_a_problem(imported: ImportedMegatron) -> None:
     code = (
         "import megatron.core.transformer.moe.moe_layer as layer\n"
         "layer.MoELayer.__init__ = lambda self: None"
     )
-    found = findings(code=code, NCCLEP_AUTOLOAD="0")
+    found = findings(imported, code, NCCLEP_AUTOLOAD="0")
     assert "MoELayer.__init__ is not a function" in str(
         found["megatron.core.transformer.moe.moe_layer"]["problem"]
     )
     assert found["autoload"]["value"].startswith("off (NCCLEP_AUTOLOAD=0)")
 
 
-def test_an_untested_megatron_is_a_problem() -> None:
+def test_an_untested_megatron_is_a_problem(imported: ImportedMegatron) -> None:
     code = "import megatron.core; megatron.core.__version__ = '0.99.0'"
-    assert "tested are 0.16.1 to 0.19.2" in str(findings(code=code)["Megatron-Core"]["problem"])
+    assert "tested are 0.16.1 to 0.19.2" in str(
+        findings(imported, code)["Megatron-Core"]["problem"]
+    )
 
 
-def test_without_megatron_it_says_how_to_get_it() -> None:
+def test_without_megatron_it_says_how_to_get_it(imported: ImportedMegatron) -> None:
     """A look-up that knows of no `megatron` plays a bare environment."""
     code = (
         "import importlib.util as u; real = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name.startswith('megatron.') or name == 'megatron'"
         " else real(name, *a)"
     )
-    found = findings(code=code)
+    found = findings(imported, code)
     assert found["Megatron-Core"]["value"] == "not installed"
     assert "pip install 'megatron-ncclep[train]'" in str(found["Megatron-Core"]["problem"])
 

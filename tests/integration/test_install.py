@@ -9,6 +9,7 @@ import textwrap
 from importlib.util import find_spec
 
 import pytest
+from imported import ImportedMegatron
 
 from megatron_ncclep import autoload, integration
 
@@ -22,6 +23,13 @@ def run_python(code: str, **environment: str) -> str:
         text=True,
         timeout=240,
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def run_imported(imported: ImportedMegatron, code: str, **environment: str) -> str:
+    """Run `code` where Megatron-Core is imported and the hooks are not in place."""
+    done = imported.run(code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -89,8 +97,9 @@ def test_looking_for_a_module_does_not_use_the_hook_up() -> None:
     )
 
 
-def test_install_after_megatron_was_imported_and_twice() -> None:
-    run_python(
+def test_install_after_megatron_was_imported_and_twice(imported: ImportedMegatron) -> None:
+    run_imported(
+        imported,
         """
         import torch
         import megatron.core.transformer.moe.moe_layer as layer
@@ -107,38 +116,41 @@ def test_install_after_megatron_was_imported_and_twice() -> None:
             assert TransformerConfig(moe_token_dispatcher_type=kind, **options
                                      ).moe_token_dispatcher_type == kind
         """,
-        NCCLEP_AUTOLOAD="0",
     )
 
 
-def test_the_config_is_validated_as_alltoall_is() -> None:
-    run_python(
+def test_the_config_is_validated_as_alltoall_is(imported: ImportedMegatron) -> None:
+    run_imported(
+        imported,
         """
-        import pytest, torch
+        import megatron_ncclep, pytest
+        megatron_ncclep.install()
         from megatron.core.transformer.transformer_config import TransformerConfig
         for kind in ("ncclep", "alltoall"):
             with pytest.raises(ValueError, match="moe_expert_capacity_factor"):
                 TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
                     num_moe_experts=2, moe_token_dispatcher_type=kind, add_bias_linear=False,
                     moe_pad_expert_input_to_capacity=True)
-        """
+        """,
     )
 
 
-def test_a_version_outside_the_range_is_a_warning() -> None:
-    run_python(
+def test_a_version_outside_the_range_is_a_warning(imported: ImportedMegatron) -> None:
+    run_imported(
+        imported,
         """
         import pytest, torch, megatron.core
         from megatron_ncclep import integration
         megatron.core.__version__ = "0.99.0"
         with pytest.warns(UserWarning, match="0.16.1 to 0.19.2; this is 0.99.0"):
             integration.install()
-        """
+        """,
     )
 
 
-def test_a_changed_hook_point_is_an_error_that_names_it() -> None:
-    run_python(
+def test_a_changed_hook_point_is_an_error_that_names_it(imported: ImportedMegatron) -> None:
+    run_imported(
+        imported,
         """
         import pytest, torch
         import megatron.core.transformer.moe.moe_layer as layer
@@ -152,7 +164,6 @@ def test_a_changed_hook_point_is_an_error_that_names_it() -> None:
         with pytest.raises(IntegrationError, match="moe_token_dispatcher_type is not a Literal"):
             integration.change_module(config)
         """,
-        NCCLEP_AUTOLOAD="0",
     )
 
 
@@ -190,14 +201,17 @@ def test_an_environment_variable_that_cannot_be_parsed_is_named() -> None:
 @pytest.mark.skipif(
     find_spec("megatron.training") is None, reason="this Megatron-Core's wheel has no command line"
 )
-def test_options_of_the_command_line() -> None:
+def test_options_of_the_command_line(imported: ImportedMegatron) -> None:
     """They win over the environment, `--help` shows them, and another dispatcher refuses them."""
-    out = run_python(
+    out = run_imported(
+        imported,
         """
         import contextlib, io, sys, pytest, torch
         from megatron_ncclep import cpu
         from megatron_ncclep.errors import UnsupportedError
         cpu.enable()
+        import megatron_ncclep
+        megatron_ncclep.install()
         from megatron.training.arguments import parse_args
         from megatron.core.transformer.transformer_config import TransformerConfig
         sys.argv = ["train", "--moe-token-dispatcher-type", "ncclep", "--ncclep-alignment", "16"]
