@@ -89,7 +89,8 @@ struct alignas(kCacheLine) HostExchange::Rank {
   std::uint64_t process_namespace;
   std::atomic<std::uint64_t> gave_up_at;  // the sequence number; 0: it has not
   std::atomic<std::uint64_t> is_closed;
-  std::atomic<std::uint64_t> call;           // that it has come to
+  std::atomic<std::uint64_t> call;           // that it has come to, times 2; + 1: it goes on
+  std::atomic<std::uint64_t> refused;        // the call that it has refused
   std::atomic<std::uint64_t> reason_length;  // of what follows; 0: it has refused nothing
   char reason[kReasonBytes];
   Slot slots[2];
@@ -234,9 +235,10 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
   require_equal_lengths(total, what);
 }
 
-void HostExchange::enter(std::uint64_t call) {
+void HostExchange::enter(std::uint64_t call, bool goes_on) {
   const std::lock_guard<std::mutex> alone(mutex_);
-  if (segment_ != nullptr) segment_->ranks[rank_].call.store(call, std::memory_order_release);
+  if (segment_ == nullptr) return;
+  segment_->ranks[rank_].call.store(2 * call + goes_on, std::memory_order_release);
 }
 
 void HostExchange::refuse(const std::string& reason) {
@@ -246,19 +248,34 @@ void HostExchange::refuse(const std::string& reason) {
   const std::size_t length = std::min(reason.size(), kReasonBytes);
   own.reason_length.store(0, std::memory_order_release);
   std::memcpy(own.reason, reason.data(), length);
+  own.refused = own.call / 2;
   own.reason_length.store(length, std::memory_order_release);
 }
 
-std::string HostExchange::refusal(int rank) {
+std::string HostExchange::refusal(int rank, std::uint64_t since) {
   const std::lock_guard<std::mutex> alone(mutex_);
   require(0 <= rank && rank < num_ranks_, "rank ", rank, " of ", num_ranks_);
-  return segment_ == nullptr ? "" : reason_of(rank);
+  return segment_ == nullptr ? "" : reason_of(rank, since);
 }
 
-std::string HostExchange::reason_of(int rank) const {
+std::string HostExchange::reason_of(int rank, std::uint64_t since) const {
   const Rank& peer = segment_->ranks[rank];
-  return {peer.reason, std::min<std::size_t>(peer.reason_length.load(std::memory_order_acquire),
-                                             kReasonBytes)};
+  const std::size_t length = peer.reason_length.load(std::memory_order_acquire);
+  if (peer.refused < since) return "";
+  return {peer.reason, std::min(length, kReasonBytes)};
+}
+
+int HostExchange::gone_on() {
+  const std::lock_guard<std::mutex> alone(mutex_);
+  for (int rank = 0; segment_ != nullptr && rank < num_ranks_; ++rank) {
+    if (has_gone_on(rank)) return rank;
+  }
+  return -1;
+}
+
+bool HostExchange::has_gone_on(int rank) const {
+  return segment_->ranks[rank].call.load(std::memory_order_acquire) >
+         segment_->ranks[rank_].call.load();
 }
 
 // Says why `rank` will write nothing more; empty when it may.
@@ -279,13 +296,13 @@ std::string HostExchange::why_never(int rank) const {
   if (end != 0 && end <= sequence_) return kGaveUp;
   std::string reason = why_gone(rank);
   if (reason.empty()) {
-    const std::uint64_t call = segment_->ranks[rank].call.load(std::memory_order_acquire);
-    const std::string refusal = reason_of(rank);
+    const std::uint64_t here = segment_->ranks[rank_].call / 2;
+    const std::string refusal = reason_of(rank, here);
     if (!refusal.empty()) {
       reason = "refused a call (" + refusal + ")";
-    } else if (call > segment_->ranks[rank_].call) {
-      reason = join_text("has gone on to call ", call, " while this rank is in call ",
-                         segment_->ranks[rank_].call.load());
+    } else if (has_gone_on(rank)) {
+      reason = join_text("has gone on to call ", segment_->ranks[rank].call / 2,
+                         " without an exchange in call ", here, ", in which this rank is");
     }
   }
   // It may have come just before that.

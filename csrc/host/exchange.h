@@ -58,13 +58,17 @@ class HostExchange {
   void exchange(const char* mine, std::size_t length, char* all, const std::string& what,
                 double timeout_s, const std::function<void()>& poll);
 
-  // Writes down that this rank has come to call number `call`, for those that wait in an exchange of
-  // an earlier one.  Numbers grow.  Not collective, and does not wait, as the next two.
-  void enter(std::uint64_t call);
-  // Writes down why this rank has refused a call and goes no further; empty: it has not, after all.
+  // Writes down that this rank has come to call number `call`, and whether it exchanges nothing in
+  // it, for those that wait in an exchange of this call or an earlier one.  Numbers grow.  Not
+  // collective, and does not wait, as the next ones.
+  void enter(std::uint64_t call, bool goes_on);
+  // Writes down why this rank has refused the call that it entered, and exchanges nothing in it;
+  // empty: there is nothing to say any more.
   void refuse(const std::string& reason);
-  // What `rank` wrote down last.
-  std::string refusal(int rank);
+  // What `rank` wrote down last, if it was in call `since` or later.
+  std::string refusal(int rank, std::uint64_t since);
+  // The first rank that has gone on where this one stands; -1: none.
+  int gone_on();
 
   // Says which ranks have died, have closed their end or gave up, and will not come to the next
   // exchange; empty when none has, and after `close`.  Not collective, and does not wait.
@@ -90,7 +94,8 @@ class HostExchange {
   void raise_if_lost(bool is_late, const std::string& what, double timeout_s) const;
   void require_equal_lengths(std::size_t length, const std::string& what) const;
   Slot& slot(int rank) const;
-  std::string reason_of(int rank) const;
+  std::string reason_of(int rank, std::uint64_t since) const;
+  bool has_gone_on(int rank) const;
 
   const int num_ranks_;
   const int rank_;

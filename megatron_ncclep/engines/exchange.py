@@ -83,22 +83,34 @@ class HostLink:
         theirs: bytes = self._memory.exchange(mine, what, timeout_s)
         return theirs
 
-    def enter(self, call: int) -> None:
-        """Tell ranks that wait in an earlier call that this one has gone on.  Not collective.
+    def enter(self, call: int, goes_on: bool) -> None:
+        """Tell ranks that wait in this call or an earlier one where this one is.  Not collective.
 
         Without shared memory nobody hears of it, nor of what `refuse` says.
+
+        Args:
+            call: number of the call, which grows.
+            goes_on: this rank exchanges nothing in it.
         """
         if self._memory is not None:
-            self._memory.enter(call)
+            self._memory.enter(call, goes_on)
 
     def refuse(self, reason: str) -> None:
-        """Write down, for the others to read, why this rank goes no further; empty: it does."""
+        """Write down, for the others to read, why this rank has refused the call that it is in.
+
+        With an empty text it takes that back.
+        """
         if self._memory is not None:
             self._memory.refuse(reason.encode())
 
-    def refusal(self, rank: int) -> str:
-        """What `rank` wrote down last; empty if that is nothing, or not known."""
-        return "" if self._memory is None else str(self._memory.refusal(rank))
+    def refusal(self, rank: int, since: int = 0) -> str:
+        """What `rank` refused last, in call `since` or later; empty if nothing, or not known."""
+        return "" if self._memory is None else str(self._memory.refusal(rank, since))
+
+    def gone_on(self) -> int | None:
+        """A rank that exchanges nothing where this one does; None if there is none, or unknown."""
+        rank = -1 if self._memory is None else self._memory.gone_on()
+        return None if rank < 0 else rank
 
     def close(self) -> None:
         """Give the memory back; the next exchange chooses anew.  As collective as that is."""

@@ -169,29 +169,44 @@ class EpGroup:
             self._logged.add(subject)
             get_logger().log(level, text)
 
-    def enter(self) -> int:
+    def enter(self, goes_on: bool = True) -> int:
         """Count a call in which the hosts need not agree; `agree` counts its own.
 
         Not collective, but every rank counts the same calls.
+
+        Args:
+            goes_on: this rank exchanges nothing in it.  Ranks that do raise, and are told.
 
         Returns:
             the number of the call, the same on every rank.
         """
         self._num_calls += 1
-        self._link.enter(self._num_calls)
+        self._link.enter(self._num_calls, goes_on)
         return self._num_calls
 
     def refuse(self, reason: str) -> None:
-        """Tell the other ranks why this one goes no further; with an empty text, that it does.
+        """Count a call, and tell the other ranks why this one refuses it.
 
         Not collective, and waits for nobody.  Ranks that wait in `exchange` for this one raise;
         who waits on the device is up to the engine to tell, and then asks `refusal`.
         """
+        self.enter()
         self._link.refuse(reason)
 
+    def forget_refusal(self) -> None:
+        """Take back what `refuse` said, when what it ended is made anew.  Not collective."""
+        self._link.refuse("")
+
     def refusal(self, rank: int) -> str:
-        """Why `rank` goes no further; empty if it does, or if the ranks share no memory."""
+        """What `rank` refused last; empty if nothing, or if the ranks share no memory."""
         return self._link.refusal(rank)
+
+    def gone_on(self) -> int | None:
+        """A rank that exchanges nothing in the call in which this one does, or is in a later one.
+
+        None if there is none, or if the ranks share no memory.
+        """
+        return self._link.gone_on()
 
     def agree(
         self,
@@ -219,7 +234,7 @@ class EpGroup:
                 any rank has a problem.
             PeerError: a rank did not come in time, died, or is in another call.
         """
-        call = self.enter()
+        call = self.enter(goes_on=False)
         head = (PHASES.index(phase), call)
         given = [NONE_VALUE if v is None else v for v in values.values()]
         given += [0] * (MAX_VALUES - len(given))
@@ -266,8 +281,9 @@ class EpGroup:
         try:
             return self._link.exchange(mine, what, timeout_s, self._exchange_by_torch)
         except PeerError:
-            for refusal in filter(None, map(self.refusal, range(self.size))):
-                raise RefusedError(refusal) from None
+            for rank in range(self.size):
+                if refusal := self._link.refusal(rank, since=self._num_calls):
+                    raise RefusedError(refusal) from None
             raise
 
     def _exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:

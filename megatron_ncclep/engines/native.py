@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +23,9 @@ from megatron_ncclep.engines.native_group import NativeGroup
 from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS, MAX_EXPERTS
 from megatron_ncclep.engines.native_plan import NativePlan, Room, num_chunks_of, plan_memory
 from megatron_ncclep.engines.rows_limit import can_drop, rows_limit
-from megatron_ncclep.errors import GroupClosedError, InputError, RefusedError
+from megatron_ncclep.errors import GroupClosedError, InputError, PeerError, RefusedError
+
+_Result = TypeVar("_Result")
 
 CAPS = EngineCaps(
     name="native",
@@ -70,6 +72,7 @@ class NativeEngine:
         self.num_local_experts = num_experts // group.size
         self.config = config
         self.num_sms = config.num_sms or DEFAULT_NUM_SMS
+        self._is_static = config.max_recv_rows is not None
         self._may_drop = can_drop(config)
         self._name = f"native {num_experts}"
         self._shared = group.share(
@@ -212,7 +215,10 @@ class NativeEngine:
             and (problem is not None or self._native.fits(*topk_idx.shape, self._row_bytes))
         )
         if not is_known:
-            return *self._agree_on_plan(topk_idx, problem, allocate, memory), memory
+            agreed = self._together(
+                "plan", lambda: self._agree_on_plan(topk_idx, problem, allocate, memory)
+            )
+            return *agreed, memory
         most_tokens = self._native.max_tokens
         problem = problem or self._bad_routings() or allocate(most_tokens)
         if problem is not None:
@@ -303,31 +309,59 @@ class NativeEngine:
             assert isinstance(plan, NativePlan)  # found right before
             return _no_room(f"the results of {phase}", lambda: allocate(plan), memory)
 
-        if self.config.check_calls:
-            agree_on_rows(
-                *(phase, self.group, plan, NativePlan, rows, w, self.num_experts, self.caps),
-                *(self.config.timeout_s, allocation_problem),
+        is_known = not self.config.check_calls
+        if is_known:
+            problem = checks.plan_problem(
+                plan, NativePlan, self.num_experts
+            ) or checks.rows_problem(
+                phase == "dispatch", plan, rows, w, self.caps, self.group.device
             )
-        else:
-            problem = (
-                checks.plan_problem(plan, NativePlan, self.num_experts)
-                or checks.rows_problem(
-                    phase == "dispatch", plan, rows, w, self.caps, self.group.device
-                )
-                or allocation_problem()
-            )
+            problem = problem or allocation_problem()
             if problem is not None:
                 self._shared.refuse(phase, problem)
+            assert isinstance(plan, NativePlan)
+            is_known = self._native.fits(plan.most_tokens, plan.top_k, _row_bytes(rows))
+        if is_known:
             self.group.enter()
+        else:
+            self._together(
+                phase,
+                lambda: agree_on_rows(
+                    *(phase, self.group, plan, NativePlan, rows, w, self.num_experts, self.caps),
+                    *(self.config.timeout_s, allocation_problem),
+                ),
+            )
         assert isinstance(plan, NativePlan)
         row_bytes = _row_bytes(rows)
         self._row_bytes = max(self._row_bytes, row_bytes)
-        self._reserve(plan.most_tokens, plan.top_k, row_bytes)
+        if not is_known:
+            self._reserve(plan.most_tokens, plan.top_k, row_bytes)
         self._describe(row_bytes, plan.top_k)
         stream = extension.keep_for_current_stream(rows, w)
         if stream != plan.stream:
             extension.keep_for_current_stream(plan.counts, plan.home, plan.routes)
         return plan, memory, stream
+
+    def _together(self, phase: str, agree: Callable[[], _Result]) -> _Result:
+        """Agree, which only ranks do whose windows must grow, unless all ranks always do.
+
+        Raises:
+            RefusedError: not all ranks' windows must; the others are told.
+        """
+        try:
+            return agree()
+        except PeerError:
+            rank = self.group.gone_on()
+            always = self.config.check_calls or (phase == "plan" and not self._is_static)
+            if rank is None or always:  # it is in another call, or gone
+                raise
+            self._shared.refuse(
+                phase,
+                "this batch has more tokens, a larger top-k or longer rows than all before, so "
+                f"that the windows of all ranks must grow, and that of rank {rank} has not: where "
+                "the hosts do not agree on a call, they grow for all ranks in the same call. Run "
+                "the largest batch first, or set check_calls",
+            )
 
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
         """Have windows for this much, the same on all ranks.  Collective when they grow."""

@@ -126,7 +126,7 @@ class NativeGroup:
 
     def close(self) -> None:
         """Free the windows.  Collective."""
-        self.group.refuse("")  # an engine that is made anew starts anew
+        self.group.forget_refusal()  # an engine that is made anew starts anew
         self.native.close()
 
 

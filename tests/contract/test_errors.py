@@ -283,6 +283,9 @@ def until_checked(call: Callable[[], object]) -> None:
 
 def make_mistake(ctx: RankContext, mistake: Callable, engine_name: str, check_calls: bool) -> str:
     options = config(engine_name, check_calls=check_calls)
+    # Hosts agree on what windows have to grow for, whatever the option.
+    with closing(create_engine(ctx.group, NUM_EXPERTS, options)) as engine:
+        engine.dispatch(engine.plan(topk(ctx)), rows(ctx, hidden=4 * HIDDEN))
     with (
         closing(create_engine(ctx.group, NUM_EXPERTS, options)) as engine,
         pytest.raises(InputError) as caught,

@@ -317,11 +317,11 @@ def test_hosts_that_part_spoil_nothing(pool: RankPool, engine_name: str, fault: 
         ((call, text),) = story.raised.items()
         if fault == "dispatches":
             assert call == "check", what
-            place = rf"rank {last} is in dispatch" if rank != last else "rank 0 is in combine"
+            place = rf"rank {last} is in dispatch" if rank != last else r"rank \d is in combine"
             assert re.search(place, text), what
         elif rank != last:
             assert call == "check", what
             assert f"rank {last} did not come in combine" in text, what
         else:  # it waits on the host for ranks that have gone on
             assert call == "plans", what
-            assert re.search(r"rank 0 has gone on to call|rank 0 did not come", text), what
+            assert re.search(r"rank 0 has gone on to call", text), what

@@ -171,29 +171,36 @@ def test_a_rank_that_closed_its_end_is_named() -> None:
 def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
     """A rank whose windows had to grow waited a minute for those that needed none."""
     with opened(3) as ends:
-        for end in ends:
-            end.enter(7)
-        ends[2].enter(8)
         for end in ends[:2]:
-            with pytest.raises(PeerError, match=r"rank 2 has gone on to call 8 while .* in call 7"):
+            end.enter(7, False)
+        assert ends[0].gone_on() == -1
+        ends[2].enter(7, True)  # it needs no exchange
+        assert [end.gone_on() for end in ends] == [2, 2, -1]
+        for end in ends[:2]:
+            with pytest.raises(PeerError, match=r"rank 2 has gone on to call 7 without .* call 7"):
                 end.exchange(b"1", "plan, making windows", LONG_S)
     with opened(2) as ends:
-        assert [ends[0].refusal(rank) for rank in range(2)] == ["", ""]
+        assert [ends[0].refusal(rank, 0) for rank in range(2)] == ["", ""]
+        for end in ends:
+            end.enter(3, False)
         ends[1].refuse(b"dispatch: rank 1: x is wrong" + b"!" * 5000)
-        assert ends[0].refusal(1).startswith("dispatch: rank 1: x is wrong!!!")
-        assert len(ends[0].refusal(1)) == 512
+        assert ends[0].refusal(1, 3).startswith("dispatch: rank 1: x is wrong!!!")
+        assert len(ends[0].refusal(1, 0)) == 512
         with pytest.raises(
             PeerError, match=r"rank 1 refused a call .dispatch: rank 1: x is wrong!"
         ):
             ends[0].exchange(b"1", "dispatch, making windows", LONG_S)
-    with opened(2) as ends:  # one that takes it back, or comes all the same, has come
+    with opened(2) as ends:  # what was refused in an earlier call has no part in this one
         ends[1].refuse(b"not now")
-        ends[1].refuse(b"")
-        ends[1].enter(9)
+        for end in ends:
+            end.enter(9, False)
+        assert ends[0].refusal(1, 9) == ""
         assert (
             on_all([lambda end=end: end.exchange(b"1", "", LONG_S) for end in ends]) == [b"11"] * 2
         )
-        assert ends[0].refusal(1) == ""
+        assert ends[0].refusal(1, 0) == "not now"
+        ends[1].refuse(b"")
+        assert ends[0].refusal(1, 0) == ""
 
 
 PEER = """
