@@ -236,7 +236,7 @@ void bind_native(py::module_& module) {
       .def_property_readonly("row_bytes", &Group::row_bytes)
       .def("routes_size", &Group::routes_size, "max_pairs"_a, "max_picks"_a, "num_chunks"_a)
       .def("plan", &Group::plan, "plan"_a, "topk_idx"_a, "alignment"_a, "max_recv_rows"_a, "kept"_a,
-           "max_pairs"_a, "max_picks"_a, "routes"_a, "num_sms"_a, "stream"_a)
+           "lacked"_a, "max_pairs"_a, "max_picks"_a, "routes"_a, "num_sms"_a, "stream"_a)
       .def("plan_receive", &Group::plan_receive, "plan"_a, "max_pairs"_a, "max_picks"_a, "routes"_a,
            "num_sms"_a, "stream"_a)
       .def(

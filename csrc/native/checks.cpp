@@ -109,12 +109,15 @@ void check_topk(const Plan& plan, const Tensor& topk_idx, int alignment) {
           kMaxAlignment);
 }
 
-void check_drop(const Plan& plan, std::int64_t max_recv_rows, const Tensor& kept) {
+void check_drop(const Control& control, const Plan& plan, std::int64_t max_recv_rows,
+                const Tensor& kept, const std::optional<Tensor>& lacked) {
   require(0 < max_recv_rows && max_recv_rows <= INT32_MAX, "max_recv_rows ", max_recv_rows,
           ": from 1 to 2^31 - 1");
   require(kept.dtype == DType::kInt32 && has_shape(kept, {num_tokens_of(plan), plan.top_k}),
           "the picks that are kept must be int32 [", num_tokens_of(plan), ", ", plan.top_k,
           "] for this plan, not ", shape_of(kept));
+  require(!lacked || (lacked->dtype == DType::kInt64 && has_shape(*lacked, {control.num_ranks})),
+          "what ranks lacked must be int64 [", control.num_ranks, "]");
 }
 
 void check_routes(const Tensor& routes, std::int64_t size) {

@@ -30,7 +30,8 @@ void check_plan(const Control& control, const Plan& plan);
 void check_received(const Control& control, const Plan& plan);
 // int32 or int64 [T, K] of that plan.
 void check_topk(const Plan& plan, const Tensor& topk_idx, int alignment);
-void check_drop(const Plan& plan, std::int64_t max_recv_rows, const Tensor& kept);
+void check_drop(const Control& control, const Plan& plan, std::int64_t max_recv_rows,
+                const Tensor& kept, const std::optional<Tensor>& lacked);
 void check_routes(const Tensor& routes, std::int64_t size);
 // `home_rows` and `home_w` are [T, H] and [T, K], `rows` and `row_w` [N, H] and [N]; the weights
 // are both there or not.  `what` names the call.

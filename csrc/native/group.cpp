@@ -257,13 +257,15 @@ void Group::queue(std::uintptr_t stream_handle, const std::function<void()>& lau
 
 std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
                           std::int64_t max_recv_rows, const std::optional<Tensor>& kept,
-                          std::int64_t max_pairs, std::int64_t max_picks, const Tensor& routes,
-                          int num_sms, std::uintptr_t stream) {
+                          const std::optional<Tensor>& lacked, std::int64_t max_pairs,
+                          std::int64_t max_picks, const Tensor& routes, int num_sms,
+                          std::uintptr_t stream) {
   check_plan(control_, plan);
   check_topk(plan, topk_idx, alignment);
   require(max_recv_rows > 0 || (max_recv_rows == 0 && !kept), "a plan of ", max_recv_rows,
           " rows: only in static mode, where it is positive, picks are dropped");
-  if (kept) check_drop(plan, max_recv_rows, *kept);
+  require(kept || !lacked, "a plan that drops nothing: no rank lacks anything");
+  if (kept) check_drop(control_, plan, max_recv_rows, *kept, lacked);
   const bool is_static = max_recv_rows > 0;
   take_routes(plan, max_pairs, max_picks, routes);
   const PlanScratch scratch = plan_scratch(num_sms);
@@ -290,6 +292,7 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
     drop.max_recv_rows = max_recv_rows;
     drop.kept = pointer<std::int32_t>(kept);
     drop.num_wanted = count.num_dropped;
+    if (lacked) drop.lacked = pointer<std::int64_t>(*lacked);
     count.topk_idx = drop.kept;
     count.is_int64 = false;
   }

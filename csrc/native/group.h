@@ -96,13 +96,14 @@ class Group {
   std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_picks, int num_chunks) const;
 
   // Queues a whole plan.  In static mode `max_recv_rows` is not 0; if there may be more than that,
-  // what fits is written to `kept` first, int32 [T, K].  Returns what wait_for_sizes takes; in
-  // static mode there is nothing to wait for.  If the plan has more pairs or picks than there is
-  // room for, `plan_receive` has to follow.
+  // what fits is written to `kept` first, int32 [T, K], and what ranks lacked so far to `lacked`,
+  // int64 [R] (overflow.h).  Returns what wait_for_sizes takes; in static mode there is nothing to
+  // wait for.  If the plan has more pairs or picks than there is room for, `plan_receive` has to
+  // follow.
   std::uint32_t plan(Plan& plan, const Tensor& topk_idx, int alignment, std::int64_t max_recv_rows,
-                     const std::optional<Tensor>& kept, std::int64_t max_pairs,
-                     std::int64_t max_picks, const Tensor& routes, int num_sms,
-                     std::uintptr_t stream);
+                     const std::optional<Tensor>& kept, const std::optional<Tensor>& lacked,
+                     std::int64_t max_pairs, std::int64_t max_picks, const Tensor& routes,
+                     int num_sms, std::uintptr_t stream);
   // Queues its end once more, with more room.  `routes` belongs to the plan from now on, in place
   // of those that it had.
   void plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,

@@ -107,6 +107,11 @@ __device__ bool everything_fits(const Rank& me, const Drop& job, Shared& shared,
     if (lane == 0) {
       shared.stretches[rank] = stretches;
       if (rank == me.rank && blockIdx.x == 0) *job.num_wanted = wanted;
+      // Plans of a group run one after the other: nobody else writes here.
+      if (job.lacked != nullptr && stretches > room && blockIdx.x == 0) {
+        const std::int64_t rows = std::int64_t{stretches - room} * job.alignment;
+        job.lacked[rank] = max(job.lacked[rank], rows << 32 | job.max_recv_rows);
+      }
     }
   }
   __syncthreads();

@@ -19,6 +19,9 @@ struct Drop {
   std::int64_t max_recv_rows;
   std::int32_t* kept;        // [T, K]: topk_idx, -1 where a pick does not fit or names no expert
   std::int64_t* num_wanted;  // [1]: picks of all ranks for this rank's experts
+  // Null, or [R], what ranks lacked so far: of the plan in which a rank lacked most, the rows that
+  // it lacked << 32 | max_recv_rows.  Every rank writes down the same of all.
+  std::int64_t* lacked;
 };
 
 // Queues it.  Collective; `count` of the same plan follows, on `kept`.

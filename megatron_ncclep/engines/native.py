@@ -22,6 +22,7 @@ from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.native_group import NativeGroup
 from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS, MAX_EXPERTS
 from megatron_ncclep.engines.native_plan import NativePlan, Room, num_chunks_of, plan_memory
+from megatron_ncclep.engines.overflow_report import Shortage
 from megatron_ncclep.engines.rows_limit import can_drop, rows_limit
 from megatron_ncclep.errors import GroupClosedError, InputError, PeerError, RefusedError
 
@@ -32,7 +33,9 @@ CAPS = EngineCaps(
     reduction=HOME_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
-    options=frozenset({"alignment", "check_calls", "max_recv_rows", "num_sms", "timeout_s"}),
+    options=frozenset(
+        {"alignment", "check_calls", "max_recv_rows", "num_sms", "on_overflow", "timeout_s"}
+    ),
     max_tokens=65536,
     max_top_k=32,
     max_local_experts=MAX_EXPERTS,
@@ -79,6 +82,7 @@ class NativeEngine:
             self._name, lambda: NativeGroup(group, num_experts, config.timeout_s)
         )
         self._native = self._shared.native
+        self._shortage = Shortage.shared(group, config)
         self._row_bytes = 16  # of the longest row so far
         self._most_tokens = 0  # of any rank so far
         # Picks that the next plan may bring, as a multiple of what a rank without imbalance gets.
@@ -100,10 +104,11 @@ class NativeEngine:
         stream = extension.keep_for_current_stream(topk_idx)
         picks = topk_idx.contiguous()
         counts, home, kept, routes = memory
+        lacked = None if self._shortage is None else self._shortage.for_kernel()
         handle = extension.load().NativePlan(counts, home, room.num_chunks, top_k, call)
         # All is queued before the host knows how much arrives; it seldom is more than expected.
         ticket = native.plan(
-            *(handle, picks, self.config.alignment, limit or 0, kept),
+            *(handle, picks, self.config.alignment, limit or 0, kept, lacked),
             *(room.max_pairs, room.max_picks, routes, num_sms, stream),
         )
         # The plan is made while the device works: afterwards the host only writes down the sizes.
@@ -178,6 +183,8 @@ class NativeEngine:
             return
         self._closed = True
         self.group.release(self._name, self.config.timeout_s)
+        if self._shortage is not None:
+            self.group.release(Shortage.name(self.config), self.config.timeout_s)
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds; all engines of the group share it."""

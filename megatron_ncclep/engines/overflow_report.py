@@ -64,6 +64,10 @@ class Shortage:
         lacked = torch.where(needed > limit, (needed - limit << _HALF) + limit, 0)
         torch.maximum(self.words, lacked, out=self.words)
 
+    def for_kernel(self) -> torch.Tensor | None:
+        """`words`, for a kernel that does what `note` does; None if it should not."""
+        return None if self._group.is_rehearsal else self.words
+
     def check(self) -> None:
         """Raise what was written down since the last time.  Waits for the current stream.
 

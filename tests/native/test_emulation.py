@@ -193,6 +193,12 @@ MISTAKES = {
     "a pick that just fits is dropped": Mistake(
         "overflow.cu", "if («stretches > room») expert = -1;", "stretches >= room",
         "rows", 2, "plan: "),
+    "a rank lacks what it needs": Mistake(
+        "overflow.cu", "«stretches - room»}", "stretches",
+        "rows", 2, "plan: rows that rank . lacked so far"),
+    "what a rank lacked before is forgotten": Mistake(
+        "overflow.cu", "max(«job.lacked[rank]», rows", "INT64_C(0)",
+        "plans", 3, "plan: rows that rank . lacked so far"),
     "a bad index is taken for not routed": Mistake(
         "chunks.cuh", "is_good && value == -1", "is_good",
         "plans", 2, "plan: bad ranks"),

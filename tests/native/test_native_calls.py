@@ -18,7 +18,7 @@ from fakes import ThreadGroup, on_threads
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import extension, native_windows
 from megatron_ncclep.engines.native import NativeEngine
-from megatron_ncclep.errors import PeerError, RefusedError
+from megatron_ncclep.errors import PeerError, RefusedError, RowsDroppedError
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
 STREAM = 7
@@ -149,13 +149,34 @@ def test_a_limit_in_words_follows_the_batch() -> None:
         for num_tokens, num_rows in ((300, 1200), (10, 40)):
             native.calls.clear()
             assert engine.plan(picks(num_tokens)).num_rows == num_rows
-            ((_, _, alignment, limit, kept, max_pairs, max_picks, *_),) = native.named("plan")
+            ((_, _, alignment, limit, kept, _, max_pairs, max_picks, *_),) = native.named("plan")
             assert (alignment, limit) == (1, num_rows)
             assert kept is None  # nothing can be dropped
             assert max_pairs >= NUM_RANKS * num_tokens
             assert max_picks == num_rows
 
     on_ranks(plan, max_recv_rows="worst")
+
+
+def test_the_kernel_writes_down_what_ranks_lack() -> None:
+    """With on_overflow="raise" only: the host asks before an optimizer steps."""
+
+    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        engine.plan(picks(10))
+        ((_, _, _, _, _, lacked, *_),) = native.named("plan")
+        if engine.config.on_overflow == "drop":
+            assert lacked is None
+            return
+        lacked[1] = 16 << 32 | 64
+        shortage = engine.group._shared["rows lacked of 64"].thing
+        with pytest.raises(RowsDroppedError, match="rank 1 needed 80 rows and had 64"):
+            shortage.check()
+        engine.group.is_rehearsal = True
+        engine.plan(picks(10))
+        assert native.named("plan")[-1][5] is None
+
+    on_ranks(plan, max_recv_rows=64, on_overflow="raise")
+    on_ranks(plan, max_recv_rows=64)
 
 
 @pytest.mark.parametrize(

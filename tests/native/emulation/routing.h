@@ -32,6 +32,7 @@ struct Routing {
   std::vector<std::vector<int>> slots;           // by home rank, [T * K]; -1: nowhere
   std::vector<std::vector<int>> routed, padded;  // by rank, of each of its experts
   std::vector<int> num_rows, num_dropped;        // by rank
+  std::vector<int> num_needed;                   // by rank: rows if nothing were dropped
 
   // Rows of the tensors on a rank.
   std::int64_t room_of(int rank) const { return limit > 0 ? limit : num_rows[rank]; }
@@ -135,6 +136,7 @@ inline Routing draw_routing(const Sizes& sizes, int bad) {
   }
   find_experts(sizes, routing);
   find_slots(sizes, routing);
+  routing.num_needed = routing.num_rows;
   if (emu::between(0, 3) == 0) {
     const int most = *std::max_element(routing.num_rows.begin(), routing.num_rows.end());
     routing.limit =

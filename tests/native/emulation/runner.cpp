@@ -157,6 +157,7 @@ void Runner::plan(const Step& step) {
     drop.max_recv_rows = routing.limit;
     drop.kept = kept.data<std::int32_t>();
     drop.num_wanted = job.num_dropped;
+    drop.lacked = lacked_.data<std::int64_t>();
     launch([&] { drop_what_does_not_fit(me_, drop, parts, sms, me_.rank); });
     me_.call = 0;  // the first kernel has compared it
     job.topk_idx = drop.kept;
@@ -200,6 +201,13 @@ void Runner::plan(const Step& step) {
   }
   if (has_counted) {
     require(*job.num_dropped == routing.num_dropped[me_.rank], "plan: dropped picks");
+    for (int rank = 0; rank < sizes_.ranks; ++rank) {
+      const std::int64_t rows = is_static ? routing.num_needed[rank] - routing.limit : 0;
+      std::int64_t& most = most_lacked_[rank];
+      most = std::max(most, rows > 0 ? rows << 32 | routing.limit : 0);
+      require(lacked_.data<std::int64_t>()[rank] == most, "plan: rows that rank ", rank,
+              " lacked so far");
+    }
   }
 }
 

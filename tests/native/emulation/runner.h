@@ -50,7 +50,12 @@ struct Step {
 class Runner {
  public:
   Runner(const ncclep::native::Rank& me, const Sizes& sizes, const std::vector<Routing>& routings)
-      : me_(me), sizes_(sizes), routings_(routings), plans_(routings.size()) {}
+      : me_(me),
+        sizes_(sizes),
+        routings_(routings),
+        plans_(routings.size()),
+        lacked_(8 * sizes.ranks, 0),
+        most_lacked_(sizes.ranks, 0) {}
 
   // Does nothing when there is no plan for it.
   void run(const Step& step);
@@ -89,5 +94,7 @@ class Runner {
   const Sizes& sizes_;
   const std::vector<Routing>& routings_;
   std::vector<Plan> plans_;
+  Memory lacked_;                          // what plans write
+  std::vector<std::int64_t> most_lacked_;  // what it should be
   std::uint32_t ticket_ = 0, bad_ranks_ = 0;
 };

@@ -160,6 +160,7 @@ class Objects:
         self.counts = Numbers("int64", 2 * EXPERTS // RANKS + 1)
         self.home = Numbers("int32", 4, TOKENS)
         self.plan = C.NativePlan(self.counts, self.home, 1, TOP_K, 1)
+        self.lacked = Numbers("int64", RANKS)
         self.topk, self.kept = Numbers("int64", TOKENS, TOP_K), Numbers("int32", TOKENS, TOP_K)
         self.x, self.rows = Numbers("bfloat16", TOKENS, HIDDEN), Numbers("bfloat16", ROWS, HIDDEN)
         self.w, self.row_w = Numbers("float32", TOKENS, TOP_K), Numbers("float32", ROWS)
@@ -182,7 +183,7 @@ class Objects:
     def planned(self) -> Objects:
         """With a plan that can be dispatched."""
         self.ticket = self.group.plan(
-            self.plan, self.topk, 1, 0, None, 3, 6, self.routes, 8, STREAM
+            self.plan, self.topk, 1, 0, None, None, 3, 6, self.routes, 8, STREAM
         )
         self.group.wait_for_sizes(self.plan, self.ticket, self.rows_of_expert, STREAM)
         return self
@@ -298,7 +299,8 @@ def method_calls(
     yield of("group", "bad_ranks", lambda o: {"forget": True})
     yield of("group", "plan", lambda o: {
         "plan": o.plan, "topk_idx": o.topk, "alignment": 16, "max_recv_rows": 32, "kept": o.kept,
-        "max_pairs": 3, "max_picks": 6, "routes": o.routes, "num_sms": 8, "stream": STREAM,
+        "lacked": o.lacked, "max_pairs": 3, "max_picks": 6, "routes": o.routes, "num_sms": 8,
+        "stream": STREAM,
     })  # fmt: skip
     yield of("group", "refuse", lambda o: {"phase": 3, "stream": STREAM})
     yield of("group", "plan_receive", lambda o: {

@@ -98,6 +98,7 @@ void drop_what_does_not_fit(const Rank& me, const Drop& job, const PlanScratch& 
   touch_topk(job.topk_idx, job.is_int64, job.num_tokens, job.top_k);
   touch_all(job.kept, static_cast<std::int64_t>(job.num_tokens) * job.top_k);
   touch_all(job.num_wanted, 1);
+  if (job.lacked != nullptr) touch_all(job.lacked, me.control.num_ranks);
 }
 
 void plan_count(const Rank& me, const PlanCount& job, const PlanScratch& scratch, int num_sms,

@@ -239,7 +239,7 @@ struct Batch {
   std::uint32_t make_plan(ncclep::native::Group& group, bool is_static, int max_pairs,
                           int max_picks) {
     const auto if_static = is_static ? std::optional(kept.tensor) : std::nullopt;
-    return group.plan(plan, topk, 1, is_static ? 2 : 0, if_static, max_pairs, max_picks,
+    return group.plan(plan, topk, 1, is_static ? 2 : 0, if_static, {}, max_pairs, max_picks,
                       make_routes(group, max_pairs, max_picks), 8, kStream);
   }
 
