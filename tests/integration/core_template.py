@@ -1,7 +1,8 @@
 """A small script that needs only megatron.core: one MoE layer over all ranks learns a function.
 
-Usage: core_template.py DISPATCHER.  Like pretrain_template.py it knows nothing of megatron_ncclep;
-every release has what it uses.  Rank 0 prints the loss of each step with all its digits.
+Usage: core_template.py DISPATCHER...: trains with each of them, from the same start.  Like
+pretrain_template.py it knows nothing of megatron_ncclep; every release has what it uses.  Rank 0
+prints the loss of each step with all its digits.
 """
 
 import sys
@@ -16,9 +17,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def main():
-    """Train for ten steps."""
+    """Train with every dispatcher of the command line."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    for dispatcher in sys.argv[1:]:
+        train(dispatcher)
+    dist.destroy_process_group()
+
+
+def train(dispatcher):
+    """Train for ten steps."""
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=1,
@@ -26,7 +34,7 @@ def main():
         num_attention_heads=1,
         num_moe_experts=8,
         moe_router_topk=4,
-        moe_token_dispatcher_type=sys.argv[1],
+        moe_token_dispatcher_type=dispatcher,
         expert_model_parallel_size=dist.get_world_size(),
         add_bias_linear=False,
         use_cpu_initialization=True,
@@ -52,8 +60,8 @@ def main():
         total = loss.detach().clone()
         dist.all_reduce(total)
         if dist.get_rank() == 0:
-            print(f"step {step} loss {total.item() / dist.get_world_size()!r}", flush=True)
-    dist.destroy_process_group()
+            loss = total.item() / dist.get_world_size()
+            print(f"{dispatcher} {type(layer.token_dispatcher).__name__} step {step} loss {loss!r}")
 
 
 if __name__ == "__main__":
