@@ -21,7 +21,6 @@ from small_job import (
     environment,
     losses,
     run,
-    train,
     write_text,
 )
 
@@ -103,8 +102,11 @@ def test_output_has_progress_and_summary(finished: Finished):
     assert f"{losses(finished.out)[-1]:.4f}" in finished.output
 
 
-def test_indexed_prefix_and_balance(arguments: tuple[str, ...], tmp_path: Path):
-    """A .bin/.idx pair with tokens above 256; with all experts picked the balance is exactly 1."""
+def test_indexed_prefix_and_balance_under_torchrun(arguments: tuple[str, ...], tmp_path: Path):
+    """A .bin/.idx pair with tokens above 256; with all experts picked the balance is exactly 1.
+
+    Under torchrun each process is a rank, and prepares the text itself.
+    """
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -115,11 +117,22 @@ def test_indexed_prefix_and_balance(arguments: tuple[str, ...], tmp_path: Path):
         builder.end_document()
     builder.finalize(str(tmp_path / "corpus.idx"))
     out = tmp_path / "out"
-    train(
+    python, *rest = command(
         "--model", arguments[1], "--text", tmp_path / "corpus", "--out", out, "--steps", 2,
-        "--set", "moe-router-topk=8", "global-batch-size=4",
+        "--dispatcher", "allgather", "--set", "moe-router-topk=8", "global-batch-size=4",
     )  # fmt: skip
+    done = subprocess.run(
+        [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *rest],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
     (settings,) = entries(out, "settings")
+    assert settings["ranks"] == 2
+    assert settings["dispatcher_classes"] == ["MoEAllGatherTokenDispatcher"]
     assert settings["vocab_size"] == 501, "one more than occurs, for the end of a document"
     assert settings["num_train_tokens"] == 38 * 100
     assert settings["unigram_entropy"] == pytest.approx(math.log(500), abs=0.1)
@@ -142,23 +155,6 @@ def test_failure_of_a_rank_is_the_exit_status(
     first, second = re.findall(rf"^ncclep train: rank (\d): error: {text}", done.stdout, re.M)
     assert {first, second} == {"0", "1"}
     assert re.search(rf"^  traceback : InputError: {text}", done.stdout, re.M)
-
-
-def test_under_torchrun_it_is_a_rank(arguments: tuple[str, ...], tmp_path: Path):
-    out = tmp_path / "out"
-    python, *rest = command(*arguments, "--out", out, "--steps", 2, "--dispatcher", "allgather")
-    done = subprocess.run(
-        [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *rest],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout
-    (settings,) = entries(out, "settings")
-    assert settings["dispatcher_classes"] == ["MoEAllGatherTokenDispatcher"]
-    assert len(losses(out)) == 2
 
 
 def test_sigterm_ends_all_processes(arguments: tuple[str, ...], tmp_path: Path):
