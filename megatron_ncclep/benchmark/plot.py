@@ -81,7 +81,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for subjects in _measured(shape)
         if subjects
     ]
-    for training in result.get("trainings", []):
+    for training in result["trainings"]:
         if measured := [subject for subject in training["subjects"] if subject["step"]]:
             drawn.append((len(measured), partial(draw_training, result=training)))
     if not drawn:
@@ -158,7 +158,7 @@ def _only(result: dict[str, Any], names: list[str]) -> dict[str, Any]:
     Raises:
         InputError: a name is not in it.
     """
-    listed = {key: result.get(key, []) for key in ("shapes", "trainings")}
+    listed = {key: result[key] for key in ("shapes", "trainings")}
     held = {s["name"] for kind in listed.values() for shape in kind for s in shape["subjects"]}
     if missing := [name for name in names if name not in held]:
         raise InputError(

@@ -57,7 +57,7 @@ def render(result: dict[str, Any]) -> str:
         *wrap(versions),
         f"{options['samples']} samples after {options['warmup']} warm-up rounds",
     ]
-    trainings = result.get("trainings", [])  # results of before there were any lack it
+    trainings = result["trainings"]
     blocks = ["\n".join(head), *map(_shape, result["shapes"]), *map(render_training, trainings)]
     explained = [*(NOTES if result["shapes"] else ()), *train_notes(trainings)]
     notes = "\n".join(line for note in explained for line in wrap(note))

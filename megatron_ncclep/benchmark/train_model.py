@@ -197,6 +197,8 @@ class SubjectModel:
             close_dispatcher(getattr(module, "token_dispatcher", None))
         del self._built, self._graphs
         gc.collect()
+        # A graph cannot take over what lies in the allocator's cache.
+        torch.cuda.empty_cache()
 
     def _zero(self) -> None:
         self._built.model.zero_grad_buffer()

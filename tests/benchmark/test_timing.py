@@ -64,6 +64,19 @@ def test_a_sample_is_a_time(pool: RankPool) -> None:
         assert all(0 < time < 60e6 for time in times)
 
 
+def consecutive_on_rank(context: RankContext) -> tuple[list[float], float]:
+    timer = Timer(context.group, context.device)
+    tensor = torch.zeros(1, device=context.device)
+    return timer.consecutive(lambda: tensor.add_(1), 3), float(tensor)
+
+
+def test_consecutive_calls_are_timed_one_by_one(pool: RankPool) -> None:
+    for times, calls in pool.run(consecutive_on_rank, ranks=2):
+        assert calls == 3
+        assert len(times) == 3
+        assert all(0 < time < 60e6 for time in times)
+
+
 # --- ceiling -------------------------------------------------------------------------------------
 
 
