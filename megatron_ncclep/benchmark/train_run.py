@@ -65,8 +65,8 @@ class _Entry:
     choice: TrainChoice
     result: TrainResult
     curve: Curve | None = None
-    # What says that it learns nothing on this rank.
-    unlearnt: str | None = None
+    # What timed steps of this rank say against it.
+    trouble: str | None = None
     # Of this rank, one list for each turn.
     times: list[list[float]] = field(default_factory=list)
     profile: StepProfile | None = None
@@ -183,7 +183,12 @@ class _TrainingRun:
             ranks.deadline()
             first, last = entry.curve.losses[0], model.loss
             if not last < first:  # a NaN is less than nothing
-                entry.unlearnt = f"loss {last!r} after timing, and {first!r} in the first step"
+                entry.trouble = f"loss {last!r} after timing, and {first!r} in the first step"
+            if model.num_dropped:  # then it trains something else
+                entry.trouble = (
+                    f"{model.num_dropped} rows did not fit into {job.max_recv_rows} received rows "
+                    "and were dropped: give a larger --max-recv-rows"
+                )
             if turn == 0:
                 result.memory = memory.growth()
                 result.num_parameters = model.num_parameters
@@ -246,7 +251,7 @@ class _TrainingRun:
             }
             result.host_us = max(profile.host_us for profile in profiles)
         problem = curve_problem(curve, control, self._settings["moe-router-topk"])
-        self._judge(entry, problem or entry.unlearnt)
+        self._judge(entry, entry.trouble or problem)
 
     def _judge(self, entry: _Entry, problem: str | None) -> None:
         """Take a problem of any rank as the subject's outcome.  Collective."""

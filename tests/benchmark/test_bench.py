@@ -141,15 +141,18 @@ def test_training_steps_that_are_wrong_or_cannot_run_are_failures(tmp_path: Path
     """The control is trained although nobody asked for it."""
     done = run(
         tmp_path, [str(FOLDER / "broken_bench.py")], "--smoke", "--samples", "1",
-        "--subjects", "train:ncclep:native,train:ncclep:wrong,train:ncclep:reference",
+        # 128 tokens of a rank in a micro-batch choose 4 experts each.
+        "--max-recv-rows", "448", "--subjects", "train:ncclep:native,train:ncclep:wrong,"
+        "train:ncclep:reference:static,train:ncclep:reference",
     )  # fmt: skip
     assert done.status == 1
     (training,) = done.result["trainings"]
-    assert [s["status"] for s in training["subjects"]] == ["unavailable", "wrong", "ok"]
-    unavailable, wrong, right = training["subjects"]
+    assert [s["status"] for s in training["subjects"]] == ["unavailable", "wrong", "wrong", "ok"]
+    unavailable, wrong, dropping, right = training["subjects"]
     assert "turn 1: engine 'native'" in unavailable["reason"]
     assert "the output of the first MoE layer is " in wrong["reason"]
     assert (wrong["step"], wrong["tokens_per_s"]) == ({}, None)
+    assert "rows did not fit into 448 received rows and were dropped" in dropping["reason"]
     assert right["loss_apart"] < 1e-5
     assert "train:ncclep:native was asked for and cannot run" in done.stderr
     assert "train:ncclep:wrong wrong: rank " in done.stderr
