@@ -298,7 +298,8 @@ def test_a_rank_that_sent_its_message_and_died_has_not_failed_that_call() -> Non
 def test_a_message_does_not_count_before_its_last_byte() -> None:
     """A rank that dies while it writes has sent nothing.
 
-    The end of its message lies in a page that the file lacks, so that writing it is fatal.
+    The end of its message lies in a page that the file lacks, so that writing it is fatal; whether
+    its beginning is there by then is up to memcpy.
     """
     page = mmap.PAGESIZE
     with new_file() as file:
@@ -316,7 +317,6 @@ end.exchange(b"1" * 2048, "the first", 60)
             os.ftruncate(file, size - size % page)
             process.communicate("x")
             assert process.returncode == -signal.SIGBUS
-            assert b"1" * 32 in contents(file)  # it had begun
             os.ftruncate(file, size)
             with pytest.raises(PeerError, match=rf"rank 1 \(process {process.pid}\) has died"):
                 end.exchange(b"0" * 2048, "the first", LONG_S)
