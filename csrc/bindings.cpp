@@ -308,11 +308,17 @@ void require_picks(const char* call, const Tensor& topk_idx, const Tensor& of_pi
   }
 }
 
+// Checks that the experts [T, E] can be divided into blocks of so many.
+void require_block(const char* call, const Tensor& of_experts, int block) {
+  ncclep::require(block > 0 && of_experts.shape[1] % block == 0, call, ": blocks of ", block,
+                  " experts must be equal parts of all");
+}
+
 void bind_routes(py::module_& module) {
   module.def(
       "routes_and_weights",
       [](const Tensor& routing_map, const Tensor& probs, std::int64_t not_routed,
-         std::int64_t too_many_experts, const Tensor& topk_idx, const Tensor& weights,
+         std::int64_t too_many_experts, const Tensor& topk_idx, const Tensor& weights, int block,
          std::uintptr_t stream) {
         ncclep::require(routing_map.dtype == ncclep::DType::kUint8 && routing_map.shape.size() == 2,
                         "routes_and_weights needs a bool map [T, E]");
@@ -321,12 +327,14 @@ void bind_routes(py::module_& module) {
                         "routes_and_weights needs negative numbers for what is no expert");
         ncclep::require(probs.shape == routing_map.shape,
                         "routes_and_weights needs probabilities of the map's shape");
+        require_block("routes_and_weights", probs, block);
         ncclep::routes::RoutesAndWeights job;
         job.routing_map = static_cast<const std::uint8_t*>(routing_map.data);
         job.probs = probs.data;
         job.num_tokens = probs.shape[0];
         job.num_experts = static_cast<int>(probs.shape[1]);
         job.top_k = static_cast<int>(topk_idx.shape[1]);
+        job.block = block;
         job.itemsize = ncclep::itemsize_of(probs.dtype);
         job.not_routed = not_routed;
         job.too_many_experts = too_many_experts;
@@ -335,23 +343,25 @@ void bind_routes(py::module_& module) {
         ncclep::routes::routes_and_weights(job, stream);
       },
       "routing_map"_a, "probs"_a, "not_routed"_a, "too_many_experts"_a, "topk_idx"_a, "weights"_a,
-      "stream"_a);
+      "block"_a, "stream"_a);
   module.def(
       "probs_gradient",
-      [](const Tensor& topk_idx, const Tensor& grad_weights, const Tensor& grad_probs,
+      [](const Tensor& topk_idx, const Tensor& grad_weights, const Tensor& grad_probs, int block,
          std::uintptr_t stream) {
         require_picks("probs_gradient", topk_idx, grad_weights, grad_probs);
+        require_block("probs_gradient", grad_probs, block);
         ncclep::routes::ProbsGradient job;
         job.topk_idx = static_cast<const std::int64_t*>(topk_idx.data);
         job.grad_weights = grad_weights.data;
         job.num_tokens = grad_probs.shape[0];
         job.num_experts = static_cast<int>(grad_probs.shape[1]);
         job.top_k = static_cast<int>(topk_idx.shape[1]);
+        job.block = block;
         job.itemsize = ncclep::itemsize_of(grad_probs.dtype);
         job.grad_probs = grad_probs.data;
         ncclep::routes::probs_gradient(job, stream);
       },
-      "topk_idx"_a, "grad_weights"_a, "grad_probs"_a, "stream"_a);
+      "topk_idx"_a, "grad_weights"_a, "grad_probs"_a, "block"_a, "stream"_a);
 }
 
 void bind_bench(py::module_& module) {

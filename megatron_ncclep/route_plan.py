@@ -15,7 +15,7 @@ from megatron_ncclep.errors import InputError
 
 
 def routes_and_weights(
-    routing_map: torch.Tensor, probs: torch.Tensor, top_k: int
+    routing_map: torch.Tensor, probs: torch.Tensor, top_k: int, block: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List each token's experts, in ascending order, and its probabilities for them.
 
@@ -33,6 +33,8 @@ def routes_and_weights(
         probs: [num_tokens, num_experts] of any floating dtype, on the map's device.  NaN is passed
             through to the experts it belongs to, and to nobody else.
         top_k: K, columns of the results.
+        block: experts are numbered backwards in blocks of this many, which divides their number:
+            with 4 experts and blocks of 2, the experts of the map's columns are 1, 0, 3, 2.
 
     Returns:
         topk_idx [num_tokens, top_k] int64: `NOT_ROUTED` fills a row up, and a row with more than
@@ -54,8 +56,13 @@ def routes_and_weights(
             f"{list(routing_map.shape)} on {routing_map.device}"
         )
     if routing_map.is_cuda and (kernels := _kernels()) is not None:
-        return InOneKernel.apply(routing_map, probs, top_k, kernels)
+        return InOneKernel.apply(routing_map, probs, top_k, block, kernels)
     num_tokens, num_experts = routing_map.shape
+    if block > 1:
+        routing_map, probs = (
+            per_expert.unflatten(1, (-1, block)).flip(2).flatten(1)
+            for per_expert in (routing_map, probs)
+        )
     place = routing_map.cumsum(dim=1) - 1  # of an expert among its token's
     # Column top_k takes what is not routed; it is cut off.
     column = torch.where(routing_map, place, top_k).clamp(max=top_k)
@@ -73,7 +80,12 @@ class InOneKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, top_k: int, kernels: ModuleType
+        ctx: Any,
+        routing_map: torch.Tensor,
+        probs: torch.Tensor,
+        top_k: int,
+        block: int,
+        kernels: ModuleType,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the map and the probabilities, each once."""
         num_tokens, num_experts = routing_map.shape
@@ -86,10 +98,11 @@ class InOneKernel(torch.autograd.Function):
             TOO_MANY_EXPERTS,
             topk_idx,
             weights,
+            block,
             extension.current_stream(),
         )
         ctx.save_for_backward(topk_idx)
-        ctx.num_experts, ctx.kernels = num_experts, kernels
+        ctx.num_experts, ctx.block, ctx.kernels = num_experts, block, kernels
         ctx.mark_non_differentiable(topk_idx)
         ctx.set_materialize_grads(False)  # or autograd launches a kernel for zeros of topk_idx
         return topk_idx, weights
@@ -99,16 +112,17 @@ class InOneKernel(torch.autograd.Function):
     def backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
         """Bring each weight's gradient to its probability; the others get zero."""
         if grad_weights is None:
-            return None, None, None, None
+            return None, None, None, None, None
         (topk_idx,) = ctx.saved_tensors
         grad_probs = grad_weights.new_empty(len(topk_idx), ctx.num_experts)
         ctx.kernels.probs_gradient(
             topk_idx,
             grad_weights.contiguous(),
             grad_probs,
+            ctx.block,
             extension.current_stream(),
         )
-        return None, grad_probs, None, None
+        return None, grad_probs, None, None, None
 
 
 @cache

@@ -68,7 +68,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._counts_add_up = counts_add_up or not counts_on_device
         self._is_static = self.engine.config.max_recv_rows is not None
         self._can_drop = can_drop(self.engine.config)
-        self._last_expert_first = last_expert_first and num_local_experts > 1
+        self._block = num_local_experts if last_expert_first else 1
         # With padding to capacity an expert takes tokens that did not choose it, so that a token
         # may have more experts than the router's top-k.
         self._router_adds_picks = config.moe_pad_expert_input_to_capacity
@@ -102,10 +102,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         Returns:
             hidden_states as they are, and the weights [num_tokens, top_k].
         """
-        if self._last_expert_first:
-            routing_map, probs = self._reversed(routing_map), self._reversed(probs)
         top_k = self._top_k(routing_map)
-        self._topk_idx, weights = routes_and_weights(routing_map, probs, top_k)
+        self._topk_idx, weights = routes_and_weights(routing_map, probs, top_k, self._block)
         return hidden_states, weights
 
     def token_dispatch(
@@ -171,10 +169,6 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing to do."""
         return hidden_states
-
-    def _reversed(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_experts] with the experts of each rank in descending order."""
-        return per_expert.unflatten(1, (-1, self.num_local_experts)).flip(2).flatten(1)
 
     def _top_k(self, routing_map: torch.Tensor) -> int:
         """Columns that the picks of this micro-batch need, the same on every rank."""

@@ -80,6 +80,7 @@ void add_name(std::string& names, int rank, const std::string& reason) {
 
 struct alignas(kCacheLine) HostExchange::Slot {
   std::atomic<std::uint64_t> sequence;  // of the message; 0: none yet
+  std::uint64_t call;                   // in which it was written
   std::uint64_t length;                 // of the whole message, of which the bytes are a part
   char bytes[kCapacity];
 };
@@ -165,7 +166,9 @@ HostExchange::Slot& HostExchange::slot(int rank) const {
 }
 
 bool HostExchange::has_come(int rank) const {
-  return slot(rank).sequence.load(std::memory_order_acquire) == sequence_;
+  const Slot& theirs = slot(rank);
+  return theirs.sequence.load(std::memory_order_acquire) == sequence_ &&
+         theirs.call == slot(rank_).call;
 }
 
 void HostExchange::exchange(const char* mine, std::size_t length, char* all,
@@ -197,6 +200,7 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
   Slot& own = slot(rank_);
   std::memcpy(own.bytes, mine, length);
   own.length = total;
+  own.call = segment_->ranks[rank_].call / 2;
   own.sequence.store(sequence_, std::memory_order_release);
   try {
     int num_here = 0;
@@ -228,8 +232,13 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
     }
   } catch (...) {
     // The other ranks must not take this rank's message for a sign that it goes on.
-    has_given_up_ = true;
-    segment_->ranks[rank_].gave_up_at.store(sequence_, std::memory_order_release);
+    if (is_void()) {
+      own.sequence.store(sequence_ < 2 ? 0 : sequence_ - 2, std::memory_order_release);
+      --sequence_;
+    } else {
+      has_given_up_ = true;
+      segment_->ranks[rank_].gave_up_at.store(sequence_, std::memory_order_release);
+    }
     throw;
   }
   require_equal_lengths(total, what);
@@ -271,6 +280,17 @@ int HostExchange::gone_on() {
     if (has_gone_on(rank)) return rank;
   }
   return -1;
+}
+
+// Whether nothing is exchanged in this call after all: the ranks may meet in another one.
+bool HostExchange::is_void() const {
+  bool is_void = false;
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    if (segment_->ranks[rank].gave_up_at != 0 || !why_gone(rank).empty()) return false;
+    const std::uint64_t here = segment_->ranks[rank_].call / 2;
+    is_void = is_void || has_gone_on(rank) || !reason_of(rank, here).empty();
+  }
+  return is_void;
 }
 
 bool HostExchange::has_gone_on(int rank) const {

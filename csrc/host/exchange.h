@@ -51,10 +51,10 @@ class HostExchange {
   // Writes every rank's `length` bytes, in the order of ranks, to `all`.  Collective.
   //
   // `what` names the call in errors.  `poll` is called now and then in a long wait and may throw.
-  // Throws PeerError when a rank has died, has closed its end, has gone on to a later call, has
-  // refused one, or does not come within `timeout_s` seconds; it names these ranks, and all later
-  // calls of this rank throw at once.  Throws PeerError on all ranks, and goes on working, when the
-  // lengths differ.
+  // Throws PeerError when a rank has died, has closed its end, or does not come within `timeout_s`
+  // seconds; it names these ranks, and all later calls of this rank throw at once.  Throws
+  // PeerError and goes on working when a rank has gone on without an exchange or has refused the
+  // call, on all that wait for it, and when the lengths differ, on all ranks.
   void exchange(const char* mine, std::size_t length, char* all, const std::string& what,
                 double timeout_s, const std::function<void()>& poll);
 
@@ -96,6 +96,7 @@ class HostExchange {
   Slot& slot(int rank) const;
   std::string reason_of(int rank, std::uint64_t since) const;
   bool has_gone_on(int rank) const;
+  bool is_void() const;
 
   const int num_ranks_;
   const int rank_;

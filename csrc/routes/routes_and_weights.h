@@ -13,6 +13,7 @@ struct RoutesAndWeights {
   const void* probs;                // [T, E]
   std::int64_t num_tokens;
   int num_experts, top_k;
+  int block;                      // experts are numbered backwards in blocks of so many; 1: as ever
   int itemsize;                   // bytes of a probability and of a weight: 2, 4 or 8
   std::int64_t not_routed;        // fills a row up
   std::int64_t too_many_experts;  // all of a row with more than K experts
@@ -20,8 +21,8 @@ struct RoutesAndWeights {
   void* weights;                  // [T, K]
 };
 
-// Queues it: lists the experts of each row of the map, in ascending order, and the row's
-// probabilities for them; zero where there is no expert.
+// Queues it: lists the experts of each row of the map, in ascending order of their numbers, and the
+// row's probabilities for them; zero where there is no expert.
 void routes_and_weights(const RoutesAndWeights& job, std::uintptr_t stream);
 
 struct ProbsGradient {
@@ -29,6 +30,7 @@ struct ProbsGradient {
   const void* grad_weights;      // [T, K]
   std::int64_t num_tokens;
   int num_experts, top_k;
+  int block;         // as above
   int itemsize;      // bytes of a gradient: 2, 4 or 8
   void* grad_probs;  // [T, E]
 };

@@ -170,6 +170,8 @@ def _measure_in_pool(job: Job) -> list[Measured]:
     measured: list[Measured] = []
     try:
         for shape in job.everything:
+            if isinstance(shape, TrainingShape):
+                pool.close()  # nothing of a model that is trained stays beside the next ones
             with tempfile.TemporaryDirectory() as notes:
                 try:
                     answers = pool.run(

@@ -37,22 +37,35 @@ def load() -> ModuleType:
 
 def current_stream() -> int:
     """Return torch's current CUDA stream as the extension's functions take it."""
-    stream: int = torch.cuda.current_stream().cuda_stream
+    stream: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
     return stream
 
 
-def keep_for_current_stream(*tensors: torch.Tensor | None) -> int:
-    """Return what `current_stream` does, on which a kernel is about to use `tensors`.
+class StreamKeeper:
+    """Keeps tensors for kernels on torch's current stream of one GPU.
 
-    Their memory, if it belongs to another stream, is not given to anybody else before the kernel is
-    done with it, even when the caller drops them at once.
+    torch makes an object for the current stream at each question, from the device's name on, in
+    longer than a kernel takes to be launched; here each stream gets one, once.
     """
-    stream = torch.cuda.current_stream()
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.record_stream(stream)
-    handle: int = stream.cuda_stream
-    return handle
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def keep(self, *tensors: torch.Tensor | None) -> int:
+        """Return what `current_stream` does, on which a kernel is about to use `tensors`.
+
+        Their memory, if it belongs to another stream, is not given to anybody else before the
+        kernel is done with it, even when the caller drops them at once.
+        """
+        handle: int = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = torch.cuda.current_stream(self._index)
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(stream)
+        return handle
 
 
 def architectures() -> list[str]:

@@ -101,11 +101,11 @@ class NativeEngine:
         (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
         limit, room = self._limit(topk_idx), self._room(most_tokens, topk_idx)
         native, num_sms = self._native, self.num_sms
-        stream = extension.keep_for_current_stream(topk_idx)
+        stream = self._shared.streams.keep(topk_idx)
         picks = topk_idx.contiguous()
         counts, home, kept, routes = memory
         lacked = None if self._shortage is None else self._shortage.for_kernel()
-        handle = extension.load().NativePlan(counts, home, room.num_chunks, top_k, call)
+        handle = self._shared.module.NativePlan(counts, home, room.num_chunks, top_k, call)
         # All is queued before the host knows how much arrives; it seldom is more than expected.
         ticket = native.plan(
             *(handle, picks, self.config.alignment, limit or 0, kept, lacked),
@@ -344,9 +344,9 @@ class NativeEngine:
         if not is_known:
             self._reserve(plan.most_tokens, plan.top_k, row_bytes)
         self._describe(row_bytes, plan.top_k)
-        stream = extension.keep_for_current_stream(rows, w)
+        stream = self._shared.streams.keep(rows, w)
         if stream != plan.stream:
-            extension.keep_for_current_stream(plan.counts, plan.home, plan.routes)
+            self._shared.streams.keep(plan.counts, plan.home, plan.routes)
         return plan, memory, stream
 
     def _together(self, phase: str, agree: Callable[[], _Result]) -> _Result:

@@ -36,6 +36,8 @@ class NativeGroup:
     Attributes:
         group: the ranks.
         native: the `_C.NativeGroup`.
+        module: `_C`.
+        streams: keeps tensors for the group's kernels.
     """
 
     def __init__(self, group: EpGroup, num_experts: int, timeout_s: float) -> None:
@@ -46,11 +48,13 @@ class NativeGroup:
         """
         self.group = group
         self._refusal: str | None = None  # this rank's own
+        self.streams = extension.StreamKeeper(group.device)
+        self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
         self.native: Any = on_all_ranks(
             group,
             "making the native engine",
-            lambda: extension.load().NativeGroup(communicator, num_experts, timeout_s),
+            lambda: self.module.NativeGroup(communicator, num_experts, timeout_s),
             timeout_s,
         )
 

@@ -273,6 +273,9 @@ MISTAKES = [
 BOTH_ARE_WRONG = (no_hidden,)
 
 
+COMPARES_ON_DEVICE = pytest.mark.needs_caps(test=lambda caps: caps.compares_on_device)
+
+
 def until_checked(call: Callable[[], object]) -> None:
     """Call it, and ask for errors that have not come yet: the other rank's, in calls of this one
     that waited for no host.
@@ -281,15 +284,16 @@ def until_checked(call: Callable[[], object]) -> None:
     megatron_ncclep.check()
 
 
-def make_mistake(ctx: RankContext, mistake: Callable, engine_name: str, check_calls: bool) -> str:
+def make_mistake(
+    ctx: RankContext, mistake: Callable, engine_name: str, check_calls: bool, has_windows: bool
+) -> str:
     options = config(engine_name, check_calls=check_calls)
-    # Hosts agree on what windows have to grow for, whatever the option.
-    with closing(create_engine(ctx.group, NUM_EXPERTS, options)) as engine:
-        engine.dispatch(engine.plan(topk(ctx)), rows(ctx, hidden=4 * HIDDEN))
     with (
         closing(create_engine(ctx.group, NUM_EXPERTS, options)) as engine,
         pytest.raises(InputError) as caught,
     ):
+        if has_windows:  # otherwise hosts agree on what they grow for, whatever the option
+            engine.dispatch(engine.plan(topk(ctx)), rows(ctx, hidden=4 * HIDDEN))
         until_checked(lambda: mistake(ctx, engine))
     # The group still works: nobody is left inside a collective.
     with closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine:
@@ -298,14 +302,11 @@ def make_mistake(ctx: RankContext, mistake: Callable, engine_name: str, check_ca
 
 
 @pytest.mark.parametrize(
-    "check_calls",
+    ("check_calls", "has_windows"),
     [
-        pytest.param(True, id="hosts agree"),
-        pytest.param(
-            False,
-            id="device compares",
-            marks=pytest.mark.needs_caps(test=lambda caps: caps.compares_on_device),
-        ),
+        pytest.param(True, False, id="hosts agree"),
+        pytest.param(False, False, id="windows grow", marks=COMPARES_ON_DEVICE),
+        pytest.param(False, True, id="device compares", marks=COMPARES_ON_DEVICE),
     ],
 )
 @pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=lambda v: getattr(v, "__name__", ""))
@@ -316,8 +317,9 @@ def test_every_rank_raises_the_same_error(
     mistake: Callable,
     message: str,
     check_calls: bool,
+    has_windows: bool,
 ) -> None:
-    texts = pool.run(make_mistake, mistake, engine_name, check_calls, ranks=2)
+    texts = pool.run(make_mistake, mistake, engine_name, check_calls, has_windows, ranks=2)
     if mistake in BOTH_ARE_WRONG and not check_calls:  # each says so of itself
         texts[1] = texts[1].replace("rank 1:", "rank 0:")
     assert texts[0] == texts[1]

@@ -40,6 +40,18 @@ def test_the_map_is_the_truth_not_the_probabilities() -> None:
         assert bool((topk_idx[:, 1:] > topk_idx[:, :-1]).all())
 
 
+def test_experts_numbered_backwards_in_blocks() -> None:
+    """Of 2 ranks with 3 experts each, the map's columns are experts 2, 1, 0 and 5, 4, 3."""
+    routing_map = torch.tensor([[T, F, F, F, T, F], [F, T, F, F, F, T]])
+    probs = torch.arange(12.0).view(2, 6).requires_grad_()
+    topk_idx, weights = routes_and_weights(routing_map, probs, 2, 3)
+    assert topk_idx.tolist() == [[2, 4], [1, 3]]
+    assert weights.tolist() == [[0.0, 4.0], [7.0, 11.0]]
+    weights.backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert probs.grad is not None
+    assert probs.grad.tolist() == [[1, 0, 0, 0, 2, 0], [0, 3, 0, 0, 0, 4]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_against_a_loop_over_tokens(dtype: torch.dtype) -> None:
     """Rows with no expert, fewer than top_k, top_k and more; their gradients too."""

@@ -48,14 +48,20 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_same_bits_as_on_a_cpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["", "reversed"])
+def test_same_bits_as_on_a_cpu(
+    shape: tuple[int, int, int], dtype: torch.dtype, is_reversed: bool
+) -> None:
     routing_map, probs, grad = case(shape, dtype)
+    block = max(n for n in (1, 2, 3, 4) if shape[1] % n == 0) if is_reversed else 1
+    if is_reversed:  # what goes nowhere is elsewhere then
+        grad = grad.nan_to_num(1.0)
     top_k = shape[2]
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         routing_map, probs, grad = inputs
         leaf = probs.detach().requires_grad_()
-        topk_idx, weights = routes_and_weights(routing_map, leaf, top_k)
+        topk_idx, weights = routes_and_weights(routing_map, leaf, top_k, block)
         assert not topk_idx.requires_grad
         (grad_probs,) = torch.autograd.grad(weights, leaf, grad)
         return topk_idx, weights, grad_probs

@@ -204,6 +204,7 @@ def test_every_rank_hears_what_a_replay_dropped(
 def warned_on_rank(ctx: RankContext) -> list[list[str]]:
     """What was logged by the end of each of three checks, in which waiting is an error."""
     group = EpGroup.of(ctx.group)
+    group._logged.discard("overflow")  # earlier tests may have dropped rows
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -255,13 +255,13 @@ MISTAKES = {
         "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a grid's barrier lets through without all CTAs": Mistake(
         "wait.cuh", "__syncthreads_and(all_here)", "__syncthreads_and(true)",
-        "late", 2, "."),
+        "late", 3, "."),
     "a plan has rows after a failure": Mistake(
         "plan.cu", "if («has_failed(me)») {\n    // Nobody", "false",
         "failures", 3, "plan: rows of rank . after a failure"),
     "a CTA that starts after a failure leaves its grid waiting": Mistake(
         "plan_receive.cu", "leave(me);\n    return;", "return;",
-        "late", 3, "."),
+        "late", 4, "."),
 }
 # fmt: on
 

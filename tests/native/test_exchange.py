@@ -179,6 +179,11 @@ def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
         for end in ends[:2]:
             with pytest.raises(PeerError, match=r"rank 2 has gone on to call 7 without .* call 7"):
                 end.exchange(b"1", "plan, making windows", LONG_S)
+        for end in ends:  # nobody has given up: all meet in the next call
+            end.enter(8, False)
+        assert (
+            on_all([lambda end=end: end.exchange(b"2", "", LONG_S) for end in ends]) == [b"222"] * 3
+        )
     with opened(2) as ends:
         assert [ends[0].refusal(rank, 0) for rank in range(2)] == ["", ""]
         for end in ends:

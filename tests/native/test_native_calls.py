@@ -88,7 +88,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         NativeGroup=RecordingNative, NativePlan=lambda *arguments: SimpleNamespace(made=arguments)
     )
     monkeypatch.setattr(extension, "load", lambda: module)
-    monkeypatch.setattr(extension, "keep_for_current_stream", lambda *_: STREAM)
+    monkeypatch.setattr(extension.StreamKeeper, "keep", lambda *_: STREAM)
     monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

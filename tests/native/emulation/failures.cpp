@@ -121,7 +121,9 @@ class Failing {
       const Mailbox& mailbox = world_.mailbox(rank);
       const int peer = mailbox.failed_peer;
       if (failed_at_[rank] == kNever) {
-        require(mailbox.failed_phase == 0, "failure: rank ", rank, " says that it has failed");
+        const bool has_refused = kind_ == kRefuses && rank == victim_ && has_stopped_;
+        require((mailbox.failed_phase != 0) == has_refused, "failure: rank ", rank,
+                has_refused ? " does not say that it has refused" : " says that it has failed");
         const bool is_alone = has_stopped_ && kind_ != kHasLateCta && sizes_.ranks > 1 &&
                               !(kind_ == kStops && rank == victim_);
         // In the last plan the others may have all that they need; a plan on which the hosts agree

@@ -230,11 +230,11 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
     yield "routes_and_weights", C.routes_and_weights, {
         "routing_map": Numbers("bool", TOKENS, EXPERTS),
         "probs": Numbers("float32", TOKENS, EXPERTS), "not_routed": -1, "too_many_experts": -2,
-        "topk_idx": o.topk, "weights": o.w, "stream": STREAM,
+        "topk_idx": o.topk, "weights": o.w, "block": 2, "stream": STREAM,
     }  # fmt: skip
     yield "probs_gradient", C.probs_gradient, {
         "topk_idx": o.topk, "grad_weights": o.w, "grad_probs": Numbers("float32", TOKENS, EXPERTS),
-        "stream": STREAM,
+        "block": 2, "stream": STREAM,
     }  # fmt: skip
     place = Numbers("int32", ROWS)
     yield "copy_rows", C.copy_rows, {
