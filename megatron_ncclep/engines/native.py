@@ -94,8 +94,9 @@ class NativeEngine:
         """See `Engine.plan`.
 
         The device checks the values of `topk_idx`.  In static mode nobody waits for it, nor for
-        other ranks' hosts unless windows have to grow: what is no expert, or named twice, counts as
-        not routed, and a later call of `plan` raises InputError on all ranks.
+        other ranks' hosts unless windows have to grow or the ranks have brought different numbers
+        of tokens before: what is no expert, or named twice, counts as not routed, and a later call
+        of `plan` raises InputError on all ranks.
         """
         call, most_tokens, memory = self._enter_plan(topk_idx)
         (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
@@ -206,7 +207,6 @@ class NativeEngine:
             are windows), and what `plan_memory` does.
         """
         self._begin()
-        is_static = self.config.max_recv_rows is not None
         memory: list[Any] = []
 
         def allocate(most_tokens: int) -> str | None:
@@ -217,8 +217,10 @@ class NativeEngine:
 
         problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
         is_known = (
-            is_static
+            self._is_static
             and not self.config.check_calls
+            # Where batches differ, one may be the first that is too large for the windows.
+            and not self._shared.is_uneven
             and (problem is not None or self._native.fits(*topk_idx.shape, self._row_bytes))
         )
         if not is_known:
@@ -244,7 +246,7 @@ class NativeEngine:
         Windows grow when they are too small, and `allocate` has put what the plan needs into
         `memory`.  Returns what `_enter_plan` does.
         """
-        is_static, timeout_s = self.config.max_recv_rows is not None, self.config.timeout_s
+        timeout_s = self.config.timeout_s
         num_tokens, top_k = topk_idx.shape if problem is None else (0, 0)
         # Allocated before the ranks agree, so that one without memory can still tell the others.
         expected = max(self._most_tokens, num_tokens)
@@ -259,8 +261,9 @@ class NativeEngine:
                 lambda *_: problem,
             )
             most_tokens = max(agreement.told)
+            self._shared.is_uneven |= len(set(agreement.told)) > 1
             self._reserve(most_tokens, top_k, self._row_bytes)
-            if is_static:
+            if self._is_static:
                 most_tokens = self._native.max_tokens
             if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
                 problem = allocate(most_tokens) if most_tokens > expected else None

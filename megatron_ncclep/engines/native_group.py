@@ -38,6 +38,8 @@ class NativeGroup:
         native: the `_C.NativeGroup`.
         module: `_C`.
         streams: keeps tensors for the group's kernels.
+        is_uneven: ranks have brought different numbers of tokens to a plan on which their hosts
+            agreed; the same on all ranks.
     """
 
     def __init__(self, group: EpGroup, num_experts: int, timeout_s: float) -> None:
@@ -47,6 +49,7 @@ class NativeGroup:
             LibraryError: on every rank, when one has no memory for it.
         """
         self.group = group
+        self.is_uneven = False
         self._refusal: str | None = None  # this rank's own
         self.streams = extension.StreamKeeper(group.device)
         self.module = extension.load()
@@ -130,7 +133,8 @@ class NativeGroup:
 
     def close(self) -> None:
         """Free the windows.  Collective."""
-        self.group.forget_refusal()  # an engine that is made anew starts anew
+        if self._refusal is not None:  # an engine that is made anew starts anew
+            self.group.forget_refusal()
         self.native.close()
 
 

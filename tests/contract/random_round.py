@@ -172,6 +172,9 @@ class Draws:
         )
         engine = create_engine(self.ctx.group, num_local * ranks, config)
         stack.enter_context(closing(engine))
+        if limit is not None and self.caps.compares_on_device:
+            # The largest batch first: no rank waits for another's host when a later one is larger.
+            engine.plan(torch.full((self.sizes.tokens, 1), -1, device=self.ctx.device))
         return Member(engine, num_local * ranks, config)
 
     def batch(self, name: str, member: Member, has_idle_rank: bool) -> Batch:

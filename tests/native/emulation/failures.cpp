@@ -125,7 +125,7 @@ class Failing {
         require((mailbox.failed_phase != 0) == has_refused, "failure: rank ", rank,
                 has_refused ? " does not say that it has refused" : " says that it has failed");
         const bool is_alone = has_stopped_ && kind_ != kHasLateCta && sizes_.ranks > 1 &&
-                              !(kind_ == kStops && rank == victim_);
+                              !((kind_ == kStops || kind_ == kRefuses) && rank == victim_);
         // In the last plan the others may have all that they need; a plan on which the hosts agree
         // compares nothing.
         const bool may_go_on =
