@@ -244,9 +244,10 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
   require_equal_lengths(total, what);
 }
 
-void HostExchange::enter(std::uint64_t call, bool goes_on) {
+void HostExchange::enter(std::uint64_t call, bool goes_on, std::uint64_t since) {
   const std::lock_guard<std::mutex> alone(mutex_);
   if (segment_ == nullptr) return;
+  since_ = since;
   segment_->ranks[rank_].call.store(2 * call + goes_on, std::memory_order_release);
 }
 
@@ -287,8 +288,7 @@ bool HostExchange::is_void() const {
   bool is_void = false;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (segment_->ranks[rank].gave_up_at != 0 || !why_gone(rank).empty()) return false;
-    const std::uint64_t here = segment_->ranks[rank_].call / 2;
-    is_void = is_void || has_gone_on(rank) || !reason_of(rank, here).empty();
+    is_void = is_void || has_gone_on(rank) || !reason_of(rank, since_).empty();
   }
   return is_void;
 }
@@ -316,13 +316,13 @@ std::string HostExchange::why_never(int rank) const {
   if (end != 0 && end <= sequence_) return kGaveUp;
   std::string reason = why_gone(rank);
   if (reason.empty()) {
-    const std::uint64_t here = segment_->ranks[rank_].call / 2;
-    const std::string refusal = reason_of(rank, here);
+    const std::string refusal = reason_of(rank, since_);
     if (!refusal.empty()) {
       reason = "refused a call (" + refusal + ")";
     } else if (has_gone_on(rank)) {
       reason = join_text("has gone on to call ", segment_->ranks[rank].call / 2,
-                         " without an exchange in call ", here, ", in which this rank is");
+                         " without an exchange in call ", segment_->ranks[rank_].call / 2,
+                         ", in which this rank is");
     }
   }
   // It may have come just before that.

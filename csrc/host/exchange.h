@@ -61,7 +61,10 @@ class HostExchange {
   // Writes down that this rank has come to call number `call`, and whether it exchanges nothing in
   // it, for those that wait in an exchange of this call or an earlier one.  Numbers grow.  Not
   // collective, and does not wait, as the next ones.
-  void enter(std::uint64_t call, bool goes_on);
+  //
+  // In an exchange of this call, ranks are not expected that have refused call `since` or a later
+  // one.
+  void enter(std::uint64_t call, bool goes_on, std::uint64_t since);
   // Writes down why this rank has refused the call that it entered, and exchanges nothing in it;
   // empty: there is nothing to say any more.
   void refuse(const std::string& reason);
@@ -105,6 +108,7 @@ class HostExchange {
   std::size_t num_bytes_ = 0;
   std::int64_t process_ = 0;    // this one; a forked child's copy of the object tells nobody
   std::uint64_t sequence_ = 0;  // of the last message that this rank wrote
+  std::uint64_t since_ = 0;     // see `enter`
   bool has_given_up_ = false;
 };
 

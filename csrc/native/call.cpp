@@ -82,7 +82,8 @@ std::map<std::string, std::int64_t> values_of(std::uint64_t call) {
   const std::int64_t row_bytes = 16 * bits.take(kVectorBits);
   const auto dtype = static_cast<DType>(bits.take(kDTypeBits));
   values["dtype"] = static_cast<std::int64_t>(dtype);
-  values["hidden size"] = row_bytes / itemsize_of(dtype);
+  const int itemsize = itemsize_of(dtype);  // 0: no rank has packed this
+  values["hidden size"] = itemsize == 0 ? 0 : row_bytes / itemsize;
   values["presence of weights"] = bits.take(kWeightBits);
   values["plan"] = bits.take(kPlanBits);
   return values;

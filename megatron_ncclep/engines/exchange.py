@@ -83,7 +83,7 @@ class HostLink:
         theirs: bytes = self._memory.exchange(mine, what, timeout_s)
         return theirs
 
-    def enter(self, call: int, goes_on: bool) -> None:
+    def enter(self, call: int, goes_on: bool, since: int = 0) -> None:
         """Tell ranks that wait in this call or an earlier one where this one is.  Not collective.
 
         Without shared memory nobody hears of it, nor of what `refuse` says.
@@ -91,9 +91,10 @@ class HostLink:
         Args:
             call: number of the call, which grows.
             goes_on: this rank exchanges nothing in it.
+            since: what ranks refused in earlier calls does not keep them from coming to this one.
         """
         if self._memory is not None:
-            self._memory.enter(call, goes_on)
+            self._memory.enter(call, goes_on, since)
 
     def refuse(self, reason: str) -> None:
         """Write down, for the others to read, why this rank has refused the call that it is in.

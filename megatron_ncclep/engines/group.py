@@ -71,6 +71,7 @@ class EpGroup:
         self.is_rehearsal = False
         self._logged: set[str] = set()
         self._num_calls = 0
+        self._since = 0  # what was refused in earlier calls has no part in the present one
         self._shared: dict[str, _Shared] = {}
         self._ranks_per_node: list[int] | None = None
         self._link = HostLink(self.rank, self.size)
@@ -169,19 +170,21 @@ class EpGroup:
             self._logged.add(subject)
             get_logger().log(level, text)
 
-    def enter(self, goes_on: bool = True) -> int:
+    def enter(self, goes_on: bool = True, is_fresh: bool = False) -> int:
         """Count a call in which the hosts need not agree; `agree` counts its own.
 
         Not collective, but every rank counts the same calls.
 
         Args:
             goes_on: this rank exchanges nothing in it.  Ranks that do raise, and are told.
+            is_fresh: ranks come to it that have refused an earlier call.
 
         Returns:
             the number of the call, the same on every rank.
         """
         self._num_calls += 1
-        self._link.enter(self._num_calls, goes_on)
+        self._since = self._num_calls if is_fresh else 0
+        self._link.enter(self._num_calls, goes_on, self._since)
         return self._num_calls
 
     def refuse(self, reason: str) -> None:
@@ -234,7 +237,8 @@ class EpGroup:
                 any rank has a problem.
             PeerError: a rank did not come in time, died, or is in another call.
         """
-        call = self.enter(goes_on=False)
+        # A rank that has refused a call comes to the end of an engine and to the next one's start.
+        call = self.enter(goes_on=False, is_fresh=phase in ("open", "close"))
         head = (PHASES.index(phase), call)
         given = [NONE_VALUE if v is None else v for v in values.values()]
         given += [0] * (MAX_VALUES - len(given))
@@ -282,7 +286,7 @@ class EpGroup:
             return self._link.exchange(mine, what, timeout_s, self._exchange_by_torch)
         except PeerError:
             for rank in range(self.size):
-                if refusal := self._link.refusal(rank, since=self._num_calls):
+                if refusal := self._link.refusal(rank, self._since):
                     raise RefusedError(refusal) from None
             raise
 

@@ -172,22 +172,22 @@ def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
     """A rank whose windows had to grow waited a minute for those that needed none."""
     with opened(3) as ends:
         for end in ends[:2]:
-            end.enter(7, False)
+            end.enter(7, False, 0)
         assert ends[0].gone_on() == -1
-        ends[2].enter(7, True)  # it needs no exchange
+        ends[2].enter(7, True, 0)  # it needs no exchange
         assert [end.gone_on() for end in ends] == [2, 2, -1]
         for end in ends[:2]:
             with pytest.raises(PeerError, match=r"rank 2 has gone on to call 7 without .* call 7"):
                 end.exchange(b"1", "plan, making windows", LONG_S)
         for end in ends:  # nobody has given up: all meet in the next call
-            end.enter(8, False)
+            end.enter(8, False, 0)
         assert (
             on_all([lambda end=end: end.exchange(b"2", "", LONG_S) for end in ends]) == [b"222"] * 3
         )
     with opened(2) as ends:
         assert [ends[0].refusal(rank, 0) for rank in range(2)] == ["", ""]
         for end in ends:
-            end.enter(3, False)
+            end.enter(3, False, 0)
         ends[1].refuse(b"dispatch: rank 1: x is wrong" + b"!" * 5000)
         assert ends[0].refusal(1, 3).startswith("dispatch: rank 1: x is wrong!!!")
         assert len(ends[0].refusal(1, 0)) == 512
@@ -196,9 +196,13 @@ def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
         ):
             ends[0].exchange(b"1", "dispatch, making windows", LONG_S)
     with opened(2) as ends:  # what was refused in an earlier call has no part in this one
+        ends[1].enter(8, True, 0)
         ends[1].refuse(b"not now")
-        for end in ends:
-            end.enter(9, False)
+        ends[0].enter(9, False, 0)
+        with pytest.raises(PeerError, match=r"rank 1 refused a call .not now"):
+            ends[0].exchange(b"1", "plan, call 9", LONG_S)
+        for end in ends:  # as for closing an engine
+            end.enter(9, False, 9)
         assert ends[0].refusal(1, 9) == ""
         assert (
             on_all([lambda end=end: end.exchange(b"1", "", LONG_S) for end in ends]) == [b"11"] * 2

@@ -56,7 +56,7 @@ def wrong_plans(module: ModuleType, keep: list[Any]) -> Iterator[Any]:
 
 def is_nonsense(name: str, argument: str, value: Any) -> bool:
     """Whether this must be refused: a negative number, or none at all, where one says how much."""
-    says_nothing = ("not_routed", "too_many_experts", "forget", "is_static")
+    says_nothing = ("not_routed", "too_many_experts", "forget", "goes_on")
     # A plan is looked at when it is used; `fits` says no.
     if argument in says_nothing or name in ("NativePlan", "group.fits"):
         return False
@@ -226,6 +226,7 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
     }  # fmt: skip
     yield "native_min_sms", C.native_min_sms, {"num_ranks": RANKS}
     yield "native_limits", C.native_limits, {}
+    yield "call_values", C.call_values, {"call": 0x1234567}
     yield "build_info", C.build_info, {}
     yield "routes_and_weights", C.routes_and_weights, {
         "routing_map": Numbers("bool", TOKENS, EXPERTS),
@@ -336,6 +337,22 @@ def method_calls(
         }  # fmt: skip
 
     yield "exchange.exchange", exchange
+
+    def of_exchange(
+        name: str, arguments: dict[str, Any]
+    ) -> tuple[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]]:
+        def make() -> tuple[Callable[..., Any], dict[str, Any]]:
+            file = os.memfd_create("hostile")
+            end = program.module.HostExchange(file, TOKEN, 1, 0)
+            os.close(file)
+            return (lambda **given: getattr(end, name)(**given)), arguments
+
+        return f"exchange.{name}", make
+
+    yield of_exchange("enter", {"call": 3, "goes_on": False, "since": 0})
+    yield of_exchange("refuse", {"reason": b"because"})
+    yield of_exchange("refusal", {"rank": 0, "since": 0})
+    yield of_exchange("gone_on", {})
 
 
 def use_when_closed(program: Program, name: str, make: Callable[[], Any]) -> None:
