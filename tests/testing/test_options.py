@@ -48,7 +48,8 @@ def test_gpu_tests_are_not_collected_without_gpus() -> None:
 def test_virtual_ranks_list_what_they_leave_out(tmp_path: Path) -> None:
     (tmp_path / "one_gpu.py").write_text("import torch\ntorch.cuda.device_count = lambda: 1\n")
     over = ("--backend", "virtual", "--engine", "native", "--ranks", "2", "-p", "one_gpu")
-    status, text = collect("tests/contract/test_errors.py", "tests/gpu", *over, plugins=tmp_path)
+    files = ("contract/test_errors.py", "gpu/test_failures.py", "gpu/test_gpu_moe_layer.py")
+    status, text = collect(*(f"tests/{file}" for file in files), *over, plugins=tmp_path)
     assert status == 0, text
     assert "tests/gpu/test_failures.py::test_a_late_device_is_nan_and_an_error" in text
     assert "test_every_rank_raises_the_same_error[native-index_too_large" in text
