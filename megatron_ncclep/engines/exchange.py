@@ -62,11 +62,7 @@ class HostLink:
         """
         if self.size == 1:
             return mine
-        if os.getpid() != self._process:
-            raise GroupClosedError(
-                f"{what}: this process was forked from process {self._process}, which is rank "
-                f"{self.rank} of {self.size}, and is no rank itself: call the engine there"
-            )
+        self._require_own_process(what)
         if not self._is_chosen:
             self._memory, obstacle = open_together(
                 self.rank, self.size, _obstacle(), lambda part: by_torch(part, what, timeout_s)
@@ -92,8 +88,12 @@ class HostLink:
             call: number of the call, which grows.
             goes_on: this rank exchanges nothing in it.
             since: what ranks refused in earlier calls does not keep them from coming to this one.
+
+        Raises:
+            GroupClosedError: this process was forked from the rank's.
         """
         if self._memory is not None:
+            self._require_own_process(f"call {call}")
             self._memory.enter(call, goes_on, since)
 
     def refuse(self, reason: str) -> None:
@@ -112,6 +112,14 @@ class HostLink:
         """A rank that exchanges nothing where this one does; None if there is none, or unknown."""
         rank = -1 if self._memory is None else self._memory.gone_on()
         return None if rank < 0 else rank
+
+    def _require_own_process(self, what: str) -> None:
+        """Raise GroupClosedError in a process that was forked from the rank's."""
+        if os.getpid() != self._process:
+            raise GroupClosedError(
+                f"{what}: this process was forked from process {self._process}, which is rank "
+                f"{self.rank} of {self.size}, and is no rank itself: call the engine there"
+            )
 
     def close(self) -> None:
         """Give the memory back; the next exchange chooses anew.  As collective as that is."""

@@ -267,6 +267,7 @@ def engine_on(group: Any, native: Any, timeout_s: float = DEADLINE_S) -> NativeE
     engine.group, engine._native, engine.num_sms, engine._described = group, native, 32, set()
     engine._shared = object.__new__(NativeGroup)
     engine._shared.group, engine._shared.native = group, native
+    engine._shared._refusal = None
     engine.config = EpConfig(engine="native", timeout_s=timeout_s)
     return engine
 
