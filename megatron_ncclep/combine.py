@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron_ncclep.dispatch import as_rows
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 
 
@@ -14,27 +15,34 @@ class Combine(torch.autograd.Function):
     """Forward: `engine.combine`.  Its backward is a dispatch of gradients over the same plan."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan) -> torch.Tensor:
+    def forward(
+        ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan, shape: torch.Size | None
+    ) -> torch.Tensor:
         """Add the rows `y` up at their tokens' home."""
         ctx.engine, ctx.plan = engine, plan
-        return engine.combine(plan, y)[0]
+        out = engine.combine(plan, y)[0]
+        return out if shape is None else out.view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         """Send each token's gradient to the slots of its experts."""
-        return ctx.engine.dispatch(ctx.plan, grad_out)[0], None, None
+        return ctx.engine.dispatch(ctx.plan, as_rows(grad_out))[0], None, None, None
 
 
-def combine(engine: Engine, plan: RoutePlan, y: torch.Tensor) -> torch.Tensor:
+def combine(
+    engine: Engine, plan: RoutePlan, y: torch.Tensor, shape: torch.Size | None = None
+) -> torch.Tensor:
     """Add every token's expert outputs up, unweighted.  Collective, differentiable.
 
     Args:
         engine: that made `plan`.
         plan: routes of this micro-batch.
         y: [plan.num_rows, hidden]; padding rows are not read.
+        shape: of the result: [..., hidden], where all leading dimensions together are the tokens.
 
     Returns:
-        [plan.num_tokens, hidden]; zero for a token without experts.
+        [plan.num_tokens, hidden], or as `shape` says; zero for a token without experts.
     """
-    return Combine.apply(y, engine, plan)
+    out: torch.Tensor = Combine.apply(y, engine, plan, shape)
+    return out

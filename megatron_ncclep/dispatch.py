@@ -9,42 +9,76 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ncclep.engines.checks import weight_dtype
 from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.route_plan import Routes
 
 
 class Dispatch(torch.autograd.Function):
-    """Forward: `engine.dispatch`.  Its backward is a combine of gradients over the same plan."""
+    """Forward: `engine.dispatch`.  Its backward is a combine of gradients over the same plan.
+
+    What a layer needs around them, other shapes and dtypes and the probabilities' gradient, is done
+    here too: each node of its own would cost the host more than the kernel behind it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, engine: Engine, plan: RoutePlan
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Send the rows `x` and the weights `w`."""
-        ctx.engine, ctx.plan = engine, plan
-        return engine.dispatch(plan, x, w)
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        weights: torch.Tensor | None,
+        engine: Engine,
+        plan: RoutePlan,
+        routes: Routes | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send the rows `x` and the weights: `w`, or where those are probabilities, `weights`."""
+        ctx.engine, ctx.plan, ctx.routes = engine, plan, routes
+        ctx.shape, ctx.w_dtype = x.shape, w.dtype
+        if weights is None:
+            weights = w
+        rows, row_w = engine.dispatch(plan, as_rows(x), weights.to(weight_dtype(x)))
+        assert row_w is not None  # there were weights
+        return rows, row_w.to(w.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor) -> tuple[Any, ...]:
         """Add the gradients of a token's rows up; bring each weight's gradient to its pick."""
-        grad_x, grad_w = ctx.engine.combine(ctx.plan, grad_rows, grad_row_w)
-        return grad_x, grad_w, None, None
+        grad_x, grad_w = ctx.engine.combine(
+            ctx.plan, grad_rows, grad_row_w.to(weight_dtype(grad_rows))
+        )
+        grad_w = grad_w.to(ctx.w_dtype)
+        if ctx.routes is not None:
+            grad_w = ctx.routes.probs_gradient(grad_w)
+        return grad_x.view(ctx.shape), grad_w, None, None, None, None
 
 
 def dispatch(
-    engine: Engine, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor
+    engine: Engine,
+    plan: RoutePlan,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    picked: tuple[Routes, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move every token to its experts, with the weight of each pick.  Collective, differentiable.
 
     Args:
         engine: that made `plan`.
         plan: routes of this micro-batch.
-        x: [num_tokens, hidden].
-        w: [num_tokens, top_k] of any floating dtype.  Weights travel as fp32 (as fp64 beside an
-            fp64 `x`) and come back in their own dtype.
+        x: [..., hidden]; all leading dimensions together are the tokens.
+        w: [num_tokens, top_k] of any floating dtype; or with `picked`, a router's probabilities
+            [num_tokens, num_experts].  Weights travel as fp32 (as fp64 beside an fp64 `x`) and come
+            back in their own dtype.
+        picked: what `routes_and_weights` has read off these probabilities; `plan` is that of its
+            `topk_idx`.
 
     Returns:
         rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows]; padding rows
         and their weights are zero, and get no gradient.
     """
-    rows, row_w = Dispatch.apply(x, w.to(weight_dtype(x)), engine, plan)
-    return rows, row_w.to(w.dtype)
+    routes, weights = (None, None) if picked is None else picked
+    rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes)
+    return rows, row_w
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` as [num_tokens, hidden]; what has fewer dimensions stays, for the engine to refuse."""
+    return x.flatten(0, -2) if x.dim() > 2 else x

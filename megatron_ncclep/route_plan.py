@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_ncclep.engines import extension
 from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS
 from megatron_ncclep.errors import InputError
 
 
+@dataclass(frozen=True)
+class Routes:
+    """Each token's experts, and how they were read off the routing map.
+
+    Attributes:
+        topk_idx: [num_tokens, top_k] int64, in ascending order; `NOT_ROUTED` fills a row up, and a
+            row of a token with more than `top_k` experts is `TOO_MANY_EXPERTS` throughout, which
+            the engine's plan refuses on every rank.
+        num_experts: columns of the map.
+        block: experts are numbered backwards in blocks of this many.
+    """
+
+    topk_idx: torch.Tensor
+    num_experts: int
+    block: int = 1
+
+    def probs_gradient(self, grad_weights: torch.Tensor) -> torch.Tensor:
+        """Bring each weight's gradient to its probability; the others get zero.
+
+        Args:
+            grad_weights: [num_tokens, top_k], gradients of the weights of `routes_and_weights`.
+
+        Returns:
+            [num_tokens, num_experts] of the same dtype.
+        """
+        num_tokens = len(self.topk_idx)
+        if grad_weights.is_cuda and (kernels := _kernels()) is not None:
+            grad_probs = grad_weights.new_empty(num_tokens, self.num_experts)
+            stream = extension.current_stream()
+            grad_weights = grad_weights.contiguous()
+            kernels.probs_gradient(self.topk_idx, grad_weights, grad_probs, self.block, stream)
+            return grad_probs
+        # Column num_experts takes what is not routed; it is cut off.
+        grad_probs = grad_weights.new_zeros(num_tokens, self.num_experts + 1)
+        column = torch.where(self.topk_idx >= 0, self.topk_idx, self.num_experts)
+        grad_probs = grad_probs.scatter(1, column, grad_weights)[:, :-1]
+        return _backwards_in_blocks(grad_probs, self.block)
+
+
 def routes_and_weights(
     routing_map: torch.Tensor, probs: torch.Tensor, top_k: int, block: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Routes, torch.Tensor]:
     """List each token's experts, in ascending order, and its probabilities for them.
 
-    Differentiable in `probs`.  Not collective, does not wait for the device.
+    Not collective, does not wait for the device.  Autograd records nothing of it: `dispatch` takes
+    the routes beside the probabilities, and its backward is theirs (`Routes.probs_gradient`).
 
     The map is the truth: probabilities say nothing about where a token goes (a router may give an
     expert that is not chosen a positive one, or a chosen one zero).
@@ -32,14 +71,13 @@ def routes_and_weights(
         routing_map: [num_tokens, num_experts] bool; at most `top_k` True in a row.
         probs: [num_tokens, num_experts] of any floating dtype, on the map's device.  NaN is passed
             through to the experts it belongs to, and to nobody else.
-        top_k: K, columns of the results.
+        top_k: K, columns of the results, the most experts that a token may have.
         block: experts are numbered backwards in blocks of this many, which divides their number:
             with 4 experts and blocks of 2, the experts of the map's columns are 1, 0, 3, 2.
 
     Returns:
-        topk_idx [num_tokens, top_k] int64: `NOT_ROUTED` fills a row up, and a row with more than
-        `top_k` experts is `TOO_MANY_EXPERTS` throughout, which the engine's plan refuses on every
-        rank; and weights [num_tokens, top_k] of the dtype of `probs`: zero where no expert is.
+        the routes; and weights [num_tokens, top_k] of the dtype of `probs`: zero where no expert
+        is.
 
     Raises:
         InputError: `routing_map` is not a two-dimensional bool tensor with experts, or `probs` has
@@ -55,14 +93,17 @@ def routes_and_weights(
             f"probs is {list(probs.shape)} on {probs.device}: it must be like routing_map, "
             f"{list(routing_map.shape)} on {routing_map.device}"
         )
-    if routing_map.is_cuda and (kernels := _kernels()) is not None:
-        return InOneKernel.apply(routing_map, probs, top_k, block, kernels)
     num_tokens, num_experts = routing_map.shape
-    if block > 1:
-        routing_map, probs = (
-            per_expert.unflatten(1, (-1, block)).flip(2).flatten(1)
-            for per_expert in (routing_map, probs)
+    if routing_map.is_cuda and (kernels := _kernels()) is not None:
+        topk_idx = routing_map.new_empty(num_tokens, top_k, dtype=torch.int64)
+        weights = probs.new_empty(num_tokens, top_k)
+        kernels.routes_and_weights(
+            *(routing_map.contiguous(), probs.detach().contiguous(), NOT_ROUTED, TOO_MANY_EXPERTS),
+            *(topk_idx, weights, block, extension.current_stream()),
         )
+        return Routes(topk_idx, num_experts, block), weights
+    probs = _backwards_in_blocks(probs.detach(), block)
+    routing_map = _backwards_in_blocks(routing_map, block)
     place = routing_map.cumsum(dim=1) - 1  # of an expert among its token's
     # Column top_k takes what is not routed; it is cut off.
     column = torch.where(routing_map, place, top_k).clamp(max=top_k)
@@ -72,57 +113,15 @@ def routes_and_weights(
     too_many = routing_map.sum(dim=1, keepdim=True) > top_k
     topk_idx = topk_idx.masked_fill(too_many, TOO_MANY_EXPERTS)
     picked = probs.gather(1, topk_idx.clamp(min=0))
-    return topk_idx, torch.where(topk_idx >= 0, picked, picked.new_zeros(()))
+    weights = torch.where(topk_idx >= 0, picked, picked.new_zeros(()))
+    return Routes(topk_idx, num_experts, block), weights
 
 
-class InOneKernel(torch.autograd.Function):
-    """What `routes_and_weights` says, on a GPU: the same bits, in one launch each way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        routing_map: torch.Tensor,
-        probs: torch.Tensor,
-        top_k: int,
-        block: int,
-        kernels: ModuleType,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the map and the probabilities, each once."""
-        num_tokens, num_experts = routing_map.shape
-        topk_idx = routing_map.new_empty(num_tokens, top_k, dtype=torch.int64)
-        weights = probs.new_empty(num_tokens, top_k)
-        kernels.routes_and_weights(
-            routing_map.contiguous(),
-            probs.contiguous(),
-            NOT_ROUTED,
-            TOO_MANY_EXPERTS,
-            topk_idx,
-            weights,
-            block,
-            extension.current_stream(),
-        )
-        ctx.save_for_backward(topk_idx)
-        ctx.num_experts, ctx.block, ctx.kernels = num_experts, block, kernels
-        ctx.mark_non_differentiable(topk_idx)
-        ctx.set_materialize_grads(False)  # or autograd launches a kernel for zeros of topk_idx
-        return topk_idx, weights
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
-        """Bring each weight's gradient to its probability; the others get zero."""
-        if grad_weights is None:
-            return None, None, None, None, None
-        (topk_idx,) = ctx.saved_tensors
-        grad_probs = grad_weights.new_empty(len(topk_idx), ctx.num_experts)
-        ctx.kernels.probs_gradient(
-            topk_idx,
-            grad_weights.contiguous(),
-            grad_probs,
-            ctx.block,
-            extension.current_stream(),
-        )
-        return None, grad_probs, None, None, None
+def _backwards_in_blocks(per_expert: torch.Tensor, block: int) -> torch.Tensor:
+    """Turn the order of each `block` columns of [num_tokens, num_experts] around."""
+    if block == 1:
+        return per_expert
+    return per_expert.unflatten(1, (-1, block)).flip(2).flatten(1)
 
 
 @cache

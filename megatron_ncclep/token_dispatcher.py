@@ -29,7 +29,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     number of micro-batches may be between forward and backward.
 
     A CUDA graph may end after `dispatch_preprocess`; then that does not run in Python, and Megatron
-    puts the tensors back that `cudagraph_attrs` names.  So it leaves nothing else behind.
+    puts the tensor back that `cudagraph_attrs` names.  So it leaves nothing else behind.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self.local_expert_indices = local_expert_indices
         options: EpConfig | None = getattr(config, "ncclep", None)  # None: the environment's
         self.engine = create_engine(self.ep_group, config.num_moe_experts, options)
+        self._group = EpGroup.of(self.ep_group)
         self._counts_on_device = counts_on_device
         self._counts_add_up = counts_add_up or not counts_on_device
         self._is_static = self.engine.config.max_recv_rows is not None
@@ -74,25 +75,22 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._router_adds_picks = config.moe_pad_expert_input_to_capacity
         if self._is_static and self._router_adds_picks:
             self._require_columns_for_all_experts()
-        self._topk_idx: torch.Tensor | None = None
+        self._routing_map: torch.Tensor | None = None
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
-        self.cudagraph_attrs = ["_topk_idx"]
+        self.cudagraph_attrs = ["_routing_map"]
         # int64 scalar on the device: picks dropped so far in static mode, forward passes only.  It
         # stays the same tensor, so that a CUDA graph that is replayed goes on counting.
         self.num_dropped: torch.Tensor | None = None
         if self._is_static:
-            group = EpGroup.of(self.ep_group)
-            self.num_dropped = torch.zeros((), dtype=torch.int64, device=group.device)
+            self.num_dropped = torch.zeros((), dtype=torch.int64, device=self._group.device)
             if self._can_drop and self.engine.config.on_overflow == DROP:
-                DropWarning.of(group).watch(self.num_dropped, self.engine.config)
+                DropWarning.of(self._group).watch(self.num_dropped, self.engine.config)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the routes off the map.
-
-        Waits for nothing and communicates nothing, except for capacity padding in exact mode.
+        """Keep the map; what it holds is read together with the rest, in `token_dispatch`.
 
         Args:
             hidden_states: [..., hidden]; all leading dimensions together are the tokens.
@@ -100,11 +98,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             probs: [num_tokens, num_experts].
 
         Returns:
-            hidden_states as they are, and the weights [num_tokens, top_k].
+            hidden_states and probs as they are.
         """
-        top_k = self._top_k(routing_map)
-        self._topk_idx, weights = routes_and_weights(routing_map, probs, top_k, self._block)
-        return hidden_states, weights
+        self._routing_map = routing_map
+        return hidden_states, probs
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -113,23 +110,22 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
 
         Args:
             hidden_states: [..., hidden].
-            probs: weights [num_tokens, top_k].
+            probs: [num_tokens, num_experts].
 
         Returns:
             rows [num_rows, hidden] in slot order, and their weights [num_rows].
         """
-        assert self._topk_idx is not None, "dispatch_preprocess comes first"
-        self._hidden_shape = hidden_states.shape
-        hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
-        group = EpGroup.of(self.ep_group)
+        assert self._routing_map is not None, "dispatch_preprocess comes first"
+        routing_map, self._routing_map = self._routing_map, None
+        self._hidden_shape, group = hidden_states.shape, self._group
+        picked = routes_and_weights(routing_map, probs, self._top_k(routing_map), self._block)
         # Before it captures a layer, Megatron runs it with whatever is in its buffers.
         is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
         group.is_rehearsal = is_graph_capturing() and not is_captured
-        self._plan = self.engine.plan(self._topk_idx)
-        self._topk_idx = None
+        self._plan = self.engine.plan(picked[0].topk_idx)
         if self._can_drop and self.num_dropped is not None and not group.is_rehearsal:
             self.num_dropped.add_(self._plan.num_dropped)
-        return dispatch(self.engine, self._plan, hidden_states, probs)
+        return dispatch(self.engine, self._plan, hidden_states, probs, picked)
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -164,7 +160,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         assert self._plan is not None, "token_dispatch comes first"
         assert self._hidden_shape is not None
         plan, self._plan = self._plan, None
-        return combine(self.engine, plan, hidden_states).view(self._hidden_shape)
+        return combine(self.engine, plan, hidden_states, self._hidden_shape)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing to do."""
@@ -178,7 +174,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         if self._is_static:  # what the map holds would have to be waited for
             return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
-        all_ranks = EpGroup.of(self.ep_group).gather(
+        all_ranks = self._group.gather(
             torch.tensor([mine]),
             "plan, exchanging how many experts capacity padding gives a token",
             self.engine.config.timeout_s,

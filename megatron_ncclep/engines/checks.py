@@ -16,6 +16,8 @@ def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str
 
     Where one of the two has no number, as the CPU has none, the type decides.
     """
+    if tensor.device == device:
+        return None
     if tensor.device.type == device.type:
         if None in (tensor.device.index, device.index) or tensor.device.index == device.index:
             return None

@@ -71,13 +71,8 @@ class RoutePlan:
         top_k: K, picks per token.
         num_experts: E, experts of the whole group.
         num_rows: R, rows of the dispatched tensor on this rank (padding included).
-        tokens_per_expert: int64 [num_local_experts], on the plan's device: rows of each local
-            expert's block, padded to the alignment.  Their sum is `num_rows`, except in static
-            mode, where rows after the last block are zero.
-        routed_per_expert: int64 [num_local_experts], on the plan's device: the rows of each block
-            that hold a token.
-        num_dropped: int64 scalar on the plan's device: picks for this rank's experts that did not
-            fit (static mode; otherwise 0).
+        counts: int64 [2 * num_local_experts + 1], on the plan's device: `tokens_per_expert`,
+            `routed_per_expert` and `num_dropped`, one after the other.
     """
 
     plan_id: int
@@ -85,9 +80,25 @@ class RoutePlan:
     top_k: int
     num_experts: int
     num_rows: int
-    tokens_per_expert: torch.Tensor
-    routed_per_expert: torch.Tensor
-    num_dropped: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        """int64 [num_local_experts]: rows of each local expert's block, padded to the alignment.
+
+        Their sum is `num_rows`, except in static mode, where rows after the last block are zero.
+        """
+        return self.counts[: len(self.counts) // 2]
+
+    @property
+    def routed_per_expert(self) -> torch.Tensor:
+        """int64 [num_local_experts]: the rows of each block that hold a token."""
+        return self.counts[len(self.counts) // 2 : -1]
+
+    @property
+    def num_dropped(self) -> torch.Tensor:
+        """int64 scalar: picks for this rank's experts that did not fit; 0 in exact mode."""
+        return self.counts[-1]
 
     def nbytes(self) -> int:
         """Bytes of device memory that the plan keeps alive."""

@@ -181,7 +181,11 @@ class EpGroup:
 
         Returns:
             the number of the call, the same on every rank.
+
+        Raises:
+            GroupClosedError: the process group was destroyed.
         """
+        _ = self.process_group  # raises when torch no longer knows it
         self._num_calls += 1
         self._since = self._num_calls if is_fresh else 0
         self._link.enter(self._num_calls, goes_on, self._since)
@@ -476,10 +480,14 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _is_alive(process_group: dist.ProcessGroup) -> bool:
-    """Whether torch still knows the group; it has no other way to ask."""
+    """Whether torch still knows the group.
+
+    Every call of an engine asks; of torch's functions that fail for a group that it does not know,
+    this is the quickest.
+    """
     try:
-        dist.get_rank(process_group)
-    except ValueError:
+        dist.get_process_group_ranks(process_group)
+    except KeyError:
         return False
     return True
 

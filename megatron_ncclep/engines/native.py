@@ -98,10 +98,9 @@ class NativeEngine:
         of tokens before: what is no expert, or named twice, counts as not routed, and a later call
         of `plan` raises InputError on all ranks.
         """
-        call, most_tokens, memory = self._enter_plan(topk_idx)
-        (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
-        limit, room = self._limit(topk_idx), self._room(most_tokens, topk_idx)
-        native, num_sms = self._native, self.num_sms
+        call, room, memory = self._enter_plan(topk_idx)
+        num_tokens, top_k = topk_idx.shape
+        limit, native, num_sms = room.limit, self._native, self.num_sms
         stream = self._shared.streams.keep(topk_idx)
         picks = topk_idx.contiguous()
         counts, home, kept, routes = memory
@@ -119,17 +118,14 @@ class NativeEngine:
             top_k=top_k,
             num_experts=self.num_experts,
             num_rows=0 if limit is None else limit,
-            tokens_per_expert=counts[:num_local],
-            routed_per_expert=counts[num_local:-1],
-            num_dropped=counts[-1],
             counts=counts,
             home=home,
             routes=routes,
-            most_tokens=most_tokens,
+            most_tokens=room.most_tokens,
             handle=handle,
             stream=stream,
             shared=self._shared,
-            rows_on_host=torch.empty(num_local, dtype=torch.int64) if limit is None else None,
+            rows_on_host=None if limit is not None else self._new_host_counts(),
         )
         if limit is None:
             sizes = native.wait_for_sizes(handle, ticket, plan.rows_on_host, stream)
@@ -143,7 +139,7 @@ class NativeEngine:
                 routes = routes.new_empty(native.routes_size(*needed, room.num_chunks))
                 object.__setattr__(plan, "routes", routes)
                 native.plan_receive(handle, *needed, routes, num_sms, stream)
-                self._crowding = ROOM * sizes.num_picks / (most_tokens * top_k)
+                self._crowding = ROOM * sizes.num_picks / (room.most_tokens * top_k)
         return plan
 
     def dispatch(
@@ -199,18 +195,16 @@ class NativeEngine:
         self._shared.raise_failure()
         self._native.timeout_s = self.config.timeout_s  # the group's other engines have theirs
 
-    def _enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, int, list[Any]]:
+    def _enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, Room, list[Any]]:
         """Check the arguments of plan, and have memory and windows for it.
 
         Returns:
-            the number of the call, the most tokens of any rank (in static mode, for how many there
-            are windows), and what `plan_memory` does.
+            the number of the call, what the memory is for, and what `plan_memory` does.
         """
         self._begin()
         memory: list[Any] = []
 
-        def allocate(most_tokens: int) -> str | None:
-            room = self._room(most_tokens, topk_idx)
+        def allocate(room: Room) -> str | None:
             return _no_room(
                 "a plan", lambda: plan_memory(self._native, room, topk_idx, self._may_drop), memory
             )
@@ -228,29 +222,33 @@ class NativeEngine:
                 "plan", lambda: self._agree_on_plan(topk_idx, problem, allocate, memory)
             )
             return *agreed, memory
-        most_tokens = self._native.max_tokens
-        problem = problem or self._bad_routings() or allocate(most_tokens)
+        problem = problem or self._bad_routings()
+        if problem is None:
+            room = self._room(self._native.max_tokens, topk_idx)
+            problem = allocate(room)
         if problem is not None:
             self._shared.refuse("plan", problem)
-        return self.group.enter(), most_tokens, memory
+        return self.group.enter(), room, memory
 
     def _agree_on_plan(
         self,
         topk_idx: torch.Tensor,
         problem: str | None,
-        allocate: Callable[[int], str | None],
+        allocate: Callable[[Room], str | None],
         memory: list[Any],
-    ) -> tuple[int, int]:
+    ) -> tuple[int, Room]:
         """Agree on a plan with all ranks' hosts, tell each other how many tokens there are.
 
         Windows grow when they are too small, and `allocate` has put what the plan needs into
-        `memory`.  Returns what `_enter_plan` does.
+        `memory`.  Returns the number of the call, and what the memory is for.
         """
         timeout_s = self.config.timeout_s
-        num_tokens, top_k = topk_idx.shape if problem is None else (0, 0)
         # Allocated before the ranks agree, so that one without memory can still tell the others.
-        expected = max(self._most_tokens, num_tokens)
-        problem = problem or self._plan_problem() or allocate(expected)
+        problem = problem or self._plan_problem()
+        if problem is None:
+            expected = max(self._most_tokens, topk_idx.shape[0])
+            room = self._room(expected, topk_idx)
+            problem = allocate(room)
         try:
             agreement = agree_on_routes(
                 self.group,
@@ -262,11 +260,13 @@ class NativeEngine:
             )
             most_tokens = max(agreement.told)
             self._shared.is_uneven |= len(set(agreement.told)) > 1
-            self._reserve(most_tokens, top_k, self._row_bytes)
+            self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
+            if most_tokens != expected:
+                room = self._room(most_tokens, topk_idx)
             if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
-                problem = allocate(most_tokens) if most_tokens > expected else None
+                problem = allocate(room) if most_tokens > expected else None
                 if problems := self.group.gather_problems(problem, "plan", timeout_s):
                     raise InputError(f"plan: {problems}")
         except RefusedError:
@@ -276,24 +276,27 @@ class NativeEngine:
             raise
         if most_tokens < expected:  # no plan keeps more than it needs
             memory.clear()
-            room = self._room(most_tokens, topk_idx)
             memory += plan_memory(self._native, room, topk_idx, self._may_drop)
         self._most_tokens = max(self._most_tokens, most_tokens)
-        return agreement.call, most_tokens
-
-    def _limit(self, topk_idx: torch.Tensor) -> int | None:
-        """Rows of the dispatched tensor in static mode; the kernels compare it between ranks."""
-        num_tokens, top_k = topk_idx.shape
-        return rows_limit(self.config, self.group.size, num_tokens, top_k, self.num_local_experts)
+        return agreement.call, room
 
     def _room(self, most_tokens: int, topk_idx: torch.Tensor) -> Room:
         """What to have room for in a plan; in static mode all that can come."""
-        limit, num_local, top_k = self._limit(topk_idx), self.num_local_experts, topk_idx.shape[1]
+        (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
+        # In static mode the kernels compare it between ranks.
+        limit = rows_limit(self.config, self.group.size, num_tokens, top_k, num_local)
         most_pairs = self.group.size * most_tokens
         most_picks = most_pairs * min(top_k, num_local)
         expected = int(self._crowding * most_tokens * top_k) if limit is None else limit
         max_picks = min(most_picks, expected)
-        return Room(num_local, num_chunks_of(most_tokens), min(most_pairs, max_picks), max_picks)
+        num_chunks = num_chunks_of(most_tokens)
+        return Room(
+            num_local, most_tokens, num_chunks, min(most_pairs, max_picks), max_picks, limit
+        )
+
+    def _new_host_counts(self) -> torch.Tensor:
+        """Memory for the rows of each local expert."""
+        return torch.empty(self.num_local_experts, dtype=torch.int64)
 
     def _enter(
         self,

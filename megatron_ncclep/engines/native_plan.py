@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,19 +18,16 @@ class NativePlan(RoutePlan):
     """Routes as the kernels keep them.
 
     Attributes:
-        counts: int64 [2 * num_local_experts + 1]: padded and real rows of the local experts, and
-            the number of dropped picks.
         home: int32 [4, num_tokens]: what is known of each token at home.
         routes: int32: the pairs and picks that this rank receives, with room for more; in static
             mode for as many as can come.
         most_tokens: the most tokens that any rank has.
-        handle: the `_C.NativePlan` over the three tensors.
-        stream: handle of the stream that the three tensors belong to.
+        handle: the `_C.NativePlan` over `counts`, `home` and `routes`.
+        stream: handle of the stream that they belong to.
         shared: what failed there makes the plan worthless.
         rows_on_host: `tokens_per_expert` on the CPU; None in static mode, where no host waits.
     """
 
-    counts: torch.Tensor
     home: torch.Tensor
     routes: torch.Tensor
     most_tokens: int
@@ -56,20 +53,23 @@ class NativePlan(RoutePlan):
         return self.counts.nbytes + self.home.nbytes + self.routes.nbytes
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """What the memory of a plan is for.
 
     Attributes:
         num_local_experts: of each rank.
-        num_chunks: of the rank with the most tokens.
+        most_tokens: the most tokens of any rank; in static mode, for how many there are windows.
+        num_chunks: of a rank with as many.
         max_pairs, max_picks: that this rank can receive with it.
+        limit: rows of the dispatched tensor in static mode; otherwise None.
     """
 
     num_local_experts: int
+    most_tokens: int
     num_chunks: int
     max_pairs: int
     max_picks: int
+    limit: int | None
 
 
 def num_chunks_of(num_tokens: int) -> int:

@@ -150,9 +150,7 @@ class ReferenceEngine:
             top_k=top_k,
             num_experts=self.num_experts,
             num_rows=slots.num_rows,
-            tokens_per_expert=slots.padded,
-            routed_per_expert=slots.routed,
-            num_dropped=slots.num_dropped,
+            counts=slots.counts,
             sent_token=(sent_pair % max(num_tokens, 1)).int(),
             sent_pick=pick.int(),
             pick_pair=pick_pair.int(),
@@ -272,7 +270,7 @@ class ReferenceEngine:
         num_rows = int(padded.sum()) if limit is None else limit
         slot = (padded.cumsum(0) - padded)[local_expert] + place
         slot = torch.where(kept, slot, -1)
-        return _Slots(slot, num_rows, padded, routed, (~kept).sum())
+        return _Slots(slot, num_rows, torch.cat([padded, routed, (~kept).sum().view(1)]))
 
     def _needed(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows that every rank needs, int64 [num_ranks]; `rows`: up to each pick of this one."""
@@ -331,10 +329,8 @@ class ReferenceEngine:
 
 @dataclass(frozen=True)
 class _Slots:
-    """What `ReferenceEngine._slots` decides; `slot` is -1 for a dropped pick."""
+    """What `ReferenceEngine._slots` decides: `slot` is -1 for a dropped pick, `counts` a plan's."""
 
     slot: torch.Tensor
     num_rows: int
-    padded: torch.Tensor
-    routed: torch.Tensor
-    num_dropped: torch.Tensor
+    counts: torch.Tensor

@@ -89,7 +89,7 @@ def top_k_differs(ctx: RankContext, engine: Engine) -> None:
 def map_names_too_many(ctx: RankContext, engine: Engine) -> None:
     routing_map = torch.zeros(3, NUM_EXPERTS, dtype=torch.bool, device=ctx.device)
     routing_map[1, : 2 + ctx.rank] = True
-    engine.plan(routes_and_weights(routing_map, routing_map.float(), 2)[0])
+    engine.plan(routes_and_weights(routing_map, routing_map.float(), 2)[0].topk_idx)
 
 
 def integer_payload(ctx: RankContext, engine: Engine) -> None:
@@ -433,10 +433,12 @@ def destroyed_on_rank(ctx: RankContext, engine_name: str) -> None:
     num_experts = 4 * ctx.num_ranks
     engine = create_engine(group, num_experts, config(engine_name))
     plan = engine.plan(topk(ctx))
+    dispatched, _ = engine.dispatch(plan, rows(ctx))  # whatever it needs is there from now on
     dist.destroy_process_group(group)
     for call in (
         lambda: engine.plan(topk(ctx)),
         lambda: engine.dispatch(plan, rows(ctx)),
+        lambda: engine.combine(plan, dispatched),
         lambda: create_engine(group, num_experts, config(engine_name)),
     ):
         with pytest.raises(GroupClosedError, match="destroyed"):

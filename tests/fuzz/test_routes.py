@@ -34,7 +34,8 @@ def maps(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
 @given(case=maps())
 def test_any_map(case: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     routing_map, probs, top_k = case
-    topk_idx, weights = routes_and_weights(routing_map, probs, top_k)
+    routes, weights = routes_and_weights(routing_map, probs, top_k)
+    topk_idx = routes.topk_idx
     assert topk_idx.shape == weights.shape == (len(routing_map), top_k)
     assert weights.dtype == probs.dtype
     for token, row in enumerate(routing_map.tolist()):

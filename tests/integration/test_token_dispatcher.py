@@ -51,7 +51,6 @@ class EngineFarAway:
 
     def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
         num_tokens, self.num_columns = topk_idx.shape
-        counts = topk_idx.new_empty(NUM_EXPERTS)
         assert isinstance(self.config.max_recv_rows, int)
         return RoutePlan(
             plan_id=1,
@@ -59,9 +58,7 @@ class EngineFarAway:
             top_k=self.num_columns,
             num_experts=NUM_EXPERTS,
             num_rows=self.config.max_recv_rows,
-            tokens_per_expert=counts,
-            routed_per_expert=counts,
-            num_dropped=topk_idx.new_empty(()),
+            counts=topk_idx.new_empty(2 * NUM_EXPERTS + 1),
         )
 
     def dispatch(
@@ -164,12 +161,8 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
     dispatcher = make(ncclep=EXACT)
     routing_map = torch.zeros(2, NUM_EXPERTS, dtype=torch.bool)
     routing_map[1, :3] = True
-    probs = routing_map.float()
     for tokens, top_k in ((2, 3), (2, 4), (0, TOP_K)):
-        _, weights = dispatcher.dispatch_preprocess(
-            torch.zeros(tokens, 8), routing_map[:tokens], probs[:tokens]
-        )
-        assert weights.shape == (tokens, top_k)
+        assert dispatcher._top_k(routing_map[:tokens]) == top_k
     assert asked == [([3], 5.0), ([3], 5.0), ([0], 5.0)]
 
 

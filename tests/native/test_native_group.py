@@ -177,9 +177,6 @@ def test_sizes_of_a_plan_that_failed_are_not_given_out(native: FailingNative) ->
     """A failed static plan has zero rows for every expert: experts would train on nothing."""
     plan = NativePlan(
         plan_id=1, num_tokens=0, top_k=1, num_experts=4, num_rows=8,
-        tokens_per_expert=torch.zeros(1, dtype=torch.int64),
-        routed_per_expert=torch.zeros(1, dtype=torch.int64),
-        num_dropped=torch.zeros((), dtype=torch.int64),
         counts=torch.zeros(3, dtype=torch.int64), home=torch.zeros(4, 0), routes=torch.zeros(8),
         most_tokens=0, handle=None, stream=0, shared=group_of(native), rows_on_host=None,
     )  # fmt: skip
