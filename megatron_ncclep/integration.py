@@ -188,6 +188,7 @@ def _change_layer(module: ModuleType) -> None:
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
         from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
 
+        overlapped = self.token_dispatcher.shared_experts
         self.token_dispatcher = NcclEpTokenDispatcher(
             self.num_local_experts,
             self.local_expert_indices,
@@ -196,6 +197,8 @@ def _change_layer(module: ModuleType) -> None:
             **_wanted_counts(self.experts),
             last_expert_first=is_grouped,
         )
+        if overlapped is not None:
+            self.token_dispatcher.set_shared_experts(overlapped)
         _check_graphs(self, captured_by(config))
 
     layer_class.__init__ = _marked(init)

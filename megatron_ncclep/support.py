@@ -48,11 +48,6 @@ def _is_on(value: Any) -> bool:
 
 REFUSALS = (
     Refusal(
-        "moe_shared_expert_overlap",
-        _is_on,
-        "leave it out: shared experts run before the dispatch, with the same result",
-    ),
-    Refusal(
         "overlap_moe_expert_parallel_comm",
         _is_on,
         "leave it out: the schedule that overlaps two micro-batches is not supported yet",

@@ -30,6 +30,11 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
 
     A CUDA graph may end after `dispatch_preprocess`; then that does not run in Python, and Megatron
     puts the tensor back that `cudagraph_attrs` names.  So it leaves nothing else behind.
+
+    With moe_shared_expert_overlap the layer hands its shared experts over (`set_shared_experts`):
+    the hooks that communicate run them on their own stream, the first half beside the dispatch and
+    the second beside the combine.  Either half is queued after our kernels, and may start no
+    earlier: so these get their SMs first, and the shared experts' GEMMs all others.
     """
 
     def __init__(
@@ -117,7 +122,12 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """
         assert self._routing_map is not None, "dispatch_preprocess comes first"
         routing_map, self._routing_map = self._routing_map, None
-        self._hidden_shape, group = hidden_states.shape, self._group
+        self._hidden_shape, group, shared = hidden_states.shape, self._group, self.shared_experts
+        if shared is not None:
+            # Its backward reads them on its stream, at a time when nobody else may hold them.
+            hidden_states.record_stream(shared.stream)
+            # Before the plan, in exact mode: the host does this while the device is still busy.
+            shared.pre_forward_comm(hidden_states)
         picked = routes_and_weights(routing_map, probs, self._top_k(routing_map), self._block)
         # Before it captures a layer, Megatron runs it with whatever is in its buffers.
         is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -125,7 +135,11 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._plan = self.engine.plan(picked[0].topk_idx)
         if self._can_drop and self.num_dropped is not None and not group.is_rehearsal:
             self.num_dropped.add_(self._plan.num_dropped)
-        return dispatch(self.engine, self._plan, hidden_states, probs, picked)
+        self._let_shared_experts_start()
+        rows, row_probs = dispatch(self.engine, self._plan, hidden_states, probs, picked)
+        if shared is not None:
+            shared.linear_fc1_forward_and_act(rows)
+        return rows, row_probs
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -160,11 +174,23 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         assert self._plan is not None, "token_dispatch comes first"
         assert self._hidden_shape is not None
         plan, self._plan = self._plan, None
-        return combine(self.engine, plan, hidden_states, self._hidden_shape)
+        self._let_shared_experts_start()
+        out = combine(self.engine, plan, hidden_states, self._hidden_shape)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(out)
+            self.shared_experts.post_forward_comm()
+        return out
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Nothing to do."""
-        return hidden_states
+        """Wait for the shared experts, if there are any here, and add their output."""
+        if self.shared_experts is None:
+            return hidden_states
+        return hidden_states + self.shared_experts.get_output()
+
+    def _let_shared_experts_start(self) -> None:
+        """Let their stream go on when all that is queued so far has run."""
+        if self.shared_experts is not None:
+            self.shared_experts.stream.wait_stream(torch.cuda.current_stream())
 
     def _top_k(self, routing_map: torch.Tensor) -> int:
         """Columns that the picks of this micro-batch need, the same on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,3 +114,23 @@ def assert_same_training(pool: RankPool, case: LayerCase, engine_name: str) -> N
             experts_moved += "experts" in name and bool(b.any())
     # Not a comparison of zeros: several experts of several ranks were trained.
     assert experts_moved >= case.num_experts // case.ep
+
+
+def assert_overlap_changes_no_bits(pool: RankPool, case: LayerCase) -> None:
+    """Compare a layer whose shared experts overlap (`case`) with the same layer without overlap."""
+    options = {**case.options, "moe_shared_expert_overlap": False}
+    before = pool.run(train_on_rank, dataclasses.replace(case, options=options), "ncclep")
+    after = pool.run(train_on_rank, case, "ncclep")
+    for without, overlapped in zip(before, after, strict=True):
+        assert without.keys() == overlapped.keys()
+        assert sum("shared_experts" in name for name in without) == 3  # fc1, fc2, gate
+        for name, value in without.items():
+            if name.startswith("input gradient"):
+                # Autograd adds what the router, the shared and the routed experts contribute in
+                # the order in which they come: two roundings to bf16's 8 bits, in another order.
+                scale = value.abs().max().item()
+                torch.testing.assert_close(overlapped[name], value, rtol=2**-7, atol=2**-7 * scale)
+            elif isinstance(value, torch.Tensor):
+                assert torch.equal(overlapped[name], value), name
+            else:
+                assert overlapped[name] == value, name

@@ -17,6 +17,11 @@ from megatron_ncclep.testing.launcher import RankContext, RankPool
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
 GROUPED = {"ncclep": EpConfig(experts="grouped")}
+SHARED_OVERLAP = {
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_gate": True,
+    "moe_shared_expert_overlap": True,
+}
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
 
 
@@ -61,6 +66,18 @@ CASES = [
         },
     ),
     LayerCase("shared-experts", options={"moe_shared_expert_intermediate_size": 32}),
+    LayerCase("shared-overlap", options=SHARED_OVERLAP, micro_batches=2, in_flight=True),
+    LayerCase("shared-overlap-tp2", tp=2, options=SHARED_OVERLAP),
+    LayerCase(
+        "shared-overlap-recompute",
+        options={
+            **SHARED_OVERLAP,
+            "ncclep": EpConfig(max_recv_rows="worst", alignment=16),
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+        },
+        micro_batches=2,
+    ),
     LayerCase("probs-on-input", options={**TOP_1, "moe_apply_probs_on_input": True}),
     LayerCase("gradient-accumulation", micro_batches=3),
     LayerCase("two-in-flight", micro_batches=2, in_flight=True),

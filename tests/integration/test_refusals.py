@@ -16,10 +16,6 @@ from megatron_ncclep.support import REFUSALS, check_supported
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 BUILDS = {
-    "shared-expert-overlap": (
-        {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
-        "moe_shared_expert_overlap=True: leave it out",
-    ),
     "router-padding": (
         {"moe_router_padding_for_quantization": True},
         "moe_router_padding_for_quantization=True: set the option alignment",

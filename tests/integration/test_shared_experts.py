@@ -1,0 +1,77 @@
+"""Shared experts beside dispatch and combine (moe_shared_expert_overlap): in which order things are
+queued, and that nothing but the order changes.  That they run at one time needs a GPU:
+tests/gpu/test_gpu_shared_experts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from layer_case import LayerCase, assert_overlap_changes_no_bits
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+OVERLAP = {
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_gate": True,
+    "moe_shared_expert_overlap": True,
+}
+
+
+def order_on_rank(ctx: RankContext) -> list[str]:
+    """What a forward and a backward pass queue, in order; "wait": the shared experts' stream."""
+    initialize(ep=4)
+    from megatron_ncclep.cpu import CpuStream
+
+    layer = build_layer(make_config("ncclep", torch.float64, 4, **OVERLAP))
+    order: list[str] = []
+
+    def log(owner: Any, name: str, text: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order.append(text)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    shared, engine = layer.shared_experts, layer.token_dispatcher.engine
+    shared.stream = CpuStream()
+    log(shared.stream, "wait_stream", "wait")
+    for step in ("plan", "dispatch", "combine"):
+        log(engine, step, step)
+    log(shared, "linear_fc1_forward_and_act", "fc1")
+    log(shared, "linear_fc2_forward", "fc2")
+    log(shared, "get_output", "sum")
+    for name in ("fc1", "fc2"):
+        weight = getattr(shared, f"linear_{name}").weight
+        weight.register_hook(lambda _, name=name: order.append(f"{name} backward"))
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64, requires_grad=True)
+    out, _ = layer(hidden)
+    order.append("backward")
+    out.sum().backward()
+    return order
+
+
+def test_our_kernels_are_queued_first(megatron_pool: RankPool) -> None:
+    """A GEMM that is queued before them takes all SMs, and one that does not wait for what comes
+    before them starts before they can.
+    """
+    for order in megatron_pool.run(order_on_rank):
+        backward = order.index("backward")
+        # The first wait is for the layer's input.
+        assert order[:backward] == [
+            *("wait", "plan", "wait", "dispatch", "fc1", "wait", "combine", "fc2", "sum")
+        ]
+        # The backward of combine is a dispatch, and the other way round; newer Megatron waits too.
+        assert [step for step in order[backward + 1 :] if step != "wait"] == [
+            *("dispatch", "fc2 backward", "combine", "fc1 backward")
+        ]
+
+
+def test_overlap_changes_no_bits(megatron_pool: RankPool) -> None:
+    case = LayerCase("bits", dtype=torch.bfloat16, options=OVERLAP, micro_batches=2)
+    assert_overlap_changes_no_bits(megatron_pool, case)
