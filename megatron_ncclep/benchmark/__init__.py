@@ -1,10 +1,10 @@
 """`ncclep bench` and `ncclep plot`: what each way to move tokens costs, checked before it is timed.
 
 Reading order: command.py (arguments, starting the ranks), job.py and shapes.py (what was asked),
-run.py and ranks.py (one shape on one rank), catalogue.py and dispatchers.py (what can be measured,
-by name), subjects.py with engine_subject.py, library_subject.py, megatron_setup.py and
-megatron_subject.py, layer.py and layer_subject.py, payload.py, routes.py, check.py and
-layer_reference.py (what is right), timing.py, ceiling.py (what the links give), result.py,
+run.py and ranks.py (one shape on one rank), catalogue.py, dispatchers.py and variants.py (what can
+be measured, by name), subjects.py with engine_subject.py, library_subject.py, megatron_setup.py and
+megatron_subject.py, layer_names.py, layer.py and layer_subject.py, payload.py, routes.py, check.py
+and layer_reference.py (what is right), timing.py, ceiling.py (what the links give), result.py,
 table.py, text.py and plot.py (what is shown).  worker.py only starts a run on a rank.
 
 Whole training steps are files of their own: train_names.py and train_shapes.py (what was asked),

@@ -8,9 +8,11 @@
     alltoall, allgather,   Megatron-Core's own dispatchers through their six hooks
     flex_deepep, ...
     ncclep:ENGINE          this package's dispatcher through the same hooks
-    layer:DISPATCHER       a whole MoELayer (router, dispatcher, experts) with any of those through
+    layer:DISPATCHER...    a whole MoELayer (router, dispatcher, experts) with any of those through
                            hooks, such as layer:alltoall and layer:ncclep:native
-    train:DISPATCHER...    whole training steps of a model: see train_names.py
+    train:DISPATCHER...    whole training steps of a model
+
+The last two take variants of experts and graphs: variants.py.
 
 `@N` after an engine or a libnccl_ep lets its kernels have N SMs.  Layers and training steps are
 measured only when they are asked for: they take as much memory and time as in training.
@@ -19,14 +21,18 @@ measured only when they are asked for: they take as much memory and time as in t
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from megatron_ncclep.benchmark.dispatchers import dispatcher_choice, dispatcher_names
 from megatron_ncclep.benchmark.engine_subject import EngineSubject
+from megatron_ncclep.benchmark.layer_names import GRAMMAR as LAYER_GRAMMAR
+from megatron_ncclep.benchmark.layer_names import is_layer, parse_layer
 from megatron_ncclep.benchmark.layer_subject import LayerSubject
 from megatron_ncclep.benchmark.library_subject import LibrarySubject
 from megatron_ncclep.benchmark.megatron_subject import MegatronSubject
 from megatron_ncclep.benchmark.subjects import Subject
-from megatron_ncclep.benchmark.train_names import GRAMMAR, is_train, parse_train
+from megatron_ncclep.benchmark.train_names import GRAMMAR as TRAIN_GRAMMAR
+from megatron_ncclep.benchmark.train_names import is_train, parse_train
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.errors import InputError
 
@@ -41,7 +47,6 @@ LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
         for modes in ((), ("pull_push",), ("fixed_order",), ("pull_push", "fixed_order"))
     },
 }
-LAYER = "layer:"
 
 
 def default_names() -> list[str]:
@@ -50,25 +55,27 @@ def default_names() -> list[str]:
 
 
 def known_names() -> list[str]:
-    """The names of all subjects but those that train."""
-    layers = [LAYER + name for name in dispatcher_names()]
-    return [*ENGINES, *LIBRARIES, *dispatcher_names(), *layers]
+    """The names of all subjects but layers and those that train."""
+    return [*ENGINES, *LIBRARIES, *dispatcher_names()]
 
 
-def make_subject(name: str) -> Subject:
+def make_subject(name: str, max_recv_rows: Any = None) -> Subject:
     """Make the subject that `name` means, which does not train.
+
+    Args:
+        max_recv_rows: option of a layer with a fixed number of received rows.
 
     Raises:
         InputError: unknown, or a number of SMs for something that has no such option.
     """
+    if is_layer(name):
+        return LayerSubject(parse_layer(name), max_recv_rows)
     base, num_sms = split_name(name)
     if base in ENGINES:
         return EngineSubject(name, base, num_sms)
     if base in LIBRARIES:
         return LibrarySubject(name, num_sms, *LIBRARIES[base])
-    dispatcher = base.removeprefix(LAYER)
-    choice = dispatcher_choice(dispatcher)
-    return LayerSubject(name, choice) if base != dispatcher else MegatronSubject(name, choice)
+    return MegatronSubject(name, dispatcher_choice(base))
 
 
 def split_name(name: str) -> tuple[str, int | None]:
@@ -81,9 +88,12 @@ def split_name(name: str) -> tuple[str, int | None]:
         parse_train(name)
         return name, None
     base, at, sms = name.partition("@")
-    if base not in known_names():
+    if is_layer(base):
+        parse_layer(base)
+    elif base not in known_names():
         raise InputError(
-            f"unknown subject {name!r}: there are {', '.join(known_names())}, and {GRAMMAR}"
+            f"unknown subject {name!r}: there are {', '.join(known_names())}, "
+            f"{LAYER_GRAMMAR.form}, and {TRAIN_GRAMMAR.form}"
         )
     if not at:
         return base, None

@@ -49,17 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--subjects",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
-        "(default: all but layer:DISPATCHER, a whole MoELayer, and those that train; an unknown "
-        "name lists them); NAME@N lets an engine's kernels use N SMs. Whole training steps: "
-        "train:DISPATCHER, such as train:alltoall_fused and train:ncclep:native, and after it, in "
+        "(default: all but layers and those that train; an unknown name lists them); NAME@N lets "
+        "an engine's kernels use N SMs. A whole MoELayer: layer:DISPATCHER, whole training steps: "
+        "train:DISPATCHER, such as layer:alltoall_fused and train:ncclep:native, and after it, in "
         "this order, :grouped for this package's experts, :static for a fixed number of received "
         "rows, and :full_iteration (one CUDA graph of forward and backward; needs grouped, implies "
-        "static) or :partial_graphs (Megatron-Core's of attention, router and preprocessing)",
+        "static) or, in training, :partial_graphs (Megatron-Core's of attention, router and "
+        "preprocessing)",
     )
     parser.add_argument(
         "--max-recv-rows",
         type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["parse"],
-        help="received rows of subjects that train with a fixed number of them, as "
+        help="received rows of layers and training with a fixed number of them, as "
         f"--ncclep-max-recv-rows takes it (default: {MAX_RECV_ROWS})",
     )
     parser.add_argument(

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ncclep.benchmark import shapes
 from megatron_ncclep.benchmark.catalogue import default_names, split_name
+from megatron_ncclep.benchmark.layer_names import is_layer, layer_obstacle, parse_layer
 from megatron_ncclep.benchmark.shapes import Shape
 from megatron_ncclep.benchmark.train_names import is_train, parse_train, train_obstacle
 from megatron_ncclep.benchmark.train_shapes import TrainingShape
@@ -36,7 +37,7 @@ class Job:
         warmup, samples: untimed and timed rounds.
         timeout_s: seconds that a rank waits for the others.
         out: folder for the results.
-        max_recv_rows: option of subjects that train with a fixed number of received rows.
+        max_recv_rows: option of layers and training with a fixed number of received rows.
     """
 
     config: str
@@ -108,6 +109,9 @@ class Job:
             )
         for shape in kept_shapes:
             shape.check_ranks(ranks)
+        for name in filter(is_layer, subjects or ()):
+            if reason := layer_obstacle(parse_layer(name), device):
+                raise InputError(f"{name}: {reason}")
         for training in kept_trainings:
             training.settings(ranks)
             for name in filter(is_train, subjects or ()):
@@ -131,17 +135,21 @@ class Job:
             samples=measured.samples or 0,
             timeout_s=file.timeout_s,
             out=out,
-            max_recv_rows=_max_recv_rows(max_recv_rows, trained),
+            max_recv_rows=_max_recv_rows(max_recv_rows, names),
         )
 
 
-def _max_recv_rows(given: int | str | None, trained: list[str]) -> int | str | None:
+def _max_recv_rows(given: int | str | None, names: tuple[str, ...]) -> int | str | None:
     """What static subjects get; None where there is none of them.
 
     Raises:
         InputError: no value of the option, or nothing would use it.
     """
-    if not any(parse_train(name).static for name in trained):
+    variants = [
+        *(parse_train(name) for name in names if is_train(name)),
+        *(parse_layer(name) for name in names if is_layer(name)),
+    ]
+    if not any(variant.static for variant in variants):
         if given is not None:
             raise InputError(
                 f"--max-recv-rows {given}: no subject has a fixed number of received rows, such as "

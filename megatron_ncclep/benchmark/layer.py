@@ -1,13 +1,14 @@
-"""The MoELayer that layer subjects measure: one for all of them, each with its own dispatcher.
+"""The MoELayer that layer subjects measure: the same weights for all, each with its own dispatcher.
 
 Its experts are Megatron-Core's, gated with SwiGLU and without bias: on a GPU TEGroupedMLP, with
-TransformerEngine's grouped GEMM, on a CPU SequentialMLP.  Its router is Megatron-Core's TopKRouter
-with all its work forward and backward; only the values of its logits are given, so that every
-subject routes as the workload says.
+TransformerEngine's grouped GEMM, on a CPU SequentialMLP; or this package's, over the same weights.
+Its router is Megatron-Core's TopKRouter with all its work forward and backward; only the values of
+its logits are given, so that every subject routes as the workload says.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 from typing import Any
@@ -28,10 +29,10 @@ UNPICKED = -100.0
 def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
     """Give the MoELayer of a workload, made by the first subject that needs it.
 
-    It goes when the last subject lets go of it.  Whoever calls it sets `token_dispatcher` first.
+    It goes when the last subject lets go of it.  Subjects run copies of it (`layer_of_subject`).
 
     Returns:
-        the layer, and how many bytes of it were there already.
+        the layer, with Megatron-Core's experts, and how many bytes of it were there already.
 
     Raises:
         UnavailableError: the shape does not say how large experts are, or the GPU's experts need
@@ -43,6 +44,34 @@ def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
     layer = _build(setting, workload)
     workload.shared[SHARED] = layer
     return layer, 0
+
+
+def layer_of_subject(shared: Any, dispatcher: Any, grouped: bool) -> Any:
+    """Make a MoELayer with the router and the weights of `shared`.
+
+    Args:
+        shared: what `shared_layer` gives.
+        dispatcher: of the new one.
+        grouped: its experts are this package's.  They lay the weights out as Megatron's buffers do,
+            behind one another, for all subjects.
+
+    Raises:
+        UnsupportedError: the GPU has no grouped GEMM.
+    """
+    layer = copy.copy(shared)
+    layer._modules = dict(shared._modules)
+    layer.token_dispatcher = dispatcher
+    if grouped:
+        from megatron_ncclep.experts.grouped import group_experts
+
+        layer.experts = copy.copy(shared.experts)
+        group_experts(layer.experts, last_expert_first=True)
+    return layer
+
+
+def route(shared: Any, workload: Workload) -> None:
+    """Have every subject's router decide as `workload` says; CUDA graphs too, when replayed."""
+    shared.router.given_logits.copy_(_logits(workload))
 
 
 def expected_probs(workload: Workload) -> torch.Tensor:

@@ -6,12 +6,14 @@ the ranks.  Shared experts, auxiliary losses and recomputation are off.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark.layer import shared_layer
+from megatron_ncclep.benchmark.layer import layer_of_subject, route, shared_layer
+from megatron_ncclep.benchmark.layer_names import layer_obstacle
 from megatron_ncclep.benchmark.layer_reference import (
     HIDDEN_GRADIENT,
     OUTPUT,
@@ -22,43 +24,68 @@ from megatron_ncclep.benchmark.layer_reference import (
     weight_gradient,
 )
 from megatron_ncclep.benchmark.megatron_setup import (
-    DispatcherChoice,
     build_dispatcher,
     close_dispatcher,
     excused,
     initialize,
 )
-from megatron_ncclep.benchmark.subjects import WHOLE, Setting, Workload
+from megatron_ncclep.benchmark.subjects import (
+    BOTH,
+    WHOLE,
+    Setting,
+    UnavailableError,
+    Workload,
+    make_workload,
+)
+from megatron_ncclep.benchmark.variants import Variant, dropped_problem
+
+# Runs before a graph is captured, on a stream beside the others, as torch advises.
+WARMUP = 3
+CHECKED = (
+    "output and all gradients, to a few roundings, against Megatron-Core's experts called on the "
+    "right rows without a dispatcher"
+)
+CHECKED_GRAPH = f"{CHECKED}; the graph also replayed with a routing that it was not captured with"
 
 
 class LayerSubject:
     """See `Subject`.
 
     Args:
-        name: as on the command line.
-        choice: the layer's dispatcher.
+        variant: the layer's dispatcher, its experts, and whether it is a graph.
+        max_recv_rows: of a variant with a fixed number of received rows.
     """
 
     kind = "layer"
-    checked = (
-        "output and all gradients, to a few roundings, against the experts called on the right "
-        "rows without a dispatcher"
-    )
 
-    def __init__(self, name: str, choice: DispatcherChoice) -> None:
-        self.name = name
-        self._choice = choice
+    def __init__(self, variant: Variant, max_recv_rows: Any) -> None:
+        self.name = variant.name
+        self.checked = CHECKED_GRAPH if variant.graphs else CHECKED
+        self._variant = variant
+        self._max_recv_rows = max_recv_rows
 
     def prepare(self, setting: Setting, workload: Workload) -> PreparedLayer:
         """See `Subject.prepare`.  Over Megatron's own process groups."""
+        variant = self._variant
+        if reason := layer_obstacle(variant, setting.device):
+            raise UnavailableError(reason)
         with excused(Exception):  # none of this is ours
             initialize(setting)
-            layer, shared_bytes = shared_layer(setting, workload)
-        with excused(*self._choice.excuses):
-            dispatcher = build_dispatcher(self._choice, setting, workload)
-            prepared = PreparedLayer(layer, dispatcher, setting, workload, shared_bytes)
-            prepared.passes["forward"]()  # some fail at first use only
-            prepared.passes["backward"]()
+            shared, shared_bytes = shared_layer(setting, workload)
+        with excused(*variant.dispatcher.excuses):
+            wanted = {"counts_on_device": True, "last_expert_first": True}  # by grouped experts
+            dispatcher = build_dispatcher(
+                variant.dispatcher,
+                setting,
+                workload,
+                variant.options(self._max_recv_rows),
+                **(wanted if variant.grouped else {}),
+            )
+            prepared = PreparedLayer(shared, dispatcher, setting, workload, variant, shared_bytes)
+            for call in list(prepared.passes.values()):
+                call()  # some fail at first use only
+            if variant.graphs:
+                prepared.capture()
         return prepared
 
 
@@ -66,30 +93,44 @@ class PreparedLayer:
     """See `Prepared`.
 
     Args:
-        layer: a MoELayer, which other subjects use with dispatchers of their own.
+        shared: a MoELayer, whose weights other subjects use with dispatchers of their own.
         dispatcher: of this subject.
         setting, workload: where and what.
-        shared_bytes: of the layer, made by another subject.
+        variant: of this subject.
+        shared_bytes: of `shared`, made by another subject.
     """
 
     sms = "-"
 
     def __init__(
-        self, layer: Any, dispatcher: Any, setting: Setting, workload: Workload, shared_bytes: int
+        self,
+        shared: Any,
+        dispatcher: Any,
+        setting: Setting,
+        workload: Workload,
+        variant: Variant,
+        shared_bytes: int,
     ) -> None:
         self.shared_bytes = shared_bytes
-        self._layer = layer
+        self._shared = shared
+        self._layer = layer_of_subject(shared, dispatcher, variant.grouped)
         self._dispatcher = dispatcher
         self._rank = setting.rank
         self._workload = workload
+        self._weights = dict(self._layer.named_parameters())
         # MoELayer's shape is [sequence, batch, hidden].
         self._x = workload.x.detach()[:, None].requires_grad_()
         self._out: torch.Tensor | None = None
+        self._captured: dict[str, torch.Tensor | None] | None = None
         calls: tuple[Callable[[], Any], ...] = (self._forward, self._backward)
-        self.passes = dict(zip(WHOLE, calls, strict=True))
+        self.passes: dict[str, Callable[[], Any]] = dict(zip(WHOLE, calls, strict=True))
+
+    def capture(self) -> None:
+        """Make forward and backward one CUDA graph, which takes the place of the two passes."""
+        replay, self._captured = captured(self._everything)
+        self.passes = {BOTH: replay}
 
     def _run(self) -> torch.Tensor:
-        self._layer.token_dispatcher = self._dispatcher
         out: torch.Tensor = self._layer(self._x)[0]
         return out
 
@@ -100,7 +141,7 @@ class PreparedLayer:
         """
         return torch.autograd.grad(
             out,
-            [self._x, *more, *self._layer.parameters()],
+            [self._x, *more, *self._weights.values()],
             self._workload.grad_out.view_as(out),
             allow_unused=True,
         )
@@ -114,32 +155,103 @@ class PreparedLayer:
         self._gradients(self._out)
         self._out = None
 
-    def problem(self) -> str | None:
-        """See `Prepared.problem`."""
-        work, layer = self._workload, self._layer
+    def _everything(self) -> dict[str, torch.Tensor | None]:
+        """Run forward and backward; what comes out, and the router's decision."""
         decisions: list[tuple[torch.Tensor, torch.Tensor]] = []
-        hook = layer.router.register_forward_hook(lambda *called: decisions.append(called[-1]))
+        hook = self._layer.router.register_forward_hook(
+            lambda *called: decisions.append(called[-1])
+        )
         try:
             out = self._run()
         finally:
             hook.remove()
         (probs, routing_map), *_ = decisions
         grad_x, grad_probs, *grads = self._gradients(out, probs)
-        assert grad_x is not None
-        names = [weight_gradient(name) for name, _ in layer.named_parameters()]
-        actual: dict[str, torch.Tensor | None] = {
-            OUTPUT: out.detach().reshape(work.x.shape),
-            HIDDEN_GRADIENT: grad_x.reshape(work.x.shape),
-            # Of experts that a token does not go to, it is whatever a dispatcher likes.
-            PROBS_GRADIENT: None if grad_probs is None else grad_probs * routing_map,
-            **dict(zip(names, grads, strict=True)),
+        return {
+            "probs": probs.detach(),
+            "routing_map": routing_map,
+            OUTPUT: out.detach(),
+            HIDDEN_GRADIENT: grad_x,
+            PROBS_GRADIENT: grad_probs,
+            **dict(zip(map(weight_gradient, self._weights), grads, strict=True)),
         }
-        expected = expected_results(layer, work, self._rank)
-        return routing_problem(work, self._rank, probs, routing_map) or results_problem(
-            work, self._rank, actual, expected
+
+    def problem(self) -> str | None:
+        """See `Prepared.problem`."""
+        if self._captured is None:
+            return self._problem_of(self._everything(), self._workload)
+        if problem := self._replay_problem(self._workload):
+            return problem
+        # Tokens, their hidden states and gradients stay; where they go changes.
+        case = self._workload.case
+        other = make_workload(
+            dataclasses.replace(case, seed=case.seed + 1),
+            self._rank,
+            self._workload.ffn_hidden_size,
         )
+        route(self._shared, other)
+        try:
+            problem = self._replay_problem(other)
+        finally:
+            route(self._shared, self._workload)
+        return None if problem is None else f"replayed with another routing: {problem}"
+
+    def _replay_problem(self, workload: Workload) -> str | None:
+        """Replay the graph and compare with what `workload` must give."""
+        assert self._captured is not None
+        self.passes[BOTH]()
+        return self._problem_of(self._captured, workload)
+
+    def _problem_of(
+        self, results: dict[str, torch.Tensor | None], workload: Workload
+    ) -> str | None:
+        """Compare results of `_everything` with what they must be."""
+        actual = dict(results)
+        probs, routing_map = actual.pop("probs"), actual.pop("routing_map")
+        out, grad_x, grad_probs = (actual[n] for n in (OUTPUT, HIDDEN_GRADIENT, PROBS_GRADIENT))
+        assert probs is not None
+        assert routing_map is not None
+        assert out is not None
+        assert grad_x is not None
+        actual[OUTPUT] = out.reshape(workload.x.shape)
+        actual[HIDDEN_GRADIENT] = grad_x.reshape(workload.x.shape)
+        # Of experts that a token does not go to, it is whatever a dispatcher likes.
+        actual[PROBS_GRADIENT] = None if grad_probs is None else grad_probs * routing_map
+        expected = expected_results(self._shared, workload, self._rank)
+        return (
+            self._dropped_problem()
+            or routing_problem(workload, self._rank, probs, routing_map)
+            or results_problem(workload, self._rank, actual, expected)
+        )
+
+    def _dropped_problem(self) -> str | None:
+        """Say whether a forward pass of this rank left rows out."""
+        dropped = getattr(self._dispatcher, "num_dropped", None)
+        if dropped is None:
+            return None
+        return dropped_problem(int(dropped), self._dispatcher.engine.config.max_recv_rows)
 
     def close(self) -> None:
         """See `Prepared.close`.  The last one to let go of the layer frees its weights."""
+        self.passes, self._captured, self._out = {}, None, None  # a graph before its engine
         close_dispatcher(self._dispatcher)
-        self._layer = self._out = None
+        self._layer = self._shared = None
+        self._weights = {}
+
+
+Results = dict[str, torch.Tensor | None]
+
+
+def captured(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+    """Capture `call` in a CUDA graph: what replays it, and where it leaves its results."""
+    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    beside.wait_stream(current)
+    with torch.cuda.stream(beside):
+        for _ in range(WARMUP):
+            call()
+    current.wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    # Meanwhile torch's own thread may ask how a collective is getting on.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call()
+    return graph.replay, results

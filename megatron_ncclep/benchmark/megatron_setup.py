@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,12 +90,19 @@ def initialize(setting: Setting) -> None:
         )
 
 
-def make_config(choice: DispatcherChoice, setting: Setting, workload: Workload, **more: Any) -> Any:
+def make_config(
+    choice: DispatcherChoice,
+    setting: Setting,
+    workload: Workload,
+    ep_options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Any:
     """Make a TransformerConfig for one MoE layer of the workload's sizes.
 
     Args:
         choice: of the dispatcher.
         setting, workload: where and what.
+        ep_options: further fields of EpConfig, for our own dispatcher.
         more: further fields.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -124,13 +131,27 @@ def make_config(choice: DispatcherChoice, setting: Setting, workload: Workload, 
     )
     if choice.engine is not None:
         config.ncclep = EpConfig(
-            engine=choice.engine, alignment=case.alignment, timeout_s=setting.timeout_s
+            engine=choice.engine,
+            alignment=case.alignment,
+            timeout_s=setting.timeout_s,
+            **(ep_options or {}),
         )
     return config
 
 
-def build_dispatcher(choice: DispatcherChoice, setting: Setting, workload: Workload) -> Any:
-    """Make a dispatcher as MoELayer does.  Collective for some."""
+def build_dispatcher(
+    choice: DispatcherChoice,
+    setting: Setting,
+    workload: Workload,
+    ep_options: Mapping[str, Any] | None = None,
+    **wanted: Any,
+) -> Any:
+    """Make a dispatcher as MoELayer does.  Collective for some.
+
+    Args:
+        choice, setting, workload, ep_options: see `make_config`.
+        wanted: further arguments of the dispatcher, which the experts need.
+    """
     from megatron.core.transformer.moe.moe_layer import get_default_pg_collection
 
     module, name = CLASSES[choice.dispatcher]
@@ -139,8 +160,9 @@ def build_dispatcher(choice: DispatcherChoice, setting: Setting, workload: Workl
     return getattr(importlib.import_module(module), name)(
         num_local,
         list(range(first, first + num_local)),
-        config=make_config(choice, setting, workload),
+        config=make_config(choice, setting, workload, ep_options),
         pg_collection=get_default_pg_collection(),
+        **wanted,
     )
 
 

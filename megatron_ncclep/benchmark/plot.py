@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ncclep.benchmark import result as results
-from megatron_ncclep.benchmark.subjects import STEPS, WHOLE
+from megatron_ncclep.benchmark.subjects import BOTH, STEPS, WHOLE
 from megatron_ncclep.benchmark.table import title
 from megatron_ncclep.benchmark.train_plot import ORDER, draw_training
 from megatron_ncclep.errors import InputError
@@ -24,6 +24,7 @@ from megatron_ncclep.errors import InputError
 COLORS = {
     "plan": "#999999", "dispatch": "#0072B2", "combine": "#E69F00", "bwd_dispatch": "#56B4E9",
     "bwd_combine": "#F0E442", "forward": "#009E73", "backward": "#CC79A7",
+    BOTH: "#D55E00",
 }  # fmt: skip
 LIMIT_COLOR = "#000000"
 LEGEND_COLUMNS = 6
@@ -100,7 +101,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for panel in panels
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    passes = (*STEPS, *WHOLE, "limit") if result["shapes"] else ()
+    passes = (*STEPS, *WHOLE, BOTH, "limit") if result["shapes"] else ()
     order = [name for name in dict.fromkeys((*passes, *ORDER)) if name in handles]
     figure.legend(
         [handles[name] for name in order],

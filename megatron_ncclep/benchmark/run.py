@@ -79,7 +79,10 @@ class _ShapeRun:
             wire_bytes=wire_rows(workload.routes) * self._shape.row_bytes,
         )
         self._measure_ceiling(result)
-        entries = [self._prepare(make_subject(name), workload) for name in self._job.measured]
+        entries = [
+            self._prepare(make_subject(name, self._job.max_recv_rows), workload)
+            for name in self._job.measured
+        ]
         result.subjects = [entry.result for entry in entries]
         running = [entry for entry in entries if entry.result.status == "ok"]
         self._time(running)

@@ -20,6 +20,8 @@ from megatron_ncclep.testing.cases import Case, refusal
 # of combine (a dispatch of gradients), bwd_combine the backward of dispatch.
 STEPS = ("plan", "dispatch", "combine", "bwd_dispatch", "bwd_combine")
 WHOLE = ("forward", "backward")
+# Of a layer that is one CUDA graph.
+BOTH = "forward+backward"
 # Kinds of subjects that have these two passes, and whose host time counts.
 LAUNCHED = ("megatron", "layer")
 
@@ -102,7 +104,7 @@ def make_workload(case: Case, rank: int, ffn_hidden_size: int | None = None) -> 
 class Prepared(Protocol):
     """A subject that is ready to be measured with one workload; every method is collective."""
 
-    # Pass -> a call that runs it once; STEPS or WHOLE, in order.
+    # Pass -> a call that runs it once; STEPS or WHOLE, in order, or BOTH alone.
     passes: dict[str, Callable[[], Any]]
     # SMs that its kernels use, in words.
     sms: str

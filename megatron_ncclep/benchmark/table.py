@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ncclep.benchmark.catalogue import LIBRARIES
-from megatron_ncclep.benchmark.subjects import LAUNCHED, STEPS, WHOLE
+from megatron_ncclep.benchmark.layer_names import parse_layer
+from megatron_ncclep.benchmark.subjects import BOTH, LAUNCHED, STEPS, WHOLE
 from megatron_ncclep.benchmark.text import align, memory_held, problems, wrap
 from megatron_ncclep.benchmark.train_table import render_training, train_notes
 
@@ -35,6 +36,7 @@ NOTES = (
     "does not count. Megatron-Core's dispatchers are timed through their hooks, with identity "
     "experts, from an idle device: their host time counts. A whole MoELayer is timed likewise, "
     "with its router, its experts and their weight gradients; compare layers with each other only. "
+    "One that is one CUDA graph has only a sum, the time of a replay, which keeps all gradients. "
     "GB held counts the weights, which all layers share, for each of them.",
 )
 
@@ -58,13 +60,15 @@ def render(result: dict[str, Any]) -> str:
         f"{options['samples']} samples after {options['warmup']} warm-up rounds",
     ]
     trainings = result["trainings"]
-    blocks = ["\n".join(head), *map(_shape, result["shapes"]), *map(render_training, trainings)]
+    rows = options.get("max_recv_rows")  # older results have none
+    shapes = [_shape(shape, rows) for shape in result["shapes"]]
+    blocks = ["\n".join(head), *shapes, *map(render_training, trainings)]
     explained = [*(NOTES if result["shapes"] else ()), *train_notes(trainings)]
     notes = "\n".join(line for note in explained for line in wrap(note))
     return "\n\n".join([*blocks, notes]) + "\n"
 
 
-def _shape(result: dict[str, Any]) -> str:
+def _shape(result: dict[str, Any], max_recv_rows: Any) -> str:
     shape = result["shape"]
     usual = {"skew": 0, "alignment": 1}
     extras = "".join(f", {name} {shape[name]}" for name in usual if shape[name] != usual[name])
@@ -88,6 +92,8 @@ def _shape(result: dict[str, Any]) -> str:
     if layers:
         # The limit is that of rows on the wire, and says nothing about experts.
         size = f"whole MoELayer, F {shape['ffn_hidden_size']}"
+        if any(parse_layer(subject["name"]).static for subject in layers):
+            size += f"; static: {max_recv_rows} rows"
         lines += ["", *_wholes(size, layers, None)]
     lines += problems(result["subjects"], title)
     return "\n".join(lines)
@@ -143,13 +149,14 @@ def _wholes(head: str, subjects: Sequence[dict[str, Any]], limit_us: float | Non
         rows.append(
             [
                 title(subject["name"]),
-                *(_time(passes[name]["median_us"]) for name in WHOLE),
+                *(_time(passes[name]["median_us"]) if name in passes else "-" for name in WHOLE),
                 _time(subject["sum_us"]),
                 memory_held(subject["memory"]),
                 "ok",
             ]
         )
-        rows.append(["", *(_spread(passes[name]) for name in WHOLE)])
+        shown = WHOLE if BOTH not in passes else ("", "", BOTH)
+        rows.append(["", *(_spread(passes[name]) if name else "" for name in shown)])
     if limit_us is not None:
         rows.append(["limit", *[_time(2 * limit_us)] * 2, _time(4 * limit_us)])
     return align(rows)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 
-from megatron_ncclep.benchmark.train_names import FULL_ITERATION, PARTIAL_GRAPHS
+from megatron_ncclep.benchmark.variants import FULL_ITERATION, PARTIAL_GRAPHS
 from megatron_ncclep.training.settings import Settings
 
 # Steps before a graph is captured: the second finds everything allocated and compiled.
@@ -123,7 +123,7 @@ def make_graphs(
     """Make what runs forward and backward.
 
     Args:
-        graphs: of a TrainChoice.
+        graphs: of a Variant.
         settings, config: of the model.
         num_ranks: all of them are data-parallel.
         built: the TrainedModel.

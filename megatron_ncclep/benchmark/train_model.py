@@ -19,7 +19,7 @@ from megatron_ncclep.benchmark.megatron_setup import close_dispatcher
 from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.benchmark.subjects import Setting
 from megatron_ncclep.benchmark.train_graphs import graph_fields, make_graphs, wrapping_stream
-from megatron_ncclep.benchmark.train_names import TrainChoice
+from megatron_ncclep.benchmark.variants import Variant
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.training import corpus, data
 from megatron_ncclep.training.corpus import Corpus
@@ -122,7 +122,7 @@ class SubjectModel:
 
     def __init__(
         self,
-        choice: TrainChoice,
+        choice: Variant,
         settings: Settings,
         setting: Setting,
         text: TrainingText,
@@ -274,16 +274,15 @@ def _seed(settings: Settings, on_gpu: bool) -> None:
     )
 
 
-def _options(choice: TrainChoice, setting: Setting, max_recv_rows: Any) -> EpConfig | None:
+def _options(choice: Variant, setting: Setting, max_recv_rows: Any) -> EpConfig | None:
     """The dispatcher's options; None for Megatron-Core's own."""
     if not choice.ours:
         return None
-    options: dict[str, Any] = {"engine": choice.dispatcher.engine, "timeout_s": setting.timeout_s}
-    if choice.grouped:
-        options["experts"] = "grouped"
-    if choice.static:
-        options["max_recv_rows"] = max_recv_rows
-    return EpConfig(**options)
+    return EpConfig(
+        engine=str(choice.dispatcher.engine),
+        timeout_s=setting.timeout_s,
+        **choice.options(max_recv_rows),
+    )
 
 
 def _fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:

@@ -24,15 +24,11 @@ from megatron_ncclep.benchmark.train_check import (
 )
 from megatron_ncclep.benchmark.train_graphs import EAGER_STEPS
 from megatron_ncclep.benchmark.train_model import Curve, SubjectModel, TrainingText, load_text
-from megatron_ncclep.benchmark.train_names import (
-    CONTROL,
-    TrainChoice,
-    parse_train,
-    train_obstacle,
-)
+from megatron_ncclep.benchmark.train_names import CONTROL, parse_train, train_obstacle
 from megatron_ncclep.benchmark.train_profile import StepProfile, profile_steps
 from megatron_ncclep.benchmark.train_result import TrainingResult, TrainResult
 from megatron_ncclep.benchmark.train_shapes import TrainingShape
+from megatron_ncclep.benchmark.variants import Variant, dropped_problem
 from megatron_ncclep.testing.launcher import RankContext
 from megatron_ncclep.training.quiet import remarks_hidden
 
@@ -62,7 +58,7 @@ def run_training(
 class _Entry:
     """A subject that is being measured, and what is known of it."""
 
-    choice: TrainChoice
+    choice: Variant
     result: TrainResult
     curve: Curve | None = None
     # What timed steps of this rank say against it.
@@ -184,11 +180,8 @@ class _TrainingRun:
             first, last = entry.curve.losses[0], model.loss
             if not last < first:  # a NaN is less than nothing
                 entry.trouble = f"loss {last!r} after timing, and {first!r} in the first step"
-            if model.num_dropped:  # then it trains something else
-                entry.trouble = (
-                    f"{model.num_dropped} rows did not fit into {job.max_recv_rows} received rows "
-                    "and were dropped: give a larger --max-recv-rows"
-                )
+            if dropped := dropped_problem(model.num_dropped, job.max_recv_rows):
+                entry.trouble = dropped
             if turn == 0:
                 result.memory = memory.growth()
                 result.num_parameters = model.num_parameters
@@ -197,7 +190,7 @@ class _TrainingRun:
 
     @contextmanager
     def _model(
-        self, entry: _Entry, choice: TrainChoice, text: TrainingText, what: str
+        self, entry: _Entry, choice: Variant, text: TrainingText, what: str
     ) -> Iterator[SubjectModel | None]:
         """Give a subject's model to train with; what goes wrong is the subject's outcome."""
         self._ranks.step(choice.name, what)
@@ -283,5 +276,5 @@ def _outcome(error: Exception) -> tuple[str, str]:
     return "failed", f"{type(error).__name__}: {error}"
 
 
-def _checked(choice: TrainChoice) -> str:
+def _checked(choice: Variant) -> str:
     return CHECKED_BITS if choice.graphs and choice.ours else CHECKED

@@ -23,7 +23,12 @@ def reversed_probabilities(rows: torch.Tensor, counts: Any, probs: torch.Tensor)
 
 
 def wrong_counts(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
-    return rows, torch.as_tensor(counts).flip(0), probs
+    counts = torch.as_tensor(counts).clone()  # padded ones may all be the same
+    largest = int(counts.argmax())
+    moved = int(counts[largest]) // 2 + 1
+    counts[largest] -= moved
+    counts[(largest + 1) % len(counts)] += moved
+    return rows, counts, probs
 
 
 def half_a_gradient(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@ from megatron_ncclep.benchmark.catalogue import LIBRARY
 from megatron_ncclep.benchmark.ceiling import Ceiling
 from megatron_ncclep.benchmark.result import FORMAT, ShapeResult, SubjectResult
 from megatron_ncclep.benchmark.shapes import Shape
-from megatron_ncclep.benchmark.subjects import STEPS, WHOLE
+from megatron_ncclep.benchmark.subjects import BOTH, STEPS, WHOLE
 from megatron_ncclep.benchmark.train_result import TrainingResult, TrainResult
 from megatron_ncclep.benchmark.train_shapes import TrainingShape
 
@@ -20,7 +20,7 @@ def subject(name: str, kind: str, times: tuple[float, ...], sms: str) -> Subject
     """Five samples of each pass, around `times`."""
     found = SubjectResult(name, kind, "bits", sms=sms)
     found.memory = {"torch_bytes": 1_200_000_000, "other_bytes": 9_800_000_000}
-    names = STEPS if len(times) == len(STEPS) else WHOLE
+    names = {len(passes): passes for passes in (STEPS, WHOLE, (BOTH,))}[len(times)]
     found.set_samples(
         {n: [t - 8, t - 4, t, t + 4, t + 8] for n, t in zip(names, times, strict=True)}
     )
@@ -66,6 +66,7 @@ def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
         subject("native@24", "engine", (20, 500, 530, 510, 540), "24"),
         subject(LIBRARY, "library", (140, 800, 700, 720, 770), "16"),
         subject("alltoall", "megatron", (5001, 4002), "-"),
+        subject("layer:ncclep:native:grouped:full_iteration", "layer", (12005,), "-"),
         subject("layer:alltoall", "layer", (9003, 16004), "-"),
         SubjectResult("flex_deepep", "megatron", "", "unavailable", "ImportError: no DeepEP"),
     ]
@@ -75,7 +76,13 @@ def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
         "date": "2026-11-21 12:00 UTC",
         "machine": {"device": "cuda", "gpu": "NVIDIA H200", "gpus": 4, "driver": "580.1"},
         "versions": {"torch": "2.11.0", "transformer-engine": None},
-        "options": {"config": "models", "ranks": 4, "samples": 5, "warmup": 1},
+        "options": {
+            "config": "models",
+            "ranks": 4,
+            "samples": 5,
+            "warmup": 1,
+            "max_recv_rows": "1.5x",
+        },
         "shapes": [dataclasses.asdict(shape)],
         "trainings": [sample_training()],
         "failures": shape.failures,

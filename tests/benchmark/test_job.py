@@ -132,13 +132,26 @@ def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message
         (["--smoke", "--subjects", "reference@8"], "would ignore a number of SMs"),
         (["--smoke", "--subjects", "alltoall@8"], "would ignore a number of SMs"),
         (["--smoke", "--subjects", "layer:ncclep:native@8"], "would ignore a number of SMs"),
-        (["--smoke", "--subjects", "layer:native"], "unknown subject 'layer:native': there are"),
+        (
+            ["--smoke", "--subjects", "layer:native"],
+            "'layer:native': write layer:DISPATCHER[",
+        ),
+        (["--smoke", "--subjects", "layer:alltoall:grouped"], "layer:ncclep:ENGINE:grouped"),
+        (["--smoke", "--subjects", "layer:alltoall:full_iteration"], "write no graphs"),
+        (["--smoke", "--subjects", "layer:ncclep:native:partial_graphs"], "in this order"),
+        (
+            ["--smoke", "--subjects", "layer:ncclep:native:grouped:full_iteration"],
+            "full_iteration: a CPU has no CUDA graphs: leave full_iteration out",
+        ),
         (["--smoke", "--subjects", "nccl_ep_library+pull_push"], "unknown subject"),
         (["--smoke", "--subjects", "nccl_ep_library:nccl-extensions+pull_push"], "unknown subject"),
         (["--smoke", "--subjects", "nccl_ep@x"], "write a number of SMs after the @"),
         (["--smoke", "--subjects", "nccl_ep@0"], "write a number of SMs after the @"),
         (["--config", "nothing"], "no benchmark configuration 'nothing'"),
-        (["--smoke", "--max-recv-rows", "64"], "no subject has a fixed number of received rows"),
+        (
+            ["--smoke", "--max-recv-rows", "64", "--subjects", "reference,layer:ncclep:native"],
+            "no subject has a fixed number of received rows",
+        ),
         (["--smoke", "--subjects", "train:ncclep"], "unknown subject 'train:ncclep': write train:"),
         (["--smoke", "--subjects", "train:flex_ncclep"], "unknown subject"),
         (["--smoke", "--subjects", "train:ncclep:native@24"], "unknown subject"),
@@ -197,6 +210,14 @@ def test_layers_are_measured_only_when_asked_for() -> None:
     assert not any(name.startswith("layer:") for name in default_names())
     wanted = ["layer:alltoall_fused", "layer:ncclep:native"]
     assert make("models", subjects=wanted).subjects == tuple(wanted)
+
+
+def test_received_rows_of_static_layers_and_trainings() -> None:
+    static = ["layer:ncclep:native:grouped:static", "train:ncclep:reference:static"]
+    for name in static:
+        assert make("smoke", subjects=["reference", name]).max_recv_rows == "1.5x"
+        assert make("smoke", subjects=[name], max_recv_rows="worst").max_recv_rows == "worst"
+    assert make("smoke", subjects=["layer:ncclep:native:grouped"]).max_recv_rows is None
 
 
 def test_subjects_that_train_have_shapes_of_their_own() -> None:

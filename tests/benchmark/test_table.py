@@ -32,9 +32,11 @@ def test_numbers_of_the_table() -> None:
     assert row(text, "nccl_ep (library)")[7:9] == ["3130", "1.00"]
     assert row(text, "limit")[:7] == ["limit", "-", "454", "454", "454", "454", "1817"]
     assert row(text, "alltoall") == ["alltoall", "5001", "4002", "9003", "1.2+9.8", "ok"]
-    assert row(text, "whole MoELayer, F 2048")[1:] == [
+    assert row(text, "whole MoELayer, F 2048; static: 1.5x rows")[1:] == [
         "forward", "backward", "sum", "GB held", "check",
     ]  # fmt: skip
+    graph = "layer:ncclep:native:grouped:full_iteration"  # has no passes, and one time
+    assert row(text, graph) == [graph, "-", "-", "12005", "1.2+9.8", "ok"]
     assert row(text, "layer:alltoall") == [
         "layer:alltoall", "9003", "16004", "25007", "1.2+9.8", "ok",
     ]  # fmt: skip
@@ -198,7 +200,8 @@ def test_bars_are_the_jsons_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Axes, "barh", record_bar)
     monkeypatch.setattr(Axes, "axvline", record_line)
     draw(sample_result(), tmp_path / "x.png")
-    rows = [(20, 500, 530, 510, 540), (140, 800, 700, 720, 770), (5001, 4002), (9003, 16004)]
+    rows = [(20, 500, 530, 510, 540), (140, 800, 700, 720, 770), (5001, 4002)]
+    rows += [(12005,), (9003, 16004)]
     rows += [(9, 40, 3, 2, 6, 102), (9, 40, 3, 2, 6, 5.5)]  # milliseconds, with idle
     # Each piece of a row begins where the one before it ends.
     assert bars == [(sum(row[:i]), width) for row in rows for i, width in enumerate(row)]
