@@ -27,7 +27,7 @@ from megatron_ncclep.training.data import Batch
 from megatron_ncclep.training.model import build, forward_step
 from megatron_ncclep.training.settings import Settings
 
-# Steps with batches of their own; later steps take them again.
+# Steps with batches of their own, where no more are asked for; later steps take them again.
 NUM_BATCHES = 8
 # Megatron-LM pads the vocabulary to a multiple of this, unless told otherwise.
 VOCABULARY_MULTIPLE = 128
@@ -68,8 +68,16 @@ class Curve:
     grad_norms: list[float]
 
 
-def load_text(settings: Settings, ranks: Ranks, folder: Path) -> TrainingText:
+def load_text(
+    settings: Settings, ranks: Ranks, folder: Path, num_steps: int = NUM_BATCHES
+) -> TrainingText:
     """Make the corpus of the standard library's source and read the batches.  Collective.
+
+    Args:
+        settings: of the model.
+        ranks: all of them are data-parallel.
+        folder: for the corpus and Megatron's sample indices.
+        num_steps: steps with batches of their own.
 
     Raises:
         InputError: the text is too short, or the folder cannot be written to.
@@ -86,7 +94,7 @@ def load_text(settings: Settings, ranks: Ranks, folder: Path) -> TrainingText:
     found: Corpus = corpus.load(folder)
     batch, length = settings["global-batch-size"], settings["seq-length"]
     dataset, _ = data.build_datasets(
-        found, length, batch * NUM_BATCHES, batch, settings["seed"], folder / "cache"
+        found, length, batch * num_steps, batch, settings["seed"], folder / "cache"
     )
     steps = [
         list(
@@ -100,7 +108,7 @@ def load_text(settings: Settings, ranks: Ranks, folder: Path) -> TrainingText:
                 torch.device(ranks.setting.device),
             )
         )
-        for step in range(NUM_BATCHES)
+        for step in range(num_steps)
     ]
     padded = -(-found.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return TrainingText(found.source, padded, steps)
@@ -212,7 +220,8 @@ class SubjectModel:
         self._built.optimizer.zero_grad()
 
     def _forward_backward(self) -> None:
-        settings, batch = self._settings, self._text.steps[self._done % NUM_BATCHES]
+        settings, steps = self._settings, self._text.steps
+        batch = steps[self._done % len(steps)]
         self._graphs.before_step(self._done)
         results = self._graphs.forward_backward(
             forward_step_func=forward_step,
