@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "this order, :grouped for this package's experts, :static for a fixed number of received "
         "rows, and :full_iteration (one CUDA graph of forward and backward; needs grouped, implies "
         "static) or, in training, :partial_graphs (Megatron-Core's of attention, router and "
-        "preprocessing)",
+        "preprocessing) and :optimizer_graph (Megatron-Core's of the optimizer's step)",
     )
     parser.add_argument(
         "--max-recv-rows",

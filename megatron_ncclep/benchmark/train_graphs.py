@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import torch
 
-from megatron_ncclep.benchmark.variants import FULL_ITERATION, PARTIAL_GRAPHS
+from megatron_ncclep.benchmark.subjects import UnavailableError
+from megatron_ncclep.benchmark.variants import FULL_ITERATION, OPTIMIZER_GRAPH, PARTIAL_GRAPHS
 from megatron_ncclep.training.settings import Settings
 
 # Steps before a graph is captured: the second finds everything allocated and compiled.
@@ -115,6 +116,40 @@ class PartialGraphs(NoGraphs):
         """See `NoGraphs.close`."""
         if self._captured:
             self._helper.delete_cuda_graphs()
+
+
+def optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
+    """The fields of OptimizerConfig that ask for an optimizer that can be captured.
+
+    Raises:
+        UnavailableError: Megatron-Core has none before 0.17.
+    """
+    from megatron.core.optimizer import OptimizerConfig
+
+    if not optimizer_graph:
+        return {}
+    if "optimizer_cuda_graph" not in OptimizerConfig.__dataclass_fields__:
+        raise UnavailableError(f"{OPTIMIZER_GRAPH} needs Megatron-Core 0.17 or newer")
+    return {"optimizer_cuda_graph": True}
+
+
+class OptimizerGraph:
+    """The optimizer's step as one graph.  One of them at a time in a process."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+        self.close()  # what a subject that failed left behind
+        self.step: Callable[[], Any] = OptimizerCudaGraphWrapper(
+            step, cuda_graph_warmup_steps=EAGER_STEPS
+        )
+
+    def close(self) -> None:
+        """Release the graph.  Megatron-Core keeps it in the class."""
+        from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+        OptimizerCudaGraphWrapper.cuda_graph = OptimizerCudaGraphWrapper.result = None
+        OptimizerCudaGraphWrapper.curr_iteration = 0
 
 
 def make_graphs(

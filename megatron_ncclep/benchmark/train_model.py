@@ -18,7 +18,13 @@ import torch
 from megatron_ncclep.benchmark.megatron_setup import close_dispatcher
 from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.benchmark.subjects import Setting
-from megatron_ncclep.benchmark.train_graphs import graph_fields, make_graphs, wrapping_stream
+from megatron_ncclep.benchmark.train_graphs import (
+    OptimizerGraph,
+    graph_fields,
+    make_graphs,
+    optimizer_fields,
+    wrapping_stream,
+)
 from megatron_ncclep.benchmark.variants import Variant
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.training import corpus, data
@@ -154,10 +160,17 @@ class SubjectModel:
             text.vocab_size,
             torch.device(setting.device),
             wrapping_stream(choice.graphs),
+            distributed=True,
+            **optimizer_fields(choice.optimizer_graph),
         )
         if on_gpu:
             torch.cuda.synchronize()  # it may have been wrapped on another stream
         self._graphs = make_graphs(choice.graphs, settings, setting.num_ranks, config, self._built)
+        self._optimizer_graph: OptimizerGraph | None = None
+        self._optimizer_step: Callable[[], Any] = self._built.optimizer.step
+        if choice.captures_optimizer:
+            self._optimizer_graph = OptimizerGraph(self._optimizer_step)
+            self._optimizer_step = self._optimizer_graph.step
         self._dtype = config.params_dtype
         self._loss = self._grad_norm = torch.zeros(())
 
@@ -208,9 +221,11 @@ class SubjectModel:
     def close(self, engines: bool = True) -> None:
         """Release the graphs, the memory and, where nothing has failed, the engines."""
         self._graphs.close()
+        if self._optimizer_graph is not None:
+            self._optimizer_graph.close()
         for module in self._built.gpt.modules() if engines else ():
             close_dispatcher(getattr(module, "token_dispatcher", None))
-        del self._built, self._graphs
+        del self._built, self._graphs, self._optimizer_graph, self._optimizer_step
         gc.collect()
         # A graph cannot take over what lies in the allocator's cache.
         torch.cuda.empty_cache()
@@ -238,7 +253,7 @@ class SubjectModel:
         self._done += 1
 
     def _update(self) -> None:
-        _, self._grad_norm, _ = self._built.optimizer.step()
+        _, self._grad_norm, _ = self._optimizer_step()
 
     def _first_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first MoE layer's output and gradient, see `Curve`; nothing is learnt from them."""

@@ -21,6 +21,7 @@ GRAMMAR = Grammar(
     TRAIN,
     tuple(name for name in dispatcher_names() if name not in NOT_TRAINED),
     (FULL_ITERATION, PARTIAL_GRAPHS),
+    steps=True,
 )
 # Whose losses the others are compared with.
 CONTROL = "train:alltoall"
@@ -39,8 +40,8 @@ def train_obstacle(choice: Variant, device: str, shape: TrainingShape) -> str | 
     """Say why `choice` cannot train on `device`, as far as one process can tell; None if it can."""
     if importlib.util.find_spec("megatron") is None:
         return "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
-    if choice.graphs and device != "cuda":
-        return NO_GRAPHS_ON_CPU.format(choice.graphs)
+    if choice.captured and device != "cuda":
+        return NO_GRAPHS_ON_CPU.format(choice.captured)
     if not shape.needs_engine:
         return None
     if device != "cuda":

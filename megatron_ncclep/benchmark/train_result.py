@@ -15,9 +15,9 @@ HOW = (
     "then in the reverse order, and the samples of both turns count: models that stay would take "
     "18 bytes a parameter each. A step is zeroing the gradients, forward, backward, gradient "
     "reduction and Adam; the batches lie on the device. bf16 weights, gradients in fp32, Adam's "
-    "moments and weights in fp32, not distributed over ranks; Megatron-LM's fusions as it has them "
-    "by default, gradient accumulation fusion where Apex is installed. Steps follow each other "
-    "without a pause."
+    "moments and weights in fp32, in the distributed optimizer; Megatron-LM's fusions as it has "
+    "them by default, gradient accumulation fusion where Apex is installed. Steps follow each "
+    "other without a pause."
 )
 
 

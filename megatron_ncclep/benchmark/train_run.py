@@ -127,7 +127,7 @@ class _TrainingRun:
         named = next((entry for entry in entries if entry.choice.name == CONTROL), None)
         control = None if named else self._control(text)
         for entry in entries:
-            if entry.choice.graphs and entry.choice.ours:
+            if entry.choice.captured and entry.choice.ours:
                 self._check_bits(entry, text)
         # There and back: what drifts meets all subjects alike.
         for turn, order in enumerate((entries, entries[::-1])):
@@ -277,4 +277,4 @@ def _outcome(error: Exception) -> tuple[str, str]:
 
 
 def _checked(choice: Variant) -> str:
-    return CHECKED_BITS if choice.graphs and choice.ours else CHECKED
+    return CHECKED_BITS if choice.captured and choice.ours else CHECKED

@@ -1,4 +1,4 @@
-"""Variants of a dispatcher by name, `DISPATCHER[:grouped][:static][:GRAPHS]`, and what cannot be.
+"""Variants of a dispatcher by name, and what cannot be: words after it, in this order.
 
 DISPATCHER      as through hooks: alltoall_fused, ncclep:native, ...
 grouped         this package's experts in place of Megatron-Core's (ncclep only)
@@ -6,6 +6,7 @@ static          a fixed number of received rows (ncclep only), which graphs need
 GRAPHS          full_iteration   forward and backward as one CUDA graph (ncclep with grouped)
                 partial_graphs   Megatron-Core's graphs of attention, router and preprocessing,
                                  of whole training steps only
+optimizer_graph the optimizer's step as one CUDA graph of Megatron-Core's, of training steps only
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_ncclep.errors import InputError
 
 GROUPED, STATIC = "grouped", "static"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
+OPTIMIZER_GRAPH = "optimizer_graph"
 NO_GRAPHS_ON_CPU = "a CPU has no CUDA graphs: leave {} out"
 
 
@@ -33,7 +35,9 @@ class Variant:
         dispatcher: of the MoE layers.
         grouped: this package's experts, not Megatron-Core's.
         static: received tensors have a fixed number of rows.
-        graphs: `FULL_ITERATION` or `PARTIAL_GRAPHS`; None: no CUDA graphs.
+        graphs: `FULL_ITERATION` or `PARTIAL_GRAPHS`; None: no CUDA graphs of forward and backward.
+        optimizer_graph: the optimizer is one that can be captured,
+        captures_optimizer: and is.
     """
 
     name: str
@@ -41,6 +45,13 @@ class Variant:
     grouped: bool = False
     static: bool = False
     graphs: str | None = None
+    optimizer_graph: bool = False
+    captures_optimizer: bool = False
+
+    @property
+    def captured(self) -> str | None:
+        """The first word that asks for CUDA graphs, if any does."""
+        return self.graphs or (OPTIMIZER_GRAPH if self.captures_optimizer else None)
 
     @property
     def ours(self) -> bool:
@@ -49,7 +60,9 @@ class Variant:
 
     def without_graphs(self) -> Variant:
         """The same, launched kernel by kernel."""
-        return dataclasses.replace(self, name=f"{self.name} without graphs", graphs=None)
+        return dataclasses.replace(
+            self, name=f"{self.name} without graphs", graphs=None, captures_optimizer=False
+        )
 
     def options(self, max_recv_rows: Any) -> dict[str, Any]:
         """The fields of EpConfig that the words ask for.
@@ -82,17 +95,20 @@ class Grammar:
     Attributes:
         prefix: that they begin with.
         dispatchers: names that may follow.
-        graphs: words for CUDA graphs that this kind has.
+        graphs: words for CUDA graphs of forward and backward that this kind has.
+        steps: there is an optimizer.
     """
 
     prefix: str
     dispatchers: tuple[str, ...]
     graphs: tuple[str, ...]
+    steps: bool = False
 
     @property
     def form(self) -> str:
         """What to write."""
-        return f"{self.prefix}DISPATCHER[:grouped][:static][:{' or :'.join(self.graphs)}]"
+        last = f"[:{OPTIMIZER_GRAPH}]" if self.steps else ""
+        return f"{self.prefix}DISPATCHER[:grouped][:static][:{' or :'.join(self.graphs)}]{last}"
 
     @property
     def plain_names(self) -> list[str]:
@@ -114,7 +130,8 @@ class Grammar:
                 f"{', '.join(plain)}"
             )
         words = name[len(base) :].split(":")[1:]
-        ordered = [word for word in (GROUPED, STATIC, *self.graphs) if word in words]
+        known = (GROUPED, STATIC, *self.graphs, *(OPTIMIZER_GRAPH,) * self.steps)
+        ordered = [word for word in known if word in words]
         graphs = [word for word in words if word in self.graphs]
         if words != ordered or len(graphs) > 1:
             raise InputError(f"subject {name!r}: write {self.form}, in this order")
@@ -125,6 +142,8 @@ class Grammar:
             grouped=GROUPED in words,
             static=STATIC in words or (bool(graphs) and dispatcher.startswith(OUR_DISPATCHER)),
             graphs=graphs[0] if graphs else None,
+            optimizer_graph=OPTIMIZER_GRAPH in words,
+            captures_optimizer=OPTIMIZER_GRAPH in words,
         )
         if problem := self._contradiction(variant, words):
             raise InputError(f"subject {name!r}: {problem}")

@@ -35,10 +35,12 @@ def build(
     vocab_size: int,
     device: torch.device,
     wrapping: AbstractContextManager[Any] | None = None,
+    distributed: bool = False,
+    **of_optimizer: Any,
 ) -> TrainedModel:
     """Build the model and its optimizer.  Collective: the ranks' weights come from one seed.
 
-    Gradients are added up and reduced in fp32; no optimizer state is distributed over ranks.
+    Gradients are added up and reduced in fp32.
 
     Args:
         settings: of the model and its optimizer.
@@ -46,6 +48,8 @@ def build(
         vocab_size: rows of the embedding.
         device: of the weights.
         wrapping: entered while the model is put into DistributedDataParallel.
+        distributed: the optimizer's state is divided among data-parallel ranks.
+        of_optimizer: further fields of Megatron's OptimizerConfig.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -59,9 +63,13 @@ def build(
     module = Float16Module(config, gpt) if settings["bf16"] else gpt
     with wrapping or nullcontext():
         model = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+            ),
+            module,
         )
-    optimizer = settings.optimizer(model)
+    optimizer = settings.optimizer(model, use_distributed_optimizer=distributed, **of_optimizer)
     config.grad_scale_func = optimizer.scale_loss
     return TrainedModel(gpt, model, optimizer)
 

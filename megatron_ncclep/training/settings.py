@@ -175,14 +175,18 @@ class Settings:
             **self._of(GPT),
         )
 
-    def optimizer(self, model: Any) -> Any:
-        """Build Megatron's Adam for the wrapped `model`."""
+    def optimizer(self, model: Any, **more: Any) -> Any:
+        """Build Megatron's Adam for the wrapped `model`, with `more` fields of OptimizerConfig."""
         import torch
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         dtype = torch.bfloat16 if self["bf16"] else torch.float32
         config = OptimizerConfig(
-            optimizer="adam", bf16=self["bf16"], params_dtype=dtype, **self._of(OPTIMIZER)
+            optimizer="adam",
+            bf16=self["bf16"],
+            params_dtype=dtype,
+            **self._of(OPTIMIZER),
+            **more,
         )
         return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
 

@@ -169,6 +169,11 @@ def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message
             ["--smoke", "--subjects", "train:alltoall:partial_graphs"],
             "train:alltoall:partial_graphs: a CPU has no CUDA graphs",
         ),
+        (
+            ["--smoke", "--subjects", "train:alltoall:optimizer_graph"],
+            "a CPU has no CUDA graphs: leave optimizer_graph out",
+        ),
+        (["--smoke", "--subjects", "layer:ncclep:native:optimizer_graph"], "in this order"),
         (["--device", "cpu", "--subjects", "train:alltoall"], "modules, which need a GPU"),
         (["--config", "models", "--subjects", "train:alltoall"], "give --config training"),
         (["--config", "training", "--subjects", "reference"], "training has trainings only"),
@@ -240,7 +245,7 @@ def test_a_batch_follows_from_the_ranks() -> None:
 
 def test_variants_of_a_training() -> None:
     every = {
-        name: (found.ours, found.grouped, found.static, found.graphs)
+        name: (found.ours, found.grouped, found.static, found.graphs, found.captures_optimizer)
         for name in (
             "train:alltoall_fused:partial_graphs",
             "train:ncclep:native",
@@ -248,17 +253,26 @@ def test_variants_of_a_training() -> None:
             "train:ncclep:native:grouped:static",
             "train:ncclep:native:grouped:full_iteration",
             "train:ncclep:native:partial_graphs",
+            "train:alltoall_fused:optimizer_graph",
+            "train:ncclep:native:grouped:full_iteration:optimizer_graph",
         )
         for found in [parse_train(name)]
     }
     assert list(every.values()) == [
-        (False, False, False, "partial_graphs"),
-        (True, False, False, None),
-        (True, True, False, None),
-        (True, True, True, None),
-        (True, True, True, "full_iteration"),  # graphs need a fixed number of rows
-        (True, False, True, "partial_graphs"),
+        (False, False, False, "partial_graphs", False),
+        (True, False, False, None, False),
+        (True, True, False, None, False),
+        (True, True, True, None, False),
+        (True, True, True, "full_iteration", False),  # graphs need a fixed number of rows
+        (True, False, True, "partial_graphs", False),
+        (False, False, False, None, True),
+        (True, True, True, "full_iteration", True),
     ]
+    eager = parse_train("train:ncclep:native:grouped:full_iteration:optimizer_graph")
+    eager = eager.without_graphs()
+    # Adam that can be captured rounds in another way: what is compared with must be the same.
+    assert (eager.graphs, eager.captures_optimizer, eager.optimizer_graph) == (None, False, True)
+    assert (eager.static, eager.captured) == (True, None)
     assert parse_train("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
 
 
