@@ -45,10 +45,9 @@ class Dispatch(torch.autograd.Function):
         grad_x, grad_w = ctx.engine.combine(
             ctx.plan, grad_rows, grad_row_w.to(weight_dtype(grad_rows))
         )
-        grad_w = grad_w.to(ctx.w_dtype)
         if ctx.routes is not None:
             grad_w = ctx.routes.probs_gradient(grad_w)
-        return grad_x.view(ctx.shape), grad_w, None, None, None, None
+        return grad_x.view(ctx.shape), grad_w.to(ctx.w_dtype), None, None, None, None
 
 
 def dispatch(

@@ -165,7 +165,7 @@ def _change_layer(module: ModuleType) -> None:
             return
         warn_if_untested()
         groups = bound.arguments.get("pg_collection") or module.get_default_pg_collection()
-        check_supported(config, groups.expt_tp.size())
+        check_supported(config)
         if config.num_moe_experts % groups.ep.size():
             raise InputError(
                 f"{config.num_moe_experts} experts cannot be divided over "
@@ -176,7 +176,7 @@ def _change_layer(module: ModuleType) -> None:
         if options.experts == "grouped":
             from megatron_ncclep.experts.refusals import check_config
 
-            check_config(config, config.num_moe_experts // groups.ep.size())
+            check_config(config, config.num_moe_experts // groups.ep.size(), groups.expt_tp.size())
         check_before_steps()
         with _as_stand_in(config):
             original(self, *args, **kwargs)

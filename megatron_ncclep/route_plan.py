@@ -27,7 +27,7 @@ class Routes:
 
     topk_idx: torch.Tensor
     num_experts: int
-    block: int = 1
+    block: int
 
     def probs_gradient(self, grad_weights: torch.Tensor) -> torch.Tensor:
         """Bring each weight's gradient to its probability; the others get zero.

@@ -91,12 +91,11 @@ REFUSALS = (
 )
 
 
-def check_supported(config: Any, expert_tensor_parallel_size: int) -> None:
+def check_supported(config: Any) -> None:
     """Refuse a TransformerConfig that the dispatcher would get wrong or ignore.
 
     Args:
         config: TransformerConfig; a field that this Megatron-Core does not have counts as not set.
-        expert_tensor_parallel_size: ranks that share one expert.
 
     Raises:
         UnsupportedError: names the option, its value and the remedy.
@@ -108,9 +107,3 @@ def check_supported(config: Any, expert_tensor_parallel_size: int) -> None:
                 f"moe_token_dispatcher_type='ncclep' does not support {refusal.option}={value!r}: "
                 f"{refusal.remedy}"
             )
-    if expert_tensor_parallel_size > 1:
-        raise UnsupportedError(
-            "moe_token_dispatcher_type='ncclep' does not support expert tensor parallelism "
-            f"(size {expert_tensor_parallel_size}): set expert_tensor_parallel_size=1 "
-            "(--expert-tensor-parallel-size 1; without it Megatron takes the tensor-parallel size)"
-        )

@@ -16,12 +16,16 @@ from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.overflow_report import DropWarning
 from megatron_ncclep.engines.rows_limit import can_drop
-from megatron_ncclep.errors import InputError
+from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.expert_slices import to_all_slices
 from megatron_ncclep.route_plan import routes_and_weights
 
 
 class NcclEpTokenDispatcher(MoETokenDispatcher):
-    """Token dispatcher over one expert-parallel group.
+    """Token dispatcher over the ranks that hold one layer's experts.
+
+    These are the expert-parallel group, or with expert tensor parallelism Megatron's group `tp_ep`:
+    its ranks hold slices of the experts (expert_slices.py).
 
     Megatron calls the hooks in the order in which they stand here, once per micro-batch; what the
     later ones need (plan and shape) is kept on the dispatcher between them, because Megatron's
@@ -47,10 +51,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         counts_add_up: bool = False,
         last_expert_first: bool = False,
     ) -> None:
-        """Make the engine.  Collective over the expert-parallel group.
+        """Make the engine.  Collective over the ranks that hold the experts.
 
         Args:
-            num_local_experts: experts of this rank.
+            num_local_experts: experts of this rank, of which it may hold slices.
             local_expert_indices: their global indices, consecutive.
             config: TransformerConfig; its attribute `ncclep` is the EpConfig, if it has one.
             pg_collection: Megatron's process groups; `ep`, `expt_tp` and `tp_ep` are used.
@@ -62,14 +66,20 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
 
         Raises:
             InputError, EngineUnavailableError: see `create_engine`.
-            InputError: static mode and capacity padding do not go together here.
+            InputError: the engine takes fewer picks of a token than its experts have slices, or
+                static mode and capacity padding do not go together here.
+            UnsupportedError: the ranks of the groups are not in Megatron's order.
         """
         super().__init__(config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
+        self._num_slices: int = self.tp_group.size()
+        self.group = self.ep_group if self._num_slices == 1 else self.tp_ep_group
         options: EpConfig | None = getattr(config, "ncclep", None)  # None: the environment's
-        self.engine = create_engine(self.ep_group, config.num_moe_experts, options)
-        self._group = EpGroup.of(self.ep_group)
+        self.engine = create_engine(
+            self.group, config.num_moe_experts * self._num_slices, options, self._num_slices
+        )
+        self._ep_group = EpGroup.of(self.group)
         self._counts_on_device = counts_on_device
         self._counts_add_up = counts_add_up or not counts_on_device
         self._is_static = self.engine.config.max_recv_rows is not None
@@ -80,6 +90,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._router_adds_picks = config.moe_pad_expert_input_to_capacity
         if self._is_static and self._router_adds_picks:
             self._require_columns_for_all_experts()
+        if self._num_slices > 1:
+            self._require_columns_for_all_slices()
+            self._require_order_of_ranks()
         self._routing_map: torch.Tensor | None = None
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
@@ -88,9 +101,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         # stays the same tensor, so that a CUDA graph that is replayed goes on counting.
         self.num_dropped: torch.Tensor | None = None
         if self._is_static:
-            self.num_dropped = torch.zeros((), dtype=torch.int64, device=self._group.device)
+            self.num_dropped = torch.zeros((), dtype=torch.int64, device=self._ep_group.device)
             if self._can_drop and self.engine.config.on_overflow == DROP:
-                DropWarning.of(self._group).watch(self.num_dropped, self.engine.config)
+                DropWarning.of(self._ep_group).watch(self.num_dropped, self.engine.config)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -122,13 +135,15 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """
         assert self._routing_map is not None, "dispatch_preprocess comes first"
         routing_map, self._routing_map = self._routing_map, None
-        self._hidden_shape, group, shared = hidden_states.shape, self._group, self.shared_experts
+        self._hidden_shape, group, shared = hidden_states.shape, self._ep_group, self.shared_experts
         if shared is not None:
             # Its backward reads them on its stream, at a time when nobody else may hold them.
             hidden_states.record_stream(shared.stream)
             # Before the plan, in exact mode: the host does this while the device is still busy.
             shared.pre_forward_comm(hidden_states)
         picked = routes_and_weights(routing_map, probs, self._top_k(routing_map), self._block)
+        if self._num_slices > 1:
+            picked = to_all_slices(*picked, self.num_local_experts, self._num_slices)
         # Before it captures a layer, Megatron runs it with whatever is in its buffers.
         is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
         group.is_rehearsal = is_graph_capturing() and not is_captured
@@ -193,19 +208,59 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.stream.wait_stream(torch.cuda.current_stream())
 
     def _top_k(self, routing_map: torch.Tensor) -> int:
-        """Columns that the picks of this micro-batch need, the same on every rank."""
+        """Experts of a token in this micro-batch, at most; the same on every rank."""
         top_k: int = self.config.moe_router_topk
         if not self._router_adds_picks:
             return top_k
         if self._is_static:  # what the map holds would have to be waited for
             return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
-        all_ranks = self._group.gather(
+        all_ranks = self._ep_group.gather(
             torch.tensor([mine]),
             "plan, exchanging how many experts capacity padding gives a token",
             self.engine.config.timeout_s,
         )
         return max(top_k, int(all_ranks.max()))
+
+    def _require_order_of_ranks(self) -> None:
+        """Refuse groups in which the ranks of an expert are not next to each other.  Collective.
+
+        Raises:
+            UnsupportedError: on every rank.
+        """
+        group, ep, tp = EpGroup.of(self.group), self.ep_group, self.tp_group
+        problem = None
+        if (group.size, group.rank) != (ep.size() * tp.size(), ep.rank() * tp.size() + tp.rank()):
+            problem = (
+                f"is rank {group.rank} of {group.size} in tp_ep, but rank {tp.rank()} of "
+                f"{tp.size()} in expt_tp and rank {ep.rank()} of {ep.size()} in ep"
+            )
+        problems = group.gather_problems(problem, "open", self.engine.config.timeout_s)
+        if problems:
+            self.engine.close()
+            raise UnsupportedError(
+                f"the process groups of an MoE layer: {problems}: tp_ep must have the ranks of ep "
+                "and expt_tp, those of expt_tp next to each other, as Megatron makes it"
+            )
+
+    def _require_columns_for_all_slices(self) -> None:
+        """Refuse a top-k that is more picks than the engine takes when slices multiply it.
+
+        Raises:
+            InputError: on every rank, whose options are the same.
+        """
+        top_k, caps, slices = self.config.moe_router_topk, self.engine.caps, self._num_slices
+        if caps.max_top_k is None or top_k * slices <= caps.max_top_k:
+            return
+        self.engine.close()
+        most = caps.max_top_k // top_k  # 0: too many even without slices
+        smaller = f"set expert_tensor_parallel_size to {most} or less, or " if most else ""
+        raise InputError(
+            f"moe_router_topk={top_k} with expert tensor parallelism of size {slices}: a token is "
+            f"sent to all {slices} ranks that hold slices of an expert, {top_k * slices} picks, "
+            f"and engine {caps.name!r} takes at most {caps.max_top_k}: {smaller}choose engine "
+            "'reference' (--ncclep-engine reference)"
+        )
 
     def _require_columns_for_all_experts(self) -> None:
         """Refuse capacity padding in static mode where `_top_k` has no bound that serves.
@@ -213,12 +268,13 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         Raises:
             InputError: on every rank, whose options are the same.
         """
-        experts, caps = self.config.num_moe_experts, self.engine.caps
+        experts, caps, slices = self.config.num_moe_experts, self.engine.caps, self._num_slices
         rows, problem = self.engine.config.max_recv_rows, None
-        if caps.max_top_k is not None and experts > caps.max_top_k:
+        if caps.max_top_k is not None and experts * slices > caps.max_top_k:
+            in_slices = "" if slices == 1 else f", each in {slices} slices"
             problem = (
-                f"a token may get all {experts} experts, and engine {caps.name!r} takes at most "
-                f"{caps.max_top_k} picks of a token"
+                f"a token may get all {experts} experts{in_slices}, and engine {caps.name!r} takes "
+                f"at most {caps.max_top_k} picks of a token"
             )
         elif isinstance(rows, str) and rows != WORST:
             problem = (

@@ -32,6 +32,7 @@ LAYER_OF = {
     "support": "base",
     "engines": "engines",
     "route_plan": "steps",
+    "expert_slices": "steps",
     "dispatch": "steps",
     "combine": "steps",
     "token_dispatcher": "token_dispatcher",

@@ -52,7 +52,10 @@ ENGINES: dict[str, EngineEntry] = {
 
 
 def create_engine(
-    process_group: dist.ProcessGroup, num_experts: int, config: EpConfig | None = None
+    process_group: dist.ProcessGroup,
+    num_experts: int,
+    config: EpConfig | None = None,
+    ranks_per_expert: int = 1,
 ) -> Engine:
     """Make the engine that `config.engine` names for one expert-parallel group.  Collective.
 
@@ -63,6 +66,9 @@ def create_engine(
         num_experts: E, experts of the whole group.
         config: options; default: those of the environment.  The same on all ranks, except for
             timeout_s: how long a rank waits is its own affair.
+        ranks_per_expert: topk_idx will have so many copies of each pick, every one for another
+            rank (expert_slices.py).  It makes the limit "worst" of max_recv_rows as small as it can
+            be then, and changes nothing else; other routings are not allowed with it.
 
     Raises:
         InputError: on every rank, when the name is unknown, experts cannot be divided over the
@@ -97,7 +103,9 @@ def create_engine(
     group.agree("open", values, problem, config.timeout_s)
     name, reason = choose_engine(group, config, num_experts)
     _announce(group, name, reason, config)
-    return ENGINES[name].build(group, num_experts, config)
+    engine = ENGINES[name].build(group, num_experts, config)
+    engine.ranks_per_expert = ranks_per_expert
+    return engine
 
 
 def choose_engine(

@@ -119,6 +119,8 @@ class Engine(Protocol):
 
     caps: EngineCaps
     config: EpConfig
+    # What `create_engine` was told.
+    ranks_per_expert: int
 
     def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
         """Agree on the routes of one micro-batch.

@@ -67,6 +67,7 @@ class NativeEngine:
     """
 
     caps = CAPS
+    ranks_per_expert = 1
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; makes the group's communicator, if need be."""
@@ -284,7 +285,8 @@ class NativeEngine:
         """What to have room for in a plan; in static mode all that can come."""
         (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
         # In static mode the kernels compare it between ranks.
-        limit = rows_limit(self.config, self.group.size, num_tokens, top_k, num_local)
+        shape = (self.group.size, num_tokens, top_k, num_local, self.ranks_per_expert)
+        limit = rows_limit(self.config, *shape)
         most_pairs = self.group.size * most_tokens
         most_picks = most_pairs * min(top_k, num_local)
         expected = int(self._crowding * most_tokens * top_k) if limit is None else limit

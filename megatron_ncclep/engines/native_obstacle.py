@@ -82,7 +82,10 @@ def _own_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> 
     if group.size > MAX_RANKS:
         return f"it takes at most {MAX_RANKS} ranks, the group has {group.size}"
     if num_experts is not None and num_experts > MAX_EXPERTS:
-        return f"it takes at most {MAX_EXPERTS} experts in all: there are {num_experts}"
+        return (
+            f"it takes at most {MAX_EXPERTS} experts in all: there are {num_experts}, each slice "
+            "of an expert counted (expert tensor parallelism)"
+        )
     return _sms_obstacle(group.size, config.num_sms or DEFAULT_NUM_SMS, gpu)
 
 

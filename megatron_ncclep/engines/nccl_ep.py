@@ -46,6 +46,7 @@ class NcclEpEngine:
     """See `Engine`.  Ranks agree on the host before every call, beside the work on the device."""
 
     caps = CAPS
+    ranks_per_expert = 1
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; opens the library and makes the group's communicator, if need be."""
@@ -71,7 +72,8 @@ class NcclEpEngine:
         counts = self._exchange_counts(topk_idx)
         alignment, num_local = self.config.alignment, self.num_local_experts
         num_tokens, top_k = topk_idx.shape
-        limit = rows_limit(self.config, self.group.size, num_tokens, top_k, num_local)
+        shape = (self.group.size, num_tokens, top_k, num_local, self.ranks_per_expert)
+        limit = rows_limit(self.config, *shape)
         wanted = self._local(counts)
         if limit is not None and can_drop(self.config):
             if self._shortage is not None:

@@ -81,6 +81,8 @@ class ReferenceEngine:
             engine that declares it.
     """
 
+    ranks_per_expert = 1
+
     def __init__(
         self,
         group: EpGroup,
@@ -249,7 +251,8 @@ class ReferenceEngine:
     def _slots(self, local_expert: torch.Tensor, num_tokens: int, top_k: int) -> _Slots:
         """Give the received picks, in order, their expert-major slots."""
         alignment, num_local = self.config.alignment, self.num_local_experts
-        limit = rows_limit(self.config, self.group.size, num_tokens, top_k, num_local)
+        shape = (self.group.size, num_tokens, top_k, num_local, self.ranks_per_expert)
+        limit = rows_limit(self.config, *shape)
         by_expert = local_expert.argsort(stable=True)
         wanted = local_expert.bincount(minlength=num_local)
         place = torch.empty_like(local_expert)  # of a pick in its expert's block

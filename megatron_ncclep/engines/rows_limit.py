@@ -9,6 +9,9 @@ with R ranks, T tokens on each, K picks of a token and L experts of a rank.  N p
 when each of min(L, N) experts has one pick in a stretch of `alignment` rows of its own, and only
 then do others fill stretches: min(L, N) + (N - min(L, N)) // alignment stretches, at least one.
 
+With experts in S slices (expert_slices.py) K counts the S copies of each pick, of which a rank gets
+one: a balanced load is T * K picks as ever, and the worst case has min(K / S, L).
+
 Example: 4 ranks of 8 tokens, top-2, 3 experts each, alignment 16.  The worst case is 4 * 8 * 2 = 64
 picks: 3 + 61 // 16 = 6 stretches, 96 rows.  "1.25x": 20 picks, 3 + 17 // 16 = 4 stretches, 64 rows.
 """
@@ -21,7 +24,12 @@ from megatron_ncclep.config import MAX_COUNT, WORST, EpConfig, thousandths
 
 
 def rows_limit(
-    config: EpConfig, num_ranks: int, num_tokens: int, top_k: int, num_local_experts: int
+    config: EpConfig,
+    num_ranks: int,
+    num_tokens: int,
+    top_k: int,
+    num_local_experts: int,
+    ranks_per_expert: int = 1,
 ) -> int | None:
     """How many rows every dispatched tensor has; None in exact mode.  Not collective.
 
@@ -33,6 +41,7 @@ def rows_limit(
         num_tokens: T, of this call.
         top_k: K, columns of topk_idx.
         num_local_experts: L.
+        ranks_per_expert: each pick comes in so many copies, every one for another rank.
 
     Returns:
         a multiple of the alignment, at most the 2^31 - 1 rows that a row number can name.
@@ -40,7 +49,7 @@ def rows_limit(
     rows, alignment = config.max_recv_rows, config.alignment
     if not isinstance(rows, str):
         return rows
-    num_picks = num_ranks * num_tokens * min(top_k, num_local_experts)
+    num_picks = num_ranks * num_tokens * min(top_k // ranks_per_expert, num_local_experts)
     if rows != WORST:
         factor = thousandths(rows)
         assert factor is not None, "EpConfig has checked it"

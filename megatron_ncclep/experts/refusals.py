@@ -66,12 +66,13 @@ REFUSALS = (
 )
 
 
-def check_config(config: Any, num_local_experts: int) -> None:
+def check_config(config: Any, num_local_experts: int, num_slices: int) -> None:
     """Refuse a TransformerConfig that grouped experts would get wrong or ignore.
 
     Args:
         config: a field that this Megatron-Core does not have counts as not set.
         num_local_experts: experts of this rank.
+        num_slices: ranks that each expert's own hidden size is divided among.
 
     Raises:
         UnsupportedError: names the option, its value and the remedy.
@@ -83,10 +84,11 @@ def check_config(config: Any, num_local_experts: int) -> None:
     width_of_input = (
         "moe_latent_size" if getattr(config, "moe_latent_size", None) else "hidden_size"
     )
-    for option in (width_of_input, "moe_ffn_hidden_size"):
+    for option, parts in ((width_of_input, 1), ("moe_ffn_hidden_size", num_slices)):
         value = getattr(config, option)
-        if value % WIDTH:
-            raise unsupported(f"{option}={value!r}: it must be a multiple of {WIDTH}")
+        if value % (parts * WIDTH):
+            why = "" if parts == 1 else f", {WIDTH} for each of its {parts} slices"
+            raise unsupported(f"{option}={value!r}: it must be a multiple of {parts * WIDTH}{why}")
     if num_local_experts > MAX_EXPERTS:
         raise unsupported(
             f"{num_local_experts} experts on one rank: at most {MAX_EXPERTS}, so use more "

@@ -115,6 +115,8 @@ def test_worked_examples_of_limits() -> None:
     for rows, expected in (("worst", 96), ("1.25x", 64), (4096, 4096), (None, None)):
         assert rows_limit(EpConfig(alignment=16, max_recv_rows=rows), 4, 8, 2, 3) == expected
     config = EpConfig(alignment=16, max_recv_rows="worst")
+    # Half of the picks are copies for the other rank of an expert: 4 * 8 * 2 = 64 at most again.
+    assert rows_limit(config, 4, 8, 4, 3, ranks_per_expert=2) == 96
     assert rows_limit(config, 10**4, 10**6, 8, 8) == 2**31 - 16
 
 

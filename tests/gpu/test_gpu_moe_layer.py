@@ -1,15 +1,18 @@
 """A whole MoELayer on GPUs with each engine against `alltoall`: outputs and all gradients.
 
 The tolerances are those of the CPU's test (`layer_case.py`), and so are their reasons: the same
-sums of at most six rows in another order, and weight gradients over at most 128 rows.
+sums of at most six rows in another order, and weight gradients over at most 128 rows.  Experts in
+slices are compared to the bit, with whole numbers that a bf16 has.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
 
 from megatron_ncclep.config import EpConfig
@@ -46,3 +49,57 @@ def test_layer_equals_alltoall(
     options = {**SHAPE, **case.options, "ncclep": ncclep}
     case = dataclasses.replace(case, ep=megatron_pool.size, dtype=dtype, options=options)
     assert_same_training(megatron_pool, case, engine_name)
+
+
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="TransformerEngine, whose experts are compared, is not installed",
+)
+EXPERTS = {
+    "local": {},
+    "te": {"te": True},
+    "grouped": {"te": True, "ncclep": {"experts": "grouped"}},
+    "grouped-static": {
+        "te": True,
+        "ncclep": {"experts": "grouped", "max_recv_rows": "worst"},
+        "micro_batches": 2,
+        "in_flight": True,
+    },
+}
+
+
+@pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
+@pytest.mark.needs_ranks(2)
+@pytest.mark.parametrize("on_all", [False, True], ids=["2-slices", "slices-on-all-ranks"])
+@pytest.mark.parametrize(
+    "experts", [pytest.param(name, marks=needs_te if name != "local" else ()) for name in EXPERTS]
+)
+def test_experts_in_slices_equal_alltoall(
+    megatron_pool: RankPool, engine_name: str, experts: str, on_all: bool
+) -> None:
+    """Expert tensor parallelism, with tensor and sequence parallelism of the same size."""
+    case = slices_case(megatron_pool.size, engine_name, experts, on_all)
+    assert_same_training(megatron_pool, case, engine_name)
+
+
+def slices_case(num_ranks: int, engine_name: str, experts: str, on_all: bool) -> LayerCase:
+    slices = num_ranks if on_all else 2
+    fields = dict(EXPERTS[experts])
+    ncclep = EpConfig(engine=engine_name, **fields.pop("ncclep", {}))
+    return LayerCase(
+        experts,
+        ep=num_ranks // slices,
+        etp=slices,
+        tp=slices,
+        dtype=torch.bfloat16,
+        options={
+            **SHAPE,
+            "activation_func": F.relu,
+            "moe_grouped_gemm": fields.get("te", False),
+            "use_cpu_initialization": False,
+            "ncclep": ncclep,
+        },
+        integers=True,
+        sequences=(16,) * num_ranks,
+        **fields,
+    )

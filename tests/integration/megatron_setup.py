@@ -10,7 +10,7 @@ import torch
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
 
 
-def initialize(ep: int, tp: int = 1, device: str = "cpu") -> None:
+def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1) -> None:
     """Set Megatron up on this rank, over all ranks of the pool, with fresh random numbers.
 
     On "cpu" Megatron is made to run on one; on "cuda" it is as it comes.
@@ -33,7 +33,7 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu") -> None:
     wanted = {
         "tensor_model_parallel_size": tp,
         "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": etp,
     }
     if not parallel_state.model_parallel_is_initialized() or wanted != {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -82,14 +82,19 @@ def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **opt
     return config
 
 
-def build_layer(config: Any, device: str = "cpu") -> Any:
-    """One MoELayer, with random experts that all differ, the same for every dispatcher."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
+    """One MoELayer, with random experts that all differ, the same for every dispatcher.
+
+    With `te` its modules are TransformerEngine's, and one grouped GEMM computes all its experts.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False
-    ).submodules.mlp
+    make_spec = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
+    spec = make_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=te).submodules.mlp
     # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
     layer = MoELayer(config, submodules=submodules, layer_number=1)
@@ -99,14 +104,15 @@ def build_layer(config: Any, device: str = "cpu") -> Any:
 
 
 def make_experts_differ(model: torch.nn.Module) -> None:
-    """Give every expert of the whole group weights of its own.
+    """Give every expert of the whole group, and every slice of it, weights of its own.
 
     On a CPU, Megatron initialises the experts of all ranks from one seed: expert 0 of each rank is
     the same, and a token sent to the right expert of the wrong rank would not be noticed.
     """
     from megatron.core import parallel_state
 
-    rank = parallel_state.get_expert_model_parallel_rank()
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    rank = torch.distributed.get_rank(group)
     experts = [p for name, p in model.named_parameters() if ".experts." in f".{name}"]
     assert experts
     for index, parameter in enumerate(experts):

@@ -301,6 +301,13 @@ def refusals_on_rank(ctx: RankContext) -> None:
         assert text.startswith("experts='grouped' (--ncclep-experts grouped) does not support")
         assert text.endswith("experts='megatron'")
 
+    # What a rank has of an expert counts.
+    initialize(ep=2, tp=2, etp=2)
+    options = {"expert_tensor_parallel_size": 2, "moe_ffn_hidden_size": 24, "ncclep": GROUPED}
+    with pytest.raises(UnsupportedError, match="=24: it must be a multiple of 16, 8 for each of "):
+        build_layer(make_config("ncclep", torch.float32, 2, 2, **options))
+    initialize(ep=4)
+
     # Beside a dispatcher of another type, experts would stay Megatron's without a word.
     other = make_config("alltoall", torch.float32, 4)
     other.ncclep = GROUPED

@@ -24,6 +24,8 @@ SHARED_OVERLAP = {
 }
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
 
+SLICES = {"ep": 2, "etp": 2}  # experts in two slices
+
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """Not Megatron's object, which would have to be imported here: so nothing is fused."""
@@ -140,6 +142,70 @@ CASES = [
         "grouped-pad-to-capacity",
         options={**GROUPED, **CAPACITY, "moe_pad_expert_input_to_capacity": True},
     ),
+    LayerCase("slices", tp=2, **SLICES),
+    LayerCase(
+        "slices-integers",
+        tp=2,
+        **SLICES,
+        dtype=torch.bfloat16,
+        options={"activation_func": F.relu},
+        integers=True,
+    ),
+    LayerCase(
+        "slices-shared-experts",
+        tp=2,
+        **SLICES,
+        options={
+            **SWIGLU,
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.1,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+        },
+    ),
+    LayerCase(
+        "slices-static-pad-to-capacity",
+        tp=2,
+        **SLICES,
+        options={
+            **CAPACITY,
+            "moe_pad_expert_input_to_capacity": True,
+            "ncclep": EpConfig(max_recv_rows="worst"),
+        },
+    ),
+    LayerCase(
+        "slices-static-worst",
+        tp=2,
+        **SLICES,
+        options={"ncclep": EpConfig(max_recv_rows="worst", alignment=16)},
+        micro_batches=2,
+        in_flight=True,
+    ),
+    # Twice the balanced load is all that can come: one of 4 experts, from 4 ranks.
+    LayerCase(
+        "slices-static-factor",
+        tp=2,
+        **SLICES,
+        options={**TOP_1, "ncclep": EpConfig(max_recv_rows="2x")},
+    ),
+    LayerCase(
+        "slices-grouped-integers",
+        tp=2,
+        **SLICES,
+        dtype=torch.bfloat16,
+        options={**GROUPED, "activation_func": F.relu},
+        integers=True,
+    ),
+    LayerCase("slices-grouped-swiglu", tp=2, **SLICES, options={**GROUPED, **SWIGLU}),
+    LayerCase("slices-uneven", **SLICES, sequences=(3, 6, 1, 9)),
+    LayerCase(
+        "slices-pad-to-capacity",
+        **SLICES,
+        options={**CAPACITY, "moe_pad_expert_input_to_capacity": True},
+    ),
+    LayerCase("slices-on-all-ranks", ep=1, etp=4, tp=2),
+    LayerCase("slices-of-fewer-ranks", ep=2, etp=2, tp=4, sequences=(8,) * 4),
 ]
 
 
@@ -175,3 +241,20 @@ def test_static_overflow_is_counted(megatron_pool: RankPool) -> None:
         assert finite
         warnings = [text for text in said if "did not fit into max_recv_rows=8" in text]
         assert len(warnings) == (dropped > 0)
+
+
+def rows_on_rank(ctx: RankContext) -> int:
+    initialize(tp=2, **SLICES)
+    options = {"expert_tensor_parallel_size": 2, "ncclep": EpConfig(max_recv_rows="worst")}
+    layer = build_layer(make_config("ncclep", torch.float32, 2, 2, **options))
+    rows: list[int] = []
+    layer.experts.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0])))
+    layer(torch.randn(SEQUENCE // 2, BATCH, HIDDEN))
+    return rows[0]
+
+
+def test_slices_make_no_more_room_than_can_be_needed(megatron_pool: RankPool) -> None:
+    """To the engine a token has 4 picks, each other one on another rank: of 4 ranks' 6 tokens no
+    more than 2 rows each can arrive.
+    """
+    assert megatron_pool.run(rows_on_rank) == [4 * 6 * 2] * 4

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +48,7 @@ def every_refusal(ctx: RankContext) -> list[str]:
         if not hasattr(config, refusal.option):
             missing.append(refusal.option)
             continue
-        check_supported(config, 1)
+        check_supported(config)
         value = {
             "fp8": "e4m3",
             "moe_expert_rank_capacity_factor": 1.5,
@@ -58,9 +56,7 @@ def every_refusal(ctx: RankContext) -> list[str]:
         }.get(refusal.option, True)
         setattr(config, refusal.option, value)
         with pytest.raises(UnsupportedError, match=refusal.option):
-            check_supported(config, 1)
-    with pytest.raises(UnsupportedError, match="--expert-tensor-parallel-size 1"):
-        check_supported(make_config("ncclep", torch.float32, 4), 2)
+            check_supported(config)
     return missing
 
 
@@ -100,12 +96,6 @@ def layers_on_rank(ctx: RankContext) -> None:
     other = build_layer(make_config("allgather", torch.float32, 4))
     assert type(other.token_dispatcher) is moe_layer.MoEAllGatherTokenDispatcher
     assert other.config.moe_token_dispatcher_type == "allgather"
-
-    # Ranks that share one expert are seen in the groups that the layer is built with.
-    groups = copy.copy(moe_layer.get_default_pg_collection())
-    groups.expt_tp = SimpleNamespace(size=lambda: 2)
-    with pytest.raises(UnsupportedError, match=r"expert tensor parallelism \(size 2\): set"):
-        moe_layer.MoELayer(config, submodules=None, pg_collection=groups)
 
     version = megatron.core.__version__
     megatron.core.__version__ = "0.99.0"

@@ -19,7 +19,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import ReferenceEngine
-from megatron_ncclep.errors import InputError
+from megatron_ncclep.errors import InputError, UnsupportedError
 
 NUM_EXPERTS, TOP_K = 4, 2
 # Every option has another value than its default.
@@ -105,7 +105,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def make(ncclep: EpConfig | None = None, pads: bool = True, **counts: bool) -> Any:
+    def make(
+        ncclep: EpConfig | None = None, pads: bool = True, slices: int = 1, **counts: bool
+    ) -> Any:
         from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
 
         group = dist.group.WORLD
@@ -118,7 +120,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
             moe_pad_expert_input_to_capacity=pads,
             **({} if ncclep is None else {"ncclep": ncclep}),
         )
-        groups = SimpleNamespace(ep=group, expt_tp=group, tp_ep=group)
+        expt_tp = SimpleNamespace(size=lambda: slices, rank=lambda: 0)
+        groups = SimpleNamespace(ep=group, expt_tp=expt_tp, tp_ep=group)
         experts = list(range(NUM_EXPERTS))
         return NcclEpTokenDispatcher(NUM_EXPERTS, experts, config, groups, **counts)
 
@@ -243,6 +246,25 @@ def test_capacity_padding_that_static_mode_has_no_room_for(
     ):
         make(dataclasses.replace(STATIC, **changes))
     make(dataclasses.replace(STATIC, **changes), pads=False)
+
+
+def test_groups_and_picks_that_slices_of_experts_do_not_allow(make: Callable[..., Any]) -> None:
+    """2 ranks are said to share an expert, in a group of one; 2 x 2 picks are more than 3."""
+    few = dataclasses.replace(EXACT, engine="few-picks")
+    with pytest.raises(
+        InputError,
+        match=r"topk=2 with .* size 2: .* 4 picks, and engine 'few-picks' takes at most 3: set "
+        r"expert_tensor_parallel_size to 1 or less, or choose engine 'reference'",
+    ):
+        make(few, pads=False, slices=2)
+    with pytest.raises(
+        UnsupportedError, match=r"is rank 0 of 1 in tp_ep, but rank 0 of 2 in expt_tp and rank 0"
+    ):
+        make(EXACT, pads=False, slices=2)
+    with pytest.raises(
+        InputError, match="all 4 experts, each in 2 slices, and engine 'few-picks' takes at most 3"
+    ):
+        make(dataclasses.replace(few, max_recv_rows=64), slices=2)
 
 
 def test_a_warning_of_dropped_rows_comes_with_the_next_check(
