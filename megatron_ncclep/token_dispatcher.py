@@ -172,8 +172,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """
         plan = self._plan
         assert plan is not None, "token_dispatch comes first"
-        counts = plan.tokens_per_expert
-        if not self._counts_on_device:
+        if self._counts_on_device:
+            counts = plan.tokens_per_expert
+        else:
             counts = plan.tokens_per_expert_on_host()
         if self._is_static and self._counts_add_up:
             counts = counts.clone()

@@ -156,12 +156,14 @@ void check_rows(const char* what, const Plan& plan, std::size_t max_row_bytes,
           plan.num_rows, "], not ", shape_of(*home_w), " and ", shape_of(*row_w));
 }
 
-void check_sums(const Tensor& sums, std::int64_t num_sums, const Tensor& rows) {
-  require(sums.shape.size() == 2 && sums.dtype == rows.dtype && sums.shape[1] == rows.shape[1] &&
-              sums.shape[0] >= num_sums &&
-              reinterpret_cast<std::uintptr_t>(sums.data) % kVector == 0,
+void check_sums(const std::optional<Tensor>& sums, std::int64_t num_sums, const Tensor& rows) {
+  require(sums || num_sums == 0, "combine: ", num_sums, " sums need scratch");
+  if (!sums) return;
+  require(sums->shape.size() == 2 && sums->dtype == rows.dtype && sums->shape[1] == rows.shape[1] &&
+              sums->shape[0] >= num_sums &&
+              reinterpret_cast<std::uintptr_t>(sums->data) % kVector == 0,
           "combine: the sums' scratch must be like the rows, with ", num_sums, " of them, not ",
-          shape_of(sums));
+          shape_of(*sums));
 }
 
 }  // namespace ncclep::native

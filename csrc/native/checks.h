@@ -38,6 +38,6 @@ void check_routes(const Tensor& routes, std::int64_t size);
 void check_rows(const char* what, const Plan& plan, std::size_t max_row_bytes,
                 const Tensor& home_rows, const std::optional<Tensor>& home_w, const Tensor& rows,
                 const std::optional<Tensor>& row_w);
-void check_sums(const Tensor& sums, std::int64_t num_sums, const Tensor& rows);
+void check_sums(const std::optional<Tensor>& sums, std::int64_t num_sums, const Tensor& rows);
 
 }  // namespace ncclep::native

@@ -429,8 +429,8 @@ std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) cons
 }
 
 void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
-                    const Tensor& sums, const Tensor& out, const std::optional<Tensor>& home_w,
-                    int num_sms, std::uintptr_t stream) {
+                    const std::optional<Tensor>& sums, const Tensor& out,
+                    const std::optional<Tensor>& home_w, int num_sms, std::uintptr_t stream) {
   check_received(control_, plan);
   check_rows("combine", plan, row_bytes_, out, home_w, y, w);
   check_sums(sums, sums_size(plan, num_sms, row_bytes_of(y)), y);

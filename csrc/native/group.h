@@ -119,11 +119,11 @@ class Group {
   void dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                 const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
                 std::uintptr_t stream);
-  // `sums` is scratch: [sums_size(...), hidden].
+  // `sums` is scratch: [sums_size(...), hidden]; not needed when that is 0.
   std::int64_t sums_size(const Plan& plan, int num_sms, int row_bytes) const;
   void combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
-               const Tensor& sums, const Tensor& out, const std::optional<Tensor>& home_w,
-               int num_sms, std::uintptr_t stream);
+               const std::optional<Tensor>& sums, const Tensor& out,
+               const std::optional<Tensor>& home_w, int num_sms, std::uintptr_t stream);
 
   // Queues telling the other ranks that this one goes no further, whose waits end then; nothing
   // that is queued from now on does anything here.  Not collective.  Without windows nobody waits.

@@ -167,7 +167,7 @@ class NativeEngine:
             out = y.new_empty(plan.num_tokens, y.shape[1])
             home_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
             num_sums = self._native.sums_size(plan.handle, self.num_sms, _row_bytes(y))
-            sums = y.new_empty(num_sums, y.shape[1])
+            sums = y.new_empty(num_sums, y.shape[1]) if num_sums else None
             return out, home_w, _aligned(y), None if w is None else w.contiguous(), sums
 
         agreed, memory, stream = self._enter("combine", plan, y, w, allocate)

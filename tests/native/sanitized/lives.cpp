@@ -253,7 +253,9 @@ struct Batch {
     group.dispatch(plan, x, std::nullopt, rows, std::nullopt, 8, kOtherStream);
     const Owned sums(DType::kFloat32, {group.sums_size(plan, 8, kHidden * 4), kHidden});
     group.combine(plan, rows, row_w.tensor, sums, x, w.tensor, 8, kStream);
-    group.combine(plan, rows, std::nullopt, sums, x, std::nullopt, 8, kOtherStream);
+    const std::optional<Tensor> none_needed =
+        sums.tensor.shape[0] > 0 ? std::optional<Tensor>(sums.tensor) : std::nullopt;
+    group.combine(plan, rows, std::nullopt, none_needed, x, std::nullopt, 8, kOtherStream);
   }
 };
 
