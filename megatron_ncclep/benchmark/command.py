@@ -179,6 +179,9 @@ def _measure_in_pool(job: Job) -> list[Measured]:
                         run_in_pool, job, shape, notes, timeout=PATIENCE * job.timeout_s
                     )
                     measured.append(answers[0])
+                    # What has failed may leave anything behind, such as a capture that never ended.
+                    if any(subject.status == "failed" for subject in answers[0].subjects):
+                        pool.close()
                 except RankError as error:
                     pool.close()
                     print(error, file=sys.stderr)  # with the stack of every rank that raised

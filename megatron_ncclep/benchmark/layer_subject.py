@@ -39,7 +39,7 @@ from megatron_ncclep.benchmark.subjects import (
 )
 from megatron_ncclep.benchmark.variants import Variant, dropped_problem
 
-# Runs before a graph is captured, on a stream beside the others, as torch advises.
+# Runs before a graph is captured, as torch advises.
 WARMUP = 3
 CHECKED = (
     "output and all gradients, to a few roundings, against Megatron-Core's experts called on the "
@@ -243,15 +243,28 @@ Results = dict[str, torch.Tensor | None]
 
 
 def captured(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
-    """Capture `call` in a CUDA graph: what replays it, and where it leaves its results."""
-    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-    beside.wait_stream(current)
-    with torch.cuda.stream(beside):
-        for _ in range(WARMUP):
-            call()
-    current.wait_stream(beside)
+    """Capture `call` in a CUDA graph: what replays it, and where it leaves its results.
+
+    On the stream on which all subjects run.  Megatron's dispatchers keep tensors of their last
+    forward pass, and these the nodes that take the weights' gradients, each with the stream on
+    which it was made: a graph may not wait for another one.
+    """
+    for _ in range(WARMUP):
+        call()
     graph = torch.cuda.CUDAGraph()
-    # Meanwhile torch's own thread may ask how a collective is getting on.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = call()
+    failures: list[Exception] = []
+    try:
+        # Meanwhile torch's own thread may ask how a collective is getting on.
+        with torch.cuda.graph(
+            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
+            try:
+                results = call()
+            except Exception as error:
+                failures.append(error)
+                raise
+    except Exception:
+        if failures:  # the end of a capture that has failed raises another one, which says less
+            raise failures[0] from None
+        raise
     return graph.replay, results

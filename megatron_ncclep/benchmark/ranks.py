@@ -8,6 +8,7 @@ that never ends say, ends the process with the stack of every thread.
 from __future__ import annotations
 
 import faulthandler
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,10 @@ class Ranks:
     def deadline(self) -> None:
         """Start the time anew after which the process is ended."""
         faulthandler.dump_traceback_later(3 * self._timeout_s, exit=True)
+
+    def own_stream(self) -> AbstractContextManager[Any]:
+        """A stream that CUDA graphs can be captured on, which the default one is not."""
+        return torch.cuda.stream(torch.cuda.Stream()) if self.on_gpu else nullcontext()
 
     def wait_for_device(self) -> None:
         """Wait until the device has done what was queued."""

@@ -64,7 +64,8 @@ class _ShapeRun:
     def run(self) -> ShapeResult | None:
         """See `run_shape`."""
         try:
-            with remarks_hidden():  # of Megatron-Core about packages that are missing, and the like
+            # Remarks of Megatron-Core about packages that are missing, and the like.
+            with remarks_hidden(), self._ranks.own_stream():
                 return self._run()
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -47,10 +47,13 @@ class WrongLater(ReferenceEngine):
 
 
 class Raising(ReferenceEngine):
-    """Raises on one rank, while the other one waits for it."""
+    """Raises on one rank, while the other one waits for it, and on that from then on."""
+
+    has_raised = False
 
     def combine(self, plan: Any, y: torch.Tensor, w: torch.Tensor | None = None) -> Any:
-        if self.group.rank == 1 and self.num_experts == UNLUCKY:
+        if self.group.rank == 1 and (self.num_experts == UNLUCKY or Raising.has_raised):
+            Raising.has_raised = True
             raise ZeroDivisionError("a bug")
         return super().combine(plan, y, w)
 
