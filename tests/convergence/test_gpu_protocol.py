@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_protocol
 import numpy as np
 import pytest
 from arms import CONTROL, GPU, SIZES, SMALL
@@ -25,12 +24,11 @@ from verdict import (
 )
 from verdict_report import PLOT, TABLE, write_report
 
-PROTOCOL = Path(__file__).resolve().parent / "gpu_protocol.py"
-TIMEOUT_S = 600  # a hung run must end the test; a busy machine must not
 # What the logs made up here are like: seeds that differ by this, and roundings that do.
 SEEDS = {1: 0.0, 2: 0.011, 3: -0.006}
 ROUNDINGS = {1: 0.0004, 2: -0.0003, 3: 0.0002}
 ENTROPY = 3.3
+LIMIT = ("--seconds", "900")  # a hung run must end the test; a busy machine must not
 
 
 def lines_of(arm: str, seed: int, learnt: float, **changes: Any) -> list[dict[str, Any]]:
@@ -288,20 +286,14 @@ def test_sizes_are_whole(size: Any):
             assert size.arm(other).same_bits_as is None
 
 
-def test_protocol_in_small(tmp_path: Path):
+def test_protocol_in_small(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """It trains all arms on a CPU, accepts what is right and rejects both mistakes."""
-    command = [sys.executable, str(PROTOCOL), "run", str(tmp_path), "--size", "small"]
-    done = subprocess.run(
-        [*command, "--device", "cpu"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    status = gpu_protocol.main(["run", str(tmp_path), "--size", "small", "--device", "cpu", *LIMIT])
     verdict = judge(SMALL, read(tmp_path))
-    assert verdict.not_run == [], done.stdout
-    assert verdict.holds, done.stdout
-    assert done.returncode == 0, done.stdout
+    said = capfd.readouterr().out
+    assert verdict.not_run == [], said
+    assert verdict.holds, said
+    assert status == 0, said
     for arm in verdict.arms:
         if arm.arm.mistake is not None:
             assert "the output of the first MoE layer" in arm.reason

@@ -111,6 +111,11 @@ class _ScheduledModel(SubjectModel):
             self.step()
             yield self._loss, torch.as_tensor(self._grad_norm, device=self._loss.device)
 
+    def close(self, engines: bool = True) -> None:
+        """See SubjectModel; the schedule holds the optimizer."""
+        del self._scheduler
+        super().close(engines)
+
     def validate(self, batches: list[data.Batch]) -> torch.Tensor:
         """Mean loss of this rank over `batches`, fp64 on the device."""
         settings, run = self._settings, NoGraphs().forward_backward
