@@ -11,7 +11,9 @@ These places are changed, each in memory and each without effect on other dispat
     parse_args                                           takes their values
     OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
 
-and the first layer with our dispatcher has torch ask for failures before any optimizer steps.
+and the first layer with our dispatcher has torch ask for failures before any optimizer steps, and,
+with overlap_moe_expert_parallel_comm, Megatron's schedule keep what backward needs
+(schedule_support.py).
 
 `HOOKS` says which module has which.  `install()` changes the modules that are imported already and
 hooks the import of the others (post_import.py), so that the order of imports does not matter.
@@ -43,6 +45,7 @@ from megatron_ncclep.graph_support import (
 )
 from megatron_ncclep.options_field import add_options_field, options_hidden, settle_options
 from megatron_ncclep.post_import import after_import
+from megatron_ncclep.schedule_support import keep_inputs
 from megatron_ncclep.step_check import check_before_steps
 from megatron_ncclep.support import NEWEST, OLDEST, check_supported, is_tested
 
@@ -178,6 +181,8 @@ def _change_layer(module: ModuleType) -> None:
 
             check_config(config, config.num_moe_experts // groups.ep.size(), groups.expt_tp.size())
         check_before_steps()
+        if config.overlap_moe_expert_parallel_comm:
+            keep_inputs(NAME)
         with _as_stand_in(config):
             original(self, *args, **kwargs)
         is_grouped = options.experts == "grouped"

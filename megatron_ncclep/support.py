@@ -48,16 +48,6 @@ def _is_on(value: Any) -> bool:
 
 REFUSALS = (
     Refusal(
-        "overlap_moe_expert_parallel_comm",
-        _is_on,
-        "leave it out: the schedule that overlaps two micro-batches is not supported yet",
-    ),
-    Refusal(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        _is_on,
-        "leave it out: delayed weight gradients are not supported yet",
-    ),
-    Refusal(
         "moe_router_padding_for_quantization",
         _is_on,
         "set the option alignment (--ncclep-alignment 16 or 32) instead: it pads with zero rows",

@@ -39,6 +39,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     the hooks that communicate run them on their own stream, the first half beside the dispatch and
     the second beside the combine.  Either half is queued after our kernels, and may start no
     earlier: so these get their SMs first, and the shared experts' GEMMs all others.
+
+    With overlap_moe_expert_parallel_comm Megatron calls the hooks on two streams, which it orders:
+    those that communicate on one, the others on another, between which `_take_over` hands memory.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         if self._num_slices > 1:
             self._require_columns_for_all_slices()
             self._require_order_of_ranks()
+        self._has_two_streams = getattr(config, "overlap_moe_expert_parallel_comm", False)
         self._routing_map: torch.Tensor | None = None
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
@@ -135,6 +139,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """
         assert self._routing_map is not None, "dispatch_preprocess comes first"
         routing_map, self._routing_map = self._routing_map, None
+        self._take_over(hidden_states, probs, routing_map)
         self._hidden_shape, group, shared = hidden_states.shape, self._ep_group, self.shared_experts
         if shared is not None:
             # Its backward reads them on its stream, at a time when nobody else may hold them.
@@ -179,6 +184,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         if self._is_static and self._counts_add_up:
             counts = counts.clone()
             counts[-1] = plan.num_rows - counts[:-1].sum()
+        self._take_over(hidden_states, probs, counts)
         return hidden_states, counts, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -202,6 +208,16 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is None:
             return hidden_states
         return hidden_states + self.shared_experts.get_output()
+
+    def _take_over(self, *tensors: torch.Tensor) -> None:
+        """Have memory of another stream kept until this one has used it, should all let go of it.
+
+        Megatron does so for the inputs that it frees and for gradients.
+        """
+        if self._has_two_streams:
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream())
 
     def _let_shared_experts_start(self) -> None:
         """Let their stream go on when all that is queued so far has run."""

@@ -41,6 +41,7 @@ LAYER_OF = {
     "options_field": "integration",
     "step_check": "integration",
     "graph_support": "integration",
+    "schedule_support": "integration",
     "autoload": "integration",
     # What people run.  The package's own file only loads names when they are used.
     "__init__": "tools",

@@ -49,7 +49,14 @@ REFUSALS = (
     ),
     Refusal("quant_recipe", _is_given, "leave it out: quantised experts are not supported yet"),
     Refusal(
-        "delay_wgrad_compute", _is_on, "leave it out: delayed weight gradients are not supported"
+        "delay_wgrad_compute",
+        _is_on,
+        "leave it out: they compute weight gradients together with those of the rows",
+    ),
+    Refusal(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        _is_on,
+        "leave it out: they compute weight gradients together with those of the rows",
     ),
     Refusal("cpu_offloading", _is_on, "leave it out: offloading is not supported"),
     Refusal(

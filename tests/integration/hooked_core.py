@@ -14,6 +14,7 @@ import re
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core
@@ -29,6 +30,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from schedule_case import differences, train_on_schedule
 from torch.optim import optimizer as torch_optimizer
 
 import megatron_ncclep
@@ -153,12 +155,13 @@ def check_text_of_a_refusal():
     config = TransformerConfig(
         moe_token_dispatcher_type="ncclep", use_cpu_initialization=True, **OPTIONS
     )
-    config.overlap_moe_expert_parallel_comm = True
+    config.transformer_impl = "inference_optimized"
     spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
     with pytest.raises(UnsupportedError) as caught:
         GPTModel(config, spec, vocab_size=16, max_sequence_length=8)
     assert re.search(
-        r"=True: leave it out: [\w ,-]+ \(while building (MoELayer in )?TransformerLayer\)$",
+        r"='inference_optimized': use [\w ,:'-]+ \(while building (MoELayer in )?"
+        r"TransformerLayer\)$",
         str(caught.value),
     )
     printed = "".join(traceback.format_exception(caught.value))
@@ -184,6 +187,16 @@ def check_counts_of_experts():
     source = inspect.getsource(experts.TEGroupedMLP.forward)
     has_fuser = "use_transformer_engine_op_fuser" in TransformerConfig.__dataclass_fields__
     assert ("if self._with_fused_impl:" in source) == has_fuser
+
+
+def check_overlapped_schedule():
+    """Two micro-batches overlapped give the bits of one after the other."""
+    rank = SimpleNamespace(device="cpu", rank=0)
+    eager = train_on_schedule(rank, "ncclep", 1, {})
+    # Megatron wants it to be more than one.
+    overlapped = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
+    found = train_on_schedule(rank, "ncclep", 1, overlapped)
+    assert differences(found, eager) == []
 
 
 class Planted:
@@ -323,3 +336,4 @@ def check_all():
     assert (find_spec(name) is None) == megatron.core.__version__.startswith("0.16")
     if find_spec(name) is not None:
         check_optimizer_graphs()
+    check_overlapped_schedule()

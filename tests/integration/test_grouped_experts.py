@@ -273,6 +273,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "interleaved": ({"moe_mlp_glu_interleave_size": 8}, "moe_mlp_glu_interleave_size=8: leave it"),
     "recipe": ({"quant_recipe": object()}, "quantised experts are not supported yet"),
     "delayed": ({"delay_wgrad_compute": True}, "delay_wgrad_compute=True: leave it out"),
+    "delayed-too": (
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
+        "overlap_dispatch_backward_with_experts_wgrad=True: leave it out",
+    ),
     "offloading": ({"cpu_offloading": True}, "offloading is not supported"),
     "offloaded-act": ({"offload_modules": ["core_attn", "moe_act"]}, "leave out expert_fc1, moe"),
     "sharded-weights": ({"expert_gtp_weight_remat_size": 2}, "gathered for each use"),

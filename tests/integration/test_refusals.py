@@ -63,7 +63,6 @@ def every_refusal(ctx: RankContext) -> list[str]:
 def test_every_refusal_refuses(megatron_pool: RankPool) -> None:
     # Fields that an older Megatron-Core does not have yet.
     newer = {
-        "overlap_dispatch_backward_with_experts_wgrad",
         "moe_paged_stash",
         "moe_expert_rank_capacity_factor",
         "moe_ncclep_static_shape",

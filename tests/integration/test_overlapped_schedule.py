@@ -1,0 +1,85 @@
+"""Megatron's schedule that overlaps two micro-batches (overlap_moe_expert_parallel_comm): the bits
+of its schedule without.
+
+It frees the storage of what it takes for a part's own copy, on a CPU too: what backward still needs
+would have no values then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from schedule_case import differences, train_on_schedule
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "several-experts": (2, {}),
+    # It gets its rows as they come.
+    "one-expert": (4, {"num_moe_experts": 4}),
+    "grouped-static": (2, {"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")}),
+}
+
+
+def differences_on_rank(ctx: RankContext, ep: int, options: dict[str, Any]) -> list[str]:
+    eager = train_on_schedule(ctx, "ncclep", ep, options)
+    overlapped = {**options, "overlap_moe_expert_parallel_comm": True}
+    return differences(train_on_schedule(ctx, "ncclep", ep, overlapped), eager)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_overlap_changes_no_bits(megatron_pool: RankPool, name: str) -> None:
+    ep, options = CASES[name]
+    assert megatron_pool.run(differences_on_rank, ep, options) == [[]] * megatron_pool.size
+
+
+def delayed_on_rank(ctx: RankContext) -> tuple[str, list[str], list[str]]:
+    """Train a layer with overlap_dispatch_backward_with_experts_wgrad and without.
+
+    Returns Megatron-Core's version, of which the oldest know nothing of it; what differs; and in
+    which order things are queued.
+    """
+    initialize(ep=4)
+    import megatron.core
+
+    found: list[dict[str, torch.Tensor]] = []
+    order: list[str] = []
+    for is_delayed in (False, True):
+        torch.manual_seed(1)
+        config = make_config("ncclep", torch.float32, 4)
+        # Set after validation, which wants TransformerEngine: its experts alone delay anything.
+        config.overlap_dispatch_backward_with_experts_wgrad = is_delayed
+        layer = build_layer(config)
+        if is_delayed:
+            engine = layer.token_dispatcher.engine
+            for owner, name in ((engine, "dispatch"), (engine, "combine"), (layer, "backward_dw")):
+                _log(order, owner, name)
+        generator = torch.Generator().manual_seed(ctx.rank)
+        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, requires_grad=True)
+        out, _ = layer(hidden)
+        out.square().sum().backward()
+        results = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        found.append({**results, "output": out.detach(), "input": hidden.grad})
+    return megatron.core.__version__, differences(*found), order
+
+
+def _log(order: list[str], owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        order.append(name)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def test_weight_gradients_beside_the_backward_of_dispatch(megatron_pool: RankPool) -> None:
+    """Megatron starts them on a stream of their own, once the combine of gradients is queued."""
+    for version, problems, order in megatron_pool.run(delayed_on_rank):
+        assert not problems
+        steps = ["dispatch", "combine", "dispatch", "combine", "backward_dw"]
+        assert order == (steps[:-1] if version.startswith(("0.16", "0.17")) else steps)
