@@ -219,12 +219,22 @@ class SubjectModel:
         return Curve(weights, output, gradient, losses, grad_norms)
 
     def close(self, engines: bool = True) -> None:
-        """Release the graphs, the memory and, where nothing has failed, the engines."""
+        """Release the graphs, the memory and, where nothing has failed, the engines.
+
+        Python cannot see cycles that pass through autograd's nodes, as these two of Megatron's do:
+        its own dispatchers keep probabilities of the last forward pass, which lead to the nodes
+        that take the weights' gradients, and with DistributedDataParallel's hooks on these to the
+        model; and with the distributed optimizer the config leads to it, and it to these nodes.
+        """
         self._graphs.close()
         if self._optimizer_graph is not None:
             self._optimizer_graph.close()
-        for module in self._built.gpt.modules() if engines else ():
-            close_dispatcher(getattr(module, "token_dispatcher", None))
+        self._built.gpt.config.grad_scale_func = None
+        for module in self._built.gpt.modules():
+            if hasattr(module, "token_dispatcher"):
+                if engines:
+                    close_dispatcher(module.token_dispatcher)
+                del module.token_dispatcher
         del self._built, self._graphs, self._optimizer_graph, self._optimizer_step
         gc.collect()
         # A graph cannot take over what lies in the allocator's cache.
