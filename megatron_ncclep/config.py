@@ -12,7 +12,7 @@ from megatron_ncclep import envs
 from megatron_ncclep.errors import InputError
 
 ALIGNMENTS = (1, 16, 32, 64, 128)
-EXPERTS = ("megatron", "grouped")
+EXPERTS = ("megatron", "grouped", "auto")
 # Of the blocks of rows that grouped experts take; torch's kernels want multiples of 8 rows in bf16.
 GROUPED_ALIGNMENT = 16
 # Of options that are numbers of things; row numbers are int32.
@@ -89,7 +89,8 @@ class EpConfig:
         "megatron",
         str,
         "'grouped': Megatron's experts compute with one grouped GEMM a layer, which needs no host "
-        "and pads blocks to 16 rows; 'megatron': as ever",
+        "and pads blocks to 16 rows; 'auto': where that is faster, by shape, and logs the reason; "
+        "'megatron': as ever",
     )
     timeout_s: float = _option(
         60.0,
@@ -159,7 +160,7 @@ class EpConfig:
             raise InputError(f"unknown option {unknown[0]!r}: the options are {sorted(known)}")
         from_env = {name: envs.get(f"NCCLEP_{name.upper()}") for name in known}
         merged = {**from_env, **{k: v for k, v in given.items() if v is not None}}
-        if merged["experts"] == "grouped" and merged["alignment"] == 1:
+        if merged["experts"] in ("grouped", "auto") and merged["alignment"] == 1:
             raise InputError(
                 f"alignment 1: grouped experts need blocks of a multiple of {GROUPED_ALIGNMENT} "
                 "rows: leave it out, or ask for more"

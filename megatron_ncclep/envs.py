@@ -72,7 +72,7 @@ VARIABLES = {
         EnvVar("NCCLEP_MAX_RECV_ROWS", rows, None, "static mode: rows of the dispatched tensor"),
         EnvVar("NCCLEP_ON_OVERFLOW", str, None, "static mode: drop or raise, when rows do not fit"),
         EnvVar("NCCLEP_NUM_SMS", int, None, "SMs that the engine's kernels may use"),
-        EnvVar("NCCLEP_EXPERTS", str, None, "megatron or grouped: how experts compute"),
+        EnvVar("NCCLEP_EXPERTS", str, None, "megatron, grouped or auto: how experts compute"),
         EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds a rank waits for the others"),
         EnvVar("NCCLEP_CHECK_CALLS", switch, None, "1: the ranks' hosts agree in every call"),
         EnvVar("NCCLEP_HOST_EXCHANGE", switch, True, "0: ranks agree without shared memory"),

@@ -92,6 +92,11 @@ def captured_by(config: Any) -> Captured:
     return Captured.ROUTER if "moe_router" in names else Captured.NOTHING
 
 
+def may_hold_experts(config: Any) -> bool:
+    """Whether graphs will hold the experts, as far as a validated TransformerConfig tells."""
+    return captured_by(config) == Captured.DISPATCH or _impl(config) == "local"
+
+
 def captured_in(transformer_layer: Any) -> Captured:
     """How much of its MoE layer Megatron's own graphs (`local`) of a layer will hold.
 

@@ -21,6 +21,7 @@ hooks the import of the others (post_import.py), so that the order of imports do
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import importlib
@@ -42,6 +43,7 @@ from megatron_ncclep.graph_support import (
     captured_in,
     check_captured,
     check_graph_options,
+    may_hold_experts,
 )
 from megatron_ncclep.options_field import add_options_field, options_hidden, settle_options
 from megatron_ncclep.post_import import after_import
@@ -185,6 +187,19 @@ def _change_layer(module: ModuleType) -> None:
             keep_inputs(NAME)
         with _as_stand_in(config):
             original(self, *args, **kwargs)
+        choice = None
+        if options.experts == "auto":
+            from megatron_ncclep.experts.choice import choose
+
+            choice = choose(
+                config,
+                options,
+                self.experts,
+                self.num_local_experts,
+                groups.expt_tp.size(),
+                in_graph=may_hold_experts(config),
+            )
+            options = dataclasses.replace(options, experts=choice.experts)
         is_grouped = options.experts == "grouped"
         if is_grouped:
             from megatron_ncclep.experts.grouped import group_experts
@@ -199,11 +214,16 @@ def _change_layer(module: ModuleType) -> None:
             self.local_expert_indices,
             config=config,
             pg_collection=groups,
+            options=options,
             **_wanted_counts(self.experts),
             last_expert_first=is_grouped,
         )
         if overlapped is not None:
             self.token_dispatcher.set_shared_experts(overlapped)
+        if choice is not None:
+            from megatron_ncclep.experts.choice import announce
+
+            announce(choice, self.token_dispatcher.group)
         _check_graphs(self, captured_by(config))
 
     layer_class.__init__ = _marked(init)

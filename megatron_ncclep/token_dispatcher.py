@@ -53,6 +53,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         counts_on_device: bool = False,
         counts_add_up: bool = False,
         last_expert_first: bool = False,
+        options: EpConfig | None = None,
     ) -> None:
         """Make the engine.  Collective over the ranks that hold the experts.
 
@@ -66,6 +67,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             counts_add_up: they want every row to be some expert's even then.
             last_expert_first: the experts want their blocks in descending order.  To the engine,
                 the rank's last expert is its first then; nothing is moved for it.
+            options: in place of the config's.
 
         Raises:
             InputError, EngineUnavailableError: see `create_engine`.
@@ -78,7 +80,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self.local_expert_indices = local_expert_indices
         self._num_slices: int = self.tp_group.size()
         self.group = self.ep_group if self._num_slices == 1 else self.tp_ep_group
-        options: EpConfig | None = getattr(config, "ncclep", None)  # None: the environment's
+        options = options or getattr(config, "ncclep", None)  # None: the environment's
         self.engine = create_engine(
             self.group, config.num_moe_experts * self._num_slices, options, self._num_slices
         )

@@ -160,6 +160,17 @@ class GroupedLocalExperts(GroupedExperts, SequentialMLP):
 _GROUPED = {TEGroupedMLP: GroupedTEExperts, SequentialMLP: GroupedLocalExperts}
 
 
+def class_problem(experts: Any) -> str | None:
+    """Say that experts are of a class whose `forward` would be lost, if they are."""
+    if type(experts) in _GROUPED:
+        return None
+    names = " and ".join(known.__name__ for known in _GROUPED)
+    return (
+        f"experts of the class {type(experts).__name__}: it takes the place of {names}, which "
+        "Megatron's own layer specs build"
+    )
+
+
 def group_experts(experts: Any, last_expert_first: bool = False) -> None:
     """Make experts that Megatron has just built compute with grouped GEMMs.
 
@@ -171,14 +182,9 @@ def group_experts(experts: Any, last_expert_first: bool = False) -> None:
         UnsupportedError: they are of a class whose `forward` would be lost, or on a GPU that has no
             grouped GEMM.
     """
-    kind = _GROUPED.get(type(experts))
-    if kind is None:
-        names = " and ".join(known.__name__ for known in _GROUPED)
-        raise unsupported(
-            f"experts of the class {type(experts).__name__}: it takes the place of {names}, which "
-            "Megatron's own layer specs build"
-        )
-    experts.__class__ = kind
+    if problem := class_problem(experts):
+        raise unsupported(problem)
+    experts.__class__ = _GROUPED[type(experts)]
     experts.last_expert_first = last_expert_first
     weight = experts.weights_of("linear_fc1")[0]
     if weight.is_cuda:

@@ -76,18 +76,28 @@ REFUSALS = (
 def check_config(config: Any, num_local_experts: int, num_slices: int) -> None:
     """Refuse a TransformerConfig that grouped experts would get wrong or ignore.
 
+    Raises:
+        UnsupportedError: names the option, its value and the remedy.
+    """
+    if problem := config_problem(config, num_local_experts, num_slices):
+        raise unsupported(problem)
+
+
+def config_problem(config: Any, num_local_experts: int, num_slices: int) -> str | None:
+    """Say what of a TransformerConfig grouped experts would get wrong or ignore, if anything.
+
     Args:
         config: a field that this Megatron-Core does not have counts as not set.
         num_local_experts: experts of this rank.
         num_slices: ranks that each expert's own hidden size is divided among.
 
-    Raises:
-        UnsupportedError: names the option, its value and the remedy.
+    Returns:
+        the option, its value and the remedy.
     """
     for refusal in REFUSALS:
         value = getattr(config, refusal.option, None)
         if refusal.is_set(value):
-            raise unsupported(f"{refusal.option}={value!r}: {refusal.remedy}")
+            return f"{refusal.option}={value!r}: {refusal.remedy}"
     width_of_input = (
         "moe_latent_size" if getattr(config, "moe_latent_size", None) else "hidden_size"
     )
@@ -95,18 +105,19 @@ def check_config(config: Any, num_local_experts: int, num_slices: int) -> None:
         value = getattr(config, option)
         if value % (parts * WIDTH):
             why = "" if parts == 1 else f", {WIDTH} for each of its {parts} slices"
-            raise unsupported(f"{option}={value!r}: it must be a multiple of {parts * WIDTH}{why}")
+            return f"{option}={value!r}: it must be a multiple of {parts * WIDTH}{why}"
     if num_local_experts > MAX_EXPERTS:
-        raise unsupported(
+        return (
             f"{num_local_experts} experts on one rank: at most {MAX_EXPERTS}, so use more "
             "expert-parallel ranks"
         )
     if recomputes_activation(config) and not is_fused(config):
-        raise unsupported(
+        return (
             f"recompute_modules={config.recompute_modules!r} with an activation that is not fused "
             "with the probabilities: set bias_activation_fusion (SwiGLU, quick GEGLU) or "
             "use_fused_weighted_squared_relu, or leave out moe_act"
         )
+    return None
 
 
 def recomputes_activation(config: Any) -> bool:

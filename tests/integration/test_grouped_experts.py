@@ -6,8 +6,11 @@ That a layer computes what Megatron's does is in test_moe_layer.py.
 from __future__ import annotations
 
 import copy
+import logging
 import multiprocessing
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from megatron_setup import EXPERTS, build_layer, initialize, make_config, make_experts_differ
 
+from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.testing.launcher import RankContext, RankPool
@@ -357,7 +361,129 @@ def test_experts_that_are_not_megatrons(megatron_pool: RankPool) -> None:
     megatron_pool.run(experts_of_users_on_rank)
 
 
+# ---- the choice
+
+
+GPU = torch.device("cuda")
+# A layer of qwen3-30b-a3b on 2 ranks, and one of mixtral-8x7b.
+SMALL = {"hidden_size": 2048, "moe_ffn_hidden_size": 768, "moe_router_topk": 8}
+LARGE = {"hidden_size": 4096, "moe_ffn_hidden_size": 14336, "moe_router_topk": 2}
+AUTO = EpConfig(experts="auto")
+
+
+def choices_on_rank(ctx: RankContext) -> None:
+    """By shape; and what grouped experts do not support, or only they do, wins over it."""
+    initialize(ep=4)
+    from megatron_ncclep.experts import choice
+
+    layer = build_layer(make_config("ncclep", torch.float32, 4))
+
+    def chosen(
+        num_experts: int,
+        device: torch.device = GPU,
+        in_graph: bool = False,
+        options: EpConfig = AUTO,
+        obstacle: str | None = None,
+        slices: int = 1,
+        **fields: Any,
+    ) -> tuple[str, str]:
+        config = make_config("ncclep", torch.bfloat16, 4)
+        vars(config).update(fields)
+        of_layer = (layer.experts, num_experts, slices)
+        with mock.patch.object(choice, "obstacle", return_value=obstacle):
+            found = choice.choose(config, options, *of_layer, in_graph, device)
+        return found.experts, found.reason
+
+    experts, reason = chosen(64, **SMALL)
+    assert experts == "grouped"
+    assert "each of 64 has about 512 rows (4096 tokens, assumed) of 2048 x 768" in reason
+    assert chosen(4, **LARGE)[0] == "megatron"
+    assert "each of 4 has about 2048 rows" in chosen(4, **LARGE)[1]
+    halves = chosen(4, slices=2, **LARGE)[1]  # of experts; the rows of both ranks
+    assert "4096 rows (4096 tokens, assumed) of 4096 x 7168, 120.3 G" in halves
+    latent = {**LARGE, "moe_latent_size": 64}
+    assert "of 64 x 14336" in chosen(4, **latent)[1]
+    # Whatever the shape says:
+    cpu = torch.device("cpu")
+    assert chosen(64, cpu, **SMALL) == ("megatron", "grouped ones were not measured on a CPU")
+    assert chosen(4, in_graph=True, **LARGE)[0] == "grouped"
+    for options in ({"add_bias_linear": True}, {"in_graph": True, "add_bias_linear": True}):
+        experts, reason = chosen(64, **SMALL, **options)
+        assert (experts, "add_bias_linear=True: leave the biases out" in reason) == (
+            "megatron",
+            True,
+        )
+    assert chosen(64, obstacle="a GPU of 8.0", **SMALL)[1].endswith("do not support a GPU of 8.0")
+    rows = EpConfig(experts="auto", max_recv_rows=40)
+    assert "max_recv_rows=40: it must be a multiple of 16" in chosen(64, options=rows, **SMALL)[1]
+
+    # Megatron-LM's arguments say how many tokens there are.
+    arguments = SimpleNamespace(seq_length=8192, micro_batch_size=2)
+    holder = SimpleNamespace(_GLOBAL_ARGS=arguments)
+    with mock.patch.dict(sys.modules, {"megatron.training.global_vars": holder}):
+        assert "about 2048 rows (16384 tokens) of 2048 x 768" in chosen(64, **SMALL)[1]
+        divided = {"context_parallel_size": 2, "sequence_parallel": True}
+        divided["tensor_model_parallel_size"] = 4
+        assert "(2048 tokens)" in chosen(64, **SMALL, **divided)[1]
+        # As it was measured.
+        found = {}
+        arguments.micro_batch_size = 1
+        for shape in load("layers").shapes:
+            arguments.seq_length = shape.tokens
+            sizes = {"hidden_size": shape.hidden, "moe_ffn_hidden_size": shape.ffn_hidden_size}
+            found[shape.name] = chosen(shape.experts, **sizes, moe_router_topk=shape.top_k)[0]
+        slower = ["mixtral-8x7b", "deepseek-v3, rank of 8"]
+        assert found == {name: "megatron" if name in slower else "grouped" for name in found}
+        holder._GLOBAL_ARGS = None  # not parsed yet
+        assert "(4096 tokens, assumed)" in chosen(64, **SMALL)[1]
+
+
+def test_the_choice(megatron_pool: RankPool) -> None:
+    megatron_pool.run(choices_on_rank)
+
+
+def automatic_layers_on_rank(ctx: RankContext) -> list[str]:
+    """What is chosen is built, with its alignment and the engine's options, and logged once."""
+    initialize(ep=2)
+    from megatron_ncclep.experts import choice
+    from megatron_ncclep.logs import get_logger
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    config = make_config("ncclep", torch.float32, 2, ncclep=AUTO, **SWIGLU)
+    try:
+        layers = [build_layer(config), build_layer(config)]
+        grouped = choice.Choice("grouped", "a test says so")
+        with mock.patch.object(choice, "choose", return_value=grouped):
+            layers.append(build_layer(config))
+        layers[2].load_state_dict(layers[0].state_dict())
+    finally:
+        get_logger().removeHandler(handler)
+    assert config.ncclep is AUTO
+    built = [
+        (type(layer.experts).__name__, layer.token_dispatcher.engine.config) for layer in layers
+    ]
+    assert [name for name, _ in built] == [*["SequentialMLP"] * 2, "GroupedLocalExperts"]
+    assert [found.experts for _, found in built] == ["megatron", "megatron", "grouped"]
+    assert [found.alignment for _, found in built] == [1, 1, 16]
+    hidden = torch.randn(SEQUENCE, BATCH, 16)
+    outputs = [layer(hidden)[0] for layer in layers]
+    torch.testing.assert_close(outputs[2], outputs[0])  # of the same weights
+    return [line for line in lines if line.startswith("experts: ")]
+
+
+def test_automatic_layers(megatron_pool: RankPool) -> None:
+    found = megatron_pool.run(automatic_layers_on_rank)
+    assert sorted(len(lines) for lines in found) == [0, 0, 2, 2]  # two groups, their first ranks
+    assert max(found)[0] == "experts: megatron, because grouped ones were not measured on a CPU"
+
+
 def test_the_option() -> None:
+    assert EpConfig(experts="auto").alignment == 1
+    with pytest.raises(InputError, match="alignment 1: grouped experts need blocks of a multiple"):
+        EpConfig.resolve(experts="auto", alignment=1)
     assert EpConfig().experts == "megatron"
     assert (EpConfig(experts="grouped").alignment, EpConfig().alignment) == (16, 1)
     assert EpConfig(experts="grouped", alignment=64).alignment == 64
