@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 
 import torch
+from arm_log import read
 from arms import SIZES, Size
 from train_arm import Run, train_arm
-from verdict import judge, read
+from verdict import judge
 from verdict_report import write_report
 
 from megatron_ncclep.testing.launcher import RankError, RankPool
@@ -106,7 +107,8 @@ def run_lane(args: argparse.Namespace, index: int, until: float) -> None:
             run = Run(args.size, arm, seed, args.steps, str(log), str(args.work), index)
             left = until - time.time()
             # One that is cut off tells nothing, and a shorter one may come next.
-            too_long = left < known.get(arm, max(known.values(), default=0.0))
+            of_others = SIZES[args.size].arm(arm).part * max(known.values(), default=0.0)
+            too_long = left < known.get(arm, of_others)
             if too_long or not _claim(claims / f"{arm}-{seed}".replace(" ", "_")):
                 continue
             begin = time.monotonic()

@@ -10,18 +10,10 @@ from typing import Any
 import gpu_protocol
 import numpy as np
 import pytest
+from arm_log import read
 from arms import CONTROL, GPU, SIZES, SMALL
-from verdict import (
-    FAILS,
-    HOLDS,
-    MISSING,
-    NOT_SHOWN,
-    REPEATABILITY,
-    Verdict,
-    compare,
-    judge,
-    read,
-)
+from equivalence import REPEATABILITY, compare
+from verdict import FAILS, HOLDS, MISSING, NOT_SHOWN, Verdict, judge
 from verdict_report import PLOT, TABLE, write_report
 
 # What the logs made up here are like: seeds that differ by this, and roundings that do.
@@ -33,7 +25,7 @@ LIMIT = ("--seconds", "900")  # a hung run must end the test; a busy machine mus
 
 def lines_of(arm: str, seed: int, learnt: float, **changes: Any) -> list[dict[str, Any]]:
     """The log of a training whose validation losses are `learnt`."""
-    settings = {"global-batch-size": 8, "seq-length": 64}
+    settings = {"global-batch-size": 8, "seq-length": 64, "train-iters": 4}
     written = [
         {"type": "settings", "settings": settings, "entropy": changes.get("entropy", ENTROPY)},
         {"type": "steps", "first": 1, "loss": [5.0 + seed, 4.0], "grad_norm": [2.0, 1.5],
@@ -82,6 +74,9 @@ def test_what_is_right_holds_and_mistakes_are_rejected(tmp_path: Path):
     verdict = judged(tmp_path, good_lines())
     assert verdict.holds
     assert verdict.not_run == []
+    # Six trainings with three seeds and two arms, and a mistake; what bits decide does not count.
+    assert verdict.spread is not None
+    assert verdict.spread.degrees == 2
     assert [(arm.arm.name, arm.status) for arm in verdict.arms] == [
         (CONTROL, HOLDS),
         ("reference", HOLDS),
@@ -163,6 +158,37 @@ def test_validation_losses_are_bits_too(tmp_path: Path):
     logs = good_lines()
     shift(logs, "reference, static", 1e-9)
     assert status_of(judged(tmp_path, logs), "reference, static")[0] == FAILS
+
+
+def test_a_part_of_the_steps_has_bits_to_compare(tmp_path: Path):
+    logs = good_lines()
+    part = logs["reference, static", 1]
+    logs["reference, static", 1] = [line for line in part if line.get("first") != 3][:2] + part[-2:]
+    status, reason = status_of(judged(tmp_path, logs), "reference, static")
+    assert (status, reason) == (HOLDS, "2 steps with the bits of reference")
+
+
+def test_trainings_with_the_same_bits_are_one_to_the_noise(tmp_path: Path):
+    """A kernel that gives the bits of another one is no second observation."""
+    logs = good_lines()
+    for seed in SEEDS:
+        logs["mistake: swapped weights", seed] = [
+            {**line, "arm": "mistake: swapped weights"} for line in logs["reference", seed]
+        ]
+    verdict = judged(tmp_path, logs)
+    effects = {arm.arm.name: arm.effect for arm in verdict.arms}
+    assert effects["mistake: swapped weights"] == effects["reference"]
+    assert verdict.spread is not None
+    assert verdict.spread.degrees == 2
+
+
+def test_the_bits_of_the_control_need_no_noise(tmp_path: Path):
+    logs = {key: lines for key, lines in good_lines().items() if key[0] == CONTROL}
+    for seed in SEEDS:
+        logs["reference", seed] = [{**line, "arm": "reference"} for line in logs[CONTROL, seed]]
+    verdict = judged(tmp_path, logs)
+    assert verdict.spread is None
+    assert status_of(verdict, "reference") == (HOLDS, "the bits of alltoall")
 
 
 def test_a_control_that_learns_nothing_proves_nothing(tmp_path: Path):

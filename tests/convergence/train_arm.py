@@ -163,11 +163,12 @@ class _Training:
             torch.save(start, unfinished)
             unfinished.rename(self._start_path())
         validated = {steps * tenth // 10 for tenth in VALIDATED_TENTHS}
+        last = round(self._arm.part * steps)
         pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         clock = time.perf_counter()
-        for step, values in enumerate(model.steps(steps), start=1):
+        for step, values in enumerate(model.steps(last), start=1):
             pending.append(values)
-            if step % STEPS_A_LINE == 0 or step in validated:
+            if step % STEPS_A_LINE == 0 or step in validated or step == last:
                 means, norms = self._means(pending)
                 self._write(
                     "steps", first=step - len(means) + 1, loss=means, grad_norm=norms,

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arm_log import Training
 from arms import CONTROL, Arm
-from verdict import ArmVerdict, Training, Verdict
+from verdict import ArmVerdict, Verdict
 
 PLOT, TABLE = "loss.png", "table.md"
 # Steps over which curves are averaged before they are drawn; nothing is judged by them.
@@ -53,13 +54,10 @@ def _row(verdict: ArmVerdict) -> str:
     own = verdict.trainings
     seeds = " ".join(str(t.seed) for t in sorted(own, key=lambda t: t.seed)) or "-"
     apart = [t.start["layer_apart"] for t in own if t.start.get("layer_apart") is not None]
-    learnt = f"{np.mean([t.learnt for t in own]):.4f}" if own else "-"
-    interval = "-"
+    whole = [t.learnt for t in own if t.is_whole]
+    learnt, interval = (f"{np.mean(whole):.4f}" if whole else "-"), "-"
     if verdict.effect is not None:
-        learnt = f"{verdict.effect.nats:+.5f}"
-        interval = f"{verdict.effect.half_width:.5f}"
-    elif verdict.arm.same_bits_as is not None:
-        learnt = "same bits" if verdict.status == "holds" else learnt
+        learnt, interval = f"{verdict.effect.nats:+.5f}", f"{verdict.effect.half_width:.5f}"
     cells = [
         verdict.arm.name,
         seeds,
@@ -84,7 +82,8 @@ def _memory(own: list[Training]) -> str:
     held = [t.end["memory"] for t in own if t.end is not None and t.end["memory"] is not None]
     if not held:
         return "-"
-    parts = (max(memory[name] for memory in held) for name in ("torch_bytes", "other_bytes"))
+    # The first training of a process also pays for what later ones find there.
+    parts = (min(memory[name] for memory in held) for name in ("torch_bytes", "other_bytes"))
     return "+".join(f"{part / 1e9:.1f}" for part in parts)
 
 
@@ -140,9 +139,11 @@ def draw(verdict: Verdict, path: Path) -> None:
     if any(t.losses for t in verdict.trainings):
         curves.legend(fontsize=8)
     curves.grid(alpha=0.3)
+    curves.set_yscale("log")
+    curves.yaxis.set_major_formatter("{x:g}")
+    curves.yaxis.set_minor_formatter("{x:g}")
     curves.set_title(
-        f"Loss of {len(verdict.trainings)} trainings, means over {SMOOTHED_STEPS} steps; the lines "
-        "of an arm are its seeds",
+        f"{len(verdict.trainings)} trainings, smoothed; an arm has a line for each of its seeds",
         fontsize=10,
     )
     distances.set_ylabel(f"distance to {CONTROL}\nof the same seed (nats)")
@@ -185,7 +186,7 @@ def _smoothed(values: list[float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_effects(panel: Any, verdict: Verdict, colors: dict[str, str]) -> None:
-    shown = [arm for arm in verdict.arms if arm.effect is not None]
+    shown = [arm for arm in verdict.arms if arm.effect is not None and arm.arm.same_bits_as is None]
     for place, arm in enumerate(shown):
         assert arm.effect is not None
         panel.errorbar(
@@ -200,7 +201,7 @@ def _draw_effects(panel: Any, verdict: Verdict, colors: dict[str, str]) -> None:
         margin = verdict.spread.margin
         panel.axvspan(-margin, margin, color="0.9", zorder=0)
     panel.set_xlabel(
-        "effect on the validation loss of the second half, with its 90 % interval (nats); grey: "
+        "effect on the validation loss of the second half, with its 90 % interval (nats)\ngrey: "
         "what two seeds of the control differ by"
     )
     panel.grid(axis="x", alpha=0.3)
