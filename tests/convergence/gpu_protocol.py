@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from arm_log import read
 from arms import SIZES, Size
-from train_arm import Run, train_arm
+from train_arm import STARTS, Run, train_arm
 from verdict import judge
 from verdict_report import write_report
 
@@ -34,6 +35,8 @@ ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_NVLS_ENABLE": "0"}
 # Of an error's text, the end: it names what was raised.
 MOST_CHARACTERS = 2000
 LOG = "lane-{}.jsonl"
+# In the folder for what need not be kept: a file for each training that a lane has begun.
+BEGUN = "begun"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -43,7 +46,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train the arms")
-    run.add_argument("results", type=Path, help="folder; logs in it are added to")
+    run.add_argument("results", type=Path, help="folder for the logs, without any so far")
     run.add_argument("--size", choices=SIZES, default="gpu", help="default: gpu")
     run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     run.add_argument("--steps", type=int, help="of each arm (default: the model's train-iters)")
@@ -98,7 +101,7 @@ def run_lane(args: argparse.Namespace, index: int, until: float) -> None:
     """
     ranks = max(1, torch.cuda.device_count()) if args.device == "cuda" else RANKS_OF_A_LANE
     pool = RankPool(ranks, "nccl" if args.device == "cuda" else "gloo")
-    claims = args.work / "begun"
+    claims = args.work / BEGUN
     claims.mkdir(parents=True, exist_ok=True)
     known: dict[str, float] = {}
     try:
@@ -115,7 +118,8 @@ def run_lane(args: argparse.Namespace, index: int, until: float) -> None:
             try:
                 pool.run(train_arm, run, timeout=max(1.0, left))
             except RankError as error:
-                run.write("failed", reason=str(error).strip()[-MOST_CHARACTERS:])
+                if time.time() < until:  # otherwise it was cut off, and the log shows where
+                    run.write("failed", reason=str(error).strip()[-MOST_CHARACTERS:])
             known[arm] = time.monotonic() - begin
             print(f"lane {index}: {arm}, seed {seed}: {known[arm]:.0f} s", flush=True)
     finally:
@@ -134,7 +138,11 @@ def _claim(path: Path) -> bool:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Train in all lanes side by side, and report."""
     until = time.time() + args.seconds
+    if any(args.results.glob(LOG.format("*"))):
+        raise SystemExit(f"{args.results} holds logs already: give another folder")
     args.results.mkdir(parents=True, exist_ok=True)
+    for left_behind in (args.work / BEGUN, args.work / STARTS):
+        shutil.rmtree(left_behind, ignore_errors=True)
     divided = lanes(args.device)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     children = []

@@ -324,3 +324,5 @@ def test_protocol_in_small(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
         if arm.arm.mistake is not None:
             assert "the output of the first MoE layer" in arm.reason
     assert (tmp_path / PLOT).is_file()
+    with pytest.raises(SystemExit, match="holds logs already"):
+        gpu_protocol.main(["run", str(tmp_path), "--size", "small", "--device", "cpu", *LIMIT])

@@ -28,6 +28,8 @@ from megatron_ncclep.training.model import forward_step
 from megatron_ncclep.training.quiet import remarks_hidden
 from megatron_ncclep.training.settings import Settings
 
+# In the folder for what need not be kept: how the controls begin.
+STARTS = "starts"
 # Static mode has room for all that can come.
 MAX_RECV_ROWS = "worst"
 # Steps between two lines of the log: the losses stay on the device until then, so that no step
@@ -245,7 +247,7 @@ class _Training:
 
     def _start_path(self) -> Path:
         name = f"seed-{self._run.seed}-rank-{self._ranks.rank}.pt"
-        return Path(self._run.work) / "start" / name
+        return Path(self._run.work) / STARTS / name
 
     def _compare_start(self, start: Any) -> None:
         """Write down how the first MoE layer compares with the control's, before the first step."""
