@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -88,6 +89,7 @@ def train_arm(context: RankContext, run: Run) -> None:
             _Training(ranks, run).run()
         ranks.close()
     finally:
+        gc.unfreeze()
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -166,6 +168,9 @@ class _Training:
             unfinished.rename(self._start_path())
         validated = {steps * tenth // 10 for tenth in VALIDATED_TENTHS}
         last = round(self._arm.part * steps)
+        # What lies there by now stays: a step need not wait until all of it was looked through.
+        gc.collect()
+        gc.freeze()
         pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         clock = time.perf_counter()
         for step, values in enumerate(model.steps(last), start=1):
