@@ -312,6 +312,17 @@ def test_sizes_are_whole(size: Any):
             assert size.arm(other).same_bits_as is None
 
 
+@pytest.mark.parametrize(
+    ("visible", "lanes"),
+    [("0,1,2,3", ["0,1", "2,3"]), ("5,7", ["5,7"]), ("3", ["3"]), ("0,1,2", ["0,1"])],
+)
+def test_gpus_are_divided_into_pairs(
+    monkeypatch: pytest.MonkeyPatch, visible: str, lanes: list[str]
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_protocol.lanes("cuda") == lanes
+
+
 def test_protocol_in_small(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """It trains all arms on a CPU, accepts what is right and rejects both mistakes."""
     status = gpu_protocol.main(["run", str(tmp_path), "--size", "small", "--device", "cpu", *LIMIT])
