@@ -5,7 +5,6 @@ That a layer computes what Megatron's does is in test_moe_layer.py.
 
 from __future__ import annotations
 
-import copy
 import logging
 import multiprocessing
 import sys
@@ -17,7 +16,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_setup import EXPERTS, build_layer, initialize, make_config, make_experts_differ
+from gpt_training import Training
+from megatron_setup import build_layer, initialize, make_config
 
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.config import EpConfig
@@ -26,7 +26,6 @@ from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 GROUPED = EpConfig(experts="grouped")
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
-VOCABULARY, SEQUENCE, BATCH = 48, 12, 2
 
 
 # ---- parameters
@@ -64,121 +63,8 @@ def test_parameters_are_megatrons(megatron_pool: RankPool) -> None:
 # ---- training
 
 
-class Training:
-    """A GPTModel in Megatron's DDP with its distributed optimizer, all overlaps on."""
-
-    def __init__(self, experts: str, seed: int, **of_experts: Any) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        initialize(ep=2)
-        config = make_config("ncclep", torch.float32, 2, ncclep=EpConfig(experts=experts), **SWIGLU)
-        self.gpt = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False),
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-        )
-        make_experts_differ(self.gpt)
-        with torch.no_grad():  # a checkpoint that is loaded has to bring everything
-            for parameter in self.gpt.parameters():
-                parameter += seed
-        self.experts = [layer.mlp.experts for layer in self.gpt.decoder.layers]
-        for module in self.experts:  # options that the other layers would need a GPU for
-            module.config = copy.copy(module.config)
-            vars(module.config).update(of_experts)
-        self.model = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=True,
-                overlap_grad_reduce=True,
-                overlap_param_gather=True,
-            ),
-            self.gpt,
-        )
-        config.finalize_model_grads_func = finalize_model_grads
-        config.no_sync_func = self.model.no_sync
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=0.01,
-                params_dtype=torch.float32,
-                use_distributed_optimizer=True,
-                overlap_param_gather=True,
-            ),
-            [self.model],
-        )
-        config.grad_scale_func = self.optimizer.scale_loss
-
-    def step(self) -> tuple[float, float]:
-        """Two micro-batches and an update: mean loss of this rank, and the gradients' norm."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches(),
-            model=[self.model],
-            num_microbatches=2,
-            seq_length=SEQUENCE,
-            micro_batch_size=BATCH,
-            forward_only=False,
-        )
-        _, norm, _ = self.optimizer.step()
-        return torch.stack([entry["loss"] for entry in losses]).mean().item(), float(norm)
-
-    def state(self, is_loading: bool) -> dict[str, Any]:
-        from megatron.core import parallel_state
-
-        metadata = {
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-            "distrib_optim_sharding_type": "dp_reshardable",  # Megatron's default
-            "chained_optim_avoid_prefix": True,
-            "singleton_local_shards": False,
-        }
-        state = {"model": self.gpt.sharded_state_dict(metadata=metadata)}
-        state["optimizer"] = self.optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=metadata
-        )
-        return state
-
-    def everything(self) -> dict[str, torch.Tensor]:
-        """Parameters, and this rank's shards of the optimizer's state, by place."""
-        self.model.start_param_sync(force_sync=True)
-        found = {name: p.detach().clone() for name, p in self.gpt.named_parameters()}
-        for i, optimizer in enumerate(self.optimizer.chained_optimizers):
-            for j, state in enumerate(optimizer.optimizer.state.values()):
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        found[f"{i}.{j}.{key}"] = value.detach().clone()
-        return found
-
-
-def batches() -> Any:
-    """The same in every step, so that the loss goes down."""
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    while True:
-        yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
-
-
-def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    tokens = next(data)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
-    losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
-
-    def mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return output.mean(), {"loss": output.detach().mean()}
-
-    return losses, mean
+def grouped_or_not(experts: str) -> dict[str, Any]:
+    return {"ncclep": EpConfig(experts=experts), **SWIGLU}
 
 
 def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
@@ -199,7 +85,7 @@ def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
         ("in Megatron's graphs", "grouped", {"cuda_graph_impl": "local"}),
     ]:
         adds.clear()
-        training = Training(experts, seed=0, **options)
+        training = Training(grouped_or_not(experts), seed=0, **options)
         with mock.patch.object(torch.Tensor, "add_", add_):
             curves[name] = [training.step() for _ in range(4)]
         # 2 layers x 2 products x 2 micro-batches x 4 steps; a kernel for each expert otherwise.
@@ -236,7 +122,7 @@ def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
     # The pool's processes are daemons, which may not start the process that Megatron writes with.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for before, after in [("megatron", "grouped"), ("grouped", "megatron")]:
-        saved = Training(before, seed=0)
+        saved = Training(grouped_or_not(before), seed=0)
         for _ in range(2):
             saved.step()
         expected = saved.everything()
@@ -246,13 +132,8 @@ def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
         torch.distributed.barrier()
         dist_checkpointing.save(saved.state(is_loading=False), str(target))
 
-        loaded = Training(after, seed=1)
-        for _ in range(2):  # the optimizer has a state from its first step on; steps are not stored
-            loaded.step()
-        state = dist_checkpointing.load(loaded.state(is_loading=True), str(target))
-        loaded.gpt.load_state_dict(state["model"])
-        with torch.no_grad():  # Megatron's leaves it out for fp32 parameters
-            loaded.optimizer.load_state_dict(state["optimizer"])
+        loaded = Training(grouped_or_not(after), seed=1)
+        loaded.load(target)
         found = loaded.everything()
         assert found.keys() == expected.keys()
         assert any("exp_avg" in key for key in found)
