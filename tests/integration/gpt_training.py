@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +158,26 @@ class Training:
                     if isinstance(value, torch.Tensor):
                         found[f"{i}.{j}.{key}"] = value.detach().clone()
         return found
+
+
+@contextmanager
+def checkpoints_written() -> Iterator[None]:
+    """Let Megatron write checkpoints in a process of a pool, and end what it started for that.
+
+    The pool's processes are daemons, which may not start others, and are killed in the end: then
+    those would stay.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    process: Any = multiprocessing.current_process()
+    is_daemon, process._config["daemon"] = process.daemon, False
+    try:
+        yield
+    finally:
+        process._config["daemon"] = is_daemon
+        queue, filesystem_async._results_queue = filesystem_async._results_queue, None
+        if queue is not None:  # this rank has written
+            queue._manager.shutdown()
 
 
 def batches() -> Any:

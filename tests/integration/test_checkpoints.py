@@ -6,12 +6,11 @@ whole model, so that ranks that hold others can read them.  What the dispatcher 
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
 import torch
-from gpt_training import Layout, Training
+from gpt_training import Layout, Training, checkpoints_written
 
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
@@ -24,12 +23,11 @@ PARTS = [
 ]
 
 
+@checkpoints_written()
 def losses_on_rank(ctx: RankContext, folder: Path) -> tuple[list[float], list[float]]:
     """Losses of a run in the parts above, and of one that goes on as the first part does."""
     from megatron.core import dist_checkpointing
 
-    # The pool's processes are daemons, which may not start the process that Megatron writes with.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     whole = Training({}, 0, *PARTS[0], distributed=False)
     expected = [whole.step()[0] for _ in range(STEPS * len(PARTS))]
     losses: list[float] = []

@@ -6,7 +6,6 @@ That a layer computes what Megatron's does is in test_moe_layer.py.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt_training import Training
+from gpt_training import Training, checkpoints_written
 from megatron_setup import build_layer, initialize, make_config
 
 from megatron_ncclep.benchmark.shapes import load
@@ -116,11 +115,10 @@ def test_training_with_the_distributed_optimizer(megatron_pool: RankPool) -> Non
 # ---- checkpoints
 
 
+@checkpoints_written()
 def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    # The pool's processes are daemons, which may not start the process that Megatron writes with.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for before, after in [("megatron", "grouped"), ("grouped", "megatron")]:
         saved = Training(grouped_or_not(before), seed=0)
         for _ in range(2):
