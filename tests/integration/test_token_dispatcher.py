@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import megatron_ncclep
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.errors import InputError, UnsupportedError
@@ -90,16 +90,18 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
     entry = engines.EngineEntry(caps, ReferenceEngine, no_obstacle)
     monkeypatch.setitem(engines.ENGINES, "recording", entry)
-    few = dataclasses.replace(caps, name="few-picks", max_top_k=NUM_EXPERTS - 1)
+    for name, most in (("few-picks", NUM_EXPERTS - 1), ("a-pick-for-each", NUM_EXPERTS)):
+        limited = dataclasses.replace(caps, name=name, max_top_k=most)
 
-    def with_few_picks(group: EpGroup, num_experts: int, config: EpConfig) -> ReferenceEngine:
-        engine = ReferenceEngine(group, num_experts, config)
-        engine.caps = few
-        return engine
+        def with_few_picks(
+            group: EpGroup, num_experts: int, config: EpConfig, caps: EngineCaps = limited
+        ) -> ReferenceEngine:
+            engine = ReferenceEngine(group, num_experts, config)
+            engine.caps = caps
+            return engine
 
-    monkeypatch.setitem(
-        engines.ENGINES, few.name, engines.EngineEntry(few, with_few_picks, no_obstacle)
-    )
+        entry = engines.EngineEntry(limited, with_few_picks, no_obstacle)
+        monkeypatch.setitem(engines.ENGINES, name, entry)
     monkeypatch.setitem(
         engines.ENGINES, "far", engines.EngineEntry(caps, EngineFarAway, no_obstacle)
     )
@@ -261,10 +263,13 @@ def test_groups_and_picks_that_slices_of_experts_do_not_allow(make: Callable[...
         UnsupportedError, match=r"is rank 0 of 1 in tp_ep, but rank 0 of 2 in expt_tp and rank 0"
     ):
         make(EXACT, pads=False, slices=2)
+    enough = dataclasses.replace(EXACT, engine="a-pick-for-each", max_recv_rows=64)
     with pytest.raises(
-        InputError, match="all 4 experts, each in 2 slices, and engine 'few-picks' takes at most 3"
+        InputError,
+        match="all 4 experts, each in 2 slices, and engine 'a-pick-for-each' takes at most 4",
     ):
-        make(dataclasses.replace(few, max_recv_rows=64), slices=2)
+        make(enough, slices=2)
+    make(enough)
 
 
 def test_a_warning_of_dropped_rows_comes_with_the_next_check(
