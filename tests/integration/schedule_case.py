@@ -16,7 +16,12 @@ Batch = dict[str, Any]
 
 
 def train_on_schedule(
-    ctx: RankContext, dispatcher: str, ep: int, options: dict[str, Any], use_te: bool = False
+    ctx: RankContext,
+    dispatcher: str,
+    ep: int,
+    options: dict[str, Any],
+    use_te: bool = False,
+    sequence: int = SEQUENCE,
 ) -> dict[str, torch.Tensor]:
     """Losses and gradients of some steps of plain SGD, with an evaluation between them, by name.
 
@@ -27,6 +32,7 @@ def train_on_schedule(
         options: TransformerConfig fields.
         use_te: the layers are TransformerEngine's, and add weight gradients to main_grad
             themselves: those that they delay they cannot add up anywhere else.
+        sequence: length of the training's sequences; the evaluation's are twice as long.
     """
     initialize(ep, device=ctx.device)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -41,21 +47,25 @@ def train_on_schedule(
         )
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False)
-    gpt = GPTModel(config, spec, VOCABULARY, 2 * SEQUENCE).to(ctx.device, torch.bfloat16)
+    gpt = GPTModel(config, spec, VOCABULARY, 2 * sequence).to(ctx.device, torch.bfloat16)
     make_experts_differ(gpt)
     model = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), gpt
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, delay_wgrad_compute=config.delay_wgrad_compute
+        ),
+        gpt,
     )
     forward_backward = get_forward_backward_func()
     results: dict[str, torch.Tensor] = {}
 
-    def run(step: int, sequence: int, forward_only: bool) -> torch.Tensor:
+    def run(step: int, length: int, forward_only: bool) -> torch.Tensor:
         losses = forward_backward(
             forward_step_func=_forward_step,
-            data_iterator=iter(_batches(ctx, step, sequence, use_te)),
+            data_iterator=iter(_batches(ctx, step, length, use_te)),
             model=[model],
             num_microbatches=MICRO_BATCHES,
-            seq_length=sequence,
+            seq_length=length,
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
@@ -63,13 +73,13 @@ def train_on_schedule(
 
     for step in range(STEPS):
         model.zero_grad_buffer()
-        results[f"losses of step {step}"] = run(step, SEQUENCE, forward_only=False)
+        results[f"losses of step {step}"] = run(step, sequence, forward_only=False)
         for name, parameter in gpt.named_parameters():
             results[f"gradient of {name} in step {step}"] = parameter.main_grad.clone()
             with torch.no_grad():
                 parameter -= 0.1 * parameter.main_grad
         with torch.no_grad():
-            results[f"losses after step {step}"] = run(100 + step, 2 * SEQUENCE, forward_only=True)
+            results[f"losses after step {step}"] = run(100 + step, 2 * sequence, forward_only=True)
     return results
 
 

@@ -1,0 +1,168 @@
+"""Megatron's schedule that overlaps two micro-batches (overlap_moe_expert_parallel_comm), and
+delayed weight gradients: the bits of its schedule without, and no memory given away too early.
+
+On a CPU streams are dummies and the allocator knows of none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from megatron_setup import build_layer, initialize, make_config
+from schedule_case import differences, train_on_schedule
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="TransformerEngine, which delays weight gradients, is not installed",
+)
+
+# About half a second, in which the host has long queued, and dropped, what the test is about.
+SLOW_CYCLES = 1_000_000_000
+SEQUENCE, HIDDEN = 256, 512
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+
+
+@dataclass(frozen=True)
+class ScheduleCase:
+    """A training: `options` are TransformerConfig fields of both, `overlap` of the overlapped."""
+
+    name: str
+    use_te: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    overlap: dict[str, Any] = field(default_factory=lambda: OVERLAP)
+    ncclep: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    ScheduleCase("local", use_te=False),
+    *(
+        pytest.param(case, marks=needs_te, id=case.name)
+        for case in (
+            ScheduleCase("te"),
+            ScheduleCase("delayed", overlap={**OVERLAP, "delay_wgrad_compute": True}),
+            # The norm's output, which dispatch reads, is freed and computed again.
+            ScheduleCase(
+                "recompute",
+                options={
+                    "recompute_granularity": "selective",
+                    "recompute_modules": ["layernorm", "moe_act"],
+                },
+            ),
+            ScheduleCase(
+                "early", overlap={**OVERLAP, "ep_overlap_early_attn_memory_release": True}
+            ),
+            ScheduleCase("grouped-static", ncclep={"experts": "grouped", "max_recv_rows": "worst"}),
+            ScheduleCase(
+                "delayed-in-one-micro-batch",
+                overlap={"overlap_dispatch_backward_with_experts_wgrad": True},
+            ),
+        )
+    ),
+]
+
+
+def differences_on_rank(ctx: RankContext, engine_name: str, case: ScheduleCase) -> list[str]:
+    from megatron.core.transformer.enums import AttnBackend
+
+    options: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": HIDDEN,
+        "moe_ffn_hidden_size": HIDDEN // 2,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": True,
+        # Megatron wants more than one; one rank is as good for what is compared.
+        "expert_model_parallel_size": max(2, ctx.num_ranks),
+        # The others add up in whatever order their blocks come, run by run.
+        "attention_backend": AttnBackend.unfused,
+        "ncclep": EpConfig(engine=engine_name, **case.ncclep),
+    }
+    if case.use_te:
+        options |= {
+            "moe_grouped_gemm": True,
+            "gradient_accumulation_fusion": True,
+            "use_cpu_initialization": False,
+        }
+
+    def train(more: dict[str, Any]) -> dict[str, torch.Tensor]:
+        fields = {**options, **case.options, **more}
+        return train_on_schedule(ctx, "ncclep", ctx.num_ranks, fields, case.use_te, SEQUENCE)
+
+    expected = train({})
+    return differences(train(case.overlap), expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_overlap_changes_no_bits(
+    megatron_pool: RankPool, engine_name: str, case: ScheduleCase
+) -> None:
+    found = megatron_pool.run(differences_on_rank, engine_name, case)
+    assert found == [[]] * megatron_pool.size
+
+
+def read_late_on_rank(ctx: RankContext, engine_name: str) -> list[bool]:
+    """Dispatch on one stream, read what comes on another that is slow, and drop it at once.
+
+    Then the first stream takes memory of every size that was dropped and fills it.  Returns whether
+    the other has read what was dispatched, of rows, weights and numbers of rows.
+    """
+    initialize(ctx.num_ranks, device="cuda")
+    ncclep = EpConfig(engine=engine_name, experts="grouped", max_recv_rows="worst")
+    options = {"hidden_size": HIDDEN, "num_moe_experts": 16, "moe_router_topk": 4}
+    config = make_config("ncclep", torch.bfloat16, ctx.num_ranks, ncclep=ncclep, **options)
+    config.overlap_moe_expert_parallel_comm = True
+    dispatcher = build_layer(config, "cuda").token_dispatcher
+    generator = torch.Generator().manual_seed(ctx.rank)
+    hidden = torch.randn(SEQUENCE, 2, HIDDEN, generator=generator).to("cuda", torch.bfloat16)
+    probs = torch.rand(SEQUENCE * 2, 16, generator=generator).cuda()
+    routing_map = torch.zeros_like(probs, dtype=torch.bool)
+    routing_map.scatter_(1, probs.topk(4).indices, True)
+    comm, comp = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        with torch.cuda.stream(comp):
+            tokens, weights = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+        comm.wait_stream(comp)
+        with torch.cuda.stream(comm):
+            rows, row_weights = dispatcher.token_dispatch(tokens, weights)
+            expected = [rows.clone(), row_weights.clone()]
+            expected.append(dispatcher._plan.tokens_per_expert.clone())
+        comp.wait_stream(comm)
+        with torch.cuda.stream(comp):
+            rows, counts, row_weights = dispatcher.dispatch_postprocess(rows, row_weights)
+            torch.cuda._sleep(SLOW_CYCLES)
+            read = [rows.clone(), row_weights.clone(), counts.clone()]
+        sizes = [t.untyped_storage().nbytes() for t in (rows, row_weights, counts)]
+        dispatcher._plan = None
+        del rows, row_weights, counts
+        with torch.cuda.stream(comm):
+            spoilt = [
+                torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
+                for size in sizes
+                for _ in range(4)
+            ]
+        torch.cuda.synchronize()
+        del spoilt
+    dispatcher.engine.close()
+    return [torch.equal(a, b) for a, b in zip(read, expected, strict=True)]
+
+
+def test_memory_is_not_given_away_while_the_other_stream_reads_it(
+    megatron_pool: RankPool, engine_name: str
+) -> None:
+    """The next micro-batch's dispatch takes the memory that the experts' backward lets go of, on
+    another stream than the one on which they still read it.
+    """
+    found = megatron_pool.run(read_late_on_rank, engine_name)
+    assert found == [[True, True, True]] * megatron_pool.size
