@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron_setup import EXPERTS, initialize, make_config, make_experts_differ
+from megatron_setup import initialize, make_config, make_experts_differ
 
 from megatron_ncclep.testing.launcher import RankContext
 
@@ -15,71 +15,114 @@ VOCABULARY, SEQUENCE, BATCH, MICRO_BATCHES, STEPS = 48, 12, 2, 3, 3
 Batch = dict[str, Any]
 
 
-def train_on_schedule(
-    ctx: RankContext,
-    dispatcher: str,
-    ep: int,
-    options: dict[str, Any],
-    use_te: bool = False,
-    sequence: int = SEQUENCE,
-) -> dict[str, torch.Tensor]:
-    """Losses and gradients of some steps of plain SGD, with an evaluation between them, by name.
+class ScheduledModel:
+    """A GPTModel in Megatron's DDP, and what runs its micro-batches.
 
-    Args:
-        ctx: this rank.
-        dispatcher: type of the token dispatcher.
-        ep: expert-parallel ranks.
-        options: TransformerConfig fields.
-        use_te: the layers are TransformerEngine's, and add weight gradients to main_grad
-            themselves: those that they delay they cannot add up anywhere else.
-        sequence: length of the training's sequences; the evaluation's are twice as long.
+    Attributes:
+        gpt: the model itself.
+        ddp: what is around it.
     """
-    initialize(ep, device=ctx.device)
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    config = make_config(dispatcher, torch.bfloat16, ep, **options)
-    if use_te:
-        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=EXPERTS, moe_grouped_gemm=True
-        )
-    else:
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False)
-    gpt = GPTModel(config, spec, VOCABULARY, 2 * sequence).to(ctx.device, torch.bfloat16)
-    make_experts_differ(gpt)
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
+    def __init__(
+        self,
+        ctx: RankContext,
+        dispatcher: str,
+        ep: int,
+        options: dict[str, Any],
+        use_te: bool = False,
+        sequence: int = SEQUENCE,
+        num_micro_batches: int = MICRO_BATCHES,
+    ) -> None:
+        """Set Megatron up, and build the model, the same each time.
+
+        Args:
+            ctx: this rank.
+            dispatcher: type of the token dispatcher.
+            ep: expert-parallel ranks.
+            options: TransformerConfig fields.
+            use_te: the layers are TransformerEngine's, and add weight gradients to main_grad
+                themselves: those that they delay they cannot add up anywhere else.
+            sequence: length of the training's sequences; the evaluation's are twice as long.
+            num_micro_batches: of one step.
+        """
+        initialize(ep, device=ctx.device)
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import gpt_layer_specs
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._ctx, self._use_te = ctx, use_te
+        self._sequence, self._num_micro_batches = sequence, num_micro_batches
+        config = make_config(dispatcher, torch.bfloat16, ep, **options)
+        experts = config.num_moe_experts
+        if use_te:
+            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+                num_experts=experts, moe_grouped_gemm=True
+            )
+        else:
+            spec = gpt_layer_specs.get_gpt_layer_local_spec(experts, moe_grouped_gemm=False)
+        gpt = GPTModel(config, spec, VOCABULARY, 2 * sequence).to(ctx.device, torch.bfloat16)
+        make_experts_differ(gpt)
+        wrapping = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, delay_wgrad_compute=config.delay_wgrad_compute
-        ),
-        gpt,
-    )
-    forward_backward = get_forward_backward_func()
-    results: dict[str, torch.Tensor] = {}
+        )
+        self.gpt, self.ddp = gpt, DistributedDataParallel(config, wrapping, gpt)
+        self._forward_backward = get_forward_backward_func()
 
-    def run(step: int, length: int, forward_only: bool) -> torch.Tensor:
-        losses = forward_backward(
+    def gradients(self, step: int) -> torch.Tensor:
+        """Make the gradients those of one step; its losses."""
+        self.ddp.zero_grad_buffer()
+        return self._run(step, self._sequence, forward_only=False)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> torch.Tensor:
+        """Losses on sequences of another length."""
+        return self._run(100 + step, 2 * self._sequence, forward_only=True)
+
+    def _run(self, seed: int, length: int, forward_only: bool) -> torch.Tensor:
+        losses = self._forward_backward(
             forward_step_func=_forward_step,
-            data_iterator=iter(_batches(ctx, step, length, use_te)),
-            model=[model],
-            num_microbatches=MICRO_BATCHES,
+            data_iterator=iter(self._batches(seed, length)),
+            model=[self.ddp],
+            num_microbatches=self._num_micro_batches,
             seq_length=length,
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
         return torch.stack([loss["loss"] for loss in losses])
 
+    def _batches(self, seed: int, length: int) -> list[Batch]:
+        device = self._ctx.device
+        generator = torch.Generator().manual_seed(1000 * seed + self._ctx.rank)
+        size = (self._num_micro_batches, BATCH, length + 1)
+        mask = None  # TransformerEngine has a causal one of its own
+        if not self._use_te:
+            mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1).to(device)
+        return [
+            {
+                "input_ids": tokens[:, :-1].contiguous().to(device),
+                "labels": tokens[:, 1:].contiguous().to(device),
+                "position_ids": torch.arange(length, device=device).expand(BATCH, -1),
+                "attention_mask": mask,
+            }
+            for tokens in torch.randint(0, VOCABULARY, size, generator=generator)
+        ]
+
+
+def train_on_schedule(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """Losses and gradients of some steps of plain SGD, with an evaluation between them, by name.
+
+    The arguments are those of `ScheduledModel`.
+    """
+    model = ScheduledModel(*args, **kwargs)
+    results: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
-        model.zero_grad_buffer()
-        results[f"losses of step {step}"] = run(step, sequence, forward_only=False)
-        for name, parameter in gpt.named_parameters():
+        results[f"losses of step {step}"] = model.gradients(step)
+        for name, parameter in model.gpt.named_parameters():
             results[f"gradient of {name} in step {step}"] = parameter.main_grad.clone()
             with torch.no_grad():
                 parameter -= 0.1 * parameter.main_grad
-        with torch.no_grad():
-            results[f"losses after step {step}"] = run(100 + step, 2 * sequence, forward_only=True)
+        results[f"losses after step {step}"] = model.evaluate(step)
     return results
 
 
@@ -92,22 +135,6 @@ def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         name
         for name, value in expected.items()
         if not torch.equal(found[name], value) or not torch.isfinite(value).all()
-    ]
-
-
-def _batches(ctx: RankContext, step: int, sequence: int, use_te: bool) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1000 * step + ctx.rank)
-    size = (MICRO_BATCHES, BATCH, sequence + 1)
-    mask = torch.triu(torch.ones(1, 1, sequence, sequence, dtype=torch.bool), 1)
-    return [
-        {
-            "input_ids": tokens[:, :-1].contiguous().to(ctx.device),
-            "labels": tokens[:, 1:].contiguous().to(ctx.device),
-            "position_ids": torch.arange(sequence, device=ctx.device).expand(BATCH, -1),
-            # TransformerEngine has a causal one of its own.
-            "attention_mask": None if use_te else mask.to(ctx.device),
-        }
-        for tokens in torch.randint(0, VOCABULARY, size, generator=generator)
     ]
 
 
