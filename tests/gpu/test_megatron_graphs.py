@@ -46,6 +46,7 @@ PARTS = Job(
     graphs("transformer_engine", "attn", "moe_router", "moe_preprocess"),
     holds_dispatch=False,
 )
+SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
 FUSER = {"use_transformer_engine_op_fuser": True}
 JOBS = {
     "full_iteration": [
@@ -76,6 +77,11 @@ JOBS = {
             eval_sequence=SEQUENCE,
         )
     ],
+    "shared experts": [
+        dataclasses.replace(TE, name="shared experts in whole layers", options=SHARED),
+        dataclasses.replace(PARTS, name="shared experts beside the dispatch", options=SHARED),
+    ],
+    "shared experts, full iteration": [dataclasses.replace(FULL, name="shared", options=SHARED)],
     "op fuser": [
         dataclasses.replace(
             FULL, name="op fuser", ncclep={"max_recv_rows": ALL_ROWS}, options=FUSER
