@@ -33,7 +33,7 @@ TOKENS, HIDDEN, FFN, TOP_K, EXPERTS_PER_RANK = 8192, 4096, 8192, 8, 8
 # In one pass; about as long as two dispatches and combines, and six times as long.
 GEMMS, ROUNDS = (2, 12), 2
 MARGINS = (0, 32)
-REPETITIONS = 9
+REPETITIONS = 7
 # About 5 ms: the host has queued everything when the device begins.
 SLOW_CYCLES = 10_000_000
 

@@ -7,6 +7,7 @@ On a CPU streams are dummies and the allocator knows of none.
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,7 @@ CASES = [
 
 
 def differences_on_rank(ctx: RankContext, engine_name: str, case: ScheduleCase) -> list[str]:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what it would compile takes longer than all the rest
     from megatron.core.transformer.enums import AttnBackend
 
     options: dict[str, Any] = {

@@ -62,7 +62,6 @@ class ScheduledModel:
         else:
             spec = gpt_layer_specs.get_gpt_layer_local_spec(experts, moe_grouped_gemm=False)
         gpt = GPTModel(config, spec, VOCABULARY, 2 * sequence).to(ctx.device, torch.bfloat16)
-        make_experts_differ(gpt)
         wrapping = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, delay_wgrad_compute=config.delay_wgrad_compute
         )
@@ -115,6 +114,7 @@ def train_on_schedule(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
     The arguments are those of `ScheduledModel`.
     """
     model = ScheduledModel(*args, **kwargs)
+    make_experts_differ(model.gpt)
     results: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         results[f"losses of step {step}"] = model.gradients(step)
