@@ -10,10 +10,11 @@ import torch
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
 
 
-def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1) -> None:
+def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int = 1) -> None:
     """Set Megatron up on this rank, over all ranks of the pool, with fresh random numbers.
 
-    On "cpu" Megatron is made to run on one; on "cuda" it is as it comes.
+    On "cpu" Megatron is made to run on one; on "cuda" it is as it comes.  With pipeline stages each
+    rank has two of them.
 
     Groups of the sizes asked for are kept from the last call if they are the same: Megatron makes
     dozens of process groups at a time and never destroys one, and each brings threads of its own.
@@ -34,11 +35,17 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1) -> None:
         "tensor_model_parallel_size": tp,
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": etp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": 2 if pp > 1 else None,
     }
     if not parallel_state.model_parallel_is_initialized() or wanted != {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": (
+            parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        ),
     }:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**wanted)

@@ -12,6 +12,16 @@ from megatron_ncclep.testing.launcher import RankContext
 
 VOCABULARY, SEQUENCE, BATCH, MICRO_BATCHES, STEPS = 48, 12, 2, 3, 3
 
+# With two model chunks on a rank of two, and without overlap_p2p_comm, Megatron's sends meet the
+# wrong receives; its command line refuses that.
+PIPELINE = {
+    "num_layers": 4,
+    "virtual_pipeline_model_parallel_size": 2,
+    "pipeline_dtype": torch.bfloat16,
+    "overlap_p2p_comm": True,
+    "batch_p2p_comm": False,
+}
+
 Batch = dict[str, Any]
 
 
@@ -19,8 +29,7 @@ class ScheduledModel:
     """A GPTModel in Megatron's DDP, and what runs its micro-batches.
 
     Attributes:
-        gpt: the model itself.
-        ddp: what is around it.
+        chunks: the parts of the model that this rank has; two of them with pipeline stages.
     """
 
     def __init__(
@@ -32,6 +41,7 @@ class ScheduledModel:
         use_te: bool = False,
         sequence: int = SEQUENCE,
         num_micro_batches: int = MICRO_BATCHES,
+        pp: int = 1,
     ) -> None:
         """Set Megatron up, and build the model, the same each time.
 
@@ -44,15 +54,20 @@ class ScheduledModel:
                 themselves: those that they delay they cannot add up anywhere else.
             sequence: length of the training's sequences; the evaluation's are twice as long.
             num_micro_batches: of one step.
+            pp: ranks of a pipeline.
         """
-        initialize(ep, device=ctx.device)
+        initialize(ep, device=ctx.device, pp=pp)
+        from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import gpt_layer_specs
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self._ctx, self._use_te = ctx, use_te
+        self._device, self._use_te = ctx.device, use_te
         self._sequence, self._num_micro_batches = sequence, num_micro_batches
+        self._replica = parallel_state.get_data_parallel_rank()
+        if pp > 1:
+            options = {**PIPELINE, "pipeline_model_parallel_size": pp, **options}
         config = make_config(dispatcher, torch.bfloat16, ep, **options)
         experts = config.num_moe_experts
         if use_te:
@@ -61,16 +76,29 @@ class ScheduledModel:
             )
         else:
             spec = gpt_layer_specs.get_gpt_layer_local_spec(experts, moe_grouped_gemm=False)
-        gpt = GPTModel(config, spec, VOCABULARY, 2 * sequence).to(ctx.device, torch.bfloat16)
         wrapping = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, delay_wgrad_compute=config.delay_wgrad_compute
         )
-        self.gpt, self.ddp = gpt, DistributedDataParallel(config, wrapping, gpt)
+        self.chunks, self._wrapped = [], []
+        for stage in (0, 1) if pp > 1 else (None,):
+            place = {"ignore_virtual": stage is None, "vp_stage": stage}
+            chunk = GPTModel(
+                config,
+                spec,
+                VOCABULARY,
+                2 * sequence,
+                pre_process=parallel_state.is_pipeline_first_stage(**place),
+                post_process=parallel_state.is_pipeline_last_stage(**place),
+                vp_stage=stage,
+            ).to(ctx.device, torch.bfloat16)
+            self.chunks.append(chunk)
+            self._wrapped.append(DistributedDataParallel(config, wrapping, chunk))
         self._forward_backward = get_forward_backward_func()
 
     def gradients(self, step: int) -> torch.Tensor:
         """Make the gradients those of one step; its losses."""
-        self.ddp.zero_grad_buffer()
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
         return self._run(step, self._sequence, forward_only=False)
 
     @torch.no_grad()
@@ -79,20 +107,21 @@ class ScheduledModel:
         return self._run(100 + step, 2 * self._sequence, forward_only=True)
 
     def _run(self, seed: int, length: int, forward_only: bool) -> torch.Tensor:
+        batches = [iter(self._batches(seed, length)) for _ in self._wrapped]
         losses = self._forward_backward(
             forward_step_func=_forward_step,
-            data_iterator=iter(self._batches(seed, length)),
-            model=[self.ddp],
+            data_iterator=batches if len(batches) > 1 else batches[0],
+            model=self._wrapped,
             num_microbatches=self._num_micro_batches,
             seq_length=length,
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
-        return torch.stack([loss["loss"] for loss in losses])
+        return torch.stack([loss["loss"] for loss in losses] or [torch.zeros(())])
 
     def _batches(self, seed: int, length: int) -> list[Batch]:
-        device = self._ctx.device
-        generator = torch.Generator().manual_seed(1000 * seed + self._ctx.rank)
+        device = self._device
+        generator = torch.Generator().manual_seed(1000 * seed + self._replica)
         size = (self._num_micro_batches, BATCH, length + 1)
         mask = None  # TransformerEngine has a causal one of its own
         if not self._use_te:
@@ -114,14 +143,16 @@ def train_on_schedule(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
     The arguments are those of `ScheduledModel`.
     """
     model = ScheduledModel(*args, **kwargs)
-    make_experts_differ(model.gpt)
+    for chunk in model.chunks:
+        make_experts_differ(chunk)
     results: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         results[f"losses of step {step}"] = model.gradients(step)
-        for name, parameter in model.gpt.named_parameters():
-            results[f"gradient of {name} in step {step}"] = parameter.main_grad.clone()
-            with torch.no_grad():
-                parameter -= 0.1 * parameter.main_grad
+        for index, chunk in enumerate(model.chunks):
+            for name, parameter in chunk.named_parameters():
+                results[f"gradient of {index} {name} in step {step}"] = parameter.main_grad.clone()
+                with torch.no_grad():
+                    parameter -= 0.1 * parameter.main_grad
         results[f"losses after step {step}"] = model.evaluate(step)
     return results
 

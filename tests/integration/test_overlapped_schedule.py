@@ -7,6 +7,7 @@ would have no values then.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,24 +18,31 @@ from schedule_case import differences, train_on_schedule
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "several-experts": (2, {}),
+CASES: dict[str, dict[str, Any]] = {
+    "several-experts": {"ep": 2},
     # It gets its rows as they come.
-    "one-expert": (4, {"num_moe_experts": 4}),
-    "grouped-static": (2, {"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")}),
+    "one-expert": {"ep": 4, "options": {"num_moe_experts": 4}},
+    "grouped-static": {
+        "ep": 2,
+        "options": {"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")},
+    },
+    "pipeline": {"ep": 2, "pp": 2, "num_micro_batches": 4},
 }
 
 
-def differences_on_rank(ctx: RankContext, ep: int, options: dict[str, Any]) -> list[str]:
-    eager = train_on_schedule(ctx, "ncclep", ep, options)
+def differences_on_rank(
+    ctx: RankContext, options: dict[str, Any] | None = None, **how: Any
+) -> list[str]:
+    options = options or {}
     overlapped = {**options, "overlap_moe_expert_parallel_comm": True}
-    return differences(train_on_schedule(ctx, "ncclep", ep, overlapped), eager)
+    eager = train_on_schedule(ctx, "ncclep", options=options, **how)
+    return differences(train_on_schedule(ctx, "ncclep", options=overlapped, **how), eager)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_overlap_changes_no_bits(megatron_pool: RankPool, name: str) -> None:
-    ep, options = CASES[name]
-    assert megatron_pool.run(differences_on_rank, ep, options) == [[]] * megatron_pool.size
+    found = megatron_pool.run(partial(differences_on_rank, **CASES[name]))
+    assert found == [[]] * megatron_pool.size
 
 
 def delayed_on_rank(ctx: RankContext) -> tuple[str, list[str], list[str]]:
