@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt_training import Training, checkpoints_written
+from gpt_training import BATCH, SEQUENCE, Training, checkpoints_written
 from megatron_setup import build_layer, initialize, make_config
 
 from megatron_ncclep.benchmark.shapes import load
