@@ -157,7 +157,7 @@ CASES = [
         **SLICES,
         options={
             **SWIGLU,
-            "moe_shared_expert_intermediate_size": 32,
+            **SHARED_OVERLAP,
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 0.1,
             "recompute_granularity": "selective",
