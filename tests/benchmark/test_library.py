@@ -85,7 +85,7 @@ class Handle:
         stream: int,
     ) -> None:
         """Sums of this rank's tokens; what other ranks have is as it must be."""
-        work, routes = self._work, self._work.routes
+        routes = self._work.routes
         kind = payload.Y if home_w is None else payload.GRAD_ROWS
         mine = routes.tokens(RANK)
         assert self.picks is not None
@@ -99,27 +99,25 @@ class Handle:
             for owner in ranks if self.adds_by_pick else sorted(ranks):
                 part = torch.zeros(CASE.hidden)
                 for e in sorted(e for e in named if e // 2 == owner):
-                    row = torch.tensor([slot_of[e]])
-                    if owner == RANK:
-                        part += y[self.place[row]][0].float()
-                    else:
-                        part += payload.rows(
-                            kind, torch.tensor([owner]), row, CASE.hidden, work.case.dtype
-                        )[0].float()
+                    part += self._row(y, kind, owner, slot_of[e])
                 total += part.to(y.dtype).float()
             out[t] = total.to(out.dtype)
             if home_w is None:
                 continue
             assert w is not None
             for k, e in enumerate(self.picks[t].tolist()):
-                row = torch.tensor([slot_of[e]])
                 home_w[t, k] = 0.0
-                if e >= 0 and e // 2 == RANK:
-                    home_w[t, k] = w[self.place[row]]
-                elif e >= 0:
-                    home_w[t, k] = payload.rows(
-                        payload.GRAD_WEIGHTS, torch.tensor([e // 2]), row, 1, torch.float32
-                    )
+                if e >= 0:
+                    there = self._row(w[:, None], payload.GRAD_WEIGHTS, e // 2, slot_of[e])
+                    home_w[t, k] = there[0]
+
+    def _row(self, mine: torch.Tensor, kind: int, owner: int, slot: int) -> torch.Tensor:
+        """fp32 [width]: what a rank has in its row `slot`: this one `mine`, others the payload."""
+        row = torch.tensor([slot])
+        if owner == RANK:
+            return mine[self.place[row]][0].float()
+        owners = torch.tensor([owner])
+        return payload.rows(kind, owners, row, mine.shape[1], mine.dtype)[0].float()
 
 
 def in_order(block: torch.Tensor) -> torch.Tensor:
