@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -136,6 +139,25 @@ def test_layer_equals_transformer_engines(
             assert error <= TOLERANCE * scale, f"rank {rank}, {name}: {error} of {scale}"
             trained += "experts" in name and scale > 0
     assert trained >= 4  # not zeros against zeros
+
+
+def automatic_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
+    """The classes of experts with few rows, and with many, as Megatron's arguments say."""
+    found = []
+    for tokens in (16, 2**24):
+        arguments = SimpleNamespace(seq_length=tokens, micro_batch_size=1)
+        holder = SimpleNamespace(_GLOBAL_ARGS=arguments)
+        with mock.patch.dict(sys.modules, {"megatron.training.global_vars": holder}):
+            layer = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts="auto"))
+        found.append(type(layer.experts).__name__)
+        layer.token_dispatcher.engine.close()
+    return found
+
+
+@needs_te
+def test_auto_chooses_by_shape(megatron_pool: RankPool, engine_name: str) -> None:
+    for found in megatron_pool.run(automatic_on_rank, engine_name):
+        assert found == ["GroupedTEExperts", "TEGroupedMLP"]
 
 
 def checkpoints_on_rank(ctx: RankContext, engine_name: str, folder: Path) -> None:

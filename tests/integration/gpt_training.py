@@ -104,7 +104,8 @@ class Training:
             ),
             [self.model],
         )
-        config.grad_scale_func = self.optimizer.scale_loss
+        # No grad_scale_func, which is 1 here: through it the config would lead to the optimizer, in
+        # a cycle through autograd's nodes that Python cannot see, and no model would ever go.
 
     def step(self) -> tuple[float, float]:
         """Two micro-batches and an update: mean loss of this rank, and the gradients' norm."""
