@@ -7,6 +7,8 @@ would have no values then.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from functools import partial
 from typing import Any
 
@@ -16,12 +18,16 @@ from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, mak
 from schedule_case import differences, train_on_schedule
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import IntegrationError
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 CASES: dict[str, dict[str, Any]] = {
     "several-experts": {"ep": 2},
     # It gets its rows as they come.
-    "one-expert": {"ep": 4, "options": {"num_moe_experts": 4}},
+    "one-expert": {
+        "ep": 4,
+        "options": {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32},
+    },
     "grouped-static": {
         "ep": 2,
         "options": {"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")},
@@ -91,3 +97,32 @@ def test_weight_gradients_beside_the_backward_of_dispatch(megatron_pool: RankPoo
         assert not problems
         steps = ["dispatch", "combine", "dispatch", "combine", "backward_dw"]
         assert order == (steps[:-1] if version.startswith(("0.16", "0.17")) else steps)
+
+
+def hook_on_rank(ctx: RankContext) -> str:
+    initialize(ep=4)
+    from megatron_ncclep import schedule_support
+
+    # Of other types, what is freed stays Megatron's choice.
+    config = make_config("ncclep", torch.float32, 4)
+    schedule_support.keep_inputs("ncclep")
+    schedule_support.keep_inputs("ncclep")
+    modules = [sys.modules.get(name) for name in schedule_support.PLACES]
+    decides = next(m.should_free_input for m in modules if hasattr(m, "should_free_input"))
+    rest = [2] if len(inspect.signature(decides).parameters) > 3 else []  # experts of a rank
+    parts = ("moe_dispatch", "mlp", "moe_combine")
+    assert [decides(name, True, config, *rest) for name in parts] == [False, False, True]
+    config.moe_token_dispatcher_type = "alltoall"
+    assert [decides(name, True, config, *rest) for name in parts] == [True, True, True]
+    assert not decides("mlp", False, config, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule_support, "PLACES", ("megatron.core.utils", "megatron.core.nowhere"))
+        with pytest.raises(IntegrationError) as caught:
+            schedule_support.keep_inputs("ncclep")
+    return str(caught.value)
+
+
+def test_what_is_kept(megatron_pool: RankPool) -> None:
+    for text in megatron_pool.run(hook_on_rank):
+        assert "megatron.core.utils nor megatron.core.nowhere has should_free_input()" in text
