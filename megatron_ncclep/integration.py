@@ -21,10 +21,8 @@ hooks the import of the others (post_import.py), so that the order of imports do
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
-import importlib
 import inspect
 import re
 import sys
@@ -43,7 +41,12 @@ from megatron_ncclep.graph_support import (
     captured_in,
     check_captured,
     check_graph_options,
-    may_hold_experts,
+)
+from megatron_ncclep.layer_experts import (
+    check_experts,
+    counts_wanted,
+    need_no_host,
+    settle_experts,
 )
 from megatron_ncclep.options_field import add_options_field, options_hidden, settle_options
 from megatron_ncclep.post_import import after_import
@@ -178,33 +181,13 @@ def _change_layer(module: ModuleType) -> None:
             )
         settle_options(config)
         options: EpConfig = config.ncclep or EpConfig.resolve()
-        if options.experts == "grouped":
-            from megatron_ncclep.experts.refusals import check_config
-
-            check_config(config, config.num_moe_experts // groups.ep.size(), groups.expt_tp.size())
+        check_experts(config, options, groups.ep.size(), groups.expt_tp.size())
         check_before_steps()
         if config.overlap_moe_expert_parallel_comm:
             keep_inputs(NAME)
         with _as_stand_in(config):
             original(self, *args, **kwargs)
-        choice = None
-        if options.experts == "auto":
-            from megatron_ncclep.experts.choice import choose
-
-            choice = choose(
-                config,
-                options,
-                self.experts,
-                self.num_local_experts,
-                groups.expt_tp.size(),
-                in_graph=may_hold_experts(config),
-            )
-            options = dataclasses.replace(options, experts=choice.experts)
-        is_grouped = options.experts == "grouped"
-        if is_grouped:
-            from megatron_ncclep.experts.grouped import group_experts
-
-            group_experts(self.experts, last_expert_first=True)
+        options, choice = settle_experts(self, options, groups.expt_tp.size())
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
         from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
 
@@ -215,8 +198,8 @@ def _change_layer(module: ModuleType) -> None:
             config=config,
             pg_collection=groups,
             options=options,
-            **_wanted_counts(self.experts),
-            last_expert_first=is_grouped,
+            **counts_wanted(self.experts),
+            last_expert_first=options.experts == "grouped",
         )
         if overlapped is not None:
             self.token_dispatcher.set_shared_experts(overlapped)
@@ -244,24 +227,11 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
             captured,
             engine.caps,
             is_static=engine.config.max_recv_rows is not None,
-            host_experts=None if _need_no_host(experts, config) else type(experts).__name__,
+            host_experts=None if need_no_host(experts, config) else type(experts).__name__,
         )
     except UnsupportedError:
         engine.close()
         raise
-
-
-def _need_no_host(experts: Any, config: Any) -> bool:
-    """Whether experts read the numbers of their rows on the device only."""
-    if getattr(experts, "takes_counts_on_device", False):
-        return True
-    # Megatron's TEGroupedMLP over TransformerEngine's op fuser, from 0.18 on.
-    if not getattr(experts, "_with_fused_impl", False):
-        return False
-    # Which has such kernels by release, GPU and cuBLAS, and otherwise splits the rows on the host.
-    ops = importlib.import_module("transformer_engine.pytorch.ops.basic.grouped_linear")
-    has_kernels = getattr(ops, "is_op_fuser_grouped_tensor_path_supported", None)
-    return has_kernels is not None and bool(has_kernels(None, config.params_dtype))
 
 
 def _change_transformer_layer(module: Any) -> None:
@@ -279,18 +249,6 @@ def _change_transformer_layer(module: Any) -> None:
             _check_graphs(self.mlp, captured_in(self))
 
     layer_class.__init__ = _marked(init)
-
-
-def _wanted_counts(experts: Any) -> dict[str, bool]:
-    """How the experts take the numbers of their rows: arguments of the dispatcher."""
-    if getattr(experts, "takes_counts_on_device", False):
-        return {"counts_on_device": True}
-    # Megatron's TEGroupedMLP over TransformerEngine's op fuser (use_transformer_engine_op_fuser,
-    # from 0.18 on) hands them on as they come; where TransformerEngine has no kernel that reads
-    # them it splits the rows by them, and then they must add up.
-    if getattr(experts, "_with_fused_impl", False):
-        return {"counts_on_device": True, "counts_add_up": True}
-    return {}
 
 
 def _refuse_ignored_experts(config: Any) -> None:

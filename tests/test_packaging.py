@@ -42,6 +42,7 @@ LAYER_OF = {
     "step_check": "integration",
     "graph_support": "integration",
     "schedule_support": "integration",
+    "layer_experts": "integration",
     "autoload": "integration",
     # What people run.  The package's own file only loads names when they are used.
     "__init__": "tools",
