@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from verdict import ArmVerdict, Verdict
 PLOT, TABLE = "loss.png", "table.md"
 # Steps over which curves are averaged before they are drawn; nothing is judged by them.
 SMOOTHED_STEPS = 25
+# What differs from the control by more lies beyond the edge.
+DRAWN_MARGINS = 2.5
 # Okabe and Ito's colours; the control is black, mistakes are dotted.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
 
@@ -56,7 +59,7 @@ def _row(verdict: ArmVerdict) -> str:
     apart = [t.start["layer_apart"] for t in own if t.start.get("layer_apart") is not None]
     whole = [t.learnt for t in own if t.is_whole]
     learnt, interval = (f"{np.mean(whole):.4f}" if whole else "-"), "-"
-    if verdict.effect is not None:
+    if verdict.effect is not None and verdict.arm.same_bits_as is None:
         learnt, interval = f"{verdict.effect.nats:+.5f}", f"{verdict.effect.half_width:.5f}"
     cells = [
         verdict.arm.name,
@@ -152,7 +155,8 @@ def draw(verdict: Verdict, path: Path) -> None:
     if verdict.spread is not None:
         for line in (-verdict.spread.margin, verdict.spread.margin):
             distances.axhline(line, color="0.4", linestyle="--", linewidth=1)
-        distances.set_ylim(-3 * verdict.spread.margin, 3 * verdict.spread.margin)
+        limit = DRAWN_MARGINS * verdict.spread.margin
+        distances.set_ylim(-limit, limit)
     _draw_effects(effects, verdict, colors)
     figure.savefig(path, dpi=120)
 
@@ -200,6 +204,15 @@ def _draw_effects(panel: Any, verdict: Verdict, colors: dict[str, str]) -> None:
     if verdict.spread is not None:
         margin = verdict.spread.margin
         panel.axvspan(-margin, margin, color="0.9", zorder=0)
+        panel.set_xlim(-DRAWN_MARGINS * margin, DRAWN_MARGINS * margin)
+        for place, arm in enumerate(shown):
+            assert arm.effect is not None
+            if abs(arm.effect.nats) > DRAWN_MARGINS * margin:
+                side = math.copysign(0.98 * DRAWN_MARGINS * margin, arm.effect.nats)
+                panel.annotate(
+                    f"{arm.effect.nats:+.3f}, beyond the edge", (side, place), va="center",
+                    ha="right" if side > 0 else "left", color=colors[arm.arm.name],
+                )  # fmt: skip
     panel.set_xlabel(
         "effect on the validation loss of the second half, with its 90 % interval (nats)\ngrey: "
         "what two seeds of the control differ by"
