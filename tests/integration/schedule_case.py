@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,15 +84,16 @@ class ScheduledModel:
         self.chunks, self._wrapped = [], []
         for stage in (0, 1) if pp > 1 else (None,):
             place = {"ignore_virtual": stage is None, "vp_stage": stage}
-            chunk = GPTModel(
-                config,
-                spec,
-                VOCABULARY,
-                2 * sequence,
-                pre_process=parallel_state.is_pipeline_first_stage(**place),
-                post_process=parallel_state.is_pipeline_last_stage(**place),
-                vp_stage=stage,
-            ).to(ctx.device, torch.bfloat16)
+            with _output_layer_adds_nothing_itself():
+                chunk = GPTModel(
+                    config,
+                    spec,
+                    VOCABULARY,
+                    2 * sequence,
+                    pre_process=parallel_state.is_pipeline_first_stage(**place),
+                    post_process=parallel_state.is_pipeline_last_stage(**place),
+                    vp_stage=stage,
+                ).to(ctx.device, torch.bfloat16)
             self.chunks.append(chunk)
             self._wrapped.append(DistributedDataParallel(config, wrapping, chunk))
         self._forward_backward = get_forward_backward_func()
@@ -135,6 +138,27 @@ class ScheduledModel:
             }
             for tokens in torch.randint(0, VOCABULARY, size, generator=generator)
         ]
+
+
+@contextmanager
+def _output_layer_adds_nothing_itself() -> Iterator[None]:
+    """Let DDP add the output layer's gradient to main_grad: Megatron's own layer needs Apex for it,
+    also where all others are TransformerEngine's.
+    """
+    from megatron.core import tensor_parallel
+
+    original = tensor_parallel.ColumnParallelLinear
+
+    def unfused(*args: Any, config: Any, **kwargs: Any) -> Any:
+        config = copy.copy(config)
+        config.gradient_accumulation_fusion = False
+        return original(*args, config=config, **kwargs)
+
+    tensor_parallel.ColumnParallelLinear = unfused
+    try:
+        yield
+    finally:
+        tensor_parallel.ColumnParallelLinear = original
 
 
 def train_on_schedule(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
