@@ -19,6 +19,9 @@ Steps:
   train     60 steps of `ncclep train` with each engine: the losses of `alltoall`
   doctor    `ncclep doctor`
   bench     `ncclep bench`, its results in RESULTS/bench
+  convergence
+            trainings of 1000 steps against those with `alltoall` (docs/convergence.md); takes as
+            long as a step may, and runs only when STEPS names it
   sanitizer our kernels of `native` under compute-sanitizer; takes minutes, and runs only when
             STEPS names it
 
@@ -49,7 +52,7 @@ esac
 read -ra steps <<<"${STEPS:-contract random faults gpu train doctor bench}"
 for step in "${steps[@]}"; do
     case $step in
-    contract | random | faults | gpu | train | doctor | bench | sanitizer) ;;
+    contract | random | faults | gpu | train | doctor | bench | convergence | sanitizer) ;;
     *) echo "STEPS: there is no step '$step'" >&2 && usage >&2 && exit 2 ;;
     esac
 done
@@ -237,6 +240,14 @@ if wanted sanitizer; then
                 not_run "$tool-native" "two GPUs are needed, $gpus found"
             fi
         done
+    fi
+fi
+if wanted convergence; then
+    if [ "$gpus" -ge 1 ]; then
+        step convergence "$python" tests/convergence/gpu_protocol.py run "$results/convergence" \
+            --seconds "$((limit - limit / 10))"
+    else
+        not_run convergence "a GPU is needed, none found"
     fi
 fi
 wanted doctor && step doctor "$python" -m megatron_ncclep doctor

@@ -231,6 +231,16 @@ def test_without_a_sanitizer_it_is_listed(machine: Machine) -> None:
     assert rows["sanitizer"] == ["NOT RUN", "-", "it needs a GPU and the engine native"]
 
 
+def test_convergence_runs_when_asked_for(machine: Machine) -> None:
+    machine.has(2, reference="")
+    status, rows = machine.check(STEPS="convergence", STEP_TIMEOUT="500")
+    assert (status, results(rows)["convergence"]) == (0, "pass")
+    assert machine.calls("gpu_protocol.py run")[0].endswith("results/convergence --seconds 450")
+    machine.has(0, reference="")
+    _, rows = machine.check(STEPS="convergence")
+    assert rows["convergence"] == ["NOT RUN", "-", "a GPU is needed, none found"]
+
+
 def test_without_knowing_the_engines_nothing_counts(machine: Machine) -> None:
     machine.has(4, reference="")
     machine.fails("engines_here.py")
