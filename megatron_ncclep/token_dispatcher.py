@@ -84,7 +84,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self.engine = create_engine(
             self.group, config.num_moe_experts * self._num_slices, options, self._num_slices
         )
-        self._ep_group = EpGroup.of(self.group)
+        self._ranks = EpGroup.of(self.group)
         self._counts_on_device = counts_on_device
         self._counts_add_up = counts_add_up or not counts_on_device
         self._is_static = self.engine.config.max_recv_rows is not None
@@ -107,9 +107,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         # stays the same tensor, so that a CUDA graph that is replayed goes on counting.
         self.num_dropped: torch.Tensor | None = None
         if self._is_static:
-            self.num_dropped = torch.zeros((), dtype=torch.int64, device=self._ep_group.device)
+            self.num_dropped = torch.zeros((), dtype=torch.int64, device=self._ranks.device)
             if self._can_drop and self.engine.config.on_overflow == DROP:
-                DropWarning.of(self._ep_group).watch(self.num_dropped, self.engine.config)
+                DropWarning.of(self._ranks).watch(self.num_dropped, self.engine.config)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -142,7 +142,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         assert self._routing_map is not None, "dispatch_preprocess comes first"
         routing_map, self._routing_map = self._routing_map, None
         self._take_over(hidden_states, probs, routing_map)
-        self._hidden_shape, group, shared = hidden_states.shape, self._ep_group, self.shared_experts
+        self._hidden_shape, group, shared = hidden_states.shape, self._ranks, self.shared_experts
         if shared is not None:
             # Its backward reads them on its stream, at a time when nobody else may hold them.
             hidden_states.record_stream(shared.stream)
@@ -234,7 +234,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         if self._is_static:  # what the map holds would have to be waited for
             return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
-        all_ranks = self._ep_group.gather(
+        all_ranks = self._ranks.gather(
             torch.tensor([mine]),
             "plan, exchanging how many experts capacity padding gives a token",
             self.engine.config.timeout_s,
@@ -247,7 +247,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         Raises:
             UnsupportedError: on every rank.
         """
-        group, ep, tp = EpGroup.of(self.group), self.ep_group, self.tp_group
+        group, ep, tp = self._ranks, self.ep_group, self.tp_group
         problem = None
         if (group.size, group.rank) != (ep.size() * tp.size(), ep.rank() * tp.size() + tp.rank()):
             problem = (
