@@ -22,6 +22,7 @@ SHARED_OVERLAP = {
     "moe_shared_expert_gate": True,
     "moe_shared_expert_overlap": True,
 }
+EXPERT_BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
 
 SLICES = {"ep": 2, "etp": 2}  # experts in two slices
@@ -80,6 +81,8 @@ CASES = [
         },
         micro_batches=2,
     ),
+    LayerCase("expert-bias", options=EXPERT_BIAS),
+    LayerCase("two-tokens", sequences=(1, 1, 1, 1)),
     LayerCase("probs-on-input", options={**TOP_1, "moe_apply_probs_on_input": True}),
     LayerCase("gradient-accumulation", micro_batches=3),
     LayerCase("two-in-flight", micro_batches=2, in_flight=True),
