@@ -55,11 +55,8 @@ class Training:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         initialize(layout.ep, layout.tp, "cpu", layout.etp)
-        # Of the process; a layer that was trained before without a model has left another shape.
-        MoEAuxLossAutoScaler.main_loss_backward_scale = None
         config = make_config(
             dispatcher,
             torch.float32,

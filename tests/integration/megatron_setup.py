@@ -6,8 +6,12 @@ import gc
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
+# The process groups that Megatron has made on this rank and that are not destroyed.
+MADE: list[dist.ProcessGroup] = []
 
 
 def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int = 1) -> None:
@@ -16,8 +20,9 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
     On "cpu" Megatron is made to run on one; on "cuda" it is as it comes.  With pipeline stages each
     rank has two of them.
 
-    Groups of the sizes asked for are kept from the last call if they are the same: Megatron makes
-    dozens of process groups at a time and never destroys one, and each brings threads of its own.
+    Groups of the sizes asked for are kept from the last call if they are the same, and destroyed if
+    not: Megatron makes dozens of process groups at a time and never destroys one, and each brings
+    threads of its own.
     """
     import megatron_ncclep
 
@@ -30,6 +35,7 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
     megatron_ncclep.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     wanted = {
         "tensor_model_parallel_size": tp,
@@ -48,7 +54,17 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
         ),
     }:
         parallel_state.destroy_model_parallel()
+        dist.barrier()  # no rank uses them any more
+        while MADE:
+            group = MADE.pop()
+            if group in _world.pg_map:  # a few Megatron has destroyed itself
+                dist.destroy_process_group(group)
+        before = set(_world.pg_map)
         parallel_state.initialize_model_parallel(**wanted)
+        MADE.extend(group for group in _world.pg_map if group not in before)
+    # What scales auxiliary losses belongs to the class: schedules and loops of our own give it
+    # different shapes, and each copies into what the last one left.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
     torch.manual_seed(123)
 
