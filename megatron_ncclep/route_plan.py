@@ -98,7 +98,7 @@ def routes_and_weights(
         topk_idx = routing_map.new_empty(num_tokens, top_k, dtype=torch.int64)
         weights = probs.new_empty(num_tokens, top_k)
         kernels.routes_and_weights(
-            *(routing_map.contiguous(), probs.detach().contiguous(), NOT_ROUTED, TOO_MANY_EXPERTS),
+            *(routing_map.contiguous(), probs.contiguous(), NOT_ROUTED, TOO_MANY_EXPERTS),
             *(topk_idx, weights, block, extension.current_stream()),
         )
         return Routes(topk_idx, num_experts, block), weights

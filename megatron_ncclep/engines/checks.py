@@ -19,7 +19,7 @@ def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str
     if tensor.device == device:
         return None
     if tensor.device.type == device.type:
-        if None in (tensor.device.index, device.index) or tensor.device.index == device.index:
+        if None in (tensor.device.index, device.index):
             return None
         return (
             f"{name} is on {tensor.device}, but the group is on {device}, which was this rank's "

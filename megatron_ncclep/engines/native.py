@@ -126,7 +126,9 @@ class NativeEngine:
             handle=handle,
             stream=stream,
             shared=self._shared,
-            rows_on_host=None if limit is not None else self._new_host_counts(),
+            rows_on_host=(
+                torch.empty(self.num_local_experts, dtype=torch.int64) if limit is None else None
+            ),
         )
         if limit is None:
             sizes = native.wait_for_sizes(handle, ticket, plan.rows_on_host, stream)
@@ -295,10 +297,6 @@ class NativeEngine:
         return Room(
             num_local, most_tokens, num_chunks, min(most_pairs, max_picks), max_picks, limit
         )
-
-    def _new_host_counts(self) -> torch.Tensor:
-        """Memory for the rows of each local expert."""
-        return torch.empty(self.num_local_experts, dtype=torch.int64)
 
     def _enter(
         self,
