@@ -18,10 +18,12 @@ _STEPS_NOTE = (
 )
 _PROFILE_NOTE = (
     "With the profiler, apart from timing: the device's time by kind, where kernels that overlap "
-    "share the time; busy is their sum, in percent of the step without profiler; idle is the rest. "
-    "Host is how long a host works at a step, waits for the device left out. Plan includes routes; "
-    "permute is rows put in order on their own GPU, by whatever kernel; all kernels of the "
-    "optimizer's phase but collectives are its own. alltoall's transfers are collectives."
+    "share the time. With one rank busy is their sum, in percent of the step without profiler, "
+    "and idle is the rest; with several, kernels that wait for another rank run meanwhile, "
+    "longer than without the profiler, so that neither is known. Host is how long a host works "
+    "at a step, waits for the device left out. Plan includes routes; permute is rows put in "
+    "order on their own GPU, by whatever kernel; all kernels of the optimizer's phase but "
+    "collectives are its own. alltoall's transfers are collectives."
 )
 
 
@@ -38,9 +40,9 @@ def render_training(result: dict[str, Any]) -> str:
         return "\n".join([lines[0], *wrap(f"nothing was measured: {result['error']}")])
     measured = [subject for subject in result["subjects"] if subject["step"]]
     if measured:
-        lines += ["", *_steps(measured)]
+        lines += ["", *_steps(measured, is_busy_known(result))]
     if any(subject["kinds_us"] for subject in measured):
-        lines += ["", *_kinds(measured)]
+        lines += ["", *_kinds(measured, is_busy_known(result))]
     lines += problems(result["subjects"], str)
     return "\n".join(lines)
 
@@ -59,11 +61,11 @@ def _headline(result: dict[str, Any]) -> str:
     )
 
 
-def _steps(subjects: list[dict[str, Any]]) -> list[str]:
+def _steps(subjects: list[dict[str, Any]], busy_known: bool) -> list[str]:
     """Time, speed, memory and losses."""
     profiled = any(subject["kinds_us"] for subject in subjects)
     head = ["ms", "turns", "tokens/s", "speed"]
-    head += ["busy", "host"] * profiled
+    head += ["busy"] * (profiled and busy_known) + ["host"] * profiled
     rows = [["training steps", *head, "GB held", "loss", "apart", "layer", "check"]]
     first = subjects[0]["step"]["median_us"]
     for subject in subjects:
@@ -75,8 +77,10 @@ def _steps(subjects: list[dict[str, Any]]) -> list[str]:
             f"{subject['tokens_per_s']:,.0f}",
             f"{first / step['median_us']:.2f}",
         ]
+        if profiled and busy_known:
+            cells.append(f"{100 * busy_us(subject) / step['median_us']:.0f}%")
         if profiled:
-            cells += [f"{100 * busy_us(subject) / step['median_us']:.0f}%", ms(subject["host_us"])]
+            cells.append(ms(subject["host_us"]))
         cells += [
             memory_held(subject["memory"]),
             f"{subject['losses'][-1]:.4f}",
@@ -89,15 +93,23 @@ def _steps(subjects: list[dict[str, Any]]) -> list[str]:
     return align(rows)
 
 
-def _kinds(subjects: list[dict[str, Any]]) -> list[str]:
+def _kinds(subjects: list[dict[str, Any]], busy_known: bool) -> list[str]:
     """The device's time by kind of kernel."""
     kinds = [k for k in KINDS if any(s["kinds_us"].get(k) for s in subjects)]
-    rows = [["ms of GPU time", *kinds, "busy", "idle"]]
+    rows = [["ms of GPU time", *kinds, *["busy", "idle"] * busy_known]]
     for subject in subjects:
         if subject["kinds_us"]:
             shares = [ms(subject["kinds_us"][kind]) for kind in kinds]
-            rows.append([short_name(subject), *shares, ms(busy_us(subject)), ms(idle_us(subject))])
+            rest = [ms(busy_us(subject)), ms(idle_us(subject))] * busy_known
+            rows.append([short_name(subject), *shares, *rest])
     return align(rows)
+
+
+def is_busy_known(result: dict[str, Any]) -> bool:
+    """Say whether kernels run only as long as they work: with several ranks they wait, too."""
+    settings, shape = result["settings"], result["shape"]
+    of_one_rank = settings["micro-batch-size"] * shape["microbatches"]
+    return bool(settings["global-batch-size"] == of_one_rank)
 
 
 def busy_us(subject: dict[str, Any]) -> float:

@@ -14,6 +14,8 @@ from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.plot import draw
 from megatron_ncclep.benchmark.table import render
 from megatron_ncclep.benchmark.text import WIDTH
+from megatron_ncclep.benchmark.train_plot import pieces
+from megatron_ncclep.benchmark.train_table import is_busy_known
 
 
 def row(text: str, start: str) -> list[str]:
@@ -117,6 +119,16 @@ def test_numbers_of_training_steps() -> None:
     *_, last = [line for line in text.splitlines() if line.startswith("ncclep:native:grouped")]
     assert last.split()[1:] == ["9.00", "40.0", "3.00", "2.00", "6.00", "60.0", "5.50"]
     assert "static: 1.5x received rows" in text
+
+
+def test_kernels_that_wait_for_other_ranks_are_not_busy() -> None:
+    result = sample_result()
+    (training,) = result["trainings"]
+    training["settings"]["global-batch-size"] *= 2  # two ranks
+    text = render(result)
+    assert row(text, "training steps")[1:6] == ["ms", "turns", "tokens/s", "speed", "host"]
+    assert row(text, "ms of GPU time")[-1] == "rest"
+    assert pieces(training["subjects"][0], is_busy_known(training)) == {"step": 162.0}
 
 
 def test_what_was_not_profiled_has_no_columns() -> None:

@@ -143,17 +143,22 @@ def read_late_on_rank(ctx: RankContext, engine_name: str) -> list[bool]:
         comp.wait_stream(comm)
         with torch.cuda.stream(comp):
             rows, counts, row_weights = dispatcher.dispatch_postprocess(rows, row_weights)
+            # Made before the stream is slow: new memory from the driver may wait for the device.
+            read = [torch.empty_like(t) for t in (rows, row_weights, counts)]
             torch.cuda._sleep(SLOW_CYCLES)
-            read = [rows.clone(), row_weights.clone(), counts.clone()]
+            for copy, dispatched in zip(read, (rows, row_weights, counts), strict=True):
+                copy.copy_(dispatched)
+            has_read = comp.record_event()
         sizes = [t.untyped_storage().nbytes() for t in (rows, row_weights, counts)]
         dispatcher._plan = None
-        del rows, row_weights, counts
+        del rows, row_weights, counts, dispatched
         with torch.cuda.stream(comm):
             spoilt = [
                 torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
                 for size in sizes
                 for _ in range(4)
             ]
+        assert not has_read.query(), "the host waited for the slow stream: this shows nothing"
         torch.cuda.synchronize()
         del spoilt
     dispatcher.engine.close()
