@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -45,12 +45,14 @@ class RankPool:
     """Up to `size` processes under one gloo group, started once because starting is slow.
 
     A function runs on the first R of them, over a group of just these.  When a rank dies or is late
-    the whole pool is killed; the next `run` starts it anew.
+    the whole pool is killed; the next `run` starts it anew.  They import what `folders` have before
+    what this process would import.
     """
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
+    def __init__(self, size: int, backend: str = "gloo", folders: Sequence[str] = ()) -> None:
         self.size = size
         self.backend = backend
+        self.folders = list(folders)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -119,7 +121,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.size, self.backend, port, theirs, sys.path),
+                args=(rank, self.size, self.backend, port, theirs, self.folders + sys.path),
                 daemon=True,
             )
             process.start()

@@ -15,6 +15,7 @@ import pytest
 from megatron_versions import INSTALLED, SUPPORTED, importable, python_path
 
 from megatron_ncclep.support import NEWEST, OLDEST, is_tested
+from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 HERE = Path(__file__).parent
 
@@ -50,6 +51,20 @@ def test_is_tested(version_text: str, expected: bool) -> None:
     there every build of a layer warned of an untested version.
     """
     assert is_tested(version_text) is expected
+
+
+def release_on_rank(ctx: RankContext) -> str:
+    import megatron.core
+    from megatron.core.transformer.moe import moe_layer as last_imported
+
+    # Not half of one and half of another: `megatron` is a namespace that several folders share.
+    assert Path(last_imported.__file__).parents[2] == Path(megatron.core.__file__).parent
+    return megatron.core.__version__.split("+")[0]  # as in CHECK
+
+
+def test_ranks_have_the_release(megatron_pool: RankPool, megatron_release: str) -> None:
+    """What is compared with `alltoall` here is compared with this release's."""
+    assert megatron_pool.run(release_on_rank) == [megatron_release] * megatron_pool.size
 
 
 @pytest.mark.parametrize("megatron_version", importable())
