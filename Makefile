@@ -10,7 +10,7 @@ export PYTHON
 SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help train test lint types builds format setup clean
+.PHONY: help train test lint types support builds format setup clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -34,6 +34,9 @@ lint: $(READY)  ## check style: Python, shell scripts, native sources
 
 types: $(READY)  ## check types
 	$(BIN)/mypy
+
+support: $(READY)  ## write the tables of docs/support.md, from what the tests show
+	$(BIN)/python tests/support_table.py --write
 
 builds: $(READY)  ## compile the extension with several CUDA toolkits; ARGS="13.0:90a" picks some
 	PYTHON=$(BIN)/python scripts/build_matrix.sh $(ARGS)

@@ -72,8 +72,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "needs_processes(reason): left out with --backend virtual, and listed"
     )
+    config.addinivalue_line(
+        "markers",
+        "supports(option, ..., compared=...): the options that the test shows to work and what it "
+        "compares, for docs/support.md (tests/support_table.py)",
+    )
+    config.addinivalue_line(
+        "markers",
+        "refuses(option, ..., words=...): the options that are refused, and why; as `supports`",
+    )
     if config.getoption("--iterations") < 1:
         raise pytest.UsageError("--iterations: must be at least 1")
+    if config.option.collectonly:  # nothing runs
+        return
     check_options(chosen_engines(config), chosen_ranks(config), config.getoption("--backend"))
 
 

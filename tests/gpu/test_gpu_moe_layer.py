@@ -40,8 +40,25 @@ ALIGNMENT = {"aligned": 32}
 
 
 @pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.supports(compared="outputs and all gradients with alltoall's, within rounding")
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=pytest.mark.supports(f"params_dtype={name}"), id=f"torch.{name}")
+        for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
+    ],
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            marks=pytest.mark.supports("--ncclep-alignment") if case.name in ALIGNMENT else (),
+            id=case.name,
+        )
+        for case in CASES
+    ],
+)
 def test_layer_equals_alltoall(
     megatron_pool: RankPool, engine_name: str, case: LayerCase, dtype: torch.dtype
 ) -> None:
@@ -70,6 +87,11 @@ EXPERTS = {
 
 @pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 @pytest.mark.needs_ranks(2)
+@pytest.mark.supports(
+    "expert_tensor_parallel_size",
+    "tensor_model_parallel_size",
+    compared="outputs and all gradients with alltoall's, to the bit, with whole numbers in bf16",
+)
 @pytest.mark.parametrize("on_all", [False, True], ids=["2-slices", "slices-on-all-ranks"])
 @pytest.mark.parametrize(
     "experts", [pytest.param(name, marks=needs_te if name != "local" else ()) for name in EXPERTS]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron_setup import BATCH, EXPERTS, SEQUENCE, build_layer, initialize, make_config
 
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 # fp64 sums of at most 9 terms of size ~1 in two orders differ by ~1e-15; 1e-12 leaves room for the
@@ -54,6 +55,33 @@ class LayerCase:
 
     def __str__(self) -> str:
         return self.name
+
+    def options_shown(self) -> list[str]:
+        """Names of the options that have other values than their defaults, for docs/support.md."""
+        sizes = {"expert": self.ep, "tensor": self.tp}
+        shown = [f"{kind}_model_parallel_size" for kind, size in sizes.items() if size > 1]
+        if self.etp > 1:
+            shown.append("expert_tensor_parallel_size")
+        if self.dtype != torch.float64:
+            shown.append(f"params_dtype={str(self.dtype).removeprefix('torch.')}")
+        if self.te:
+            shown.append("transformer_impl=transformer_engine")
+        for name, value in self.options.items():
+            if isinstance(value, EpConfig):
+                usual = EpConfig(experts=value.experts).alignment
+                for ours, choice in value.non_default().items():
+                    if (ours, choice) != ("alignment", usual) and ours != "engine":
+                        shown.append(option_shown(f"--ncclep-{ours}".replace("_", "-"), choice))
+            elif isinstance(value, list):
+                shown += [option_shown(name, part) for part in value]
+            elif value is not None:
+                shown.append(option_shown(name, value))
+        return shown
+
+
+def option_shown(name: str, value: Any) -> str:
+    """A value is part of the name where it is a word: what works with 2 does with 3."""
+    return f"{name}={value}" if isinstance(value, str) else name
 
 
 def train_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]:

@@ -213,6 +213,7 @@ CASES = [
 
 
 # Cases with the same groups one after the other: making groups takes longer than most cases.
+@pytest.mark.supports(compared="outputs and all gradients with alltoall's, within rounding")
 @pytest.mark.parametrize("case", sorted(CASES, key=lambda c: (c.ep, c.tp, c.etp)), ids=str)
 def test_layer_equals_alltoall(megatron_pool: RankPool, case: LayerCase) -> None:
     assert_same_training(megatron_pool, case, "reference")

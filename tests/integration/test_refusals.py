@@ -40,37 +40,49 @@ def test_unsupported_options_are_refused_at_build(megatron_pool: RankPool, name:
         assert message in text
 
 
-def every_refusal(ctx: RankContext) -> list[str]:
+def refused_on_rank(ctx: RankContext, index: int) -> bool:
+    """Ask for one refused option; False: this Megatron-Core does not have it."""
     initialize(ep=4)
-    missing = []
-    for refusal in REFUSALS:
-        config = make_config("ncclep", torch.float32, 4)
-        if not hasattr(config, refusal.option):
-            missing.append(refusal.option)
-            continue
+    refusal = REFUSALS[index]
+    config = make_config("ncclep", torch.float32, 4)
+    if not hasattr(config, refusal.option):
+        return False
+    check_supported(config)
+    value = {
+        "fp8": "e4m3",
+        "moe_expert_rank_capacity_factor": 1.5,
+        "transformer_impl": "inference_optimized",
+    }.get(refusal.option, True)
+    setattr(config, refusal.option, value)
+    with pytest.raises(UnsupportedError, match=refusal.option):
         check_supported(config)
-        value = {
-            "fp8": "e4m3",
-            "moe_expert_rank_capacity_factor": 1.5,
-            "transformer_impl": "inference_optimized",
-        }.get(refusal.option, True)
-        setattr(config, refusal.option, value)
-        with pytest.raises(UnsupportedError, match=refusal.option):
-            check_supported(config)
-    return missing
+    return True
 
 
-def test_every_refusal_refuses(megatron_pool: RankPool) -> None:
-    # Fields that an older Megatron-Core does not have yet.
-    newer = {
-        "moe_paged_stash",
-        "moe_expert_rank_capacity_factor",
-        "moe_ncclep_static_shape",
-        "moe_ncclep_zero_copy",
-        "fp4",
-    }
-    for missing in megatron_pool.run(every_refusal):
-        assert set(missing) <= newer
+# Fields that an older Megatron-Core does not have yet.
+NEWER = {
+    "moe_paged_stash",
+    "moe_expert_rank_capacity_factor",
+    "moe_ncclep_static_shape",
+    "moe_ncclep_zero_copy",
+    "fp4",
+}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(
+            index,
+            id=refusal.option,
+            marks=pytest.mark.refuses(refusal.option, words=refusal.remedy),
+        )
+        for index, refusal in enumerate(REFUSALS)
+    ],
+)
+def test_every_refusal_refuses(megatron_pool: RankPool, index: int) -> None:
+    for has_it in megatron_pool.run(refused_on_rank, index):
+        assert has_it or REFUSALS[index].option in NEWER
 
 
 def layers_on_rank(ctx: RankContext) -> None:
