@@ -152,7 +152,7 @@ def check_captured(
             config,
             f"the graph holds the experts, and {host_experts} reads on the host how many rows each "
             "of them has",
-            f"take experts that need no host (--ncclep-experts grouped), {otherwise}",
+            f"take experts that need no host (--ncclep-experts grouped; none in FP8), {otherwise}",
         )
     if not caps.captures_static:
         raise _refused(

@@ -35,6 +35,7 @@ from typing import Any, Literal, get_args
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
+from megatron_ncclep.fp8_support import align_for_experts, announce_alignment
 from megatron_ncclep.graph_support import (
     Captured,
     captured_by,
@@ -182,6 +183,7 @@ def _change_layer(module: ModuleType) -> None:
         settle_options(config)
         options: EpConfig = config.ncclep or EpConfig.resolve()
         check_experts(config, options, groups.ep.size(), groups.expt_tp.size())
+        options = align_for_experts(config, options)
         check_before_steps()
         if config.overlap_moe_expert_parallel_comm:
             keep_inputs(NAME)
@@ -203,6 +205,7 @@ def _change_layer(module: ModuleType) -> None:
         )
         if overlapped is not None:
             self.token_dispatcher.set_shared_experts(overlapped)
+        announce_alignment(config, options, self.token_dispatcher.group)
         if choice is not None:
             from megatron_ncclep.experts.choice import announce
 

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.fp8_support import is_quantized
 from megatron_ncclep.graph_support import may_hold_experts
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def need_no_host(experts: Any, config: Any) -> bool:
     """Whether experts read the numbers of their rows on the device only."""
     if _read_on_device(experts):
         return True
-    if not _is_op_fused(experts):
+    if not _is_op_fused(experts) or is_quantized(config):  # of these it pads the rows by them
         return False
     # Which has such kernels by release, GPU and cuBLAS, and otherwise splits the rows on the host.
     ops = importlib.import_module("transformer_engine.pytorch.ops.basic.grouped_linear")

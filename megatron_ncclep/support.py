@@ -1,7 +1,8 @@
 """Which Megatron options the dispatcher refuses, and what to do instead.
 
 A Megatron option that the dispatcher would get wrong or ignore is refused when the model is built.
-docs/support.md shows the same table to users.  Of CUDA graphs: graph_support.py.
+docs/support.md shows the same table to users.  Of CUDA graphs: graph_support.py; of FP8 and FP4:
+fp8_support.py.
 """
 
 from __future__ import annotations
@@ -47,18 +48,6 @@ def _is_on(value: Any) -> bool:
 
 
 REFUSALS = (
-    Refusal(
-        "moe_router_padding_for_quantization",
-        _is_on,
-        "set the option alignment (--ncclep-alignment 16 or 32) instead: it pads with zero rows",
-    ),
-    Refusal(
-        "moe_router_padding_for_fp8",
-        _is_on,
-        "set the option alignment (--ncclep-alignment 16 or 32) instead: it pads with zero rows",
-    ),
-    Refusal("fp8", _is_on, "train in bf16, fp16 or fp32: quantised experts are not supported yet"),
-    Refusal("fp4", _is_on, "train in bf16, fp16 or fp32: quantised experts are not supported yet"),
     Refusal(
         "moe_paged_stash", _is_on, "leave it out: it needs the flex dispatcher's over-budget report"
     ),

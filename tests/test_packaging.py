@@ -41,6 +41,7 @@ LAYER_OF = {
     "options_field": "integration",
     "step_check": "integration",
     "graph_support": "integration",
+    "fp8_support": "integration",
     "schedule_support": "integration",
     "layer_experts": "integration",
     "autoload": "integration",

@@ -47,6 +47,15 @@ REFUSALS = (
         _is_given,
         "leave it out: gates and values stay in two halves",
     ),
+    *(
+        Refusal(
+            option,
+            _is_on,
+            "leave it out: they compute in bf16, because scales, their history and what recipes do "
+            "with them are inside TransformerEngine's modules, which they do not call",
+        )
+        for option in ("fp8", "fp4")
+    ),
     Refusal("quant_recipe", _is_given, "leave it out: quantised experts are not supported yet"),
     Refusal(
         "delay_wgrad_compute",

@@ -32,6 +32,8 @@ import hooked_core
 hooked_core.check_all()
 import graph_rules
 graph_rules.check_all()
+import fp8_rules
+fp8_rules.check_all()
 print("ok")
 """
 

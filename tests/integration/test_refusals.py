@@ -14,9 +14,9 @@ from megatron_ncclep.support import REFUSALS, check_supported
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 BUILDS = {
-    "router-padding": (
-        {"moe_router_padding_for_quantization": True},
-        "moe_router_padding_for_quantization=True: set the option alignment",
+    "inference": (
+        {"transformer_impl": "inference_optimized"},
+        "transformer_impl='inference_optimized': use 'local' or 'transformer_engine'",
     ),
 }
 
@@ -24,7 +24,7 @@ BUILDS = {
 def build_error(ctx: RankContext, options: dict[str, Any]) -> str:
     initialize(ep=4)
     config = make_config("ncclep", torch.float32, 4)
-    # Set after validation: Megatron's own checks ask for FP8 hardware with some of them.
+    # Set after validation: Megatron's own checks want other options beside some of them.
     for name, value in options.items():
         setattr(config, name, value)
     with pytest.raises(UnsupportedError) as caught:
@@ -49,7 +49,6 @@ def refused_on_rank(ctx: RankContext, index: int) -> bool:
         return False
     check_supported(config)
     value = {
-        "fp8": "e4m3",
         "moe_expert_rank_capacity_factor": 1.5,
         "transformer_impl": "inference_optimized",
     }.get(refusal.option, True)
@@ -65,7 +64,6 @@ NEWER = {
     "moe_expert_rank_capacity_factor",
     "moe_ncclep_static_shape",
     "moe_ncclep_zero_copy",
-    "fp4",
 }
 
 
