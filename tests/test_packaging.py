@@ -33,6 +33,7 @@ LAYER_OF = {
     "engines": "engines",
     "route_plan": "steps",
     "expert_slices": "steps",
+    "packed_rows": "steps",
     "dispatch": "steps",
     "combine": "steps",
     "token_dispatcher": "token_dispatcher",

@@ -125,16 +125,18 @@ void check_routes(const Tensor& routes, std::int64_t size) {
           "a plan's routes must be int32 [", size, "], not ", shape_of(routes));
 }
 
-void check_rows(const char* what, const Plan& plan, std::size_t max_row_bytes,
-                const Tensor& home_rows, const std::optional<Tensor>& home_w, const Tensor& rows,
+void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const Tensor& home_rows,
+                const std::optional<Tensor>& home_w, const Tensor& rows,
                 const std::optional<Tensor>& row_w) {
+  const bool is_dispatch = phase == Phase::kDispatch;
+  const char* what = is_dispatch ? "dispatch" : "combine";
   require(home_rows.shape.size() == 2 && rows.shape.size() == 2 &&
               home_rows.shape[1] == rows.shape[1] && home_rows.dtype == rows.dtype,
           what, ": rows ", shape_of(home_rows), " and ", shape_of(rows),
           " must be as long as each other, and of one dtype");
   require(rows.dtype == DType::kFloat32 || rows.dtype == DType::kFloat16 ||
-              rows.dtype == DType::kBFloat16,
-          what, ": rows must be bf16, fp16 or fp32");
+              rows.dtype == DType::kBFloat16 || (is_dispatch && rows.dtype == DType::kUint8),
+          what, ": rows must be bf16, fp16 or fp32", is_dispatch ? ", or bytes" : "");
   const auto itemsize = static_cast<std::size_t>(itemsize_of(rows.dtype));
   const auto hidden = static_cast<std::size_t>(rows.shape[1]);
   require(0 < hidden && hidden <= max_row_bytes / itemsize && hidden * itemsize % kVector == 0,

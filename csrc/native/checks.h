@@ -34,9 +34,9 @@ void check_drop(const Control& control, const Plan& plan, std::int64_t max_recv_
                 const Tensor& kept, const std::optional<Tensor>& lacked);
 void check_routes(const Tensor& routes, std::int64_t size);
 // `home_rows` and `home_w` are [T, H] and [T, K], `rows` and `row_w` [N, H] and [N]; the weights
-// are both there or not.  `what` names the call.
-void check_rows(const char* what, const Plan& plan, std::size_t max_row_bytes,
-                const Tensor& home_rows, const std::optional<Tensor>& home_w, const Tensor& rows,
+// are both there or not.  Dispatch copies rows, so that they may be bytes; combine adds them up.
+void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const Tensor& home_rows,
+                const std::optional<Tensor>& home_w, const Tensor& rows,
                 const std::optional<Tensor>& row_w);
 void check_sums(const std::optional<Tensor>& sums, std::int64_t num_sums, const Tensor& rows);
 

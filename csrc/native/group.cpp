@@ -397,7 +397,7 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
                      const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
                      std::uintptr_t stream) {
   check_received(control_, plan);
-  check_rows("dispatch", plan, row_bytes_, x, w, rows, row_w);
+  check_rows(Phase::kDispatch, plan, row_bytes_, x, w, rows, row_w);
   check_num_sms(control_, num_sms, max_sms_);
   const int num_local = control_.num_experts / control_.num_ranks;
   Dispatch job{};
@@ -432,7 +432,7 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
                     const std::optional<Tensor>& sums, const Tensor& out,
                     const std::optional<Tensor>& home_w, int num_sms, std::uintptr_t stream) {
   check_received(control_, plan);
-  check_rows("combine", plan, row_bytes_, out, home_w, y, w);
+  check_rows(Phase::kCombine, plan, row_bytes_, out, home_w, y, w);
   check_sums(sums, sums_size(plan, num_sms, row_bytes_of(y)), y);
   Combine job{};
   job.y = pointer<const char>(y);

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
-from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
+from megatron_ncclep.engines.engine import BYTES, EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import Agreement, EpGroup
 from megatron_ncclep.engines.rows_limit import agreed_values
 from megatron_ncclep.errors import (
@@ -24,7 +24,7 @@ from megatron_ncclep.errors import (
 )
 
 # The numbers that stand for dtypes when ranks compare them.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, BYTES)
 OTHER_DTYPE = -2
 
 # What a step raises on all ranks when it raised it on one; anything else counts as the first.  If

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS, EngineCaps, RoutePlan
+from megatron_ncclep.engines.engine import (
+    BYTES,
+    NOT_ROUTED,
+    TOO_MANY_EXPERTS,
+    EngineCaps,
+    RoutePlan,
+)
 
 
 def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str | None:
@@ -101,16 +107,23 @@ def topk_value_problem(topk_idx: torch.Tensor, num_experts: int) -> str | None:
 
 
 def payload_problem(
-    name: str, tensor: torch.Tensor, num_rows: int, caps: EngineCaps, device: torch.device
+    is_home: bool, tensor: torch.Tensor, num_rows: int, caps: EngineCaps, device: torch.device
 ) -> str | None:
-    """Say what is wrong with the rows `tensor`, which should be [num_rows, hidden]."""
+    """Say what is wrong with the rows `tensor`, which should be [num_rows, hidden].
+
+    They are `x` of dispatch (`is_home`), which only copies them, or `y` of combine.
+    """
+    name = "x" if is_home else "y"
     if tensor.dim() != 2 or tensor.shape[0] != num_rows:
         return f"{name} has shape {list(tensor.shape)}: the plan expects [{num_rows}, hidden]"
     if problem := device_problem(name, tensor, device):
         return problem
-    if tensor.dtype not in caps.payload_dtypes:
+    if tensor.dtype == BYTES and not is_home:
+        return f"{name} is {BYTES}: combine adds rows up, and bytes are no numbers; dispatch only"
+    if tensor.dtype not in caps.payload_dtypes and not (tensor.dtype == BYTES and caps.moves_bytes):
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in caps.payload_dtypes)
-        return f"{name} is {tensor.dtype}: engine {caps.name!r} moves {known}"
+        also = f", and in dispatch {BYTES}" if is_home and caps.moves_bytes else ""
+        return f"{name} is {tensor.dtype}: engine {caps.name!r} moves {known}{also}"
     row_bytes = tensor.shape[1] * tensor.element_size()
     if row_bytes == 0 or row_bytes % caps.row_bytes_multiple:
         return (
@@ -149,9 +162,9 @@ def rows_problem(
     """Say what is wrong with what `Engine.dispatch` (`is_home`) or `Engine.combine` is given."""
     num_rows = plan.num_tokens if is_home else plan.num_rows
     w_shape = (plan.num_tokens, plan.top_k) if is_home else (plan.num_rows,)
-    return payload_problem(
-        "x" if is_home else "y", rows, num_rows, caps, device
-    ) or weights_problem(w, w_shape, rows, device)
+    return payload_problem(is_home, rows, num_rows, caps, device) or weights_problem(
+        w, w_shape, rows, device
+    )
 
 
 def plan_problem(plan: RoutePlan, kind: type[RoutePlan], num_experts: int) -> str | None:

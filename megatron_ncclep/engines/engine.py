@@ -17,6 +17,10 @@ NOT_ROUTED = -1
 # What a row of topk_idx holds when the routing map named more experts than top_k for its token.
 TOO_MANY_EXPERTS = -(2**31)
 
+# The dtype of rows that dispatch copies and that are no numbers to combine: of rows in FP8, say,
+# with their scales (packed_rows.py).
+BYTES = torch.uint8
+
 # How combine rounds.  Both add a rank's rows in local-expert order and the ranks' parts in rank
 # order, in fp32, and round what crosses the wire; they differ in the home rank's own part.
 HOME_PART_UNROUNDED = "home part unrounded"  # the contract's
@@ -36,6 +40,8 @@ class EngineCaps:
     row_bytes_multiple: int
     # Options of EpConfig that the engine honours beside `engine`; any other one is refused.
     options: frozenset[str]
+    # Dispatch moves rows of bytes (BYTES) too, whatever they stand for.
+    moves_bytes: bool = False
     # Largest number of rows that one rank may receive.
     max_rows: int = 2**31 - 1
     # Most tokens on one rank, picks of one token, and experts on one rank.
@@ -138,7 +144,7 @@ class Engine(Protocol):
 
         Args:
             plan: made by this engine.
-            x: [num_tokens, hidden] payload.
+            x: [num_tokens, hidden] payload, or rows of bytes, [num_tokens, row_bytes] uint8.
             w: [num_tokens, top_k] weights of the picks, or None.
 
         Returns:

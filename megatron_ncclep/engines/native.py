@@ -36,6 +36,7 @@ CAPS = EngineCaps(
     options=frozenset(
         {"alignment", "check_calls", "max_recv_rows", "num_sms", "on_overflow", "timeout_s"}
     ),
+    moves_bytes=True,
     max_tokens=65536,
     max_top_k=32,
     max_local_experts=MAX_EXPERTS,

@@ -17,7 +17,13 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import extension
 from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
-from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, NOT_ROUTED, EngineCaps, RoutePlan
+from megatron_ncclep.engines.engine import (
+    BYTES,
+    EVERY_PART_ROUNDED,
+    NOT_ROUTED,
+    EngineCaps,
+    RoutePlan,
+)
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.nccl_ep_staging import MAX_TOKENS, NcclEpPlan, Route, Staging
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
@@ -33,6 +39,7 @@ CAPS = EngineCaps(
     options=frozenset(
         {"alignment", "check_calls", "max_recv_rows", "num_sms", "on_overflow", "timeout_s"}
     ),
+    moves_bytes=True,
     max_tokens=MAX_TOKENS,
     max_top_k=32,
     max_local_experts=256,
@@ -111,6 +118,9 @@ class NcclEpEngine:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
         plan = self._agree("dispatch", plan, x, w)
+        dtype = x.dtype
+        if dtype == BYTES:  # the library copies, and has no bytes: they travel as numbers
+            x = x.contiguous().view(torch.bfloat16)
         handle = self._bind(plan, x)
         num_rows = self._staging.rows_of(plan)
         rows = x.new_empty(num_rows, x.shape[1])
@@ -128,7 +138,8 @@ class NcclEpEngine:
             rows[plan.num_used :].zero_()
             if row_w is not None:
                 row_w[plan.num_used :].zero_()
-        return rows[: plan.num_rows], None if row_w is None else row_w[: plan.num_rows]
+        rows = rows[: plan.num_rows].view(dtype)
+        return rows, None if row_w is None else row_w[: plan.num_rows]
 
     @torch.no_grad()
     def combine(

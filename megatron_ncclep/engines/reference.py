@@ -44,6 +44,7 @@ CAPS = EngineCaps(
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     row_bytes_multiple=1,
     options=frozenset({"alignment", "check_calls", "max_recv_rows", "on_overflow", "timeout_s"}),
+    moves_bytes=True,
 )
 
 

@@ -100,6 +100,17 @@ def dtype_differs(ctx: RankContext, engine: Engine) -> None:
     engine.dispatch(engine.plan(topk(ctx)), rows(ctx) if ctx.rank == 0 else rows(ctx).half())
 
 
+def bytes_beside_numbers(ctx: RankContext, engine: Engine) -> None:
+    x = rows(ctx) if ctx.rank == 0 else rows(ctx).view(torch.uint8)
+    engine.dispatch(engine.plan(topk(ctx)), x)
+
+
+def bytes_to_combine(ctx: RankContext, engine: Engine) -> None:
+    plan = engine.plan(topk(ctx))
+    y = rows(ctx, plan.num_rows)
+    engine.combine(plan, y if ctx.rank == 0 else y.view(torch.uint8))
+
+
 def hidden_differs(ctx: RankContext, engine: Engine) -> None:
     engine.dispatch(engine.plan(topk(ctx)), rows(ctx, hidden=HIDDEN * (1 + ctx.rank)))
 
@@ -240,6 +251,8 @@ MISTAKES = [
     (map_names_too_many, "rank 1: the routing map names more than top_k=2 experts for token 1"),
     (integer_payload, "rank 1: x is torch.int32: engine '{engine}' moves {dtypes}"),
     (dtype_differs, "dtype differs"),
+    (bytes_beside_numbers, "(dtype|hidden size) differs"),
+    (bytes_to_combine, "rank 1: y is torch.uint8: combine adds rows up, and bytes are no numbers"),
     (hidden_differs, "hidden size differs.*rank 0 has 64, rank 1 has 128"),
     (no_hidden, "a row of x has 0 bytes"),
     (wrong_number_of_tokens, r"rank 1: x has shape \[4, 64\]: the plan expects \[3, hidden\]"),

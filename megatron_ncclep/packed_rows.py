@@ -1,0 +1,91 @@
+"""Rows that were quantised before dispatch, each with its scales, as rows of bytes that cross once.
+
+A packed row is the numbers of the row, one byte each, then its scales in fp32, then zeros up to a
+multiple of 16 bytes.  Example, 256 numbers in FP8 with a scale for each 128: 256 + 8 bytes, packed
+into 272, where bf16 has 512.  `Engine.dispatch` copies them as they are (`EngineCaps.moves_bytes`),
+so that rows quantised at home and then routed are those that were routed and then quantised, bit
+for bit.  A padding row is zero, numbers and scales.
+
+Nothing in training packs rows: what TransformerEngine 2.20.2 does with the rows of an expert needs
+more than one row knows, and its grouped product takes rows of bf16 and quantises them itself.
+
+    blockwise     forward and input gradients would do with rows quantised in blocks of 1 x 128; a
+                  weight's gradient takes blocks of 128 x 1 of the rows as they were, after routing
+    tensorwise    the scale is that of all rows of an expert, from all ranks
+    delayed       each expert has a scale of its own: a token's row differs from expert to expert,
+                  and would cross once for each pick, not once for each rank
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ncclep.engines.engine import BYTES
+from megatron_ncclep.errors import InputError
+
+# What the bytes of a packed row are a multiple of: what the kernels copy at a time.
+MULTIPLE = 16
+_SCALE_BYTES = 4
+
+
+def pack_rows(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Put quantised rows and their scales together.  Not collective, no autograd.
+
+    Args:
+        data: [num_tokens, hidden] of a dtype of one byte (float8_e4m3fn, uint8); hidden is a
+            multiple of 4.
+        scales: [num_tokens, num_scales] fp32, on the same device.
+
+    Returns:
+        [num_tokens, row_bytes] uint8.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
+    """
+    fits = (
+        data.dim() == scales.dim() == 2
+        and data.shape[0] == scales.shape[0]
+        and data.device == scales.device
+        and data.shape[1] % _SCALE_BYTES == 0
+    )
+    if not fits or data.element_size() != 1 or scales.dtype != torch.float32:
+        raise InputError(
+            f"data is {data.dtype} {list(data.shape)} on {data.device} and scales {scales.dtype} "
+            f"{list(scales.shape)} on {scales.device}: they must be of one byte each [num_tokens, "
+            "hidden], with hidden a multiple of 4, and float32 [num_tokens, num_scales]"
+        )
+    (num_tokens, hidden), num_scales = data.shape, scales.shape[1]
+    end = hidden + _SCALE_BYTES * num_scales
+    row_bytes = -(-end // MULTIPLE) * MULTIPLE
+    packed = torch.empty(num_tokens, row_bytes, dtype=BYTES, device=data.device)
+    packed[:, :hidden] = data.view(BYTES)
+    packed[:, hidden:end] = scales.contiguous().view(BYTES)
+    packed[:, end:] = 0
+    return packed
+
+
+def unpack_rows(
+    packed: torch.Tensor, hidden: int, num_scales: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take rows and scales apart again; both are views.  Not collective, waits for nothing.
+
+    Args:
+        packed: [num_rows, row_bytes] uint8, as `pack_rows` made them or dispatch delivered them.
+        hidden: of the packed rows.
+        num_scales: of each row.
+        dtype: of the packed rows.
+
+    Returns:
+        data [num_rows, hidden] of `dtype`, and scales [num_rows, num_scales] fp32.
+
+    Raises:
+        InputError: the rows are not as long as such ones are.
+    """
+    end = hidden + _SCALE_BYTES * num_scales
+    row_bytes = -(-end // MULTIPLE) * MULTIPLE
+    if packed.dtype != BYTES or packed.dim() != 2 or packed.shape[1] != row_bytes:
+        raise InputError(
+            f"packed is {packed.dtype} {list(packed.shape)}: rows of {hidden} bytes with "
+            f"{num_scales} scales are {BYTES} [num_rows, {row_bytes}]"
+        )
+    return packed[:, :hidden].view(dtype), packed[:, hidden:end].view(torch.float32)
