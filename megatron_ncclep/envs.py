@@ -29,6 +29,12 @@ def _log_level(text: str) -> str:
     return text.upper()
 
 
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError("not a positive number")
+    return number
+
+
 def rows(text: str) -> int | str:
     """A number of rows, or the words for one: which there are, EpConfig knows and checks."""
     try:
@@ -76,6 +82,12 @@ VARIABLES = {
         EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds a rank waits for the others"),
         EnvVar("NCCLEP_CHECK_CALLS", switch, None, "1: the ranks' hosts agree in every call"),
         EnvVar("NCCLEP_HOST_EXCHANGE", switch, True, "0: ranks agree without shared memory"),
+        EnvVar(
+            "NCCLEP_LOCAL_RANKS",
+            _positive,
+            None,
+            "for tests: ranks that count as one machine, whatever machines they are on",
+        ),
         # Where libraries and tools are that engines use; unset, they are looked for.
         EnvVar("NCCLEP_NCCL_LIBRARY", Path, None, "path of the libnccl.so.2 that engines open"),
         EnvVar(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import EXPERTS, MAX_COUNT, RAISE, EpConfig
-from megatron_ncclep.engines import native_obstacle, nccl_ep_obstacle
+from megatron_ncclep.engines import hierarchical, native_obstacle, nccl_ep_obstacle
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.native import CAPS as NATIVE_CAPS
@@ -44,6 +44,9 @@ AUTO = "auto"
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
     "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_obstacle.obstacle),
+    "hierarchical": EngineEntry(
+        hierarchical.CAPS, hierarchical.HierarchicalEngine, hierarchical.obstacle
+    ),
     "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_obstacle.obstacle),
     "reference": EngineEntry(
         REFERENCE_CAPS, ReferenceEngine, lambda group, config, num_experts: None

@@ -21,11 +21,20 @@ TOO_MANY_EXPERTS = -(2**31)
 # with their scales (packed_rows.py).
 BYTES = torch.uint8
 
-# How combine rounds.  Both add a rank's rows in local-expert order and the ranks' parts in rank
-# order, in fp32, and round what crosses the wire; they differ in the home rank's own part.
+# How combine rounds.  All add a rank's rows in local-expert order and the ranks' parts in rank
+# order, in fp32, and round what crosses the wire; the first two differ in the home rank's own part.
 HOME_PART_UNROUNDED = "home part unrounded"  # the contract's
 EVERY_PART_ROUNDED = "every part rounded"  # for an engine that treats all ranks alike
-REDUCTIONS = (HOME_PART_UNROUNDED, EVERY_PART_ROUNDED)
+# For a grid of machines: on each machine the rank with the home's local index adds up the parts of
+# its machine, its own unrounded, and rounds; home adds the machines' sums, all of them rounded.
+MACHINE_SUMS_ROUNDED = "machine sums rounded"
+REDUCTIONS = (HOME_PART_UNROUNDED, EVERY_PART_ROUNDED, MACHINE_SUMS_ROUNDED)
+
+# In which order the rows of an expert stand in their block, and are kept where not all fit: by
+# token within a source rank, and by source rank as follows.
+BY_RANK = "by rank"  # the contract's: upwards
+BY_RAIL = "by rail"  # by local index and then by machine: ranks 0 2 1 3 of two machines of two
+SLOT_ORDERS = (BY_RANK, BY_RAIL)
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,8 @@ class EngineCaps:
     """What an engine can do; checked before every call, so that a limit is an error with words."""
 
     name: str
-    # How combine adds up, one of REDUCTIONS; engines with the same one agree to the bit.
+    # How combine adds up, one of REDUCTIONS; engines with the same one, and the same slot order,
+    # agree to the bit.
     reduction: str
     payload_dtypes: tuple[torch.dtype, ...]
     # The bytes of one row must be a multiple of this.
@@ -42,6 +52,8 @@ class EngineCaps:
     options: frozenset[str]
     # Dispatch moves rows of bytes (BYTES) too, whatever they stand for.
     moves_bytes: bool = False
+    # In which order rows stand, one of SLOT_ORDERS.
+    slot_order: str = BY_RANK
     # Largest number of rows that one rank may receive.
     max_rows: int = 2**31 - 1
     # Most tokens on one rank, picks of one token, and experts on one rank.

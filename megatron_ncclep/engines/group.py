@@ -60,14 +60,23 @@ class EpGroup:
         is_rehearsal: calls have made-up arguments: what they drop does not count.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, whole: EpGroup | None = None) -> None:
+        """Not collective.
+
+        Args:
+            process_group: of torch's; held weakly.
+            whole: the group of which it is a part that torch does not list; lives as long.
+        """
         self._process_group = weakref.ref(process_group)
-        _require_alive(process_group)
-        self.rank = dist.get_rank(process_group)
-        self.size = dist.get_world_size(process_group)
-        backends = dist.get_backend_config(process_group)
-        on_gpu = "nccl" in backends and torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
+        self._whole = whole
+        if whole is None:
+            _require_alive(process_group)
+        self.rank, self.size = process_group.rank(), process_group.size()
+        if whole is None:
+            on_gpu = "nccl" in dist.get_backend_config(process_group) and torch.cuda.is_available()
+            self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
+        else:
+            on_gpu, self.device = whole.device.type == "cuda", whole.device
         self.is_rehearsal = False
         self._logged: set[str] = set()
         self._num_calls = 0
@@ -93,6 +102,8 @@ class EpGroup:
     @property
     def is_alive(self) -> bool:
         """Whether torch still knows the process group."""
+        if self._whole is not None:
+            return self._whole.is_alive
         group = self._process_group()
         return group is not None and _is_alive(group)
 
@@ -100,9 +111,8 @@ class EpGroup:
     def process_group(self) -> dist.ProcessGroup:
         """The torch group; raises GroupClosedError once it is destroyed."""
         group = self._process_group()
-        if group is None:
+        if group is None or not self.is_alive:
             raise GroupClosedError(_DESTROYED)
-        _require_alive(group)
         return group
 
     def share(self, name: str, make: Callable[[], _Thing]) -> _Thing:

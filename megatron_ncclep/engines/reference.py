@@ -21,19 +21,22 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
+from megatron_ncclep.engines.all_to_all import exchange, exchange_rows
 from megatron_ncclep.engines.engine import (
-    EVERY_PART_ROUNDED,
+    BY_RAIL,
+    BY_RANK,
     HOME_PART_UNROUNDED,
+    MACHINE_SUMS_ROUNDED,
     NOT_ROUTED,
     REDUCTIONS,
     EngineCaps,
     RoutePlan,
 )
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.machines import Machines
 from megatron_ncclep.engines.overflow_report import Shortage
 from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import GroupClosedError, InputError
@@ -80,6 +83,8 @@ class ReferenceEngine:
     Args:
         reduction: how combine rounds; another one than the contract's is for comparing with an
             engine that declares it.
+        machines: for comparing with an engine whose slots are in the order BY_RAIL: the grid that
+            it has found.  MACHINE_SUMS_ROUNDED needs it.
     """
 
     ranks_per_expert = 1
@@ -90,10 +95,15 @@ class ReferenceEngine:
         num_experts: int,
         config: EpConfig,
         reduction: str = HOME_PART_UNROUNDED,
+        machines: Machines | None = None,
     ) -> None:
         if reduction not in REDUCTIONS:
             raise InputError(f"reduction {reduction!r}: must be one of {REDUCTIONS}")
-        self.caps = dataclasses.replace(CAPS, reduction=reduction)
+        if reduction == MACHINE_SUMS_ROUNDED and machines is None:
+            raise InputError(f"reduction {reduction!r}: needs to know the machines")
+        slot_order = BY_RANK if machines is None else BY_RAIL
+        self.caps = dataclasses.replace(CAPS, reduction=reduction, slot_order=slot_order)
+        self._machines = machines
         self.group = group
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
@@ -143,7 +153,7 @@ class ReferenceEngine:
             picks_received
         )
         pick_pair = picks[:, 0] + first_received.to(picks.device)
-        slots = self._slots(picks[:, 1], num_tokens, top_k)
+        slots = self._slots(picks[:, 1], picks_received, num_tokens, top_k)
 
         _, picks_of_pair = pick_pair.unique_consecutive(return_counts=True)
         first_pick = (picks_of_pair.cumsum(0) - picks_of_pair).repeat_interleave(picks_of_pair)
@@ -209,17 +219,7 @@ class ReferenceEngine:
             now = kept & (plan.pick_turn == turn)  # at most one pick of each pair
             partial[plan.pick_pair[now]] += y[plan.pick_slot[now]].to(wide)
 
-        returned = self._exchange_rows(
-            partial.to(y.dtype), plan.pairs_received, plan.pairs_sent, "combine"
-        )
-        out = y.new_zeros(plan.num_tokens, y.shape[1], dtype=wide)
-        own = partial.split(plan.pairs_received)[self.group.rank]
-        if self.caps.reduction == EVERY_PART_ROUNDED:
-            own = own.to(y.dtype).to(wide)
-        parts = returned.split(plan.pairs_sent)
-        tokens = plan.sent_token.split(plan.pairs_sent)
-        for rank in range(self.group.size):
-            out[tokens[rank]] += own if rank == self.group.rank else parts[rank].to(wide)
+        out = self._add_up(plan, partial, y.dtype)
         if w is None:
             return out.to(y.dtype), None
 
@@ -230,6 +230,35 @@ class ReferenceEngine:
         home_w = w.new_zeros(plan.num_tokens * plan.top_k)
         home_w[plan.sent_pick] = returned_w
         return out.to(y.dtype), home_w.view(plan.num_tokens, plan.top_k)
+
+    def _add_up(
+        self, plan: ReferencePlan, partial: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Bring the pairs' sums `partial` home, and add them up there: [num_tokens, hidden]."""
+        rank, machines = self.group.rank, self._machines
+        by_machine = self.caps.reduction == MACHINE_SUMS_ROUNDED
+        # The part that is not rounded may be another rank's: then home rounds all that come.
+        sent = partial if by_machine else partial.to(dtype)
+        returned = self._exchange_rows(sent, plan.pairs_received, plan.pairs_sent, "combine")
+        parts = list(returned.split(plan.pairs_sent))
+        parts[rank] = partial.split(plan.pairs_received)[rank]
+        tokens = plan.sent_token.split(plan.pairs_sent)
+
+        def rounded(rows: torch.Tensor) -> torch.Tensor:
+            return rows.to(dtype).to(partial.dtype)
+
+        exact = [rank] if self.caps.reduction == HOME_PART_UNROUNDED else []
+        together = [list(range(self.group.size))]
+        if by_machine and machines is not None:
+            exact = machines.rail_of(rank)
+            together = [machines.ranks_of(machine) for machine in range(machines.count)]
+        out = partial.new_zeros(plan.num_tokens, partial.shape[1])
+        for ranks in together:
+            total = torch.zeros_like(out)
+            for other in ranks:
+                total[tokens[other]] += parts[other] if other in exact else rounded(parts[other])
+            out += rounded(total) if by_machine else total
+        return out
 
     def close(self) -> None:
         """See `Engine.close`.  Collective only where there is something to release."""
@@ -249,8 +278,22 @@ class ReferenceEngine:
                     f"{self.caps.max_rows} that a row number can name: use smaller micro-batches"
                 )
 
-    def _slots(self, local_expert: torch.Tensor, num_tokens: int, top_k: int) -> _Slots:
-        """Give the received picks, in order, their expert-major slots."""
+    def _slots(
+        self, local_expert: torch.Tensor, by_source: torch.Tensor, num_tokens: int, top_k: int
+    ) -> _Slots:
+        """Give the received picks, `by_source` of them from each rank, their expert-major slots."""
+        if self._machines is None:
+            return self._slots_in_order(local_expert, num_tokens, top_k)
+        picks = torch.arange(len(local_expert), device=local_expert.device)
+        from_rank = picks.split(by_source.tolist())
+        order = torch.cat([from_rank[rank] for rank in self._machines.ranks_by_rail()])
+        slots = self._slots_in_order(local_expert[order], num_tokens, top_k)
+        slot = torch.empty_like(slots.slot)
+        slot[order] = slots.slot
+        return dataclasses.replace(slots, slot=slot)
+
+    def _slots_in_order(self, local_expert: torch.Tensor, num_tokens: int, top_k: int) -> _Slots:
+        """Give picks, which come in the order of slots, their expert-major slots."""
         alignment, num_local = self.config.alignment, self.num_local_experts
         shape = (self.group.size, num_tokens, top_k, num_local, self.ranks_per_expert)
         limit = rows_limit(self.config, *shape)
@@ -302,29 +345,14 @@ class ReferenceEngine:
     def _exchange(
         self, sent: torch.Tensor, sent_splits: list[int], received_splits: list[int], what: str
     ) -> torch.Tensor:
-        """Send `sent_splits[r]` entries of dimension 0 to rank r; return what comes, by source."""
-        received = sent.new_empty(sum(received_splits), *sent.shape[1:])
-        self.group.wait(
-            lambda group: dist.all_to_all_single(
-                received,
-                sent.contiguous(),
-                received_splits,
-                sent_splits,
-                group=group,
-                async_op=True,
-            ),
-            what,
-            self.config.timeout_s,
-        )
-        return received
+        return exchange(self.group, sent, sent_splits, received_splits, what, self.config.timeout_s)
 
     def _exchange_rows(
         self, sent: torch.Tensor, sent_splits: list[int], received_splits: list[int], what: str
     ) -> torch.Tensor:
-        """Like `_exchange`, as bytes: exact for every dtype, whatever the backend can add up."""
-        as_bytes = sent.contiguous().view(torch.uint8)
-        received = self._exchange(as_bytes, sent_splits, received_splits, what)
-        return received.view(sent.dtype)
+        return exchange_rows(
+            self.group, sent, sent_splits, received_splits, what, self.config.timeout_s
+        )
 
     def _require_open(self) -> None:
         if self._closed:

@@ -46,6 +46,7 @@ def oracle_plan(
     num_experts: int,
     alignment: int = 1,
     max_recv_rows: int | None = None,
+    ranks_on_machine: int | None = None,
 ) -> OraclePlan:
     """Give every pick of every rank its slot.
 
@@ -54,14 +55,16 @@ def oracle_plan(
         num_experts: E; rank r of R holds experts r * E / R to (r + 1) * E / R - 1.
         alignment: rows of a block are padded to a multiple of it.
         max_recv_rows: static mode, or None.
+        ranks_on_machine: sources come in the order BY_RAIL of such machines; None: BY_RANK.
     """
     num_ranks = len(topk_idx)
+    sources = sources_in_order(num_ranks, ranks_on_machine)
     num_local = num_experts // num_ranks
     plan = OraclePlan(topk_idx, [], [], [], [])
     for rank in range(num_ranks):
         blocks: list[list[Slot]] = [[] for _ in range(num_local)]
         num_rows, num_dropped, is_full = 0, 0, False
-        for source in range(num_ranks):
+        for source in sources:
             for token in range(len(topk_idx[source])):
                 for local_expert in range(num_local):
                     expert = rank * num_local + local_expert
@@ -90,6 +93,13 @@ def oracle_plan(
         plan.padded.append(padded)
         plan.num_dropped.append(num_dropped)
     return plan
+
+
+def sources_in_order(num_ranks: int, ranks_on_machine: int | None) -> list[int]:
+    """The order of source ranks within an expert's block."""
+    if ranks_on_machine is None:
+        return list(range(num_ranks))
+    return sorted(range(num_ranks), key=lambda r: (r % ranks_on_machine, r // ranks_on_machine))
 
 
 def oracle_rows_limit(
@@ -136,21 +146,29 @@ def oracle_dispatch(
 
 
 def oracle_combine(
-    plan: OraclePlan, y: list[torch.Tensor], w: list[torch.Tensor], round_home: bool = False
+    plan: OraclePlan,
+    y: list[torch.Tensor],
+    w: list[torch.Tensor],
+    round_home: bool = False,
+    ranks_on_machine: int | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Add rows `y` [num_rows, hidden] up at home; bring `w` [num_rows] back to the picks.
 
     The order of additions is the contract's: on an expert's rank over local experts, upwards, in
     fp32 (fp64 for fp64), rounded once; at home over ranks, upwards, the home rank's part unrounded
-    (with `round_home`: rounded like the others).
+    (with `round_home`: rounded like the others).  With `ranks_on_machine` it is that of
+    MACHINE_SUMS_ROUNDED: over the ranks of a machine, the part of the one with the home's place
+    there unrounded, rounded once; at home over machines, upwards.
     """
     dtype = y[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     hidden = y[0].shape[1]
+    most = ranks_on_machine or len(plan.slots)  # without machines, all ranks are on one
     out, home_w = [], []
     for home, topk_idx in enumerate(plan.topk_idx):
         num_tokens, top_k = topk_idx.shape
         total = torch.zeros(num_tokens, hidden, dtype=wide)
+        of_machine = torch.zeros_like(total)
         values = torch.zeros(num_tokens, top_k, dtype=w[0].dtype)
         for rank, slots in enumerate(plan.slots):
             partial: dict[int, torch.Tensor] = {}
@@ -161,8 +179,12 @@ def oracle_combine(
                 partial[slot.token] = before + y[rank][row].to(wide)
                 values[slot.token, slot.pick] = w[rank][row]
             for token, part in partial.items():
-                is_exact = rank == home and not round_home
-                total[token] += part if is_exact else part.to(dtype).to(wide)
+                is_exact = rank % most == home % most and not round_home
+                of_machine[token] += part if is_exact else part.to(dtype).to(wide)
+            if rank % most == most - 1:  # the machine's last rank
+                is_exact = ranks_on_machine is None
+                total += of_machine if is_exact else of_machine.to(dtype).to(wide)
+                of_machine.zero_()
         out.append(total.to(dtype))
         home_w.append(values)
     return out, home_w

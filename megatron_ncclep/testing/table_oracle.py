@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ncclep.testing.oracle import sources_in_order
+
 
 @dataclass(frozen=True)
 class SlotTable:
@@ -54,10 +56,12 @@ def slot_table(
     num_experts: int,
     alignment: int = 1,
     max_recv_rows: int | None = None,
+    ranks_on_machine: int | None = None,
 ) -> SlotTable:
     """Give every pick for `rank` its slot; arguments as in `oracle_plan`."""
     num_local = num_experts // len(topk_idx)
-    picks = torch.cat([each.long() for each in topk_idx])
+    order = sources_in_order(len(topk_idx), ranks_on_machine)
+    picks = torch.cat([topk_idx[source].long() for source in order])
     device, num_tokens = picks.device, len(picks)
     pick = torch.full((num_tokens, num_local), -1, device=device)
     for k in range(picks.shape[1]):
@@ -90,14 +94,19 @@ def table_dispatch(
     x: list[torch.Tensor],
     w: list[torch.Tensor] | None = None,
     rows: slice = slice(None),
+    ranks_on_machine: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What one rank receives of all ranks' `x` and `w`; `rows`: only these rows."""
+    """What one rank receives of all ranks' `x` and `w`; `rows`: only these rows.
+
+    `ranks_on_machine` as for the table.
+    """
     token, pick = table.token_of_row[rows], table.pick_of_row[rows]
     filled = (token >= 0).nonzero()[:, 0]
     out = x[0].new_zeros(len(token), x[0].shape[1])
     out_w = None if w is None else w[0].new_zeros(len(token))
     first = 0
-    for source, of_source in enumerate(x):
+    for source in sources_in_order(len(x), ranks_on_machine):
+        of_source = x[source]
         mine = filled[(token[filled] >= first) & (token[filled] < first + len(of_source))]
         out[mine] = of_source[token[mine] - first]
         if w is not None:
@@ -115,6 +124,7 @@ def table_combine(
     y: list[torch.Tensor],
     w: list[torch.Tensor] | None = None,
     round_home: bool = False,
+    ranks_on_machine: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What comes home to the tokens of rank `home` of all ranks' `y` and `w`.
 
@@ -128,25 +138,30 @@ def table_combine(
         y: rows of all ranks.
         w: values of all ranks, or None.
         round_home: whether the home rank's own part is rounded like the others.
+        ranks_on_machine: as in `oracle_combine`, and as for the tables.
     """
     dtype, device = y[0].dtype, y[0].device
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    start = sum(num_tokens[:home])
+    order = sources_in_order(len(tables), ranks_on_machine)
+    start = sum(num_tokens[source] for source in order[: order.index(home)])
+    most = ranks_on_machine or len(tables)
     mine = slice(start, start + num_tokens[home])
     total = torch.zeros(num_tokens[home], y[0].shape[1], dtype=wide, device=device)
+    of_machine = torch.zeros_like(total)
     values = None if w is None else w[0].new_zeros(num_tokens[home], top_k)
     for rank, table in enumerate(tables):
         slots, picks = table.slot[mine], table.pick[mine]
-        used = (slots >= 0).any(0).nonzero()[:, 0].tolist()
-        if not used:
-            continue
         part = torch.zeros_like(total)
-        for local_expert in used:  # upwards
+        for local_expert in (slots >= 0).any(0).nonzero()[:, 0].tolist():  # upwards
             token = (slots[:, local_expert] >= 0).nonzero()[:, 0]
             slot = slots[token, local_expert]
             part[token] += y[rank][slot].to(wide)
             if values is not None and w is not None:
                 values[token, picks[token, local_expert]] = w[rank][slot]
         # A token without rows there gets a zero, which changes no sum.
-        total += part if rank == home and not round_home else part.to(dtype).to(wide)
+        is_exact = rank % most == home % most and not round_home
+        of_machine += part if is_exact else part.to(dtype).to(wide)
+        if rank % most == most - 1:
+            total += of_machine.to(dtype).to(wide) if ranks_on_machine else of_machine
+            of_machine.zero_()
     return total.to(dtype), values

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from run_case import ranks_on_machine
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, create_engine
@@ -148,6 +149,7 @@ class Draws:
     ) -> None:
         self.ctx, self.rng, self.caps, self.sizes = ctx, rng, caps, sizes
         self.timeout_s = timeout_s
+        self.ranks_on_machine = ranks_on_machine(caps.name, ctx.num_ranks)
         self.dtypes = [dtype for dtype in DTYPES if dtype in caps.payload_dtypes]
         self.features: Counter[str] = Counter()
 
@@ -193,7 +195,14 @@ class Draws:
         dtype = rng.choice([torch.int64, torch.int32])
         plan = member.engine.plan(topk_idx[self.ctx.rank].to(dtype))
         tables = [
-            slot_table(rank, topk_idx, member.num_experts, config.alignment, config.max_recv_rows)
+            slot_table(
+                rank,
+                topk_idx,
+                member.num_experts,
+                config.alignment,
+                config.max_recv_rows,
+                self.ranks_on_machine,
+            )
             for rank in range(self.ctx.num_ranks)
         ]
         name += (
@@ -223,7 +232,8 @@ class Draws:
         self.features["with weights" if has_weights else "without weights"] += 1
         self.features["dispatch" if is_dispatch else "combine"] += 1
         round_home = self.caps.reduction == EVERY_PART_ROUNDED
-        return Call(batch, is_dispatch, rows, weights, out, values, rank, round_home)
+        machine = self.ranks_on_machine
+        return Call(batch, is_dispatch, rows, weights, out, values, rank, round_home, machine)
 
     def _num_tokens(self) -> int:
         """Of one rank: often few, or at the edge of what kernels take at a time."""
@@ -254,12 +264,18 @@ class Call:
     values: torch.Tensor | None
     rank: int
     round_home: bool
+    ranks_on_machine: int | None
 
     def check(self) -> None:
         """Raise AssertionError when the results are not the oracle's."""
         batch = self.batch
         if self.is_dispatch:
-            expected = table_dispatch(batch.tables[self.rank], self.rows, self.weights)
+            expected = table_dispatch(
+                batch.tables[self.rank],
+                self.rows,
+                self.weights,
+                ranks_on_machine=self.ranks_on_machine,
+            )
         else:
             expected = table_combine(
                 batch.tables,
@@ -269,6 +285,7 @@ class Call:
                 self.rows,
                 self.weights,
                 self.round_home,
+                self.ranks_on_machine,
             )
         step = "dispatch" if self.is_dispatch else "combine"
         what = f"{step}, hidden size {self.rows[0].shape[1]}, with a plan of {batch.name}"

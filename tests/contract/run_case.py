@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_ncclep import envs
 from megatron_ncclep.engines import ENGINES, create_engine
-from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, Engine, EngineCaps
+from megatron_ncclep.engines.engine import BY_RANK, EVERY_PART_ROUNDED, Engine, EngineCaps
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
 from megatron_ncclep.testing.cases import (
     GROUP_LIMITS,
@@ -31,19 +32,37 @@ def rounds_home(engine_name: str) -> bool:
     return caps_of(engine_name).reduction == EVERY_PART_ROUNDED
 
 
-def oracle_of(case: Case) -> OraclePlan:
+def ranks_on_machine(engine_name: str, num_ranks: int) -> int | None:
+    """What the oracle's `ranks_on_machine` must be for the engine in a group of `num_ranks`.
+
+    Ranks of one host, which NCCLEP_LOCAL_RANKS may divide into machines.
+    """
+    if caps_of(engine_name).slot_order == BY_RANK:
+        return None
+    return min(envs.get("NCCLEP_LOCAL_RANKS") or num_ranks, num_ranks)
+
+
+def oracle_of(case: Case, engine_name: str = "reference") -> OraclePlan:
     """The slots that the case's picks must get."""
     return oracle_plan(
         [case.topk_idx(rank) for rank in range(case.num_ranks)],
         case.num_experts,
         case.alignment,
         case.rows_limit,
+        ranks_on_machine(engine_name, case.num_ranks),
     )
+
+
+def most_ranks(engine_name: str, wanted: int) -> int:
+    """At most `wanted` ranks: as many as fill machines, for an engine to which they matter."""
+    on_machine = ranks_on_machine(engine_name, wanted)
+    return wanted if on_machine is None else wanted // on_machine * on_machine
 
 
 def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
     """The case on the ranks that the pool has, in shapes that the engine is tested with."""
-    return for_engine(case.on_at_most(pool.size), caps_of(engine_name))
+    ranks = most_ranks(engine_name, min(pool.size, case.num_ranks))
+    return for_engine(case.on_at_most(ranks), caps_of(engine_name))
 
 
 @contextmanager

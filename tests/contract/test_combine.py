@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from run_case import fitted, opened, oracle_of, rounds_home, run_case
+from run_case import fitted, opened, oracle_of, ranks_on_machine, rounds_home, run_case
 
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED
 from megatron_ncclep.engines.group import EpGroup
@@ -39,11 +39,18 @@ def combine_on_rank(
         return out, home, out_alone
 
 
-def expected_sums(case: Case, round_home: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    oracle = oracle_of(case)
+def expected_sums(
+    case: Case, engine_name: str, round_home: bool | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What combine must give; `round_home`: unless it is what the engine declares."""
+    oracle = oracle_of(case, engine_name)
     values = [row_values(case, rank, len(slots)) for rank, slots in enumerate(oracle.slots)]
     return oracle_combine(
-        oracle, [y for y, _ in values], [w for _, w in values], round_home=round_home
+        oracle,
+        [y for y, _ in values],
+        [w for _, w in values],
+        rounds_home(engine_name) if round_home is None else round_home,
+        ranks_on_machine(engine_name, case.num_ranks),
     )
 
 
@@ -53,7 +60,7 @@ def test_sums_and_values_are_the_oracles(
     results = run_case(pool, combine_on_rank, contract_case, engine_name)
     if results is None:
         return  # refused, as it must be
-    out, home = expected_sums(contract_case, rounds_home(engine_name))
+    out, home = expected_sums(contract_case, engine_name)
     for rank, (actual, actual_home, alone) in enumerate(results):
         assert_same_bits(actual, out[rank], f"output of rank {rank}")
         assert_same_bits(actual_home, home[rank], f"values of rank {rank}")
@@ -74,8 +81,8 @@ def rounded_on_rank(ctx: RankContext, case: Case) -> torch.Tensor:
 def test_the_reference_can_round_every_part(pool: RankPool, dtype: torch.dtype) -> None:
     """The other reduction, which an engine may declare; in fp32 there is nothing to round."""
     case = Case("rounded", (25, 12, 0, 31), 16, 8, hidden=32, dtype=dtype).on_at_most(pool.size)
-    unrounded, _ = expected_sums(case, round_home=False)
-    out, _ = expected_sums(case, round_home=True)
+    unrounded, _ = expected_sums(case, "reference", round_home=False)
+    out, _ = expected_sums(case, "reference", round_home=True)
     for rank, actual in enumerate(pool.run(rounded_on_rank, case, ranks=case.num_ranks)):
         assert_same_bits(actual, out[rank], f"output of rank {rank}")
     differs = any(not torch.equal(a, b) for a, b in zip(out, unrounded, strict=True))
@@ -96,6 +103,6 @@ def test_padding_rows_are_not_read(pool: RankPool, engine_name: str) -> None:
     results = run_case(pool, nan_padding_on_rank, case, engine_name)
     if results is None:
         return  # refused, as it must be
-    out, _ = expected_sums(case, rounds_home(engine_name))
+    out, _ = expected_sums(case, engine_name)
     for rank, actual in enumerate(results):
         assert_same_bits(actual, out[rank], f"output of rank {rank}")

@@ -32,7 +32,7 @@ def test_rows_and_weights_are_the_oracles(
     if results is None:
         return  # refused, as it must be
     ranks = range(case.num_ranks)
-    oracle = oracle_of(case)
+    oracle = oracle_of(case, engine_name)
     x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
     w = [case.weights(r) for r in ranks]
     expected, expected_w = oracle_dispatch(oracle, x, w)

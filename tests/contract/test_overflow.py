@@ -188,11 +188,10 @@ def test_every_rank_hears_that_rows_were_dropped(
     """A dropped row at one rank changes what another one gets: both must stop, and say the same."""
     case = fitted(dataclasses.replace(TOO_MUCH, max_recv_rows=rows), pool, engine_name)
     step = dataclasses.replace(case, skew=0.0, dropped=0.9)
-    assert not any(oracle_of(step).num_dropped)
+    assert not any(oracle_of(step, engine_name).num_dropped)
     results = pool.run(raised_on_rank, case, engine_name, step, ranks=case.num_ranks)
-    needed = [
-        sum(padded) for padded in oracle_of(dataclasses.replace(case, max_recv_rows=None)).padded
-    ]
+    unlimited = dataclasses.replace(case, max_recv_rows=None)
+    needed = [sum(padded) for padded in oracle_of(unlimited, engine_name).padded]
     assert needed[1] == 0
     for first, raised, last in results:
         assert first == last == ""  # said once: the next step goes on

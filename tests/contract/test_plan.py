@@ -28,7 +28,7 @@ def test_counts_and_slots_are_the_oracles(
     plans = run_case(pool, plan_on_rank, contract_case, engine_name, torch.int64, plans_only=True)
     if plans is None:
         return  # refused, as it must be
-    oracle = oracle_of(contract_case)
+    oracle = oracle_of(contract_case, engine_name)
     for rank, plan in enumerate(plans):
         assert plan["num_rows"] == len(oracle.slots[rank])
         assert plan["routed"] == oracle.routed[rank]

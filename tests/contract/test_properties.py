@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from run_case import caps_of, opened, oracle_of, rounds_home, run_case
+from run_case import caps_of, opened, oracle_of, ranks_on_machine, rounds_home, run_case
 
 from megatron_ncclep.testing.cases import Case, for_engine
 from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
@@ -58,14 +58,18 @@ def test_every_step_is_the_oracles(
     if results is None:
         return  # refused, as it must be
     ranks = range(case.num_ranks)
-    oracle = oracle_of(case)
+    oracle = oracle_of(case, engine_name)
     x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
     w = [case.weights(r) for r in ranks]
     for rank, (rows, row_w, _, _) in enumerate(results):
         assert_dispatched(oracle, x, w, rank, rows, row_w)
     y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
     out, home = oracle_combine(
-        oracle, y, [result[1] for result in results], round_home=rounds_home(engine_name)
+        oracle,
+        y,
+        [result[1] for result in results],
+        rounds_home(engine_name),
+        ranks_on_machine(engine_name, case.num_ranks),
     )
     for rank, result in enumerate(results):
         assert_same_bits(result[2], out[rank], f"output of rank {rank}")

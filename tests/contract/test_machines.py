@@ -1,0 +1,204 @@
+"""Several machines: the grid of ranks, and the contract over it with ranks that only count as some.
+
+All of the contract's tests run over a grid with, for 2 x 2:
+
+    NCCLEP_LOCAL_RANKS=2 pytest tests/contract --engine hierarchical --ranks 4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from run_case import caps_of, oracle_of, ranks_on_machine
+from test_autograd import step_of_both
+from test_overflow import TOO_MUCH, raised_on_rank
+from test_properties import all_steps_on_rank
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.hierarchical import HierarchicalPlan
+from megatron_ncclep.engines.machines import Machines, machines_from
+from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
+from megatron_ncclep.testing.cases import Case, contract_cases, for_engine, refusal
+from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.testing.oracle import oracle_combine
+
+ENGINE = "hierarchical"
+# Ranks of this host that count as several machines.
+pytestmark = [pytest.mark.needs_ranks(4), pytest.mark.cpu_only]
+
+
+def in_grid(ctx: RankContext, local_ranks: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` returns where so many ranks (of each rank: its own entry) are a machine."""
+    own = local_ranks[ctx.rank] if isinstance(local_ranks, tuple) else local_ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCLEP_LOCAL_RANKS", str(own))
+        EpGroup.of(ctx.group).close()  # the grid that another test has found
+        try:
+            return function(ctx, *args)
+        finally:
+            EpGroup.of(ctx.group).close()
+
+
+# --- the grid ------------------------------------------------------------------------------------
+
+
+def test_the_docstrings_grid() -> None:
+    machines = machines_from(["a", "a", "a", "b", "b", "b"])
+    assert machines == Machines(2, 3)
+    assert machines.ranks_by_rail() == [0, 3, 1, 4, 2, 5]
+    assert [machines.rail_of(rank) for rank in (1, 4)] == [[1, 4], [1, 4]]
+    assert machines.ranks_of(1) == [3, 4, 5]
+    assert (machines.machine_of(4), machines.local_index(4)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("aaab", "same number of ranks: a has ranks 0 to 2, b has rank 3; choose an expert-"),
+        ("abab", "must follow each other: a has rank 0, b has rank 1, a has rank 2, b has rank 3;"),
+        ("aabbccddeeffgghhiij", "g has ranks 12 to 13, h has ranks 14 to 15, and so on; choose"),
+    ],
+)
+def test_ranks_that_are_no_grid(names: str, text: str) -> None:
+    found = machines_from(list(names))
+    assert isinstance(found, str)
+    assert text in found
+
+
+def error_on_rank(ctx: RankContext) -> tuple[str, str]:
+    with pytest.raises(EpError) as caught:
+        create_engine(ctx.group, 8, EpConfig(engine=ENGINE))
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "error", "text"),
+    [
+        (3, EngineUnavailableError, "machine 0 has ranks 0 to 2, machine 1 has rank 3"),
+        ((2, 2, 2, 0), InputError, "rank 3: NCCLEP_LOCAL_RANKS='0': not a positive number"),
+        ((2, 2, 1, 2), EngineUnavailableError, "machine 0 has ranks 0 to 1, machine 2 has rank 2"),
+    ],
+)
+def test_every_rank_hears_that_there_is_no_grid(
+    pool: RankPool, local_ranks: Any, error: type, text: str
+) -> None:
+    for name, said in pool.run(in_grid, local_ranks, error_on_rank, ranks=4):
+        assert name == error.__name__
+        assert text in said
+
+
+def auto_on_rank(ctx: RankContext) -> str:
+    with closing(create_engine(ctx.group, 8, EpConfig())) as engine:
+        return engine.caps.name
+
+
+def test_auto_leaves_machines_without_gpus_to_reference(pool: RankPool) -> None:
+    assert pool.run(in_grid, 2, auto_on_rank, ranks=4) == ["reference"] * 4
+
+
+# --- the contract over it ------------------------------------------------------------------------
+
+CASES = [case for case in contract_cases(4) if refusal(case, caps_of(ENGINE)) is None]
+
+
+def every_case_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
+    return [all_steps_on_rank(ctx, case, ENGINE) for case in cases]
+
+
+@pytest.mark.parametrize("local_ranks", [1, 2, 4])
+def test_every_step_is_the_oracles(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, local_ranks: int
+) -> None:
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
+    results = pool.run(in_grid, local_ranks, every_case_on_rank, CASES, ranks=4)
+    assert ranks_on_machine(ENGINE, 4) == local_ranks
+    assert len(CASES) > 20
+    for i, case in enumerate(CASES):
+        check_steps(case, [of_rank[i] for of_rank in results])
+
+
+def check_steps(case: Case, results: list[list[torch.Tensor]]) -> None:
+    """Compare what `all_steps_on_rank` gave with the oracle."""
+    oracle, ranks = oracle_of(case, ENGINE), range(case.num_ranks)
+    x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
+    w = [case.weights(r) for r in ranks]
+    for rank, (rows, row_w, _, _) in enumerate(results):
+        assert_dispatched(oracle, x, w, rank, rows, row_w)
+    y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
+    out, home = oracle_combine(
+        oracle, y, [r[1] for r in results], ranks_on_machine=ranks_on_machine(ENGINE, 4)
+    )
+    for rank, result in enumerate(results):
+        assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")
+        assert_same_bits(result[3], home[rank], f"{case}: weights back at rank {rank}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_are_the_reference_engines(pool: RankPool, dtype: torch.dtype) -> None:
+    """Which has another grid than it was made for, if it does not follow the engine's."""
+    case = Case("gradients", (25, 12, 0, 31), 16, 4, dtype=dtype, alignment=16, dropped=0.2)
+    case = for_engine(case, caps_of(ENGINE))
+    for rank, (mine, expected) in enumerate(
+        pool.run(in_grid, 2, step_of_both, case, ENGINE, ranks=4)
+    ):
+        for what, a, b in zip(("out", "x.grad", "w.grad"), mine, expected, strict=True):
+            assert_same_bits(a, b, f"rank {rank}, {what}")
+
+
+@pytest.mark.parametrize("rows", [64, "0.5x"])
+def test_all_machines_hear_that_rows_were_dropped(pool: RankPool, rows: int | str) -> None:
+    """Rows are dropped on machine 0 alone; the other one's ranks must not step on."""
+    case = dataclasses.replace(TOO_MUCH, tokens=(40,) * 4, max_recv_rows=rows)
+    step = dataclasses.replace(case, skew=0.0, dropped=0.9)
+    results = pool.run(in_grid, 2, raised_on_rank, case, ENGINE, step, ranks=4)
+    for first, raised, last in results:
+        assert first == last == ""
+        assert f"with max_recv_rows={rows}, rank 0 needed " in raised
+        assert raised == results[0][1]
+
+
+def wrong_on_rank(ctx: RankContext, culprit: int) -> tuple[str, str]:
+    """What is said of a wrong dispatch on one rank, and whether the group goes on."""
+    with closing(create_engine(ctx.group, 8, EpConfig(engine=ENGINE, timeout_s=60))) as engine:
+        plan = engine.plan(torch.tensor([[0, 7]]))
+        x = torch.ones(1 + (ctx.rank == culprit), 16)
+        with pytest.raises(InputError) as caught:
+            engine.dispatch(plan, x)
+        rows, _ = engine.dispatch(plan, x[:1])
+    return str(caught.value), str(list(rows.shape))
+
+
+def test_all_machines_hear_of_a_wrong_argument(pool: RankPool) -> None:
+    results = pool.run(in_grid, 2, wrong_on_rank, 3, ranks=4)
+    assert {text for text, _ in results} == {
+        "dispatch: rank 3: x has shape [2, 16]: the plan expects [1, hidden]"
+    }
+    assert [shape for _, shape in results] == ["[4, 16]", "[0, 16]", "[0, 16]", "[4, 16]"]
+
+
+# --- what crosses --------------------------------------------------------------------------------
+
+
+def crossings_on_rank(ctx: RankContext, max_recv_rows: str | None) -> tuple[list[int], list[int]]:
+    config = EpConfig(engine=ENGINE, max_recv_rows=max_recv_rows)
+    # Rank r has expert r.  The picks of a token that are on one machine cross together.
+    topk_idx = torch.tensor([[0, 1], [2, 3], [1, 2], [-1, -1], [3, -1]])
+    with closing(create_engine(ctx.group, 4, config)) as engine:
+        plan = engine.plan(topk_idx)
+    assert isinstance(plan, HierarchicalPlan)
+    return plan.tokens_sent, plan.tokens_received
+
+
+def test_a_token_crosses_once_for_each_machine_that_needs_it(pool: RankPool) -> None:
+    exact = pool.run(in_grid, 2, crossings_on_rank, None, ranks=4)
+    assert exact == [([2, 3], [2, 2]), ([2, 3], [2, 2]), ([2, 3], [3, 3]), ([2, 3], [3, 3])]
+    static = pool.run(in_grid, 2, crossings_on_rank, "worst", ranks=4)
+    assert static == [([5, 5], [5, 5])] * 4
