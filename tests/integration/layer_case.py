@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from megatron_setup import BATCH, EXPERTS, SEQUENCE, build_layer, initialize, make_config
 
@@ -37,6 +38,8 @@ class LayerCase:
     integers: bool = False
     # TransformerEngine's modules instead of Megatron's own.
     te: bool = False
+    # The ranks count as several machines, with so many on each.
+    local_ranks: int | None = None
     # Sequence length of each rank; ranks of one tensor-parallel group must agree.
     sequences: tuple[int, ...] = (SEQUENCE,) * 4
 
@@ -86,6 +89,13 @@ def option_shown(name: str, value: Any) -> str:
 
 def train_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]:
     """Forward and backward of a few micro-batches; everything that comes out, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        if case.local_ranks is not None:
+            patch.setenv("NCCLEP_LOCAL_RANKS", str(case.local_ranks))
+        return _train(ctx, case, dispatcher)
+
+
+def _train(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]:
     initialize(case.ep, case.tp, ctx.device, case.etp)
     options = {"expert_tensor_parallel_size": case.etp, **case.options}
     config = make_config(dispatcher, case.dtype, case.ep, case.tp, **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -217,6 +219,35 @@ CASES = [
 @pytest.mark.parametrize("case", sorted(CASES, key=lambda c: (c.ep, c.tp, c.etp)), ids=str)
 def test_layer_equals_alltoall(megatron_pool: RankPool, case: LayerCase) -> None:
     assert_same_training(megatron_pool, case, "reference")
+
+
+def over_machines(name: str, **changes: Any) -> LayerCase:
+    """A layer whose four ranks are two machines with two each."""
+    engine, options = changes.pop("ncclep", {}), changes.pop("options", {})
+    options = {**options, "ncclep": EpConfig(engine="hierarchical", **engine)}
+    case = LayerCase(f"machines-{name}", dtype=torch.float32, options=options, local_ranks=2)
+    return dataclasses.replace(case, **changes)
+
+
+MACHINES = [
+    over_machines("uneven", sequences=(3, 6, 1, 9)),
+    over_machines("top-6-bf16", dtype=torch.bfloat16, options={"moe_router_topk": 6}),
+    over_machines(
+        "grouped-static",
+        ncclep={"experts": "grouped", "max_recv_rows": "worst"},
+        options=SWIGLU,
+        micro_batches=2,
+        in_flight=True,
+    ),
+    over_machines("shared-overlap", options=SHARED_OVERLAP, micro_batches=2, in_flight=True),
+    # Slices of an expert are on one machine here.
+    over_machines("slices", tp=2, **SLICES),
+]
+
+
+@pytest.mark.parametrize("case", MACHINES, ids=str)
+def test_layer_over_machines_equals_alltoall(megatron_pool: RankPool, case: LayerCase) -> None:
+    assert_same_training(megatron_pool, case, "hierarchical")
 
 
 def overflow_on_rank(ctx: RankContext) -> tuple[int, bool, list[str]]:

@@ -21,6 +21,7 @@ from small_job import (
     environment,
     losses,
     run,
+    train,
     write_text,
 )
 
@@ -91,6 +92,22 @@ def test_curves_of_two_dispatchers_agree(finished: Finished):
     for a, b in zip(ours, other, strict=True):
         assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-5)
         assert a["balance"] == b["balance"]
+
+
+def test_two_machines_have_the_losses_of_alltoall(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Four ranks that count as two machines with two each."""
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
+    monkeypatch.setenv("NCCLEP_ENGINE", "hierarchical")
+    job = (*arguments[:-2], "--ranks", 4, "--out", tmp_path / "out", "--steps", 3)
+    output = train(*job, "--compare", "alltoall")
+    assert "hierarchical: 2 x 2 (machines x ranks), 'reference' inside a machine" in output
+    ours = entries(tmp_path / "out", "step")
+    other = entries(tmp_path / "out" / "alltoall", "step")
+    assert len(ours) == len(other) == 3
+    difference, _ = largest_difference(ours, other)
+    assert difference <= SAME_LOSS_NATS
 
 
 def test_output_has_progress_and_summary(finished: Finished):
