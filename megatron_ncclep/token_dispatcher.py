@@ -90,11 +90,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._is_static = self.engine.config.max_recv_rows is not None
         self._can_drop = can_drop(self.engine.config)
         self._block = num_local_experts if last_expert_first else 1
-        # With padding to capacity an expert takes tokens that did not choose it, so that a token
-        # may have more experts than the router's top-k.
-        self._router_adds_picks = config.moe_pad_expert_input_to_capacity
-        if self._is_static and self._router_adds_picks:
-            self._require_columns_for_all_experts()
+        if self._is_static and self._router_adds_picks and (problem := self._too_few_columns()):
+            self.engine.close()
+            raise problem
         if self._num_slices > 1:
             self._require_columns_for_all_slices()
             self._require_order_of_ranks()
@@ -226,12 +224,28 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.stream.wait_stream(torch.cuda.current_stream())
 
+    @property
+    def _router_adds_picks(self) -> bool:
+        """Whether a token may have more experts than the router's top-k: with padding to capacity
+        an expert takes tokens that did not choose it.
+
+        Asked for each micro-batch, because Megatron turns it on in a config and off again while it
+        generates tokens (`set_decode_expert_padding`).
+        """
+        return bool(self.config.moe_pad_expert_input_to_capacity)
+
     def _top_k(self, routing_map: torch.Tensor) -> int:
-        """Experts of a token in this micro-batch, at most; the same on every rank."""
+        """Experts of a token in this micro-batch, at most; the same on every rank.
+
+        Raises:
+            InputError: on every rank, see `_too_few_columns`.
+        """
         top_k: int = self.config.moe_router_topk
         if not self._router_adds_picks:
             return top_k
         if self._is_static:  # what the map holds would have to be waited for
+            if problem := self._too_few_columns():
+                raise problem
             return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
         all_ranks = self._ranks.gather(
@@ -281,11 +295,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             "'reference' (--ncclep-engine reference)"
         )
 
-    def _require_columns_for_all_experts(self) -> None:
-        """Refuse capacity padding in static mode where `_top_k` has no bound that serves.
-
-        Raises:
-            InputError: on every rank, whose options are the same.
+    def _too_few_columns(self) -> InputError | None:
+        """What to raise for capacity padding in static mode where `_top_k` has no bound that
+        serves: the same on every rank, whose options are the same.
         """
         experts, caps, slices = self.config.num_moe_experts, self.engine.caps, self._num_slices
         rows, problem = self.engine.config.max_recv_rows, None
@@ -300,9 +312,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                 "a factor counts the picks of a token, which may be more than the router's top-k: "
                 f"give a number of rows or {WORST!r}"
             )
-        if problem is not None:
-            self.engine.close()
-            raise InputError(
-                f"moe_pad_expert_input_to_capacity with max_recv_rows={rows!r}: {problem}; or "
-                "leave max_recv_rows out: then the host waits for the number of picks"
-            )
+        if problem is None:
+            return None
+        return InputError(
+            f"moe_pad_expert_input_to_capacity with max_recv_rows={rows!r}: {problem}; or leave "
+            "max_recv_rows out: then the host waits for the number of picks"
+        )

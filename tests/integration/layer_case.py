@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_setup import BATCH, EXPERTS, SEQUENCE, build_layer, initialize, make_config
+from megatron_setup import BATCH, EXPERTS, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.testing.launcher import RankContext, RankPool
@@ -42,6 +42,21 @@ class LayerCase:
     local_ranks: int | None = None
     # Sequence length of each rank; ranks of one tensor-parallel group must agree.
     sequences: tuple[int, ...] = (SEQUENCE,) * 4
+    batch: int = BATCH
+    # Positions at the end of each sequence that the router is told are padding.
+    padding: int = 0
+    # The output's gradient is a view, as that of packed sequences whose samples are a dimension.
+    transposed: bool = False
+    # Of an evaluation before each micro-batch; the ranks of a tensor-parallel group have the same
+    # tokens then, as where a model generates text.
+    evaluation: tuple[int, ...] = ()
+    # Megatron pads experts to capacity in evaluations, as it does where a CUDA graph decodes.
+    pads_decoding: bool = False
+    # Results are the same bits: each sum of rows has at most two terms, and sums over an expert's
+    # rows the same order.
+    same_bits: bool = False
+    # The Megatron-Core release that has the options.
+    since: str = "0.16"
 
     @property
     def num_experts(self) -> int:
@@ -111,9 +126,17 @@ def _train(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]
             probs_seen.append(outputs[0])
 
     layer.router.register_forward_hook(keep_probs)
-    shape = (case.sequences[ctx.rank] // case.tp, BATCH, config.hidden_size)
+    if 0 in case.sequences + case.evaluation:
+        take_empty_batches(layer)
+    shape = (case.sequences[ctx.rank] // case.tp, case.batch, config.hidden_size)
+    mask = None
+    if case.padding:
+        mask = torch.zeros(case.batch, shape[0], dtype=torch.bool, device=ctx.device)
+        mask[:, -case.padding :] = True
     waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for micro_batch in range(case.micro_batches):
+        if case.evaluation:
+            results[f"evaluation {micro_batch}"] = evaluate(layer, case, ctx, 7 + micro_batch)
         generator = torch.Generator().manual_seed(97 * micro_batch + ctx.rank)
         hidden, probe = (
             (
@@ -123,13 +146,15 @@ def _train(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]
             ).to(ctx.device, case.dtype)
             for _ in range(2)
         )
-        out, bias = layer(hidden.requires_grad_())
+        if case.transposed:
+            probe = probe.transpose(0, 1).contiguous().transpose(0, 1)
+        out, bias = layer(hidden.requires_grad_(), padding_mask=mask)
         assert bias is None
         waiting.append((hidden, out, probe))
         if not case.in_flight or micro_batch == case.micro_batches - 1:
             for hidden, out, probe in waiting:
                 (out * probe).sum().backward()
-                index = len(results) // 2
+                index = sum(name.startswith("output") for name in results)
                 results[f"output {index}"] = out.detach()
                 results[f"input gradient {index}"] = hidden.grad
             waiting.clear()
@@ -145,8 +170,50 @@ def _train(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]
     return results
 
 
+@torch.inference_mode()
+def evaluate(layer: Any, case: LayerCase, ctx: RankContext, seed: int) -> torch.Tensor:
+    """The output for other tokens, without gradients, as an inference engine runs it."""
+    generator = torch.Generator().manual_seed(97 * seed + ctx.rank // case.tp)
+    shape = (case.evaluation[ctx.rank], case.batch, layer.config.hidden_size)
+    hidden = torch.randn(shape, generator=generator).to(ctx.device, case.dtype)
+    layer.eval()
+    if case.pads_decoding:
+        pad_to_capacity(layer, True)
+    out, _ = layer(hidden)
+    if case.pads_decoding:
+        pad_to_capacity(layer, False)
+    layer.train()
+    return out.clone()
+
+
+def pad_to_capacity(layer: Any, is_on: bool) -> None:
+    """Have Megatron give every expert as many tokens as there are, or end that."""
+    from megatron.core.inference import utils
+
+    config = layer.config
+    capacity_factor = config.num_moe_experts / config.moe_router_topk if is_on else None
+    utils.moe_layer_cache = [layer]  # of the process's one model, to Megatron
+    utils.set_decode_expert_padding(layer, is_on, capacity_factor)
+    utils.moe_layer_cache = None
+
+
+def take_empty_batches(layer: Any) -> None:
+    """Let the layer's router take a batch without tokens: Megatron's has no view of one, though its
+    dispatchers take it.
+    """
+    route = layer.router.forward
+
+    def route_some(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden.numel():
+            return route(hidden, *args, **kwargs)
+        probs = hidden.reshape(-1, HIDDEN)[:, :EXPERTS]
+        return probs, probs.bool()
+
+    layer.router.forward = route_some
+
+
 def use_integers(layer: Any, rank: int) -> None:
-    """Give the experts whole numbers, and the layer routes with such probabilities.
+    """Give the experts whole numbers, and the layer routes with such probabilities, or zero.
 
     A row of a weight has two entries other than zero, 1 or -1.  The router's own weight gets no
     gradient then.
@@ -164,7 +231,7 @@ def use_integers(layer: Any, rank: int) -> None:
         probs, routing_map = outputs
         ranked = torch.rand(probs.shape, generator=generator).argsort(dim=1)
         chosen = ranked < layer.config.moe_router_topk
-        values = torch.randint(1, 3, probs.shape, generator=generator) * chosen
+        values = torch.randint(0, 3, probs.shape, generator=generator) * chosen
         return values.to(probs).requires_grad_(), chosen.to(routing_map.device)
 
     layer.router.register_forward_hook(route)
@@ -173,15 +240,21 @@ def use_integers(layer: Any, rank: int) -> None:
 def assert_same_training(pool: RankPool, case: LayerCase, engine_name: str) -> None:
     """Compare our dispatcher, over the engine, with `alltoall`: outputs and all gradients."""
     ours = pool.run(train_on_rank, case, "ncclep")
-    theirs = pool.run(train_on_rank, case, "alltoall")
-    tolerance = 0.0 if case.integers else TOLERANCE[case.dtype]
+    assert_same_results(case, ours, pool.run(train_on_rank, case, "alltoall"), engine_name)
+
+
+def assert_same_results(
+    case: LayerCase, ours: list[dict[str, Any]], theirs: list[dict[str, Any]], engine_name: str
+) -> None:
+    """Compare what `train_on_rank` has returned for our dispatcher and for `alltoall`."""
+    tolerance = 0.0 if case.integers or case.same_bits else TOLERANCE[case.dtype]
     experts_moved = 0
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert mine.pop("dispatcher") == ("NcclEpTokenDispatcher", engine_name)
-        assert other.pop("dispatcher") == ("MoEAlltoAllTokenDispatcher", None)
-        assert (mine.pop("experts"), other.pop("experts")) == case.experts
+        assert mine["dispatcher"] == ("NcclEpTokenDispatcher", engine_name)
+        assert other["dispatcher"] == ("MoEAlltoAllTokenDispatcher", None)
+        assert (mine["experts"], other["experts"]) == case.experts
         assert mine.keys() == other.keys()
-        for name in mine:
+        for name in sorted(mine.keys() - {"dispatcher", "experts"}):
             a, b = mine[name], other[name]
             if a is None or b is None:
                 # An expert without rows: no gradient, or one of zeros.
@@ -195,7 +268,7 @@ def assert_same_training(pool: RankPool, case: LayerCase, engine_name: str) -> N
             assert not case.integers or b.abs().max() <= 256, name
             experts_moved += "experts" in name and bool(b.any())
     # Not a comparison of zeros: several experts of several ranks were trained.
-    assert experts_moved >= case.num_experts // case.ep
+    assert experts_moved >= case.num_experts // case.ep or not any(case.sequences)
 
 
 def assert_overlap_changes_no_bits(pool: RankPool, case: LayerCase) -> None:

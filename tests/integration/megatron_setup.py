@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +47,11 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": 2 if pp > 1 else None,
     }
+    if not parallel_state.model_parallel_is_initialized():
+        # No model yet.  To search what imports have made would take longer than most cases do.
+        importlib.import_module("megatron.core.models.gpt.gpt_model")
+        importlib.import_module("megatron.core.optimizer")
+        gc.freeze()
     if not parallel_state.model_parallel_is_initialized() or wanted != {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
@@ -120,10 +128,41 @@ def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
     spec = make_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=te).submodules.mlp
     # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
-    layer = MoELayer(config, submodules=submodules, layer_number=1)
+    with nullcontext() if te or not config.moe_latent_size else latent_projections_on_cpu():
+        layer = MoELayer(config, submodules=submodules, layer_number=1)
     layer.set_layer_number(1)
     make_experts_differ(layer)
     return layer.to(device, config.params_dtype)
+
+
+class LatentProjection(torch.nn.Linear):
+    """What TransformerEngine's linear layer does for MoELayer, which will have no other: all ranks
+    have the whole weight, and a bias that is not added would be a second result.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        assert options["parallel_mode"] == "duplicated"
+        assert not options["skip_bias_add"]
+        super().__init__(input_size, output_size, options["bias"], dtype=config.params_dtype)
+        options["init_method"](self.weight)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(x), None
+
+
+@contextmanager
+def latent_projections_on_cpu() -> Iterator[None]:
+    """Let Megatron build layers that dispatch in a latent size (moe_latent_size) without
+    TransformerEngine.
+    """
+    from megatron.core.transformer.moe import moe_layer
+
+    assert not moe_layer.HAVE_TE
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, LatentProjection
+    try:
+        yield
+    finally:
+        moe_layer.HAVE_TE, moe_layer.TELinear = False, None
 
 
 def make_experts_differ(model: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from layer_case import take_empty_batches
 from megatron_setup import BATCH, EXPERTS, HIDDEN, build_layer, initialize, make_config
 
 from megatron_ncclep.testing.launcher import RankContext, RankPool
@@ -30,16 +31,7 @@ def train_on_rank(ctx: RankContext, dispatcher: str, steps: list[Step]) -> dict[
     drawn = layer.router.weight.detach().clone()
     to_one_rank = torch.zeros_like(drawn)
     to_one_rank[:2, 0] = torch.tensor([3.0, 2.0])  # of a component that is 1
-    route = layer.router.forward
-
-    def route_some(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hidden.numel():
-            return route(hidden, *args, **kwargs)
-        # Megatron's router has no view of an empty batch; its dispatchers take one.
-        probs = hidden.reshape(-1, HIDDEN)[:, :EXPERTS]
-        return probs, probs.bool()
-
-    layer.router.forward = route_some
+    take_empty_batches(layer)
     for index, (sequences, chosen) in enumerate(steps):
         with torch.no_grad():
             layer.router.weight.copy_(drawn if chosen == "any experts" else to_one_rank)
