@@ -1,0 +1,92 @@
+"""What only TransformerEngine has, rows in a latent size, routers in one kernel and packed
+sequences, and the batches of tests/integration/test_shapes.py that kernels must take: each engine
+against `alltoall`, outputs and all gradients.
+
+A bf16 has 8 bits; `layer_case.py` says how far sums in another order may be apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from layer_case import LayerCase, assert_same_training
+from packed_case import train_packed_on_rank
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.testing.launcher import RankPool
+
+pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
+
+# One size of rows nearly everywhere: an engine that compiles at run time does so for each.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_moe_experts": 16,
+    "moe_grouped_gemm": True,
+    "use_cpu_initialization": False,
+}
+CAPACITY = {"moe_expert_capacity_factor": 0.6}
+PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
+FUSED = {"moe_router_fusion": True}
+CASES = {
+    "latent": {"options": {"hidden_size": 128, "moe_latent_size": 64}},
+    "router-fusion": {"options": FUSED},
+    "router-fusion-sigmoid-capacity": {
+        "options": {**FUSED, **CAPACITY, "moe_router_score_function": "sigmoid"}
+    },
+    "router-fusion-aux-loss": {
+        "options": {
+            **FUSED,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.1,
+        }
+    },
+    "fp64-router": {"options": {"moe_router_dtype": "fp64"}},
+    "capacity-by-position": {"options": {**CAPACITY, "moe_token_drop_policy": "position"}},
+    "pad-to-capacity": {"options": PADDED},
+    "one-token": {"sequences": (1, 1, 1, 1), "batch": 1},
+    "evaluations-padded": {"evaluation": (40,) * 4, "pads_decoding": True, "micro_batches": 2},
+    "gradient-not-contiguous": {"transposed": True},
+}
+# The batch decides how many rows there are; capacity padding may give a token all 16 experts.
+MODES = {"exact": EpConfig(), "static": EpConfig(max_recv_rows="worst", alignment=16)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_shape_equals_alltoall(
+    megatron_pool: RankPool, engine_name: str, name: str, mode: str
+) -> None:
+    fields = {"sequences": (16,) * 4, **CASES[name]}
+    ncclep = dataclasses.replace(MODES[mode], engine=engine_name)
+    fields["options"] = {**SHAPE, **fields.get("options", {}), "ncclep": ncclep}
+    case = LayerCase(name, ep=megatron_pool.size, dtype=torch.bfloat16, te=True, **fields)
+    assert_same_training(megatron_pool, case, engine_name)
+
+
+@pytest.mark.parametrize("mode", ["exact", "static"])
+def test_packed_sequences_equal_alltoall(
+    megatron_pool: RankPool, engine_name: str, mode: str
+) -> None:
+    """Three steps; a step's weights come from the gradients before it.
+
+    In exact mode the bits are those of `alltoall` wherever it has the same when it runs again.  The
+    experts' blocks are longer in static mode, for which cuBLAS may take another kernel.
+    """
+    rows = None if mode == "exact" else 2048
+    options = {**SHAPE, "ncclep": EpConfig(engine=engine_name, max_recv_rows=rows)}
+    arguments = (torch.bfloat16, options, True)
+    ours = megatron_pool.run(train_packed_on_rank, "ncclep", *arguments)
+    theirs, again = (
+        megatron_pool.run(train_packed_on_rank, "alltoall", *arguments) for _ in range(2)
+    )
+    for rank, (mine, other, repeated) in enumerate(zip(ours, theirs, again, strict=True)):
+        assert mine.keys() == other.keys()
+        assert any("experts" in name and value.any() for name, value in other.items())
+        for name, value in other.items():
+            is_fixed = mode == "exact" and torch.equal(value, repeated[name])
+            bound = 0.0 if is_fixed else 3e-2 * value.abs().max().item()
+            error = (mine[name] - value).abs().max().item()
+            assert error <= bound, f"rank {rank}, {name}: differs by {error}, at most {bound}"
