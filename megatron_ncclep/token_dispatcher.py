@@ -40,6 +40,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     the second beside the combine.  Either half is queued after our kernels, and may start no
     earlier: so these get their SMs first, and the shared experts' GEMMs all others.
 
+    A layer that is recomputed is planned and dispatched again in backward, and so are its shared
+    experts.  To torch.compile the hooks that call the engine are opaque: it would look for tensors
+    in the agreement of hosts, and compile it anew for other numbers of rows.
+
     With overlap_moe_expert_parallel_comm Megatron calls the hooks on two streams, which it orders:
     those that communicate on one, the others on another, between which `_take_over` hands memory.
     """
@@ -101,8 +105,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
         self.cudagraph_attrs = ["_routing_map"]
-        # int64 scalar on the device: picks dropped so far in static mode, forward passes only.  It
-        # stays the same tensor, so that a CUDA graph that is replayed goes on counting.
+        # int64 scalar on the device: picks dropped so far in static mode, in forward passes only,
+        # each once.  It stays the same tensor, so that a CUDA graph that is replayed goes on
+        # counting.
         self.num_dropped: torch.Tensor | None = None
         if self._is_static:
             self.num_dropped = torch.zeros((), dtype=torch.int64, device=self._ranks.device)
@@ -125,6 +130,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._routing_map = routing_map
         return hidden_states, probs
 
+    @torch.compiler.disable
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,21 +152,27 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             hidden_states.record_stream(shared.stream)
             # Before the plan, in exact mode: the host does this while the device is still busy.
             shared.pre_forward_comm(hidden_states)
-        picked = routes_and_weights(routing_map, probs, self._top_k(routing_map), self._block)
-        if self._num_slices > 1:
-            picked = to_all_slices(*picked, self.num_local_experts, self._num_slices)
-        # Before it captures a layer, Megatron runs it with whatever is in its buffers.
-        is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
-        group.is_rehearsal = is_graph_capturing() and not is_captured
-        self._plan = self.engine.plan(picked[0].topk_idx)
-        if self._can_drop and self.num_dropped is not None and not group.is_rehearsal:
-            self.num_dropped.add_(self._plan.num_dropped)
-        self._let_shared_experts_start()
-        rows, row_probs = dispatch(self.engine, self._plan, hidden_states, probs, picked)
+        try:
+            picked = routes_and_weights(routing_map, probs, self._top_k(routing_map), self._block)
+            if self._num_slices > 1:
+                picked = to_all_slices(*picked, self.num_local_experts, self._num_slices)
+            # Before it captures a layer, Megatron runs it with whatever is in its buffers.
+            is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+            group.is_rehearsal = is_graph_capturing() and not is_captured
+            self._plan = self.engine.plan(picked[0].topk_idx)
+            if self._can_drop and not group.is_rehearsal and not _is_recomputing():
+                assert self.num_dropped is not None  # static mode
+                self.num_dropped.add_(self._plan.num_dropped)
+            self._let_shared_experts_start()
+            rows, row_probs = dispatch(self.engine, self._plan, hidden_states, probs, picked)
+        except InputError:
+            self._finish_shared_experts(has_dispatched=False)
+            raise
         if shared is not None:
             shared.linear_fc1_forward_and_act(rows)
         return rows, row_probs
 
+    @torch.compiler.disable
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -191,13 +203,18 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """Nothing to do: combine reads the experts' rows where they are."""
         return hidden_states
 
+    @torch.compiler.disable
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Add the rows [num_rows, hidden] up at home, in the hidden states' shape.  Collective."""
         assert self._plan is not None, "token_dispatch comes first"
         assert self._hidden_shape is not None
         plan, self._plan = self._plan, None
         self._let_shared_experts_start()
-        out = combine(self.engine, plan, hidden_states, self._hidden_shape)
+        try:
+            out = combine(self.engine, plan, hidden_states, self._hidden_shape)
+        except InputError:
+            self._finish_shared_experts(has_dispatched=True)
+            raise
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(out)
             self.shared_experts.post_forward_comm()
@@ -233,6 +250,21 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         generates tokens (`set_decode_expert_padding`).
         """
         return bool(self.config.moe_pad_expert_input_to_capacity)
+
+    def _finish_shared_experts(self, *, has_dispatched: bool) -> None:
+        """Run what an error has left of their forward pass, for nothing.
+
+        From Megatron-Core 0.18 on they assert that the next one begins after the end of this one.
+        """
+        shared = self.shared_experts
+        if shared is None:
+            return
+        with torch.no_grad():
+            if not has_dispatched:
+                shared.linear_fc1_forward_and_act()
+            shared.linear_fc2_forward()
+            shared.post_forward_comm()
+            shared.get_output()
 
     def _top_k(self, routing_map: torch.Tensor) -> int:
         """Experts of a token in this micro-batch, at most; the same on every rank.
@@ -318,3 +350,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             f"moe_pad_expert_input_to_capacity with max_recv_rows={rows!r}: {problem}; or leave "
             "max_recv_rows out: then the host waits for the number of picks"
         )
+
+
+def _is_recomputing() -> bool:
+    """Whether this forward pass is one that a backward pass runs once more, whoever asked for it:
+    Megatron's checkpoints, TransformerEngine's and torch's all run it inside autograd's engine.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -53,6 +53,8 @@ class GroupedExperts:
         """Modules that own the weights and whose own `forward` is not called."""
         raise NotImplementedError
 
+    # Backward adds to main_grad past autograd, which is nothing that could be traced.
+    @torch.compiler.disable
     def forward(
         self,
         permuted_local_hidden_states: Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +35,19 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """Not Megatron's object, which would have to be imported here: so nothing is fused."""
     return x * torch.sigmoid(1.702 * x)
 
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """The same of this one."""
+    return F.relu(x).square()
+
+
+CLAMPED_GLU = {
+    "gated_linear_unit": True,
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 0.5,
+    "glu_linear_offset": 1.0,
+}
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 CASES = [
     LayerCase("ep4"),
@@ -77,9 +91,8 @@ CASES = [
         "shared-overlap-recompute",
         options={
             **SHARED_OVERLAP,
+            **RECOMPUTE,
             "ncclep": EpConfig(max_recv_rows="worst", alignment=16),
-            "recompute_granularity": "selective",
-            "recompute_modules": ["moe"],
         },
         micro_batches=2,
     ),
@@ -88,9 +101,41 @@ CASES = [
     LayerCase("probs-on-input", options={**TOP_1, "moe_apply_probs_on_input": True}),
     LayerCase("gradient-accumulation", micro_batches=3),
     LayerCase("two-in-flight", micro_batches=2, in_flight=True),
+    LayerCase("recompute", options=RECOMPUTE, micro_batches=2, in_flight=True, same_bits=True),
     LayerCase(
-        "recompute",
-        options={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        "recompute-shared-experts",
+        options={
+            **RECOMPUTE,
+            "recompute_modules": ["shared_experts", "moe"],
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_shared_expert_gate": True,
+        },
+        micro_batches=2,
+        same_bits=True,
+    ),
+    LayerCase(
+        "swiglu",
+        dtype=torch.bfloat16,
+        options={**SWIGLU, "bias_activation_fusion": False},
+        same_bits=True,
+    ),
+    LayerCase(
+        "swiglu-kept-in-fp8",
+        dtype=torch.bfloat16,
+        options={**SWIGLU, "activation_func_fp8_input_store": True},
+        same_bits=True,
+    ),
+    LayerCase("squared-relu", options={"activation_func": squared_relu}, same_bits=True),
+    LayerCase(
+        "biased-clamped-glu", options=CLAMPED_GLU | {"add_bias_linear": True}, same_bits=True
+    ),
+    # Rows of padding would add to the biases' gradients, had they any weight.
+    LayerCase(
+        "biased-static",
+        options={
+            "add_bias_linear": True,
+            "ncclep": EpConfig(max_recv_rows="worst", alignment=16),
+        },
         micro_batches=2,
     ),
     LayerCase("aligned", options={"ncclep": EpConfig(alignment=32)}),
@@ -125,13 +170,7 @@ CASES = [
     LayerCase(
         "grouped-clamped-glu",
         ep=1,
-        options={
-            **GROUPED,
-            "gated_linear_unit": True,
-            "activation_func": quick_gelu,
-            "activation_func_clamp_value": 0.5,
-            "glu_linear_offset": 1.0,
-        },
+        options={**GROUPED, **CLAMPED_GLU},
     ),
     LayerCase("grouped-uneven", options=GROUPED, sequences=(3, 6, 1, 9)),
     LayerCase(
@@ -165,8 +204,7 @@ CASES = [
             **SHARED_OVERLAP,
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 0.1,
-            "recompute_granularity": "selective",
-            "recompute_modules": ["moe"],
+            **RECOMPUTE,
         },
     ),
     LayerCase(
@@ -250,14 +288,16 @@ def test_layer_over_machines_equals_alltoall(megatron_pool: RankPool, case: Laye
     assert_same_training(megatron_pool, case, "hierarchical")
 
 
-def overflow_on_rank(ctx: RankContext) -> tuple[int, bool, list[str]]:
+def overflow_on_rank(ctx: RankContext, more: dict[str, Any]) -> tuple[int, bool, list[str]]:
     initialize(ep=4)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("megatron_ncclep").addHandler(handler)
-    options = {"ncclep": EpConfig(max_recv_rows=8)}
+    options = {"ncclep": EpConfig(max_recv_rows=8), **more}
     layer = build_layer(make_config("ncclep", torch.float32, 4, **options))
+    plans = mock.Mock(wraps=layer.token_dispatcher.engine.plan)
+    layer.token_dispatcher.engine.plan = plans
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
     for _ in range(2):
         out, _ = layer(hidden)
@@ -265,18 +305,22 @@ def overflow_on_rank(ctx: RankContext) -> tuple[int, bool, list[str]]:
     assert not any("did not fit" in text for text in said)  # nobody waits for it
     megatron_ncclep.check()
     logging.getLogger("megatron_ncclep").removeHandler(handler)
+    assert plans.call_count == (4 if more else 2)  # a recomputed dispatch is planned again
     finite = bool(torch.isfinite(hidden.grad).all())
     return int(layer.token_dispatcher.num_dropped), finite, said
 
 
 def test_static_overflow_is_counted(megatron_pool: RankPool) -> None:
-    results = megatron_pool.run(overflow_on_rank)
+    results = megatron_pool.run(overflow_on_rank, {})
     # 4 ranks x 12 tokens x 2 picks = 96 rows for 4 x 8 places, twice.
     assert sum(dropped for dropped, _, _ in results) >= 2 * (96 - 32)
     for dropped, finite, said in results:
         assert finite
         warnings = [text for text in said if "did not fit into max_recv_rows=8" in text]
         assert len(warnings) == (dropped > 0)
+    # In a layer that is recomputed as well, and once: it counted what it dispatched again.
+    recomputed = megatron_pool.run(overflow_on_rank, RECOMPUTE)
+    assert [dropped for dropped, _, _ in recomputed] == [dropped for dropped, _, _ in results]
 
 
 def rows_on_rank(ctx: RankContext) -> int:

@@ -1,6 +1,6 @@
 """Shared experts beside dispatch and combine (moe_shared_expert_overlap): in which order things are
-queued, and that nothing but the order changes.  That they run at one time needs a GPU:
-tests/gpu/test_gpu_shared_experts.py.
+queued, that nothing but the order changes, and that an error does not last.  That they run at one
+time needs a GPU: tests/gpu/test_gpu_shared_experts.py.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from layer_case import LayerCase, assert_overlap_changes_no_bits
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
+from megatron_ncclep.errors import InputError
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 OVERLAP = {
@@ -75,3 +77,37 @@ def test_our_kernels_are_queued_first(megatron_pool: RankPool) -> None:
 def test_overlap_changes_no_bits(megatron_pool: RankPool) -> None:
     case = LayerCase("bits", dtype=torch.bfloat16, options=OVERLAP, micro_batches=2)
     assert_overlap_changes_no_bits(megatron_pool, case)
+
+
+def errors_on_rank(ctx: RankContext) -> list[str]:
+    """Mistakes of one rank: a token with too many experts, experts that lose a row."""
+    initialize(ep=4)
+    layer = build_layer(make_config("ncclep", torch.float64, 4, **OVERLAP))
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64)
+
+    def too_many(module: Any, inputs: Any, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        probs, routing_map = outputs
+        return probs, routing_map | (ctx.rank == 2)
+
+    def lose(module: Any, inputs: Any, outputs: Any) -> tuple[torch.Tensor, None]:
+        return outputs[0][ctx.rank == 1 :], None
+
+    expected, _ = layer(hidden)
+    errors = []
+    for module, mistake in ((layer.router, too_many), (layer.experts, lose)):
+        hook = module.register_forward_hook(mistake)
+        with pytest.raises(InputError) as caught:
+            layer(hidden)
+        errors.append(str(caught.value))
+        hook.remove()
+        assert torch.equal(layer(hidden)[0], expected)
+    return errors
+
+
+def test_errors_do_not_last(megatron_pool: RankPool) -> None:
+    """From Megatron-Core 0.18 on every later forward pass failed an assertion of its own: the
+    shared experts were still in the middle of the one that an InputError had ended.
+    """
+    for in_plan, in_combine in megatron_pool.run(errors_on_rank):
+        assert "rank 2" in in_plan
+        assert "rank 1" in in_combine
