@@ -34,8 +34,7 @@ T* pointer(const std::optional<Tensor>& tensor) {
 }
 
 int row_bytes_of(const Tensor& rows) {
-  const int itemsize = rows.dtype == DType::kFloat32 ? 4 : 2;
-  return static_cast<int>(rows.shape.at(1)) * itemsize;
+  return static_cast<int>(rows.shape.at(1)) * itemsize_of(rows.dtype);
 }
 
 HomeRoutes home_routes(const Tensor& home) {

@@ -92,6 +92,8 @@ def build(ctx: RankContext, dispatcher: str, engine_name: str, case: Fp8Case) ->
 def watch_padding(experts: Any) -> list[bool]:
     """Whether the experts copied rows to pad them, for each time that they looked."""
     copied: list[bool] = []
+    if not experts.config.fp8:
+        return copied
     if hasattr(experts, "quantization_padding"):
         experts.quantization_padding.register_forward_hook(
             lambda module, inputs, outputs: copied.append(outputs[0] is not inputs[0])

@@ -226,6 +226,7 @@ struct Batch {
   Owned counts{DType::kInt64, {2 * kExperts / kRanks + 1}}, home{DType::kInt32, {4, kTokens}};
   Owned topk{DType::kInt64, {kTokens, kTopK}}, kept{DType::kInt32, {kTokens, kTopK}};
   Owned x{DType::kFloat32, {kTokens, kHidden}}, rows{DType::kFloat32, {2, kHidden}};
+  Owned x_bytes{DType::kUint8, {kTokens, 4 * kHidden}}, rows_bytes{DType::kUint8, {2, 4 * kHidden}};
   Owned w{DType::kFloat32, {kTokens, kTopK}}, row_w{DType::kFloat32, {2}};
   Owned rows_of_expert{DType::kInt64, {kExperts / kRanks}};
   std::vector<Owned> routes;
@@ -251,11 +252,16 @@ struct Batch {
   void move(ncclep::native::Group& group) {
     group.dispatch(plan, x, w.tensor, rows, row_w.tensor, 8, kStream);
     group.dispatch(plan, x, std::nullopt, rows, std::nullopt, 8, kOtherStream);
+    group.dispatch(plan, x_bytes, w.tensor, rows_bytes, row_w.tensor, 8, kStream);
     const Owned sums(DType::kFloat32, {group.sums_size(plan, 8, kHidden * 4), kHidden});
     group.combine(plan, rows, row_w.tensor, sums, x, w.tensor, 8, kStream);
     const std::optional<Tensor> none_needed =
         sums.tensor.shape[0] > 0 ? std::optional<Tensor>(sums.tensor) : std::nullopt;
     group.combine(plan, rows, std::nullopt, none_needed, x, std::nullopt, 8, kOtherStream);
+    const auto add_bytes = [&] {
+      group.combine(plan, rows_bytes, std::nullopt, {}, x_bytes, std::nullopt, 8, kStream);
+    };
+    REQUIRE(refuses(add_bytes, "combine: rows must be bf16, fp16 or fp32"));
   }
 };
 
