@@ -186,13 +186,12 @@ def _group_of_machine(group: EpGroup, machines: Machines, timeout_s: float) -> d
     what = "open, making the group of a machine's ranks"
     words = group.exchange(os.urandom(NONCE_BYTES), what, timeout_s)[:NONCE_BYTES].hex()
     name = f"ncclep/{words}/{machines.machine_of(group.rank)}/"
-    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    place = (store, machines.local_index(group.rank), machines.ranks_on_each)
+    place = (machines.local_index(group.rank), machines.ranks_on_each)
     made: list[dist.ProcessGroup | Exception] = []
 
     def make() -> None:
         try:
-            made.append(_make_group(group.device.type, *place))
+            made.append(_make_group(group.device.type, name, *place))
         except Exception as error:
             made.append(error)
 
@@ -210,8 +209,9 @@ def _group_of_machine(group: EpGroup, machines: Machines, timeout_s: float) -> d
     return on_all_ranks(group, what, wait, 2 * timeout_s)
 
 
-def _make_group(device: str, store: PrefixStore, rank: int, size: int) -> dist.ProcessGroup:
+def _make_group(device: str, name: str, rank: int, size: int) -> dist.ProcessGroup:
     """Do what torch does when it makes a group, but for its own list of groups.  Collective."""
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     group = dist.ProcessGroup(store, rank, size)
     backend: Any
     if device == "cuda":

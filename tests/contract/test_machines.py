@@ -18,6 +18,7 @@ from run_case import caps_of, oracle_of, ranks_on_machine
 from test_autograd import step_of_both
 from test_overflow import TOO_MUCH, raised_on_rank
 from test_properties import all_steps_on_rank
+from virtual_pool import VirtualPool
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
@@ -106,7 +107,9 @@ def test_auto_leaves_machines_without_gpus_to_reference(pool: RankPool) -> None:
 
 # --- the contract over it ------------------------------------------------------------------------
 
-CASES = [case for case in contract_cases(4) if refusal(case, caps_of(ENGINE)) is None]
+
+def possible_cases(num_ranks: int) -> list[Case]:
+    return [c for c in contract_cases(num_ranks) if refusal(c, caps_of(ENGINE)) is None]
 
 
 def every_case_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
@@ -118,10 +121,25 @@ def test_every_step_is_the_oracles(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch, local_ranks: int
 ) -> None:
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
-    results = pool.run(in_grid, local_ranks, every_case_on_rank, CASES, ranks=4)
+    cases = possible_cases(4)
+    results = pool.run(in_grid, local_ranks, every_case_on_rank, cases, ranks=4)
     assert ranks_on_machine(ENGINE, 4) == local_ranks
-    assert len(CASES) > 20
-    for i, case in enumerate(CASES):
+    assert len(cases) > 20
+    for i, case in enumerate(cases):
+        check_steps(case, [of_rank[i] for of_rank in results])
+
+
+@pytest.mark.parametrize(("num_ranks", "local_ranks"), [(6, 2), (8, 4)])
+def test_larger_grids(monkeypatch: pytest.MonkeyPatch, num_ranks: int, local_ranks: int) -> None:
+    """3 x 2 and 2 x 4, with ranks that are threads: so many processes would be slow to start."""
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
+    cases = possible_cases(num_ranks)
+    pool = VirtualPool(num_ranks, "cpu")
+    try:
+        results = pool.run(every_case_on_rank, cases)
+    finally:
+        pool.close()
+    for i, case in enumerate(cases):
         check_steps(case, [of_rank[i] for of_rank in results])
 
 
@@ -134,7 +152,10 @@ def check_steps(case: Case, results: list[list[torch.Tensor]]) -> None:
         assert_dispatched(oracle, x, w, rank, rows, row_w)
     y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
     out, home = oracle_combine(
-        oracle, y, [r[1] for r in results], ranks_on_machine=ranks_on_machine(ENGINE, 4)
+        oracle,
+        y,
+        [result[1] for result in results],
+        ranks_on_machine=ranks_on_machine(ENGINE, case.num_ranks),
     )
     for rank, result in enumerate(results):
         assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")

@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from megatron_ncclep.engines import group, libraries, native, native_obstacle
+from megatron_ncclep.engines import group, libraries, machines, native, native_obstacle
 from megatron_ncclep.testing.launcher import RankContext, answer_jobs
 
 MOST_RANKS = 8
@@ -107,6 +107,7 @@ class Host:
         replace(group, "_groups", PerThread())
         replace(group.EpGroup, "wait", wait)
         replace(multi_threaded_pg.ProcessLocalGroup, "pg_name", property(name_of))
+        replace(machines, "_make_group", GroupOfMachine)
         if device == "cuda":
             self._replace_what_means_the_device()
             self._start_cuda()
@@ -115,8 +116,8 @@ class Host:
         """Product and torch; touches no GPU."""
         at_home = group.EpGroup.__init__
 
-        def init(self: group.EpGroup, process_group: dist.ProcessGroup) -> None:
-            at_home(self, process_group)
+        def init(self: group.EpGroup, *args: Any) -> None:
+            at_home(self, *args)
             self.device = torch.device("cuda", 0)
 
         replace(group.EpGroup, "__init__", init)
@@ -267,6 +268,18 @@ def wait(
     They have no deadline, and their work cannot wait with one: the pool ends ranks that hang.
     """
     start(self.process_group).wait()
+
+
+class GroupOfMachine(multi_threaded_pg.ProcessLocalGroup):
+    """A group that torch does not list: `machines._make_group` for threads."""
+
+    def __init__(self, device: str, name: str, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._name = name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
 
 
 def name_of(group_of_threads: Any) -> str:
