@@ -203,6 +203,10 @@ def _change_layer(module: ModuleType) -> None:
             **counts_wanted(self.experts),
             last_expert_first=options.experts == "grouped",
         )
+        if hasattr(self, "_training_token_dispatcher"):
+            # From 0.18 on, with transformer_impl='inference_optimized': what every pass takes that
+            # does not generate text.
+            self._training_token_dispatcher = self.token_dispatcher
         if overlapped is not None:
             self.token_dispatcher.set_shared_experts(overlapped)
         announce_alignment(config, options, self.token_dispatcher.group)

@@ -62,11 +62,6 @@ REFUSALS = (
         "it belongs to Megatron's flex dispatcher; set the option max_recv_rows instead",
     ),
     Refusal("moe_ncclep_zero_copy", _is_on, "it belongs to Megatron's flex dispatcher"),
-    Refusal(
-        "transformer_impl",
-        lambda value: value == "inference_optimized",
-        "use 'local' or 'transformer_engine': this dispatcher is for training",
-    ),
 )
 
 

@@ -155,12 +155,12 @@ def check_text_of_a_refusal():
     config = TransformerConfig(
         moe_token_dispatcher_type="ncclep", use_cpu_initialization=True, **OPTIONS
     )
-    config.transformer_impl = "inference_optimized"
+    config.moe_paged_stash = True
     spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
     with pytest.raises(UnsupportedError) as caught:
         GPTModel(config, spec, vocab_size=16, max_sequence_length=8)
     assert re.search(
-        r"='inference_optimized': use [\w ,:'-]+ \(while building (MoELayer in )?"
+        r"=True: leave it out[\w ,:'-]+ \(while building (MoELayer in )?"
         r"TransformerLayer\)$",
         str(caught.value),
     )

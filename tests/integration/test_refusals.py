@@ -14,9 +14,9 @@ from megatron_ncclep.support import REFUSALS, check_supported
 from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 BUILDS = {
-    "inference": (
-        {"transformer_impl": "inference_optimized"},
-        "transformer_impl='inference_optimized': use 'local' or 'transformer_engine'",
+    "paged-stash": (
+        {"moe_paged_stash": True},
+        "moe_paged_stash=True: leave it out: it needs the flex dispatcher's over-budget report",
     ),
 }
 
@@ -48,11 +48,8 @@ def refused_on_rank(ctx: RankContext, index: int) -> bool:
     if not hasattr(config, refusal.option):
         return False
     check_supported(config)
-    value = {
-        "moe_expert_rank_capacity_factor": 1.5,
-        "transformer_impl": "inference_optimized",
-    }.get(refusal.option, True)
-    setattr(config, refusal.option, value)
+    is_factor = refusal.option == "moe_expert_rank_capacity_factor"
+    setattr(config, refusal.option, 1.5 if is_factor else True)
     with pytest.raises(UnsupportedError, match=refusal.option):
         check_supported(config)
     return True
