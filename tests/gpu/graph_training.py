@@ -340,11 +340,14 @@ class Training:
         return [graph for runner in runners for graph in (runner.fwd_graph, runner.bwd_graph)]
 
 
-def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+def _forward_step(
+    batches: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
     batch = next(batches)
     mask = batch["attention_mask"]
-    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
-    return losses, _mean
+    # Micro-batches that overlap are run in parts, by a plan.
+    call = model.build_schedule_plan if return_schedule_plan else model
+    return call(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]), _mean
 
 
 def _mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -47,6 +47,8 @@ PARTS = Job(
     holds_dispatch=False,
 )
 SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
+# Megatron wants more than one rank; one is as good for what is compared.
+OVERLAPPED = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
 FUSER = {"use_transformer_engine_op_fuser": True}
 JOBS = {
     "full_iteration": [
@@ -82,6 +84,11 @@ JOBS = {
         dataclasses.replace(PARTS, name="shared experts beside the dispatch", options=SHARED),
     ],
     "shared experts, full iteration": [dataclasses.replace(FULL, name="shared", options=SHARED)],
+    # With micro-batches overlapped by Megatron's schedule, on two streams.
+    "overlapped": [
+        dataclasses.replace(PARTS, name="overlapped", options=OVERLAPPED),
+        dataclasses.replace(PARTS, name="overlapped, static", options=OVERLAPPED, ncclep=STATIC),
+    ],
     "op fuser": [
         dataclasses.replace(
             FULL, name="op fuser", ncclep={"max_recv_rows": ALL_ROWS}, options=FUSER

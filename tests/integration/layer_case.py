@@ -65,7 +65,10 @@ class LayerCase:
     @property
     def experts(self) -> tuple[str, str]:
         """The classes of our layer's experts and of the other's."""
-        theirs = "TEGroupedMLP" if self.te else "SequentialMLP"
+        theirs = "SequentialMLP"
+        if self.te and self.options.get("moe_grouped_gemm"):
+            is_for_inference = self.options.get("transformer_impl") == "inference_optimized"
+            theirs = "InferenceGroupedMLP" if is_for_inference else "TEGroupedMLP"
         ncclep = self.options.get("ncclep")
         is_grouped = ncclep is not None and ncclep.experts == "grouped"
         grouped = "GroupedTEExperts" if self.te else "GroupedLocalExperts"
@@ -237,10 +240,12 @@ def use_integers(layer: Any, rank: int) -> None:
     layer.router.register_forward_hook(route)
 
 
-def assert_same_training(pool: RankPool, case: LayerCase, engine_name: str) -> None:
+def assert_same_training(
+    pool: RankPool, case: LayerCase, engine_name: str, train: Any = train_on_rank
+) -> None:
     """Compare our dispatcher, over the engine, with `alltoall`: outputs and all gradients."""
-    ours = pool.run(train_on_rank, case, "ncclep")
-    assert_same_results(case, ours, pool.run(train_on_rank, case, "alltoall"), engine_name)
+    ours = pool.run(train, case, "ncclep")
+    assert_same_results(case, ours, pool.run(train, case, "alltoall"), engine_name)
 
 
 def assert_same_results(

@@ -116,16 +116,25 @@ def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **opt
 def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
     """One MoELayer, with random experts that all differ, the same for every dispatcher.
 
-    With `te` its modules are TransformerEngine's, and one grouped GEMM computes all its experts.
+    With `te` its modules are TransformerEngine's, in the way that the config asks for.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    make_spec = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
-    spec = make_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=te).submodules.mlp
+    experts = config.num_moe_experts
+    if te and config.transformer_impl == "inference_optimized":
+        layer_spec = specs.get_gpt_layer_with_inference_spec(
+            num_experts=experts, moe_grouped_gemm=True
+        )
+    elif te:
+        layer_spec = specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            use_te_activation_func=config.use_te_activation_func,
+        )
+    else:
+        layer_spec = specs.get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
+    spec = layer_spec.submodules.mlp
     # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
     with nullcontext() if te or not config.moe_latent_size else latent_projections_on_cpu():

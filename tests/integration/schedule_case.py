@@ -161,10 +161,11 @@ def _output_layer_adds_nothing_itself() -> Iterator[None]:
         tensor_parallel.ColumnParallelLinear = original
 
 
-def train_on_schedule(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Losses and gradients of some steps of plain SGD, with an evaluation between them, by name.
+def train_on_schedule(*args: Any, evaluates: bool = True, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """Losses and gradients of some steps of plain SGD, by name.
 
-    The arguments are those of `ScheduledModel`.
+    With `evaluates` there is an evaluation after each.  The other arguments are those of
+    `ScheduledModel`.
     """
     model = ScheduledModel(*args, **kwargs)
     for chunk in model.chunks:
@@ -177,7 +178,8 @@ def train_on_schedule(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
                 results[f"gradient of {index} {name} in step {step}"] = parameter.main_grad.clone()
                 with torch.no_grad():
                     parameter -= 0.1 * parameter.main_grad
-        results[f"losses after step {step}"] = model.evaluate(step)
+        if evaluates:
+            results[f"losses after step {step}"] = model.evaluate(step)
     return results
 
 

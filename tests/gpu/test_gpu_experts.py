@@ -1,0 +1,133 @@
+"""Every kind of TransformerEngine's experts against `alltoall`, in bf16: outputs and all gradients.
+
+To the bit: with two picks of a token a sum has two terms, and experts get the same rows in one
+order.  Only in static mode the last expert computes more rows, which are zero, and a GEMM of
+another size may add up in another order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_case import LayerCase, assert_same_training, train_on_rank
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+pytestmark = [
+    pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None,
+        reason="TransformerEngine, whose experts are compared, is not installed",
+    ),
+]
+
+OPTIONS: dict[str, Any] = {
+    "hidden_size": 256,
+    "moe_ffn_hidden_size": 128,
+    "num_moe_experts": 16,
+    "moe_grouped_gemm": True,
+    "use_cpu_initialization": False,
+}
+SWIGLU: dict[str, Any] = {
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "bias_activation_fusion": True,
+}
+SQUARED_RELU = {"activation_func": "squared_relu", "use_fused_weighted_squared_relu": True}
+GPT_OSS: dict[str, Any] = {
+    **SWIGLU,
+    "activation_func": "quick_gelu",
+    "activation_func_clamp_value": 0.5,
+    "glu_linear_offset": 1.0,
+    "add_bias_linear": True,
+}
+TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+FUSER = {**SWIGLU, "use_transformer_engine_op_fuser": True}
+INFERENCE: dict[str, Any] = {
+    **SQUARED_RELU,
+    "transformer_impl": "inference_optimized",
+    "normalization": "RMSNorm",
+    "inference_grouped_gemm_backend": "torch",
+    "inference_moe_token_dispatcher_type": "nccl",
+}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A kind of them: TransformerConfig fields, where a string names one of Megatron's activations;
+    and fields of EpConfig.
+    """
+
+    name: str
+    options: dict[str, Any]
+    ncclep: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+STATIC: dict[str, Any] = {"max_recv_rows": "worst"}
+KINDS = [
+    Experts("grouped", SWIGLU),
+    Experts("grouped-static", SWIGLU, STATIC),
+    Experts("unfused", {**SWIGLU, "bias_activation_fusion": False}),
+    Experts("kept-in-fp8", {**SWIGLU, "activation_func_fp8_input_store": True}),
+    Experts("gpt-oss", GPT_OSS),
+    Experts("squared-relu", SQUARED_RELU),
+    Experts(
+        "te-activation",
+        {**SWIGLU, "bias_activation_fusion": False, "use_te_activation_func": True},
+    ),
+    Experts("probs-on-input", {**SWIGLU, **TOP_1, "moe_apply_probs_on_input": True}),
+    Experts(
+        "recomputed-activation",
+        {**SWIGLU, "recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+    ),
+    Experts("one-by-one", {**SWIGLU, "moe_grouped_gemm": False}),
+    Experts("one-by-one-gpt-oss", {**GPT_OSS, "moe_grouped_gemm": False}),
+    Experts("op-fuser", FUSER),
+    Experts("op-fuser-static", FUSER, STATIC),
+    Experts("op-fuser-gpt-oss", {**GPT_OSS, "use_transformer_engine_op_fuser": True}),
+    Experts("inference", INFERENCE),
+]
+
+
+def prepare_on_rank(ctx: RankContext) -> None:
+    """Before anything of Megatron is imported."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what it would compile takes longer than all the rest
+    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # the op fuser asks for it
+
+
+def train_kind_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]:
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    named = {"quick_gelu": quick_gelu, "squared_relu": squared_relu}
+    function = case.options["activation_func"]
+    case.options["activation_func"] = named.get(function, function)
+    return train_on_rank(ctx, case, dispatcher)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_experts_equal_alltoall(megatron_pool: RankPool, engine_name: str, kind: Experts) -> None:
+    megatron_pool.run(prepare_on_rank)
+    ncclep = EpConfig(engine=engine_name, **kind.ncclep)
+    case = LayerCase(
+        kind.name,
+        ep=megatron_pool.size,
+        dtype=torch.bfloat16,
+        options={**OPTIONS, **kind.options, "ncclep": ncclep},
+        micro_batches=2,
+        in_flight=True,
+        same_bits=not kind.ncclep,
+        te=True,
+        sequences=(64,) * megatron_pool.size,
+    )
+    assert_same_training(megatron_pool, case, engine_name, train_kind_on_rank)

@@ -1,0 +1,165 @@
+"""What saves memory around our dispatcher, in a GPTModel of TransformerEngine's layers: recompute,
+and activations that wait on the host for backward; and a layer that torch compiles.
+
+Losses and gradients are alltoall's, to the bit: with two picks of a token a sum has two terms, and
+experts get the same rows in one order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from compile_case import compiled_on_rank
+from schedule_case import differences, train_on_schedule
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="TransformerEngine, whose layers are trained, is not installed",
+)
+
+# Rows and activations of a layer have more than 256 K elements, the least that is offloaded.
+SEQUENCE, HIDDEN = 512, 512
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What saves memory: TransformerConfig fields; and whether activations go to the host."""
+
+    name: str
+    options: dict[str, Any]
+    offloads: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+def offloaded(*modules: str) -> dict[str, Any]:
+    return {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": list(modules),
+        "min_offloaded_tensor_size": 1024,
+    }
+
+
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SHARED = {"moe_shared_expert_intermediate_size": 256}
+CASES = [
+    Saving("recompute", selective("moe", "layernorm")),
+    Saving("recompute-parts", {**SHARED, **selective("moe_act", "layernorm", "shared_experts")}),
+    # The norm's output, which shared experts read on a stream of their own, is freed.
+    Saving(
+        "recompute-beside",
+        {**SHARED, **selective("moe_act", "layernorm"), "moe_shared_expert_overlap": True},
+    ),
+    Saving("recompute-all", FULL),
+    # The rows that dispatch delivers are freed as soon as they are on the host.
+    Saving("offload", offloaded("expert_fc1", "moe_act", "mlp_norm"), offloads=True),
+    Saving(
+        "offload-and-recompute",
+        {**offloaded("expert_fc1", "moe_act"), **selective("moe_act", "layernorm")},
+        offloads=True,
+    ),
+    Saving(
+        "cpu-offloading",
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "cpu_offloading_weights": False},
+        offloads=True,
+    ),
+]
+
+
+@contextmanager
+def offloads_counted() -> Iterator[list[int]]:
+    """Sizes of what goes to the host, in Megatron's offloading and in TransformerEngine's."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
+    from transformer_engine.pytorch.cpu_offload import OffloadableLayerState
+
+    sizes: list[int] = []
+    offload, start = ChunkOffloadHandler.offload, OffloadableLayerState.start_offload
+
+    def offload_one(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return offload(tensor, *args, **kwargs)
+
+    def start_layer(self: Any) -> None:
+        start(self)
+        sizes.append(int(2**20 * self.get_offloaded_total_size_mb()))
+
+    with ExitStack() as stack:
+        for owner, name, spy in (
+            (ChunkOffloadHandler, "offload", staticmethod(offload_one)),
+            (OffloadableLayerState, "start_offload", start_layer),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, spy))
+        yield sizes
+
+
+def differences_on_rank(ctx: RankContext, engine_name: str, saving: Saving) -> list[str]:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what it would compile takes longer than all the rest
+    from megatron.core.transformer.enums import AttnBackend
+
+    options: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": HIDDEN,
+        "moe_ffn_hidden_size": HIDDEN // 2,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": True,
+        # The others add up in whatever order their blocks come, run by run.
+        "attention_backend": AttnBackend.unfused,
+        "moe_grouped_gemm": True,
+        "gradient_accumulation_fusion": True,
+        "use_cpu_initialization": False,
+        "ncclep": EpConfig(engine=engine_name),
+        **saving.options,
+    }
+
+    def train(dispatcher: str, more: dict[str, Any]) -> dict[str, torch.Tensor]:
+        fields = {**options, **more}
+        how = {"use_te": True, "sequence": SEQUENCE, "evaluates": False}
+        return train_on_schedule(ctx, dispatcher, ctx.num_ranks, fields, **how)
+
+    expected = train("alltoall", {})
+    with offloads_counted() as sizes:
+        found = train("ncclep", {})
+    problems = differences(found, expected)
+    if bool(sum(sizes)) != saving.offloads:
+        problems.append(f"{sum(sizes)} elements or bytes went to the host")
+    return problems
+
+
+@needs_te
+@pytest.mark.parametrize("saving", CASES, ids=str)
+def test_training_is_alltoalls(megatron_pool: RankPool, engine_name: str, saving: Saving) -> None:
+    found = megatron_pool.run(differences_on_rank, engine_name, saving)
+    assert found == [[]] * megatron_pool.size
+
+
+@pytest.mark.parametrize(
+    "options",
+    [selective("moe"), {"ncclep": {"experts": "grouped", "max_recv_rows": "worst"}}],
+    ids=["exact", "static"],
+)
+def test_compiled_layer(megatron_pool: RankPool, engine_name: str, options: dict[str, Any]) -> None:
+    ncclep = EpConfig(engine=engine_name, **options.get("ncclep", {}))
+    found = megatron_pool.run(compiled_on_rank, {**options, "ncclep": ncclep})
+    assert found == [[]] * megatron_pool.size

@@ -1,0 +1,85 @@
+"""A layer with our dispatcher, compiled by torch as a whole, against the same layer run eagerly."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+
+from megatron_ncclep.testing.launcher import RankContext
+
+STEPS = 5
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Let torch compile, which is off where Megatron is made to run on a CPU."""
+    import torch._dynamo
+
+    with (
+        mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"),
+        torch._dynamo.config.patch(disable=False),
+    ):
+        yield
+
+
+def compiled_on_rank(ctx: RankContext, options: dict[str, Any]) -> list[str]:
+    """Train a layer eagerly, and compiled as a whole; returns what torch says of our code."""
+    initialize(ctx.num_ranks, device=ctx.device)
+    graphs: list[Any] = []
+    traced: list[bool] = []
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch._dynamo").addHandler(handler)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def watch(original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            traced.append(torch.compiler.is_compiling())
+            return original(*args)
+
+        return call
+
+    results = []
+    for is_compiled in (False, True):
+        torch.manual_seed(1)
+        config = make_config("ncclep", torch.bfloat16, ctx.num_ranks, **options)
+        layer = build_layer(config, ctx.device)
+        run, num_graphs = layer, []
+        with compiling():
+            if is_compiled:
+                engine = layer.token_dispatcher.engine
+                for step in ("plan", "dispatch", "combine"):
+                    setattr(engine, step, watch(getattr(engine, step)))
+                run = torch.compile(layer, backend=backend)
+            for step in range(STEPS):
+                generator = torch.Generator().manual_seed(10 * step + ctx.rank)
+                hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
+                hidden = hidden.to(ctx.device, torch.bfloat16)
+                out, _ = run(hidden.requires_grad_())
+                out.square().sum().backward()
+                results += [out.detach(), hidden.grad]
+                num_graphs.append(len(graphs))
+        results += [parameter.grad for parameter in layer.parameters()]
+    half = len(results) // 2
+    for eager, compiled in zip(results[:half], results[half:], strict=True):
+        # An expert may have had no row.
+        assert (eager is None) == (compiled is None)
+        assert eager is None or torch.equal(eager, compiled)
+    # Other numbers of rows come in every step: experts are compiled for any number, and that is it.
+    assert 0 < num_graphs[0] <= num_graphs[-3] == num_graphs[-1]
+    # The ranks' hosts agree inside; a rank that compiles while others wait is late.
+    assert traced
+    assert not any(traced)
+    logging.getLogger("torch._dynamo").removeHandler(handler)
+    return [text for text in said if "token_dispatcher.py" in text or "engines" in text]
