@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from te_stand_ins import latent_projections
 from torch.distributed.distributed_c10d import _world
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
@@ -79,7 +79,10 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
 
 def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **options: Any) -> Any:
     """A TransformerConfig for small MoE layers; `options` win over the defaults."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     ncclep = options.pop("ncclep", None)
     values: dict[str, Any] = {
@@ -106,7 +109,8 @@ def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **opt
         "fp16": dtype == torch.float16,
         "bias_dropout_fusion": False,
     }
-    config = TransformerConfig(**{**values, **options})
+    is_mla = options.get("multi_latent_attention", False)
+    config = (MLATransformerConfig if is_mla else TransformerConfig)(**{**values, **options})
     assert config.moe_token_dispatcher_type == dispatcher
     if ncclep is not None and dispatcher == "ncclep":
         config.ncclep = ncclep
@@ -137,41 +141,11 @@ def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
     spec = layer_spec.submodules.mlp
     # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
-    with nullcontext() if te or not config.moe_latent_size else latent_projections_on_cpu():
+    with nullcontext() if te or not config.moe_latent_size else latent_projections():
         layer = MoELayer(config, submodules=submodules, layer_number=1)
     layer.set_layer_number(1)
     make_experts_differ(layer)
     return layer.to(device, config.params_dtype)
-
-
-class LatentProjection(torch.nn.Linear):
-    """What TransformerEngine's linear layer does for MoELayer, which will have no other: all ranks
-    have the whole weight, and a bias that is not added would be a second result.
-    """
-
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
-        assert options["parallel_mode"] == "duplicated"
-        assert not options["skip_bias_add"]
-        super().__init__(input_size, output_size, options["bias"], dtype=config.params_dtype)
-        options["init_method"](self.weight)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return super().forward(x), None
-
-
-@contextmanager
-def latent_projections_on_cpu() -> Iterator[None]:
-    """Let Megatron build layers that dispatch in a latent size (moe_latent_size) without
-    TransformerEngine.
-    """
-    from megatron.core.transformer.moe import moe_layer
-
-    assert not moe_layer.HAVE_TE
-    moe_layer.HAVE_TE, moe_layer.TELinear = True, LatentProjection
-    try:
-        yield
-    finally:
-        moe_layer.HAVE_TE, moe_layer.TELinear = False, None
 
 
 def make_experts_differ(model: torch.nn.Module) -> None:

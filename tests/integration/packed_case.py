@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron_setup import initialize, make_config, make_experts_differ
+from te_stand_ins import Attention
 
 from megatron_ncclep.testing.launcher import RankContext
 
@@ -18,23 +18,6 @@ LENGTHS: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((12, 1, 30), (2, 2), (1,), (5,)),
     ((1,), (9, 8, 7, 6), (20,), (3, 3)),
 )
-
-
-class PackedAttention(torch.nn.Module):
-    """Stands in for TransformerEngine's attention, the only one that takes packed sequences."""
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-
-    def forward(self, *qkv: torch.Tensor, packed_seq_params: Any, **_: Any) -> torch.Tensor:
-        """Attention of each sequence to itself, [num_tokens, heads, head size]."""
-        starts = packed_seq_params.cu_seqlens_q.tolist()
-        parts = []
-        for start, end in pairwise(starts):
-            q, k, v = (t[start:end].transpose(0, 1)[None] for t in qkv[:3])
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            parts.append(out[0].transpose(0, 1))
-        return torch.cat(parts)
 
 
 def train_packed_on_rank(
@@ -58,7 +41,7 @@ def train_packed_on_rank(
         )
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(experts, moe_grouped_gemm=False)
-        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        spec.submodules.self_attention.submodules.core_attention = Attention
     model = GPTModel(config, spec, VOCABULARY, MAX_LENGTH).to(ctx.device, dtype)
     make_experts_differ(model)
     results: dict[str, torch.Tensor] = {}
