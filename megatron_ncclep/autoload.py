@@ -24,6 +24,7 @@ HOOKED_MODULES = (
     "megatron.core.transformer.transformer_layer",
     "megatron.core.optimizer.optimizer_cuda_graph",
     "megatron.training.arguments",
+    "megatron.training.yaml_arguments",
 )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_ncclep import envs
@@ -53,9 +55,13 @@ def _option(default: Any, parse: Any, help: str) -> Any:
     return field(default=default, metadata={"parse": parse, "help": help})
 
 
-@dataclass(frozen=True)
+@dataclass
 class EpConfig:
-    """Options of one dispatcher; immutable and checked when made.
+    """Options of one dispatcher, checked when made.
+
+    A layer takes a copy, checked again, when it is built: what is set before counts, as with all of
+    Megatron's configuration, and what is set after does not.  Frameworks set single options: their
+    command lines and files are laid over configurations that exist.
 
     Grouped experts need an alignment: with them 1, the default, becomes 16.
 
@@ -113,7 +119,7 @@ class EpConfig:
         if self.experts not in EXPERTS:
             raise InputError(f"experts {self.experts!r}: must be one of {EXPERTS}")
         if self.experts == "grouped" and self.alignment < GROUPED_ALIGNMENT:
-            object.__setattr__(self, "alignment", GROUPED_ALIGNMENT)
+            self.alignment = GROUPED_ALIGNMENT
         rows = self.max_recv_rows
         if not (rows is None or _is_count(rows) or _is_rows_in_words(rows)):
             raise InputError(
@@ -155,9 +161,7 @@ class EpConfig:
         Raises:
             InputError: an unknown option or a value outside its limits.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise InputError(f"unknown option {unknown[0]!r}: the options are {sorted(known)}")
+        known = cls._known(given)
         from_env = {name: envs.get(f"NCCLEP_{name.upper()}") for name in known}
         merged = {**from_env, **{k: v for k, v in given.items() if v is not None}}
         if merged["experts"] in ("grouped", "auto") and merged["alignment"] == 1:
@@ -166,6 +170,47 @@ class EpConfig:
                 "rows: leave it out, or ask for more"
             )
         return cls(**{name: value for name, value in merged.items() if value is not None})
+
+    @classmethod
+    def of(cls, given: Any) -> EpConfig:
+        """Build a config from one, as a checked copy, or from what a framework has made of one.
+
+        Args:
+            given: an EpConfig, a mapping of options, or an object whose attributes they are; what
+                `dataclasses.asdict`, YAML files and OmegaConf make of an EpConfig.
+
+        Raises:
+            InputError: it is something else, has an unknown option or a value outside its limits.
+        """
+        if isinstance(given, EpConfig):
+            return dataclasses.replace(given)
+        if isinstance(given, Mapping):
+            options = dict(given)
+        elif type(given) in (argparse.Namespace, SimpleNamespace):
+            options = vars(given)
+        else:
+            raise InputError(
+                f"config.ncclep is {given!r}: give it a megatron_ncclep.EpConfig(...), or a "
+                "mapping of its options"
+            )
+        # Which class it was: a key of files that are made into objects.
+        options = {name: value for name, value in options.items() if name != "_target_"}
+        cls._known(options)
+        return cls(**options)
+
+    @classmethod
+    def _known(cls, given: Mapping[str, Any]) -> list[str]:
+        known = sorted(f.name for f in dataclasses.fields(cls))
+        if unknown := sorted(str(name) for name in given if name not in known):
+            raise InputError(f"unknown option {unknown[0]!r}: the options are {known}")
+        return known
+
+    def to_cfg_dict(self) -> dict[str, Any]:
+        """What Megatron's configuration files (`ConfigContainer.to_yaml`) hold of it: its options.
+
+        Without the name of a class, which they would make anew only if it is on a list of theirs.
+        """
+        return dataclasses.asdict(self)
 
     def non_default(self) -> dict[str, Any]:
         """The options whose value is not the default, by name."""

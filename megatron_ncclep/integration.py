@@ -9,6 +9,7 @@ These places are changed, each in memory and each without effect on other dispat
     TransformerLayer.__init__                            refuses CUDA graphs of a layer's that fail
     add_megatron_arguments                               offers our options, --ncclep-*
     parse_args                                           takes their values
+    core_config_from_args                                takes YAML files without the new field
     OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
 
 and the first layer with our dispatcher has torch ask for failures before any optimizer steps, and,
@@ -24,7 +25,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,7 +33,13 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 import megatron_ncclep
-from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
+from megatron_ncclep.command_line import (
+    TYPE_FIELD,
+    change_add_arguments,
+    change_core_config_from_args,
+    change_parse_args,
+)
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
 from megatron_ncclep.fp8_support import align_for_experts, announce_alignment
 from megatron_ncclep.graph_support import (
@@ -43,13 +49,15 @@ from megatron_ncclep.graph_support import (
     check_captured,
     check_graph_options,
 )
+from megatron_ncclep.hooked_places import is_changed, marked, not_known, original_of
 from megatron_ncclep.layer_experts import (
     check_experts,
     counts_wanted,
     need_no_host,
     settle_experts,
 )
-from megatron_ncclep.options_field import add_options_field, options_hidden, settle_options
+from megatron_ncclep.options_field import NAME as OPTIONS_FIELD
+from megatron_ncclep.options_field import add_options_field, settle_options
 from megatron_ncclep.post_import import after_import
 from megatron_ncclep.schedule_support import keep_inputs
 from megatron_ncclep.step_check import check_before_steps
@@ -58,14 +66,13 @@ from megatron_ncclep.support import NEWEST, OLDEST, check_supported, is_tested
 NAME = "ncclep"
 # Megatron validates the configuration and builds the layer as if this type had been asked for.
 STAND_IN = "alltoall"
-FIELD = "moe_token_dispatcher_type"
-_MARK = "_changed_by_megatron_ncclep"
 _DISPATCHER_MODULE = "megatron_ncclep.token_dispatcher"
 
 _CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 _LAYER_MODULE = "megatron.core.transformer.moe.moe_layer"
 _TRANSFORMER_LAYER_MODULE = "megatron.core.transformer.transformer_layer"
 _ARGUMENTS_MODULE = "megatron.training.arguments"
+_YAML_MODULE = "megatron.training.yaml_arguments"
 _OPTIMIZER_GRAPH_MODULE = "megatron.core.optimizer.optimizer_cuda_graph"  # from 0.17 on
 
 
@@ -124,12 +131,14 @@ def warn_if_untested() -> None:
 def _change_field(module: ModuleType) -> None:
     """Let the config's field, from which command lines take their choices, accept the value."""
     fields = getattr(module.TransformerConfig, "__dataclass_fields__", {})
-    if FIELD not in fields or not get_args(fields[FIELD].type):
-        raise _changed(f"{module.__name__}.TransformerConfig.{FIELD}", "a Literal of type names")
-    field = fields[FIELD]
+    if TYPE_FIELD not in fields or not get_args(fields[TYPE_FIELD].type):
+        raise not_known(
+            f"{module.__name__}.TransformerConfig.{TYPE_FIELD}", "a Literal of type names"
+        )
+    field = fields[TYPE_FIELD]
     if NAME not in get_args(field.type):
         field.type = Literal[(*get_args(field.type), NAME)]
-        module.TransformerConfig.__annotations__[FIELD] = field.type
+        module.TransformerConfig.__annotations__[TYPE_FIELD] = field.type
 
 
 def _add_options(module: ModuleType) -> None:
@@ -140,35 +149,35 @@ def _add_options(module: ModuleType) -> None:
 def _change_post_init(module: ModuleType) -> None:
     """Let the config validate `ncclep` as it validates `alltoall`; the value stays `ncclep`."""
     config_class = module.TransformerConfig
-    original = _original(module, config_class, "__post_init__", ["self"])
+    original = original_of(module, config_class, "__post_init__", ["self"])
     if original is None:
         return
 
     @functools.wraps(original)
     def post_init(self: Any) -> None:
-        if getattr(self, FIELD) == NAME:
+        if getattr(self, TYPE_FIELD) == NAME:
             check_graph_options(self)
         with _as_stand_in(self):
             original(self)
 
-    config_class.__post_init__ = _marked(post_init)
+    config_class.__post_init__ = marked(post_init)
 
 
 def _change_layer(module: ModuleType) -> None:
     """Let MoELayer build our dispatcher; the class stays the same object."""
     layer_class = module.MoELayer
-    original = _original(module, layer_class, "__init__", ["config", "pg_collection"])
+    original = original_of(module, layer_class, "__init__", ["config", "pg_collection"])
     if original is None:
         return
     if not hasattr(module, "get_default_pg_collection"):
-        raise _changed(f"{module.__name__}.get_default_pg_collection", "a function")
+        raise not_known(f"{module.__name__}.get_default_pg_collection", "a function")
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         config = bound.arguments["config"]
-        if getattr(config, FIELD) != NAME:
+        if getattr(config, TYPE_FIELD) != NAME:
             _refuse_ignored_experts(config)
             original(self, *args, **kwargs)
             return
@@ -180,8 +189,7 @@ def _change_layer(module: ModuleType) -> None:
                 f"{config.num_moe_experts} experts cannot be divided over "
                 f"{groups.ep.size()} expert-parallel ranks"
             )
-        settle_options(config)
-        options: EpConfig = config.ncclep or EpConfig.resolve()
+        options = settle_options(config) or EpConfig.resolve()
         check_experts(config, options, groups.ep.size(), groups.expt_tp.size())
         options = align_for_experts(config, options)
         check_before_steps()
@@ -216,7 +224,7 @@ def _change_layer(module: ModuleType) -> None:
             announce(choice, self.token_dispatcher.group)
         _check_graphs(self, captured_by(config))
 
-    layer_class.__init__ = _marked(init)
+    layer_class.__init__ = marked(init)
 
 
 def _check_graphs(layer: Any, captured: Captured) -> None:
@@ -244,7 +252,7 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
 def _change_transformer_layer(module: Any) -> None:
     """Refuse what Megatron's own graphs of a layer would hold: only the layer decides on that."""
     layer_class = module.TransformerLayer
-    original = _original(module, layer_class, "__init__", ["config", "submodules"])
+    original = original_of(module, layer_class, "__init__", ["config", "submodules"])
     if original is None:
         return
 
@@ -255,24 +263,25 @@ def _change_transformer_layer(module: Any) -> None:
         if dispatcher.__module__ == _DISPATCHER_MODULE:
             _check_graphs(self.mlp, captured_in(self))
 
-    layer_class.__init__ = _marked(init)
+    layer_class.__init__ = marked(init)
 
 
 def _refuse_ignored_experts(config: Any) -> None:
     """Refuse grouped experts that a config itself asks for, beside a dispatcher of another type."""
-    options = vars(config).get("ncclep")
-    if isinstance(options, EpConfig) and options.experts != EpConfig.experts:
+    given = vars(config).get(OPTIONS_FIELD)
+    options = None if given is None else EpConfig.of(given)
+    if options is not None and options.experts != EpConfig.experts:
         raise UnsupportedError(
             f"config.ncclep has experts={options.experts!r}, but the dispatcher is "
-            f"{getattr(config, FIELD)!r}, which would ignore it: leave it out, or set "
-            f"{FIELD}={NAME!r}"
+            f"{getattr(config, TYPE_FIELD)!r}, which would ignore it: leave it out, or set "
+            f"{TYPE_FIELD}={NAME!r}"
         )
 
 
 def _change_optimizer_graph(module: Any) -> None:
     """Check before a step that is a CUDA graph (`--optimizer-cuda-graph`): no hook runs in one."""
     wrapper = module.OptimizerCudaGraphWrapper
-    original = _original(module, wrapper, "__call__", ["self"])
+    original = original_of(module, wrapper, "__call__", ["self"])
     if original is None:
         return
 
@@ -281,57 +290,7 @@ def _change_optimizer_graph(module: Any) -> None:
         megatron_ncclep.check()  # does nothing where no layer has our dispatcher
         return original(self, *args, **kwargs)
 
-    wrapper.__call__ = _marked(call)
-
-
-def _change_add_arguments(module: Any) -> None:
-    """Offer our options on Megatron's command line."""
-    original = _original(module, module, "add_megatron_arguments", ["parser"])
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: Any) -> Any:
-        # Newer versions turn the config's fields into arguments.
-        with options_hidden(sys.modules[_CONFIG_MODULE].TransformerConfig):
-            parser = original(parser)
-        add_option_arguments(parser)
-        _escape_percent_signs(parser)
-        return parser
-
-    module.add_megatron_arguments = _marked(add_megatron_arguments)
-
-
-def _escape_percent_signs(parser: Any) -> None:
-    """Let `--help` print: 0.18 and 0.19 have a help text with a bare "10%)", which argparse takes
-    for a format and fails.
-    """
-    for action in parser._actions:
-        if action.help:
-            action.help = re.sub(r"%([%(]?)", lambda m: m[0] if m[1] else "%%", action.help)
-
-
-def _change_parse_args(module: Any) -> None:
-    """Make the options of the command line the defaults of the process's configs."""
-    original = _original(module, module, "parse_args", [])
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def parse_args(*args: Any, **kwargs: Any) -> Any:
-        parsed = original(*args, **kwargs)
-        options = given_options(parsed)
-        if options and getattr(parsed, FIELD, None) != NAME:
-            raise UnsupportedError(
-                f"--ncclep-{next(iter(options)).replace('_', '-')} was given, but the dispatcher "
-                f"is {getattr(parsed, FIELD, None)!r}, which would ignore it: leave it out, or add "
-                f"--moe-token-dispatcher-type {NAME}"
-            )
-        if options:
-            install(**options)
-        return parsed
-
-    module.parse_args = _marked(parse_args)
+    wrapper.__call__ = marked(call)
 
 
 # Module -> what is changed in it.
@@ -340,7 +299,8 @@ HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _LAYER_MODULE: (_change_layer,),
     _TRANSFORMER_LAYER_MODULE: (_change_transformer_layer,),
     _OPTIMIZER_GRAPH_MODULE: (_change_optimizer_graph,),
-    _ARGUMENTS_MODULE: (_change_add_arguments, _change_parse_args),
+    _ARGUMENTS_MODULE: (change_add_arguments, change_parse_args),
+    _YAML_MODULE: (change_core_config_from_args,),
 }
 # Modules of these that an older Megatron-Core lacks, together with what is hooked there.
 NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE,)
@@ -349,14 +309,14 @@ NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE,)
 @contextmanager
 def _as_stand_in(config: Any) -> Iterator[None]:
     """Show `config` to Megatron as if it asked for the stand-in type; the value comes back."""
-    if getattr(config, FIELD) != NAME:
+    if getattr(config, TYPE_FIELD) != NAME:
         yield
         return
-    setattr(config, FIELD, STAND_IN)
+    setattr(config, TYPE_FIELD, STAND_IN)
     try:
         yield
     finally:
-        setattr(config, FIELD, NAME)
+        setattr(config, TYPE_FIELD, NAME)
 
 
 def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
@@ -365,7 +325,7 @@ def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
     Before the first `install` that is every layer; later only a layer with our dispatcher, whose
     options are about to change.
     """
-    is_first = not _is_changed(layer_module.MoELayer.__init__)
+    is_first = not is_changed(layer_module.MoELayer.__init__)
     if not is_first and not has_options:
         return
     for layer in gc.get_objects():
@@ -378,33 +338,3 @@ def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
                 f"layers already have their dispatcher ({dispatcher.__name__}). Call it before "
                 "building the model"
             )
-
-
-def _original(module: ModuleType, owner: Any, name: str, parameters: list[str]) -> Any:
-    """Return the function to wrap, or None if it is wrapped already; check its parameters."""
-    function = getattr(owner, name, None)
-    where = f"{module.__name__}.{'' if owner is module else owner.__name__ + '.'}{name}"
-    if not callable(function):
-        raise _changed(where, "a function")
-    if _is_changed(function):
-        return None
-    missing = [p for p in parameters if p not in inspect.signature(function).parameters]
-    if missing:
-        raise _changed(where, f"a function with the parameter {missing[0]!r}")
-    return function
-
-
-def _changed(place: str, expected: str) -> IntegrationError:
-    return IntegrationError(
-        f"{place} is not {expected}: this Megatron-Core is not one that megatron_ncclep knows "
-        f"({OLDEST} to {NEWEST})"
-    )
-
-
-def _marked(function: Any) -> Any:
-    setattr(function, _MARK, True)
-    return function
-
-
-def _is_changed(function: Any) -> bool:
-    return getattr(function, _MARK, False)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import InputError
 
 NAME = "ncclep"
 
@@ -86,17 +85,17 @@ def options_hidden(config_class: Any) -> Iterator[None]:
             config_class.__dataclass_fields__[NAME] = field
 
 
-def settle_options(config: Any) -> None:
-    """Make `config.ncclep` an EpConfig, or leave it to the class.
+def settle_options(config: Any) -> EpConfig | None:
+    """Return a checked copy of the options that count for `config`; None: the environment's.
+
+    The config's own become an EpConfig where they were a mapping.
 
     Raises:
-        InputError: it is something else.
+        InputError: they are something else, or wrong.
     """
-    given = vars(config).get(NAME)
-    if given is None:
+    if vars(config).get(NAME) is None:
         # Constructors that dataclasses made set None, which would hide the class's.
         vars(config).pop(NAME, None)
-    elif isinstance(given, dict):  # what dataclasses.asdict makes of an EpConfig
-        config.ncclep = EpConfig(**given)
-    elif not isinstance(given, EpConfig):
-        raise InputError(f"config.ncclep is {given!r}: give it a megatron_ncclep.EpConfig(...)")
+    elif not isinstance(config.ncclep, EpConfig):
+        config.ncclep = EpConfig.of(config.ncclep)
+    return None if config.ncclep is None else EpConfig.of(config.ncclep)

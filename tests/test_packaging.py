@@ -39,6 +39,8 @@ LAYER_OF = {
     "token_dispatcher": "token_dispatcher",
     "experts": "token_dispatcher",
     "integration": "integration",
+    "command_line": "integration",
+    "hooked_places": "integration",
     "options_field": "integration",
     "step_check": "integration",
     "graph_support": "integration",

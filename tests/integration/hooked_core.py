@@ -38,6 +38,7 @@ from megatron_ncclep import EpConfig, integration
 from megatron_ncclep.benchmark import train_graphs
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
+from megatron_ncclep.hooked_places import is_changed
 
 OPTIONS: dict[str, Any] = {
     "num_layers": 1,
@@ -59,10 +60,15 @@ class LaterConfig(TransformerConfig):
         self.extra += 1
 
 
+def has(name):
+    """Whether this release has megatron/`name`: what can be imported may be of one beside it."""
+    return (Path(megatron.core.__file__).parents[1] / name).exists()
+
+
 def check_places():
     """The places are changed; the value is accepted and stays."""
-    assert integration._is_changed(layer_module.MoELayer.__init__)
-    assert integration._is_changed(TransformerConfig.__post_init__)
+    assert is_changed(layer_module.MoELayer.__init__)
+    assert is_changed(TransformerConfig.__post_init__)
     made = TransformerConfig(moe_token_dispatcher_type="ncclep", **OPTIONS)
     assert made.moe_token_dispatcher_type == "ncclep"
     integration.install()
@@ -122,7 +128,7 @@ def check_command_line():
     """The options are offered, each once; the field is not turned into an argument."""
     import megatron.training.arguments as arguments
 
-    assert integration._is_changed(arguments.parse_args)
+    assert is_changed(arguments.parse_args)
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     action = next(a for a in parser._actions if a.dest == "moe_token_dispatcher_type")
     assert {"ncclep", "alltoall"} <= set(action.choices)
@@ -271,7 +277,7 @@ def check_optimizer_graphs():
     """The wrapper of a captured step asks too."""
     from megatron.core.optimizer import optimizer_cuda_graph
 
-    assert integration._is_changed(optimizer_cuda_graph.OptimizerCudaGraphWrapper.__call__)
+    assert is_changed(optimizer_cuda_graph.OptimizerCudaGraphWrapper.__call__)
     planted = EpGroup.of(parallel_state.get_expert_model_parallel_group()).share("planted", Planted)
     steps = []
     step = optimizer_cuda_graph.OptimizerCudaGraphWrapper(
@@ -325,8 +331,7 @@ def check_all():
     check_places()
     check_options_field()
     check_options_of_the_process()
-    # Not in 0.16.1's wheel; of a wheel beside it on the path the folder would be another one.
-    if (Path(megatron.core.__file__).parents[1] / "training").is_dir():
+    if has("training"):
         check_command_line()
     check_text_of_a_refusal()
     check_before_steps()

@@ -30,6 +30,8 @@ assert megatron.core.__version__.split("+")[0] == "{version}", megatron.core.__f
 cpu.enable()
 import hooked_core
 hooked_core.check_all()
+import framework_configs
+framework_configs.check_all()
 import graph_rules
 graph_rules.check_all()
 import fp8_rules
