@@ -70,6 +70,7 @@ CAPS = EngineCaps(
     payload_dtypes=NATIVE_CAPS.payload_dtypes,
     row_bytes_multiple=NATIVE_CAPS.row_bytes_multiple,
     options=NATIVE_CAPS.options,
+    moves_bytes=NATIVE_CAPS.moves_bytes,
     max_top_k=NATIVE_CAPS.max_top_k,
     max_local_experts=NATIVE_CAPS.max_local_experts,
 )

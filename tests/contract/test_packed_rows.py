@@ -68,7 +68,7 @@ def test_quantised_rows_arrive_as_they_were(pool: RankPool, engine_name: str, ca
     results = run_case(pool, dispatch_on_rank, case, engine_name)
     if results is None:
         return  # refused, as it must be
-    ranks, oracle = range(case.num_ranks), oracle_of(case)
+    ranks, oracle = range(case.num_ranks), oracle_of(case, engine_name)
     x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
     w = [case.weights(r) for r in ranks]
     sent = [pack_rows(*quantize(x[r])) for r in ranks]

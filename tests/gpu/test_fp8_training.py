@@ -163,8 +163,24 @@ def compare(mine: dict[str, Any], other: dict[str, Any], where: str) -> None:
         )
 
 
-@pytest.mark.parametrize("grouped_gemm", [True, False], ids=["TEGroupedMLP", "SequentialMLP"])
-@pytest.mark.parametrize("recipe", RECIPES)
+BITS = "outputs, losses and all gradients of 4 training steps with alltoall's, to the bit"
+
+
+@pytest.mark.supports("fp8", compared=BITS)
+@pytest.mark.parametrize(
+    "grouped_gemm",
+    [
+        pytest.param(True, marks=pytest.mark.supports("moe_grouped_gemm"), id="TEGroupedMLP"),
+        pytest.param(False, id="SequentialMLP"),
+    ],
+)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=pytest.mark.supports(f"fp8_recipe={name}"), id=name)
+        for name in RECIPES
+    ],
+)
 def test_same_bits_as_alltoall(
     megatron_pool: RankPool, engine_name: str, recipe: str, grouped_gemm: bool
 ) -> None:
@@ -195,6 +211,7 @@ def test_fp8_is_not_bf16(megatron_pool: RankPool, engine_name: str) -> None:
         assert error <= 2**-3
 
 
+@pytest.mark.supports("moe_router_padding_for_quantization", compared=BITS)
 def test_padding_of_the_router_is_done_once(megatron_pool: RankPool, engine_name: str) -> None:
     """With the router's option the experts do not look, from 0.18 on; all else stays as it is."""
     case = Fp8Case("tensorwise", options={"moe_router_padding_for_quantization": True})
@@ -208,6 +225,11 @@ def test_padding_of_the_router_is_done_once(megatron_pool: RankPool, engine_name
         compare(mine, other, f"rank {rank}")
 
 
+@pytest.mark.supports(
+    "fp8_recipe=blockwise",
+    "--ncclep-max-recv-rows",
+    compared="output, loss and gradients of a micro-batch with alltoall's, 5e-2",
+)
 def test_static_mode(megatron_pool: RankPool, engine_name: str) -> None:
     """Rows after the last block count as the last expert's: zero rows, like those that pad."""
     # As many tokens on each rank as static mode with "worst" wants; here a number is given.

@@ -34,8 +34,6 @@ import framework_configs
 framework_configs.check_all()
 import graph_rules
 graph_rules.check_all()
-import fp8_rules
-fp8_rules.check_all()
 import expert_kinds
 expert_kinds.check_all()
 print("ok")
