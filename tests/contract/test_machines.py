@@ -22,9 +22,11 @@ from virtual_pool import VirtualPool
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import MACHINE_SUMS_ROUNDED
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.hierarchical import HierarchicalPlan
 from megatron_ncclep.engines.machines import Machines, machines_from
+from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
 from megatron_ncclep.testing.cases import Case, contract_cases, for_engine, refusal
 from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
@@ -129,6 +131,28 @@ def test_every_step_is_the_oracles(
         check_steps(case, [of_rank[i] for of_rank in results])
 
 
+def reference_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
+    results = []
+    for case in cases:
+        group, config = EpGroup.of(ctx.group), case.config()
+        machines = Machines(2, 2)
+        engine = ReferenceEngine(group, case.num_experts, config, MACHINE_SUMS_ROUNDED, machines)
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+        rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
+        y = case.rows(ctx.rank, plan.num_rows, salt=5)
+        results.append([rows, row_w, *engine.combine(plan, y, row_w)])
+    return results
+
+
+def test_the_reference_can_follow_a_grid(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
+    cases = possible_cases(4)
+    results = pool.run(reference_on_rank, cases, ranks=4)
+    for i, case in enumerate(cases):
+        check_steps(case, [of_rank[i] for of_rank in results])
+
+
 @pytest.mark.parametrize(("num_ranks", "local_ranks"), [(6, 2), (8, 4)])
 def test_larger_grids(monkeypatch: pytest.MonkeyPatch, num_ranks: int, local_ranks: int) -> None:
     """3 x 2 and 2 x 4, with ranks that are threads: so many processes would be slow to start."""
@@ -164,7 +188,7 @@ def check_steps(case: Case, results: list[list[torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_are_the_reference_engines(pool: RankPool, dtype: torch.dtype) -> None:
-    """Which has another grid than it was made for, if it does not follow the engine's."""
+    """Forward and backward, beside the reference engine as it follows the grid."""
     case = Case("gradients", (25, 12, 0, 31), 16, 4, dtype=dtype, alignment=16, dropped=0.2)
     case = for_engine(case, caps_of(ENGINE))
     for rank, (mine, expected) in enumerate(
