@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_versions import SUPPORTED
 
 from megatron_ncclep.engines import ENGINES
 
@@ -135,9 +136,6 @@ def collect() -> Collector:
 
 def several(releases: set[str]) -> str:
     """Releases as people name them, from the oldest to the newest."""
-    sys.path.append(str(HERE / "integration"))
-    from megatron_versions import SUPPORTED
-
     assert releases <= set(SUPPORTED), releases
     if releases == set(SUPPORTED):
         return f"{SUPPORTED[0]} to {SUPPORTED[-1]}"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_versions import INSTALLED, python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600  # a hung run must end the test; a busy machine must not
 
@@ -68,17 +70,21 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "megatron_ncclep", "train", *map(str, arguments)]
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+def environment(release: str = INSTALLED) -> dict[str, str]:
+    """Variables for this package and that release of Megatron-Core."""
+    folders = [*python_path(release), str(ROOT), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, cwd: Path | None = None, release: str = INSTALLED
+) -> subprocess.CompletedProcess[str]:
     """Run `ncclep train`; stdout and stderr come in one text."""
     return subprocess.run(
         command(*arguments),
         cwd=cwd,
-        env=environment(),
+        env=environment(release),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -86,9 +92,9 @@ def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProc
     )
 
 
-def train(*arguments: object) -> str:
+def train(*arguments: object, release: str = INSTALLED) -> str:
     """Run `ncclep train`, which must succeed, and return its output."""
-    done = run(*arguments)
+    done = run(*arguments, release=release)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from megatron_versions import INSTALLED, importable
 from small_job import (
     MODEL,
     Finished,
@@ -108,6 +109,19 @@ def test_two_machines_have_the_losses_of_alltoall(
     assert len(ours) == len(other) == 3
     difference, _ = largest_difference(ours, other)
     assert difference <= SAME_LOSS_NATS
+
+
+@pytest.mark.parametrize("release", [name for name in importable() if name != INSTALLED])
+def test_other_releases_train_like_alltoall(
+    arguments: tuple[str, ...], tmp_path: Path, release: str
+):
+    train(*arguments, "--compare", "alltoall", "--out", tmp_path / "out", release=release)
+    (settings,) = entries(tmp_path / "out", "settings")
+    # In a git checkout newer ones add "+" and the checkout's commit.
+    assert settings["versions"]["megatron_core"].partition("+")[0] == release
+    ours, other = losses(tmp_path / "out"), losses(tmp_path / "out" / "alltoall")
+    assert ours[-1] < ours[0] - 0.5
+    assert ours == pytest.approx(other, rel=0, abs=SAME_LOSS_NATS)
 
 
 def test_output_has_progress_and_summary(finished: Finished):
