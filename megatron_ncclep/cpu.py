@@ -51,6 +51,7 @@ def enable() -> None:
     _replace_random_state()
     _replace_profiling()
     _allow_uneven_collectives()
+    _send_copies()
     _redirect_rng_tracker()
     _define_missing_gemm()
     _convert_split_sizes()
@@ -278,6 +279,22 @@ def _allow_uneven_collectives() -> None:
 
     for module in (dist, dist.distributed_c10d):
         _replace(module, all_gather=all_gather, reduce_scatter=reduce_scatter)
+
+
+def _send_copies() -> None:
+    """Let `isend` send a copy: Megatron frees what it has sent before it has left.
+
+    0.16 and 0.17, pipeline_parallel.schedules with virtual stages (deallocate_pipeline_outputs and
+    overlap_p2p_comm): on a GPU the stream keeps the order, but gloo sends from another thread.
+    """
+    isend = dist.isend
+
+    @functools.wraps(isend)
+    def isend_copy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return isend(tensor.clone(), *args, **kwargs)  # the work that it returns holds the copy
+
+    for module in (dist, dist.distributed_c10d):
+        _replace(module, isend=isend_copy)
 
 
 def _refuse_async(collective: str, async_op: bool) -> None:

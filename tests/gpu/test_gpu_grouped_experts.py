@@ -119,6 +119,11 @@ RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe_a
 
 
 @needs_te
+@pytest.mark.supports(
+    "--ncclep-experts=grouped",
+    "transformer_impl=transformer_engine",
+    compared="outputs and all gradients with TransformerEngine's experts, within rounding",
+)
 @pytest.mark.parametrize(
     ("tokens", "options"),
     [(200, {}), (3, {}), (200, RECOMPUTED)],  # 3 tokens: most experts have none

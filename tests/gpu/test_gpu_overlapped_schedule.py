@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_case import options_shown
 from megatron_setup import build_layer, initialize, make_config
 from schedule_case import differences, train_on_schedule
 
@@ -43,6 +44,12 @@ class ScheduleCase:
 
     def __str__(self) -> str:
         return self.name
+
+    def options_shown(self) -> list[str]:
+        """Names of the options, for docs/support.md."""
+        options = {**self.options, **self.overlap, "ncclep": EpConfig(**self.ncclep)}
+        impl = ["transformer_impl=transformer_engine"] if self.use_te else []
+        return impl + options_shown(options)
 
 
 CASES = [
@@ -105,6 +112,9 @@ def differences_on_rank(ctx: RankContext, engine_name: str, case: ScheduleCase) 
     return differences(train(case.overlap), expected)
 
 
+@pytest.mark.supports(
+    compared="losses and all gradients with those of the schedule without overlap, to the bit"
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_overlap_changes_no_bits(
     megatron_pool: RankPool, engine_name: str, case: ScheduleCase

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from graph_training import ALL_ROWS, LONGEST, SEQUENCE, STEPS, Job, Trained, start, train
+from layer_case import options_shown
 
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
@@ -196,6 +197,18 @@ def check_growth(graphed: Trained) -> None:
         training.evaluate(0, LONGEST)
 
 
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.supports(compared="losses and gradients with those without graphs, to the bit")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            kind,
+            marks=pytest.mark.supports(
+                *(option for job in jobs for option in options_shown({**job.graphs, **job.options}))
+            ),
+        )
+        for kind, jobs in JOBS.items()
+    ],
+)
 def test_graphs_give_the_same_bits(one_rank: RankPool, engine_name: str, kind: str) -> None:
     one_rank.run(jobs_on_rank, engine_name, JOBS[kind])

@@ -87,22 +87,26 @@ class LayerCase:
             shown.append(f"params_dtype={str(self.dtype).removeprefix('torch.')}")
         if self.te:
             shown.append("transformer_impl=transformer_engine")
-        for name, value in self.options.items():
-            if isinstance(value, EpConfig):
-                usual = EpConfig(experts=value.experts).alignment
-                for ours, choice in value.non_default().items():
-                    if (ours, choice) != ("alignment", usual) and ours != "engine":
-                        shown.append(option_shown(f"--ncclep-{ours}".replace("_", "-"), choice))
-            elif isinstance(value, list):
-                shown += [option_shown(name, part) for part in value]
-            elif value is not None:
-                shown.append(option_shown(name, value))
-        return shown
+        return shown + options_shown(self.options)
 
 
-def option_shown(name: str, value: Any) -> str:
-    """A value is part of the name where it is a word: what works with 2 does with 3."""
-    return f"{name}={value}" if isinstance(value, str) else name
+def options_shown(options: dict[str, Any]) -> list[str]:
+    """Names of these fields of TransformerConfig, and of our options among them.
+
+    A value is part of the name where it is a word: what works with 2 does with 3.
+    """
+    shown = []
+    for name, value in options.items():
+        if isinstance(value, EpConfig):
+            usual = EpConfig(experts=value.experts).alignment
+            for ours, choice in value.non_default().items():
+                if ours != "engine" and (ours, choice) != ("alignment", usual):
+                    ours = f"--ncclep-{ours.replace('_', '-')}"
+                    shown.append(f"{ours}={choice}" if isinstance(choice, str) else ours)
+        elif value is not None:
+            words = value if isinstance(value, list) else [value]
+            shown += [f"{name}={word}" if isinstance(word, str) else name for word in words]
+    return shown
 
 
 def train_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]:

@@ -38,6 +38,11 @@ def losses_on_rank(ctx: RankContext, folder: Path) -> tuple[list[float], list[fl
     return losses, expected
 
 
+@pytest.mark.supports(
+    "ckpt_format=torch_dist",
+    compared="losses after a change of dispatcher and of both kinds of expert parallelism with an "
+    "uninterrupted run's, 2e-4 (fp32, Adam)",
+)
 def test_a_run_goes_on_in_another_layout(megatron_pool: RankPool, tmp_path: Path) -> None:
     for losses, expected in megatron_pool.run(losses_on_rank, tmp_path):
         assert expected[-1] < expected[0] - 0.2

@@ -71,6 +71,11 @@ def test_ranks_have_the_release(megatron_pool: RankPool, megatron_release: str) 
     assert megatron_pool.run(release_on_rank) == [megatron_release] * megatron_pool.size
 
 
+@pytest.mark.supports(
+    *(f"cuda_graph_modules={name}" for name in ("attn", "moe_router", "moe_preprocess")),
+    compared="outputs and all gradients with those without graphs, to the bit, where stand-ins for "
+    "graphs leave out what a replay leaves out",
+)
 @pytest.mark.parametrize("megatron_version", importable())
 def test_hook_points(megatron_version: str) -> None:
     environment = dict(os.environ, NCCLEP_AUTOLOAD="0", OMP_NUM_THREADS="1")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
@@ -122,6 +123,9 @@ def train_past_an_overflow(ctx: RankContext) -> tuple[int, list[tuple[bool, str]
     return int(trainer.layer.token_dispatcher.num_dropped), steps
 
 
+@pytest.mark.supports(
+    "--ncclep-on-overflow=raise", compared="which steps change weights, and the error of each rank"
+)
 def test_with_on_overflow_raise_no_rank_steps_with_dropped_rows(megatron_pool: RankPool) -> None:
     """Only one rank drops rows, and only it counts them; but tokens of other ranks lack something,
     and so do the gradients of all ranks.
