@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ncclep import envs
 from megatron_ncclep.errors import InputError
 
-ALIGNMENTS = (1, 16, 32, 64, 128)
+ALIGNMENTS = (1, 16, 32, 64, 128, 256)
 EXPERTS = ("megatron", "grouped", "auto")
 # Of the blocks of rows that grouped experts take; torch's kernels want multiples of 8 rows in bf16.
 GROUPED_ALIGNMENT = 16
@@ -73,7 +73,7 @@ class EpConfig:
         "auto", str, "engine that moves the tokens; 'auto' chooses and logs the reason"
     )
     alignment: int = _option(
-        1, int, "pad every expert's block of rows to a multiple of this: 1, 16, 32, 64 or 128"
+        1, int, "pad every expert's block of rows to a multiple of this: 1, 16, 32, 64, 128 or 256"
     )
     max_recv_rows: int | str | None = _option(
         None,

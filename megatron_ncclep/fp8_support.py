@@ -1,7 +1,7 @@
 """Experts that compute in FP8: how many rows their blocks have, and who sees to that.
 
-TransformerEngine's FP8 products take a multiple of 16 rows (MXFP8: of 32).  Megatron gets there in
-one of two ways, and its experts are told of neither here:
+TransformerEngine's FP8 products take a multiple of 16 rows (MXFP8 of 32, FP4 of 128, its op fuser
+of 256).  Megatron gets there in one of two ways:
 
     without an option      the experts copy their rows to where zero rows fit in between, and cut
                            those out of their output: two passes over the rows, and two backward
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.config import ALIGNMENTS, EpConfig
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import InputError, UnsupportedError
 
@@ -47,8 +47,8 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
         the options; as they are where no experts are quantised.
 
     Raises:
-        UnsupportedError: this GPU or this dispatcher cannot compute so; names the option, its
-            value, the reason and the remedy.
+        UnsupportedError: this GPU cannot compute so; names the option, its value, the reason and
+            the remedy.
         InputError: an alignment that was asked for is too small.
     """
     if not is_quantized(config):
@@ -58,12 +58,6 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
     recipe = _recipe(config)
     _check_gpu(config)
     needed = get_align_size_for_quantization(config)
-    if needed not in ALIGNMENTS:
-        raise UnsupportedError(
-            f"moe_token_dispatcher_type='ncclep' does not support {recipe} with "
-            f"use_transformer_engine_op_fuser: its kernels want blocks of {needed} rows, and "
-            f"{ALIGNMENTS[-1]} is the largest alignment: leave the op fuser out"
-        )
     if options.alignment == 1:
         options = dataclasses.replace(options, alignment=needed)
     if options.alignment % needed:

@@ -11,7 +11,7 @@ namespace ncclep::native {
 namespace {
 
 constexpr double kMaxTimeout = 1e9;
-constexpr int kMaxAlignment = 128;
+constexpr int kMaxAlignment = 256;
 // What the kernels copy at a time.
 constexpr int kVector = 16;
 

@@ -183,7 +183,7 @@ def contract_cases(num_ranks: int) -> list[Case]:
         ),
         *(
             Case(f"alignment-{a}", uneven(29), E, 3, alignment=a, dropped=0.1)
-            for a in (16, 32, 64, 128)
+            for a in (16, 32, 64, 128, 256)
         ),
         Case("static-with-room", uneven(12), E, max_recv_rows=256),
         Case("static-overflow", uneven(40), E, 3, max_recv_rows=48, skew=0.5),

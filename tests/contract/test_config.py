@@ -98,7 +98,9 @@ def test_overflow() -> None:
 
 @pytest.mark.parametrize("value", [0, 2, 16.0, "16", None])
 def test_alignments(value: Any) -> None:
-    with pytest.raises(InputError, match=r"alignment .*: must be one of \(1, 16, 32, 64, 128\)"):
+    with pytest.raises(
+        InputError, match=r"alignment .*: must be one of \(1, 16, 32, 64, 128, 256\)"
+    ):
         EpConfig(alignment=value)
 
 

@@ -50,6 +50,7 @@ class Fp8Case:
 
     recipe: str | None
     grouped_gemm: bool = True
+    # A string names one of Megatron's activations.
     options: dict[str, Any] = field(default_factory=dict)
     ncclep: dict[str, Any] = field(default_factory=dict)
 
@@ -74,6 +75,10 @@ def build(ctx: RankContext, dispatcher: str, engine_name: str, case: Fp8Case) ->
         **(RECIPES[case.recipe] if case.recipe else {}),
         **case.options,
     }
+    if values["activation_func"] == "squared_relu":
+        from megatron.core.activations import squared_relu
+
+        values["activation_func"] = squared_relu
     config = make_config(dispatcher, torch.bfloat16, ctx.num_ranks, **values)
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=EXPERTS, moe_grouped_gemm=case.grouped_gemm
@@ -209,6 +214,29 @@ def test_fp8_is_not_bf16(megatron_pool: RankPool, engine_name: str) -> None:
         # FP8 has 3 bits behind the point: 2^-4 of each factor, less of a sum.
         error = (output - outputs[0]).abs().max() / outputs[0].abs().max()
         assert error <= 2**-3
+
+
+@pytest.mark.supports("use_transformer_engine_op_fuser", compared=BITS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_op_fuser(megatron_pool: RankPool, engine_name: str, recipe: str) -> None:
+    """Its blocks have 256 rows.  Of the activations that it takes, this one needs no variable."""
+    fuser = {
+        "use_transformer_engine_op_fuser": True,
+        "gated_linear_unit": False,
+        "activation_func": "squared_relu",
+        "use_fused_weighted_squared_relu": True,
+    }
+    case = Fp8Case(recipe, options=fuser)
+    ours = megatron_pool.run(train_on_rank, "ncclep", engine_name, case)
+    theirs = megatron_pool.run(train_on_rank, "alltoall", engine_name, case)
+    for rank, ((mine, copied, alignment), (other, copied_there, _)) in enumerate(
+        zip(ours, theirs, strict=True)
+    ):
+        assert alignment == 256
+        assert copied
+        assert not any(copied)
+        assert any(copied_there)
+        compare(mine, other, f"rank {rank}")
 
 
 @pytest.mark.supports("moe_router_padding_for_quantization", compared=BITS)
