@@ -49,7 +49,8 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
     Raises:
         UnsupportedError: this GPU cannot compute so; names the option, its value, the reason and
             the remedy.
-        InputError: an alignment that was asked for is too small.
+        InputError: an alignment that was asked for is too small, or another option does not go
+            with the one that is needed.
     """
     if not is_quantized(config):
         return options
@@ -59,7 +60,10 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
     _check_gpu(config)
     needed = get_align_size_for_quantization(config)
     if options.alignment == 1:
-        options = dataclasses.replace(options, alignment=needed)
+        try:
+            options = dataclasses.replace(options, alignment=needed)
+        except InputError as error:  # of an alignment that nobody has asked for
+            raise InputError(f"{recipe} makes the alignment {needed}: {error}") from None
     if options.alignment % needed:
         raise InputError(
             f"alignment {options.alignment}: experts with {recipe} need blocks of a multiple of "

@@ -99,7 +99,7 @@ def refusals_on_rank(ctx: RankContext) -> None:
             {"fp8": "e4m3"},
             EpConfig(engine="reference", max_recv_rows=40),
             InputError,
-            "max_recv_rows 40: must be a multiple of the alignment 16",
+            "fp8_recipe='delayed' makes the alignment 16: max_recv_rows 40: must be a multiple of",
         ),
         *(
             (
@@ -144,6 +144,32 @@ def refusals_on_rank(ctx: RankContext) -> None:
 @pytest.mark.refuses("--ncclep-experts=grouped", words=f"with FP8 or FP4: {IN_BF16}")
 def test_what_cannot_be_says_why(megatron_pool: RankPool) -> None:
     megatron_pool.run(refusals_on_rank)
+
+
+def graphs_on_rank(ctx: RankContext) -> None:
+    initialize(ep=1)
+    for modules, refusal in (
+        (["attn", "moe_router", "moe_preprocess"], None),
+        (
+            [],
+            r"SequentialMLP reads on the host .* take experts .*grouped; none in FP8\), or capture",
+        ),
+    ):
+        config = config_with(EpConfig(engine="reference", max_recv_rows="worst"), {"fp8": "e4m3"})
+        config.cuda_graph_impl = "transformer_engine"
+        for name in ("cuda_graph_modules", "cuda_graph_scope"):
+            if hasattr(config, name):
+                setattr(config, name, modules)
+        if refusal is None:
+            build_layer(config)
+            continue
+        with pytest.raises(UnsupportedError, match=refusal):
+            build_layer(config)
+
+
+def test_graphs_may_hold_what_is_before_the_dispatch(megatron_pool: RankPool) -> None:
+    """Quantised experts read on the host how many rows they have, whichever they are."""
+    megatron_pool.run(graphs_on_rank)
 
 
 def counts_on_rank(ctx: RankContext) -> None:
