@@ -90,8 +90,8 @@ KINDS = [
         "recomputed-activation",
         {**SWIGLU, "recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
     ),
+    # With biases Megatron adds to what is a view to autograd, and no dispatcher can train them.
     Experts("one-by-one", {**SWIGLU, "moe_grouped_gemm": False}),
-    Experts("one-by-one-gpt-oss", {**GPT_OSS, "moe_grouped_gemm": False}),
     Experts("op-fuser", FUSER),
     Experts("op-fuser-static", FUSER, STATIC),
     Experts("op-fuser-gpt-oss", {**GPT_OSS, "use_transformer_engine_op_fuser": True}),
