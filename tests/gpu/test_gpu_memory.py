@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from compile_case import compiled_on_rank
+from layer_case import options_shown
 from schedule_case import differences, train_on_schedule
 
 from megatron_ncclep.config import EpConfig
@@ -43,6 +44,9 @@ class Saving:
 
     def __str__(self) -> str:
         return self.name
+
+    def options_shown(self) -> list[str]:
+        return options_shown(self.options)
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -152,6 +156,10 @@ def differences_on_rank(ctx: RankContext, engine_name: str, saving: Saving) -> l
 
 
 @needs_te
+@pytest.mark.supports(
+    compared="losses and gradients of a training of TransformerEngine's layers with alltoall's, to "
+    "the bit"
+)
 @pytest.mark.parametrize("saving", CASES, ids=str)
 def test_training_is_alltoalls(megatron_pool: RankPool, engine_name: str, saving: Saving) -> None:
     found = megatron_pool.run(differences_on_rank, engine_name, saving)

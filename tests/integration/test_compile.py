@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from compile_case import compiled_on_rank
+from megatron_versions import INSTALLED
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.testing.launcher import RankPool
@@ -16,6 +17,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# What torch makes of our code does not depend on the release.
+@pytest.mark.parametrize("megatron_release", [INSTALLED], indirect=True)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_layer(megatron_pool: RankPool, name: str) -> None:
     """torch went through the engine into the exchange of messages between hosts, and made 77 graphs

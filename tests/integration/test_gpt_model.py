@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from layer_case import options_shown
 from megatron_setup import initialize, make_config, make_experts_differ
 
 from megatron_ncclep.testing.launcher import RankContext, RankPool
@@ -37,6 +38,9 @@ class Recompute:
 
     def __str__(self) -> str:
         return self.name
+
+    def options_shown(self) -> list[str]:
+        return options_shown(self.options)
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -157,6 +161,10 @@ def _log_calls(model: Any, calls: list[str]) -> None:
             setattr(engine, step, partial(call, f"{step} {index}", getattr(engine, step)))
 
 
+@pytest.mark.supports(
+    compared="losses and weights of a training with alltoall's, to the bit; the order of what is "
+    "collective, on all ranks; how often a plan is made"
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_is_alltoalls(megatron_pool: RankPool, case: Recompute) -> None:
     """Two picks, so two terms: no sum depends on the order."""
