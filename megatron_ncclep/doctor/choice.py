@@ -14,6 +14,7 @@ from megatron_ncclep.doctor.report import Finding, by_num_ranks
 from megatron_ncclep.engines import ENGINES, choose_engine, extension
 from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.machines import find_machines
 from megatron_ncclep.testing.launcher import RankContext, RankError, RankPool
 
 # Seconds for all ranks to start and to answer one question.
@@ -29,10 +30,12 @@ class Answer:
     Attributes:
         chosen: the engine that "auto" takes.
         obstacles: engine -> why it cannot run; None if it can.
+        machines: the grid of ranks that the engine 'hierarchical' sees, or why it sees none.
     """
 
     chosen: str
     obstacles: dict[str, str | None]
+    machines: str = "not known"
 
 
 def engines() -> Iterator[Finding]:
@@ -89,7 +92,8 @@ def answers_of_ranks(pool: RankPool) -> Iterator[Finding]:
 
 
 def describe(answers: dict[int, Answer], backend: str) -> Iterator[Finding]:
-    """Report the answers, by number of ranks."""
+    """Report the answers, by number of ranks; the grid of all of them only."""
+    yield Finding("machines", answers[max(answers)].machines)
     for name in ENGINES:
         texts = {n: a.obstacles[name] or f"can run over {backend}" for n, a in answers.items()}
         yield Finding(f"engine {name}", by_num_ranks(texts))
@@ -105,7 +109,7 @@ def answer(group: EpGroup) -> Answer:
         if obstacles[name] is None and group.size < entry.caps.min_ranks:
             obstacles[name] = f"it needs at least {entry.caps.min_ranks} ranks"
     chosen, _ = choose_engine(group, config)
-    return Answer(chosen, obstacles)
+    return Answer(chosen, obstacles, str(find_machines(group, WAIT_S)))
 
 
 def answer_rank(context: RankContext) -> Answer:
@@ -139,7 +143,7 @@ def merge(answers: Sequence[Answer]) -> Answer:
             obstacles[name] = texts[0]
         else:
             obstacles[name] = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
-    return Answer(answers[0].chosen, obstacles)
+    return Answer(answers[0].chosen, obstacles, answers[0].machines)
 
 
 def _lsa_size(context: RankContext) -> int:

@@ -36,6 +36,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +62,7 @@ from megatron_ncclep.engines.overflow import rows_needed
 from megatron_ncclep.engines.overflow_report import Shortage
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.engines.rows_limit import rows_limit
-from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError
+from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError, PeerError
 
 # Those of `native`, also where `reference` is inside: what runs on a CPU runs on GPUs.
 CAPS = EngineCaps(
@@ -144,12 +146,13 @@ class HierarchicalEngine:
         what = "plan, exchanging picks between machines"
         received = self._cross(picks.int(), tokens_sent, tokens_received, what)
         engine = self._engine_for(num_tokens, top_k)
-        inside = on_all_ranks(
-            self.group,
-            "plan inside the machines",
-            lambda: engine.plan(received),
-            self.config.timeout_s,
-        )
+
+        def plan_inside() -> RoutePlan:
+            with self._inside():
+                return engine.plan(received)
+
+        what = "plan inside the machines"
+        inside = on_all_ranks(self.group, what, plan_inside, self.config.timeout_s)
         self._note_shortage(topk_idx)
         return HierarchicalPlan(
             plan_id=agreement.call,
@@ -179,7 +182,8 @@ class HierarchicalEngine:
         if w is not None:
             what = "dispatch between machines, weights"
             row_w = self._cross(w[plan.sent_token], *sizes, what)
-        return plan.engine.dispatch(plan.inside, rows, row_w)
+        with self._inside():
+            return plan.engine.dispatch(plan.inside, rows, row_w)
 
     @torch.no_grad()
     def combine(
@@ -191,7 +195,8 @@ class HierarchicalEngine:
         machines in ascending order, rounded once.
         """
         plan = self._agree("combine", plan, y, w)
-        sums, row_w = plan.engine.combine(plan.inside, y, w)
+        with self._inside():
+            sums, row_w = plan.engine.combine(plan.inside, y, w)
         sizes = (plan.tokens_received, plan.tokens_sent)
         sums = self._cross_rows(sums, *sizes, "combine between machines")
         # Unpacking: on GPUs one kernel could add up a token's sums and write it once.
@@ -221,6 +226,19 @@ class HierarchicalEngine:
             engine.close()
         if self._shortage is not None:
             self.group.release(Shortage.name(self.config), self.config.timeout_s)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Say of a PeerError that it counts the ranks of this machine."""
+        try:
+            yield
+        except PeerError as error:
+            machine = self.machines.machine_of(self.group.rank)
+            ranks = self.machines.ranks_of(machine)
+            raise PeerError(
+                f"inside machine {machine}, whose ranks 0 to {len(ranks) - 1} are ranks "
+                f"{ranks[0]} to {ranks[-1]} of the group: {error}"
+            ) from error
 
     def _crossings(self, pick_machine: torch.Tensor) -> torch.Tensor:
         """Which tokens go to which machine: bool [machines, num_tokens]."""

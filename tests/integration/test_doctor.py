@@ -54,6 +54,7 @@ def test_it_says_what_is_here() -> None:
     assert {f"engine {name}" for name in ENGINES} <= set(report)
     assert report["engine reference"]["value"].endswith("can run over gloo")
     assert report["engine auto"]["value"] == "takes reference"
+    assert report["machines"]["value"] == "1 x 1 (machines x ranks)"
     assert not any(finding["problem"] for finding in report.values())
 
 
@@ -147,7 +148,8 @@ def test_table_is_aligned_and_wrapped() -> None:
 def test_the_answers_of_ranks(pool: RankPool) -> None:
     """Over the pool of the other tests; with GPUs `ncclep doctor` makes one of its own."""
     found = {finding.subject: finding for finding in choice.answers_of_ranks(pool)}
-    assert list(found) == [*(f"engine {name}" for name in ENGINES), "engine auto"]
+    assert list(found) == ["machines", *(f"engine {name}" for name in ENGINES), "engine auto"]
+    assert found["machines"].value == f"1 x {pool.size} (machines x ranks)"
     can = f"can run over {pool.backend}"
     everywhere = by_num_ranks(dict.fromkeys(range(1, pool.size + 1), can))
     assert found["engine reference"].value == everywhere
