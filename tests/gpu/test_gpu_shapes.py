@@ -30,43 +30,66 @@ SHAPE: dict[str, Any] = {
 CAPACITY = {"moe_expert_capacity_factor": 0.6}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 FUSED = {"moe_router_fusion": True}
-CASES = {
-    "latent": {"options": {"hidden_size": 128, "moe_latent_size": 64}},
-    "router-fusion": {"options": FUSED},
-    "router-fusion-sigmoid-capacity": {
-        "options": {**FUSED, **CAPACITY, "moe_router_score_function": "sigmoid"}
-    },
-    "router-fusion-aux-loss": {
-        "options": {
+CASES = [
+    LayerCase("latent", options={"moe_latent_size": 64, "hidden_size": 128}),
+    LayerCase("router-fusion", options=FUSED),
+    LayerCase(
+        "router-fusion-sigmoid-capacity",
+        options={**FUSED, **CAPACITY, "moe_router_score_function": "sigmoid"},
+    ),
+    LayerCase(
+        "router-fusion-aux-loss",
+        options={
             **FUSED,
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 0.1,
-        }
-    },
-    "fp64-router": {"options": {"moe_router_dtype": "fp64"}},
-    "capacity-by-position": {"options": {**CAPACITY, "moe_token_drop_policy": "position"}},
-    "pad-to-capacity": {"options": PADDED},
-    "one-token": {"sequences": (1, 1, 1, 1), "batch": 1},
-    "evaluations-padded": {"evaluation": (40,) * 4, "pads_decoding": True, "micro_batches": 2},
-    "gradient-not-contiguous": {"transposed": True},
-}
+        },
+    ),
+    LayerCase("fp64-router", options={"moe_router_dtype": "fp64"}),
+    LayerCase("capacity-by-position", options={**CAPACITY, "moe_token_drop_policy": "position"}),
+    LayerCase("pad-to-capacity", options=PADDED),
+    LayerCase("one-token", sequences=(1,) * 4, batch=1),
+    LayerCase(
+        "evaluations-padded",
+        evaluation=(40,) * 4,
+        pads_decoding=True,
+        micro_batches=2,
+        shows=("other sizes in evaluations", "moe_pad_experts_for_cuda_graph_inference"),
+    ),
+    LayerCase("gradient-not-contiguous", transposed=True),
+]
 # The batch decides how many rows there are; capacity padding may give a token all 16 experts.
 MODES = {"exact": EpConfig(), "static": EpConfig(max_recv_rows="worst", alignment=16)}
+each_mode = pytest.mark.parametrize(
+    "mode",
+    ["exact", pytest.param("static", marks=pytest.mark.supports("--ncclep-max-recv-rows"))],
+)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.supports(compared="outputs and all gradients with alltoall's, within rounding")
+@each_mode
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_shape_equals_alltoall(
-    megatron_pool: RankPool, engine_name: str, name: str, mode: str
+    megatron_pool: RankPool, engine_name: str, case: LayerCase, mode: str
 ) -> None:
-    fields = {"sequences": (16,) * 4, **CASES[name]}
     ncclep = dataclasses.replace(MODES[mode], engine=engine_name)
-    fields["options"] = {**SHAPE, **fields.get("options", {}), "ncclep": ncclep}
-    case = LayerCase(name, ep=megatron_pool.size, dtype=torch.bfloat16, te=True, **fields)
+    case = dataclasses.replace(
+        case,
+        ep=megatron_pool.size,
+        dtype=torch.bfloat16,
+        te=True,
+        options={**SHAPE, **case.options, "ncclep": ncclep},
+        sequences=case.sequences if case.batch == 1 else (16,) * 4,
+    )
     assert_same_training(megatron_pool, case, engine_name)
 
 
-@pytest.mark.parametrize("mode", ["exact", "static"])
+@pytest.mark.supports(
+    "packed sequences (THD)",
+    "ranks with different numbers of tokens",
+    compared="losses and all gradients with alltoall's, step by step: in exact mode to the bit",
+)
+@each_mode
 def test_packed_sequences_equal_alltoall(
     megatron_pool: RankPool, engine_name: str, mode: str
 ) -> None:

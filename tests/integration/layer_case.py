@@ -57,6 +57,8 @@ class LayerCase:
     same_bits: bool = False
     # The Megatron-Core release that has the options.
     since: str = "0.16"
+    # What it shows beside its options.
+    shows: tuple[str, ...] = ()
 
     @property
     def num_experts(self) -> int:
@@ -81,6 +83,7 @@ class LayerCase:
         """Names of the options that have other values than their defaults, for docs/support.md."""
         sizes = {"expert": self.ep, "tensor": self.tp}
         shown = [f"{kind}_model_parallel_size" for kind, size in sizes.items() if size > 1]
+        shown += self.shows
         if self.etp > 1:
             shown.append("expert_tensor_parallel_size")
         if self.dtype != torch.float64:

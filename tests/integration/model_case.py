@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from layer_case import options_shown
 from megatron_setup import initialize, make_config, make_experts_differ
 from te_stand_ins import Attention
 
 from megatron_ncclep.testing.launcher import RankContext
 
-VOCABULARY, SEQUENCE, BATCH, EP, STEPS, MICRO_BATCHES = 48, 12, 2, 2, 3, 2
+VOCABULARY, SEQUENCE, BATCH, EP, STEPS, MICRO_BATCHES = 48, 12, 2, 2, 2, 2
 PROMPT, GENERATED = 5, 4
 
 
@@ -24,6 +25,7 @@ class ModelCase:
     Attributes:
         name: of the case.
         options: fields of TransformerConfig.
+        sizes: more of them, which are not what the case is about.
         padding: positions at the end of each sequence that the model is told are padding.
         generates: the model ends each step with some text, with a cache of keys and values.
         since: the Megatron-Core release that has the options.
@@ -31,12 +33,22 @@ class ModelCase:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
     padding: int = 0
     generates: bool = False
     since: str = "0.16"
 
     def __str__(self) -> str:
         return self.name
+
+    def options_shown(self) -> list[str]:
+        """What the case shows to work, for docs/support.md."""
+        shown = [*options_shown(self.options), "other sizes in evaluations"]
+        if self.padding and "padding" in self.name:
+            shown.append("padding_mask")
+        if self.generates:
+            shown += ["generation of text", "moe_pad_experts_for_cuda_graph_inference"]
+        return shown
 
 
 def train_model_on_rank(
@@ -57,7 +69,7 @@ def train_model_on_rank(
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     MTPLossLoggingHelper.tracker = {}  # for as many predictions as the last model had
-    config = make_config(dispatcher, torch.float64, EP, ncclep=ncclep, **case.options)
+    config = make_config(dispatcher, torch.float64, EP, ncclep=ncclep, **case.options, **case.sizes)
     config.finalize_model_grads_func = finalize_model_grads
     layers = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if config.multi_latent_attention:

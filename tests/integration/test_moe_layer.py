@@ -1,4 +1,7 @@
-"""A whole MoELayer with our dispatcher against Megatron's `alltoall`: outputs and all gradients."""
+"""A whole MoELayer with our dispatcher against Megatron's `alltoall`: outputs and all gradients.
+
+Shapes of batches and more routers: test_shapes.py.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,6 @@ CASES = [
     LayerCase("ep4-tp2", tp=2),
     LayerCase("top-1", options=TOP_1),
     LayerCase("top-6", options={"moe_router_topk": 6}),
-    LayerCase("uneven", sequences=(3, 6, 1, 9)),
     LayerCase("fp32", dtype=torch.float32),
     LayerCase("bf16", dtype=torch.bfloat16, options={"moe_router_topk": 4}),
     LayerCase("bf16-router-too", dtype=torch.bfloat16, options={"moe_router_dtype": None}),
@@ -74,9 +76,6 @@ CASES = [
     ),
     LayerCase("sigmoid", options={"moe_router_score_function": "sigmoid", "moe_router_topk": 3}),
     LayerCase("groups", options={"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
-    LayerCase("capacity", options=CAPACITY),
-    LayerCase("capacity-by-position", options={**CAPACITY, "moe_token_drop_policy": "position"}),
-    LayerCase("pad-to-capacity", options={**CAPACITY, "moe_pad_expert_input_to_capacity": True}),
     LayerCase(
         "pad-to-generous-capacity",
         options={
@@ -97,7 +96,6 @@ CASES = [
         micro_batches=2,
     ),
     LayerCase("expert-bias", options=EXPERT_BIAS),
-    LayerCase("two-tokens", sequences=(1, 1, 1, 1)),
     LayerCase("probs-on-input", options={**TOP_1, "moe_apply_probs_on_input": True}),
     LayerCase("gradient-accumulation", micro_batches=3),
     LayerCase("two-in-flight", micro_batches=2, in_flight=True),
@@ -142,14 +140,6 @@ CASES = [
     LayerCase("static", options={"ncclep": EpConfig(max_recv_rows=512)}),
     LayerCase("static-aligned", options={"ncclep": EpConfig(max_recv_rows=512, alignment=16)}),
     LayerCase("static-worst", options={"ncclep": EpConfig(max_recv_rows="worst", alignment=16)}),
-    LayerCase(
-        "static-pad-to-capacity",
-        options={
-            **CAPACITY,
-            "moe_pad_expert_input_to_capacity": True,
-            "ncclep": EpConfig(max_recv_rows="worst"),
-        },
-    ),
     LayerCase("grouped", options=GROUPED),
     LayerCase("grouped-swiglu", ep=2, dtype=torch.float32, options={**GROUPED, **SWIGLU}),
     LayerCase("grouped-bf16", dtype=torch.bfloat16, options={**GROUPED, **SWIGLU}),
@@ -208,16 +198,6 @@ CASES = [
         },
     ),
     LayerCase(
-        "slices-static-pad-to-capacity",
-        tp=2,
-        **SLICES,
-        options={
-            **CAPACITY,
-            "moe_pad_expert_input_to_capacity": True,
-            "ncclep": EpConfig(max_recv_rows="worst"),
-        },
-    ),
-    LayerCase(
         "slices-static-worst",
         tp=2,
         **SLICES,
@@ -242,11 +222,6 @@ CASES = [
     ),
     LayerCase("slices-grouped-swiglu", tp=2, **SLICES, options={**GROUPED, **SWIGLU}),
     LayerCase("slices-uneven", **SLICES, sequences=(3, 6, 1, 9)),
-    LayerCase(
-        "slices-pad-to-capacity",
-        **SLICES,
-        options={**CAPACITY, "moe_pad_expert_input_to_capacity": True},
-    ),
     LayerCase("slices-on-all-ranks", ep=1, etp=4, tp=2),
     LayerCase("slices-of-fewer-ranks", ep=2, etp=2, tp=4, sequences=(8,) * 4),
 ]

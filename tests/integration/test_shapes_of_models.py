@@ -2,7 +2,7 @@
 gradients, step by step, and what they say in between.
 
 In fp64, where two orders of a sum of some numbers of size 1 are about 1e-15 apart: a bound of 1e-11
-leaves room for three steps of training, and none for a row that is missing or another's.
+leaves room for the steps of training, and none for a row that is missing or another's.
 """
 
 from __future__ import annotations
@@ -13,36 +13,38 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_versions import INSTALLED
 from model_case import ModelCase, train_model_on_rank
-from packaging.version import Version
 from packed_case import LENGTHS, train_packed_on_rank
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.testing.launcher import RankPool
 
 MODES = {"exact": None, "static": EpConfig(max_recv_rows="worst", alignment=16)}
+each_mode = pytest.mark.parametrize(
+    "mode",
+    ["exact", pytest.param("static", marks=pytest.mark.supports("--ncclep-max-recv-rows"))],
+)
 
 CASES = [
-    ModelCase("dense-and-moe-layers", {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}),
-    ModelCase("every-second-layer", {"num_layers": 3, "moe_layer_freq": 2}),
+    ModelCase("dense-and-moe-layers", {"moe_layer_freq": [0, 1, 0, 1]}, {"num_layers": 4}),
+    ModelCase("every-second-layer", {"moe_layer_freq": 2}, {"num_layers": 3}),
     ModelCase("mtp", {"mtp_num_layers": 1}),
     ModelCase(
         "mtp-repeated",
-        {"num_layers": 1, "mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+        {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+        {"num_layers": 1},
         since="0.17",
     ),
     ModelCase(
         "multi-latent-attention",
+        {"multi_latent_attention": True},
         {
-            "multi_latent_attention": True,
             "q_lora_rank": 8,
             "kv_lora_rank": 8,
             "qk_head_dim": 4,
             "qk_pos_emb_head_dim": 4,
             "v_head_dim": 4,
             "rope_type": "rope",
-            "add_bias_linear": False,
         },
         since="0.17",  # without TransformerEngine
     ),
@@ -76,9 +78,11 @@ def alltoall(megatron_pool: RankPool) -> Callable[..., list[dict[str, torch.Tens
     return results
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.supports(compared="losses and all gradients with alltoall's, step by step, in fp64")
+@each_mode
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if Version(INSTALLED) >= Version(case.since)], ids=str
+    "case",
+    [pytest.param(case, marks=pytest.mark.since(case.since), id=case.name) for case in CASES],
 )
 def test_model_equals_alltoall(
     megatron_pool: RankPool, alltoall: Callable[..., Any], case: ModelCase, mode: str
@@ -87,7 +91,12 @@ def test_model_equals_alltoall(
     assert_same(ours, alltoall(train_model_on_rank, case, None))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.supports(
+    "packed sequences (THD)",
+    "ranks with different numbers of tokens",
+    compared="losses and all gradients with alltoall's, step by step, in fp64",
+)
+@each_mode
 def test_packed_sequences_equal_alltoall(megatron_pool: RankPool, mode: str) -> None:
     """Megatron's flex dispatcher with NCCL EP makes room for the first batch, and traps in a longer
     one; and all its ranks must have as many tokens.

@@ -243,11 +243,18 @@ def test_how_experts_get_the_counts(make: Callable[..., Any], options: EpConfig)
 def test_capacity_padding_that_static_mode_has_no_room_for(
     make: Callable[..., Any], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(
-        InputError, match=f"moe_pad_expert_input_to_capacity with max_recv_rows=.*{message}"
-    ):
+    """When a layer is built, and in a batch that is padded later, as Megatron pads while it decodes
+    (the dispatcher asked its config once, and sent a full batch to a plan for top-k picks).
+    """
+    words = f"moe_pad_expert_input_to_capacity with max_recv_rows=.*{message}"
+    with pytest.raises(InputError, match=words):
         make(dataclasses.replace(STATIC, **changes))
-    make(dataclasses.replace(STATIC, **changes), pads=False)
+    dispatcher = make(dataclasses.replace(STATIC, **changes), pads=False)
+    dispatcher.config.moe_pad_expert_input_to_capacity = True
+    routing_map = torch.ones(2, NUM_EXPERTS, dtype=torch.bool)
+    dispatcher.dispatch_preprocess(torch.ones(2, 8), routing_map, routing_map.float())
+    with pytest.raises(InputError, match=words):
+        dispatcher.token_dispatch(torch.ones(2, 8), routing_map.float())
 
 
 def test_groups_and_picks_that_slices_of_experts_do_not_allow(make: Callable[..., Any]) -> None:
