@@ -11,7 +11,7 @@ import torch
 
 from megatron_ncclep.benchmark import payload
 from megatron_ncclep.benchmark.routes import Routes
-from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED
+from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, MACHINE_SUMS_ROUNDED
 
 _BITS = {2: torch.int16, 4: torch.int32}
 # Elements that are compared at a time; the hash takes 8 bytes for each, several times over.
@@ -63,6 +63,7 @@ def combine_problem(
     home_w: torch.Tensor | None,
     kind: int,
     reduction: str,
+    ranks_on_machine: int | None = None,
 ) -> str | None:
     """Say what is wrong with the rows that came home to `rank`, if anything is.
 
@@ -76,7 +77,10 @@ def combine_problem(
         home_w: fp32 [num_tokens, top_k]: payload.GRAD_WEIGHTS of the rows, at the picks; or None.
         kind: of the payload.
         reduction: what the engine declares, one of engine.REDUCTIONS.
+        ranks_on_machine: for MACHINE_SUMS_ROUNDED.
     """
+    by_machine = reduction == MACHINE_SUMS_ROUNDED and ranks_on_machine is not None
+    most = ranks_on_machine if by_machine and ranks_on_machine else routes.num_ranks
     mine = routes.tokens(rank)
     # In the order of experts, hence of ranks; picks that go nowhere are first.
     expert, order = routes.expert[mine].sort(dim=1)
@@ -91,6 +95,7 @@ def combine_problem(
 
     for chunk in chunks(len(slot), hidden, actual.device):
         total = torch.zeros(len(chunk), hidden, device=actual.device)
+        of_machine = torch.zeros_like(total)
         for expert_rank in range(routes.num_ranks):
             part = torch.zeros_like(total)
             for k in range(slot.shape[1]):
@@ -98,9 +103,12 @@ def combine_problem(
                 row = slot[chunk[here], k]
                 owner = torch.full_like(row, expert_rank)
                 part[here] += payload.rows(kind, owner, row, hidden, dtype).float()
-            if expert_rank != rank or reduction == EVERY_PART_ROUNDED:
+            if expert_rank % most != rank % most or reduction == EVERY_PART_ROUNDED:
                 part = part.to(dtype).float()
-            total += part
+            of_machine += part
+            if expert_rank % most == most - 1:  # the machine's last
+                total += of_machine.to(dtype).float() if by_machine else of_machine
+                of_machine.zero_()
         if problem := _difference(actual[chunk], total.to(dtype), chunk, describe):
             return problem
     if home_w is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ncclep import config_files
-from megatron_ncclep.benchmark import plot, table
+from megatron_ncclep.benchmark import network_model, plot, table
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.job import MAX_RECV_ROWS, Job
 from megatron_ncclep.benchmark.result import ShapeResult
@@ -82,6 +82,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="the same as --config smoke --device cpu"
     )
+    parser.add_argument(
+        "--model-network",
+        nargs="?",
+        const="",
+        metavar="NAME=VALUE,...",
+        help="measure nothing: print how many bytes cross the network between 2 to 64 machines, "
+        "for engine 'hierarchical' and for a flat all-to-all, and how long that takes at least; "
+        f"of {', '.join(f.name for f in dataclasses.fields(network_model.NetworkModel))} those "
+        "that are not given have values of an example",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -90,6 +100,19 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         EpError: something that one process can tell is wrong; nothing is measured then.
     """
+    if args.model_network is not None:
+        ignored = [
+            f"--{name.replace('_', '-')}"
+            for name in ("config", "subjects", "max_recv_rows", "ranks", "device", "samples")
+            if getattr(args, name) is not None
+        ]
+        if args.smoke or args.warmup is not None or ignored:
+            raise InputError(
+                "--model-network measures nothing: leave "
+                f"{', '.join(ignored) or '--smoke and --warmup'} out"
+            )
+        print(network_model.table(network_model.parse(args.model_network)))
+        return 0
     # torchrun sets both for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ncclep.benchmark import payload
 from megatron_ncclep.benchmark.check import combine_problem, dispatch_problem
+from megatron_ncclep.benchmark.routes import routes_of
 from megatron_ncclep.benchmark.subjects import (
     STEPS,
     Setting,
@@ -17,6 +18,7 @@ from megatron_ncclep.benchmark.subjects import (
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, create_engine
 from megatron_ncclep.engines.engine import Engine
+from megatron_ncclep.engines.machines import Machines
 from megatron_ncclep.errors import EngineUnavailableError, InputError
 
 # What the engines' documentation says of kernels whose number of SMs nobody chose.
@@ -86,7 +88,9 @@ class PreparedEngine:
         """See `Prepared.problem`.  From a new plan; all passes run before anything is compared."""
         self._plan = self.passes["plan"]()
         results = {name: self.passes[name]() for name in STEPS[1:]}
-        return results_problem(results, self._workload, self._rank, self._engine.caps.reduction)
+        machines = getattr(self._engine, "machines", None)  # on which its order depends
+        reduction = self._engine.caps.reduction
+        return results_problem(results, self._workload, self._rank, reduction, machines)
 
     def close(self) -> None:
         """See `Prepared.close`."""
@@ -94,7 +98,11 @@ class PreparedEngine:
 
 
 def results_problem(
-    results: dict[str, tuple[Any, Any]], workload: Workload, rank: int, reduction: str
+    results: dict[str, tuple[Any, Any]],
+    workload: Workload,
+    rank: int,
+    reduction: str,
+    machines: Machines | None = None,
 ) -> str | None:
     """Say what is wrong with the results of the four passes on `rank`, if anything is.
 
@@ -103,12 +111,18 @@ def results_problem(
         workload: what went in.
         rank: of this process.
         reduction: how combine rounds, one of engine.REDUCTIONS.
+        machines: the grid of an engine whose rows stand BY_RAIL.
     """
-    routes = workload.routes
+    routes, on_machine = workload.routes, None
+    if machines is not None:
+        case, on_machine = workload.case, machines.ranks_on_each
+        every = [case.topk_idx(r) for r in range(case.num_ranks)]
+        order = machines.ranks_by_rail()
+        routes = routes_of(every, case.num_experts, case.alignment, order)
     for name, kind in (("dispatch", payload.X), ("bwd_dispatch", payload.GRAD_OUT)):
         if problem := dispatch_problem(routes, rank, *results[name], kind):
             return f"{name}: {problem}"
     for name, kind in (("combine", payload.Y), ("bwd_combine", payload.GRAD_ROWS)):
-        if problem := combine_problem(routes, rank, *results[name], kind, reduction):
+        if problem := combine_problem(routes, rank, *results[name], kind, reduction, on_machine):
             return f"{name}: {problem}"
     return None

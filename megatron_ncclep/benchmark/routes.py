@@ -59,13 +59,19 @@ class Routes:
         return picks
 
 
-def routes_of(topk_idx: list[torch.Tensor], num_experts: int, alignment: int) -> Routes:
+def routes_of(
+    topk_idx: list[torch.Tensor],
+    num_experts: int,
+    alignment: int,
+    sources: list[int] | None = None,
+) -> Routes:
     """Give every pick its row.
 
     Args:
         topk_idx: of each rank, int64 [num_tokens, top_k], -1 where a pick goes nowhere.
         num_experts: E; rank r of R holds experts r * E / R to (r + 1) * E / R - 1.
         alignment: rows of a block are padded to a multiple of it.
+        sources: in which order ranks' rows stand in a block; default: upwards.
     """
     num_ranks = len(topk_idx)
     sizes = [len(mine) for mine in topk_idx]
@@ -74,8 +80,14 @@ def routes_of(topk_idx: list[torch.Tensor], num_experts: int, alignment: int) ->
     device = expert.device
     flat = expert.reshape(-1)
 
-    # Tokens are in the order (source rank, token) already: a stable sort by expert keeps it.
+    # Tokens are in the order (source rank, token) already: stable sorts keep it.
     pick = (flat >= 0).nonzero().squeeze(1)
+    source = torch.repeat_interleave(
+        torch.arange(num_ranks, device=device), torch.tensor(sizes, device=device)
+    )
+    if sources is not None:
+        place = torch.tensor(sources, device=device).argsort()[source]
+        pick = pick[place[pick // expert.shape[1]].argsort(stable=True)]
     pick = pick[flat[pick].argsort(stable=True)]
     routed = flat[pick].bincount(minlength=num_experts)
     padded = -(-routed // alignment) * alignment
@@ -88,9 +100,7 @@ def routes_of(topk_idx: list[torch.Tensor], num_experts: int, alignment: int) ->
         num_experts=num_experts,
         expert=expert,
         slot=slot.view_as(expert),
-        source=torch.repeat_interleave(
-            torch.arange(num_ranks, device=device), torch.tensor(sizes, device=device)
-        ),
+        source=source,
         first=first,
         routed=routed.view(num_ranks, -1),
         padded=by_rank,

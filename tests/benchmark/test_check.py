@@ -11,9 +11,19 @@ from megatron_ncclep.benchmark import payload
 from megatron_ncclep.benchmark.check import combine_problem, dispatch_problem
 from megatron_ncclep.benchmark.routes import Routes, routes_of, wire_rows
 from megatron_ncclep.benchmark.subjects import make_workload
-from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, HOME_PART_UNROUNDED
+from megatron_ncclep.engines.engine import (
+    EVERY_PART_ROUNDED,
+    HOME_PART_UNROUNDED,
+    MACHINE_SUMS_ROUNDED,
+)
 from megatron_ncclep.testing.cases import Case, contract_cases
-from megatron_ncclep.testing.oracle import OraclePlan, oracle_combine, oracle_dispatch, oracle_plan
+from megatron_ncclep.testing.oracle import (
+    OraclePlan,
+    oracle_combine,
+    oracle_dispatch,
+    oracle_plan,
+    sources_in_order,
+)
 
 # Benchmarks have no static mode and no fp64.
 CASES = [
@@ -25,14 +35,22 @@ CASES = [
 REJECTED = Case("rejected", (9, 7), 8, top_k=4, dtype=torch.bfloat16, alignment=16, dropped=0.1)
 
 
-def routes(case: Case) -> Routes:
+def routes(case: Case, ranks_on_machine: int | None = None) -> Routes:
     topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    return routes_of(topk_idx, case.num_experts, case.alignment)
+    sources = sources_in_order(case.num_ranks, ranks_on_machine)
+    return routes_of(topk_idx, case.num_experts, case.alignment, sources)
 
 
-def oracle(case: Case) -> OraclePlan:
+def grids(case: Case) -> list[int | None]:
+    """Ranks on a machine, for an engine to which they matter."""
+    return [None, *(n for n in (1, 2) if case.num_ranks % n == 0)]
+
+
+def oracle(case: Case, ranks_on_machine: int | None = None) -> OraclePlan:
     topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    return oracle_plan(topk_idx, case.num_experts, case.alignment)
+    return oracle_plan(
+        topk_idx, case.num_experts, case.alignment, ranks_on_machine=ranks_on_machine
+    )
 
 
 def rows(kind: int, rank: int, length: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -48,13 +66,13 @@ def dispatched(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def combined(
-    case: Case, reduction: str = HOME_PART_UNROUNDED
+    case: Case, reduction: str = HOME_PART_UNROUNDED, ranks_on_machine: int | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    plan = oracle(case)
+    plan = oracle(case, ranks_on_machine)
     sizes = [len(slots) for slots in plan.slots]
     y = [rows(payload.Y, r, n, case.hidden, case.dtype) for r, n in enumerate(sizes)]
     w = [rows(payload.GRAD_WEIGHTS, r, n, 1, torch.float32)[:, 0] for r, n in enumerate(sizes)]
-    return oracle_combine(plan, y, w, round_home=reduction == EVERY_PART_ROUNDED)
+    return oracle_combine(plan, y, w, reduction == EVERY_PART_ROUNDED, ranks_on_machine)
 
 
 # --- it says what the oracle says ----------------------------------------------------------------
@@ -62,15 +80,16 @@ def combined(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case}-{case.num_ranks}")
 def test_routes_are_the_oracles(case: Case) -> None:
-    plan, found = oracle(case), routes(case)
-    assert found.routed.tolist() == plan.routed
-    assert found.padded.tolist() == plan.padded
-    for rank, slots in enumerate(plan.slots):
-        expected = [
-            -1 if slot is None else (found.first[slot.source] + slot.token) * case.top_k + slot.pick
-            for slot in slots
-        ]
-        assert found.picks_on(rank).tolist() == expected
+    for grid in grids(case):
+        plan, found = oracle(case, grid), routes(case, grid)
+        assert found.routed.tolist() == plan.routed
+        assert found.padded.tolist() == plan.padded
+        for rank, slots in enumerate(plan.slots):
+            expected = [
+                -1 if s is None else (found.first[s.source] + s.token) * case.top_k + s.pick
+                for s in slots
+            ]
+            assert found.picks_on(rank).tolist() == expected, grid
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case}-{case.num_ranks}")
@@ -81,6 +100,10 @@ def test_the_oracles_results_pass(case: Case) -> None:
     for reduction in (HOME_PART_UNROUNDED, EVERY_PART_ROUNDED):
         for rank, (out, out_w) in enumerate(zip(*combined(case, reduction), strict=True)):
             assert combine_problem(found, rank, out, out_w, payload.Y, reduction) is None
+    for grid in grids(case)[1:]:
+        how = (payload.Y, MACHINE_SUMS_ROUNDED, grid)
+        for rank, sums in enumerate(zip(*combined(case, how[1], grid), strict=True)):
+            assert combine_problem(routes(case, grid), rank, *sums, *how) is None
 
 
 def test_the_workload_is_what_the_check_expects() -> None:
@@ -170,6 +193,11 @@ def test_another_reduction_is_rejected() -> None:
     ):
         sums, _ = combined(REJECTED, actual)
         assert combine_problem(found, 0, sums[0], None, payload.Y, declared)
+    case = next(c for c in CASES if c.num_ranks == 4 and str(c) == "bfloat16-top-6")
+    sums, _ = combined(case, MACHINE_SUMS_ROUNDED, 2)
+    by_rail = (routes(case, 2), 3, sums[3], None, payload.Y)
+    assert combine_problem(*by_rail, HOME_PART_UNROUNDED)
+    assert combine_problem(*by_rail, MACHINE_SUMS_ROUNDED, 1)
 
 
 # --- payload -------------------------------------------------------------------------------------
