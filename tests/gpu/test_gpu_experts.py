@@ -47,6 +47,9 @@ GPT_OSS: dict[str, Any] = {
     "activation_func_clamp_value": 0.5,
     "glu_linear_offset": 1.0,
     "add_bias_linear": True,
+    # Megatron's router has a bias then, too, in bf16: with a router in fp32 TransformerEngine's
+    # product makes something else of the same values each time, whatever the dispatcher.
+    "moe_router_dtype": None,
 }
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 FUSER = {**SWIGLU, "use_transformer_engine_op_fuser": True}
