@@ -37,7 +37,12 @@ import megatron_ncclep
 from megatron_ncclep import EpConfig, integration
 from megatron_ncclep.benchmark import train_graphs
 from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    InputError,
+    PeerError,
+    UnsupportedError,
+)
 from megatron_ncclep.hooked_places import is_changed
 
 OPTIONS: dict[str, Any] = {
@@ -172,6 +177,20 @@ def check_text_of_a_refusal():
     )
     printed = "".join(traceback.format_exception(caught.value))
     assert printed.count("does not support") == 1 + printed.count('f"moe_token_dispatcher_type=')
+    assert "another exception" not in printed
+
+    # The same of an engine that cannot run, which users saw twice too.
+    config = TransformerConfig(
+        moe_token_dispatcher_type="ncclep",
+        use_cpu_initialization=True,
+        ncclep=EpConfig(engine="native"),
+        **OPTIONS,
+    )
+    with pytest.raises(EngineUnavailableError) as caught:
+        GPTModel(config, spec, vocab_size=16, max_sequence_length=8)
+    printed = "".join(traceback.format_exception(caught.value))
+    assert printed.count("needs GPUs") == 1
+    assert re.search(r" \(while building (MoELayer in )?TransformerLayer\)\n$", printed)
     assert "another exception" not in printed
 
 
