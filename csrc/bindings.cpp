@@ -19,6 +19,7 @@
 #include "native/call.h"
 #include "native/check_windows.h"
 #include "native/group.h"
+#include "native/low_latency_host.h"
 #include "native/split.h"
 #include "nccl/nccl.h"
 #include "nccl/window.h"
@@ -258,12 +259,14 @@ void bind_native(py::module_& module) {
       .def(
           "refuse",
           [](Group& group, std::uint32_t phase, std::uintptr_t stream) {
-            ncclep::require(0 < phase && phase <= static_cast<std::uint32_t>(Phase::kCombine),
-                            "phase ", phase, ": must be one of Phase");
+            ncclep::require(
+                0 < phase && phase <= static_cast<std::uint32_t>(Phase::kLowLatencyCombine),
+                "phase ", phase, ": must be one of Phase");
             group.refuse(static_cast<Phase>(phase), stream);
           },
           "phase"_a, "stream"_a)
-      .def("failure", &Group::failure);
+      .def("failure", &Group::failure)
+      .def_property_readonly("bad_low_latency", &Group::bad_low_latency);
   module.def("call_values", &ncclep::native::values_of, "call"_a);
   module.def(
       "split_dispatch",
@@ -288,8 +291,43 @@ void bind_native(py::module_& module) {
     limits["max_tokens"] = ncclep::native::kMaxTokens;
     limits["max_top_k"] = ncclep::native::kMaxTopK;
     limits["chunk"] = ncclep::native::kChunk;
+    limits["low_latency_tokens"] = ncclep::native::kLowLatencyTokens;
     return limits;
   });
+}
+
+void bind_low_latency(py::module_& module) {
+  using ncclep::native::Group;
+  using ncclep::native::LowLatency;
+  using ncclep::native::LowLatencySizes;
+  py::class_<LowLatency, std::shared_ptr<LowLatency>>(module, "NativeLowLatency")
+      .def(py::init([](std::shared_ptr<Group> group, int max_tokens, int hidden, int top_k,
+                       const std::string& payload, const std::string& dtype, int num_scales,
+                       int generation) {
+             const LowLatencySizes sizes{
+                 max_tokens, hidden, top_k, ncclep::dtype_of(payload), ncclep::dtype_of(dtype),
+                 num_scales};
+             py::gil_scoped_release unlocked;
+             return std::make_shared<LowLatency>(std::move(group), sizes, generation);
+           }),
+           "group"_a.none(false), py::kw_only(), "max_tokens"_a, "hidden"_a, "top_k"_a, "payload"_a,
+           "dtype"_a, "num_scales"_a, "generation"_a)
+      .def("open", &LowLatency::open, Unlocked())
+      .def("clear", &LowLatency::clear, Unlocked())
+      .def("drop", &LowLatency::drop, Unlocked())
+      .def("close", &LowLatency::close, Unlocked())
+      .def_property_readonly("windows", &LowLatency::windows)
+      .def_property_readonly("generation", &LowLatency::generation)
+      .def_property_readonly("num_bytes", &LowLatency::num_bytes)
+      .def_property_readonly("rows", &LowLatency::rows)
+      .def_property_readonly("scales", &LowLatency::scales)
+      .def_property_readonly("experts", &LowLatency::experts)
+      .def_property_readonly("weights", &LowLatency::weights)
+      .def("dispatch", &LowLatency::dispatch, "x"_a, "scales"_a, "topk_idx"_a, "weights"_a,
+           "counts"_a, "completes"_a, "num_ctas"_a, "stream"_a)
+      .def("complete_dispatch", &LowLatency::complete_dispatch, "counts"_a, "stream"_a)
+      .def("combine", &LowLatency::combine, "y"_a, "rows_of"_a, "out"_a, "sends"_a, "completes"_a,
+           "num_ctas"_a, "stream"_a);
 }
 
 // Checks int64 indices [T, K], numbers [T, K] for them, and numbers [T, E] of the same dtype.
@@ -423,6 +461,7 @@ PYBIND11_MODULE(_C, module) {
   bind_nccl(module);
   bind_nccl_ep(module);
   bind_native(module);
+  bind_low_latency(module);
   bind_routes(module);
   bind_bench(module);
 }

@@ -392,6 +392,15 @@ std::uint32_t Group::bad_ranks(bool forget) {
   return ranks;
 }
 
+std::uint32_t Group::bad_low_latency() const {
+  return mailbox_ == nullptr ? 0 : mailbox_->bad_low_latency;
+}
+
+void Group::check_num_ctas(int num_ctas) const {
+  require(0 < num_ctas && num_ctas <= max_sms_, num_ctas, " CTAs: from 1 to the GPU's ", max_sms_,
+          " SMs");
+}
+
 void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                      const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
                      std::uintptr_t stream) {

@@ -133,6 +133,19 @@ class Group {
   // now and then, and may throw.
   void wait_until_idle(const std::function<void()>& poll) const;
 
+  // For operations beside plans (low_latency_host.h).
+  //
+  const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+  // What kernels get; `call` is that of call.h.
+  Rank rank(std::uint64_t call = 0) const;
+  // Operations of a group run one after the other, whatever streams they are queued on: `launch`
+  // queues one on `stream`, after the last one.  Between a graph and what is queued without one
+  // this is up to the caller: a graph must not run beside other work of the group.
+  void queue(std::uintptr_t stream, const std::function<void()>& launch);
+  void check_num_ctas(int num_ctas) const;
+  // Whose routing was bad in a low-latency dispatch, one bit each, as far as the device has come.
+  std::uint32_t bad_low_latency() const;
+
  private:
   // The last operation that was queued, or captured.
   struct Last {
@@ -146,16 +159,9 @@ class Group {
   // All of it that there is; returns 0 or the first error, a cudaError_t.
   int free_state();
   void require_open() const;
-  // What kernels get; `call` is that of call.h.
-  Rank rank(std::uint64_t call = 0) const;
   PlanScratch plan_scratch(int num_sms) const;
   void take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
                    const Tensor& routes) const;
-  // Operations of a group run one after the other, whatever streams they are queued on: `launch`
-  // queues one on `stream`, after the last one.  Between a graph and what is queued without one
-  // this is up to the caller: a graph must not run beside other work of the group.
-  void queue(std::uintptr_t stream, const std::function<void()>& launch);
-
   std::shared_ptr<Communicator> communicator_;
   Control control_;
   std::size_t row_bytes_ = 0;

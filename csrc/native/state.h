@@ -28,11 +28,19 @@ constexpr int kUnit = 32;
 // Rows of x are staged, and flagged, in at most this many phases.
 constexpr int kPhases = 9;
 
-enum class Phase : std::uint32_t { kNone, kPlan, kRoutes, kDispatch, kCombine };
+enum class Phase : std::uint32_t {
+  kNone,
+  kPlan,
+  kRoutes,
+  kDispatch,
+  kCombine,
+  kLowLatencyDispatch,
+  kLowLatencyCombine
+};
 
 // Why a group has failed on this rank: another one was late, is in another call, or has refused
-// one.
-enum class Reason : std::uint32_t { kNone, kLate, kDiffers, kRefused };
+// one; or this one's low-latency calls did not take turns.
+enum class Reason : std::uint32_t { kNone, kLate, kDiffers, kRefused, kOutOfTurn };
 
 // What one rank tells another is one word, written by that rank alone.
 enum Signal : int { kRoutesWritten, kReceived, kNumSignals };
@@ -118,6 +126,8 @@ struct Mailbox {
   volatile std::uint64_t rows_of_expert[kMaxExperts];
   // The same bits of all plans that the host did not wait for, until it has read them.
   volatile std::uint32_t bad_ranks;
+  // The same of low-latency dispatches.
+  volatile std::uint32_t bad_low_latency;
   // Why the group has failed: because of whom, in what; the calls of this rank and that one, if
   // they differ.  `failed_phase` is written last.
   std::uint32_t failed_reason;

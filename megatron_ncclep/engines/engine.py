@@ -60,6 +60,8 @@ class EngineCaps:
     max_tokens: int | None = None
     max_top_k: int | None = None
     max_local_experts: int | None = None
+    # Most tokens of a rank in low-latency mode (low_latency.py); 0: the engine has none.
+    low_latency_tokens: int = 0
     # Smallest group that it serves.
     min_ranks: int = 1
     # Bytes that a plan keeps at T = 8192 and K = 8, at most.

@@ -19,7 +19,9 @@ from megatron_ncclep.engines import checks, extension, native_windows
 from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
 from megatron_ncclep.engines.engine import HOME_PART_UNROUNDED, EngineCaps, RoutePlan
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.low_latency import LowLatencySizes
 from megatron_ncclep.engines.native_group import NativeGroup
+from megatron_ncclep.engines.native_low_latency import NativeLowLatency
 from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS, MAX_EXPERTS
 from megatron_ncclep.engines.native_plan import NativePlan, Room, num_chunks_of, plan_memory
 from megatron_ncclep.engines.overflow_report import Shortage
@@ -43,6 +45,7 @@ CAPS = EngineCaps(
     captures_static=True,
     device_deadline=True,
     compares_on_device=True,
+    low_latency_tokens=512,
 )
 # Windows are made for a multiple of this many tokens, and of more where there are many.
 MIN_TOKENS = 128
@@ -177,6 +180,13 @@ class NativeEngine:
         out, home_w, *inputs = memory
         self._native.combine(agreed.handle, *inputs, out, home_w, self.num_sms, stream)
         return out, home_w
+
+    def make_low_latency(self, sizes: LowLatencySizes, number: int) -> NativeLowLatency:
+        """See `create_low_latency`."""
+        self._begin()
+        return NativeLowLatency(
+            self._shared, self.num_experts, self.caps, self.config, sizes, number
+        )
 
     def close(self) -> None:
         """See `Engine.close`.  The last engine of the group frees the windows."""

@@ -19,8 +19,11 @@ from megatron_ncclep.engines.group import EpGroup, difference, different_calls
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
 
 # Phase and Reason in csrc/native/state.h.
-PHASES = ("none", "plan", "plan, receiving routes", "dispatch", "combine")
-LATE, DIFFERS, REFUSED = 1, 2, 3
+PHASES = (
+    *("none", "plan", "plan, receiving routes", "dispatch", "combine"),
+    *("low-latency dispatch", "low-latency combine"),
+)
+LATE, DIFFERS, REFUSED, OUT_OF_TURN = 1, 2, 3, 4
 # What ranks must have alike, beside the phase, in the order in which differences are told.
 VALUES = (
     *("top_k", "alignment", "max_recv_rows"),
@@ -108,13 +111,19 @@ class NativeGroup:
             return RefusedError(refusal)
         if failure.reason == REFUSED:
             return RefusedError(f"{phase}: rank {peer} has refused a call: look at its output")
+        if failure.reason == OUT_OF_TURN:
+            return InputError(
+                f"{phase}: rank {me}, operation {failure.epoch} of its low-latency object, out of "
+                "turn: dispatch and combine take turns on the device, too; replay CUDA graphs so"
+            )
         if failure.reason == DIFFERS:
             return _difference(
                 {rank: _values(call) for rank, call in _calls(me, peer, failure)}, phase
             )
+        whose = "its low-latency object" if phase.startswith("low-latency") else "the group"
         return PeerError(
             f"rank {me} of {self.group.size}: rank {peer} did not come in {phase}, operation "
-            f"{failure.epoch} of the group (deadline {failure.deadline_s:g} s): it died, is late "
+            f"{failure.epoch} of {whose} (deadline {failure.deadline_s:g} s): it died, is late "
             "or left the group's order of calls; look at the other ranks' output. What this group "
             "has returned since is NaN"
         )

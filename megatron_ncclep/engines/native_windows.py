@@ -55,26 +55,16 @@ def grow(
     )
 
     def on_all_ranks(what: str, step: Callable[[], str | None], remedy: str) -> None:
-        """Take a step; the next one comes only when it went well on all ranks."""
-        try:
-            problem = step()
-        except Exception as error:  # whatever it is, the other ranks have to know
-            problem = str(error) if isinstance(error, LibraryError) else repr(error)
-        if problems := group.gather_problems(problem, what, timeout_s):
-            native.drop()
-            raise LibraryError(f"engine 'native', {what} ({cause}): {problems}; {remedy}")
+        _on_all_ranks(group, native, what, step, f"({cause})", remedy, timeout_s)
 
     smaller = "if it is for want of GPU memory: use smaller micro-batches"
-    other = f"use the engine nccl_ep or reference, and report this with NCCL {find_nccl()}"
-    on_all_ranks("leaving its windows", lambda: None, other)  # nobody uses the old ones any longer
+    on_all_ranks(
+        "leaving its windows", lambda: None, _other()
+    )  # nobody uses the old ones any longer
     on_all_ranks(
         "allocating its windows", lambda: native.allocate(num_tokens, top_k, row_bytes), smaller
     )
-    on_all_ranks("opening its windows", native.open, other)
-    on_all_ranks("writing to its windows", lambda: _leave(group, native), other)
-    on_all_ranks("checking its windows", lambda: _read_and_bring(group, native), other)
-    on_all_ranks("checking its windows", lambda: _look(group, native), other)
-    on_all_ranks("clearing its windows", native.clear, other)
+    open_checked(group, native, NAMES, cause, timeout_s)
     if group.rank == 0:
         # The first plan comes before the first row, whose length its windows cannot know.
         level = logging.INFO if native.num_bytes >= MIB else logging.DEBUG
@@ -86,6 +76,55 @@ def grow(
             group.size,
             cause,
         )
+
+
+def open_checked(
+    group: EpGroup, native: Any, names: tuple[str, ...], cause: str, timeout_s: float
+) -> None:
+    """Open windows that were allocated on all ranks, check and clear them.  Collective.
+
+    Args:
+        group: the ranks.
+        native: what has the windows: a `_C.NativeGroup` or a `_C.NativeLowLatency`.
+        names: of its windows.
+        cause: why they are made, for errors.
+        timeout_s: seconds to wait for the other ranks, after each step.
+
+    Raises:
+        LibraryError, PeerError: as `grow`.
+    """
+
+    def on_all_ranks(what: str, step: Callable[[], str | None]) -> None:
+        _on_all_ranks(group, native, what, step, f"({cause})", _other(), timeout_s)
+
+    on_all_ranks("opening its windows", native.open)
+    on_all_ranks("writing to its windows", lambda: _leave(group, native, names))
+    on_all_ranks("checking its windows", lambda: _read_and_bring(group, native, names))
+    on_all_ranks("checking its windows", lambda: _look(group, native, names))
+    on_all_ranks("clearing its windows", native.clear)
+
+
+def _other() -> str:
+    return f"use the engine nccl_ep or reference, and report this with NCCL {find_nccl()}"
+
+
+def _on_all_ranks(
+    group: EpGroup,
+    native: Any,
+    what: str,
+    step: Callable[[], str | None],
+    cause: str,
+    remedy: str,
+    timeout_s: float,
+) -> None:
+    """Take a step; the next one comes only when it went well on all ranks."""
+    try:
+        problem = step()
+    except Exception as error:  # whatever it is, the other ranks have to know
+        problem = str(error) if isinstance(error, LibraryError) else repr(error)
+    if problems := group.gather_problems(problem, what, timeout_s):
+        native.drop()
+        raise LibraryError(f"engine 'native', {what} {cause}: {problems}; {remedy}")
 
 
 def require_no_graph(group: EpGroup, is_captured: bool, timeout_s: float) -> None:
@@ -130,34 +169,36 @@ class _Word:
     value: int
 
 
-def _leave(group: EpGroup, native: Any) -> None:
+def _leave(group: EpGroup, native: Any, names: tuple[str, ...]) -> None:
     """Write words to this rank's own windows, for the others to read."""
-    _store(native, _words(group, native, remote=False, writes=True))
+    _store(native, _words(group, native, names, remote=False, writes=True))
 
 
-def _read_and_bring(group: EpGroup, native: Any) -> str | None:
+def _read_and_bring(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
     """Read what the others left for this rank, and write words to their windows.
 
     Returns:
         what is wrong with the first word that is not as expected, if any is.
     """
-    left = _words(group, native, remote=True, writes=False)
+    left = _words(group, native, names, remote=True, writes=False)
     problem = _difference(
         native, left, "reads {seen} from the {end} of the {window} window of {peer}"
     )
-    _store(native, _words(group, native, remote=True, writes=True))
+    _store(native, _words(group, native, names, remote=True, writes=True))
     return problem
 
 
-def _look(group: EpGroup, native: Any) -> str | None:
+def _look(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
     """Read what the others wrote to this rank's windows; return as `_read_and_bring` does."""
-    brought = _words(group, native, remote=False, writes=False)
+    brought = _words(group, native, names, remote=False, writes=False)
     return _difference(
         native, brought, "finds {seen} where {peer} wrote to the {end} of its {window} window"
     )
 
 
-def _words(group: EpGroup, native: Any, *, remote: bool, writes: bool) -> list[_Word]:
+def _words(
+    group: EpGroup, native: Any, names: tuple[str, ...], *, remote: bool, writes: bool
+) -> list[_Word]:
     """The words that this rank reads or writes, in its own windows or in its peers' (`remote`).
 
     Of a window's 2 R words at each end, the first R are left by the window's rank for reader r, the
@@ -166,7 +207,7 @@ def _words(group: EpGroup, native: Any, *, remote: bool, writes: bool) -> list[_
     me, size = group.rank, group.size
     is_left = remote != writes
     words = []
-    for name, window in zip(NAMES, native.windows, strict=True):
+    for name, window in zip(names, native.windows, strict=True):
         for end in ENDS:
             start = 0 if end == "start" else window.num_bytes - 2 * size * WORD_BYTES
             for peer in range(size):

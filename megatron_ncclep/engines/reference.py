@@ -36,8 +36,10 @@ from megatron_ncclep.engines.engine import (
     RoutePlan,
 )
 from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.low_latency import LowLatencySizes
 from megatron_ncclep.engines.machines import Machines
 from megatron_ncclep.engines.overflow_report import Shortage
+from megatron_ncclep.engines.reference_low_latency import ReferenceLowLatency
 from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import GroupClosedError, InputError
 
@@ -48,6 +50,7 @@ CAPS = EngineCaps(
     row_bytes_multiple=1,
     options=frozenset({"alignment", "check_calls", "max_recv_rows", "on_overflow", "timeout_s"}),
     moves_bytes=True,
+    low_latency_tokens=65536,
 )
 
 
@@ -259,6 +262,12 @@ class ReferenceEngine:
                 total[tokens[other]] += parts[other] if other in exact else rounded(parts[other])
             out += rounded(total) if by_machine else total
         return out
+
+    def make_low_latency(self, sizes: LowLatencySizes, number: int) -> ReferenceLowLatency:
+        """See `create_low_latency`."""
+        self._require_open()
+        timeout_s = self.config.timeout_s
+        return ReferenceLowLatency(self.group, self.num_experts, self.caps, sizes, timeout_s)
 
     def close(self) -> None:
         """See `Engine.close`.  Collective only where there is something to release."""

@@ -64,6 +64,12 @@ UNBROKEN = [
     Case("failures", 2, 16),
     Case("failures", 4, 8),
     Case("late", 3, 8),
+    Case("ll", 1, 6),
+    Case("ll", 2, 12),
+    Case("ll", 3, 8),
+    Case("ll", 5, 3),
+    Case("ll-failures", 2, 10),
+    Case("ll-failures", 4, 8),
 ]
 
 
@@ -262,6 +268,91 @@ MISTAKES = {
     "a CTA that starts after a failure leaves its grid waiting": Mistake(
         "plan_receive.cu", "leave(me);\n    return;", "return;",
         "late", 4, "."),
+
+    # Low-latency mode: who waits for what.
+    "LL: a CTA counts itself before its warps have sent": Mistake(
+        "low_latency.cuh", "is_bad = «__syncthreads_or(is_bad)»;", "is_bad",
+        "ll", 2, "ll "),
+    "LL: the first CTA advances the number, not the last": Mistake(
+        "ll_dispatch.cu",
+        "if (blockIdx.x == 0 && thread < job.num_tokens) ll.state->ranks_of[thread] = ranks;",
+        "if (blockIdx.x == 0 && thread < job.num_tokens) ll.state->ranks_of[thread] = ranks;"
+        "if (blockIdx.x == 0 && thread == 0) ll.state->dispatches = now.number;",
+        "ll", 2, "."),
+    "LL: a combine waits only for ranks with rows of its tokens": Mistake(
+        "ll_combine.cu", "if («thread < window.num_ranks && !has_failed»)",
+        "thread < window.num_ranks && !has_failed && places.count(thread, job.num_tokens) > 0",
+        "ll", 3, "."),
+    "LL: a dispatch does not wait for one of the ranks": Mistake(
+        "ll_dispatch.cu", "if («rank < window.num_ranks && !has_failed»)",
+        "rank < window.num_ranks && !has_failed && rank != (me.rank + 1) % window.num_ranks",
+        "ll", 2, "ll "),
+    "LL: sums are added before they are there": Mistake(
+        "ll_combine.cu",
+        "wait_for_word(me, ll, Turn::kCombine, Phase::kLowLatencyCombine, thread, now.number) == 0",
+        "false",
+        "ll", 2, "ll combine: "),
+    "LL: the word of the operation before is taken": Mistake(
+        "low_latency.cuh", "return «has_number(word, number)»;", "word >> 32 >= number - 1",
+        "ll", 2, "ll "),
+
+    # In which order others see it.
+    "LL: a CTA counts itself without a fence": Mistake(
+        "low_latency.cuh", "__threadfence();", "",
+        "ll", 2, "ll "),
+    "LL: a dispatch's word is seen before its rows": Mistake(
+        "ll_dispatch.cu", "«fence_system();»  // passes on", "",
+        "ll", 2, "ll dispatch: "),
+    "LL: a combine's word is seen before its sums": Mistake(
+        "ll_combine.cu", "«fence_system();»  // passes on", "",
+        "ll", 2, "ll combine: "),
+    "LL: sums are loaded before their word": Mistake(
+        "low_latency.cuh", "word = «load_acquire(from)»;", "load_relaxed(from)",
+        "ll", 2, "ll combine: "),
+
+    # What is where.
+    "LL: places behind the last row keep their experts": Mistake(
+        "ll_dispatch.cu", "experts[i] = -1;", "",
+        "ll", 2, "ll dispatch: experts"),
+    "LL: an expert named twice gets a token twice": Mistake(
+        "ll_dispatch.cu", "is_good = false;\n    «expert = -1;»", "",
+        "ll", 2, "ll dispatch: experts"),
+    "LL: a bad routing is not reported": Mistake(
+        "ll_dispatch.cu", "me.mailbox->bad_low_latency |= bad;", "",
+        "ll", 2, "ll dispatch: bad ranks"),
+    "LL: the home part comes first": Mistake(
+        "ll_combine.cu", "has_own && of_rank[p] > me_.rank", "has_own",
+        "ll", 5, "ll combine: "),
+    "LL: a place in the window has 32 bits": Mistake(
+        "ll_dispatch.cu", "row_at(window, me.rank, place) * window.row_bytes",
+        "(me.rank * window.max_tokens + place) * window.row_bytes",
+        "ll", 2, "an offset has 32 bits only"),
+    "LL: scales stay where they are": Mistake(
+        "ll_dispatch.cu", "to_scales[i] = __ldg(scales + i);", "",
+        "ll", 2, "ll dispatch: scales"),
+
+    # A rank that does not come.
+    "LL: weights that did not come are left as they are": Mistake(
+        "ll_dispatch.cu",
+        "if (has_failed) spoil(own + window.weights(), "
+        "window.places() * window.top_k * sizeof(float));", "",
+        "ll-failures", 2, "ll dispatch: weights of rank .* not all NaN"),
+    "LL: rows that did not come are counted": Mistake(
+        "ll_dispatch.cu", "has_failed ? 0 : counts[rank]", "counts[rank]",
+        "ll-failures", 2, "ll dispatch: counts"),
+    "LL: sums that did not come are added": Mistake(
+        "ll_combine.cu", "home.finish(«!has_failed»);", "true",
+        "ll-failures", 2, "ll combine: "),
+    "LL: a dispatch goes on after a failure": Mistake(
+        "ll_dispatch.cu", "has_failed || send_rows(me, ll, job, places)",
+        "send_rows(me, ll, job, places)",
+        "ll-failures", 2, "."),
+    "LL: a word is given after a failure": Mistake(
+        "ll_combine.cu", "«sent < kSentFailed») {", "true",
+        "ll-failures", 2, "."),
+    "LL: an operation out of turn is made": Mistake(
+        "low_latency.cuh", "if («sends && !is_in_turn && !now.has_failed»)", "false",
+        "ll-failures", 2, "."),
 }
 # fmt: on
 

@@ -293,6 +293,7 @@ def test_the_limits_are_the_kernels_own() -> None:
         "max_tokens": CAPS.max_tokens,
         "max_top_k": CAPS.max_top_k,
         "chunk": CHUNK,
+        "low_latency_tokens": CAPS.low_latency_tokens,
     }
     assert CAPS.max_local_experts == native_obstacle.MAX_EXPERTS
     # What nobody asked for runs wherever the engine does.

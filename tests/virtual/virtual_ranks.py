@@ -48,7 +48,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from megatron_ncclep.engines import group, libraries, machines, native, native_obstacle
+from megatron_ncclep.engines import (
+    group,
+    libraries,
+    machines,
+    native,
+    native_low_latency,
+    native_obstacle,
+)
 from megatron_ncclep.testing.launcher import RankContext, answer_jobs
 
 MOST_RANKS = 8
@@ -305,6 +312,7 @@ def on_rank(ctx: RankContext, function: Callable[..., Any], *args: Any) -> Any:
     """Call `function` on a rank with its share of the SMs; leave nothing under way."""
     for module in (native, native_obstacle):
         replace(module, "DEFAULT_NUM_SMS", num_sms(ctx.num_ranks))
+    replace(native_low_latency, "DEFAULT_MOST_CTAS", num_sms(ctx.num_ranks))
     try:
         return function(ctx, *args)
     finally:

@@ -244,10 +244,12 @@ void delay(int rank, int jumps) {
 void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
             std::function<void()> kernel) {
   EMU_REQUIRE(live[rank] == 0);
+  std::vector<std::shared_ptr<Cta>> grid;
   const Delay delay = delays[rank];
   delays.erase(rank);
   for (int index = 0; index < ctas; ++index) {
     auto cta = std::make_shared<Cta>(Cta{rank, index, ctas, {}, {}, Barrier(threads), {}, {}});
+    grid.push_back(cta);
     cta->dynamic.assign(shared_bytes + 2 * kSharedAlignment, '\xab');
     cta->warps.resize(threads / kWarpSize);
     for (int thread = 0; thread < threads; ++thread) {
@@ -259,6 +261,7 @@ void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
       if (delay.cta % ctas == index) fiber->not_before = delay.until;
     }
   }
+  note_grid(rank, std::move(grid));
   live[rank] = ctas * threads;
 }
 

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "low_latency.h"
 #include "sequence.h"
 
 namespace {
@@ -42,6 +43,10 @@ int main(int argc, char** argv) {
     std::printf("%s, %d ranks, seed %d\n", kind.c_str(), ranks, seed);
     std::fflush(stdout);
     emu::seed(seed * 16 + ranks);
+    if (is_low_latency(kind)) {
+      run_low_latency(kind, ranks);
+      continue;
+    }
     const Sizes sizes = draw_sizes(kind, ranks);
     const Shares shares = shares_of(kind);
     const bool is_late = kind == "late";

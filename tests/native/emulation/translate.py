@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # The kernels, and what they do not need.
-FILES = ("plan", "plan_receive", "overflow", "dispatch", "combine", "refusal")
+FILES = (
+    *("plan", "plan_receive", "overflow", "dispatch", "combine", "refusal"),
+    *("ll_dispatch", "ll_combine"),
+)
 NOT_NEEDED = ("group.h", "check_windows.h")
 
 # Smaller than on a GPU: CTAs, because a thread is a fiber here, and what is done at a time, so that
@@ -29,6 +32,9 @@ SMALLER = {
     "overflow.cu": {"kUnroll = 8;": "kUnroll = 2;"},
     "plan_receive.cu": {"kPicks = 8, kPairs = 4;": "kPicks = 2, kPairs = 1;"},
     "dispatch.cu": {"kUnroll = 8;": "kUnroll = 2;"},
+    "low_latency.h": {"kLowLatencyTokens = 512;": "kLowLatencyTokens = 64;"},
+    "low_latency.cuh": {"kLlThreads = 512,": "kLlThreads = 96,"},
+    "ll_combine.cu": {"kAtOnce = 4;": "kAtOnce = 2;"},
 }
 
 SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(.+?) (\w+)((?:\[\w+\])*);")

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <map>
+#include <utility>
 
 #include "emulator.h"
 
@@ -23,6 +25,7 @@ struct Given {
 };
 std::deque<Given> given;
 long number_given = 0;
+std::map<int, std::vector<std::shared_ptr<Cta>>> grids;  // by rank
 
 bool are_mates(const Fiber& one, const Fiber& other) {
   return one.thread / kWarpSize == other.thread / kWarpSize;
@@ -46,6 +49,7 @@ void give(View& view, std::size_t number) {
   view.stores.erase(view.stores.begin(), view.stores.begin() + number);
   view.to_warp -= std::min(view.to_warp, number);
   view.to_cta -= std::min(view.to_cta, number);
+  view.to_device -= std::min(view.to_device, number);
 }
 
 // A plain store that is about to happen.
@@ -60,6 +64,8 @@ void note_store(void* address, std::size_t num_bytes) {
 void add_window(char* memory, std::size_t num_bytes) {
   windows.push_back({memory, memory + num_bytes});
 }
+
+void note_grid(int rank, std::vector<std::shared_ptr<Cta>> ctas) { grids[rank] = std::move(ctas); }
 
 void forget_windows() {
   windows.clear();
@@ -126,13 +132,28 @@ void fence_cta() {
   self().view.seen = std::max(self().view.seen, self().cta->seen);
 }
 
+// What a fence of the fiber that runs covers of what another one of its CTA has stored.
+static std::size_t covered(const Fiber& other) {
+  const View& view = other.view;
+  return &other == &self()          ? view.stores.size()
+         : are_mates(other, self()) ? std::max(view.to_warp, view.to_cta)
+                                    : view.to_cta;
+}
+
+void fence_device() {
+  fence_cta();
+  for (Fiber* other : self().cta->fibers) {
+    other->view.to_device = std::max(other->view.to_device, covered(*other));
+  }
+}
+
 void release() {
   settle();
-  for (Fiber* other : self().cta->fibers) {
-    View& view = other->view;
-    give(view, other == &self()            ? view.stores.size()
-               : are_mates(*other, self()) ? std::max(view.to_warp, view.to_cta)
-                                           : view.to_cta);
+  for (const auto& cta : grids[self().rank]) {
+    for (Fiber* other : cta->fibers) {
+      const bool is_here = other->cta == self().cta;
+      give(other->view, std::max(other->view.to_device, is_here ? covered(*other) : 0));
+    }
   }
 }
 

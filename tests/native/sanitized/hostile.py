@@ -157,6 +157,11 @@ class Objects:
         self.group.allocate(TOKENS, TOP_K, 64)
         self.group.open()
         self.group.clear()
+        self.low_latency = C.NativeLowLatency(self.group, **self.low_latency_sizes())
+        self.low_latency.open()
+        self.low_latency.clear()
+        self.rank_counts = Numbers("int32", RANKS)
+        self.rows_of = Numbers("int32", RANKS, TOKENS, TOP_K)
         self.counts = Numbers("int64", 2 * EXPERTS // RANKS + 1)
         self.home = Numbers("int32", 4, TOKENS)
         self.plan = C.NativePlan(self.counts, self.home, 1, TOP_K, 1)
@@ -171,7 +176,8 @@ class Objects:
     def close(self) -> None:
         """Close all that can be closed, twice."""
         for _ in range(2):
-            for each in (self.handle, self.ep_group, self.group, self.window, self.communicator):
+            for each in (self.handle, self.ep_group, self.low_latency, self.group, self.window,
+                         self.communicator):  # fmt: skip
                 each.close()
 
     def ep_options(self) -> dict[str, Any]:
@@ -179,6 +185,19 @@ class Objects:
             "num_experts": EXPERTS, "max_tokens": 16, "max_recv_rows": 0, "row_bytes": 64,
             "top_k": TOP_K, "num_sms": 0, "timeout_s": 1.0,
         }  # fmt: skip
+
+    def low_latency_sizes(self) -> dict[str, Any]:
+        return {
+            "max_tokens": TOKENS, "hidden": HIDDEN, "top_k": TOP_K, "payload": "torch.bfloat16",
+            "dtype": "torch.bfloat16", "num_scales": 0, "generation": 1,
+        }  # fmt: skip
+
+    def dispatched(self, completes: bool) -> Objects:
+        """With a low-latency dispatch, or half of it."""
+        self.low_latency.dispatch(
+            self.x, None, self.topk, self.w, self.rank_counts, completes, 8, STREAM
+        )
+        return self
 
     def planned(self) -> Objects:
         """With a plan that can be dispatched."""
@@ -215,6 +234,7 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
     yield "NativeGroup", C.NativeGroup, {
         "communicator": o.communicator, "num_experts": EXPERTS, "timeout_s": 1.0,
     }  # fmt: skip
+    yield "NativeLowLatency", C.NativeLowLatency, {"group": o.group, **o.low_latency_sizes()}
     yield "load_words", C.NativeGroup.load_words, {"addresses": [Address(o.window.address, 8)]}
     yield "store_words", C.NativeGroup.store_words, {
         "addresses": [Address(o.window.address, 8)], "words": [7],
@@ -321,6 +341,20 @@ def method_calls(
         "out": o.x, "home_w": o.w, "num_sms": 8, "stream": STREAM,
     }, True)  # fmt: skip
 
+    for attribute in ("drop", "clear", "close"):
+        yield of("low_latency", attribute, lambda o: {})
+    yield of("low_latency", "dispatch", lambda o: {
+        "x": o.x, "scales": None, "topk_idx": o.topk, "weights": o.w, "counts": o.rank_counts,
+        "completes": True, "num_ctas": 8, "stream": STREAM,
+    })  # fmt: skip
+    yield of("low_latency", "complete_dispatch", lambda o: {
+        "counts": o.dispatched(False).rank_counts, "stream": STREAM,
+    })  # fmt: skip
+    yield of("low_latency", "combine", lambda o: {
+        "y": o.dispatched(True).rows, "rows_of": o.rows_of, "out": o.x, "sends": True,
+        "completes": True, "num_ctas": 8, "stream": STREAM,
+    })  # fmt: skip
+
     def set_timeout() -> tuple[Callable[..., Any], dict[str, Any]]:
         o = Objects(program)
         return (lambda value: setattr(o.group, "timeout_s", value)), {"value": 1.0}
@@ -379,6 +413,7 @@ def bound_names(module: ModuleType) -> set[str]:
 
 CLASSES = {"communicator": "Communicator", "window": "Window", "ep_group": "NcclEpGroup",
            "handle": "NcclEpHandle", "group": "NativeGroup", "nccl": "Nccl",
+           "low_latency": "NativeLowLatency",
            "exchange": "HostExchange"}  # fmt: skip
 
 
@@ -392,7 +427,7 @@ def main(extension: str, library: str, last_call: str) -> None:
     program = Program(module, library, Path(last_call))
     tried = {
         "HostExchange.close", "HostExchange.lost", "NativeGroup.open", "NativeGroup.load_words",
-        "NativeGroup.store_words",
+        "NativeGroup.store_words", "NativeLowLatency.open",
     }  # fmt: skip
     for name, call, right in static_calls(program):
         program.try_all(name, lambda call=call, right=right: (call, right))

@@ -8,6 +8,7 @@
 #include "native/check_windows.h"
 #include "native/combine.h"
 #include "native/dispatch.h"
+#include "native/low_latency.h"
 #include "native/overflow.h"
 #include "native/plan.h"
 #include "native/refusal.h"
@@ -173,6 +174,48 @@ void combine(const Rank& me, const Combine& job, int num_sms, std::uintptr_t) {
   if (!job.has_weights) return;
   touch_all(job.w, standin::sizes.num_rows);
   touch_all(job.home_w, static_cast<std::int64_t>(job.num_tokens) * job.top_k);
+}
+
+namespace {
+
+void check_low_latency(const Rank& me, const LowLatencyRank& ll, int num_tokens, int num_ctas) {
+  check_rank(me, 32);
+  const LowLatencyWindow& window = ll.window;
+  standin::require(window.num_ranks == me.control.num_ranks, "ranks of the window");
+  standin::require(0 < window.max_tokens && window.max_tokens <= kLowLatencyTokens, "tokens");
+  standin::require(0 < window.top_k && window.top_k <= kMaxTopK, "top-k");
+  for (const int num_bytes : {window.row_bytes, window.scale_bytes, window.sum_bytes}) {
+    standin::require(0 <= num_bytes && num_bytes % 16 == 0, "bytes of a row");
+  }
+  standin::require(0 <= num_tokens && num_tokens <= window.max_tokens, "tokens in the window");
+  standin::require(0 < num_ctas && num_ctas <= 132, "CTAs");
+  touch(ll.window_of[me.rank], window.num_bytes());
+  touch(ll.state, sizeof(*ll.state));
+}
+
+}  // namespace
+
+void low_latency_dispatch(const Rank& me, const LowLatencyRank& ll, const LowLatencyDispatch& job,
+                          int num_ctas, std::uintptr_t) {
+  check_low_latency(me, ll, job.num_tokens, num_ctas);
+  const LowLatencyWindow& window = ll.window;
+  touch_all(job.counts, window.num_ranks);
+  if (!job.sends) return;
+  touch_rows(job.x, job.num_tokens, window.row_bytes);
+  if (window.scale_bytes > 0) touch_rows(job.scales, job.num_tokens, window.scale_bytes);
+  touch_topk(job.topk_idx, job.is_int64, job.num_tokens, window.top_k);
+  touch_all(job.weights, static_cast<std::int64_t>(job.num_tokens) * window.top_k);
+}
+
+void low_latency_combine(const Rank& me, const LowLatencyRank& ll, const LowLatencyCombine& job,
+                         int num_ctas, std::uintptr_t) {
+  check_low_latency(me, ll, job.num_tokens, num_ctas);
+  const LowLatencyWindow& window = ll.window;
+  standin::require(itemsize_of(job.dtype) == 4 || itemsize_of(job.dtype) == 2, "dtype");
+  if (job.rows_of != nullptr) touch_all(job.rows_of, window.places() * window.top_k);
+  const bool has_places = job.rows_of == nullptr;
+  touch_rows(job.y, has_places ? window.places() : job.num_rows, window.sum_bytes);
+  touch_rows(job.out, job.num_tokens, window.sum_bytes);
 }
 
 std::vector<std::uint64_t> load_words(const std::vector<std::uintptr_t>& addresses) {

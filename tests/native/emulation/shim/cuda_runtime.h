@@ -63,7 +63,8 @@ inline void __threadfence_block() {
 }
 inline void __threadfence() {
   emu::acquire();
-  __threadfence_block();
+  emu::fence_device();
+  emu::maybe_yield();
 }
 inline void __threadfence_system() {
   emu::release();
@@ -74,6 +75,13 @@ inline void __nanosleep(unsigned int) { emu::yield(); }
 inline unsigned int __ballot_sync(unsigned int, bool vote) { return emu::ballot(vote); }
 inline bool __all_sync(unsigned int, bool vote) { return emu::ballot(vote) == ~0u; }
 inline bool __any_sync(unsigned int, bool vote) { return emu::ballot(vote) != 0; }
+inline unsigned int __match_any_sync(unsigned int, int value) {
+  unsigned int same = 0;
+  for (int lane = 0; lane < emu::kWarpSize; ++lane) {
+    same |= static_cast<unsigned int>(emu::shuffle(value, lane) == value) << lane;
+  }
+  return same;
+}
 template <typename T>
 T __shfl_sync(unsigned int, T value, int lane) {
   return static_cast<T>(emu::shuffle(static_cast<long>(value), lane));
@@ -92,6 +100,11 @@ T __ldcg(const T* from) {
   T value;
   emu::load(&value, from, sizeof(T), emu::self().view.seen);
   return value;
+}
+// Of what nobody writes meanwhile.
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
 }
 template <typename T>
 T __ldcv(const T* from) {

@@ -1,0 +1,211 @@
+"""Low-latency mode of the native engine: `csrc/native/low_latency.h`.
+
+No call waits for a device or for another host, so a CUDA graph can hold any number of them and be
+replayed as often as dispatch and combine take turns.  What a dispatch returns is the window itself,
+into which the other ranks write: nothing is copied, and its addresses never change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import native_windows
+from megatron_ncclep.engines.agreement import on_all_ranks
+from megatron_ncclep.engines.communicator import communicator_of
+from megatron_ncclep.engines.engine import EngineCaps
+from megatron_ncclep.engines.low_latency import LowLatency, LowLatencyRows, LowLatencySizes
+from megatron_ncclep.engines.native_group import NativeGroup
+
+WINDOW = ("low-latency",)
+# CTAs of a kernel: enough for some warps of each to have a piece of a row, of 1 KiB.
+DEFAULT_MOST_CTAS = 120
+LEAST_CTAS, PIECE_BYTES, PIECES_PER_CTA = 8, 1024, 4
+# Of a group that has no windows yet: its control window tells ranks that another one stops.
+FIRST_TOKENS, FIRST_ROW_BYTES = 128, 16
+
+
+class NativeLowLatency(LowLatency):
+    """See `LowLatency`.
+
+    A group of several ranks is at its end after an error, as after one of the engine's own calls.
+    """
+
+    def __init__(
+        self,
+        shared: NativeGroup,
+        num_experts: int,
+        caps: EngineCaps,
+        config: EpConfig,
+        sizes: LowLatencySizes,
+        number: int,
+    ) -> None:
+        """Collective; the ranks have agreed on `sizes`, in the call of that number.
+
+        Raises:
+            LibraryError: on every rank, when one has no memory for its window or NCCL makes none.
+        """
+        super().__init__(shared.group, num_experts, caps, sizes)
+        self._shared, self._config = shared, config
+        group, native, timeout_s = self.group, shared.native, config.timeout_s
+        shared.raise_failure()
+        torch.cuda.synchronize(group.device)
+        if not native.windows:
+            wanted = (FIRST_TOKENS, sizes.top_k, FIRST_ROW_BYTES)
+            native_windows.grow(group, native, *wanted, timeout_s)
+        communicator_of(group, timeout_s)  # which stays as long as the window
+        self._native: Any = on_all_ranks(
+            group,
+            "allocating a low-latency window",
+            lambda: shared.module.NativeLowLatency(
+                native,
+                max_tokens=sizes.max_tokens,
+                hidden=sizes.hidden,
+                top_k=sizes.top_k,
+                payload=str(_carried(sizes.payload)),
+                dtype=str(sizes.dtype),
+                num_scales=sizes.num_scales,
+                generation=number,
+            ),
+            timeout_s,
+        )
+        try:
+            native_windows.open_checked(group, self._native, WINDOW, "low-latency mode", timeout_s)
+        except Exception:
+            group.release("communicator", timeout_s)
+            raise
+        self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, _num_sms(group.device))
+        self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
+        places = (group.size, sizes.max_tokens)
+        scales = None
+        if sizes.num_scales:
+            scales = self._view(self._native.scales, torch.float32, *places, sizes.num_scales)
+        self._received = LowLatencyRows(
+            rows=self._view(self._native.rows, sizes.payload, *places, sizes.hidden),
+            topk_idx=self._view(self._native.experts, torch.int32, *places, sizes.top_k),
+            weights=self._view(self._native.weights, torch.float32, *places, sizes.top_k),
+            counts=self._counts,
+            num_local_experts=self.num_local_experts,
+            scales=scales,
+        )
+        # What kernels that are under way, or second halves that are still to come, read.
+        self._arguments: tuple[Any, ...] = ()
+
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory that this rank holds for it."""
+        num_bytes: int = self._native.num_bytes
+        return num_bytes
+
+    def _begin(self, phase: str, problem: str | None, sends: bool) -> None:
+        self._require_open()
+        self._shared.raise_failure()
+        self._shared.native.timeout_s = self._config.timeout_s
+        problem = problem or self._bad_routings()
+        if problem is not None:
+            self._shared.refuse(f"low-latency {phase}", problem)
+        if sends:
+            self.group.enter()
+
+    def _bad_routings(self) -> str | None:
+        """Say whose routing was bad in earlier dispatches, as far as the device has come."""
+        mask = self._shared.native.bad_low_latency
+        if not mask:
+            return None
+        bad = ", ".join(str(rank) for rank in range(self.group.size) if mask >> rank & 1)
+        return (
+            f"in an earlier low-latency dispatch, topk_idx of rank {bad} named what is not one of "
+            f"the {self.num_experts} experts, or an expert twice for a token: those picks were not "
+            "routed"
+        )
+
+    def _dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor,
+        scales: torch.Tensor | None,
+        completes: bool,
+    ) -> None:
+        stream = self._shared.streams.keep(x, topk_idx, weights, scales)
+        given = _aligned(x.view(_carried(x.dtype)))
+        scales = None if scales is None else _aligned(scales)
+        picks, w = topk_idx.contiguous(), weights.contiguous()
+        num_ctas = self._num_ctas(x.element_size())
+        self._native.dispatch(given, scales, picks, w, self._counts, completes, num_ctas, stream)
+        self._arguments = () if completes else (given, scales, picks, w)
+
+    def _complete_dispatch(self) -> None:
+        self._native.complete_dispatch(self._counts, self._shared.streams.keep(*self._arguments))
+        self._arguments = ()
+
+    def _rows(self) -> LowLatencyRows:
+        return self._received
+
+    def _combine(
+        self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
+    ) -> torch.Tensor:
+        stream = self._shared.streams.keep(y, rows_of)
+        y = _aligned(y).view(-1, self.sizes.hidden)
+        rows_of = None if rows_of is None else rows_of.contiguous()
+        out = y.new_empty(self._num_tokens, self.sizes.hidden)
+        num_ctas = self._num_ctas(y.element_size())
+        self._native.combine(y, rows_of, out, True, completes, num_ctas, stream)
+        self._arguments = () if completes else (y, rows_of, out)
+        return out
+
+    def _complete_combine(self) -> torch.Tensor:
+        y, rows_of, out = self._arguments
+        stream = self._shared.streams.keep(*self._arguments)
+        num_ctas = self._num_ctas(y.element_size())
+        self._native.combine(y, rows_of, out, False, True, num_ctas, stream)
+        self._arguments = ()
+        result: torch.Tensor = out
+        return result
+
+    def _close(self) -> None:
+        if self.group.is_alive:
+            self.group.agree("close", {}, None, self._config.timeout_s)
+            self._native.close()
+            self.group.release("communicator", self._config.timeout_s)
+
+    def _num_ctas(self, itemsize: int) -> int:
+        """CTAs for this rank's tokens; all of them run at once, as combine needs."""
+        pieces = self._num_tokens * -(-self.sizes.hidden * itemsize // PIECE_BYTES)
+        return min(self._most_ctas, max(LEAST_CTAS, -(-pieces // PIECES_PER_CTA)))
+
+    def _view(self, address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """The window's memory as a tensor, without a copy."""
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        flat = torch.as_tensor(_Memory(address, num_bytes), device=self.group.device)
+        return flat.view(dtype).view(shape)
+
+
+class _Memory:
+    """Device memory as torch takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _carried(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the extension takes rows: those of one byte are bytes to it."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` as the kernels read them: contiguous, in vectors of 16 bytes."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

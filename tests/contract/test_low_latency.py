@@ -1,0 +1,475 @@
+"""Low-latency mode: what every rank gets, to the last bit, in rounds whose routings change.
+
+The oracle is made of loops over tokens, and shares nothing with any engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import ENGINES, create_engine
+from megatron_ncclep.engines.engine import Engine
+from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    EpError,
+    GroupClosedError,
+    InputError,
+)
+from megatron_ncclep.testing.cases import deadline_s
+from megatron_ncclep.testing.compare import assert_same_bits
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+HAS_MODE = pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens > 0)
+
+# What the experts do: nothing; a row for each place; a row for each of a place's experts.
+NOTHING, ROWS, BY_EXPERT = range(3)
+
+
+@dataclass(frozen=True)
+class LowLatencyCase:
+    """Rounds of one object.  Round n of rank r is made from the numbers n and r alone."""
+
+    name: str
+    num_ranks: int
+    num_local: int
+    max_tokens: int
+    top_k: int
+    hidden: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    payload: torch.dtype | None = None
+    num_scales: int = 0
+    num_rounds: int = 6
+
+    def num_tokens(self, number: int, rank: int) -> int:
+        """Of all sizes, none and the largest among them."""
+        return ((0, self.max_tokens, 1, self.max_tokens // 2 + 1)[(number + rank) % 4]) % (
+            self.max_tokens + 1
+        )
+
+    def topk_idx(self, number: int, rank: int) -> torch.Tensor:
+        """Distinct experts; every third round they crowd on few ranks, and some picks are none."""
+        generator = self._generator(number, rank, 1)
+        T, E = self.num_tokens(number, rank), self.num_local * self.num_ranks
+        scores = torch.rand(T, E, generator=generator)
+        if number % 3 == 2:
+            scores -= torch.linspace(0, 2, E)
+        picks = scores.argsort(dim=1, descending=True)[:, : self.top_k]
+        gone = torch.rand(T, self.top_k, generator=generator) < 0.2
+        picks = picks.masked_fill(gone, -1)
+        return picks.int() if number % 2 else picks
+
+    def x(self, number: int, rank: int) -> torch.Tensor:
+        if self.payload is not None:
+            shape = (self.num_tokens(number, rank), self.hidden)
+            bits = torch.randint(0, 120, shape, generator=self._generator(number, rank, 2))
+            return bits.to(torch.uint8).view(self.payload)
+        return self._numbers(self.num_tokens(number, rank), number, rank, 2)
+
+    def weights(self, number: int, rank: int) -> torch.Tensor:
+        shape = (self.num_tokens(number, rank), self.top_k)
+        return torch.rand(shape, generator=self._generator(number, rank, 3))
+
+    def scales(self, number: int, rank: int) -> torch.Tensor | None:
+        if not self.num_scales:
+            return None
+        shape = (self.num_tokens(number, rank), self.num_scales)
+        return torch.rand(shape, generator=self._generator(number, rank, 4))
+
+    def y(self, number: int, rank: int, kind: int) -> torch.Tensor:
+        """Rows whose sums round differently in every order."""
+        places = self.num_ranks * self.max_tokens
+        num_rows = places * (self.num_local if kind == BY_EXPERT else 1)
+        return self._numbers(num_rows, number, rank, 5)
+
+    def kind(self, number: int) -> int:
+        kind = number % 3
+        return ROWS if kind == NOTHING and self.payload is not None else kind
+
+    def _numbers(self, num_rows: int, number: int, rank: int, salt: int) -> torch.Tensor:
+        noise = torch.rand(num_rows, self.hidden, generator=self._generator(number, rank, salt))
+        row = torch.arange(num_rows).view(-1, 1)
+        sign = torch.where(row % 3 == 1, -1.0, 1.0)
+        return ((noise + rank + 1) * sign * (1 + row % 7)).to(self.dtype)
+
+    def _generator(self, number: int, rank: int, salt: int) -> torch.Generator:
+        return torch.Generator().manual_seed(10007 * number + 101 * rank + salt)
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.num_ranks}ranks"
+
+
+def cases(num_ranks: int) -> list[LowLatencyCase]:
+    return [
+        LowLatencyCase("bf16", num_ranks, 4, 9, 3),
+        LowLatencyCase("many-experts", num_ranks, 33, 40, 8, hidden=1032, dtype=torch.float16),
+        LowLatencyCase("fp32", num_ranks, 1, 17, 1, dtype=torch.float32, num_rounds=4),
+        LowLatencyCase(
+            "fp8", num_ranks, 2, 33, 2, 256, payload=torch.float8_e4m3fn, num_scales=4
+        ),
+    ]  # fmt: skip
+
+
+def object_for(engine: Engine, case: LowLatencyCase) -> LowLatency:
+    return create_low_latency(
+        engine,
+        max_tokens=case.max_tokens,
+        hidden=case.hidden,
+        top_k=case.top_k,
+        dtype=case.dtype,
+        payload=case.payload,
+        num_scales=case.num_scales,
+    )
+
+
+def engine_of(ctx: RankContext, engine_name: str, num_experts: int) -> Engine:
+    timeout_s = deadline_s(engine_name, ctx.device)
+    return create_engine(ctx.group, num_experts, EpConfig(engine=engine_name, timeout_s=timeout_s))
+
+
+def round_on_rank(ll: LowLatency, case: LowLatencyCase, number: int, rank: int) -> dict[str, Any]:
+    device = ll.group.device
+    scales = case.scales(number, rank)
+    arguments = (
+        case.x(number, rank).to(device),
+        case.topk_idx(number, rank).to(device),
+        case.weights(number, rank).to(device),
+        None if scales is None else scales.to(device),
+    )
+    if number % 4 == 3:
+        ll.send_dispatch(*arguments)
+        rows = ll.complete_dispatch()
+    else:
+        rows = ll.dispatch(*arguments)
+    kept = {
+        "rows": rows.rows.view(torch.uint8).cpu().clone().view(rows.rows.dtype),
+        "topk_idx": rows.topk_idx.cpu().clone(),
+        "weights": rows.weights.cpu().clone(),
+        "counts": rows.counts.cpu().clone(),
+        "scales": None if rows.scales is None else rows.scales.cpu().clone(),
+    }
+    kind = case.kind(number)
+    y, rows_of = rows.rows, None
+    if kind == ROWS:
+        y = case.y(number, rank, kind).to(device).view(case.num_ranks, case.max_tokens, -1)
+        # What is behind the counts must not be read.
+        behind = torch.arange(case.max_tokens, device=device) >= rows.counts.view(-1, 1)
+        y = y.masked_fill(behind[:, :, None], float("nan"))
+    elif kind == BY_EXPERT:
+        blocks = rows.by_expert()
+        rows_of = blocks.rows_of
+        kept["blocks"] = blocks.rows.view(torch.uint8).cpu().view(blocks.rows.dtype)
+        kept["block_counts"] = blocks.counts.cpu()
+        y = case.y(number, rank, kind).to(device).view(*blocks.rows.shape)
+    if number % 4 == 2:
+        ll.send_combine(y, rows_of)
+        out = ll.complete_combine()
+    else:
+        out = ll.combine(y, rows_of)
+    return {**kept, "out": out.cpu()}
+
+
+def rounds_on_rank(
+    ctx: RankContext, engine_name: str, case: LowLatencyCase
+) -> list[dict[str, Any]]:
+    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks)
+    ll = object_for(engine, case)
+    results = [round_on_rank(ll, case, number, ctx.rank) for number in range(case.num_rounds)]
+    ll.close()
+    ll.close()
+    with pytest.raises(GroupClosedError):
+        ll.complete_dispatch()
+    engine.close()
+    return results
+
+
+class Oracle:
+    """One round of all ranks."""
+
+    def __init__(self, case: LowLatencyCase, number: int) -> None:
+        self.case, self.number = case, number
+        ranks = range(case.num_ranks)
+        self.topk = [case.topk_idx(number, rank).tolist() for rank in ranks]
+        self.x = [case.x(number, rank) for rank in ranks]
+        self.weights = [case.weights(number, rank) for rank in ranks]
+        self.scales = [case.scales(number, rank) for rank in ranks]
+        self.y = [case.y(number, rank, case.kind(number)) for rank in ranks]
+
+    def local(self, source: int, token: int, rank: int) -> list[int]:
+        first = rank * self.case.num_local
+        return [
+            pick - first if first <= pick < first + self.case.num_local else -1
+            for pick in self.topk[source][token]
+        ]
+
+    def tokens(self, source: int, rank: int) -> list[int]:
+        """Tokens of `source` that have an expert on `rank`, in order."""
+        return [t for t in range(len(self.topk[source])) if max(self.local(source, t, rank)) >= 0]
+
+    def check_received(self, rank: int, result: dict[str, Any]) -> None:
+        case = self.case
+        for source in range(case.num_ranks):
+            tokens = self.tokens(source, rank)
+            where = f"rank {rank}, round {self.number}, from rank {source}"
+            assert result["counts"][source] == len(tokens), where
+            experts = [self.local(source, token, rank) for token in tokens]
+            experts += [[-1] * case.top_k] * (case.max_tokens - len(tokens))
+            assert result["topk_idx"][source].tolist() == experts, where
+            is_here = torch.tensor(experts).view(-1, case.top_k)[: len(tokens)] >= 0
+            weights = torch.where(is_here, self.weights[source][tokens], 0)
+            n = len(tokens)
+            assert_same_bits(result["weights"][source, :n], weights, f"weights, {where}")
+            rows = self.x[source].view(torch.uint8)[tokens].view(self.x[source].dtype)
+            assert_rows(result["rows"][source, :n], rows, f"rows, {where}")
+            scales = self.scales[source]
+            if scales is not None:
+                assert_same_bits(result["scales"][source, :n], scales[tokens], f"scales, {where}")
+        if case.kind(self.number) == BY_EXPERT:
+            self.check_blocks(rank, result)
+
+    def blocks(self, rank: int) -> list[list[tuple[int, int]]]:
+        """(source, token) of each row of each local expert."""
+        return [
+            [
+                (source, token)
+                for source in range(self.case.num_ranks)
+                for token in self.tokens(source, rank)
+                if expert in self.local(source, token, rank)
+            ]
+            for expert in range(self.case.num_local)
+        ]
+
+    def check_blocks(self, rank: int, result: dict[str, Any]) -> None:
+        for expert, pairs in enumerate(self.blocks(rank)):
+            where = f"rank {rank}, round {self.number}, expert {expert}"
+            assert result["block_counts"][expert] == len(pairs), where
+            for row, (source, token) in enumerate(pairs):
+                actual = result["blocks"][expert, row]
+                assert_rows(actual[None], self.x[source][token][None], f"row {row}, {where}")
+
+    def part(self, rank: int, home: int, token: int) -> torch.Tensor:
+        """What `rank` adds up for a token, in fp32."""
+        kind, case = self.case.kind(self.number), self.case
+        if kind == NOTHING:
+            return self.x[home][token].float()
+        if kind == ROWS:
+            place = home * case.max_tokens + self.tokens(home, rank).index(token)
+            return self.y[rank][place].float()
+        total = torch.zeros(case.hidden)
+        for expert, pairs in enumerate(self.blocks(rank)):
+            if (home, token) in pairs:
+                first = expert * case.num_ranks * case.max_tokens
+                total += self.y[rank][first + pairs.index((home, token))].float()
+        return total
+
+    def out(self, home: int) -> torch.Tensor:
+        case = self.case
+        out = torch.zeros(len(self.topk[home]), case.hidden)
+        for rank in range(case.num_ranks):
+            for token in self.tokens(home, rank):
+                part = self.part(rank, home, token)
+                out[token] += part if rank == home else part.to(case.dtype).float()
+        return out.to(case.dtype)
+
+
+def assert_rows(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Same bits; of numbers of one byte, the bytes."""
+    if expected.dtype.itemsize == 1:
+        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+    assert_same_bits(actual, expected, what)
+
+
+@HAS_MODE
+@pytest.mark.parametrize("name", [case.name for case in cases(1)])
+def test_rounds_are_the_oracles(
+    pool: RankPool, rank_counts: list[int], engine_name: str, name: str
+) -> None:
+    for num_ranks in {rank_counts[0], rank_counts[-1]}:
+        (case,) = [case for case in cases(num_ranks) if case.name == name]
+        results = pool.run(rounds_on_rank, engine_name, case, ranks=num_ranks)
+        for number in range(case.num_rounds):
+            oracle = Oracle(case, number)
+            for rank, result in enumerate(results):
+                oracle.check_received(rank, result[number])
+                what = f"out of rank {rank} of {num_ranks}, round {number}"
+                assert_same_bits(result[number]["out"], oracle.out(rank), what)
+
+
+def two_objects_on_rank(
+    ctx: RankContext, engine_name: str, case: LowLatencyCase
+) -> list[torch.Tensor]:
+    """Two micro-batches at a time: each one's halves lie between the other's."""
+    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks)
+    pair = [object_for(engine, case), object_for(engine, case)]
+    outs = []
+    for number in (1, 4):
+        rounds = [(ll, number + i) for i, ll in enumerate(pair)]
+        device = pair[0].group.device
+        for ll, n in rounds:
+            arguments = (case.x(n, ctx.rank), case.topk_idx(n, ctx.rank), case.weights(n, ctx.rank))
+            ll.send_dispatch(*(argument.to(device) for argument in arguments))
+        for ll, _ in rounds:
+            ll.send_combine(ll.complete_dispatch().rows)
+        outs += [ll.complete_combine().cpu() for ll, _ in rounds]
+    for ll in pair:
+        ll.close()
+    engine.close()
+    return outs
+
+
+@HAS_MODE
+def test_two_micro_batches_at_a_time(pool: RankPool, engine_name: str) -> None:
+    case = LowLatencyCase("two", pool.size, 3, 12, 2)
+    results = pool.run(two_objects_on_rank, engine_name, case, ranks=pool.size)
+    for i, number in enumerate((1, 2, 4, 5)):
+        oracle = Oracle(case, number)
+        oracle.y = oracle.x
+        for rank, outs in enumerate(results):
+            num_parts = torch.tensor(
+                [
+                    sum(t in oracle.tokens(rank, r) for r in range(pool.size))
+                    for t in range(len(outs[i]))
+                ]
+            )
+            expected = oracle.x[rank].float() * num_parts.view(-1, 1)
+            assert_same_bits(outs[i], expected.to(case.dtype), f"out of rank {rank}, {number}")
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+CASE = LowLatencyCase("mistakes", 1, 4, 8, 2)
+
+
+def good(case: LowLatencyCase, rank: int, device: torch.device) -> list[Any]:
+    arguments = (case.x(3, rank), case.topk_idx(3, rank), case.weights(3, rank))
+    return [argument.to(device) for argument in arguments]
+
+
+def too_many_tokens(ll: LowLatency, rank: int) -> None:
+    x, topk_idx, weights = good(dataclasses.replace(CASE, max_tokens=16), 2, ll.group.device)
+    topk_idx = topk_idx.clamp(max=3)[:1].repeat(9, 1)
+    ll.dispatch(x[:1].repeat(9, 1), topk_idx, weights[:1].repeat(9, 1))
+
+
+def another_dtype(ll: LowLatency, rank: int) -> None:
+    x, topk_idx, weights = good(CASE, rank, ll.group.device)
+    ll.dispatch(x.half(), topk_idx, weights)
+
+
+def combine_first(ll: LowLatency, rank: int) -> None:
+    x, *_ = good(CASE, rank, ll.group.device)
+    ll.combine(x.new_zeros(ll.group.size, CASE.max_tokens, CASE.hidden))
+
+
+def scales_for_nothing(ll: LowLatency, rank: int) -> None:
+    x, topk_idx, weights = good(CASE, rank, ll.group.device)
+    ll.dispatch(x, topk_idx, weights, weights)
+
+
+def y_of_another_size(ll: LowLatency, rank: int) -> None:
+    ll.dispatch(*good(CASE, rank, ll.group.device))
+    ll.combine(torch.zeros(3, CASE.hidden, dtype=CASE.dtype, device=ll.group.device))
+
+
+def no_expert(ll: LowLatency, rank: int) -> None:
+    """An engine need not wait for the device: then a later call says it."""
+    x, topk_idx, weights = good(CASE, 2, ll.group.device)
+    if rank == 0:
+        topk_idx[0, 0] = 1000
+    for _ in range(3):
+        rows = ll.dispatch(x, topk_idx, weights)
+        ll.combine(rows.rows)
+        if ll.group.device.type == "cuda":
+            torch.cuda.synchronize()
+        ll.group.gather(torch.zeros(1), "waiting for all ranks", 60.0)
+
+
+MISTAKES: dict[str, tuple[Callable[[LowLatency, int], None], str]] = {
+    "too many tokens": (too_many_tokens, "9 tokens: the low-latency object was made for 8"),
+    "another dtype": (another_dtype, "x is torch.float16"),
+    "out of turn": (combine_first, "combine of a low-latency object must come after dispatch"),
+    "scales": (scales_for_nothing, "scales given"),
+    "size of y": (y_of_another_size, "y has shape"),
+    "no expert": (no_expert, "4 experts|1000"),
+}
+
+
+def mistake_on_rank(ctx: RankContext, engine_name: str, name: str) -> str:
+    case = CASE
+    engine = engine_of(ctx, engine_name, 4 * ctx.num_ranks)
+    ll = object_for(engine, case)
+    make, _ = MISTAKES[name]
+    text = "no error"
+    try:
+        make(ll, ctx.rank)
+    except InputError as error:
+        text = str(error)
+    ll.close()
+    engine.close()
+    return text
+
+
+@HAS_MODE
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_errors_for_people(pool: RankPool, engine_name: str, name: str) -> None:
+    for text in pool.run(mistake_on_rank, engine_name, name, ranks=1):
+        assert re.search(MISTAKES[name][1], text), text
+
+
+def refused_sizes_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
+    engine = engine_of(ctx, engine_name, 4 * ctx.num_ranks)
+    texts = []
+    for wrong in (
+        {"max_tokens": 0},
+        {"max_tokens": 10**6},
+        {"top_k": 0},
+        {"dtype": torch.float64},
+        {"payload": torch.float16},
+        {"num_scales": -1},
+        {"hidden": 64 * (1 + ctx.rank)},  # differs between ranks
+    ):
+        sizes = {"max_tokens": 8, "hidden": 64, "top_k": 2, **wrong}
+        try:
+            create_low_latency(engine, **sizes).close()
+            texts.append("no error")
+        except EpError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    engine.close()
+    return texts
+
+
+@HAS_MODE
+@pytest.mark.needs_ranks(2)
+def test_wrong_sizes_are_refused_on_all_ranks(pool: RankPool, engine_name: str) -> None:
+    words = ("max_tokens 0", "max_tokens 1000000", "top_k 0", "dtype", "payload", "num_scales -1",
+             "hidden size differs")  # fmt: skip
+    for texts in pool.run(refused_sizes_on_rank, engine_name, ranks=2):
+        for word, text in zip(words, texts, strict=True):
+            assert text.startswith("InputError: "), text
+            assert word in text
+
+
+def unavailable_on_rank(ctx: RankContext, engine_name: str) -> str:
+    engine = engine_of(ctx, engine_name, 4 * ctx.num_ranks)
+    try:
+        create_low_latency(engine, max_tokens=8, hidden=64, top_k=2)
+    except EngineUnavailableError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "no error"
+
+
+@pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens == 0)
+def test_an_engine_without_the_mode_says_so(pool: RankPool, engine_name: str) -> None:
+    num_ranks = max(1, ENGINES[engine_name].caps.min_ranks)
+    for text in pool.run(unavailable_on_rank, engine_name, ranks=num_ranks):
+        assert "has no low-latency mode" in text

@@ -1,0 +1,131 @@
+"""Low-latency mode in CUDA graphs: captured once, replayed with other routings, many times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_low_latency import LowLatencyCase, engine_of, object_for
+
+from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.low_latency import LowLatency
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.testing.launcher import RankContext, RankPool
+
+pytestmark = pytest.mark.needs_caps(
+    test=lambda caps: caps.low_latency_tokens > 0 and caps.captures_static
+)
+
+# Rounds whose inputs lie ready on the device; a replay takes the next one.
+NUM_READY = 16
+# GPU cycles that ranks are held up before a dispatch or a combine: one graph for each.
+PAUSES = ((0, 0), (20_000, 0), (0, 20_000), (3_000, 9_000))
+
+
+class Rounds:
+    """Rounds in a graph, with their own check: what is wrong is counted on the device."""
+
+    def __init__(self, ctx: RankContext, case: LowLatencyCase, ll: LowLatency) -> None:
+        self.ll, self.case, self.rank = ll, case, ctx.rank
+        T, E = case.max_tokens, case.num_local * case.num_ranks
+        generator = torch.Generator().manual_seed(77 + ctx.rank)
+        shape = (NUM_READY, T, E)
+        topk = torch.rand(shape, generator=generator).argsort(dim=2)[:, :, : case.top_k]
+        x = torch.randint(-64, 64, (NUM_READY, T, case.hidden), generator=generator)
+        parts = torch.stack(
+            [(topk // case.num_local == rank).any(dim=2) for rank in range(case.num_ranks)]
+        ).sum(dim=0)
+        self.topk, self.x = topk.to(ctx.device), x.to(case.dtype).to(ctx.device)
+        # Small whole numbers: sums of them are exact.
+        self.by_rank = (x * parts[:, :, None]).to(case.dtype).to(ctx.device)
+        self.by_expert = (x * case.top_k).to(case.dtype).to(ctx.device)
+        self.weights = torch.rand(T, case.top_k, generator=generator).to(ctx.device)
+        self.number = torch.zeros(1, dtype=torch.int64, device=ctx.device)
+        self.num_wrong = torch.zeros(1, dtype=torch.int64, device=ctx.device)
+
+    def step(self, before: int, between: int) -> None:
+        """Two rounds: rows come back as they are, and by expert."""
+        for is_by_expert in (False, True):
+            ready = self.number % NUM_READY
+            pick = lambda tensor, ready=ready: tensor.index_select(0, ready)[0]  # noqa: E731
+            if before:
+                torch.cuda._sleep(before * (1 + self.rank))
+            rows = self.ll.dispatch(pick(self.x), pick(self.topk), self.weights)
+            if between:
+                torch.cuda._sleep(between * (1 + self.rank))
+            if is_by_expert:
+                blocks = rows.by_expert()
+                out = self.ll.combine(blocks.rows, blocks.rows_of)
+                expected = pick(self.by_expert)
+            else:
+                out = self.ll.combine(rows.rows)
+                expected = pick(self.by_rank)
+            self.num_wrong += (out != expected).sum()
+            self.number += 1
+
+
+def rounds_on_rank(
+    ctx: RankContext, engine_name: str, case: LowLatencyCase, num_replays: int
+) -> tuple[int, int]:
+    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks)
+    ll = object_for(engine, case)
+    rounds = Rounds(ctx, case, ll)
+    rounds.step(0, 0)
+    torch.cuda.synchronize()
+    graphs = []
+    for pauses in PAUSES:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            rounds.step(*pauses)
+        graphs.append(graph)
+    for number in range(num_replays):
+        # Long runs of one graph, and then every one in turn.
+        graphs[number // 50 % 2 * (number % len(graphs))].replay()
+        if number % 500 == 499:  # the queue of launches must not grow without end
+            torch.cuda.current_stream().synchronize()
+    torch.cuda.current_stream().synchronize()
+    EpGroup.of(ctx.group).check()  # raises what has failed
+    result = int(rounds.number), int(rounds.num_wrong)
+    ll.close()
+    engine.close()
+    return result
+
+
+def test_graphs_are_replayed_with_changing_routings(
+    pool: RankPool, engine_name: str, iterations: int
+) -> None:
+    """With --iterations 50000: 100,000 rounds."""
+    case = LowLatencyCase("graphs", pool.size, 4, 24, 4, hidden=1024)
+    for number, num_wrong in pool.run(
+        rounds_on_rank, engine_name, case, iterations, ranks=pool.size, timeout=600
+    ):
+        assert number == 2 * (iterations + 1)
+        assert num_wrong == 0
+
+
+def out_of_turn_on_rank(ctx: RankContext, engine_name: str, case: LowLatencyCase) -> str:
+    """A graph that holds a dispatch alone is replayed twice."""
+    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks)
+    ll = object_for(engine, case)
+    rounds = Rounds(ctx, case, ll)
+    rounds.step(0, 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        ll.dispatch(rounds.x[0], rounds.topk[0], rounds.weights)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.current_stream().synchronize()
+    text = "no error"
+    try:
+        ll.combine(ll._rows().rows)
+    except InputError as error:
+        text = str(error)
+    ll.close()
+    engine.close()
+    return text
+
+
+def test_a_graph_out_of_turn_is_an_error(pool: RankPool, engine_name: str) -> None:
+    case = LowLatencyCase("turns", pool.size, 2, 8, 2)
+    for text in pool.run(out_of_turn_on_rank, engine_name, case, ranks=pool.size):
+        assert "out of turn" in text
