@@ -19,10 +19,9 @@
 // CTAs have sent.  Let rank B write into rank A's window:
 //
 // - In Dn: rows, experts and weights, where only B writes.  A reads what D(n-1) brought there in
-// the
-//   experts' kernels, which come before C(n-1) on A's stream, and in the sending part of C(n-1).  B
-//   is in Dn, so it has A's word of C(n-1), which A gave when all of its CTAs had sent. (What A
-//   reads of its own window while it adds up, the rows from itself, only A overwrites.)
+//   the experts' kernels, which come before C(n-1) on A's stream, and in the sending part of
+//   C(n-1).  B is in Dn, so it has A's word of C(n-1), which A gave when all of its CTAs had sent.
+//   (What A reads of its own window while it adds up, the rows from itself, only A overwrites.)
 // - In Cn: sums.  A reads the last ones in C(n-1), which was over before A's Dn began; and B has
 //   A's word of Dn.
 // - The word of Dn.  A reads it in Dn, waiting, and in Cn, for the number of rows to send back:
