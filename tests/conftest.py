@@ -131,10 +131,10 @@ def check_virtual(engine_names: list[str], ranks: list[int]) -> None:
     """Refuse what ranks that share one GPU cannot run; raises as `check_options`."""
     from virtual_ranks import MOST_RANKS  # here and below: nobody else needs torch's test code
 
-    if set(engine_names) - {"native", "hierarchical"}:
+    if engine_names != ["native"]:
         raise pytest.UsageError(
             f"--backend virtual runs the engine native, not {', '.join(engine_names)}: add "
-            "--engine native, or hierarchical, which has it inside"
+            "--engine native"
         )
     if ranks[-1] > MOST_RANKS:
         raise pytest.UsageError(f"--ranks {ranks[-1]}: at most {MOST_RANKS} ranks share a GPU")

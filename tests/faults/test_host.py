@@ -39,7 +39,8 @@ def assert_no_answer(
     for rank, text in texts.items():
         pattern = (
             rf"PeerError: rank {rank} of {num_ranks}: no answer from the other ranks of the "
-            rf"expert-parallel group in {phase}(, call \d+)? \(deadline {DEADLINE_S:g} s\): "
+            rf"expert-parallel group in {phase}(, call \d+| between machines)? "
+            rf"\(deadline {DEADLINE_S:g} s\): "
         )
         assert re.match(pattern + (r"rank \d+ " if reason else "a rank died"), text), text
     if reason:
