@@ -179,13 +179,16 @@ def check_text_of_a_refusal():
     assert printed.count("does not support") == 1 + printed.count('f"moe_token_dispatcher_type=')
     assert "another exception" not in printed
 
-    # The same of an engine that cannot run, which users saw twice too.
+
+def check_text_of_an_obstacle():
+    """The same of an engine that cannot run, which users saw twice too."""
     config = TransformerConfig(
         moe_token_dispatcher_type="ncclep",
         use_cpu_initialization=True,
         ncclep=EpConfig(engine="native"),
         **OPTIONS,
     )
+    spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
     with pytest.raises(EngineUnavailableError) as caught:
         GPTModel(config, spec, vocab_size=16, max_sequence_length=8)
     printed = "".join(traceback.format_exception(caught.value))
@@ -354,6 +357,7 @@ def check_all():
         check_command_line()
     check_text_of_a_refusal()
     check_before_steps()
+    check_text_of_an_obstacle()
     check_counts_of_experts()
     check_graphs_of_the_benchmark()
     name = "megatron.core.optimizer.optimizer_cuda_graph"
