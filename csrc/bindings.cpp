@@ -177,6 +177,25 @@ void bind_nccl_ep(py::module_& module) {
       .def("close", &Handle::close);
 }
 
+// What checks the windows of either: words of any rank's memory.
+template <typename Class>
+void bind_words(Class& windows) {
+  windows.def_static(
+      "load_words",
+      [](const std::vector<std::uintptr_t>& addresses) {
+        for (std::uintptr_t address : addresses) require_address(address, 8);
+        return ncclep::native::load_words(addresses);
+      },
+      "addresses"_a, Unlocked());
+  windows.def_static(
+      "store_words",
+      [](const std::vector<std::uintptr_t>& addresses, const std::vector<std::uint64_t>& words) {
+        for (std::uintptr_t address : addresses) require_address(address, 8);
+        ncclep::native::store_words(addresses, words);
+      },
+      "addresses"_a, "words"_a, Unlocked());
+}
+
 void bind_native(py::module_& module) {
   using ncclep::native::Failure;
   using ncclep::native::Group;
@@ -203,7 +222,9 @@ void bind_native(py::module_& module) {
                [](const Tensor& counts, const Tensor& home, int num_chunks, int top_k,
                   std::uint64_t number) { return Plan{counts, home, num_chunks, top_k, number}; }),
            "counts"_a, "home"_a, "num_chunks"_a, "top_k"_a, "number"_a);
-  py::class_<Group, std::shared_ptr<Group>>(module, "NativeGroup")
+  py::class_<Group, std::shared_ptr<Group>> group_class(module, "NativeGroup");
+  bind_words(group_class);
+  group_class
       .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a.none(false),
            "num_experts"_a, "timeout_s"_a)
       .def("fits", &Group::fits, "max_tokens"_a, "top_k"_a, "row_bytes"_a)
@@ -212,21 +233,6 @@ void bind_native(py::module_& module) {
       .def("clear", &Group::clear, Unlocked())
       .def("drop", &Group::drop, Unlocked())
       .def("close", &Group::close, Unlocked())
-      .def_static(
-          "load_words",
-          [](const std::vector<std::uintptr_t>& addresses) {
-            for (std::uintptr_t address : addresses) require_address(address, 8);
-            return ncclep::native::load_words(addresses);
-          },
-          "addresses"_a, Unlocked())
-      .def_static(
-          "store_words",
-          [](const std::vector<std::uintptr_t>& addresses,
-             const std::vector<std::uint64_t>& words) {
-            for (std::uintptr_t address : addresses) require_address(address, 8);
-            ncclep::native::store_words(addresses, words);
-          },
-          "addresses"_a, "words"_a, Unlocked())
       .def_property_readonly("windows", &Group::windows)
       .def_property_readonly("generation", &Group::generation)
       .def_property_readonly("was_captured", &Group::was_captured)
@@ -300,7 +306,9 @@ void bind_low_latency(py::module_& module) {
   using ncclep::native::Group;
   using ncclep::native::LowLatency;
   using ncclep::native::LowLatencySizes;
-  py::class_<LowLatency, std::shared_ptr<LowLatency>>(module, "NativeLowLatency")
+  py::class_<LowLatency, std::shared_ptr<LowLatency>> low_latency_class(module, "NativeLowLatency");
+  bind_words(low_latency_class);
+  low_latency_class
       .def(py::init([](std::shared_ptr<Group> group, int max_tokens, int hidden, int top_k,
                        const std::string& payload, const std::string& dtype, int num_scales,
                        int generation) {
