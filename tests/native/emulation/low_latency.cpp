@@ -252,9 +252,9 @@ class Object {
     // Those of the world's other object are there, too.
     require((mine.me.mailbox->bad_low_latency & mine.bad_ranks) == mine.bad_ranks,
             "ll dispatch: bad ranks");
-    require(
-        mine.bad_ranks != 0 || number_ != 0 || mine.me.mailbox->bad_low_latency == 0 || has_other_,
-        "ll dispatch: bad ranks where there are none");
+    require(has_failed || mine.bad_ranks != 0 || number_ != 0 ||
+                mine.me.mailbox->bad_low_latency == 0 || has_other_,
+            "ll dispatch: bad ranks where there are none");
   }
 
   // A number of what the experts of `rank` made of a pair, pick by pick.
@@ -423,7 +423,10 @@ void run_sequence(const Sizes& sizes, Failure failure) {
   if (failure == Failure::kOutOfTurn) {
     // In the middle of an operation its other half is the next in turn, as far as a device knows.
     while (stops_at < last && !(steps[stops_at].sends && steps[stops_at].completes)) ++stops_at;
-    if (stops_at == last) failure = Failure::kStops;
+    if (stops_at == last) {
+      failure = Failure::kStops;
+      stops_at = between(0, last - 1);
+    }
   }
   int num_over = 0;
   emu::run(sizes.ranks, [&](int rank) {

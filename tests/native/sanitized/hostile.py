@@ -56,7 +56,10 @@ def wrong_plans(module: ModuleType, keep: list[Any]) -> Iterator[Any]:
 
 def is_nonsense(name: str, argument: str, value: Any) -> bool:
     """Whether this must be refused: a negative number, or none at all, where one says how much."""
-    says_nothing = ("not_routed", "too_many_experts", "forget", "goes_on")
+    says_nothing = (
+        *("not_routed", "too_many_experts", "forget", "goes_on"),
+        *("generation", "sends", "completes"),
+    )
     # A plan is looked at when it is used; `fits` says no.
     if argument in says_nothing or name in ("NativePlan", "group.fits"):
         return False

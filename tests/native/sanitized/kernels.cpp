@@ -57,7 +57,7 @@ void check_scratch(const Rank& me, const PlanScratch& scratch) {
 }
 
 void check_alignment(int alignment) {
-  standin::require(0 < alignment && alignment <= 128, "alignment");
+  standin::require(0 < alignment && alignment <= 256, "alignment");
 }
 
 void check_tokens(const Rank& me, int num_tokens, int most_tokens, int top_k) {
