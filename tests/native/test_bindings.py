@@ -288,3 +288,11 @@ def test_the_examples_of_the_split(native: ModuleType) -> None:
     assert native.split_combine(32, 2, 8, 14336) == (18, 0, 14)
     assert native.split_combine(32, 4, 8, 14336) == (13, 0, 19)
     assert native.split_combine(32, 8, 8, 14336) == (10, 9, 13)
+
+
+@pytest.mark.parametrize("owner", ["NativeGroup", "NativeLowLatency"])
+def test_whoever_has_windows_lets_them_be_opened_and_checked(owner: str) -> None:
+    """What engines/native_windows.py asks of it."""
+    found = vars(getattr(extension.load(), owner))
+    asked = {"open", "clear", "drop", "windows", "generation", "load_words", "store_words"}
+    assert asked <= found.keys()

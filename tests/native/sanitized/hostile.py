@@ -238,10 +238,10 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
         "communicator": o.communicator, "num_experts": EXPERTS, "timeout_s": 1.0,
     }  # fmt: skip
     yield "NativeLowLatency", C.NativeLowLatency, {"group": o.group, **o.low_latency_sizes()}
-    yield "load_words", C.NativeGroup.load_words, {"addresses": [Address(o.window.address, 8)]}
-    yield "store_words", C.NativeGroup.store_words, {
-        "addresses": [Address(o.window.address, 8)], "words": [7],
-    }  # fmt: skip
+    for owner in ("NativeGroup", "NativeLowLatency"):
+        words = {"addresses": [Address(o.window.address, 8)]}
+        yield f"{owner}.load_words", getattr(C, owner).load_words, words
+        yield f"{owner}.store_words", getattr(C, owner).store_words, {**words, "words": [7]}
     yield "split_dispatch", C.split_dispatch, {"num_ctas": 8}
     yield "num_phases_of", C.num_phases_of, {"most_tokens": 128, "row_bytes": 64}
     yield "split_combine", C.split_combine, {
@@ -429,8 +429,7 @@ def main(extension: str, library: str, last_call: str) -> None:
     spec.loader.exec_module(module)
     program = Program(module, library, Path(last_call))
     tried = {
-        "HostExchange.close", "HostExchange.lost", "NativeGroup.open", "NativeGroup.load_words",
-        "NativeGroup.store_words", "NativeLowLatency.open",
+        "HostExchange.close", "HostExchange.lost", "NativeGroup.open", "NativeLowLatency.open",
     }  # fmt: skip
     for name, call, right in static_calls(program):
         program.try_all(name, lambda call=call, right=right: (call, right))
