@@ -65,6 +65,11 @@ class Collector:
         self.compared: dict[str, dict[str, None]] = defaultdict(dict)
         self.refused: dict[tuple[str, str, str], set[str]] = defaultdict(set)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Tell conftest.py that engines which cannot run here are not going to."""
+        config.option.lists_only = True
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note what each test says; releases and engines are parameters."""
         for item in session.items:
