@@ -1,4 +1,4 @@
-"""A layer with our dispatcher, compiled by torch as a whole, against the same layer run eagerly."""
+"""A layer with our dispatcher, or a model, compiled by torch as a whole, against it run eagerly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, mak
 
 from megatron_ncclep.testing.launcher import RankContext
 
-STEPS = 5
+STEPS, VOCABULARY = 5, 48
 
 
 @contextmanager
@@ -83,3 +83,44 @@ def compiled_on_rank(ctx: RankContext, options: dict[str, Any]) -> list[str]:
     assert not any(traced)
     logging.getLogger("torch._dynamo").removeHandler(handler)
     return [text for text in said if "token_dispatcher.py" in text or "engines" in text]
+
+
+def compiled_model_on_rank(ctx: RankContext) -> list[int]:
+    """Train a GPTModel eagerly, and compiled as a whole, to the same bits; returns how many graphs
+    torch had made after each step.
+    """
+    initialize(ctx.num_ranks, device=ctx.device)
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    graphs: list[Any] = []
+    num_graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    results: list[list[torch.Tensor | None]] = [[], []]
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1).to(ctx.device)
+    positions = torch.arange(SEQUENCE, device=ctx.device).expand(BATCH, -1)
+    for is_compiled, found in enumerate(results):
+        torch.manual_seed(1)
+        config = make_config("ncclep", torch.float32, ctx.num_ranks, num_layers=2)
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(config.num_moe_experts, False)
+        model = GPTModel(config, layer, VOCABULARY, SEQUENCE).to(ctx.device)
+        with compiling():
+            run = torch.compile(model, backend=backend) if is_compiled else model
+            for step in range(STEPS):
+                generator = torch.Generator().manual_seed(10 * step + ctx.rank)
+                tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+                tokens, labels = tokens[:, :-1].to(ctx.device), tokens[:, 1:].to(ctx.device)
+                losses = run(tokens, positions, mask, labels=labels)
+                losses.mean().backward()
+                found.append(losses.detach())
+                if is_compiled:
+                    num_graphs.append(len(graphs))
+        found += [parameter.grad for parameter in model.parameters()]
+    for eager, compiled in zip(*results, strict=True):
+        assert (eager is None) == (compiled is None)
+        assert eager is None or torch.equal(eager, compiled)
+    return num_graphs

@@ -1,11 +1,11 @@
-"""torch.compile around our dispatcher: the bits of an eager layer, and an end to compiling."""
+"""torch.compile around our dispatcher: the bits of what is run eagerly, and an end to compiling."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from compile_case import compiled_on_rank
+from compile_case import compiled_model_on_rank, compiled_on_rank
 from megatron_versions import INSTALLED
 
 from megatron_ncclep.config import EpConfig
@@ -25,3 +25,11 @@ def test_compiled_layer(megatron_pool: RankPool, name: str) -> None:
     of one layer, in a minute.
     """
     assert megatron_pool.run(compiled_on_rank, CASES[name]) == [[]] * megatron_pool.size
+
+
+@pytest.mark.parametrize("megatron_release", [INSTALLED], indirect=True)
+def test_compiled_model(megatron_pool: RankPool) -> None:
+    """The first step compiles what there is, whatever numbers of rows come later."""
+    for num_graphs in megatron_pool.run(compiled_model_on_rank):
+        assert num_graphs[0] > 0
+        assert set(num_graphs) == {num_graphs[0]}
