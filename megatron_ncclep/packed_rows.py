@@ -54,9 +54,8 @@ def pack_rows(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             f"{list(scales.shape)} on {scales.device}: they must be of one byte each [num_tokens, "
             "hidden], with hidden a multiple of 4, and float32 [num_tokens, num_scales]"
         )
-    (num_tokens, hidden), num_scales = data.shape, scales.shape[1]
-    end = hidden + _SCALE_BYTES * num_scales
-    row_bytes = -(-end // MULTIPLE) * MULTIPLE
+    num_tokens, hidden = data.shape
+    end, row_bytes = _extent(hidden, scales.shape[1])
     packed = torch.empty(num_tokens, row_bytes, dtype=BYTES, device=data.device)
     packed[:, :hidden] = data.view(BYTES)
     packed[:, hidden:end] = scales.contiguous().view(BYTES)
@@ -81,11 +80,16 @@ def unpack_rows(
     Raises:
         InputError: the rows are not as long as such ones are.
     """
-    end = hidden + _SCALE_BYTES * num_scales
-    row_bytes = -(-end // MULTIPLE) * MULTIPLE
+    end, row_bytes = _extent(hidden, num_scales)
     if packed.dtype != BYTES or packed.dim() != 2 or packed.shape[1] != row_bytes:
         raise InputError(
             f"packed is {packed.dtype} {list(packed.shape)}: rows of {hidden} bytes with "
             f"{num_scales} scales are {BYTES} [num_rows, {row_bytes}]"
         )
     return packed[:, :hidden].view(dtype), packed[:, hidden:end].view(torch.float32)
+
+
+def _extent(hidden: int, num_scales: int) -> tuple[int, int]:
+    """Where the scales of a packed row end, and the row, in bytes."""
+    end = hidden + _SCALE_BYTES * num_scales
+    return end, -(-end // MULTIPLE) * MULTIPLE

@@ -25,9 +25,9 @@ from megatron_ncclep.engines.engine import NOT_ROUTED, Engine, EngineCaps
 from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError
 
-# What is combined, and rows of bytes that only travel.
+# What is combined, and rows that only travel, a byte for each number.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LowLatencySizes:
         hidden: numbers of a row.
         top_k: picks of a token.
         dtype: of what is combined: bf16, fp16 or fp32.
-        payload: dtype of what is dispatched: the same, or one of `BYTES`.
+        payload: dtype of what is dispatched: the same, or one of `ONE_BYTE`.
         num_scales: fp32 numbers that travel with each dispatched row.
     """
 
@@ -62,10 +62,10 @@ class LowLatencySizes:
                 return f"{name} {value}: low-latency mode of {caps.name!r} takes 1 to {most}"
         if self.dtype not in DTYPES:
             return f"dtype {self.dtype}: low-latency mode combines {', '.join(map(str, DTYPES))}"
-        if self.payload not in (self.dtype, *BYTES):
+        if self.payload not in (self.dtype, *ONE_BYTE):
             return (
                 f"payload {self.payload}: rows are {self.dtype}, as what is combined, or one of "
-                f"{', '.join(map(str, BYTES))}"
+                f"{', '.join(map(str, ONE_BYTE))}"
             )
         if not isinstance(self.num_scales, int) or self.num_scales < 0:
             return f"num_scales {self.num_scales}: must be 0 or more"
@@ -88,7 +88,7 @@ class LowLatencySizes:
             "hidden size": self.hidden,
             "top_k": self.top_k,
             "dtype": DTYPES.index(self.dtype),
-            "payload dtype": (*DTYPES, *BYTES).index(self.payload),
+            "payload dtype": (*DTYPES, *ONE_BYTE).index(self.payload),
             "num_scales": self.num_scales,
         }
 

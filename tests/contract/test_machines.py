@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from run_case import caps_of, oracle_of, ranks_on_machine
+from run_case import caps_of, ranks_on_machine
 from test_autograd import step_of_both
 from test_overflow import TOO_MUCH, raised_on_rank
-from test_properties import all_steps_on_rank
+from test_properties import all_steps_on_rank, assert_steps
 from virtual_pool import VirtualPool
 
 from megatron_ncclep.config import EpConfig
@@ -29,9 +29,8 @@ from megatron_ncclep.engines.machines import Machines, machines_from
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
 from megatron_ncclep.testing.cases import Case, contract_cases, for_engine, refusal
-from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
+from megatron_ncclep.testing.compare import assert_same_bits
 from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import oracle_combine
 
 ENGINE = "hierarchical"
 # Ranks of this host that count as several machines.
@@ -128,7 +127,7 @@ def test_every_step_is_the_oracles(
     assert ranks_on_machine(ENGINE, 4) == local_ranks
     assert len(cases) > 20
     for i, case in enumerate(cases):
-        check_steps(case, [of_rank[i] for of_rank in results])
+        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
 
 
 def reference_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
@@ -150,7 +149,7 @@ def test_the_reference_can_follow_a_grid(pool: RankPool, monkeypatch: pytest.Mon
     cases = possible_cases(4)
     results = pool.run(reference_on_rank, cases, ranks=4)
     for i, case in enumerate(cases):
-        check_steps(case, [of_rank[i] for of_rank in results])
+        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
 
 
 @pytest.mark.parametrize(("num_ranks", "local_ranks"), [(6, 2), (8, 4)])
@@ -164,26 +163,7 @@ def test_larger_grids(monkeypatch: pytest.MonkeyPatch, num_ranks: int, local_ran
     finally:
         pool.close()
     for i, case in enumerate(cases):
-        check_steps(case, [of_rank[i] for of_rank in results])
-
-
-def check_steps(case: Case, results: list[list[torch.Tensor]]) -> None:
-    """Compare what `all_steps_on_rank` gave with the oracle."""
-    oracle, ranks = oracle_of(case, ENGINE), range(case.num_ranks)
-    x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
-    w = [case.weights(r) for r in ranks]
-    for rank, (rows, row_w, _, _) in enumerate(results):
-        assert_dispatched(oracle, x, w, rank, rows, row_w)
-    y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
-    out, home = oracle_combine(
-        oracle,
-        y,
-        [result[1] for result in results],
-        ranks_on_machine=ranks_on_machine(ENGINE, case.num_ranks),
-    )
-    for rank, result in enumerate(results):
-        assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")
-        assert_same_bits(result[3], home[rank], f"{case}: weights back at rank {rank}")
+        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -43,20 +43,8 @@ def all_steps_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[to
         return [rows, row_w, out, home]
 
 
-@settings(
-    max_examples=120,
-    deadline=None,  # no timing assertions
-    derandomize=True,  # the same cases on every machine; a failing one can be run again
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(data=st.data())
-def test_every_step_is_the_oracles(
-    pool: RankPool, engine_name: str, rank_counts: list[int], data: st.DataObject
-) -> None:
-    case = for_engine(data.draw(cases(rank_counts)), caps_of(engine_name))
-    results = run_case(pool, all_steps_on_rank, case, engine_name)
-    if results is None:
-        return  # refused, as it must be
+def assert_steps(case: Case, engine_name: str, results: list[list[torch.Tensor]]) -> None:
+    """Compare what `all_steps_on_rank` gave with the oracle."""
     ranks = range(case.num_ranks)
     oracle = oracle_of(case, engine_name)
     x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
@@ -72,5 +60,22 @@ def test_every_step_is_the_oracles(
         ranks_on_machine(engine_name, case.num_ranks),
     )
     for rank, result in enumerate(results):
-        assert_same_bits(result[2], out[rank], f"output of rank {rank}")
-        assert_same_bits(result[3], home[rank], f"weights back at rank {rank}")
+        assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")
+        assert_same_bits(result[3], home[rank], f"{case}: weights back at rank {rank}")
+
+
+@settings(
+    max_examples=120,
+    deadline=None,  # no timing assertions
+    derandomize=True,  # the same cases on every machine; a failing one can be run again
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_every_step_is_the_oracles(
+    pool: RankPool, engine_name: str, rank_counts: list[int], data: st.DataObject
+) -> None:
+    case = for_engine(data.draw(cases(rank_counts)), caps_of(engine_name))
+    results = run_case(pool, all_steps_on_rank, case, engine_name)
+    if results is None:
+        return  # refused, as it must be
+    assert_steps(case, engine_name, results)

@@ -171,6 +171,22 @@ def compare(mine: dict[str, Any], other: dict[str, Any], where: str) -> None:
 BITS = "outputs, losses and all gradients of 4 training steps with alltoall's, to the bit"
 
 
+def assert_same_training(pool: RankPool, engine_name: str, case: Fp8Case, needed: int) -> None:
+    """Compare a training with alltoall's, to the bit; experts whose blocks have a multiple of
+    `needed` rows pad none themselves, where alltoall's do.
+    """
+    ours = pool.run(train_on_rank, "ncclep", engine_name, case)
+    theirs = pool.run(train_on_rank, "alltoall", engine_name, case)
+    for rank, ((mine, copied, alignment), (other, copied_there, _)) in enumerate(
+        zip(ours, theirs, strict=True)
+    ):
+        assert alignment == needed
+        assert copied
+        assert not any(copied)
+        assert any(copied_there)  # the way that this looks for copies finds some
+        compare(mine, other, f"rank {rank}")
+
+
 @pytest.mark.supports("fp8", compared=BITS)
 @pytest.mark.parametrize(
     "grouped_gemm",
@@ -189,17 +205,7 @@ BITS = "outputs, losses and all gradients of 4 training steps with alltoall's, t
 def test_same_bits_as_alltoall(
     megatron_pool: RankPool, engine_name: str, recipe: str, grouped_gemm: bool
 ) -> None:
-    case = Fp8Case(recipe, grouped_gemm)
-    ours = megatron_pool.run(train_on_rank, "ncclep", engine_name, case)
-    theirs = megatron_pool.run(train_on_rank, "alltoall", engine_name, case)
-    for rank, ((mine, copied, alignment), (other, copied_there, _)) in enumerate(
-        zip(ours, theirs, strict=True)
-    ):
-        assert alignment == 16
-        assert copied
-        assert not any(copied)
-        assert any(copied_there)  # the way that this looks for copies finds some
-        compare(mine, other, f"rank {rank}")
+    assert_same_training(megatron_pool, engine_name, Fp8Case(recipe, grouped_gemm), 16)
 
 
 def test_fp8_is_not_bf16(megatron_pool: RankPool, engine_name: str) -> None:
@@ -230,17 +236,7 @@ def test_op_fuser(megatron_pool: RankPool, engine_name: str) -> None:
         "activation_func": "squared_relu",
         "use_fused_weighted_squared_relu": True,
     }
-    case = Fp8Case("delayed", options=fuser)
-    ours = megatron_pool.run(train_on_rank, "ncclep", engine_name, case)
-    theirs = megatron_pool.run(train_on_rank, "alltoall", engine_name, case)
-    for rank, ((mine, copied, alignment), (other, copied_there, _)) in enumerate(
-        zip(ours, theirs, strict=True)
-    ):
-        assert alignment == 256
-        assert copied
-        assert not any(copied)
-        assert any(copied_there)
-        compare(mine, other, f"rank {rank}")
+    assert_same_training(megatron_pool, engine_name, Fp8Case("delayed", options=fuser), 256)
 
 
 @pytest.mark.supports("moe_router_padding_for_quantization", compared=BITS)
