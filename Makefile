@@ -2,6 +2,7 @@
 
 SHELL := /bin/bash
 VENV ?= .venv
+WORKERS ?= 2
 BIN = $(VENV)/bin
 # Written when the environment is complete; anything that decides its content makes it out of date.
 READY = $(VENV)/.ready
@@ -10,21 +11,23 @@ export PYTHON
 SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help train test lint types support builds format setup clean
+.PHONY: help train test lint types support pages site builds wheel format setup clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
 	@echo
-	@echo "ARGS=\"...\"  arguments of 'ncclep train', pytest or scripts/build_matrix.sh"
+	@echo "ARGS=\"...\"  arguments of 'ncclep train', pytest or the script that is run"
 	@echo "PYTHON=...  the Python to use: a version such as 3.12, a command or a path"
 	@echo "VENV=...    the folder of the virtual environment (default: .venv)"
+	@echo "WORKERS=... how many processes share all the tests (default: 2)"
 
 train: ARGS = --ranks 2 --device cpu --compare alltoall --overwrite
 train: $(READY)  ## train a small mixture-of-experts GPT on this machine's CPU
 	$(BIN)/ncclep train $(ARGS)
 
+# Tests take turns at both cores: what one process does is seldom work for more than one.
 test: $(READY)  ## run the tests; ARGS="-k NAME" picks some
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS))
 
 lint: $(READY)  ## check style: Python, shell scripts, native sources
 	$(BIN)/ruff check .
@@ -38,8 +41,17 @@ types: $(READY)  ## check types
 support: $(READY)  ## write the tables of docs/support.md, from what the tests show
 	$(BIN)/python tests/support_table.py --write
 
-builds: $(READY)  ## compile the extension with several CUDA toolkits; ARGS="13.0:90a" picks some
+pages: $(READY)  ## write the tables and figures of README.md and docs/ from results and code
+	$(BIN)/python scripts/pages.py
+
+site: $(READY)  ## build docs/ as a site in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+builds: $(READY)  ## compile the extension with several CUDA toolkits; ARGS="13.0:90" picks some
 	PYTHON=$(BIN)/python scripts/build_matrix.sh $(ARGS)
+
+wheel: $(READY)  ## build the source distribution and the wheel, into dist/ or ARGS
+	PYTHON=$(BIN)/python scripts/build_wheel.sh $(ARGS)
 
 format: $(READY)  ## rewrite all sources in the project's style
 	$(BIN)/ruff check --fix .

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from megatron_ncclep.config import EpConfig
     from megatron_ncclep.engines import create_engine
     from megatron_ncclep.engines.engine import Engine, RoutePlan
-    from megatron_ncclep.integration import install
+    from megatron_ncclep.integration.hooks import install
 
 _HOME = {
     "EpConfig": "config",
     "Engine": "engines.engine",
     "RoutePlan": "engines.engine",
     "create_engine": "engines",
-    "install": "integration",
+    "install": "integration.hooks",
 }
 
 __all__ = [
@@ -57,7 +57,7 @@ def check() -> None:
             which can go on: gradients since then are wrong on all of them.
     """
     # Where nobody has imported engines there are no groups; importing them would import torch.
-    groups = sys.modules.get(f"{__name__}.engines.group")
+    groups = sys.modules.get(f"{__name__}.ranks.group")
     if groups is not None:
         groups.check_all()
 

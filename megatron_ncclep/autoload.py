@@ -16,12 +16,15 @@ from types import ModuleType
 from megatron_ncclep import envs
 from megatron_ncclep.post_import import after_import
 
-# The modules that integration.HOOKS changes; named here too, because importing integration for them
+# The modules that hooks.HOOKS changes; named here too, because importing integration for them
 # would cost every `import torch` its time.  A test compares the two.
 HOOKED_MODULES = (
     "megatron.core.transformer.transformer_config",
     "megatron.core.transformer.moe.moe_layer",
     "megatron.core.transformer.transformer_layer",
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.moe.moe_logging",
+    "megatron.core.inference.contexts.dynamic_context",
     "megatron.core.optimizer.optimizer_cuda_graph",
     "megatron.training.arguments",
     "megatron.training.yaml_arguments",
@@ -49,10 +52,10 @@ def change_or_warn(module: ModuleType) -> None:
     A place that is not what the integration expects is a warning here, because the script may not
     want our dispatcher at all; `install()` raises it.
     """
-    from megatron_ncclep import integration
     from megatron_ncclep.errors import IntegrationError
+    from megatron_ncclep.integration import hooks
 
     try:
-        integration.change_module(module)
+        hooks.change_module(module)
     except IntegrationError as error:
         warnings.warn(f"--moe-token-dispatcher-type ncclep is not available: {error}", stacklevel=2)

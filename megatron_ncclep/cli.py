@@ -16,7 +16,10 @@ COMMANDS = {
     "run": ("megatron_ncclep.launch", "run an unmodified Megatron-LM script with the dispatcher"),
     "render": ("megatron_ncclep.render", "print the command that three configuration files make"),
     "bench": ("megatron_ncclep.benchmark.command", "measure engines and other dispatchers"),
-    "plot": ("megatron_ncclep.benchmark.plot", "draw the result of `ncclep bench`"),
+    "plot": (
+        "megatron_ncclep.benchmark.plot",
+        "draw a result of `ncclep bench`, or metrics of `ncclep train`",
+    ),
     "doctor": ("megatron_ncclep.doctor", "say what decides how the dispatcher runs here"),
     "env": ("megatron_ncclep.envs", "list the environment variables and their values"),
 }
@@ -41,6 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = import_module(module_name)
             command.description = module.__doc__
             module.add_arguments(command)
-            command.set_defaults(run=module.main)
+            command.set_defaults(run=module.main, argv=argv)
     args = parser.parse_args(argv)
     return run_told(f"ncclep {args.command}", lambda: args.run(args))

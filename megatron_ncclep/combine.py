@@ -1,4 +1,4 @@
-"""Step 3, combine: the experts' rows come home and are added up; differentiable."""
+"""Step 3, combine: the experts' rows come back and are added up; differentiable."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ncclep.dispatch import as_rows
 from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.step_ranges import step_range
 
 
 class Combine(torch.autograd.Function):
@@ -18,16 +19,18 @@ class Combine(torch.autograd.Function):
     def forward(
         ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan, shape: torch.Size | None
     ) -> torch.Tensor:
-        """Add the rows `y` up at their tokens' home."""
+        """Add the rows `y` up at their tokens' source ranks."""
         ctx.engine, ctx.plan = engine, plan
-        out = engine.combine(plan, y)[0]
+        with step_range("combine", y):
+            out = engine.combine(plan, y)[0]
         return out if shape is None else out.view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         """Send each token's gradient to the slots of its experts."""
-        return ctx.engine.dispatch(ctx.plan, as_rows(grad_out))[0], None, None, None
+        with step_range("combine backward", grad_out):
+            return ctx.engine.dispatch(ctx.plan, as_rows(grad_out))[0], None, None, None
 
 
 def combine(

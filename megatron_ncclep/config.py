@@ -63,7 +63,8 @@ class EpConfig:
     Megatron's configuration, and what is set after does not.  Frameworks set single options: their
     command lines and files are laid over configurations that exist.
 
-    Grouped experts need an alignment: with them 1, the default, becomes 16.
+    An alignment that is left out becomes what the experts need: 16 for grouped ones, what a recipe
+    of FP8 takes (fp8_support.py), otherwise 1.  One that is asked for stays, or is refused.
 
     Raises:
         InputError: a value is outside its limits.
@@ -72,8 +73,11 @@ class EpConfig:
     engine: str = _option(
         "auto", str, "engine that moves the tokens; 'auto' chooses and logs the reason"
     )
-    alignment: int = _option(
-        1, int, "pad every expert's block of rows to a multiple of this: 1, 16, 32, 64, 128 or 256"
+    alignment: int | None = _option(
+        None,
+        int,
+        "pad every expert's block of rows to a multiple of this: 1, 16, 32, 64, 128 or 256 "
+        "(default: what the experts need, 1 for most)",
     )
     max_recv_rows: int | str | None = _option(
         None,
@@ -91,6 +95,12 @@ class EpConfig:
     num_sms: int | None = _option(
         None, int, "SMs that the engine's kernels may use (default: the engine's own)"
     )
+    network_chunks: int | None = _option(
+        None,
+        int,
+        "over several nodes: chunks of columns in which rows cross the network, so that one "
+        "crosses while the one before moves inside the node (default: by the batch's size)",
+    )
     experts: str = _option(
         "megatron",
         str,
@@ -103,7 +113,20 @@ class EpConfig:
         float,
         "seconds that a rank waits for the others before it raises an error; ranks may differ",
     )
-
+    metrics_interval: int = _option(
+        0,
+        int,
+        "every so many steps, tell Megatron's TensorBoard and W&B, and the log of `ncclep train`, "
+        "how many rows went from rank to rank, how uneven the load is and how long each rank "
+        "waited for the others; 0: never",
+    )
+    inference_tokens: int | None = _option(
+        None,
+        int,
+        "while text is generated: tokens of a rank up to which low-latency mode takes a batch; "
+        "larger ones go through the engine (default: what Megatron's CUDA graphs hold, at least "
+        "128)",
+    )
     check_calls: bool = _option(
         False,
         _switch,
@@ -114,12 +137,20 @@ class EpConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str):
             raise InputError(f"engine {self.engine!r}: must be the name of an engine, or 'auto'")
-        if not isinstance(self.alignment, int) or self.alignment not in ALIGNMENTS:
-            raise InputError(f"alignment {self.alignment!r}: must be one of {ALIGNMENTS}")
+        is_alignment = isinstance(self.alignment, int) and self.alignment in ALIGNMENTS
+        if not (self.alignment is None or is_alignment):
+            raise InputError(
+                f"alignment {self.alignment!r}: must be one of {ALIGNMENTS}, or left out"
+            )
         if self.experts not in EXPERTS:
             raise InputError(f"experts {self.experts!r}: must be one of {EXPERTS}")
-        if self.experts == "grouped" and self.alignment < GROUPED_ALIGNMENT:
+        if self.experts == "grouped" and self.alignment is None:
             self.alignment = GROUPED_ALIGNMENT
+        if self.experts != "megatron" and self.alignment == 1:
+            raise InputError(
+                f"alignment 1: grouped experts need blocks of a multiple of {GROUPED_ALIGNMENT} "
+                "rows: leave it out, or ask for more"
+            )
         rows = self.max_recv_rows
         if not (rows is None or _is_count(rows) or _is_rows_in_words(rows)):
             raise InputError(
@@ -131,10 +162,25 @@ class EpConfig:
                 f"num_sms {self.num_sms!r}: must be a whole number from 1 to {MAX_COUNT}, or left "
                 "out"
             )
-        if isinstance(rows, int) and rows % self.alignment:
+        if not (self.network_chunks is None or _is_count(self.network_chunks)):
+            raise InputError(
+                f"network_chunks {self.network_chunks!r}: must be a whole number from 1 to "
+                f"{MAX_COUNT}, or left out"
+            )
+        if not (self.inference_tokens is None or _is_count(self.inference_tokens)):
+            raise InputError(
+                f"inference_tokens {self.inference_tokens!r}: must be a whole number from 1 to "
+                f"{MAX_COUNT}, or left out"
+            )
+        if isinstance(rows, int) and rows % self.block_alignment:
             raise InputError(
                 f"max_recv_rows {rows}: must be a multiple of the alignment "
-                f"{self.alignment}, so that the last block ends inside the tensor"
+                f"{self.block_alignment}, so that the last block ends inside the tensor"
+            )
+        if not (self.metrics_interval == 0 or _is_count(self.metrics_interval)):
+            raise InputError(
+                f"metrics_interval {self.metrics_interval!r}: must be a whole number of steps from "
+                f"0 (never) to {MAX_COUNT}"
             )
         if not isinstance(self.check_calls, bool):
             raise InputError(f"check_calls {self.check_calls!r}: must be True or False")
@@ -152,6 +198,11 @@ class EpConfig:
                 f"to {MAX_TIMEOUT_S:g}; there is no waiting without a deadline"
             )
 
+    @property
+    def block_alignment(self) -> int:
+        """What an expert's block of rows is padded to a multiple of: 1 where nobody asked."""
+        return 1 if self.alignment is None else self.alignment
+
     @classmethod
     def resolve(cls, **given: Any) -> EpConfig:
         """Build a config from `given`, then the environment, then the defaults.
@@ -164,11 +215,6 @@ class EpConfig:
         known = cls._known(given)
         from_env = {name: envs.get(f"NCCLEP_{name.upper()}") for name in known}
         merged = {**from_env, **{k: v for k, v in given.items() if v is not None}}
-        if merged["experts"] in ("grouped", "auto") and merged["alignment"] == 1:
-            raise InputError(
-                f"alignment 1: grouped experts need blocks of a multiple of {GROUPED_ALIGNMENT} "
-                "rows: leave it out, or ask for more"
-            )
         return cls(**{name: value for name, value in merged.items() if value is not None})
 
     @classmethod

@@ -9,6 +9,7 @@ There are three kinds of which a run is one each (`ncclep render` composes them)
 
 A model or dispatcher file is a flat mapping of Megatron-LM argument names without the leading
 dashes: `num-layers: 4`, a boolean for a flag, a list for an argument that takes several values.
+With `base: NAME` it says only in what it differs from that shipped file.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron_ncclep.errors import InputError
 KINDS = ("model", "dispatcher", "cluster")  # of a run
 BENCHMARK = "benchmark"
 FLAT_KINDS = ("model", "dispatcher")
+BASE = "base"
 
 
 def folder() -> Path:
@@ -91,9 +93,17 @@ def load(kind: str, name_or_path: str) -> dict[str, object]:
     content = parse_yaml(str(path), text)
     if not isinstance(content, dict):
         raise InputError(f"{path}: must be a mapping of names to values, is {content!r:.60}")
-    if kind in FLAT_KINDS:
-        check_arguments(str(path), content)
-    return content
+    if kind not in FLAT_KINDS:
+        return content
+    base = content.pop(BASE, None)
+    check_arguments(str(path), content)
+    if base is None:
+        return content
+    if base == path.stem or base not in names(kind):
+        raise InputError(
+            f"{path}: {BASE}: {base!r} must be another of the names {', '.join(names(kind))}"
+        )
+    return load(kind, base) | content
 
 
 def parse_yaml(where: str, text: str) -> Any:
@@ -140,15 +150,15 @@ def check_arguments(where: str, mapping: dict[str, object]) -> None:
                     f"{where}: {name}: {item!r} must be a number, a text, a boolean or a list of "
                     "numbers or texts"
                 )
-            if isinstance(item, str) and _is_number(item):
-                # YAML 1.1 reads 1e-4 as a text, a reader as a number.
+            if isinstance(item, str) and is_number(item):
                 raise InputError(
                     f"{where}: {name}: {item!r} is a text to YAML; write the number without quotes "
                     "and with a point, such as 1.0e-4"
                 )
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Whether Python reads `text` as a number; YAML 1.1 takes 1e-4 for a text."""
     try:
         float(text)
     except ValueError:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ncclep.engines.checks import weight_dtype
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.route_plan import Routes
+from megatron_ncclep.step_ranges import step_range
 
 
 class Dispatch(torch.autograd.Function):
@@ -34,17 +35,19 @@ class Dispatch(torch.autograd.Function):
         ctx.shape, ctx.w_dtype = x.shape, w.dtype
         if weights is None:
             weights = w
-        rows, row_w = engine.dispatch(plan, as_rows(x), weights.to(weight_dtype(x)))
+        with step_range("dispatch", x):
+            rows, row_w = engine.dispatch(plan, as_rows(x), weights.to(weight_dtype(x)))
         assert row_w is not None  # there were weights
         return rows, row_w.to(w.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor) -> tuple[Any, ...]:
-        """Add the gradients of a token's rows up; bring each weight's gradient to its pick."""
-        grad_x, grad_w = ctx.engine.combine(
-            ctx.plan, grad_rows, grad_row_w.to(weight_dtype(grad_rows))
-        )
+        """Add up the gradients of each token's rows; return the weights' gradients."""
+        with step_range("dispatch backward", grad_rows):
+            grad_x, grad_w = ctx.engine.combine(
+                ctx.plan, grad_rows, grad_row_w.to(weight_dtype(grad_rows))
+            )
         if ctx.routes is not None:
             grad_w = ctx.routes.probs_gradient(grad_w)
         return grad_x.view(ctx.shape), grad_w.to(ctx.w_dtype), None, None, None, None
@@ -55,25 +58,25 @@ def dispatch(
     plan: RoutePlan,
     x: torch.Tensor,
     w: torch.Tensor,
-    picked: tuple[Routes, torch.Tensor] | None = None,
+    chosen: tuple[Routes, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move every token to its experts, with the weight of each pick.  Collective, differentiable.
+    """Move every token to its experts, with each assignment's weight.  Collective, differentiable.
 
     Args:
         engine: that made `plan`.
         plan: routes of this micro-batch.
         x: [..., hidden]; all leading dimensions together are the tokens.
-        w: [num_tokens, top_k] of any floating dtype; or with `picked`, a router's probabilities
+        w: [num_tokens, top_k] of any floating dtype; or with `chosen`, a router's probabilities
             [num_tokens, num_experts].  Weights travel as fp32 (as fp64 beside an fp64 `x`) and come
             back in their own dtype.
-        picked: what `routes_and_weights` has read off these probabilities; `plan` is that of its
+        chosen: what `routes_and_weights` has read off these probabilities; `plan` is that of its
             `topk_idx`.
 
     Returns:
         rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows]; padding rows
         and their weights are zero, and get no gradient.
     """
-    routes, weights = (None, None) if picked is None else picked
+    routes, weights = (None, None) if chosen is None else chosen
     rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes)
     return rows, row_w
 

@@ -3,8 +3,8 @@
 Megatron cuts the two matrices of an expert along the expert's own hidden size: each of S ranks has
 a slice, needs every row of the expert, and returns a part of its output; the parts are added up.
 To an engine each slice is an expert of its own.  Its group has all ranks that hold experts, those
-of one expert next to each other, and a token with K experts has K * S picks: so its row crosses
-once to each rank that needs it, and combine adds up the slices' parts with everything else.
+of one expert next to each other, and a token with K experts has K * S assignments: so its row
+crosses once to each rank that needs it, and combine adds up the slices' parts with everything else.
 
 Example, 4 experts of which each rank holds 2, in 2 slices: ranks 0 and 1 have slices of experts 0
 and 1, ranks 2 and 3 of experts 2 and 3.
@@ -13,7 +13,7 @@ and 1, ranks 2 and 3 of experts 2 and 3.
     expert, slice      0a 1a   0b 1b   2a 3a   2b 3b
     to the engine      0  1    2  3    4  5    6  7
 
-A token's picks 1 and 2 are 1 and 3, 4 and 6 to the engine.
+A token's assignments 1 and 2 are 1 and 3, 4 and 6 to the engine.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SlicedRoutes(Routes):
     def probs_gradient(self, grad_weights: torch.Tensor) -> torch.Tensor:
         """See `Routes.probs_gradient`.
 
-        The gradients of a pick's copies are added up, because each slice knows of its own part of
-        the output only.
+        The gradients of an assignment's copies are added up, because each slice knows of its own
+        part of the output only.
         """
         copies = grad_weights.unflatten(1, (-1, self.num_slices))
         return self.whole.probs_gradient(copies.sum(dim=2))
@@ -50,7 +50,7 @@ class SlicedRoutes(Routes):
 def to_all_slices(
     routes: Routes, weights: torch.Tensor, num_local_experts: int, num_slices: int
 ) -> tuple[SlicedRoutes, torch.Tensor]:
-    """Route every pick to all ranks that hold slices of its expert, each with the pick's weight.
+    """Route every assignment, with its weight, to all ranks that hold slices of its expert.
 
     Not collective, does not wait for the device.
 
@@ -61,9 +61,9 @@ def to_all_slices(
         num_slices: S, slices of an expert.
 
     Returns:
-        the routes to the slices, with top_k * num_slices picks, and their weights
-        [num_tokens, top_k * num_slices]; the copies of a pick stand next to each other, and what is
-        not routed stays as it is.
+        the routes to the slices, with top_k * num_slices assignments, and their weights
+        [num_tokens, top_k * num_slices]; the copies of an assignment stand next to each other, and
+        what is not routed stays as it is.
     """
     topk_idx = routes.topk_idx
     # Expert e is on the ranks from e // L * S on, L experts on each, at the same place on all.

@@ -1,17 +1,21 @@
-"""How the `ncclep` command ends when something goes wrong on a rank.
+"""How a script ends when something goes wrong on a rank.
 
 What a user is to read is one line that names the rank, and under torchrun it stands in torchrun's
-summary too, in place of "error_file: <N/A>".
+summary too, in place of "error_file: <N/A>".  So it is with the `ncclep` command, and as far as it
+can be with scripts that are run without it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 
 from megatron_ncclep import envs
 from megatron_ncclep.errors import EpError
@@ -40,15 +44,48 @@ def run_told(command: str, call: Callable[[], int]) -> int:
             traceback.print_exc()
             text = f"{lost}; look at the other ranks' output. {error}"
             _tell(command, f"{type(error).__name__}: {text}", text)
+            _keep_for_good(error)
             return 2
         _tell_torchrun(traceback.format_exc())
         raise
 
 
+@functools.cache
+def tell_at_the_end() -> None:
+    """Have torchrun's summary, and the last line of a rank whose own collective failed because
+    another rank has died, say what `run_told` would, where a script is run without it.
+
+    The traceback, and the exit status, are as ever.
+    """
+    usual = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        usual(kind, error, trace)
+        if isinstance(error, EpError):
+            _tell_torchrun(f"{kind.__name__}: {error}")
+        elif isinstance(error, RuntimeError) and (lost := _lost_ranks()):
+            text = f"{lost}; look at the other ranks' output. {error}"
+            _tell("ncclep", f"{kind.__name__}: {text}", text)
+            _keep_for_good(error)
+
+    sys.excepthook = told
+
+
 def _lost_ranks() -> str:
     """Which ranks of our groups have died or left; empty if there is no group, or none is known."""
-    groups = sys.modules.get("megatron_ncclep.engines.group")
+    groups = sys.modules.get("megatron_ncclep.ranks.group")
     return "" if groups is None else groups.lost_ranks()
+
+
+def _keep_for_good(error: BaseException) -> None:
+    """Never free a collective's error, nor the tensors and the work in its frames.
+
+    Gloo's thread lets go of the failed work at some time of its own.  Were its reference the last
+    one, that thread would need the interpreter to free the tensors; where the interpreter is ending
+    by then, torch aborts the process ("terminate called without an active exception"), and the exit
+    status says nothing of what went wrong.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
 
 
 def _tell(command: str, summary: str, text: str) -> None:

@@ -2,6 +2,7 @@
 
     ncclep run pretrain_gpt.py --moe-token-dispatcher-type ncclep ...
     torchrun --nproc-per-node 8 -m megatron_ncclep run pretrain_gpt.py ...
+    srun --ntasks-per-node 8 python -m megatron_ncclep run --slurm pretrain_gpt.py ...
 
 The script runs as `python SCRIPT ARGS...` would run it: as `__main__`, in this process, with its
 own folder in front of the import path; its exit status and exceptions are the command's.
@@ -21,17 +22,22 @@ from types import ModuleType
 
 from megatron_ncclep import autoload
 from megatron_ncclep.errors import InputError, IntegrationError
+from megatron_ncclep.logs import CUDA_REMARKS
 from megatron_ncclep.post_import import after_import
-from megatron_ncclep.training.quiet import CUDA_REMARKS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `[--cpu] SCRIPT ARGS...`; all that follows the script is the script's."""
+    """Add `[--cpu] [--slurm] SCRIPT ARGS...`; all that follows the script is the script's."""
     parser.add_argument(
         "--cpu",
         action="store_true",
         help="run on a machine without a GPU; the script also needs --distributed-backend gloo, "
         "--transformer-impl local and --use-cpu-initialization",
+    )
+    parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="each task of srun is a rank; MASTER_ADDR and MASTER_PORT have to be set",
     )
     parser.add_argument("script", metavar="SCRIPT", help="path of the script, pretrain_gpt.py say")
     parser.add_argument(
@@ -42,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the script; return 0 when it ends without SystemExit.
 
-    Not collective by itself: every rank of `torchrun` calls it.
+    Not collective by itself: every rank of `torchrun` or task of `srun` calls it.
 
     Raises:
-        InputError: SCRIPT is not a file.
+        InputError: SCRIPT is not a file, or `--slurm` outside srun.
         UnsupportedError: `--cpu` on a machine with a GPU.
         Exception: whatever the script raises.
     """
@@ -53,6 +59,8 @@ def main(args: argparse.Namespace) -> int:
     if not os.path.isfile(script):  # pathlib's raises for a name that is too long
         what = "a folder" if os.path.isdir(script) else "not there"
         raise InputError(f"script {args.script!r} is {what}: give the path of a Python file")
+    if args.slurm:
+        _take_rank_from_slurm()
     _pose_as_python(script, args.arguments)
     autoload.hook_imports()
     after_import("megatron.core.datasets.utils", skip_missing_makefile)
@@ -60,6 +68,21 @@ def main(args: argparse.Namespace) -> int:
         _move_to_cpu()
     runpy.run_path(args.script, run_name="__main__")
     return 0
+
+
+def _take_rank_from_slurm() -> None:
+    """Set what torchrun would set.  Without it between them, Slurm's signals reach the ranks."""
+    try:
+        rank, size, local_rank = (
+            os.environ["SLURM_PROCID"],
+            os.environ["SLURM_STEP_NUM_TASKS"],
+            os.environ["SLURM_LOCALID"],
+        )
+    except KeyError as missing:
+        raise InputError(
+            f"--slurm: {missing.args[0]} is not set: start ranks with srun, or leave --slurm out"
+        ) from None
+    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=local_rank)
 
 
 def _pose_as_python(script: Path, arguments: Sequence[str]) -> None:

@@ -3,8 +3,8 @@
 A packed row is the numbers of the row, one byte each, then its scales in fp32, then zeros up to a
 multiple of 16 bytes.  Example, 256 numbers in FP8 with a scale for each 128: 256 + 8 bytes, packed
 into 272, where bf16 has 512.  `Engine.dispatch` copies them as they are (`EngineCaps.moves_bytes`),
-so that rows quantised at home and then routed are those that were routed and then quantised, bit
-for bit.  A padding row is zero, numbers and scales.
+so that rows quantised at the source rank and then routed are those that were routed and then
+quantised, bit for bit.  A padding row is zero, numbers and scales.
 
 Nothing in training packs rows: what TransformerEngine 2.20.2 does with the rows of an expert needs
 more than one row knows, and its grouped product takes rows of bf16 and quantises them itself.
@@ -13,7 +13,7 @@ more than one row knows, and its grouped product takes rows of bf16 and quantise
                   weight's gradient takes blocks of 128 x 1 of the rows as they were, after routing
     tensorwise    the scale is that of all rows of an expert, from all ranks
     delayed       each expert has a scale of its own: a token's row differs from expert to expert,
-                  and would cross once for each pick, not once for each rank
+                  and would cross once for each assignment, not once for each rank
 """
 
 from __future__ import annotations

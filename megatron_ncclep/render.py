@@ -10,7 +10,7 @@ A cluster file has up to five sections, each a mapping, in the order of the comm
 
     env        environment variables
     srun       options of srun; without this section the command starts with torchrun
-    torchrun   options of torchrun
+    torchrun   options of torchrun; without this one, but with srun, each task is a rank
     run        options of `ncclep run`
     megatron   arguments of Megatron-LM, as in a model file
 
@@ -152,7 +152,13 @@ def command_lines(
     """
     sections = read_cluster(cluster)
     torchrun = dict(sections["torchrun"])
+    tasks_are_ranks = bool(sections["srun"]) and not torchrun
     if nproc is not None:
+        if tasks_are_ranks:
+            raise InputError(
+                f"--nproc {nproc}: with the cluster {cluster} srun starts the ranks: leave --nproc "
+                "out, and ask sbatch for as many GPUs (--gpus-per-node)"
+            )
         torchrun["nproc-per-node"] = nproc
     given = [word[2:].partition("=")[0] for word in extra if word.startswith("--")]
     sources = {
@@ -166,7 +172,10 @@ def command_lines(
     lines: list[Words] = [[f"{name}={quote(str(v))}"] for name, v in sections["env"].items()]
     if sections["srun"]:
         lines += [["srun"], *arguments(sections["srun"], shell=True)]
-    lines += [["torchrun"], *arguments(torchrun, shell=True)]
+    if tasks_are_ranks:
+        lines.append(["python"])
+    else:
+        lines += [["torchrun"], *arguments(torchrun, shell=True)]
     run = [word for words in arguments(sections["run"]) for word in words]
     lines.append(["-m", "megatron_ncclep", "run", *run, shlex.quote(script)])
     lines += arguments(merged)

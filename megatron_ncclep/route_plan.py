@@ -8,9 +8,9 @@ from types import ModuleType
 
 import torch
 
-from megatron_ncclep.engines import extension
 from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS
 from megatron_ncclep.errors import InputError
+from megatron_ncclep.libraries import extension
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def routes_and_weights(
     topk_idx = topk_idx.scatter(1, column, experts)[:, :top_k]
     too_many = routing_map.sum(dim=1, keepdim=True) > top_k
     topk_idx = topk_idx.masked_fill(too_many, TOO_MANY_EXPERTS)
-    picked = probs.gather(1, topk_idx.clamp(min=0))
-    weights = torch.where(topk_idx >= 0, picked, picked.new_zeros(()))
+    chosen = probs.gather(1, topk_idx.clamp(min=0))
+    weights = torch.where(topk_idx >= 0, chosen, chosen.new_zeros(()))
     return Routes(topk_idx, num_experts, block), weights
 
 
@@ -129,6 +129,6 @@ def _kernels() -> ModuleType | None:
     """Return the extension if it can be used on this GPU; looked for once, not at every layer."""
     if extension.obstacle() is not None:
         return None
-    if not extension.has_code_for(*torch.cuda.get_device_capability()):
+    if extension.gpu_obstacle("this GPU", *torch.cuda.get_device_capability()) is not None:
         return None
     return extension.load()

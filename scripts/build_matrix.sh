@@ -7,10 +7,10 @@ usage() {
 usage: scripts/build_matrix.sh [TOOLKIT[:ARCHITECTURE,...]...]
 
   TOOLKIT       a version such as 13.0, or the folder of an unpacked toolkit (as CUDA_HOME)
-  ARCHITECTURE  of GPUs, such as 90a (default: what setup.py takes)
+  ARCHITECTURE  of GPUs, such as 90 or 90+PTX (default: what setup.py takes)
 
-Without arguments: 12.4:90a 13.0:90a,100a 13.5:90a,100a, the oldest supported toolkit, the one that
-this was developed with, and the newest.
+Without arguments: 12.4 13.0 13.5, the oldest supported toolkit, the one that this was developed
+with, and the newest.
 
 A version is taken from this machine where it is: CUDA_HOME, /usr/local/cuda, /usr/local/cuda-VERSION
 or nvcc on PATH.  Otherwise it is fetched into a temporary folder, and nothing is installed:
@@ -36,7 +36,7 @@ case "${1:-}" in
 -*) usage >&2 && exit 2 ;;
 esac
 wanted=("$@")
-[ $# -gt 0 ] || wanted=("12.4:90a" "13.0:90a,100a" "13.5:90a,100a")
+[ $# -gt 0 ] || wanted=(12.4 13.0 13.5)
 
 python=${PYTHON:-python3}
 work=$(mktemp -d) || exit
@@ -46,7 +46,7 @@ table=()     # lines of the summary
 failures=0   # toolkits that compiled nothing that can be loaded
 not_run=0    # toolkits that could not be had
 
-row() { table+=("$(printf '%-14s  %-14s  %-7s  %7s  %s' "$@")"); }
+row() { table+=("$(printf '%-14s  %-23s  %-7s  %7s  %s' "$@")"); }
 
 # release_of HOME: the version of a toolkit, such as 13.0
 release_of() {
@@ -216,7 +216,7 @@ for entry in "${wanted[@]}"; do
     fi
 done
 
-printf '\n%-14s  %-14s  %-7s  %7s  %s\n' toolkit architectures result seconds remark
+printf '\n%-14s  %-23s  %-7s  %7s  %s\n' toolkit architectures result seconds remark
 printf '%s\n' "${table[@]}"
 [ "$failures" -eq 0 ] || exit 1
 [ "$not_run" -eq 0 ] || exit 3

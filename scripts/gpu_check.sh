@@ -18,7 +18,7 @@ Steps:
   gpu       tests/gpu: a Megatron layer against `alltoall`, streams, CUDA graphs, large offsets
   train     60 steps of `ncclep train` with each engine: the losses of `alltoall`
   doctor    `ncclep doctor`
-  bench     `ncclep bench`, its results in RESULTS/bench
+  bench     `ncclep bench`, its results in RESULTS/bench, and with `native` that of low-latency mode
   convergence
             trainings of 1000 steps against those with `alltoall` (docs/convergence.md); takes as
             long as a step may, and runs only when STEPS names it
@@ -251,7 +251,13 @@ if wanted convergence; then
     fi
 fi
 wanted doctor && step doctor "$python" -m megatron_ncclep doctor
-wanted bench && step bench "$python" -m megatron_ncclep bench --out "$results/bench"
+if wanted bench; then
+    step bench "$python" -m megatron_ncclep bench --out "$results/bench"
+    if [[ " ${engines[*]-} " == *" native "* ]]; then
+        step bench-low-latency "$python" -m megatron_ncclep bench --mode ll \
+            --out "$results/bench-low-latency"
+    fi
+fi
 
 cat "$results/summary.txt"
 [ "$failures" -eq 0 ] && [ "$passed" -gt 0 ]

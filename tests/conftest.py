@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from contract_cases import contract_cases, for_engine
+from left_out import leave_out, print_left_out, tell_the_printer, told_by
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
-from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.testing.cases import contract_cases, for_engine
-from megatron_ncclep.testing.launcher import RankPool
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 sys.path.append(str(Path(__file__).parent / "virtual"))
-# Tests that virtual ranks cannot run -> why.
-NOT_RUN = pytest.StashKey[dict[str, str]]()
 VIRTUAL = "virtual"  # ranks that are threads and share one GPU: tests/virtual/virtual_ranks.py
 
 
@@ -80,6 +81,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "refuses(option, ..., words=...): the options that are refused, and why; as `supports`",
+    )
+    config.addinivalue_line(
+        "markers",
+        "any_python(reason): left out before Python 3.12, whose run shows as much, and listed",
     )
     if config.getoption("--iterations") < 1:
         raise pytest.UsageError("--iterations: must be at least 1")
@@ -163,36 +168,53 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     most, backend = chosen_ranks(config)[-1], config.getoption("--backend")
-    on_gpu = backend != "gloo"
-    not_run: dict[str, str] = {}
-
-    def is_left_out(item: pytest.Function) -> bool:
+    reasons: dict[pytest.Function, str] = {}
+    for item in items:
         too_few = any(mark.args[0] > most for mark in item.iter_markers("needs_ranks"))
         lacks_caps = any(
             not mark.kwargs["test"](ENGINES[item.callspec.params["engine_name"]].caps)
             for mark in item.iter_markers("needs_caps")
         )
         on_cpu_only = item.get_closest_marker("cpu_only") is not None
-        if too_few or lacks_caps or (on_gpu and on_cpu_only):
-            return True
-        mark = item.get_closest_marker("needs_processes")
-        if backend != VIRTUAL or mark is None:
-            return False
-        not_run[item.nodeid.partition("[")[0]] = mark.args[0]
-        return True
+        needs_processes = item.get_closest_marker("needs_processes")
+        any_python = item.get_closest_marker("any_python")
+        if too_few or lacks_caps or (backend != "gloo" and on_cpu_only):
+            reasons[item] = ""
+        elif backend == VIRTUAL and needs_processes is not None:
+            reasons[item] = needs_processes.args[0]
+        elif any_python is not None and sys.version_info < (3, 12):
+            reasons[item] = f"{any_python.args[0]}; with Python 3.12 it is run"
+    leave_out(config, items, reasons)
 
-    config.stash[NOT_RUN] = not_run
-    left_out = [item for item in items if is_left_out(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    tell_the_printer(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    told_by(node.config, node)
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """List what virtual ranks leave out, and why: scripts/gpu_check.sh reads these lines."""
-    for test, reason in config.stash.get(NOT_RUN, {}).items():
-        terminalreporter.write_line(f"LEFT OUT {test}: {reason}")
+    print_left_out(terminalreporter, config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a worker all tests that share a pool of ranks or what a fixture has compiled: those of a
+    release of Megatron-Core, otherwise those of a folder.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            release = re.search(r"\[(0\.\d+\.\d+)[-\]]", nodeid)
+            return release[1] if release else nodeid.partition("::")[0].rpartition("/")[0]
+
+    return Scheduling(config, log)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

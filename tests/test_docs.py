@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from processes import run_ranks
+
+import megatron_ncclep
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("docs/*.md", "configs/**/*.md", "benchmarks/results/*.md")
 REQUIRED = ("README.md", "CONTRIBUTING.md", "csrc/README.md", "docs/architecture.md")
-FOUND = [*ROOT.glob("docs/*.md"), *ROOT.glob("configs/**/*.md")]
+FOUND = [path for where in PAGES for path in ROOT.glob(where)]
 DOCUMENTS = sorted({*REQUIRED, *(str(path.relative_to(ROOT)) for path in FOUND)})
 
 # Names that documents use for files of other projects or for what a run writes.
@@ -105,3 +112,110 @@ Run scripts/gone.sh, not Megatron-LM/scripts/x.sh; see `setup.py`, `engines/gone
         "make train",
         "make test",
     ]
+
+
+def literals(source: str) -> list[str]:
+    """All strings of a Python module, with `…` where a value is put in."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def says(message: str, texts: list[str]) -> bool:
+    """Whether one of `texts` has the message, whose `…` stand for anything."""
+    pattern = re.compile(".*?".join(map(re.escape, message.split("…"))), re.DOTALL)
+    return any(pattern.search(text) for text in texts)
+
+
+def test_messages_that_troubleshooting_explains_are_ours():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    sources = (ROOT / "megatron_ncclep").rglob("*.py")
+    texts = [text for path in sources for text in literals(path.read_text())]
+    unknown = [m for m in messages if not says(m, texts)]
+    # Megatron's parser says this one, where nothing of ours runs.
+    assert unknown == ["argument --moe-token-dispatcher-type: invalid choice: 'ncclep'"]
+
+
+def test_the_reference_has_the_whole_public_interface():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
+    assert {*megatron_ncclep.__all__} - {"__version__"} <= shown
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path):
+    """Two processes, as the README has them run; the values follow from its routing by hand.
+
+    Tokens of rank r are rows of 1 + r. Each goes to two experts that multiply by 10, with weights
+    .25 and .75: sums are 10 (1 + r), and gradients 10. Experts 0 and 3 get two rows of each rank.
+    """
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(code.splitlines()) <= 16
+    example = tmp_path / "example.py"
+    example.write_text(code)
+    ended = run_ranks([sys.executable, str(example)], 2, timeout=120, PYTHONPATH=str(ROOT))
+    for rank, end in enumerate(ended):
+        assert end.exit_code == 0, end.output
+        rows = [[4, 2], [2, 4]][rank]
+        assert end.output.splitlines()[-1] == f"{rows} {[10.0 * (1 + rank)] * 3} {[10.0] * 3}"
+
+
+def test_tables_and_figures_are_up_to_date():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "pages.py"), "--check"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Subjects of the README's rows, and the columns of bench.txt that it shows of them.
+TRAINING = (
+    "alltoall_fused", "ncclep:native:grouped", "ncclep:native:grouped:full_iteration",
+    "ncclep:native:grouped:full_iteration:optimizer_graph",
+)  # fmt: skip
+LAYER = ("alltoall_fused", "ncclep:native")
+
+
+def printed(folder: str, subject: str) -> list[list[str]]:
+    """Of each shape in a committed bench.txt, the cells of a subject's row."""
+    text = (ROOT / "benchmarks" / "results" / folder / "bench.txt").read_text()
+    rows = re.findall(rf"^{re.escape(subject)}  +(\d.*) ok$", text, re.MULTILINE)
+    return [row.split() for row in rows]
+
+
+def numbers(text: str) -> set[float]:
+    """All numbers in a text, with or without commas between their thousands."""
+    return {float(n) for n in re.findall(r"(?<![\w.@])\d+(?:\.\d+)?", text.replace(",", ""))}
+
+
+def test_numbers_on_performance_are_in_the_results_that_it_links_to():
+    """Numbers from 100 on, which are times and rates; most others are ratios of these."""
+    page = ROOT / "docs" / "performance.md"
+    for section in re.split(r"^(?=##+ )", page.read_text(), flags=re.MULTILINE):
+        rows = re.findall(r"^\|[^|]*\|(.*)\|$", section, re.MULTILINE)
+        shown = {number for number in numbers(" ".join(rows)) if number >= 100}
+        linked = [page.parent / link for link in LINK.findall(section) if "://" not in link]
+        files = [path for path in linked if path.suffix in (".txt", ".md", ".yaml")]
+        known = set().union(*(numbers(path.read_text()) for path in files))
+        unknown = shown - known - {float(round(number)) for number in known}
+        assert not unknown, f"{section.splitlines()[0]}: {sorted(unknown)} in none of {files}"
+
+
+def test_numbers_of_the_readme_are_those_that_were_printed():
+    """scripts/pages.py takes them from bench.json, which the benchmark wrote beside its text."""
+    part = (ROOT / "README.md").read_text().partition("make pages: gains -->")[2]
+    rows = re.findall(r"^\| [^|]* \| (\d.*) \|$", part.partition("<!-- end -->")[0], re.MULTILINE)
+    cells = [row.split(" | ") for row in rows]
+    steps = [printed("2026-11-22-2xH200-training", name) for name in TRAINING]
+    layers = [printed("2026-11-22-2xH200-native", name) for name in LAYER]
+    ratios = [f"{int(a[2]) / int(b[2]):.1f}" for a, b in zip(*layers, strict=True)]
+    assert cells[:4] == [[f"{row[3]} ({row[4]}x)" for row in shapes] for shapes in steps]
+    assert cells[4:6] == [[f"{int(row[2]):,}" for row in shapes] for shapes in layers]
+    assert [f"{float(cell.rstrip('x')):.1f}" for cell in cells[6]] == ratios
+    assert len(cells) == 7

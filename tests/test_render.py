@@ -9,10 +9,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from megatron_versions import importable, python_path
 from packaging.version import Version
 
 from megatron_ncclep import config_files, render
@@ -46,7 +47,10 @@ def fake_commands(tmp_path: Path) -> dict[str, str]:
     """An environment where `ncclep` is this tree's, and srun and torchrun print their words."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    echo = 'printf "%s\\n" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-}" "$(basename "$0")" "$@"'
+    echo = (
+        'printf "%s\\n" "MASTER=${MASTER_ADDR:-}:${MASTER_PORT:-}" '
+        '"OMP_NUM_THREADS=${OMP_NUM_THREADS:-}" "$(basename "$0")" "$@"'
+    )
     programs = {
         "ncclep": f'exec {shlex.quote(sys.executable)} -m megatron_ncclep "$@"',
         "srun": echo,
@@ -164,23 +168,48 @@ def test_malformed_cluster_files_are_refused(write, text: str, message: str):
         render.read_cluster(write("bad", text))
 
 
-def test_keys_of_the_files_are_arguments_of_megatron():
-    """A key that Megatron-LM does not know, or a flag with a value, would fail only at launch."""
-    if Version(version("megatron-core")) < Version("0.17"):
-        pytest.skip("wheels of Megatron-Core before 0.17 have no argument parser")
-    listing = """
-import argparse, json
-from megatron.training.arguments import add_megatron_arguments
-parser = add_megatron_arguments(argparse.ArgumentParser())
-print(json.dumps({s: a.nargs for s, a in parser._option_string_actions.items()}))
-"""
+# Megatron-LM's parser is in the wheels of Megatron-Core from 0.17 on.
+WITH_PARSER = [release for release in importable() if Version(release) >= Version("0.17")]
+# tests/parsed_models.py composes for eight GPUs and the models that train on them.
+MODELS = [name for name in config_files.names("model") if name != "tiny"]
+# Its arguments are those of Megatron-Core 0.19.
+NEW = {"gpt-oss-120b": "0.19"}
+
+
+@pytest.fixture(scope="module", params=WITH_PARSER)
+def megatron_parser(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What tests/parsed_models.py finds with one release; its name is in it too."""
+    release = request.param
+    models = [name for name in MODELS if Version(release) >= Version(NEW.get(name, "0"))]
     done = subprocess.run(
-        [sys.executable, "-c", listing], text=True, capture_output=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    num_values = json.loads(done.stdout.splitlines()[-1])
+        [sys.executable, str(ROOT / "tests" / "parsed_models.py"), *models],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*python_path(release), str(ROOT)])},
+        text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout) | {"release": release}
+
+
+def test_megatron_takes_the_models(megatron_parser: dict[str, Any]):
+    """The numbers of the files arrive in the config that Megatron makes of its arguments."""
+    assert megatron_parser["models"]
+    for name, facts in megatron_parser["models"].items():
+        model = config_files.load("model", name)
+        assert facts.pop("moe_token_dispatcher_type") == "ncclep"
+        pattern = facts.pop("moe_layer_freq")
+        num_layers = len(pattern) if isinstance(pattern, list) else facts["num_layers"]
+        assert num_layers == model["num-layers"]
+        assert facts.pop("num_moe_experts") == model["num-experts"]
+        assert facts == {key: model[key.replace("_", "-")] for key in facts}, name
+
+
+def test_keys_of_the_files_are_arguments_of_megatron(megatron_parser: dict[str, Any]):
+    """A key that Megatron-LM does not know, or a flag with a value, would fail only at launch."""
+    num_values = megatron_parser["options"]
     for kind in config_files.KINDS:
         for name in config_files.names(kind):
+            if Version(megatron_parser["release"]) < Version(NEW.get(name, "0")):
+                continue
             content = (
                 render.read_cluster(name)["megatron"]
                 if kind == "cluster"
@@ -192,6 +221,17 @@ print(json.dumps({s: a.nargs for s, a in parser._option_string_actions.items()})
                 nargs = num_values[f"--{key}"]
                 assert isinstance(value, bool) == (nargs == 0), f"{where}: {value}, nargs {nargs}"
                 assert not isinstance(value, list) or nargs in ("*", "+"), where
+
+
+def test_a_slice_differs_from_its_model_where_it_says(write):
+    whole, part = (config_files.load("model", f"deepseek-v3{end}") for end in ("", "-4gpus"))
+    differing = {name for name in whole if part[name] != whole[name]}
+    assert differing == {"num-layers", "moe-layer-freq", "num-experts", "global-batch-size"}
+    assert set(part) == set(whole)
+    with pytest.raises(InputError, match="base: 'deepseek' must be another of the names deepseek-"):
+        config_files.load("model", write("a", "base: deepseek"))
+    with pytest.raises(InputError, match="base: 'tiny' must be another"):
+        config_files.load("model", write("tiny", "base: tiny"))
 
 
 # --- composition ---------------------------------------------------------------------------------
@@ -258,6 +298,18 @@ def test_a_flag_is_not_the_number_one(write):
 def test_number_of_processes(write):
     command = words(write("m", "lr: 1"), "ncclep", write("c", CLUSTER), nproc=4)
     assert command[command.index("--nproc-per-node") + 1] == "4"
+
+
+def test_tasks_of_srun_are_ranks(write):
+    """A torchrun between them would give them 30 s to save after a SIGTERM, and die of SIGUSR1."""
+    cluster = write("c", "srun: {ntasks: 2, kill-on-bad-exit: true}\nrun: {slurm: true}")
+    command = words(write("m", "lr: 1"), "ncclep", cluster)
+    assert command[: command.index("--lr")] == [
+        "srun", "--ntasks", "2", "--kill-on-bad-exit",
+        "python", "-m", "megatron_ncclep", "run", "--slurm", "pretrain_gpt.py",
+    ]  # fmt: skip
+    with pytest.raises(InputError, match=r"--nproc 4: .*srun starts the ranks: leave --nproc out"):
+        words(write("m", "lr: 1"), "ncclep", cluster, nproc=4)
 
 
 def test_expert_parallel_size_that_the_processes_cannot_form():
@@ -344,10 +396,11 @@ def test_slurm_script_fills_in_the_job(fake_commands):
     started = done.stdout.splitlines()
     started = started[started.index("srun") :]
     assert started[: started.index("-m")] == [
-        "srun", "--ntasks-per-node", "1", "--kill-on-bad-exit", "1",
-        "torchrun", "--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "c10d",
-        "--rdzv-id", "31234", "--rdzv-endpoint", "node7:21234",
+        "srun", "--ntasks", "16", "--ntasks-per-node", "8", "--cpu-bind", "none",
+        "--kill-on-bad-exit", "python",
     ]  # fmt: skip
+    assert started[started.index("-m") :][:4] == ["-m", "megatron_ncclep", "run", "--slurm"]
+    assert "MASTER=node7:21234" in done.stdout
 
 
 @pytest.mark.parametrize("missing", sorted(SLURM_JOB))
@@ -362,7 +415,7 @@ def test_slurm_script_names_a_variable_that_is_missing(fake_commands, missing: s
 def test_slurm_dry_run_needs_no_job(fake_commands):
     model = "tiny"
     done = run_script("train.slurm", "--dry-run", "--model", model, env=fake_commands)
-    assert '"${SLURM_JOB_ID}"' in done.stdout
+    assert 'MASTER_ADDR="${SLURMD_NODENAME}"' in done.stdout
 
 
 @pytest.mark.parametrize("script", ["launch_local.sh", "train.slurm"])

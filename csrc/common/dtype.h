@@ -23,4 +23,25 @@ constexpr int itemsize_of(DType dtype) {
   return 0;
 }
 
+// As torch calls it.
+constexpr const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kUint8:
+      return "uint8";
+    case DType::kInt32:
+      return "int32";
+    case DType::kInt64:
+      return "int64";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+  }
+  return "no dtype";
+}
+
 }  // namespace ncclep

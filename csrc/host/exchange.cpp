@@ -110,7 +110,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 HostExchange::HostExchange(int file, const std::string& token, int num_ranks, int rank)
     : num_ranks_(num_ranks), rank_(rank) {
   require(0 <= rank && rank < num_ranks && num_ranks <= kMaxRanks, "rank ", rank, " of ", num_ranks,
-          ": at most ", kMaxRanks, " ranks of one machine");
+          ": at most ", kMaxRanks, " ranks of one node");
   require(token.size() == kTokenBytes, "a token has ", kTokenBytes, " bytes, not ", token.size());
   num_bytes_ = sizeof(Segment) + num_ranks * sizeof(Rank);
   try {

@@ -1,4 +1,4 @@
-// Small messages between the hosts' processes of one machine, through shared memory.
+// Small messages between the hosts' processes of one node, through shared memory.
 #pragma once
 
 #include <atomic>
@@ -29,7 +29,7 @@ class HostExchange {
  public:
   // Bytes that one round moves; longer messages take several.
   static constexpr std::size_t kCapacity = 2048;
-  // Far more than a machine has: two messages of each take memory.
+  // Far more than a node has: two messages of each take memory.
   static constexpr int kMaxRanks = 4096;
   // How often a wait looks for dead peers and calls `poll`.
   static constexpr double kCheckInterval = 0.05;

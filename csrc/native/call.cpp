@@ -89,4 +89,48 @@ std::map<std::string, std::int64_t> values_of(std::uint64_t call) {
   return values;
 }
 
+const char* name_of(Phase phase) {
+  switch (phase) {
+    case Phase::kPlan:
+      return "plan";
+    case Phase::kRoutes:
+      return "plan, receiving routes";
+    case Phase::kDispatch:
+      return "dispatch";
+    case Phase::kCombine:
+      return "combine";
+    case Phase::kLowLatencyDispatch:
+      return "low-latency dispatch";
+    case Phase::kLowLatencyCombine:
+      return "low-latency combine";
+    case Phase::kNone:
+      break;
+  }
+  return "none";
+}
+
+const char* name_of(Reason reason) {
+  switch (reason) {
+    case Reason::kLate:
+      return "late";
+    case Reason::kDiffers:
+      return "differs";
+    case Reason::kRefused:
+      return "refused";
+    case Reason::kOutOfTurn:
+      return "out of turn";
+    case Reason::kNone:
+      break;
+  }
+  return "none";
+}
+
+Phase phase_of(const std::string& name) {
+  for (auto phase : {Phase::kPlan, Phase::kRoutes, Phase::kDispatch, Phase::kCombine,
+                     Phase::kLowLatencyDispatch, Phase::kLowLatencyCombine}) {
+    if (name == name_of(phase)) return phase;
+  }
+  fail("there is no phase '", name, "' of a call");
+}
+
 }  // namespace ncclep::native

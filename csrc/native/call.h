@@ -21,4 +21,10 @@ std::uint64_t call_of_plan(int top_k, int alignment, std::int64_t max_recv_rows)
 // The same, by name; without "phase" when there is no call.
 std::map<std::string, std::int64_t> values_of(std::uint64_t call);
 
+// What errors call a phase, and why a group has failed.
+const char* name_of(Phase phase);
+const char* name_of(Reason reason);
+// The phase of that name, which must be that of a call.
+Phase phase_of(const std::string& name);
+
 }  // namespace ncclep::native

@@ -34,7 +34,7 @@ bool has_shape(const Tensor& tensor, std::initializer_list<std::int64_t> shape) 
   return std::equal(tensor.shape.begin(), tensor.shape.end(), shape.begin(), shape.end());
 }
 
-std::int64_t num_tokens_of(const Plan& plan) { return plan.home.shape[1]; }
+std::int64_t num_tokens_of(const Plan& plan) { return plan.token_routes.shape[1]; }
 
 }  // namespace
 
@@ -58,13 +58,13 @@ void check_sizes(int max_tokens, int top_k, std::size_t row_bytes) {
           row_bytes, " bytes: a multiple of ", kVector, ", at most ", kMaxRowBytes);
 }
 
-void check_room(const Control& control, std::int64_t max_pairs, std::int64_t max_picks,
+void check_room(const Control& control, std::int64_t max_pairs, std::int64_t max_assignments,
                 int num_chunks) {
   const std::int64_t most_pairs = static_cast<std::int64_t>(control.num_ranks) * kMaxTokens;
   require(0 <= max_pairs && max_pairs <= most_pairs, "room for ", max_pairs, " pairs: at most ",
           most_pairs);
-  require(0 <= max_picks && max_picks <= most_pairs * kMaxTopK, "room for ", max_picks,
-          " picks: at most ", most_pairs * kMaxTopK);
+  require(0 <= max_assignments && max_assignments <= most_pairs * kMaxTopK, "room for ",
+          max_assignments, " assignments: at most ", most_pairs * kMaxTopK);
   require(0 <= num_chunks && num_chunks <= kMaxTokens / kChunk, num_chunks, " chunks: at most ",
           kMaxTokens / kChunk);
 }
@@ -80,9 +80,10 @@ void check_plan(const Control& control, const Plan& plan) {
       plan.counts.dtype == DType::kInt64 && has_shape(plan.counts, {2 * control.num_local() + 1}),
       "a plan's counts must be int64 [", 2 * control.num_local() + 1, "], not ",
       shape_of(plan.counts));
-  require(
-      plan.home.dtype == DType::kInt32 && plan.home.shape.size() == 2 && plan.home.shape[0] == 4,
-      "what a plan knows at home must be int32 [4, T], not ", shape_of(plan.home));
+  require(plan.token_routes.dtype == DType::kInt32 && plan.token_routes.shape.size() == 2 &&
+              plan.token_routes.shape[0] == 4,
+          "what a plan knows at the source rank must be int32 [4, T], not ",
+          shape_of(plan.token_routes));
   require(0 < plan.top_k && plan.top_k <= control.max_top_k, "a plan of top-k ", plan.top_k,
           ": the windows are for ", control.max_top_k, " at most");
   require(0 <= plan.num_chunks && plan.num_chunks <= control.max_chunks() &&
@@ -94,10 +95,10 @@ void check_plan(const Control& control, const Plan& plan) {
 void check_received(const Control& control, const Plan& plan) {
   check_plan(control, plan);
   require(plan.routes.data != nullptr && plan.num_rows >= 0 && plan.num_pairs <= plan.max_pairs &&
-              plan.num_picks <= plan.max_picks,
+              plan.num_assignments <= plan.max_assignments,
           "a plan whose routes were not received: there is room for ", plan.max_pairs,
-          " pairs and ", plan.max_picks, " picks, and it has ", plan.num_pairs, " and ",
-          plan.num_picks);
+          " pairs and ", plan.max_assignments, " assignments, and it has ", plan.num_pairs, " and ",
+          plan.num_assignments);
 }
 
 void check_topk(const Plan& plan, const Tensor& topk_idx, int alignment) {
@@ -114,7 +115,7 @@ void check_drop(const Control& control, const Plan& plan, std::int64_t max_recv_
   require(0 < max_recv_rows && max_recv_rows <= INT32_MAX, "max_recv_rows ", max_recv_rows,
           ": from 1 to 2^31 - 1");
   require(kept.dtype == DType::kInt32 && has_shape(kept, {num_tokens_of(plan), plan.top_k}),
-          "the picks that are kept must be int32 [", num_tokens_of(plan), ", ", plan.top_k,
+          "the assignments that are kept must be int32 [", num_tokens_of(plan), ", ", plan.top_k,
           "] for this plan, not ", shape_of(kept));
   require(!lacked || (lacked->dtype == DType::kInt64 && has_shape(*lacked, {control.num_ranks})),
           "what ranks lacked must be int64 [", control.num_ranks, "]");
@@ -125,14 +126,14 @@ void check_routes(const Tensor& routes, std::int64_t size) {
           "a plan's routes must be int32 [", size, "], not ", shape_of(routes));
 }
 
-void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const Tensor& home_rows,
-                const std::optional<Tensor>& home_w, const Tensor& rows,
+void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const Tensor& token_rows,
+                const std::optional<Tensor>& topk_w, const Tensor& rows,
                 const std::optional<Tensor>& row_w) {
   const bool is_dispatch = phase == Phase::kDispatch;
   const char* what = is_dispatch ? "dispatch" : "combine";
-  require(home_rows.shape.size() == 2 && rows.shape.size() == 2 &&
-              home_rows.shape[1] == rows.shape[1] && home_rows.dtype == rows.dtype,
-          what, ": rows ", shape_of(home_rows), " and ", shape_of(rows),
+  require(token_rows.shape.size() == 2 && rows.shape.size() == 2 &&
+              token_rows.shape[1] == rows.shape[1] && token_rows.dtype == rows.dtype,
+          what, ": rows ", shape_of(token_rows), " and ", shape_of(rows),
           " must be as long as each other, and of one dtype");
   require(rows.dtype == DType::kFloat32 || rows.dtype == DType::kFloat16 ||
               rows.dtype == DType::kBFloat16 || (is_dispatch && rows.dtype == DType::kUint8),
@@ -142,20 +143,20 @@ void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const 
   require(0 < hidden && hidden <= max_row_bytes / itemsize && hidden * itemsize % kVector == 0,
           what, ": rows of ", hidden, " numbers of ", itemsize, " bytes must have a multiple of ",
           kVector, " bytes, and the windows are for ", max_row_bytes, " at most");
-  for (const Tensor* tensor : {&home_rows, &rows}) {
+  for (const Tensor* tensor : {&token_rows, &rows}) {
     require(reinterpret_cast<std::uintptr_t>(tensor->data) % kVector == 0, what,
             ": rows must start at a multiple of ", kVector, " bytes, not at ", tensor->data);
   }
-  require(home_rows.shape[0] == num_tokens_of(plan) && rows.shape[0] == plan.num_rows, what,
-          ": rows ", shape_of(home_rows), " at home and ", shape_of(rows),
+  require(token_rows.shape[0] == num_tokens_of(plan) && rows.shape[0] == plan.num_rows, what,
+          ": rows ", shape_of(token_rows), " at the source rank and ", shape_of(rows),
           " at the experts, but the plan has ", num_tokens_of(plan), " and ", plan.num_rows);
-  require(home_w.has_value() == row_w.has_value(), what, ": weights must go in and come out");
-  if (!home_w) return;
-  require(home_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
-              has_shape(*home_w, {num_tokens_of(plan), plan.top_k}) &&
+  require(topk_w.has_value() == row_w.has_value(), what, ": weights must go in and come out");
+  if (!topk_w) return;
+  require(topk_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
+              has_shape(*topk_w, {num_tokens_of(plan), plan.top_k}) &&
               has_shape(*row_w, {plan.num_rows}),
           what, ": weights must be fp32 [", num_tokens_of(plan), ", ", plan.top_k, "] and [",
-          plan.num_rows, "], not ", shape_of(*home_w), " and ", shape_of(*row_w));
+          plan.num_rows, "], not ", shape_of(*topk_w), " and ", shape_of(*row_w));
 }
 
 void check_sums(const std::optional<Tensor>& sums, std::int64_t num_sums, const Tensor& rows) {

@@ -18,7 +18,7 @@ void check_timeout(double seconds);
 void check_group(int num_ranks, int num_experts, double timeout_s);
 // Of windows.
 void check_sizes(int max_tokens, int top_k, std::size_t row_bytes);
-void check_room(const Control& control, std::int64_t max_pairs, std::int64_t max_picks,
+void check_room(const Control& control, std::int64_t max_pairs, std::int64_t max_assignments,
                 int num_chunks);
 
 // Of the GPU's `max_sms`.
@@ -33,10 +33,10 @@ void check_topk(const Plan& plan, const Tensor& topk_idx, int alignment);
 void check_drop(const Control& control, const Plan& plan, std::int64_t max_recv_rows,
                 const Tensor& kept, const std::optional<Tensor>& lacked);
 void check_routes(const Tensor& routes, std::int64_t size);
-// `home_rows` and `home_w` are [T, H] and [T, K], `rows` and `row_w` [N, H] and [N]; the weights
+// `token_rows` and `topk_w` are [T, H] and [T, K], `rows` and `row_w` [N, H] and [N]; the weights
 // are both there or not.  Dispatch copies rows, so that they may be bytes; combine adds them up.
-void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const Tensor& home_rows,
-                const std::optional<Tensor>& home_w, const Tensor& rows,
+void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const Tensor& token_rows,
+                const std::optional<Tensor>& topk_w, const Tensor& rows,
                 const std::optional<Tensor>& row_w);
 void check_sums(const std::optional<Tensor>& sums, std::int64_t num_sums, const Tensor& rows);
 

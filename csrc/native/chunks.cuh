@@ -1,10 +1,10 @@
 // A rank's tokens in chunks, in shared memory: what the kernels of plan have in common.
 //
-// Every CTA has a stretch of chunks and holds as many of them at a time as fit.  For each chunk it
-// has a bitmap over the tokens for every *column*: who has a pick for an expert, then who has a
-// pair on a rank.  Places are prefix sums over tokens: inside a chunk the population count of a
-// bitmap, over the chunks and CTAs before it sums of such counts.  Nothing depends on the order in
-// which threads run.
+// Every CTA has a range of chunks and holds as many of them at a time as fit.  For each chunk it
+// has a bitmap over the tokens for every *column*: who has an assignment for an expert, then who
+// has a pair on a rank.  Places are prefix sums over tokens: inside a chunk the population count of
+// a bitmap, over the chunks and CTAs before it sums of such counts.  Nothing depends on the order
+// in which threads run.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -40,8 +40,8 @@ struct Share {
   NCCLEP_BOTH int part_size() const { return num_columns() + 1; }
 
   // Where the arrays of `Held` lie, as multiples of `held`.
-  NCCLEP_BOTH std::size_t picks() const { return num_columns() * sizeof(ulonglong2); }
-  NCCLEP_BOTH std::size_t of_token() const { return picks() + 2 * kChunk * top_k; }
+  NCCLEP_BOTH std::size_t assignments() const { return num_columns() * sizeof(ulonglong2); }
+  NCCLEP_BOTH std::size_t of_token() const { return assignments() + 2 * kChunk * top_k; }
   NCCLEP_BOTH std::size_t before() const { return of_token() + 2 * kChunk * num_ranks; }
   NCCLEP_BOTH std::size_t of_rank() const { return before() + 4 * num_columns(); }
   NCCLEP_BOTH std::size_t held_bytes() const { return of_rank() + 4 * num_ranks; }
@@ -57,15 +57,15 @@ inline Share share_out(int num_tokens, int top_k, const Control& control, int nu
 
 // Chunks in shared memory.  `[chunk]` counts the held ones, and a token's place is in its chunk.
 struct Held {
-  ulonglong2* bitmaps;      // [chunk][column]
-  std::int16_t* picks;      // [chunk][place][k]: expert, or -1
-  std::uint16_t* of_token;  // [chunk][rank][place]: what a token has for a rank
-  std::int32_t* before;     // [chunk][column]: in this rank's tokens before the chunk
-  std::int32_t* of_rank;    // [chunk][rank]
+  ulonglong2* bitmaps;        // [chunk][column]
+  std::int16_t* assignments;  // [chunk][place][k]: expert, or -1
+  std::uint16_t* of_token;    // [chunk][rank][place]: what a token has for a rank
+  std::int32_t* before;       // [chunk][column]: in this rank's tokens before the chunk
+  std::int32_t* of_rank;      // [chunk][rank]
 
   __device__ Held(const Share& share, char* memory)
       : bitmaps(reinterpret_cast<ulonglong2*>(memory)),
-        picks(reinterpret_cast<std::int16_t*>(memory + share.held * share.picks())),
+        assignments(reinterpret_cast<std::int16_t*>(memory + share.held * share.assignments())),
         of_token(reinterpret_cast<std::uint16_t*>(memory + share.held * share.of_token())),
         before(reinterpret_cast<std::int32_t*>(memory + share.held * share.before())),
         of_rank(reinterpret_cast<std::int32_t*>(memory + share.held * share.of_rank())) {}
@@ -122,7 +122,8 @@ __device__ std::int16_t expert_of(Index value, int num_experts, bool& is_good) {
 
 // `number` entries of topk_idx to shared memory; what is no expert becomes -1.
 template <typename Index>
-__device__ bool load_picks(const Index* from, int number, int num_experts, std::int16_t* picks) {
+__device__ bool load_assignments(const Index* from, int number, int num_experts,
+                                 std::int16_t* assignments) {
   constexpr int kWidth = 16 / sizeof(Index), kUnroll = 4;
   struct alignas(16) Vector {
     Index values[kWidth];
@@ -142,18 +143,19 @@ __device__ bool load_picks(const Index* from, int number, int num_experts, std::
       if (i >= num_vectors) break;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        picks[i * kWidth + j] = expert_of(loaded[u].values[j], num_experts, is_good);
+        assignments[i * kWidth + j] = expert_of(loaded[u].values[j], num_experts, is_good);
       }
     }
   }
   for (int i = num_vectors * kWidth + threadIdx.x; i < number; i += kPlanThreads) {
-    picks[i] = expert_of(from[i], num_experts, is_good);
+    assignments[i] = expert_of(from[i], num_experts, is_good);
   }
   return is_good;
 }
 
-// Reads `chunks` chunks: picks, bitmaps, and in `of_token` the picks of each token for each rank.
-// Calls `each(token, ranks, picks)` with one bit for each rank and pick.  False for a thread that
+// Reads `chunks` chunks: assignments, bitmaps, and in `of_token` the assignments of each token for
+// each rank. Calls `each(token, ranks, assignments)` with one bit for each rank and assignment.
+// False for a thread that
 // has met what is no expert, or one named before by the same token: it counts as not routed.
 template <typename Index, typename Each>
 __device__ bool read_chunks(const Share& share, const Held& held, const void* topk_idx,
@@ -167,30 +169,30 @@ __device__ bool read_chunks(const Share& share, const Held& held, const void* to
   }
   const auto* from =
       static_cast<const Index*>(topk_idx) + static_cast<std::size_t>(first_token) * top_k;
-  bool is_good = load_picks(from, tokens * top_k, share.num_experts, held.picks);
+  bool is_good = load_assignments(from, tokens * top_k, share.num_experts, held.assignments);
   __syncthreads();
   for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
     const int chunk = i / kChunk, place = i % kChunk;
     auto* words = reinterpret_cast<unsigned int*>(held.bitmaps + chunk * columns) + place / 32;
     const unsigned int bit = 1u << place % 32;
-    std::uint32_t ranks = 0, picks = 0;
+    std::uint32_t ranks = 0, assignments = 0;
     for (int k = 0; k < top_k; ++k) {
-      const int expert = held.picks[i * top_k + k];
+      const int expert = held.assignments[i * top_k + k];
       if (expert < 0) continue;
       if (atomicOr(words + 4 * expert, bit) & bit) {
-        held.picks[i * top_k + k] = -1;
+        held.assignments[i * top_k + k] = -1;
         is_good = false;
         continue;
       }
       const int rank = expert / num_local;
       held.of_token[(chunk * num_ranks + rank) * kChunk + place] += 1;
       ranks |= 1u << rank;
-      picks |= 1u << k;
+      assignments |= 1u << k;
     }
     for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
       atomicOr(words + 4 * (share.num_experts + __ffs(left) - 1), bit);
     }
-    each(first_token + i, ranks, picks);
+    each(first_token + i, ranks, assignments);
   }
   __syncthreads();
   return is_good;

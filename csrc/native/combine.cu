@@ -12,8 +12,8 @@
 // ones store into the windows of other ranks themselves.
 //
 // *Summing* CTAs wait for the chunks of this rank's own tokens and add the ranks' parts up in
-// ascending order, this rank's own part straight from its rows, unrounded.  They take tokens by
-// tickets, and warps of the other kinds join them when their own work is done.
+// ascending order, this rank's own part straight from its rows, unrounded.  They claim tokens from
+// a work counter, and warps of the other kinds join them when their own work is done.
 //
 // The window for sums has a row for each (token, rank).  Nobody sends into a rank's window before
 // that rank has entered this combine, and so has left the one before.
@@ -32,8 +32,8 @@
 #include "native/ring.cuh"
 #include "native/send.cuh"
 #include "native/split.h"
-#include "native/tickets.cuh"
 #include "native/wait.cuh"
+#include "native/work_counter.cuh"
 
 namespace ncclep::native {
 
@@ -50,11 +50,12 @@ __device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool s
   const int lane = threadIdx.x % kWarpSize;
   PairCursor cursor(me, routes, crew, warp);
   const bool sends_weights = sends && job.has_weights;
-  // Routes are read ahead: of the pair after the next, where its picks are; of the next, its slots.
+  // Routes are read ahead: of the pair after the next, where its assignments are; of the next, its
+  // slots.
   struct Pair {
     bool is_there = false;
     int pair = 0, token = 0, first = 0, end = 0;
-    int slot = 0, home = 0;  // of this lane's pick
+    int slot = 0, index = 0;  // of this lane's assignment
   };
   const auto find = [&] {
     Pair found;
@@ -69,8 +70,8 @@ __device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool s
   };
   const auto find_slot = [&](Pair& found) {
     if (!found.is_there || lane >= found.end - found.first) return;
-    found.slot = routes.pick_slot[found.first + lane];
-    if (sends_weights) found.home = routes.pick_home[found.first + lane];
+    found.slot = routes.assignment_slot[found.first + lane];
+    if (sends_weights) found.index = routes.assignment_index[found.first + lane];
   };
   Pair now, following = find(), second = find();
   find_slot(following);
@@ -79,7 +80,7 @@ __device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool s
   float weight = 0;
   bool has_entered = !sends;
   const auto next = [&](Sum* sum) {
-    if (sends_weights && now.is_there && lane < now.end - now.first) values[now.home] = weight;
+    if (sends_weights && now.is_there && lane < now.end - now.first) values[now.index] = weight;
     now = following;
     if (!now.is_there) return false;
     following = second;
@@ -137,24 +138,24 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
   // As in `add`: of the token after the next, its masks; of the next, its own slots.
   struct Token {
     int token = 0;
-    std::uint32_t ranks = 0, picks = 0, own_picks = 0;
+    std::uint32_t ranks = 0, assignments = 0, own_assignments = 0;
     int first = 0, slot = 0;
   };
-  Tickets tickets(me);
+  WorkCounter counter(me);
   const auto find = [&] {
     Token found;
-    found.token = tickets.take();
+    found.token = counter.take();
     if (found.token < job.num_tokens) {
-      found.ranks = job.home.token_ranks[found.token];
-      found.picks = job.home.token_picks[found.token];
-      found.own_picks = job.home.own_picks[found.token];
-      found.first = job.home.own_first[found.token];
+      found.ranks = job.token_routes.token_ranks[found.token];
+      found.assignments = job.token_routes.token_assignments[found.token];
+      found.own_assignments = job.token_routes.own_assignments[found.token];
+      found.first = job.token_routes.own_first[found.token];
     }
     return found;
   };
   const auto find_slot = [&](Token& found) {
-    if (lane < __popc(found.own_picks)) {
-      found.slot = routes.pick_slot[first_own + found.first + lane];
+    if (lane < __popc(found.own_assignments)) {
+      found.slot = routes.assignment_slot[first_own + found.first + lane];
     }
   };
   Token following = find(), second = find();
@@ -174,7 +175,7 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
     }
     if (!__all_sync(~0u, is_here)) return false;
     // Parts of lower ranks, own rows, parts of higher ranks; or own rows first.
-    const int own_rows = __popc(now.own_picks);
+    const int own_rows = __popc(now.own_assignments);
     const std::uint32_t lower_lanes = (1u << lane) - 1, lower_ranks = (1u << me.rank) - 1;
     const int parts_before = __popc(others & lower_ranks);
     const bool is_own_first = !kHasParts || parts_before < 2;
@@ -195,11 +196,12 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
     sum->out = job.out + static_cast<std::size_t>(now.token) * job.row_bytes;
     if (job.has_weights) {
       const std::size_t first = static_cast<std::size_t>(now.token) * job.top_k;
-      if (lane < job.top_k && !(now.own_picks >> lane & 1)) {
-        job.home_w[first + lane] = now.picks >> lane & 1 ? __ldcg(values + first + lane) : 0.0f;
+      if (lane < job.top_k && !(now.own_assignments >> lane & 1)) {
+        job.topk_w[first + lane] =
+            now.assignments >> lane & 1 ? __ldcg(values + first + lane) : 0.0f;
       }
       if (lane < own_rows) {
-        job.home_w[routes.pick_home[first_own + now.first + lane]] = job.w[now.slot];
+        job.topk_w[routes.assignment_index[first_own + now.first + lane]] = job.w[now.slot];
       }
     }
     return true;
@@ -214,7 +216,7 @@ __device__ void finish(const Rank& me, const Combine& job, std::uint64_t entry,
   if (has_failed(me)) {
     spoil(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);
     if (job.has_weights) {
-      spoil(job.home_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
+      spoil(job.topk_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
     }
   }
   if (threadIdx.x == 0) {

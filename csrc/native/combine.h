@@ -1,4 +1,5 @@
-// Step 3, combine: expert ranks add up and send one row for each pair, home adds up the ranks.
+// Step 3, combine: expert ranks add up and send one row for each pair, the source rank adds up the
+// ranks.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +15,12 @@ struct Combine {
   char* sums;      // [pairs, hidden]: scratch for what is sent to other ranks
   const float* w;  // [num_rows], or null
   char* out;       // [T, hidden]
-  float* home_w;   // [T, K], or null
+  float* topk_w;   // [T, K], or null
   // Says whether there are weights: a tensor without elements has a null pointer too.
   bool has_weights;
   DType dtype;  // kBFloat16, kFloat16 or kFloat32
   int num_tokens, top_k, row_bytes;
-  HomeRoutes home;
+  TokenRoutes token_routes;
   ReceivedRoutes routes;
 };
 

@@ -5,11 +5,11 @@
 // first ones are small, and all CTAs stage the very first, because nothing can be pulled before
 // they are over.  When all is staged these CTAs pull, too.
 //
-// *Pulling* warps take rows by tickets, fetch a row over NVLink once, into a ring of stages in
-// shared memory, and store it to all of its slots from there; each waits only for the phase that
-// its next row belongs to.  The *watching* warp of a CTA looks for the phases that other ranks have
-// finished and tells the pulling warps: looking in shared memory costs them next to nothing.  When
-// it has seen all, it puts the weights into their slots.
+// *Pulling* warps claim rows from a work counter, fetch a row over NVLink once, into a ring of
+// stages in shared memory, and store it to all of its slots from there; each waits only for the
+// phase that its next row belongs to.  The *watching* warp of a CTA looks for the phases that other
+// ranks have finished and tells the pulling warps: looking in shared memory costs them next to
+// nothing.  When it has seen all, it puts the weights into their slots.
 //
 // The window has two halves, for dispatches that follow each other: a rank that is still pulling
 // the last dispatch is not disturbed by this one.  Nobody pulls the one before it any more: all
@@ -25,8 +25,8 @@
 #include "native/progress.cuh"
 #include "native/ring.cuh"
 #include "native/split.h"
-#include "native/tickets.cuh"
 #include "native/wait.cuh"
+#include "native/work_counter.cuh"
 
 namespace ncclep::native {
 
@@ -55,11 +55,11 @@ __device__ void zero_with_warp(char* to, int bytes, int lane) {
   }
 }
 
-// Where a rank finds the weights of the picks of `source`.
+// Where a rank finds the weights of the assignments of `source`.
 __device__ float* weights_at(const Rank& me, int rank, int source, std::uint64_t parity) {
   const Control& layout = me.control;
   return reinterpret_cast<float*>(me.control_of[rank] + layout.weights()) +
-         (parity * layout.num_ranks + source) * layout.picks();
+         (parity * layout.num_ranks + source) * layout.assignments();
 }
 
 // The weights of a phase's tokens into everybody's windows, by one warp of each staging CTA.
@@ -176,24 +176,24 @@ __device__ void place_weights(const Rank& me, const Dispatch& job, std::uint64_t
   for (int source = 0; source < me.control.num_ranks; ++source) {
     const float* weights = source == me.rank ? job.w : weights_at(me, me.rank, source, parity);
     const int end = routes.pair_first[routes.first_pair[source + 1]];
-    int pick = routes.pair_first[routes.first_pair[source]] + blockIdx.x * kWarpSize +
-               threadIdx.x % kWarpSize;
-    for (; pick < end; pick += kUnroll * step) {
-      int slot[kUnroll], home[kUnroll];
+    int assignment = routes.pair_first[routes.first_pair[source]] + blockIdx.x * kWarpSize +
+                     threadIdx.x % kWarpSize;
+    for (; assignment < end; assignment += kUnroll * step) {
+      int slot[kUnroll], index[kUnroll];
       float weight[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (pick + u * step >= end) break;
-        slot[u] = routes.pick_slot[pick + u * step];
-        home[u] = routes.pick_home[pick + u * step];
+        if (assignment + u * step >= end) break;
+        slot[u] = routes.assignment_slot[assignment + u * step];
+        index[u] = routes.assignment_index[assignment + u * step];
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (pick + u * step < end) weight[u] = __ldcg(weights + home[u]);
+        if (assignment + u * step < end) weight[u] = __ldcg(weights + index[u]);
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (pick + u * step < end) job.row_w[slot[u]] = weight[u];
+        if (assignment + u * step < end) job.row_w[slot[u]] = weight[u];
       }
     }
   }
@@ -218,18 +218,19 @@ __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape
   }
   const int items = most_pairs * num_ranks * shape.pieces;
 
-  // Routes are read ahead: of the item after the next, where its picks are; of the next, its slots.
+  // Routes are read ahead: of the item after the next, where its assignments are; of the next, its
+  // slots.
   struct Item {
     bool is_there = false;
     int source = 0, piece = 0, token = 0, first = 0, end = 0;
-    int slot = -1;  // of this lane's pick
+    int slot = -1;  // of this lane's assignment
   };
-  Tickets tickets(me);
+  WorkCounter counter(me);
   int item = 0;
   const auto find = [&] {
     Item found;
     while (item < items && !found.is_there) {
-      item = tickets.take();
+      item = counter.take();
       if (item >= items) break;
       const int turn = item / shape.pieces;
       // At every moment the warps of all CTAs pull from all ranks.
@@ -246,7 +247,7 @@ __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape
   };
   const auto find_slots = [&](Item& found) {
     if (!found.is_there || lane >= found.end - found.first) return;
-    found.slot = routes.pick_slot[found.first + lane];
+    found.slot = routes.assignment_slot[found.first + lane];
   };
   Item following = find(), second = find();
   find_slots(following);

@@ -60,6 +60,7 @@ __device__ inline std::uint64_t wait_for_entry(const Rank& me, Phase phase, int 
 __device__ inline void compare_entries(const Rank& me, Phase phase, std::uint64_t number,
                                        std::uint64_t epoch) {
   const int peer = threadIdx.x % kMaxRanks;
+  const std::uint64_t begin = now_ns();
   if (peer < me.control.num_ranks) {
     const std::uint64_t entry = wait_for_entry(me, phase, peer, number, epoch);
     if (entry != 0 && entry != entry_of(me, number)) {
@@ -67,6 +68,8 @@ __device__ inline void compare_entries(const Rank& me, Phase phase, std::uint64_
     }
   }
   __syncwarp();
+  // Operations of a group run one after the other, so that nobody else adds to it.
+  if (peer == 0) me.state->waited_ns += now_ns() - begin;
 }
 
 static_assert(kMaxRanks == 32, "a lane for each rank");

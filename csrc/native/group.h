@@ -18,7 +18,7 @@ namespace ncclep::native {
 
 // What a rank will receive, as the device told the host.
 struct PlanSizes {
-  std::int64_t num_rows, num_pairs, num_picks;
+  std::int64_t num_rows, num_pairs, num_assignments;
   std::uint32_t bad_ranks;
 };
 
@@ -34,16 +34,17 @@ struct Failure {
 
 // A plan's memory, as Python allocated it, and what is in it.
 struct Plan {
-  Tensor counts;   // int64 [2 * experts of this rank + 1]: padded, routed, number dropped
-  Tensor home;     // int32 [4, T]
-  int num_chunks;  // of the rank with the most tokens, or of more
+  Tensor counts;        // int64 [2 * experts of this rank + 1]: padded, routed, number dropped
+  Tensor token_routes;  // int32 [4, T]
+  int num_chunks;       // of the rank with the most tokens, or of more
   int top_k;
   std::uint64_t number;  // the same on all ranks
   // What plan_receive adds.
-  std::int64_t max_pairs = 0, max_picks = 0;  // that the routes have room for
-  Tensor routes;                              // int32 [routes_size(...)]; the caller keeps it
-  // Pairs and picks that there are, where the host knows, and otherwise the most there can be.
-  std::int64_t num_pairs = 0, num_picks = 0;
+  std::int64_t max_pairs = 0, max_assignments = 0;  // that the routes have room for
+  Tensor routes;                                    // int32 [routes_size(...)]; the caller keeps it
+  // Pairs and assignments that there are, where the host knows, and otherwise the most there can
+  // be.
+  std::int64_t num_pairs = 0, num_assignments = 0;
   // Of the dispatched tensor; negative as long as nobody has said.
   std::int64_t num_rows = -1;
 };
@@ -93,26 +94,30 @@ class Group {
   bool was_captured() const { return was_captured_; }
 
   // int32 of a plan's routes.
-  std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_picks, int num_chunks) const;
+  std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_assignments,
+                           int num_chunks) const;
 
   // Queues a whole plan.  In static mode `max_recv_rows` is not 0; if there may be more than that,
   // what fits is written to `kept` first, int32 [T, K], and what ranks lacked so far to `lacked`,
   // int64 [R] (overflow.h).  Returns what wait_for_sizes takes; in static mode there is nothing to
-  // wait for.  If the plan has more pairs or picks than there is room for, `plan_receive` has to
-  // follow.
+  // wait for.  If the plan has more pairs or assignments than there is room for, `plan_receive` has
+  // to follow.
   std::uint32_t plan(Plan& plan, const Tensor& topk_idx, int alignment, std::int64_t max_recv_rows,
                      const std::optional<Tensor>& kept, const std::optional<Tensor>& lacked,
-                     std::int64_t max_pairs, std::int64_t max_picks, const Tensor& routes,
+                     std::int64_t max_pairs, std::int64_t max_assignments, const Tensor& routes,
                      int num_sms, std::uintptr_t stream);
   // Queues its end once more, with more room.  `routes` belongs to the plan from now on, in place
   // of those that it had.
-  void plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
+  void plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
                     const Tensor& routes, int num_sms, std::uintptr_t stream);
   // Waits on the host, not for the stream's other work, until the device has counted.  Empty when a
   // wait on the device failed meanwhile.  `poll` is called now and then, and may throw.
   std::optional<PlanSizes> wait_for_sizes(Plan& plan, std::uint32_t ticket,
                                           const Tensor& rows_of_expert, std::uintptr_t stream,
                                           const std::function<void()>& poll) const;
+  // Queues writing down, int64 [1], for how many nanoseconds the kernels before have waited for
+  // other ranks to enter the same call, in all.
+  void copy_waited_ns(const Tensor& out, std::uintptr_t stream) const;
   // Whose routing was bad in a static plan, one bit each, as far as the device has come; forgets it
   // if told so, when nothing may be under way.
   std::uint32_t bad_ranks(bool forget);
@@ -123,7 +128,7 @@ class Group {
   std::int64_t sums_size(const Plan& plan, int num_sms, int row_bytes) const;
   void combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
                const std::optional<Tensor>& sums, const Tensor& out,
-               const std::optional<Tensor>& home_w, int num_sms, std::uintptr_t stream);
+               const std::optional<Tensor>& topk_w, int num_sms, std::uintptr_t stream);
 
   // Queues telling the other ranks that this one goes no further, whose waits end then; nothing
   // that is queued from now on does anything here.  Not collective.  Without windows nobody waits.
@@ -143,8 +148,9 @@ class Group {
   // this is up to the caller: a graph must not run beside other work of the group.
   void queue(std::uintptr_t stream, const std::function<void()>& launch);
   void check_num_ctas(int num_ctas) const;
-  // Whose routing was bad in a low-latency dispatch, one bit each, as far as the device has come.
-  std::uint32_t bad_low_latency() const;
+  // Whose routing was bad in a low-latency dispatch, one bit each, as far as the device has come;
+  // `forget` as in bad_ranks.
+  std::uint32_t bad_low_latency(bool forget);
 
  private:
   // The last operation that was queued, or captured.
@@ -160,7 +166,7 @@ class Group {
   int free_state();
   void require_open() const;
   PlanScratch plan_scratch(int num_sms) const;
-  void take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_picks,
+  void take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
                    const Tensor& routes) const;
   std::shared_ptr<Communicator> communicator_;
   Control control_;

@@ -1,8 +1,9 @@
-// Low-latency combine: what experts made of each row goes to its home, which adds up
+// Low-latency combine: what experts made of each row goes to its source rank, which adds up
 // (low_latency.h).
 //
 // A rank adds up the rows that it has for a place in fp32, in the order that it is given, and sends
-// the sum, rounded once; home adds the ranks' sums in fp32, in ascending order of ranks, its own
+// the sum, rounded once; the source rank adds the ranks' sums in fp32, in ascending order of ranks,
+// its own
 // unrounded, and rounds once: the contract's order.  With a row for each place there is nothing to
 // add at the experts, and rows cross as they are.
 #include <cuda_runtime.h>
@@ -120,12 +121,12 @@ __device__ void send_back(const Rank& me, const LowLatencyRank& ll, const LowLat
   }
 }
 
-// What home adds for a token, in pieces of its row; by one warp each.
+// What the source rank adds for a token, in pieces of its row; by one warp each.
 template <typename T>
-class Home {
+class SourceSums {
  public:
-  __device__ Home(const Rank& me, const LowLatencyRank& ll, const LowLatencyCombine& job,
-                  const Places& places)
+  __device__ SourceSums(const Rank& me, const LowLatencyRank& ll, const LowLatencyCombine& job,
+                        const Places& places)
       : me_(me), ll_(ll), job_(job), places_(places) {}
 
   // What does not depend on other ranks.  `item`: piece by piece, token by token.
@@ -230,8 +231,8 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
   const int items = job.num_tokens * pieces, step = gridDim.x * kLlWarps;
   int item = thread / 32 * gridDim.x + blockIdx.x;
-  Home<T> home(me, ll, job, places);
-  if (item < items) home.begin(item);
+  SourceSums<T> sums(me, ll, job, places);
+  if (item < items) sums.begin(item);
   // Every CTA waits for every rank, whether it has a part for this one or not: nobody may leave
   // before all have sent (low_latency.h).
   if (thread < window.num_ranks && !has_failed) {
@@ -240,9 +241,9 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   }
   has_failed = __syncthreads_or(has_failed);
   while (item < items) {
-    home.finish(!has_failed);
+    sums.finish(!has_failed);
     item += step;
-    if (item < items) home.begin(item);
+    if (item < items) sums.begin(item);
   }
 }
 

@@ -1,5 +1,5 @@
-// Low-latency dispatch: rows from their home straight into the windows of the ranks that have
-// experts for them (low_latency.h).
+// Low-latency dispatch: rows from their source rank straight into the windows of the ranks that
+// have experts for them (low_latency.h).
 //
 // Example: two ranks, four experts, top-2; rank 1 holds experts 2 and 3.  Rank 0's tokens 0, 1, 2
 // name experts (0, 1), (3, 0), (2, 3).  Rank 1 gets two rows from rank 0: token 1 at place 0, with
@@ -13,9 +13,9 @@ namespace ncclep::native {
 
 namespace {
 
-__device__ std::int64_t expert_at(const LowLatencyDispatch& job, int pick) {
-  if (job.is_int64) return static_cast<const std::int64_t*>(job.topk_idx)[pick];
-  return static_cast<const std::int32_t*>(job.topk_idx)[pick];
+__device__ std::int64_t expert_at(const LowLatencyDispatch& job, int assignment) {
+  if (job.is_int64) return static_cast<const std::int64_t*>(job.topk_idx)[assignment];
+  return static_cast<const std::int32_t*>(job.topk_idx)[assignment];
 }
 
 __device__ bool is_expert(const Rank& me, std::int64_t expert) {
@@ -36,7 +36,8 @@ __device__ std::uint32_t find_ranks(const Rank& me, const LowLatencyDispatch& jo
 }
 
 // A token's experts and weights, and the scales of its row, to all of `ranks`; by one warp, whose
-// lane r has its place at rank r.  False if its routing is bad: such a pick counts as not routed.
+// lane r has its place at rank r.  False if its routing is bad: such an assignment counts as not
+// routed.
 __device__ bool send_header(const Rank& me, const LowLatencyRank& ll, const LowLatencyDispatch& job,
                             int token, std::uint32_t ranks, int own_place) {
   const LowLatencyWindow& window = ll.window;
@@ -49,7 +50,7 @@ __device__ bool send_header(const Rank& me, const LowLatencyRank& ll, const LowL
   }
   int expert = is_expert(me, named) ? static_cast<int>(named) : -1;
   bool is_good = expert == named || named == -1;
-  // Of an expert that is named twice the first pick counts.
+  // Of an expert that is named twice the first assignment counts.
   const std::uint32_t same = __match_any_sync(~0u, expert);
   if (expert >= 0 && (same & ((1u << lane) - 1)) != 0) {
     is_good = false;
@@ -64,10 +65,10 @@ __device__ bool send_header(const Rank& me, const LowLatencyRank& ll, const LowL
     const std::size_t row = row_at(window, me.rank, place);
     if (lane < window.top_k) {
       const bool is_its = expert >= 0 && expert / num_local == rank;
-      const std::size_t pick = row * window.top_k + lane;
-      reinterpret_cast<std::int32_t*>(to + window.experts())[pick] =
+      const std::size_t assignment = row * window.top_k + lane;
+      reinterpret_cast<std::int32_t*>(to + window.experts())[assignment] =
           is_its ? expert % num_local : -1;
-      reinterpret_cast<float*>(to + window.weights())[pick] = is_its ? weight : 0;
+      reinterpret_cast<float*>(to + window.weights())[assignment] = is_its ? weight : 0;
     }
     auto* to_scales = reinterpret_cast<uint4*>(to + window.scales()) + row * scale_vectors;
     for (int i = lane; i < scale_vectors; i += 32) to_scales[i] = __ldg(scales + i);

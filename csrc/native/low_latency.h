@@ -3,8 +3,8 @@
 // Every rank has one more window.  In dispatch a rank copies the row of each of its tokens to every
 // rank that has experts for it, once, into the part of that rank's window that is for its tokens,
 // in their order; with the row go the token's experts there and their weights.  In combine what the
-// experts made of it comes back, one row for each (token, rank), to the same place in the home's
-// window, and home adds the rows up.
+// experts made of it comes back, one row for each (token, rank), to the same place in the source
+// rank's window, and the source rank adds the rows up.
 //
 // Each operation ends with one word to every rank, which says that all has been written, and how
 // many rows; and with a wait for all ranks' words.  Nothing else is waited for: no barrier of the
@@ -60,8 +60,10 @@ struct LowLatencyWindow {
   NCCLEP_BOTH std::size_t sent() const { return 0; }
   // int32 [R][max_tokens][K]: a row's experts among this rank's, -1 for those of other ranks.
   NCCLEP_BOTH std::size_t experts() const { return 2 * num_ranks * 8; }
-  // float [R][max_tokens][K].
-  NCCLEP_BOTH std::size_t weights() const { return experts() + places() * top_k * 4; }
+  // float [R][max_tokens][K]; at a multiple of 16 bytes, because they are spoiled as vectors.
+  NCCLEP_BOTH std::size_t weights() const {
+    return (experts() + places() * top_k * 4 + 15) / 16 * 16;
+  }
   // [R][max_tokens] of scale_bytes, row_bytes, sum_bytes.
   NCCLEP_BOTH std::size_t scales() const {
     return (weights() + places() * top_k * 4 + 127) / 128 * 128;

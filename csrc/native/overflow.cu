@@ -1,16 +1,16 @@
-// Every rank tells every other how many picks it has for each expert.  From that, a rank knows
-// which of its own picks open a new stretch of `alignment` rows, and how many stretches are open at
-// the destination when it is the turn of a chunk of its tokens:
+// Every rank tells every other how many assignments it has for each expert.  From that, a rank
+// knows which of its own assignments open a new alignment block of `alignment` rows, and how many
+// blocks are open at the destination when it is the turn of a chunk of its tokens:
 //
-//     place of a pick in its expert's block = picks of lower ranks + this rank's picks before it
-//     it opens a stretch if place % alignment == 0
-//     stretches open before a chunk = sum over the destination's experts of
-//                                     ceil((lower ranks' picks + this rank's before it) /
-//                                     alignment)
+//     place of an assignment in its expert's block =
+//         assignments of lower ranks + this rank's assignments before it
+//     it opens an alignment block if place % alignment == 0
+//     blocks open before a chunk = sum over the destination's experts of
+//         ceil((lower ranks' assignments + this rank's before it) / alignment)
 //
-// So only inside a chunk the tokens have to be gone through one after the other, by a scan.  A pick
-// fits if the stretches up to and with it are no more than max_recv_rows / alignment; they never
-// get fewer, so that nothing fits after the first one that does not.
+// So only inside a chunk the tokens have to be gone through one after the other, by a scan.  An
+// assignment fits if the blocks up to and with it are no more than max_recv_rows / alignment; they
+// never get fewer, so that nothing fits after the first one that does not.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr int kOpens = 1 << 14;  // beside an expert: its pick opens a stretch
+constexpr int kOpens = 1 << 14;  // beside an expert: its assignment opens an alignment block
 
 static_assert(kMaxExperts <= kOpens);
 
@@ -35,10 +35,10 @@ struct Shared {
   int total[kMaxColumns + 1];  // of this rank
   int lower[kMaxExperts];      // of the ranks before this one
   int wanted[kMaxExperts];     // of all ranks
-  int stretches[kMaxRanks];    // that each rank would need
+  int blocks[kMaxRanks];       // that each rank would need
 };
 
-NCCLEP_BOTH inline int stretches_for(int rows, int alignment) {
+NCCLEP_BOTH inline int blocks_for(int rows, int alignment) {
   return (rows + alignment - 1) / alignment;
 }
 
@@ -75,15 +75,15 @@ __device__ bool take_wanted(const Rank& me, Shared& shared, std::uint64_t plans)
       for (int u = 0; u < kUnroll; ++u) {
         const int source = first + u;
         if (source >= layout.num_ranks) break;
-        std::int64_t picks = words[u] & 0xffffffffu;
+        std::int64_t assignments = words[u] & 0xffffffffu;
         if (!has_number(words[u], plans)) {
-          picks =
+          assignments =
               wait_for_numbered(me, Phase::kPlan, source,
                                 wanted_word(me.control_of[me.rank], layout, source, expert), plans);
-          is_complete = is_complete && picks >= 0;
+          is_complete = is_complete && assignments >= 0;
         }
-        wanted += static_cast<int>(picks);
-        if (source < me.rank) lower += static_cast<int>(picks);
+        wanted += static_cast<int>(assignments);
+        if (source < me.rank) lower += static_cast<int>(assignments);
       }
     }
     shared.lower[expert] = lower;
@@ -96,30 +96,30 @@ __device__ bool take_wanted(const Rank& me, Shared& shared, std::uint64_t plans)
 __device__ bool everything_fits(const Rank& me, const Drop& job, Shared& shared, int room) {
   const int num_local = me.control.num_local(), lane = threadIdx.x % kWarpSize;
   for (int rank = threadIdx.x / kWarpSize; rank < me.control.num_ranks; rank += kPlanWarps) {
-    int stretches = 0, wanted = 0;
+    int blocks = 0, wanted = 0;
     for (int local = lane; local < num_local; local += kWarpSize) {
-      const int picks = shared.wanted[rank * num_local + local];
-      stretches += stretches_for(picks, job.alignment);
-      wanted += picks;
+      const int assignments = shared.wanted[rank * num_local + local];
+      blocks += blocks_for(assignments, job.alignment);
+      wanted += assignments;
     }
-    stretches = warp_sum(stretches);
+    blocks = warp_sum(blocks);
     wanted = warp_sum(wanted);
     if (lane == 0) {
-      shared.stretches[rank] = stretches;
+      shared.blocks[rank] = blocks;
       if (rank == me.rank && blockIdx.x == 0) *job.num_wanted = wanted;
       // Plans of a group run one after the other: nobody else writes here.
-      if (job.lacked != nullptr && stretches > room && blockIdx.x == 0) {
-        const std::int64_t rows = std::int64_t{stretches - room} * job.alignment;
+      if (job.lacked != nullptr && blocks > room && blockIdx.x == 0) {
+        const std::int64_t rows = std::int64_t{blocks - room} * job.alignment;
         job.lacked[rank] = max(job.lacked[rank], rows << 32 | job.max_recv_rows);
       }
     }
   }
   __syncthreads();
   const int rank = threadIdx.x;
-  return __syncthreads_and(rank >= me.control.num_ranks || shared.stretches[rank] <= room);
+  return __syncthreads_and(rank >= me.control.num_ranks || shared.blocks[rank] <= room);
 }
 
-// The picks of this CTA's tokens that fit.
+// The assignments of this CTA's tokens that fit.
 template <typename Index>
 __device__ void keep_what_fits(const Drop& job, const Share& share, const Held& held,
                                Shared& shared, int room, bool all_fit) {
@@ -131,52 +131,53 @@ __device__ void keep_what_fits(const Drop& job, const Share& share, const Held& 
     const int tokens = min(share.num_tokens - first * kChunk, chunks * kChunk);
     std::int32_t* kept = job.kept + static_cast<std::size_t>(first) * kChunk * top_k;
     if (all_fit) {
-      for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads) kept[i] = held.picks[i];
+      for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads)
+        kept[i] = held.assignments[i];
       return;
     }
-    // From picks to stretches that they open, for each token and rank.
+    // From assignments to blocks that they open, for each token and rank.
     for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
       const int chunk = i / kChunk, place = i % kChunk;
       std::uint16_t* opened = held.of_token + chunk * num_ranks * kChunk + place;
       for (int rank = 0; rank < num_ranks; ++rank) opened[rank * kChunk] = 0;
       for (int k = 0; k < top_k; ++k) {
-        const int expert = held.picks[i * top_k + k];
+        const int expert = held.assignments[i * top_k + k];
         if (expert < 0) continue;
         const int column = chunk * columns + expert;
         const int in_block =
             shared.lower[expert] + held.before[column] + count_before(held.bitmaps[column], place);
         if (in_block % job.alignment != 0) continue;
-        held.picks[i * top_k + k] = static_cast<std::int16_t>(expert | kOpens);
+        held.assignments[i * top_k + k] = static_cast<std::int16_t>(expert | kOpens);
         opened[expert / num_local * kChunk] += 1;
       }
     }
     __syncthreads();
     for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
       const int chunk = i / num_ranks, rank = i % num_ranks;
-      int stretches = 0;
+      int blocks = 0;
       for (int local = lane; local < num_local; local += kWarpSize) {
         const int expert = rank * num_local + local;
-        stretches += stretches_for(shared.lower[expert] + held.before[chunk * columns + expert],
-                                   job.alignment);
+        blocks +=
+            blocks_for(shared.lower[expert] + held.before[chunk * columns + expert], job.alignment);
       }
-      stretches = warp_sum(stretches);
-      if (lane == 0) held.of_rank[i] = stretches;
+      blocks = warp_sum(blocks);
+      if (lane == 0) held.of_rank[i] = blocks;
       scan_tokens(held.of_token + i * kChunk);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads) {
-      const int own = held.picks[i];
+      const int own = held.assignments[i];
       int expert = -1;
       if (own >= 0) {
         expert = own & ~kOpens;
         const int token = i / top_k, rank = expert / num_local;
         const int group = token / kChunk * num_ranks + rank;
-        int stretches = held.of_rank[group] + held.of_token[group * kChunk + token % kChunk];
+        int blocks = held.of_rank[group] + held.of_token[group * kChunk + token % kChunk];
         for (int k = 0; k < top_k; ++k) {
-          const int pick = held.picks[token * top_k + k], other = pick & ~kOpens;
-          stretches += pick >= kOpens && other >= rank * num_local && other <= expert;
+          const int assignment = held.assignments[token * top_k + k], other = assignment & ~kOpens;
+          blocks += assignment >= kOpens && other >= rank * num_local && other <= expert;
         }
-        if (stretches > room) expert = -1;
+        if (blocks > room) expert = -1;
       }
       kept[i] = expert;
     }

@@ -1,4 +1,4 @@
-// Static mode: which picks of this rank fit into the rows that their destinations have.
+// Static mode: which assignments of this rank fit into the rows that their destinations have.
 //
 // The rule is the contract's (docs/contract.md, "Exact and static mode"; in Python
 // megatron_ncclep/engines/overflow.py).
@@ -17,8 +17,8 @@ struct Drop {
   int num_tokens, top_k;
   int alignment;
   std::int64_t max_recv_rows;
-  std::int32_t* kept;        // [T, K]: topk_idx, -1 where a pick does not fit or names no expert
-  std::int64_t* num_wanted;  // [1]: picks of all ranks for this rank's experts
+  std::int32_t* kept;  // [T, K]: topk_idx, -1 where an assignment does not fit or names no expert
+  std::int64_t* num_wanted;  // [1]: assignments of all ranks for this rank's experts
   // Null, or [R], what ranks lacked so far: of the plan in which a rank lacked most, the rows that
   // it lacked << 32 | max_recv_rows.  Every rank writes down the same of all.
   std::int64_t* lacked;

@@ -3,12 +3,12 @@
 //     rank 0: token 0 -> experts 0, 1      rank 1: token 0 -> experts 2, 1
 //             token 1 -> experts 3, 0
 //
-//     rank 0 tells rank 0: picks 2 1, pairs 2      tells rank 1: picks 0 1, pairs 1
-//     rank 1 tells rank 0: picks 0 1, pairs 1      tells rank 1: picks 1 0, pairs 1
-//     rank 0's picks for rank 0: (expert 0, place 0), (expert 1, place 0) of token 0,
+//     rank 0 tells rank 0: assignments 2 1, pairs 2      tells rank 1: assignments 0 1, pairs 1
+//     rank 1 tells rank 0: assignments 0 1, pairs 1      tells rank 1: assignments 1 0, pairs 1
+//     rank 0's assignments for rank 0: (expert 0, place 0), (expert 1, place 0) of token 0,
 //                                (expert 0, place 1) of token 1; rank 1's: (expert 1, place 0)
 //     rows on rank 0: expert 0 from slot 0 (2 rows), expert 1 from slot 2 (2 rows), where rank 0's
-//     row comes first; so rank 0's picks have slots 0 2 1, and rank 1's pick has slot 3
+//     row comes first; so rank 0's assignments have slots 0 2 1, and rank 1's assignment has slot 3
 //
 // Why nobody overwrites what another rank still reads.  Operations of a rank run one after the
 // other, and what a rank does in plan n is read in plan n only.
@@ -44,8 +44,8 @@ struct Shared {
   int start[kMaxColumns + 1];  // before this CTA
   int total[kMaxColumns + 1];  // of this rank
   int arrived[kMaxColumns];    // [source][experts of this rank, then pairs]
-  int block_start[kMaxExperts], block_rows[kMaxExperts], block_picks[kMaxExperts];
-  int picks_of[kMaxRanks];
+  int block_start[kMaxExperts], block_rows[kMaxExperts], block_assignments[kMaxExperts];
+  int assignments_of[kMaxRanks];
   std::uint32_t bad_ranks;
 };
 
@@ -88,34 +88,34 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
   }
   if (!__syncthreads_and(is_complete)) return;
   for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
-    int picks = 0;
+    int assignments = 0;
     for (int source = 0; source < num_ranks; ++source) {
-      picks += shared.arrived[source * columns + local];
+      assignments += shared.arrived[source * columns + local];
     }
-    const int rows = (picks + plan.alignment - 1) / plan.alignment * plan.alignment;
+    const int rows = (assignments + plan.alignment - 1) / plan.alignment * plan.alignment;
     plan.tokens_per_expert[local] = shared.block_rows[local] = rows;
     if (plan.ticket != 0) {
       me.mailbox->rows_of_expert[local] =
           static_cast<std::uint64_t>(plan.ticket) << 32 | static_cast<std::uint32_t>(rows);
     }
-    plan.routed_per_expert[local] = shared.block_picks[local] = picks;
+    plan.routed_per_expert[local] = shared.block_assignments[local] = assignments;
   }
   if (threadIdx.x == 0) *scratch.is_refused = !plan.is_static && shared.bad_ranks != 0;
   __syncthreads();
   if (warp == 0) {
-    int rows = 0, picks = 0;
+    int rows = 0, assignments = 0;
     for (int local = lane; local < num_local; local += kWarpSize) {
       rows += shared.block_rows[local];
-      picks += shared.block_picks[local];
+      assignments += shared.block_assignments[local];
     }
     rows = warp_sum(rows);
-    picks = warp_sum(picks);
+    assignments = warp_sum(assignments);
     const int pairs = lane < num_ranks ? shared.arrived[lane * columns + num_local] : 0;
     const int pairs_to_here = warp_scan(pairs);
     const int all_pairs = __shfl_sync(~0u, pairs_to_here, kWarpSize - 1);
     const std::uint32_t told[4] = {static_cast<std::uint32_t>(rows),
                                    static_cast<std::uint32_t>(all_pairs),
-                                   static_cast<std::uint32_t>(picks), shared.bad_ranks};
+                                   static_cast<std::uint32_t>(assignments), shared.bad_ranks};
     if (plan.ticket == 0) {
       // Of all plans since the host last read it; no other thread of the device writes it.
       if (lane == 0 && shared.bad_ranks != 0) me.mailbox->bad_ranks |= shared.bad_ranks;
@@ -128,7 +128,7 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
     if (lane < num_ranks) scratch.first_pair[lane + 1] = pairs_to_here;
     if (lane == 0) {
       scratch.first_pair[0] = 0;
-      *plan.num_dropped = plan.has_dropped ? *plan.num_dropped - picks : 0;
+      *plan.num_dropped = plan.has_dropped ? *plan.num_dropped - assignments : 0;
     }
   } else if (warp == 1) {
     int end = 0;
@@ -141,12 +141,12 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
     }
   } else {
     for (int source = warp - 2; source < num_ranks; source += kPlanWarps - 2) {
-      int picks = 0;
+      int assignments = 0;
       for (int local = lane; local < num_local; local += kWarpSize) {
-        picks += shared.arrived[source * columns + local];
+        assignments += shared.arrived[source * columns + local];
       }
-      picks = warp_sum(picks);
-      if (lane == 0) shared.picks_of[source] = picks;
+      assignments = warp_sum(assignments);
+      if (lane == 0) shared.assignments_of[source] = assignments;
     }
   }
   __syncthreads();
@@ -158,9 +158,9 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
     }
   }
   if (warp == 0) {
-    const int picks_to_here = warp_scan(lane < num_ranks ? shared.picks_of[lane] : 0);
-    if (lane < num_ranks) scratch.first_pick[lane + 1] = picks_to_here;
-    if (lane == 0) scratch.first_pick[0] = 0;
+    const int assignments_to_here = warp_scan(lane < num_ranks ? shared.assignments_of[lane] : 0);
+    if (lane < num_ranks) scratch.first_assignment[lane + 1] = assignments_to_here;
+    if (lane == 0) scratch.first_assignment[0] = 0;
   }
 }
 
@@ -174,20 +174,20 @@ __device__ void write_routes(const Rank& me, const PlanCount& plan, const Share&
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   char* window = me.control_of[me.rank];
   auto* pair_routes = reinterpret_cast<PairRoute*>(window + layout.pair_routes());
-  auto* pick_routes = reinterpret_cast<PickRoute*>(window + layout.pick_routes());
+  auto* assignment_routes = reinterpret_cast<AssignmentRoute*>(window + layout.assignment_routes());
   auto* chunk_pairs = reinterpret_cast<std::int32_t*>(window + layout.chunk_pairs());
   const auto ignore = [](int, std::uint32_t, std::uint32_t) {};
   visit_chunks<Index>(share, held, plan.topk_idx, start, ignore, [&](int first, int chunks) {
     for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
       const int chunk = i / num_ranks, rank = i % num_ranks;
       const int* before = held.before + chunk * columns;
-      int picks = 0;
+      int assignments = 0;
       for (int local = lane; local < num_local; local += kWarpSize) {
-        picks += before[rank * num_local + local];
+        assignments += before[rank * num_local + local];
       }
-      picks = warp_sum(picks);
+      assignments = warp_sum(assignments);
       if (lane == 0) {
-        held.of_rank[i] = picks;
+        held.of_rank[i] = assignments;
         chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] = before[num_experts + rank];
       }
       scan_tokens(held.of_token + i * kChunk);
@@ -195,40 +195,40 @@ __device__ void write_routes(const Rank& me, const PlanCount& plan, const Share&
     __syncthreads();
     const int tokens = min(share.num_tokens - first * kChunk, chunks * kChunk);
     for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads) {
-      const int expert = held.picks[i];
+      const int expert = held.assignments[i];
       if (expert < 0) continue;
       const int token = i / top_k, chunk = token / kChunk, place = token % kChunk;
       const int rank = expert / num_local, first_expert = rank * num_local;
-      // Picks of the token for the same rank and a smaller expert.
+      // Assignments of the token for the same rank and a smaller expert.
       int turn = 0;
       for (int k = 0; k < top_k; ++k) {
-        const int other = held.picks[token * top_k + k];
+        const int other = held.assignments[token * top_k + k];
         turn += other >= first_expert && other < expert;
       }
       const int* before = held.before + chunk * columns;
       const ulonglong2* bitmaps = held.bitmaps + chunk * columns;
       const int group = chunk * num_ranks + rank;
-      const int first_pick = held.of_rank[group] + held.of_token[group * kChunk + place];
+      const int first_assignment = held.of_rank[group] + held.of_token[group * kChunk + place];
       const std::uint32_t in_expert = before[expert] + count_before(bitmaps[expert], place);
-      pick_routes[rank * layout.picks() + first_pick + turn] = {
+      assignment_routes[rank * layout.assignments() + first_assignment + turn] = {
           static_cast<std::uint32_t>(expert - first_expert) << 16 | in_expert,
           first * kChunk * top_k + i};
       if (turn != 0) continue;
       const int column = num_experts + rank;
       const int pair = before[column] + count_before(bitmaps[column], place);
       pair_routes[static_cast<std::size_t>(rank) * layout.max_tokens + pair] = {
-          first * kChunk + token, first_pick};
+          first * kChunk + token, first_assignment};
     }
     const int own_start = me.rank * num_local;
     for (int token = threadIdx.x; token < tokens; token += kPlanThreads) {
       const int group = token / kChunk * num_ranks + me.rank, place = token % kChunk;
-      std::uint32_t own_picks = 0;
+      std::uint32_t own_assignments = 0;
       for (int k = 0; k < top_k; ++k) {
-        const int expert = held.picks[token * top_k + k];
-        if (expert >= own_start && expert < own_start + num_local) own_picks |= 1u << k;
+        const int expert = held.assignments[token * top_k + k];
+        if (expert >= own_start && expert < own_start + num_local) own_assignments |= 1u << k;
       }
-      plan.home.own_picks[first * kChunk + token] = own_picks;
-      plan.home.own_first[first * kChunk + token] =
+      plan.token_routes.own_assignments[first * kChunk + token] = own_assignments;
+      plan.token_routes.own_first[first * kChunk + token] =
           held.of_rank[group] + held.of_token[group * kChunk + place];
     }
   });
@@ -272,9 +272,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
   if (blockIdx.x == 0 && me.call != 0) enter(me, entry);
   count_part<Index>(share, held, plan.topk_idx, shared.total, scratch.parts,
-                    [&](int token, std::uint32_t ranks, std::uint32_t picks) {
-                      plan.home.token_ranks[token] = ranks;
-                      plan.home.token_picks[token] = picks;
+                    [&](int token, std::uint32_t ranks, std::uint32_t assignments) {
+                      plan.token_routes.token_ranks[token] = ranks;
+                      plan.token_routes.token_assignments[token] = assignments;
                     });
   if (!grid_barrier(me, Phase::kPlan)) {
     finish(me, plan, plans, entry, epoch);

@@ -16,7 +16,7 @@ namespace {
 
 // What of a plan is one source's.
 struct Part {
-  int first_pair, end_pair, first_pick, end_pick;
+  int first_pair, end_pair, first_assignment, end_assignment;
 };
 
 // What `source` wrote for this rank, by `threads` threads of which this is `thread`.
@@ -25,25 +25,26 @@ __device__ void fetch(const Rank& me, const ReceivedRoutes& routes, const Part& 
   const Control& layout = me.control;
   const char* window = me.control_of[source];
   const int first_pair = part.first_pair, num_pairs = part.end_pair - first_pair;
-  const int first_pick = part.first_pick, num_picks = part.end_pick - first_pick;
+  const int first_assignment = part.first_assignment,
+            num_assignments = part.end_assignment - first_assignment;
   const int num_chunks = routes.num_chunks + 1;
-  const auto* picks =
-      reinterpret_cast<const uint2*>(window + layout.pick_routes()) + me.rank * layout.picks();
+  const auto* assignments = reinterpret_cast<const uint2*>(window + layout.assignment_routes()) +
+                            me.rank * layout.assignments();
   const auto* pairs = reinterpret_cast<const uint2*>(window + layout.pair_routes()) +
                       static_cast<std::size_t>(me.rank) * layout.max_tokens;
   const auto* chunk_pairs = reinterpret_cast<const std::int32_t*>(window + layout.chunk_pairs()) +
                             me.rank * (layout.max_chunks() + 1);
   // Everything that a thread loads in a turn is under way at once: usually one turn is enough.
-  constexpr int kPicks = 8, kPairs = 4;
-  for (int turn = 0; turn * kPicks * threads < num_picks || turn * kPairs * threads < num_pairs ||
-                     turn * threads < num_chunks;
+  constexpr int kAssignments = 8, kPairs = 4;
+  for (int turn = 0; turn * kAssignments * threads < num_assignments ||
+                     turn * kPairs * threads < num_pairs || turn * threads < num_chunks;
        ++turn) {
-    uint2 pick[kPicks], pair[kPairs];
+    uint2 assignment[kAssignments], pair[kPairs];
     int chunk_pair = 0;
 #pragma unroll
-    for (int u = 0; u < kPicks; ++u) {
-      const int i = (turn * kPicks + u) * threads + thread;
-      if (i < num_picks) pick[u] = __ldcv(picks + i);
+    for (int u = 0; u < kAssignments; ++u) {
+      const int i = (turn * kAssignments + u) * threads + thread;
+      if (i < num_assignments) assignment[u] = __ldcv(assignments + i);
     }
 #pragma unroll
     for (int u = 0; u < kPairs; ++u) {
@@ -53,18 +54,19 @@ __device__ void fetch(const Rank& me, const ReceivedRoutes& routes, const Part& 
     const int chunk = turn * threads + thread;
     if (chunk < num_chunks) chunk_pair = __ldcv(chunk_pairs + chunk);
 #pragma unroll
-    for (int u = 0; u < kPicks; ++u) {
-      const int i = (turn * kPicks + u) * threads + thread;
-      if (i >= num_picks) break;
-      routes.pick_slot[first_pick + i] = start[pick[u].x >> 16] + (pick[u].x & 0xffffu);
-      routes.pick_home[first_pick + i] = pick[u].y;
+    for (int u = 0; u < kAssignments; ++u) {
+      const int i = (turn * kAssignments + u) * threads + thread;
+      if (i >= num_assignments) break;
+      routes.assignment_slot[first_assignment + i] =
+          start[assignment[u].x >> 16] + (assignment[u].x & 0xffffu);
+      routes.assignment_index[first_assignment + i] = assignment[u].y;
     }
 #pragma unroll
     for (int u = 0; u < kPairs; ++u) {
       const int i = (turn * kPairs + u) * threads + thread;
       if (i >= num_pairs) break;
       routes.pair_token[first_pair + i] = pair[u].x;
-      routes.pair_first[first_pair + i] = first_pick + pair[u].y;
+      routes.pair_first[first_pair + i] = first_assignment + pair[u].y;
     }
     if (chunk < num_chunks)
       routes.chunk_pair[source * num_chunks + chunk] = first_pair + chunk_pair;
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
   // To have no room is no operation of the group: other ranks may have some.
   if (*scratch.is_refused || scratch.first_pair[num_ranks] > routes.max_pairs ||
-      scratch.first_pick[num_ranks] > routes.max_picks) {
+      scratch.first_assignment[num_ranks] > routes.max_assignments) {
     return;
   }
   const std::uint64_t epoch = current_epoch(me);
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       start[local] = scratch.start[source * num_local + local];
     }
     const Part part{scratch.first_pair[source], scratch.first_pair[source + 1],
-                    scratch.first_pick[source], scratch.first_pick[source + 1]};
+                    scratch.first_assignment[source], scratch.first_assignment[source + 1]};
     bool is_here = true;
     if (threadIdx.x == 0) {
       is_here =
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   if (blockIdx.x == 0 && threadIdx.x <= num_ranks && !has_failed(me)) {
     routes.first_pair[threadIdx.x] = scratch.first_pair[threadIdx.x];
     if (threadIdx.x == 0) {
-      routes.pair_first[scratch.first_pair[num_ranks]] = scratch.first_pick[num_ranks];
+      routes.pair_first[scratch.first_pair[num_ranks]] = scratch.first_assignment[num_ranks];
     }
   }
   if (leave(me)) {

@@ -18,9 +18,10 @@ namespace ncclep::native {
 // A row that was sent is taken for written when this many more pieces of its warp are on their way.
 constexpr int kSentAhead = 3;
 
-// Where `me` lets the sums of `token` of rank `home` go.
-__device__ inline char* place_of_sum(const Rank& me, int home, int token, int rank, int row_bytes) {
-  return me.rows_of[home] + 2 * me.dispatch_bytes +
+// Where `me` lets the sums of `token` of rank `source` go.
+__device__ inline char* place_of_sum(const Rank& me, int source, int token, int rank,
+                                     int row_bytes) {
+  return me.rows_of[source] + 2 * me.dispatch_bytes +
          (static_cast<std::size_t>(token) * me.control.num_ranks + rank) * row_bytes;
 }
 
@@ -39,7 +40,7 @@ __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew
   struct Pair {
     bool is_there = false;
     int source = 0, pair = 0, unit = 0, token = 0, first = 0, end = 0;
-    int slot = 0, home = -1;  // of this lane's pick, if there are weights
+    int slot = 0, index = -1;  // of this lane's assignment, if there are weights
   };
   const auto find = [&] {
     Pair found;
@@ -58,8 +59,8 @@ __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew
   };
   const auto find_slot = [&](Pair& found) {
     if (found.is_there && lane < found.end - found.first) {
-      found.slot = routes.pick_slot[found.first + lane];
-      found.home = routes.pick_home[found.first + lane];
+      found.slot = routes.assignment_slot[found.first + lane];
+      found.index = routes.assignment_index[found.first + lane];
     }
   };
   Pair now = find(), second = find();
@@ -69,7 +70,7 @@ __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew
   Seen seen;
   // What is in each stage.
   char* to[kRingStages];
-  int bytes[kRingStages], home[kRingStages];
+  int bytes[kRingStages], index[kRingStages];
   bool ends_row[kRingStages];
   float weight[kRingStages];
   const auto load = [&](int s) {
@@ -84,8 +85,8 @@ __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew
     bytes[s] = min(shape.piece_bytes, job.row_bytes - offset);
     to[s] = place_of_sum(me, now.source, now.token, me.rank, job.row_bytes) + offset;
     ends_row[s] = piece == shape.pieces - 1;
-    home[s] = ends_row[s] ? now.home : -1;
-    if (home[s] >= 0) weight[s] = job.w[now.slot];
+    index[s] = ends_row[s] ? now.index : -1;
+    if (index[s] >= 0) weight[s] = job.w[now.slot];
     if (lane == 0) {
       start_load(ring.pieces + s * shape.piece_bytes,
                  job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes + offset, bytes[s],
@@ -102,7 +103,7 @@ __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew
   float* values = reinterpret_cast<float*>(me.control_of[cursor.source] + me.control.values());
   const auto store = [&](int s) {
     if (lane == 0) start_store(to[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
-    if (home[s] >= 0) values[home[s]] = weight[s];
+    if (index[s] >= 0) values[index[s]] = weight[s];
     __syncwarp();
   };
   // Bit i: whether the piece sent i pieces ago was the last of its row.
@@ -122,7 +123,7 @@ __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew
   }
 }
 
-// Sums are in their home's window: tells the home of chunks that are complete.
+// Sums are in their source rank's window: tells the source rank of chunks that are complete.
 __device__ inline void publish_sent(const Rank& me, const ReceivedRoutes& routes,
                                     const Batch& batch, std::uint64_t epoch) {
   const int max_chunks = me.control.max_chunks();

@@ -94,7 +94,7 @@ CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes
   const int least_sending = ctas_for_others(num_ranks, sending_ring_shape(row_bytes).warps);
   const bool has_senders =
       num_ranks > kRanksThatAddAndSend && least_adding + least_sending < num_ctas;
-  // Of one token: picks on other ranks, and the sums of them that go between ranks.
+  // Of one token: assignments on other ranks, and the sums of them that go between ranks.
   const double ranks = num_ranks, remote = top_k * (ranks - 1) / ranks;
   const double sums = (ranks - 1) * (1 - std::pow(1 - 1 / ranks, top_k));
   // As many CTAs as keep the link busy, if there are so many.

@@ -1,7 +1,8 @@
 // What a group's kernels share: where things lie in the control window, and the state of one rank.
 //
-// Letters: R ranks, E experts of the whole group, T tokens of a rank, K picks of a token.  A *pair*
-// is a (source rank, token) that has picks on a rank; a *pick* is one (token, expert).
+// Letters: R ranks, E experts of the whole group, T tokens of a rank, K assignments of a token.  A
+// *pair* is a (source rank, token) that has assignments on a rank; a *assignment* is one (token,
+// expert).
 #pragma once
 
 #include <cstddef>
@@ -23,6 +24,9 @@ constexpr int kMaxTokens = 65536;
 constexpr int kMaxRowBytes = 1 << 30;
 // Tokens are counted, and their sums flagged, in chunks of this many.
 constexpr int kChunk = 128;
+constexpr int num_chunks_of(int num_tokens) {
+  return num_tokens / kChunk + (num_tokens % kChunk != 0);
+}
 // Pairs of a source whose sums are made, and flagged, together.
 constexpr int kUnit = 32;
 // Rows of x are staged, and flagged, in at most this many phases.
@@ -47,11 +51,11 @@ enum Signal : int { kRoutesWritten, kReceived, kNumSignals };
 
 // What a rank writes for another to fetch.
 struct PairRoute {
-  std::int32_t token, first_pick;
+  std::int32_t token, first_assignment;
 };
-struct PickRoute {
-  std::uint32_t place;  // local expert << 16 | place among the writer's picks for this expert
-  std::int32_t home;    // token * K + k
+struct AssignmentRoute {
+  std::uint32_t place;  // local expert << 16 | place among the writer's assignments for this expert
+  std::int32_t index;   // token * K + k
 };
 
 // The control window of each rank.  `[r]` is written by rank r, or, where it says so, for rank r.
@@ -63,7 +67,9 @@ struct Control {
   NCCLEP_BOTH int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
   NCCLEP_BOTH int max_units() const { return max_tokens / kUnit; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
-  NCCLEP_BOTH std::size_t picks() const { return static_cast<std::size_t>(max_tokens) * max_top_k; }
+  NCCLEP_BOTH std::size_t assignments() const {
+    return static_cast<std::size_t>(max_tokens) * max_top_k;
+  }
 
   // uint64 [kNumSignals][R]: epochs.
   NCCLEP_BOTH std::size_t signals() const { return 0; }
@@ -71,8 +77,8 @@ struct Control {
   NCCLEP_BOTH std::size_t entries() const { return signals() + kNumSignals * num_ranks * 8; }
   // uint64 [1]: number + 1 of a rank that goes no further, written by any such; 0: none.
   NCCLEP_BOTH std::size_t stop() const { return entries() + 2 * num_ranks * 8; }
-  // uint64 [2][R][experts of a rank + 1]: rank r's picks for each of my experts, then its pairs
-  // here; number of the plan in the upper half.  Two: see plan.cu.
+  // uint64 [2][R][experts of a rank + 1]: rank r's assignments for each of my experts, then its
+  // pairs here; number of the plan in the upper half.  Two: see plan.cu.
   NCCLEP_BOTH std::size_t counts() const { return stop() + 8; }
   // uint64 [R][E]: the same for all experts, before anything is dropped; in static mode only.
   NCCLEP_BOTH std::size_t wanted() const {
@@ -96,17 +102,18 @@ struct Control {
   NCCLEP_BOTH std::size_t num_pushed() const {
     return num_added() + static_cast<std::size_t>(num_ranks) * max_units() * 4;
   }
-  // float [2][R][T * K]: weights of rank r's picks; two, for two dispatches in a row.
+  // float [2][R][T * K]: weights of rank r's assignments; two, for two dispatches in a row.
   NCCLEP_BOTH std::size_t weights() const {
     return num_pushed() + static_cast<std::size_t>(num_ranks) * max_chunks() * 8;
   }
-  // float [T * K]: what combine brings back to my picks.
-  NCCLEP_BOTH std::size_t values() const { return weights() + 2 * num_ranks * picks() * 4; }
-  // PickRoute [R][T * K], for rank r to fetch: my picks for it, by token and local expert.
-  NCCLEP_BOTH std::size_t pick_routes() const { return values() + picks() * 4; }
+  // float [T * K]: what combine brings back to my assignments.
+  NCCLEP_BOTH std::size_t values() const { return weights() + 2 * num_ranks * assignments() * 4; }
+  // AssignmentRoute [R][T * K], for rank r to fetch: my assignments for it, by token and local
+  // expert.
+  NCCLEP_BOTH std::size_t assignment_routes() const { return values() + assignments() * 4; }
   // PairRoute [R][T], for rank r to fetch.
   NCCLEP_BOTH std::size_t pair_routes() const {
-    return pick_routes() + num_ranks * picks() * sizeof(PickRoute);
+    return assignment_routes() + num_ranks * assignments() * sizeof(AssignmentRoute);
   }
   // int32 [R][chunks + 1], for rank r to fetch: my pairs there before each chunk of my tokens.
   NCCLEP_BOTH std::size_t chunk_pairs() const {
@@ -120,7 +127,7 @@ struct Control {
 // In mapped host memory: written by the device, polled by the host.
 struct Mailbox {
   // Of a plan that the host waits for, each with the host's ticket in the upper half: rows, pairs,
-  // picks, and whose routing names what is no expert, or one twice (one bit each).
+  // assignments, and whose routing names what is no expert, or one twice (one bit each).
   volatile std::uint64_t sizes[4];
   // The same for the rows of each expert's block.
   volatile std::uint64_t rows_of_expert[kMaxExperts];
@@ -143,9 +150,10 @@ struct State {
   std::uint64_t received;  // the last of them whose routes were received; 0: none in these windows
   std::uint64_t dispatches;
   std::uint64_t entries;         // calls that were entered (entry.cuh) and are over
+  std::uint64_t waited_ns;       // for others to enter the calls of this rank, in all
   unsigned int arrived;          // at grid barriers of the current operation, one after the other
   unsigned int leaving;          // CTAs of the current operation that are done
-  unsigned int next;             // piece of its work that no warp has taken yet (tickets.cuh)
+  unsigned int next;             // piece of its work that no warp has taken yet (work_counter.cuh)
   unsigned int failed;           // no kernel does anything any more
   unsigned int is_bad;           // this rank's routing, in the current plan
   unsigned int staged[kPhases];  // CTAs that have staged their share of a phase of this dispatch

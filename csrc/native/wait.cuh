@@ -126,8 +126,8 @@ __device__ inline bool grid_barrier(const Rank& me, Phase phase) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    const unsigned int ticket = atomicAdd(&me.state->arrived, 1u);
-    const unsigned int goal = (ticket / gridDim.x + 1) * gridDim.x;
+    const unsigned int arrival = atomicAdd(&me.state->arrived, 1u);
+    const unsigned int goal = (arrival / gridDim.x + 1) * gridDim.x;
     all_here = wait_until(me, phase, me.rank, goal, [&] {
       return *static_cast<volatile unsigned int*>(&me.state->arrived) >= goal;
     });

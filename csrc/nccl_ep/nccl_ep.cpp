@@ -80,26 +80,26 @@ bool is_rows(const Tensor& tensor) {
           tensor.dtype == DType::kBFloat16);
 }
 
-// `home` [T, H] and `home_w` [T, K], `rows` [N, H] and `row_w` [N]; the weights both or not.
-void check_rows(const char* call, const GroupOptions& options, int top_k, const Tensor& home,
-                const std::optional<Tensor>& home_w, const Tensor& rows,
+// `tokens` [T, H] and `topk_w` [T, K], `rows` [N, H] and `row_w` [N]; the weights both or not.
+void check_rows(const char* call, const GroupOptions& options, int top_k, const Tensor& tokens,
+                const std::optional<Tensor>& topk_w, const Tensor& rows,
                 const std::optional<Tensor>& row_w) {
-  require(
-      is_rows(home) && is_rows(rows) && home.dtype == rows.dtype && home.shape[1] == rows.shape[1],
-      call, " needs rows [T, H] and [N, H] of one dtype: bf16, fp16 or fp32");
+  require(is_rows(tokens) && is_rows(rows) && tokens.dtype == rows.dtype &&
+              tokens.shape[1] == rows.shape[1],
+          call, " needs rows [T, H] and [N, H] of one dtype: bf16, fp16 or fp32");
   const std::uint64_t row_bytes =
       static_cast<std::uint64_t>(rows.shape[1]) * itemsize_of(rows.dtype);
-  require(home.shape[0] <= options.max_tokens && 0 < row_bytes && row_bytes <= options.row_bytes,
-          call, ": ", home.shape[0], " tokens and rows of ", row_bytes, " bytes: the group is for ",
-          options.max_tokens, " and ", options.row_bytes);
-  require(home_w.has_value() == row_w.has_value(), call, ": weights must go in and come out");
-  if (!home_w) return;
-  require(home_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
-              home_w->shape.size() == 2 && home_w->shape[0] == home.shape[0] &&
-              home_w->shape[1] == top_k && row_w->shape.size() == 1 &&
+  require(tokens.shape[0] <= options.max_tokens && 0 < row_bytes && row_bytes <= options.row_bytes,
+          call, ": ", tokens.shape[0], " tokens and rows of ", row_bytes,
+          " bytes: the group is for ", options.max_tokens, " and ", options.row_bytes);
+  require(topk_w.has_value() == row_w.has_value(), call, ": weights must go in and come out");
+  if (!topk_w) return;
+  require(topk_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
+              topk_w->shape.size() == 2 && topk_w->shape[0] == tokens.shape[0] &&
+              topk_w->shape[1] == top_k && row_w->shape.size() == 1 &&
               row_w->shape[0] == rows.shape[0],
-          call, " needs fp32 weights [T, K] and [N] for ", home.shape[0], " tokens, top-k ", top_k,
-          " and ", rows.shape[0], " rows");
+          call, " needs fp32 weights [T, K] and [N] for ", tokens.shape[0], " tokens, top-k ",
+          top_k, " and ", rows.shape[0], " rows");
 }
 
 void* stream_of(std::uintptr_t stream) { return reinterpret_cast<void*>(stream); }
@@ -232,8 +232,8 @@ void Handle::dispatch(const Tensor& x, const std::optional<Tensor>& w, const Ten
 }
 
 void Handle::combine(const Tensor& y, const std::optional<Tensor>& w, const Tensor& out,
-                     const std::optional<Tensor>& home_w, std::uintptr_t stream) {
-  check_rows("ncclEpCombine", group_->options(), top_k_, out, home_w, y, w);
+                     const std::optional<Tensor>& topk_w, std::uintptr_t stream) {
+  check_rows("ncclEpCombine", group_->options(), top_k_, out, topk_w, y, w);
   Argument in(y, memory_), sum(out, memory_);
   std::optional<Argument> in_w, out_w;
   CombineInputs inputs;
@@ -241,7 +241,7 @@ void Handle::combine(const Tensor& y, const std::optional<Tensor>& w, const Tens
   inputs.topk_weights = nccl_ep::get(emplace(in_w, w, memory_));
   CombineOutputs outputs;
   outputs.tokens = sum.get();
-  outputs.topk_weights = nccl_ep::get(emplace(out_w, home_w, memory_));
+  outputs.topk_weights = nccl_ep::get(emplace(out_w, topk_w, memory_));
   CombineConfig config;
   config.direction = w ? kBackward : kForward;
   group_->nccl().check(

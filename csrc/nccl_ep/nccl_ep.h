@@ -63,7 +63,7 @@ class Group {
 
   // Destroys the group; its handles cannot be used afterwards.  Idempotent.
   void close();
-  // Bytes of device memory that a handle needs for its routes with `top_k` picks of a token.
+  // Bytes of device memory that a handle needs for its routes with `top_k` assignments of a token.
   std::size_t handle_bytes(std::size_t alignment, int top_k) const;
 
   const Library& library() const { return *library_; }
@@ -91,17 +91,18 @@ class Handle {
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
-  // topk_idx [T, K] int32 or int64, -1 for a pick that goes nowhere; expert_counts [experts of this
-  // rank] and num_rows [1] int64 are written: padded rows of each local expert and their sum.
+  // topk_idx [T, K] int32 or int64, -1 for an assignment that goes nowhere; expert_counts [experts
+  // of this rank] and num_rows [1] int64 are written: padded rows of each local expert and their
+  // sum.
   void update(const Tensor& topk_idx, const Tensor& expert_counts, const Tensor& num_rows,
               std::uintptr_t stream);
   // x [T, H] -> rows [N, H]; with w [T, K] and row_w [N] (fp32) in the forward direction, without
   // both in the backward direction, which moves the same rows.
   void dispatch(const Tensor& x, const std::optional<Tensor>& w, const Tensor& rows,
                 const std::optional<Tensor>& row_w, std::uintptr_t stream);
-  // y [N, H] -> out [T, H]; with w [N] and home_w [T, K] (fp32) in the backward direction.
+  // y [N, H] -> out [T, H]; with w [N] and topk_w [T, K] (fp32) in the backward direction.
   void combine(const Tensor& y, const std::optional<Tensor>& w, const Tensor& out,
-               const std::optional<Tensor>& home_w, std::uintptr_t stream);
+               const std::optional<Tensor>& topk_w, std::uintptr_t stream);
 
   void close();
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark.timing import Spread, Timer
-from megatron_ncclep.engines import extension
-from megatron_ncclep.engines.communicator import communicator_of
-from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.benchmark.timing import Timer, quantiles
 from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks.communicator import communicator_of
+from megatron_ncclep.ranks.group import EpGroup
 
 DIRECTIONS = ("push", "pull")
 SM_COUNTS = (16, 24, 32, 132)
@@ -36,23 +36,14 @@ class Ceiling:
     num_sms: int
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Which rows of the peers' windows this rank copies, in a random order that mixes the peers.
+def random_rows(rank: int, num_ranks: int, rows_per_peer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the rows of the peers' windows that `rank` copies, `rows_per_peer` of each.
 
     Every rank has one part of each window, so that pushes do not meet.
 
-    Attributes:
-        peer: int32 [n]: the rank of each row.
-        row: int32 [n]: its number in that rank's window.
-    """
-
-    peer: torch.Tensor
-    row: torch.Tensor
-
-
-def random_rows(rank: int, num_ranks: int, rows_per_peer: int) -> Rows:
-    """Choose the rows that `rank` copies, `rows_per_peer` for each other rank.
+    Returns:
+        int32 [n] each, in a random order that mixes the peers: the rank of each row, and its number
+        in that rank's window.
 
     Example: 3 ranks, rows_per_peer 2.  A window has 3 parts of 2 rows; rank 1 copies rows 2 and 3
     of the windows of ranks 0 and 2, in any order.
@@ -61,7 +52,7 @@ def random_rows(rank: int, num_ranks: int, rows_per_peer: int) -> Rows:
     peer = peers.repeat_interleave(rows_per_peer)
     row = torch.arange(rows_per_peer, dtype=torch.int32).repeat(len(peers)) + rank * rows_per_peer
     order = torch.randperm(len(peer), generator=torch.Generator().manual_seed(rank))
-    return Rows(peer[order], row[order])
+    return peer[order], row[order]
 
 
 def obstacle(group: EpGroup, row_bytes: int) -> str | None:
@@ -124,9 +115,9 @@ class _Copies:
     ) -> None:
         self._native, self._window, self._group = native, window, group
         self._row_bytes, self._rows_per_peer = row_bytes, rows_per_peer
-        rows = random_rows(group.rank, group.size, rows_per_peer)
-        self._peer, self._row = rows.peer.to(group.device), rows.row.to(group.device)
-        self._num_rows = len(rows.peer)
+        peer, row = random_rows(group.rank, group.size, rows_per_peer)
+        self._peer, self._row = peer.to(group.device), row.to(group.device)
+        self._num_rows = len(peer)
         self._local = torch.zeros(
             self._num_rows, row_bytes // 4, dtype=torch.int32, device=group.device
         )
@@ -154,17 +145,13 @@ class _Copies:
         theirs = self._group.gather(
             torch.tensor(times, dtype=torch.float64), "ceiling, gathering times", timeout_s
         )
-        median = Spread.of(theirs.max(dim=0).values.tolist()).median
+        (median,) = quantiles(theirs.max(dim=0).values.tolist(), 0.5)
         return self._num_rows * self._row_bytes / median * 1e-3  # bytes / us -> GB / s
 
     def verify(self, timeout_s: float) -> None:
-        """Push rows that name their origin, pull them back, and compare both ends.
-
-        A window's part of rank s holds what s pushed, so a pull must bring the same rows back.
-        """
-        rank, size = self._group.rank, self._group.size
-        number = torch.arange(self._num_rows, dtype=torch.int32, device=self._group.device)
-        sent = (number + rank * self._num_rows)[:, None].expand(-1, self._row_bytes // 4)
+        """Push rows that name their place, pull them back, and compare both ends."""
+        group, length = self._group, self._rows_per_peer * self._group.size
+        sent = (self._peer * length + self._row)[:, None].expand_as(self._local)
         self._local.copy_(sent)
         self.copy("push", SM_COUNTS[0])
         self._wait("ceiling, after the push", timeout_s)
@@ -173,24 +160,17 @@ class _Copies:
         self._wait("ceiling, after the pull", timeout_s)
         pulled = torch.equal(self._local, sent)
 
-        # And the own window, read here, holds the peers' rows where they say they put them.
-        held = torch.empty(
-            self._rows_per_peer * size,
-            self._row_bytes // 4,
-            dtype=torch.int32,
-            device=self._group.device,
-        )
+        # And the own window, read here, holds what the peers put into their parts of it.
+        held = torch.empty(length, self._row_bytes // 4, dtype=torch.int32)
         self._native.copy_memory(held.data_ptr(), self._window.address, held.nbytes)
-        held = held.view(size, self._rows_per_peer, -1).cpu()
-        pushed = all(
-            torch.equal(held[source], _pushed(source, rank, size, self._rows_per_peer, held))
-            for source in range(size)
-            if source != rank
-        )
+        place = torch.arange(length, dtype=torch.int32)
+        theirs = place // self._rows_per_peer != group.rank
+        named = (group.rank * length + place)[:, None].expand_as(held)
+        pushed = torch.equal(held[theirs], named[theirs])
         if not (pushed and pulled):
             raise LibraryError(
-                f"ceiling: rank {rank} {'pushed' if not pushed else 'pulled'} rows that did not "
-                "arrive as they were sent: the memory shared over NVLink cannot be trusted here"
+                f"ceiling: rank {group.rank} {'pushed' if not pushed else 'pulled'} rows that did "
+                "not arrive as they were sent: the memory shared over NVLink cannot be trusted here"
             )
         self._wait("ceiling, after the comparison", timeout_s)
 
@@ -198,15 +178,3 @@ class _Copies:
         """Let no rank go on before all copies are done."""
         torch.cuda.synchronize(self._group.device)
         self._group.gather(torch.zeros(1), what, timeout_s)
-
-
-def _pushed(
-    source: int, rank: int, num_ranks: int, rows_per_peer: int, like: torch.Tensor
-) -> torch.Tensor:
-    """What `source` pushed into its part of `rank`'s window: each row repeats its number."""
-    rows = random_rows(source, num_ranks, rows_per_peer)
-    mine = (rows.peer == rank).nonzero().squeeze(1)
-    expected = torch.empty(rows_per_peer, dtype=torch.int32)
-    number = mine + source * len(rows.peer)
-    expected[rows.row[mine].long() - source * rows_per_peer] = number.to(torch.int32)
-    return expected[:, None].expand(-1, like.shape[-1])

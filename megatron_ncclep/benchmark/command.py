@@ -13,9 +13,6 @@ import dataclasses
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -23,19 +20,15 @@ from typing import Any
 from megatron_ncclep import config_files
 from megatron_ncclep.benchmark import network_model, plot, table
 from megatron_ncclep.benchmark import result as results
-from megatron_ncclep.benchmark.job import MAX_RECV_ROWS, Job
-from megatron_ncclep.benchmark.result import ShapeResult
-from megatron_ncclep.benchmark.shapes import Shape
-from megatron_ncclep.benchmark.train_names import is_train
-from megatron_ncclep.benchmark.train_result import TrainingResult
-from megatron_ncclep.benchmark.train_shapes import TrainingShape
+from megatron_ncclep.benchmark.job import HIGH_THROUGHPUT, LOW_LATENCY, MAX_RECV_ROWS, MODES, Job
+from megatron_ncclep.benchmark.result import LISTS, Measured, ShapeResult, TrainingResult
+from megatron_ncclep.benchmark.shapes import TrainingShape
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import EpError, InputError
 
 DEFAULT_CPU_RANKS = 2
 # The whole of one shape may take this many times the deadline of one wait.
 PATIENCE = 60
-Measured = ShapeResult | TrainingResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="NAME_OR_PATH",
         help=f"shapes: {', '.join(config_files.names(config_files.BENCHMARK))}, or a path that "
-        "ends in .yaml (default: models; training where all subjects train)",
+        "ends in .yaml (default: models; training where all subjects train; low_latency)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default=HIGH_THROUGHPUT,
+        help=f"{LOW_LATENCY}: low-latency mode, of the engines that have it, with few tokens: p50 "
+        "and p99 of dispatch, combine and both, in replayed CUDA graphs (default: "
+        f"{HIGH_THROUGHPUT}, for all else)",
     )
     parser.add_argument(
         "--subjects",
@@ -80,14 +81,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", default="runs/bench", help="where to (default: runs/bench)")
     parser.add_argument(
-        "--smoke", action="store_true", help="the same as --config smoke --device cpu"
+        "--smoke",
+        action="store_true",
+        help="small shapes on a CPU: the same as --config smoke --device cpu",
     )
     parser.add_argument(
         "--model-network",
         nargs="?",
         const="",
         metavar="NAME=VALUE,...",
-        help="measure nothing: print how many bytes cross the network between 2 to 64 machines, "
+        help="measure nothing: print how many bytes cross the network between 2 to 64 nodes, "
         "for engine 'hierarchical' and for a flat all-to-all, and how long that takes at least; "
         f"of {', '.join(f.name for f in dataclasses.fields(network_model.NetworkModel))} those "
         "that are not given have values of an example",
@@ -101,27 +104,26 @@ def main(args: argparse.Namespace) -> int:
         EpError: something that one process can tell is wrong; nothing is measured then.
     """
     if args.model_network is not None:
-        ignored = [
-            f"--{name.replace('_', '-')}"
-            for name in ("config", "subjects", "max_recv_rows", "ranks", "device", "samples")
-            if getattr(args, name) is not None
-        ]
-        if args.smoke or args.warmup is not None or ignored:
-            raise InputError(
-                "--model-network measures nothing: leave "
-                f"{', '.join(ignored) or '--smoke and --warmup'} out"
-            )
+        options = ("config", "subjects", "max_recv_rows", "ranks", "device", "samples", "warmup")
+        given = {name: getattr(args, name) is not None for name in options}
+        given |= {"mode": args.mode != HIGH_THROUGHPUT, "smoke": args.smoke}
+        if ignored := [
+            f"--{name.replace('_', '-')}" for name, is_given in given.items() if is_given
+        ]:
+            raise InputError(f"--model-network measures nothing: leave {', '.join(ignored)} out")
         print(network_model.table(network_model.parse(args.model_network)))
         return 0
     # torchrun sets both for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
-    _make_folder(job.out)
-    if under_torchrun:
-        with _joined(job) as context:
-            measured = _measure_as_rank(job, context)
-            return _finish(job, measured) if context.rank == 0 else 0
-    return _finish(job, _measure_in_pool(job))
+    try:  # now: what was measured must not be lost for want of a folder
+        Path(job.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--out {job.out}: {error.strerror}: give a folder that can be written to"
+        ) from error
+    measured = _measure_as_rank(job) if under_torchrun else _measure_in_pool(job)
+    return 0 if under_torchrun and os.environ["RANK"] != "0" else _finish(job, measured)
 
 
 def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
@@ -155,31 +157,7 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
     if device == "cuda" and world_size is None and ranks > gpus:
         raise InputError(f"--ranks {ranks}: each needs a GPU of its own, and {gpus} are visible")
-    return Job.make(
-        config="smoke" if args.smoke else args.config or _default_config(args.subjects),
-        ranks=ranks,
-        device=device,
-        subjects=None if args.subjects is None else args.subjects.split(","),
-        warmup=args.warmup,
-        samples=args.samples,
-        out=args.out,
-        max_recv_rows=args.max_recv_rows,
-    )
-
-
-def _default_config(subjects: str | None) -> str:
-    """The shapes of what is measured, unless they are given."""
-    return "training" if subjects and all(map(is_train, subjects.split(","))) else "models"
-
-
-def _make_folder(out: str) -> None:
-    """Make the folder for the results now: what was measured must not be lost for want of it."""
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--out {out}: {error.strerror}: give a folder that can be written to"
-        ) from error
+    return Job.make(args, ranks, device)
 
 
 def _measure_in_pool(job: Job) -> list[Measured]:
@@ -187,8 +165,8 @@ def _measure_in_pool(job: Job) -> list[Measured]:
 
     Ranks that die, in a library that aborts say, cost their shape only: the next one gets new ones.
     """
-    from megatron_ncclep.benchmark.worker import run_in_pool
-    from megatron_ncclep.testing.launcher import RankError, RankPool
+    from megatron_ncclep.benchmark.run import run
+    from megatron_ncclep.ranks.pool import RankError, RankPool
 
     pool = RankPool(job.ranks, "nccl" if job.device == "cuda" else "gloo")
     measured: list[Measured] = []
@@ -196,31 +174,20 @@ def _measure_in_pool(job: Job) -> list[Measured]:
         for shape in job.everything:
             if isinstance(shape, TrainingShape):
                 pool.close()  # nothing of a model that is trained stays beside the next ones
-            with tempfile.TemporaryDirectory() as notes:
-                try:
-                    answers = pool.run(
-                        run_in_pool, job, shape, notes, timeout=PATIENCE * job.timeout_s
-                    )
-                    measured.append(answers[0])
-                    # What has failed may leave anything behind, such as a capture that never ended.
-                    if any(subject.status == "failed" for subject in answers[0].subjects):
-                        pool.close()
-                except RankError as error:
-                    pool.close()
-                    print(error, file=sys.stderr)  # with the stack of every rank that raised
-                    reason = f"{_summary(error)}; {_last_steps(notes, job.ranks)}"
-                    measured.append(_nothing(shape, reason))
-                    measured[-1].judge(job.required)
+            try:
+                found = pool.run(run, job, shape, timeout=PATIENCE * job.timeout_s)[0]
+            except RankError as error:
+                print(error, file=sys.stderr)  # with the stack of every rank that raised
+                kind = TrainingResult if isinstance(shape, TrainingShape) else ShapeResult
+                found = kind.of(shape, error=_summary(error))
+                found.judge(job.required)
+            measured.append(found)
+            # What has failed may leave anything behind, such as a capture that never ended.
+            if found.error or any(subject.status == "failed" for subject in found.subjects):
+                pool.close()
     finally:
         pool.close()
     return measured
-
-
-def _nothing(shape: Shape | TrainingShape, reason: str) -> Measured:
-    """The result of a shape with which nothing could be measured."""
-    if isinstance(shape, TrainingShape):
-        return TrainingResult.of(shape, error=reason)
-    return ShapeResult.of(shape, error=reason)
 
 
 def _summary(error: Exception) -> str:
@@ -233,33 +200,13 @@ def _summary(error: Exception) -> str:
     )
 
 
-def _last_steps(notes: str, num_ranks: int) -> str:
-    """What each rank was doing when it wrote it down last."""
-    from megatron_ncclep.benchmark.ranks import note_path
-
-    paths = [note_path(notes, rank) for rank in range(num_ranks)]
-    steps = [
-        f"rank {rank} was at: {path.read_text(encoding='utf-8') if path.is_file() else 'start'}"
-        for rank, path in enumerate(paths)
-    ]
-    return "; ".join(steps)
-
-
-def _measure_as_rank(job: Job, context: Any) -> list[Measured]:
-    """Measure every shape as one rank of torchrun's.  Collective; only rank 0 gets results."""
-    from megatron_ncclep.benchmark.worker import run_in_pool
-
-    measured = [run_in_pool(context, job, shape, None) for shape in job.everything]
-    return [found for found in measured if found is not None]
-
-
-@contextmanager
-def _joined(job: Job) -> Iterator[Any]:
-    """Join torchrun's process group; gives a RankContext."""
+def _measure_as_rank(job: Job) -> list[Measured]:
+    """Measure every shape as one rank of torchrun's; only rank 0 gets results."""
     import torch
     import torch.distributed as dist
 
-    from megatron_ncclep.testing.launcher import RankContext
+    from megatron_ncclep.benchmark.run import run
+    from megatron_ncclep.ranks.pool import RankContext
 
     if job.device == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])
@@ -274,9 +221,11 @@ def _joined(job: Job) -> Iterator[Any]:
     )
     try:
         assert dist.group.WORLD is not None  # just made
-        yield RankContext(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, job.device)
+        context = RankContext(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, job.device)
+        measured = [run(context, job, shape) for shape in job.everything]
     finally:
         dist.destroy_process_group()
+    return [found for found in measured if found is not None]
 
 
 def _finish(job: Job, measured: list[Measured]) -> int:
@@ -290,10 +239,13 @@ def _finish(job: Job, measured: list[Measured]) -> int:
         "versions": versions(job.device),
         # Where the results go says nothing about them.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
-        "shapes": [dataclasses.asdict(m) for m in measured if isinstance(m, ShapeResult)],
-        "trainings": [dataclasses.asdict(m) for m in measured if isinstance(m, TrainingResult)],
+        **{name: [] for name in LISTS},
         "failures": [failure for shape in measured for failure in shape.failures],
     }
+    for found in measured:
+        of_shapes = "low_latency" if job.mode == LOW_LATENCY else "shapes"
+        name = "trainings" if isinstance(found, TrainingResult) else of_shapes
+        result[name].append(dataclasses.asdict(found))
     out = Path(job.out)
     results.save(result, out / "bench.json")
     text = table.render(result)

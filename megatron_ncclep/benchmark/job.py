@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ncclep.benchmark import shapes
-from megatron_ncclep.benchmark.catalogue import default_names, split_name
-from megatron_ncclep.benchmark.layer_names import is_layer, layer_obstacle, parse_layer
-from megatron_ncclep.benchmark.shapes import Shape
-from megatron_ncclep.benchmark.train_names import is_train, parse_train, train_obstacle
-from megatron_ncclep.benchmark.train_shapes import TrainingShape
+from megatron_ncclep.benchmark.low_latency import engine_names
+from megatron_ncclep.benchmark.names import (
+    default_names,
+    is_train,
+    obstacle,
+    split_name,
+    variant_of,
+)
+from megatron_ncclep.benchmark.shapes import Checked, Shape, TrainingShape, at_least
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError
 
+# What is measured: the steps of training, or low-latency mode.
+HIGH_THROUGHPUT, LOW_LATENCY = "ht", "ll"
+MODES = (HIGH_THROUGHPUT, LOW_LATENCY)
 # Rounds, unless the file or the command line says so.
 WARMUP = {"cuda": 5, "cpu": 1}
 SAMPLES = {"cuda": 30, "cpu": 3}
@@ -23,8 +30,8 @@ MAX_RECV_ROWS = "1.5x"
 
 
 @dataclass(frozen=True)
-class Job:
-    """Everything that `ncclep bench` was asked to do.
+class Job(Checked):
+    """Everything that `ncclep bench` was asked to do: what its file says, and what it was told.
 
     Attributes:
         config: name or path of the file with the shapes.
@@ -38,6 +45,7 @@ class Job:
         timeout_s: seconds that a rank waits for the others.
         out: folder for the results.
         max_recv_rows: option of layers and training with a fixed number of received rows.
+        mode: one of MODES.
     """
 
     config: str
@@ -47,11 +55,12 @@ class Job:
     device: str
     subjects: tuple[str, ...]
     required: tuple[str, ...]
-    warmup: int
-    samples: int
-    timeout_s: float
-    out: str
+    warmup: int = at_least(0)
+    samples: int = at_least(1)
+    timeout_s: float = 60.0
+    out: str = ""
     max_recv_rows: int | str | None = None
+    mode: str = HIGH_THROUGHPUT
 
     @property
     def everything(self) -> list[Shape | TrainingShape]:
@@ -69,87 +78,96 @@ class Job:
         return tuple(filter(is_train, self.subjects))
 
     @classmethod
-    def make(
-        cls,
-        config: str,
-        ranks: int,
-        device: str,
-        subjects: list[str] | None,
-        warmup: int | None,
-        samples: int | None,
-        out: str,
-        max_recv_rows: int | str | None = None,
-    ) -> Job:
+    def make(cls, args: argparse.Namespace, ranks: int, device: str) -> Job:
         """Lay what the command line named over the file's values, and check the whole.
 
         Args:
-            subjects, warmup, samples: None: what the file says, else the defaults.
-            max_recv_rows: None: the default, if a subject needs it.
+            args: of `ncclep bench`, parsed; None: what the file says, else the defaults.
+            ranks, device: as in a Job.
 
         Raises:
             InputError: something is wrong or would be ignored.
         """
-        file = shapes.load(config)
-        names = tuple(subjects or file.subjects or default_names())
+        subjects = None if args.subjects is None else args.subjects.split(",")
+        if args.mode == LOW_LATENCY:
+            config = args.config or ("low_latency_smoke" if args.smoke else "low_latency")
+            file = shapes.load(config)
+            # The file's subjects are those of the other mode.
+            names = tuple(subjects or engine_names(device))
+            _check_low_latency(names, device, file.shapes)
+        else:
+            trains = subjects is not None and all(map(is_train, subjects))
+            usual = "smoke" if args.smoke else "training" if trains else "models"
+            config = args.config or usual
+            file = shapes.load(config)
+            names = tuple(subjects or file.subjects or default_names())
         for name in names:
             split_name(name)
         if len(set(names)) != len(names):
             raise InputError(f"a subject is named twice: {', '.join(names)}")
-        trained = [name for name in names if is_train(name)]
-        kept_shapes = file.shapes if len(trained) < len(names) else ()
-        kept_trainings = file.trainings if trained else ()
-        if len(trained) < len(names) and not file.shapes:
-            other = next(name for name in names if not is_train(name))
-            raise InputError(
-                f"{other} does not train, and {config} has trainings only: give another --config"
-            )
-        if trained and not file.trainings:
-            raise InputError(
-                f"{trained[0]} trains, and {config} has no trainings: give --config training"
-            )
-        for shape in kept_shapes:
-            shape.check_ranks(ranks)
-        for name in filter(is_layer, subjects or ()):
-            if reason := layer_obstacle(parse_layer(name), device):
-                raise InputError(f"{name}: {reason}")
-        for training in kept_trainings:
-            training.settings(ranks)
-            for name in filter(is_train, subjects or ()):
-                if reason := train_obstacle(parse_train(name), device, training):
-                    raise InputError(f"{name}: {reason}")
-        # Made anew, so that what the command line says is checked as what the file says.
-        measured = dataclasses.replace(
-            file,
-            warmup=_first(warmup, file.warmup, WARMUP[device]),
-            samples=_first(samples, file.samples, SAMPLES[device]),
-        )
-        return cls(
+        job = cls(
+            shapes=file.shapes if not all(map(is_train, names)) else (),
+            trainings=file.trainings if any(map(is_train, names)) else (),
+            subjects=names,
+            warmup=_first(args.warmup, file.warmup, WARMUP[device]),
+            samples=_first(args.samples, file.samples, SAMPLES[device]),
+            timeout_s=file.timeout_s,
             config=config,
-            shapes=kept_shapes,
-            trainings=kept_trainings,
             ranks=ranks,
             device=device,
-            subjects=names,
             required=tuple(subjects or ()),
-            warmup=measured.warmup or 0,
-            samples=measured.samples or 0,
-            timeout_s=file.timeout_s,
-            out=out,
-            max_recv_rows=_max_recv_rows(max_recv_rows, names),
+            out=args.out,
+            max_recv_rows=_max_recv_rows(args.max_recv_rows, names),
+            mode=args.mode,
         )
+        job._check()
+        return job
+
+    def _check(self) -> None:
+        """Refuse subjects for which the file has nothing, and ranks that do not fit the shapes."""
+        if self.measured and not self.shapes:
+            raise InputError(
+                f"{self.measured[0]} does not train, and {self.config} has trainings only: give "
+                "another --config"
+            )
+        if self.trained and not self.trainings:
+            raise InputError(
+                f"{self.trained[0]} trains, and {self.config} has no trainings: give --config "
+                "training"
+            )
+        for shape in self.shapes:
+            shape.check_ranks(self.ranks)
+        for training in self.trainings:
+            training.settings(self.ranks)
+        for name in self.required:
+            variant = variant_of(name)
+            models = self.trainings if is_train(name) else (None,)
+            reasons = [obstacle(variant, self.device, model) for model in models if variant]
+            if found := next(filter(None, reasons), None):
+                raise InputError(f"{name}: {found}")
+
+
+def _check_low_latency(names: tuple[str, ...], device: str, found: tuple[Shape, ...]) -> None:
+    """Refuse what has no low-latency mode, and what the mode would ignore."""
+    known = engine_names(device)
+    for name in names:
+        if name.partition("@")[0] not in known:
+            raise InputError(
+                f"subject {name!r}: --mode {LOW_LATENCY} measures engines that have the mode, on "
+                f"GPUs those that CUDA graphs can hold: {', '.join(known)}"
+            )
+    for shape in found:
+        if shape.alignment != 1:
+            raise InputError(
+                f"{shape}: alignment {shape.alignment}: low-latency mode has no blocks of experts "
+                "that could be padded: leave it out"
+            )
 
 
 def _max_recv_rows(given: int | str | None, names: tuple[str, ...]) -> int | str | None:
-    """What static subjects get; None where there is none of them.
-
-    Raises:
-        InputError: no value of the option, or nothing would use it.
-    """
-    variants = [
-        *(parse_train(name) for name in names if is_train(name)),
-        *(parse_layer(name) for name in names if is_layer(name)),
-    ]
-    if not any(variant.static for variant in variants):
+    """What static subjects get; None where there is none of them."""
+    variants = map(variant_of, names)
+    if not any(variant is not None and variant.static for variant in variants):
         if given is not None:
             raise InputError(
                 f"--max-recv-rows {given}: no subject has a fixed number of received rows, such as "

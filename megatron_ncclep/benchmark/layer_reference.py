@@ -13,16 +13,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ncclep.benchmark import payload
-from megatron_ncclep.benchmark.check import chunks, deviation, rows_of
-from megatron_ncclep.benchmark.layer import expected_probs
-from megatron_ncclep.benchmark.subjects import Workload
+from megatron_ncclep.benchmark.check import deviation
+from megatron_ncclep.benchmark.workload import GRAD_OUT, WEIGHTS, Workload, X
 
 OUTPUT = "output"
 HIDDEN_GRADIENT = "gradient of the hidden states"
 PROBS_GRADIENT = "gradient of the probabilities"
 # fp32 probabilities after log, exp and division.
 PROBS_TOLERANCE = 1e-5
+
+
+def expected_probs(workload: Workload) -> torch.Tensor:
+    """fp32 [G, K]: the probabilities of the assignments of all tokens of the group.
+
+    The router's softmax over a token's assignments makes them add up to one.
+    """
+    w = torch.cat(workload.every(WEIGHTS))
+    return w / w.sum(dim=1, keepdim=True)
 
 
 def weight_gradient(name: str) -> str:
@@ -36,19 +43,19 @@ def expected_results(layer: Any, workload: Workload, rank: int) -> dict[str, tor
     Returns:
         name -> [n, width]; None: a weight without gradient.
     """
-    case, routes = workload.case, workload.routes
+    case, table = workload.case, workload.tables[rank]
     device = workload.x.device
-    picks = routes.picks_on(rank)
-    picks = picks[picks >= 0]  # in the order of experts; no padding
-    token = picks // case.top_k
-    rows = _payload(workload, payload.X)[token].requires_grad_()
-    probs = expected_probs(workload).reshape(-1)[picks].requires_grad_()
+    is_row = table.token_of_row >= 0  # in the order of experts; no padding
+    token, k = table.token_of_row[is_row], table.assignment_of_row[is_row]
+    assignment = token * case.top_k + k
+    rows = torch.cat(workload.every(X))[token].requires_grad_()
+    probs = expected_probs(workload)[token, k].requires_grad_()
     experts = dict(layer.experts.named_parameters(prefix="experts"))
-    out, _ = layer.experts(rows, routes.routed[rank].cpu(), probs)
+    out, _ = layer.experts(rows, table.routed.cpu(), probs)
     grad_rows, grad_probs, *grads = torch.autograd.grad(
         out,
         [rows, probs, *experts.values()],
-        _payload(workload, payload.GRAD_OUT)[token],
+        torch.cat(workload.every(GRAD_OUT))[token],
         allow_unused=True,
     )
 
@@ -58,13 +65,13 @@ def expected_results(layer: Any, workload: Workload, rank: int) -> dict[str, tor
         dist.all_reduce(total, group=layer.ep_group)
         return total
 
-    mine = routes.tokens(rank)
-    num_tokens = len(routes.source)
+    mine = workload.tokens_of(rank)
+    num_tokens = sum(case.tokens)
     output = sum_up(token, out.detach(), num_tokens)[mine]
     grad_x = sum_up(token, grad_rows, num_tokens)[mine]
-    grad_picks = sum_up(picks, grad_probs, num_tokens * case.top_k).view(num_tokens, -1)[mine]
-    grad_map = torch.zeros(len(grad_picks), case.num_experts, device=device)
-    grad_map.scatter_(1, workload.topk_idx, grad_picks)
+    grad_w = sum_up(assignment, grad_probs, num_tokens * case.top_k).view(num_tokens, -1)[mine]
+    grad_map = torch.zeros(len(grad_w), case.num_experts, device=device)
+    grad_map.scatter_(1, workload.topk_idx, grad_w)
 
     x = workload.x.detach()[:, None].requires_grad_()
     routers = dict(layer.router.named_parameters(prefix="router"))
@@ -86,7 +93,7 @@ def routing_problem(
 ) -> str | None:
     """Say how a router's decision on `rank`, [T, E] each, differs from the workload's."""
     expected = torch.zeros(probs.shape, device=probs.device)
-    expected.scatter_(1, workload.topk_idx, expected_probs(workload)[workload.routes.tokens(rank)])
+    expected.scatter_(1, workload.topk_idx, expected_probs(workload)[workload.tokens_of(rank)])
     if not torch.equal(routing_map, expected > 0):
         return f"rank {rank}: the router's map is not the shape's routing"
     if not bool(((probs.detach() - expected).abs() <= PROBS_TOLERANCE).all()):
@@ -119,7 +126,7 @@ def _tolerance(workload: Workload, rank: int) -> float:
     """
     case = workload.case
     assert workload.ffn_hidden_size is not None  # the layer could not be made without it
-    steps = max(case.hidden, 2 * workload.ffn_hidden_size, workload.routes.num_rows(rank))
+    steps = max(case.hidden, 2 * workload.ffn_hidden_size, workload.tables[rank].num_rows)
     rounding = (case.top_k + 3) * torch.finfo(case.dtype).eps / 2
     return rounding + math.sqrt(steps) * torch.finfo(torch.float32).eps
 
@@ -137,10 +144,3 @@ def _difference(
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     within = f"{tolerance:.2%} of {largest:.3g}"
     return deviation(actual.float(), expected.float(), tolerance * largest, within)
-
-
-def _payload(workload: Workload, kind: int) -> torch.Tensor:
-    """[G, H]: the payload of all tokens of the group."""
-    case, routes = workload.case, workload.routes
-    parts = chunks(len(routes.source), case.hidden, workload.x.device)
-    return torch.cat([rows_of(routes, kind, part, case.hidden, case.dtype) for part in parts])

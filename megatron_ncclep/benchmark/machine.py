@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_ncclep.engines import libraries, nccl_ep_library
+from megatron_ncclep.libraries import nccl_ep, search
 from megatron_ncclep.version import __version__
 
 PACKAGES = ("megatron-core", "transformer-engine", "nccl-extensions", "deep-ep")
@@ -38,26 +39,24 @@ def machine(device: str) -> dict[str, Any]:
 
 def versions(device: str) -> dict[str, str | None]:
     """Versions by name; None for what is not installed."""
-    nccl = libraries.loaded_nccl() if device == "cuda" else None
-    nccl_ep = nccl_ep_library.find_nccl_ep() if device == "cuda" else None
-    return {
+    found: dict[str, str | None] = {
         "megatron_ncclep": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": libraries.version_text(nccl.version) if nccl else None,
-        "libnccl_ep": f"{libraries.version_text(nccl_ep.version)} ({nccl_ep.found})"
-        if nccl_ep
-        else None,
-        **{name: _installed(name) for name in PACKAGES},
+        "nccl": None,
+        "libnccl_ep": None,
+        **dict.fromkeys(PACKAGES),
     }
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    if device == "cuda":
+        if nccl := search.loaded_nccl():
+            found["nccl"] = search.version_text(nccl.version)
+        if library := nccl_ep.find_nccl_ep():
+            found["libnccl_ep"] = f"{search.version_text(library.version)} ({library.found})"
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _driver() -> str | None:

@@ -5,57 +5,23 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark.subjects import Setting, UnavailableError, Workload
+from megatron_ncclep.benchmark.names import INSTALL_MEGATRON, DispatcherChoice
+from megatron_ncclep.benchmark.subjects import Setting, UnavailableError
+from megatron_ncclep.benchmark.workload import Workload
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import (
-    EngineUnavailableError,
-    EpError,
-    InputError,
-    UnsupportedError,
-)
 
+MEGATRONS = "megatron.core.transformer.moe.token_dispatcher"
 CLASSES = {
-    "alltoall": ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher"),
-    "allgather": ("megatron.core.transformer.moe.token_dispatcher", "MoEAllGatherTokenDispatcher"),
-    "flex": ("megatron.core.transformer.moe.token_dispatcher", "MoEFlexTokenDispatcher"),
-    "ncclep": ("megatron_ncclep.token_dispatcher", "NcclEpTokenDispatcher"),
+    "alltoall": (MEGATRONS, "MoEAlltoAllTokenDispatcher"),
+    "allgather": (MEGATRONS, "MoEAllGatherTokenDispatcher"),
+    "flex": (MEGATRONS, "MoEFlexTokenDispatcher"),
+    "ncclep": ("megatron_ncclep.integration.token_dispatcher", "NcclEpTokenDispatcher"),
 }
-# flex with ncclep sizes its receive buffers by this much more than the routing needs.
-CAPACITY_MARGIN = 1.05
-CAPACITY_FIELD = "moe_expert_rank_capacity_factor"
-
-
-@dataclass(frozen=True)
-class DispatcherChoice:
-    """A dispatcher of Megatron-Core's MoE layer.
-
-    Attributes:
-        dispatcher: value of `moe_token_dispatcher_type`.
-        options: further TransformerConfig fields.
-        engine: of this package's dispatcher; None for Megatron's own.
-    """
-
-    dispatcher: str
-    options: dict[str, Any] = field(default_factory=dict)
-    engine: str | None = None
-
-    @property
-    def excuses(self) -> tuple[type[Exception], ...]:
-        """Errors that mean that it cannot be measured here.
-
-        What Megatron-Core or a package of its raises is such a reason.  Our own dispatcher has no
-        such excuse, but for an engine that cannot run.
-        """
-        if self.engine is None:
-            return (Exception,)
-        return (EngineUnavailableError, InputError, UnsupportedError)
 
 
 def initialize(setting: Setting) -> None:
@@ -69,16 +35,14 @@ def initialize(setting: Setting) -> None:
     if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
         "megatron.core"
     ):
-        raise UnavailableError(
-            "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
-        )
+        raise UnavailableError(INSTALL_MEGATRON)
     if setting.device == "cpu":
         from megatron_ncclep import cpu
 
         cpu.enable()
     from megatron.core import parallel_state
 
-    from megatron_ncclep.integration import install
+    from megatron_ncclep.integration.hooks import install
 
     install()
     if not parallel_state.model_parallel_is_initialized():
@@ -108,9 +72,6 @@ def make_config(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     case = workload.case
-    options = {**choice.options, **more}
-    if options.get("moe_flex_dispatcher_backend") == "ncclep":
-        options[CAPACITY_FIELD] = _capacity_factor(workload)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=case.hidden,
@@ -119,7 +80,7 @@ def make_config(
         moe_router_topk=case.top_k,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
-        moe_router_pre_softmax=case.top_k == 1,  # Megatron refuses a softmax over one pick
+        moe_router_pre_softmax=case.top_k == 1,  # Megatron refuses a softmax over one assignment
         moe_token_dispatcher_type=choice.dispatcher,
         expert_model_parallel_size=case.num_ranks,
         expert_tensor_parallel_size=1,
@@ -127,12 +88,14 @@ def make_config(
         params_dtype=case.dtype,
         bf16=case.dtype == torch.bfloat16,
         fp16=case.dtype == torch.float16,
-        **options,
+        **choice.options,
+        **more,
     )
     if choice.engine is not None:
         config.ncclep = EpConfig(
             engine=choice.engine,
-            alignment=case.alignment,
+            # Without one, experts have what they need.
+            alignment=None if case.alignment == 1 else case.alignment,
             timeout_s=setting.timeout_s,
             **(ep_options or {}),
         )
@@ -171,22 +134,3 @@ def close_dispatcher(dispatcher: Any) -> None:
     engine = getattr(dispatcher, "engine", None)
     if engine is not None:
         engine.close()
-
-
-@contextmanager
-def excused(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of `kinds` into an UnavailableError."""
-    try:
-        yield
-    except kinds as error:
-        if isinstance(error, UnavailableError):
-            raise
-        name = "" if isinstance(error, EpError) else f"{type(error).__name__}: "
-        raise UnavailableError(f"{name}{' '.join(str(error).split()):.300}") from error
-
-
-def _capacity_factor(workload: Workload) -> float:
-    """What makes flex's receive buffers large enough: its overflow traps the process."""
-    case = workload.case
-    most = max(workload.routes.num_rows(rank) for rank in range(case.num_ranks))
-    return CAPACITY_MARGIN * most / (max(case.tokens) * case.top_k)

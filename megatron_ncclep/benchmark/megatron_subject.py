@@ -12,69 +12,35 @@ from typing import Any
 import torch
 
 from megatron_ncclep.benchmark.check import deviation
-from megatron_ncclep.benchmark.megatron_setup import (
-    DispatcherChoice,
-    build_dispatcher,
-    close_dispatcher,
-    excused,
-    initialize,
-)
-from megatron_ncclep.benchmark.subjects import WHOLE, Setting, Workload
+from megatron_ncclep.benchmark.megatron_setup import build_dispatcher, close_dispatcher, initialize
+from megatron_ncclep.benchmark.names import DISPATCHERS
+from megatron_ncclep.benchmark.subjects import WHOLE, Setting, Subject, excused
+from megatron_ncclep.benchmark.workload import Workload
 
 
-class MegatronSubject:
-    """See `Subject`.
+class MegatronSubject(Subject):
+    """See `Subject`.  Over Megatron's own process groups."""
 
-    Args:
-        name: as on the command line.
-        choice: the dispatcher.
-    """
+    _host_counts = True
 
-    kind = "megatron"
-    checked = "rows of each expert, outputs and gradients to a few roundings, weighted by expert"
-
-    def __init__(self, name: str, choice: DispatcherChoice) -> None:
-        self.name = name
-        self._choice = choice
-
-    def prepare(self, setting: Setting, workload: Workload) -> PreparedDispatcher:
-        """See `Subject.prepare`.  Over Megatron's own process groups."""
-        with excused(Exception):
+    def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
+        super().__init__(name, setting, workload)
+        choice = DISPATCHERS[name]
+        with excused(Exception):  # none of this is ours
             initialize(setting)
-        with excused(*self._choice.excuses):
-            dispatcher = build_dispatcher(self._choice, setting, workload)
-            prepared = PreparedDispatcher(dispatcher, setting, workload)
-            prepared.passes["forward"]()  # some fail at first use only
-            prepared.passes["backward"]()
-        return prepared
-
-
-class PreparedDispatcher:
-    """See `Prepared`."""
-
-    sms = "-"
-    shared_bytes = 0
-
-    def __init__(self, dispatcher: Any, setting: Setting, workload: Workload) -> None:
-        self._dispatcher = dispatcher
-        self._workload = workload
-        self._rank = setting.rank
-        case, chosen = workload.case, workload.topk_idx
         # MoELayer's shape is [sequence, batch, hidden].
         self._x = workload.x.detach()[:, None].requires_grad_()
-        routed = chosen >= 0
-        token = torch.arange(len(chosen), device=chosen.device)[:, None].expand_as(chosen)
-        self._map = torch.zeros(
-            len(chosen), case.num_experts, dtype=torch.bool, device=chosen.device
-        )
-        self._map[token[routed], chosen[routed]] = True
-        probs = torch.zeros(self._map.shape, device=chosen.device)
-        probs[token[routed], chosen[routed]] = workload.w[routed]
-        self._probs = probs.requires_grad_()
+        chosen = workload.topk_idx
+        probs = torch.zeros(len(chosen), workload.case.num_experts, device=chosen.device)
+        self._map = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, chosen, True)
+        self._probs = probs.scatter_(1, chosen, workload.w).requires_grad_()
         self._grad_probs: torch.Tensor | None = None
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
-        calls: tuple[Callable[[], Any], ...] = (self._forward, self._backward)
-        self.passes = dict(zip(WHOLE, calls, strict=True))
+        self.passes = dict(zip(WHOLE, (self._forward, self._backward), strict=True))
+        with excused(*choice.excuses):
+            self._dispatcher = build_dispatcher(choice, setting, workload)
+            for call in self.passes.values():
+                call()  # some fail at first use only
 
     def _run(
         self, experts: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
@@ -103,7 +69,7 @@ class PreparedDispatcher:
         self._results = None
 
     def problem(self) -> str | None:
-        """See `Prepared.problem`.
+        """See `Subject.problem`.
 
         Every expert multiplies its rows by their probabilities and by a factor of its own, so that
         a row at the wrong expert or with another row's probability changes the result.  Sums are
@@ -126,14 +92,11 @@ class PreparedDispatcher:
         out, _ = self._run(experts)
         torch.autograd.backward(out, work.grad_out.view_as(out))
 
-        chosen = work.topk_idx.clamp(min=0)
-        weight = torch.where(work.topk_idx >= 0, factor[chosen] * work.w, 0).sum(dim=1)[:, None]
+        weight = (factor[work.topk_idx] * work.w).sum(dim=1)[:, None]
         x, grad = work.x.float(), work.grad_out.float()
         # Each row is rounded once, and the sum after each of its terms; one more for the wire.
         tolerance = (case.top_k + 2) * torch.finfo(case.dtype).eps / 2
-        grad_probs = torch.where(
-            self._map, factor * (x * grad).sum(dim=1)[:, None], torch.zeros_like(factor)
-        )
+        grad_probs = self._map * factor * (x * grad).sum(dim=1)[:, None]
         assert self._x.grad is not None
         assert self._probs.grad is not None
         comparisons = (
@@ -141,14 +104,11 @@ class PreparedDispatcher:
             ("gradient of the hidden states", self._x.grad.reshape(x.shape), grad * weight),
             ("gradient of the probabilities", self._probs.grad * self._map, grad_probs),
         )
-        routes = work.routes
-        if not any(
-            torch.equal(seen[0].long(), counts[self._rank])
-            for counts in (routes.routed, routes.padded)
-        ):
+        table = work.tables[self._rank]
+        if not any(torch.equal(seen[0].long(), counts) for counts in (table.routed, table.padded)):
             return (
                 f"rank {self._rank}: rows of each expert are {seen[0].tolist()}, expected "
-                f"{routes.routed[self._rank].tolist()}"
+                f"{table.routed.tolist()}"
             )
         for what, actual, expected in comparisons:
             bound = tolerance * expected.abs()
@@ -157,5 +117,5 @@ class PreparedDispatcher:
         return None
 
     def close(self) -> None:
-        """See `Prepared.close`."""
+        """See `Subject.close`."""
         close_dispatcher(self._dispatcher)

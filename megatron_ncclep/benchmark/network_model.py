@@ -1,11 +1,11 @@
-"""A model of dispatch, or combine, over several machines: what crosses the network, and how long.
+"""A model of dispatch, or combine, over several nodes: what crosses the network, and how long.
 
 Not a measurement.  It knows rates and counts bytes, and nothing of latency, of how a network is
-laid out, or of what hosts and kernels add.  The router is balanced: picks take all experts alike.
+laid out, or of what hosts and kernels add.  The router is balanced: all experts are equally likely.
 
-Example: 2 machines, top-2.  A token needs the other machine unless both of its picks are at home,
-which with many experts is so once in 4 times: 0.75 of the rows cross.  A flat all-to-all sends a
-row for each pick that is not at home: 1 a token.
+Example: 2 nodes, top-2.  A token needs the other node unless both of its assignments are on its
+own, which with many experts is so once in 4 times: 0.75 of the rows cross.  A flat all-to-all sends
+a row for each assignment elsewhere: 1 a token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_ncclep.benchmark.text import align, wrap
+from megatron_ncclep.benchmark.table import align, wrap
 from megatron_ncclep.errors import InputError
 
-MACHINES = (2, 4, 8, 16, 32, 64)
+NODES = (2, 4, 8, 16, 32, 64)
 # 400 Gbit/s a GPU and an H200's NVLink, as rows of this size get out of them.
 NIC_GB_S, NVLINK_GB_S = 46.0, 350.0
 
@@ -31,10 +31,10 @@ class NetworkModel:
         row_bytes: of one row.
         num_experts: E.
         top_k: K.
-        ranks_on_each: L, ranks on a machine.
+        ranks_on_each: L, ranks on a node.
         nic_gb_s: 1e9 bytes a second that a rank sends over the network, and receives at a time.
-        nvlink_gb_s: the same inside a machine.
-        chunks: pieces of the batch, of which one crosses while the one before moves inside.
+        nvlink_gb_s: the same inside a node.
+        chunks: of columns, of which one crosses while the one before moves inside.
     """
 
     num_tokens: int = 4096
@@ -60,53 +60,51 @@ class NetworkModel:
             max(0, self.num_experts - there - k) / (self.num_experts - k) for k in range(K)
         )
 
-    def crossing_bytes(self, machines: int) -> float:
-        """Bytes that a rank sends over the network: a row for each other machine in need of it."""
-        rows = self.num_tokens * (machines - 1) * (1 - self.missed(machines))
+    def crossing_bytes(self, nodes: int) -> float:
+        """Bytes that a rank sends over the network: a row for each other node in need of it."""
+        rows = self.num_tokens * (nodes - 1) * (1 - self.missed(nodes))
         return rows * self.row_bytes
 
-    def flat_bytes(self, machines: int) -> float:
-        """The same for a row for each pick on another machine, as `alltoall` sends them."""
-        return self.num_tokens * self.top_k * (machines - 1) / machines * self.row_bytes
+    def flat_bytes(self, nodes: int) -> float:
+        """The same for a row for each assignment to another node, as `alltoall` sends them."""
+        return self.num_tokens * self.top_k * (nodes - 1) / nodes * self.row_bytes
 
-    def inside_bytes(self, machines: int) -> float:
-        """Bytes that a rank sends inside its machine: rows of all machines, from over its rail."""
-        needed = machines * (self.ranks_on_each - 1)
-        rows = self.num_tokens * needed * (1 - self.missed(machines * self.ranks_on_each))
+    def inside_bytes(self, nodes: int) -> float:
+        """Bytes that a rank sends inside its node: rows of all nodes, from over its rail."""
+        needed = nodes * (self.ranks_on_each - 1)
+        rows = self.num_tokens * needed * (1 - self.missed(nodes * self.ranks_on_each))
         return rows * self.row_bytes
 
-    def seconds(self, machines: int) -> float:
+    def seconds(self, nodes: int) -> float:
         """Of one pass: the longer part, and of the shorter one what no other chunk hides."""
-        crossing = self.crossing_bytes(machines) / (1e9 * self.nic_gb_s)
-        inside = self.inside_bytes(machines) / (1e9 * self.nvlink_gb_s)
+        crossing = self.crossing_bytes(nodes) / (1e9 * self.nic_gb_s)
+        inside = self.inside_bytes(nodes) / (1e9 * self.nvlink_gb_s)
         return max(crossing, inside) + min(crossing, inside) / self.chunks
 
 
 def table(model: NetworkModel) -> str:
-    """What the model says of 2 to 64 machines, as far as there are experts for them."""
-    rows = [
-        ["machines", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"]
-    ]
-    for machines in MACHINES:
-        if model.num_experts % (machines * model.ranks_on_each):
+    """What the model says of 2 to 64 nodes, as far as there are experts for them."""
+    rows = [["nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"]]
+    for nodes in NODES:
+        if model.num_experts % (nodes * model.ranks_on_each):
             continue
-        crossing, inside = model.crossing_bytes(machines), model.inside_bytes(machines)
-        flat = model.flat_bytes(machines)
+        crossing, inside = model.crossing_bytes(nodes), model.inside_bytes(nodes)
+        flat = model.flat_bytes(nodes)
         rows.append([
-            str(machines),
-            str(machines * model.ranks_on_each),
+            str(nodes),
+            str(nodes * model.ranks_on_each),
             *_bytes_and_ms(crossing, model.nic_gb_s),
             *_bytes_and_ms(inside, model.nvlink_gb_s),
-            f"{1e3 * model.seconds(machines):.2f}",
+            f"{1e3 * model.seconds(nodes):.2f}",
             *_bytes_and_ms(flat, model.nic_gb_s),
         ])  # fmt: skip
     head = wrap(
         f"A model, not a measurement: one dispatch or combine of {model.num_tokens} tokens a rank, "
         f"rows of {model.row_bytes} bytes, top-{model.top_k} of {model.num_experts} experts alike, "
-        f"{model.ranks_on_each} ranks on a machine, {model.nic_gb_s:g} GB/s a rank to other "
-        f"machines and {model.nvlink_gb_s:g} inside, chunks: {model.chunks} (the engine has 1). "
-        "Bytes are what a rank sends; flat is an all-to-all with a row for each pick, its part "
-        "between machines alone."
+        f"{model.ranks_on_each} ranks on a node, {model.nic_gb_s:g} GB/s a rank to other "
+        f"nodes and {model.nvlink_gb_s:g} inside, chunks: {model.chunks} (the engine: 1 to 4, "
+        "by size). Bytes are what a rank sends; flat is an all-to-all with a row for each "
+        "assignment, its part between nodes alone."
     )
     return "\n".join([*head, "", *align(rows)])
 

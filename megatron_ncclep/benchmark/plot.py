@@ -1,39 +1,66 @@
-"""Draw the result of `ncclep bench`: a bar for each subject, stacked by pass, and the limit.
+"""Draw the result of `ncclep bench`, or the metrics in the log of `ncclep train`.
 
-The limit is the time that the rows take at the ceiling of the links, measured in the same run.
-Whole layers have a panel of their own, without it.
+Of a result it draws a bar for each subject, stacked by pass, and the limit: the time that the rows
+take at the ceiling of the links, measured in the same run.  Whole layers have a panel of their own,
+without it.  A training step's bar is the device's time by kind of kernel and idle time; without a
+profile, and with several ranks, the step's time.  Low-latency mode has lines over the tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ncclep.benchmark import result as results
-from megatron_ncclep.benchmark.subjects import BOTH, STEPS, WHOLE
-from megatron_ncclep.benchmark.table import title
-from megatron_ncclep.benchmark.train_plot import ORDER, draw_training
+from megatron_ncclep.benchmark.kernel_kinds import KINDS
+from megatron_ncclep.benchmark.names import TRAININGS
+from megatron_ncclep.benchmark.result import LISTS
+from megatron_ncclep.benchmark.subjects import BOTH, PAIR, STEPS, WHOLE
+from megatron_ncclep.benchmark.table import (
+    busy_us,
+    idle_us,
+    is_busy_known,
+    model_sizes,
+    pair_sizes,
+    same_sizes,
+    sizes,
+    title,
+)
 from megatron_ncclep.errors import InputError
+from megatron_ncclep.training import metrics_plot
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart; neighbours in a bar
-# differ in lightness too.
+IDLE, STEP = "idle", "step"
+# Okabe and Ito's colours, which people with any colour vision can tell apart, and greys; neighbours
+# in a bar differ in lightness too.
 COLORS = {
     "plan": "#999999", "dispatch": "#0072B2", "combine": "#E69F00", "bwd_dispatch": "#56B4E9",
-    "bwd_combine": "#F0E442", "forward": "#009E73", "backward": "#CC79A7",
-    BOTH: "#D55E00",
+    "bwd_combine": "#F0E442", "forward": "#009E73", "backward": "#CC79A7", BOTH: "#D55E00",
+    "limit": "#000000", "attention": "#F0E442", "GEMM": "#56B4E9", "permute": "#CC79A7",
+    "optimizer": "#009E73", "collectives": "#D55E00", "rest": "#DDDDDD", IDLE: "#FFFFFF",
+    STEP: "#56B4E9", "pair": "#009E73",
 }  # fmt: skip
-LIMIT_COLOR = "#000000"
+# Of the legend; panels without passes begin with the kinds of kernels.
+PASSES = (*STEPS, *WHOLE, BOTH, "limit")
+PIECES = (*KINDS, IDLE, STEP)
+STYLES = ("-", "--", ":", "-.")  # of subjects of low-latency mode
+# Narrower pieces of a training step have no room for their number.
+LABELLED_SHARE = 0.06
 LEGEND_COLUMNS = 6
-WITHOUT_MATPLOTLIB = "matplotlib is not installed: pip install 'megatron-ncclep[train]'"
+BARS_OF_LINES = 8  # a panel of lines is as high as one of so many bars
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ncclep plot`."""
-    parser.add_argument("result", metavar="BENCH_JSON", help="bench.json of a run")
+    parser.add_argument(
+        "result",
+        metavar="BENCH_JSON|LOG_JSONL",
+        help="bench.json of a run, or log.jsonl of a training with --ncclep-metrics-interval",
+    )
     parser.add_argument("-o", "--out", help="PNG file (default: beside the result)")
     parser.add_argument(
         "--subjects", help="draw these only, separated by commas, such as native,nccl_ep"
@@ -47,12 +74,18 @@ def main(args: argparse.Namespace) -> int:
         InputError: no such result, nothing in it to draw, or no matplotlib.
     """
     path = Path(args.result)
-    result = results.load(path)
-    if args.subjects is not None:
-        result = _only(result, args.subjects.split(","))
     out = Path(args.out) if args.out else path.with_suffix(".png")
     try:
-        draw(result, out)
+        if path.suffix == ".jsonl":
+            if args.subjects is not None:
+                raise InputError(f"--subjects {args.subjects}: {path} has none, leave it out")
+            _require_matplotlib()
+            metrics_plot.draw(path, out)
+        else:
+            result = results.load(path)
+            if args.subjects is not None:
+                _keep(result, args.subjects.split(","))
+            draw(result, out)
     except OSError as error:
         raise InputError(
             f"{out}: {error.strerror}: --out must name a file that can be written"
@@ -61,9 +94,11 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def obstacle() -> str | None:
-    """Say why nothing can be drawn here; None if it can."""
-    return None if importlib.util.find_spec("matplotlib") else WITHOUT_MATPLOTLIB
+def _require_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(
+            "no plot: matplotlib is not installed: pip install 'megatron-ncclep[train]'"
+        )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -72,8 +107,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     Raises:
         InputError: nothing was measured, or there is no matplotlib.
     """
-    if reason := obstacle():
-        raise InputError(f"no plot: {reason}")
+    _require_matplotlib()
     from matplotlib.figure import Figure
 
     drawn: list[tuple[int, Callable[[Any], None]]] = [
@@ -84,7 +118,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     ]
     for training in result["trainings"]:
         if measured := [subject for subject in training["subjects"] if subject["step"]]:
-            drawn.append((len(measured), partial(draw_training, result=training)))
+            drawn.append((len(measured), partial(_draw_training, result=training)))
+    for group in same_sizes(result["low_latency"]):
+        if any(subject["passes"] for shape in group for subject in shape["subjects"]):
+            drawn.append((BARS_OF_LINES, partial(_draw_low_latency, results=group)))
     if not drawn:
         raise InputError(f"no plot {path}: the result holds no times")
     columns = min(2, len(drawn))
@@ -101,8 +138,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for panel in panels
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    passes = (*STEPS, *WHOLE, BOTH, "limit") if result["shapes"] else ()
-    order = [name for name in dict.fromkeys((*passes, *ORDER)) if name in handles]
+    passes = PASSES if result["shapes"] else ()
+    order = [name for name in dict.fromkeys((*passes, *PIECES, *handles)) if name in handles]
     figure.legend(
         [handles[name] for name in order],
         order,
@@ -122,60 +159,125 @@ def _measured(shape: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[st
 
 def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any]]) -> None:
     """Draw `subjects`, either layers or others, of one shape."""
-    shape, layers = result["shape"], subjects[0]["kind"] == "layer"
+    layers = subjects[0]["kind"] == "layer"
     for place, subject in enumerate(subjects):
-        left = 0.0
-        for name, times in subject["passes"].items():
-            # A bar of its own for each piece; the legend takes one of each name.
-            panel.barh(
-                place, times["median_us"], left=left, color=COLORS[name], label=name,
-                edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
-            left += times["median_us"]
-        panel.annotate(
-            f"{left:,.0f}", (left, place), xytext=(4, 0), textcoords="offset points", va="center"
-        )
+        times = {name: passed["median_us"] for name, passed in subject["passes"].items()}
+        _draw_bar(panel, place, times, f"{sum(times.values()):,.0f}", "white")
     if result["limit_us"] is not None and not layers:
         panel.axvline(
-            4 * result["limit_us"], color=LIMIT_COLOR, linestyle="--", linewidth=1.5, label="limit"
-        )
-    panel.set_yticks(range(len(subjects)), [title(subject["name"]) for subject in subjects])
-    panel.invert_yaxis()
-    panel.margins(x=0.12)
-    panel.set_xlim(left=0)
+            4 * result["limit_us"], color=COLORS["limit"], linestyle="--", linewidth=1.5,
+            label="limit",
+        )  # fmt: skip
+    _finish_bars(panel, [title(subject["name"]) for subject in subjects], margin=0.12)
     panel.set_xlabel("time of one forward and backward (microseconds)")
-    panel.set_title(
-        f"{shape['name']}: T {shape['tokens']}, H {shape['hidden']}, E {shape['experts']}, "
-        f"K {shape['top_k']}, {shape['dtype']}{', whole MoELayer' if layers else ''}",
-        fontsize=10,
-    )
+    layer = ", whole MoELayer" if layers else ""
+    panel.set_title(f"{sizes(result['shape'])}{layer}", fontsize=10)
+
+
+def pieces(subject: dict[str, Any], busy_known: bool) -> dict[str, float]:
+    """What the bar of a training step is made of: kind -> milliseconds, without empty pieces."""
+    if not subject["kinds_us"] or not busy_known:
+        return {STEP: subject["step"]["median_us"] / 1e3}
+    every = {**subject["kinds_us"], IDLE: idle_us(subject)}
+    return {kind: every[kind] / 1e3 for kind in PIECES if every.get(kind)}
+
+
+def _draw_training(panel: Any, result: dict[str, Any]) -> None:
+    """Draw the measured subjects of one training."""
+    subjects = [subject for subject in result["subjects"] if subject["step"]]
+    busy_known = is_busy_known(result)
+    bars = [pieces(subject, busy_known) for subject in subjects]
+    least = LABELLED_SHARE * max(sum(bar.values()) for bar in bars)
+    for place, (subject, bar) in enumerate(zip(subjects, bars, strict=True)):
+        busy = 100 * busy_us(subject) / subject["step"]["median_us"]
+        told = f", busy {busy:.0f} %" if subject["kinds_us"] and busy_known else ""
+        speed = f"{subject['tokens_per_s']:,.0f} tokens/s"
+        label = f"{sum(bar.values()):.1f} ms{told}\n{speed}"
+        _draw_bar(panel, place, bar, label, "#555555", least)
+    names = [subject["name"].removeprefix(TRAININGS.prefix) for subject in subjects]
+    names = [name.replace(":grouped", "\ngrouped") for name in names]
+    _finish_bars(panel, names, margin=0.42)  # room for the words beside the longest bar
+    panel.set_xlabel("time of one training step (milliseconds)")
+    panel.set_title(textwrap.fill(model_sizes(result), 60), fontsize=10)
+
+
+def _draw_bar(
+    panel: Any,
+    place: int,
+    times: dict[str, float],
+    label: str,
+    edge: str,
+    labelled: float | None = None,
+) -> None:
+    """Draw pieces behind one another, and a label behind them.
+
+    Args:
+        labelled: pieces from this length on hold their number; None: none of them does.
+    """
+    left = 0.0
+    for name, time in times.items():
+        # A bar of its own for each piece; the legend takes one of each name.
+        panel.barh(
+            place, time, left=left, color=COLORS[name], label=name, edgecolor=edge, linewidth=0.5,
+            hatch="///" if name == IDLE else None,
+        )  # fmt: skip
+        if labelled is not None and time > labelled and name != STEP:
+            panel.annotate(
+                f"{time:.0f}", (left + time / 2, place), ha="center", va="center", fontsize=8,
+                bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "linewidth": 0},
+            )  # fmt: skip
+        left += time
+    panel.annotate(label, (left, place), xytext=(4, 0), textcoords="offset points", va="center")
+
+
+def _finish_bars(panel: Any, names: list[str], margin: float) -> None:
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.margins(x=margin)
+    panel.set_xlim(left=0)
     panel.grid(axis="x", alpha=0.3)
     panel.set_axisbelow(True)
 
 
-def _only(result: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """The result with the named subjects, in that order.
+def _draw_low_latency(panel: Any, results: list[dict[str, Any]]) -> None:
+    """Draw results of `same_sizes`: medians, and up to p99 shaded."""
+    names = dict.fromkeys(s["name"] for r in results for s in r["subjects"] if s["passes"])
+    for style, name in zip(STYLES * len(names), names, strict=False):
+        found = [
+            (result["shape"]["tokens"], subject["passes"])
+            for result in results
+            for subject in result["subjects"]
+            if subject["name"] == name and subject["passes"]
+        ]
+        tokens = [count for count, _ in found]
+        for what in PAIR:
+            p50, p99 = ([passes[what][key] for _, passes in found] for key in ("p50_us", "p99_us"))
+            label = what if len(names) == 1 else f"{name}: {what}"
+            panel.plot(tokens, p50, style, marker="o", color=COLORS[what], label=label)
+            panel.fill_between(tokens, p50, p99, color=COLORS[what], alpha=0.2, linewidth=0)
+    every = sorted({result["shape"]["tokens"] for result in results})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(every, [str(count) for count in every])
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("tokens of a rank")
+    panel.set_ylabel("microseconds, p50 to p99")
+    where = "" if all(result["on_gpu"] for result in results) else ", ON A CPU"
+    panel.set_title(f"low-latency mode{where}: {pair_sizes(results[0])}", fontsize=10)
+    panel.grid(alpha=0.3)
+
+
+def _keep(result: dict[str, Any], names: list[str]) -> None:
+    """Take all but the named subjects out of a result, and put these in that order.
 
     Raises:
         InputError: a name is not in it.
     """
-    listed = {key: result[key] for key in ("shapes", "trainings")}
-    held = {s["name"] for kind in listed.values() for shape in kind for s in shape["subjects"]}
+    every = [measured for name in LISTS for measured in result[name]]
+    held = {subject["name"] for measured in every for subject in measured["subjects"]}
     if missing := [name for name in names if name not in held]:
         raise InputError(
             f"--subjects {missing[0]}: the result holds {', '.join(sorted(held)) or 'none'}"
         )
-    kept = {
-        key: [
-            {
-                **shape,
-                "subjects": sorted(
-                    (s for s in shape["subjects"] if s["name"] in names),
-                    key=lambda subject: names.index(subject["name"]),
-                ),
-            }
-            for shape in kind
-        ]
-        for key, kind in listed.items()
-    }
-    return {**result, **kept}
+    for measured in every:
+        kept = [subject for subject in measured["subjects"] if subject["name"] in names]
+        measured["subjects"] = sorted(kept, key=lambda subject: names.index(subject["name"]))

@@ -1,35 +1,30 @@
-"""What the ranks of one measurement share: groups, notes, deadlines, and words about outcomes.
+"""What the ranks of one measurement share: groups, progress, deadlines, and outcomes.
 
-Every wait has a deadline.  An engine's own is `timeout_s`; ranks that compare notes wait twice as
-long, so that the engine's message comes first; a step that takes three times as long, in a kernel
-that never ends say, ends the process with the stack of every thread.
+Every wait has a deadline.  An engine's own is `timeout_s`; ranks that compare outcomes wait twice
+as long, so that the engine's message comes first; a step that takes three times as long, in a
+kernel that never ends say, ends the process with the stack of every thread.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ncclep.benchmark.progress import Show
-from megatron_ncclep.benchmark.subjects import Setting
+from megatron_ncclep.benchmark.subjects import Setting, UnavailableError
 from megatron_ncclep.benchmark.timing import Timer
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import PeerError
-from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext
 
 # From the best to the worst; the ranks agree on the worst.
 OUTCOMES = ("ok", "unavailable", "wrong", "failed")
-
-
-def note_path(notes: str, rank: int) -> Path:
-    """Where `rank` writes down what it is doing."""
-    return Path(notes) / f"rank{rank}.txt"
 
 
 class Ranks:
@@ -39,8 +34,7 @@ class Ranks:
         context: the ranks; all of the process's world.
         timeout_s: seconds that a rank waits for the others.
         what: is measured, in words: the name of a shape.
-        notes: folder where each rank writes down what it is doing, for whoever finds it dead.
-        show: called on rank 0 with what is done next, in words.
+        shows: whether rank 0 says what is done next, on stderr: stdout holds the table only.
 
     Attributes:
         rank, num_ranks, on_gpu: of this process.
@@ -50,13 +44,17 @@ class Ranks:
     """
 
     def __init__(
-        self, context: RankContext, timeout_s: float, what: str, notes: str | None, show: Show
+        self,
+        context: RankContext,
+        timeout_s: float,
+        what: str,
+        shows: bool = False,
     ) -> None:
-        self._timeout_s, self._what, self._notes, self._show = timeout_s, what, notes, show
+        self._timeout_s, self._what, self._shows = timeout_s, what, shows and context.rank == 0
         self.rank, self.num_ranks = context.rank, context.num_ranks
         self.on_gpu = context.device == "cuda"
         backend = "nccl" if self.on_gpu else "gloo"
-        # Beside what is measured: ranks compare notes even when the device is stuck.
+        # Beside what is measured: ranks compare outcomes even when the device is stuck.
         self._made: list[dist.ProcessGroup] = []
         self._control = self._new_group("gloo", 2)
         self.setting = Setting(
@@ -83,6 +81,21 @@ class Ranks:
         reasons = dict.fromkeys(text for outcome, text in every if outcome == worst and text)
         return OUTCOMES[worst], "; ".join(reasons) or None
 
+    def attempt(self, call: Callable[[], str | None]) -> tuple[str, str | None]:
+        """Run `call` and give every rank the worst outcome of any, and why.  Collective.
+
+        Args:
+            call: returns what is wrong with a result on this rank, if anything is.
+        """
+        try:
+            reason = call()
+            status = "wrong" if reason else "ok"
+        except UnavailableError as error:
+            status, reason = "unavailable", str(error)
+        except Exception as error:
+            status, reason = "failed", f"{type(error).__name__}: {error}"
+        return self.agree(status, reason)
+
     def gather(self, mine: Any) -> list[Any]:
         """Give every rank what each of them has, in the order of ranks.  Collective."""
         every: list[Any] = [None] * self.num_ranks
@@ -94,14 +107,10 @@ class Ranks:
         every = self.gather(mine)
         return None if mine is None else {key: max(m[key] for m in every) for key in mine}
 
-    def step(self, what: str, part: str = "") -> None:
+    def step(self, what: str) -> None:
         """Say what is done next, and how long it may take at most."""
-        what = f"{self._what}: {what}"
-        if self._notes is not None:
-            note = f"{what}: {part}" if part else what
-            note_path(self._notes, self.rank).write_text(note, encoding="utf-8")
-        if self.rank == 0:
-            self._show(what, part)
+        if self._shows:
+            print(f"{self._what}: {what}", file=sys.stderr, flush=True)
         self.deadline()
 
     def deadline(self) -> None:
@@ -118,10 +127,15 @@ class Ranks:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Release the groups.  Collective."""
+        """Release the groups and what ends a rank that hangs.  Collective."""
+        self.stop()
         for group in reversed(self._made):
             EpGroup.of(group).close()
             dist.destroy_process_group(group)
+
+    def stop(self) -> None:
+        """End the deadline."""
+        faulthandler.cancel_dump_traceback_later()
 
     def _new_group(self, backend: str, patience: float = 1) -> dist.ProcessGroup:
         """All ranks as a process group of its own: one subject's failure is not another's."""

@@ -1,4 +1,4 @@
-"""Results: what bench.json holds, as plain data."""
+"""Results: what bench.json holds, as plain data, for each of three kinds of measurements."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_ncclep.benchmark.ceiling import Ceiling
-from megatron_ncclep.benchmark.shapes import Shape
-from megatron_ncclep.benchmark.timing import Spread
-from megatron_ncclep.benchmark.train_result import TrainingResult, TrainResult, failures
+from megatron_ncclep.benchmark.shapes import Shape, TrainingShape
+from megatron_ncclep.benchmark.timing import quantiles
+from megatron_ncclep.benchmark.workload import Workload, network_rows
 from megatron_ncclep.errors import InputError
+from megatron_ncclep.ranks.nodes import Nodes
 
 FORMAT = 1
 # Passes that move every row over the wire once; a forward or backward of Megatron has two of them.
@@ -24,81 +25,174 @@ CROSSINGS = {
 
 
 @dataclass
-class SubjectResult:
-    """What is known of one subject with one shape.
+class Outcome:
+    """What is known of one subject with one shape, whatever was measured.
 
     Attributes:
-        name, kind, checked: of the subject.
+        name: of the subject.
         status: "ok"; "unavailable": it cannot run here; "wrong": its results are; "failed": it
             raised an error.
         reason: why it is not ok.
-        sms: SMs that its kernels use, in words.
-        passes: pass -> {"median_us", "p10_us", "p90_us"} of the slowest rank, and where rows cross
-            the wire "gb_per_s", and "percent_of_ceiling" if the ceiling is known.
-        sum_us: sum of the medians.
-        memory: bytes on the rank that takes most, {"torch_bytes", "other_bytes"}; None on a CPU.
     """
 
+    # Fields that hold times.
+    TIMES: ClassVar[tuple[str, ...]] = ("passes",)
+
     name: str
-    kind: str
-    checked: str
     status: str = "ok"
     reason: str | None = None
+
+    def fail(self, status: str, reason: str | None) -> None:
+        """Take what is no good out of the result."""
+        self.status, self.reason = status, reason
+        nothing = type(self)(self.name)
+        for name in self.TIMES:
+            setattr(self, name, getattr(nothing, name))
+
+
+@dataclass
+class SubjectResult(Outcome):
+    """One subject with one MoE layer's routing.
+
+    Attributes:
+        kind: of the subject.
+        sms: SMs that its kernels use, in words.
+        passes: pass -> {"median_us", "p10_us", "p90_us"} of the slowest rank, and where rows cross
+            the wire "gb_per_s", and "percent_of_ceiling" if the ceiling is known; of low-latency
+            mode {"p50_us", "p99_us", "min_us", "count"} over all operations.
+        sum_us: sum of the medians.
+        memory: bytes on the rank that takes most, {"torch_bytes", "other_bytes"}; None on a CPU.
+        window_bytes: memory that the other ranks write to, on each rank, where it is known.
+    """
+
+    kind: str = ""
     sms: str = "-"
     passes: dict[str, dict[str, float]] = field(default_factory=dict)
     sum_us: float | None = None
     memory: dict[str, int] | None = None
+    window_bytes: int | None = None
 
-    def set_samples(self, samples: Mapping[str, Sequence[float]]) -> None:
+    def set_samples(self, samples: Mapping[str, Sequence[float]], low_latency: bool) -> None:
         """Summarise the slowest rank's microseconds of every pass."""
-        for name, values in samples.items():
-            spread = Spread.of(values)
-            self.passes[name] = {
-                "median_us": spread.median, "p10_us": spread.p10, "p90_us": spread.p90,
-            }  # fmt: skip
+        spread = _operations if low_latency else _spread
+        self.passes = {name: spread(values) for name, values in samples.items()}
 
 
 @dataclass
-class ShapeResult:
-    """What was measured with one shape.
+class TrainResult(Outcome):
+    """One subject that trains.
 
     Attributes:
-        shape: the fields of Shape.
-        row_bytes: of one row.
-        num_rows: rows of the dispatched tensor on each rank.
-        wire_bytes: bytes that the busiest rank sends or receives in one pass, each row once for
-            each other rank that needs it.
-        ceiling: "push" and "pull" -> {"gb_per_s", "num_sms"}; empty if not measured.
-        ceiling_reason: why it was not.
-        limit_us: wire_bytes at the better of the two rates: the least that one pass can take.
-        subjects: in the order in which they are shown.
+        step: {"median_us", "p10_us", "p90_us"} of the slowest rank.
+        turns_us: the median of each turn.
+        tokens_per_s: of all ranks, at the median.
+        losses: mean over the ranks, of each of the first steps.
+        loss_apart: largest difference of these from the control's, on any rank, in nats.
+        layer_apart: likewise of the first MoE layer's output or gradient, relative to its size.
+        kinds_us: kind of kernel -> its share of the device's busy time in a step, the mean over the
+            ranks; empty without a profile.
+        host_us: time that a step's host does not wait for its device, on the slowest rank.
+        memory: as of a SubjectResult.
+        num_parameters: of one rank.
+    """
+
+    TIMES: ClassVar[tuple[str, ...]] = ("step", "turns_us", "tokens_per_s", "kinds_us")
+
+    step: dict[str, float] = field(default_factory=dict)
+    turns_us: list[float] = field(default_factory=list)
+    tokens_per_s: float | None = None
+    losses: list[float] = field(default_factory=list)
+    loss_apart: float | None = None
+    layer_apart: float | None = None
+    kinds_us: dict[str, float] = field(default_factory=dict)
+    host_us: float | None = None
+    memory: dict[str, int] | None = None
+    num_parameters: int | None = None
+
+    def set_samples(self, turns: Sequence[Sequence[float]], tokens: int) -> None:
+        """Summarise the slowest rank's microseconds of every step, by turn.
+
+        Args:
+            turns: at least one, each of at least one sample.
+            tokens: of all ranks in one step.
+        """
+        self.step = _spread([sample for turn in turns for sample in turn])
+        self.turns_us = [quantiles(turn, 0.5)[0] for turn in turns]
+        self.tokens_per_s = tokens / self.step["median_us"] * 1e6
+
+
+@dataclass
+class Measured:
+    """What was measured with one shape, whatever it is.
+
+    Attributes:
+        shape: the fields of Shape or TrainingShape.
+        subjects: an Outcome of each, in the order in which they are shown.
         error: why nothing was measured, if so.
         failures: everything because of which the command fails, in words.
     """
 
     shape: dict[str, Any]
-    row_bytes: int
-    num_rows: list[int] = field(default_factory=list)
-    wire_bytes: int = 0
-    ceiling: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ceiling_reason: str | None = None
-    limit_us: float | None = None
-    subjects: list[SubjectResult] = field(default_factory=list)
+    subjects: list[Any] = field(default_factory=list)
     error: str | None = None
     failures: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls,
-        shape: Shape,
-        num_rows: Sequence[int] = (),
-        wire_bytes: int = 0,
-        error: str | None = None,
-    ) -> ShapeResult:
+    def of(cls, shape: Shape | TrainingShape, error: str | None = None) -> Any:
         """Start the result of a shape."""
-        return cls(
-            dataclasses.asdict(shape), shape.row_bytes, list(num_rows), wire_bytes, error=error
-        )
+        return cls(dataclasses.asdict(shape), error=error)
+
+    def judge(self, required: Sequence[str]) -> None:
+        """Work out what is a failure; `required`: names of subjects that must have run."""
+        where = self.shape["name"]
+        if self.error is not None:
+            self.failures.append(f"{where}: nothing was measured: {self.error}")
+        for subject in self.subjects:
+            said = f"{where}: {subject.name}"
+            if subject.status in ("wrong", "failed"):
+                self.failures.append(f"{said} {subject.status}: {subject.reason}")
+            elif subject.status == "unavailable" and subject.name in required:
+                self.failures.append(f"{said} was asked for and cannot run: {subject.reason}")
+
+
+@dataclass
+class ShapeResult(Measured):
+    """Passes of one MoE layer's routing.
+
+    Attributes:
+        row_bytes: of one row.
+        wire_bytes: bytes that the busiest rank sends or receives in one pass, each row once for
+            each other rank that needs it.
+        network: of the busiest rank in one pass over several nodes, {"machines", "ranks_on_each",
+            "hierarchical_bytes", "flat_bytes"}: rows once for each node, and for each assignment
+            to another node; None if nothing was measured that knows nodes.
+        ceiling: "push" and "pull" -> {"gb_per_s", "num_sms"}; empty if not measured.
+        ceiling_reason: why it was not.
+        limit_us: wire_bytes at the better of the two rates: the least that one pass can take.
+        on_gpu: whether a GPU took part; if not, the times are those of hosts.
+        max_tokens: that the objects of low-latency mode were made for; None: it is not this mode.
+    """
+
+    row_bytes: int = 0
+    wire_bytes: int = 0
+    network: dict[str, int] | None = None
+    ceiling: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ceiling_reason: str | None = None
+    limit_us: float | None = None
+    on_gpu: bool = False
+    max_tokens: int | None = None
+
+    def set_network(self, work: Workload, nodes: Nodes) -> None:
+        """Work out what crosses the network between `nodes`; nothing where there is one."""
+        if nodes.count == 1:
+            return
+        once, flat = network_rows(work.tables, list(work.case.tokens), nodes.ranks_on_each)
+        self.network = {
+            "machines": nodes.count,
+            "ranks_on_each": nodes.ranks_on_each,
+            "hierarchical_bytes": once * self.row_bytes,
+            "flat_bytes": flat * self.row_bytes,
+        }
 
     def set_ceiling(self, found: Mapping[str, Ceiling], reason: str | None) -> None:
         """Take what `measure_ceiling` found; nothing: `reason` says why."""
@@ -109,12 +203,8 @@ class ShapeResult:
             self.limit_us = self.wire_bytes / best * 1e-3  # bytes / (GB/s) -> us
 
     def judge(self, required: Sequence[str]) -> None:
-        """Work out rates and sums, and what is a failure.
-
-        Args:
-            required: names of subjects that must have run.
-        """
-        for subject in self.subjects:
+        """Work out rates and sums too, but not of low-latency mode."""
+        for subject in self.subjects if self.max_tokens is None else ():
             if subject.passes:
                 subject.sum_us = sum(times["median_us"] for times in subject.passes.values())
             for name, times in subject.passes.items():
@@ -124,10 +214,32 @@ class ShapeResult:
                     if self.limit_us is not None:
                         limit = CROSSINGS[name] * self.limit_us
                         times["percent_of_ceiling"] = 100 * limit / times["median_us"]
-        where = self.shape["name"]
-        if self.error is not None:
-            self.failures.append(f"{where}: nothing was measured: {self.error}")
-        self.failures += failures(where, self.subjects, required)
+        super().judge(required)
+
+
+@dataclass
+class TrainingResult(Measured):
+    """Training steps of one model and batch.
+
+    Attributes:
+        settings: the model's arguments.
+        tokens: of all ranks in one step.
+        text: what was trained on, in words.
+        max_recv_rows: option of static subjects.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    tokens: int = 0
+    text: str = ""
+    max_recv_rows: int | str | None = None
+
+
+# Lists of bench.json -> what each entry is, and each of its subjects.
+LISTS: dict[str, tuple[type[Measured], type[Outcome]]] = {
+    "shapes": (ShapeResult, SubjectResult),
+    "trainings": (TrainingResult, TrainResult),
+    "low_latency": (ShapeResult, SubjectResult),
+}
 
 
 def save(result: dict[str, Any], path: Path) -> None:
@@ -149,24 +261,35 @@ def load(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a result of `ncclep bench` in format {FORMAT}")
-    _require_fields(path, "shapes", content.get("shapes"), ShapeResult)
-    for shape in content["shapes"]:
-        _require_fields(path, "subjects", shape["subjects"], SubjectResult)
-    trainings = content.setdefault("trainings", [])  # a result of before there were any
-    _require_fields(path, "trainings", trainings, TrainingResult)
-    for training in trainings:
-        _require_fields(path, "subjects", training["subjects"], TrainResult)
+    for name, (kind, subject) in LISTS.items():
+        content[name] = _read(path, name, content.get(name, []), kind)
+        for measured in content[name]:
+            measured["subjects"] = _read(path, "subjects", measured["subjects"], subject)
     return content
 
 
-def _require_fields(path: Path, name: str, listed: Any, kind: type) -> None:
-    """Refuse what is no list of `kind`s as mappings."""
-    fields = {field.name for field in dataclasses.fields(kind)}
-    whole = isinstance(listed, list) and all(
-        isinstance(item, dict) and fields <= set(item) for item in listed
-    )
-    if not whole:
+def _read(path: Path, name: str, listed: Any, kind: type) -> list[dict[str, Any]]:
+    """A list of `kind`s as mappings; older results lack fields, and have some that went.
+
+    Raises:
+        InputError: it is no such list.
+    """
+    known = [f.name for f in dataclasses.fields(kind)]
+    try:
+        held = [{key: item[key] for key in known if key in item} for item in listed]
+        return [dataclasses.asdict(kind(**item)) for item in held]
+    except TypeError as error:
         raise InputError(
-            f"{path}: {name} is not what `ncclep bench` writes, a list of {sorted(fields)}: give "
-            "the bench.json of a run, unchanged"
-        )
+            f"{path}: {name} is not what `ncclep bench` writes, a list of {known}: give the "
+            "bench.json of a run, unchanged"
+        ) from error
+
+
+def _spread(samples: Sequence[float]) -> dict[str, float]:
+    median, p10, p90 = quantiles(samples, 0.5, 0.1, 0.9)
+    return {"median_us": median, "p10_us": p10, "p90_us": p90}
+
+
+def _operations(samples: Sequence[float]) -> dict[str, float]:
+    p50, p99 = quantiles(samples, 0.5, 0.99)
+    return {"p50_us": p50, "p99_us": p99, "min_us": min(samples), "count": len(samples)}

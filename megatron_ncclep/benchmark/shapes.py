@@ -1,29 +1,71 @@
-"""Shapes: the sizes to measure, read from configs/benchmark/."""
+"""Shapes: what to measure, read from configs/benchmark/: sizes of a layer, models that train."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_ncclep import config_files
-from megatron_ncclep.benchmark.train_shapes import TrainingShape
-from megatron_ncclep.config import ALIGNMENTS
+from megatron_ncclep.config import ALIGNMENTS, MIN_TIMEOUT_S
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.training.settings import Settings
 
 # fp64 is for gradient checks, not for training: not measured.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# What a field of Shape may be, by its annotation.
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (int, float), "str": (str,), "int | None": (int, type(None)),
+# Fields of Shape that `model: NAME` fills in -> arguments in configs/model/NAME.yaml.
+OF_A_MODEL = {
+    "hidden": "hidden-size", "ffn_hidden_size": "moe-ffn-hidden-size", "experts": "num-experts",
+    "top_k": "moe-router-topk",
+}  # fmt: skip
+# Set from the number of ranks.
+BATCH = "global-batch-size"
+# What a field may be, by its annotation.
+TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "dict[str, Any]": (dict,),
+    "None": (type(None),),
 }  # fmt: skip
 
 
+class Checked:
+    """A dataclass that checks its fields: types, and metadata `least` and `choices`.
+
+    Raises:
+        InputError: names the field and its value.
+    """
+
+    def __post_init__(self) -> None:
+        for known in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, must = getattr(self, known.name), known.metadata
+            kinds = str(known.type).split(" | ")
+            if not set(kinds) <= set(TYPES):
+                continue
+            where = f"{known.name} {value!r}"
+            allowed = tuple(kind for name in kinds for kind in TYPES[name])
+            if not isinstance(value, allowed) or isinstance(value, bool):
+                raise InputError(f"{where}: must be {known.type}")
+            # Not `<`: a NaN is no less than anything.
+            if value is not None and "least" in must and not value >= must["least"]:
+                raise InputError(f"{where}: must be >= {must['least']}")
+            if value not in must.get("choices", (value,)):
+                raise InputError(f"{where}: one of {', '.join(map(str, must['choices']))}")
+
+
+def at_least(least: float, **default: Any) -> Any:
+    """A field of a `Checked`, a number that is no less."""
+    return field(metadata={"least": least}, **default)
+
+
+def _one_of(choices: Iterable[Any], default: Any) -> Any:
+    return field(metadata={"choices": tuple(choices)}, default=default)
+
+
 @dataclass(frozen=True)
-class Shape:
+class Shape(Checked):
     """One problem size, the same on every rank.
 
     Attributes:
@@ -39,35 +81,24 @@ class Shape:
     """
 
     name: str
-    tokens: int
-    hidden: int
-    experts: int
-    top_k: int
-    dtype: str = "bfloat16"
-    skew: float = 0.0
-    alignment: int = 1
-    ffn_hidden_size: int | None = None
+    tokens: int = at_least(1)
+    hidden: int = at_least(1)
+    experts: int = at_least(1)
+    top_k: int = at_least(1)
+    dtype: str = _one_of(DTYPES, "bfloat16")
+    skew: float = at_least(0, default=0.0)
+    alignment: int = _one_of(ALIGNMENTS, 1)
+    ffn_hidden_size: int | None = at_least(1, default=None)
+
+    def __str__(self) -> str:
+        return f"shape {self.name}"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, _TYPES[str(field.type)]) or isinstance(value, bool):
-                raise InputError(f"shape {self.name}: {field.name} {value!r}: must be {field.type}")
-        for name in ("tokens", "hidden", "experts", "top_k", "ffn_hidden_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"shape {self.name}: {name} {value}: must be >= 1")
-        if self.dtype not in DTYPES:
-            raise InputError(f"shape {self.name}: dtype {self.dtype!r}: one of {', '.join(DTYPES)}")
+        super().__post_init__()
         if self.top_k > self.experts:
             raise InputError(
-                f"shape {self.name}: top_k {self.top_k}: a token picks distinct experts, and there "
-                f"are {self.experts}"
+                f"top_k {self.top_k}: a token picks distinct experts, and there are {self.experts}"
             )
-        if self.skew < 0:
-            raise InputError(f"shape {self.name}: skew {self.skew}: must be >= 0")
-        if self.alignment not in ALIGNMENTS:
-            raise InputError(f"shape {self.name}: alignment {self.alignment}: one of {ALIGNMENTS}")
 
     @property
     def row_bytes(self) -> int:
@@ -75,16 +106,8 @@ class Shape:
         return self.hidden * DTYPES[self.dtype].itemsize
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Refuse a number of ranks over which the experts cannot be divided.
-
-        Raises:
-            InputError: names both numbers.
-        """
-        if self.experts % num_ranks:
-            raise InputError(
-                f"shape {self.name}: {self.experts} experts cannot be divided over {num_ranks} "
-                f"ranks: give --ranks a divisor of {self.experts}"
-            )
+        """Refuse, with an InputError, ranks over which the experts cannot be divided."""
+        _check_experts(self, self.experts, num_ranks)
 
     def case(self, num_ranks: int, device: str) -> Case:
         """The shape as a routing problem of `num_ranks` ranks."""
@@ -102,7 +125,49 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class TrainingShape(Checked):
+    """A model and a batch, the same for every subject.
+
+    Attributes:
+        name: readable identity, unique in its file.
+        model: name or path of a model file, as for `ncclep train --model`.
+        changes: arguments laid over it.
+        microbatches: of one rank in one step.
+    """
+
+    name: str
+    model: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    microbatches: int = at_least(1, default=1)
+
+    def __str__(self) -> str:
+        return f"training {self.name}"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config_files.check_arguments("changes", self.changes)
+        if BATCH in self.changes:
+            raise InputError(f"{BATCH} follows from microbatches and ranks: leave it out")
+
+    def settings(self, num_ranks: int) -> Settings:
+        """The checked settings of the model on `num_ranks` ranks, the experts divided over all.
+
+        Raises:
+            InputError: no such model, something in it or in the changes is wrong, or the experts
+                cannot be divided over the ranks.
+        """
+        try:
+            per_rank = Settings.load(self.model, self.changes)["micro-batch-size"]
+            batch = {BATCH: per_rank * self.microbatches * num_ranks}
+            settings = Settings.load(self.model, self.changes | batch)
+        except InputError as error:
+            raise InputError(f"{self}: {error}") from error
+        _check_experts(self, settings["num-experts"], num_ranks)
+        return settings
+
+
+@dataclass(frozen=True)
+class Measurement(Checked):
     """A file of configs/benchmark/: shapes, and how they are measured unless the command says so.
 
     Attributes:
@@ -116,59 +181,80 @@ class Measurement:
     shapes: tuple[Shape, ...] = ()
     trainings: tuple[TrainingShape, ...] = ()
     subjects: tuple[str, ...] = ()
-    warmup: int | None = None
-    samples: int | None = None
-    timeout_s: float = 60.0
+    warmup: int | None = at_least(0, default=None)
+    samples: int | None = at_least(1, default=None)
+    timeout_s: float = at_least(MIN_TIMEOUT_S, default=60.0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         names = [shape.name for shape in self.shapes] + [t.name for t in self.trainings]
         if not names or len(names) != len(set(names)):
             raise InputError(
                 f"give at least one shape or training, each with a name of its own: {names}"
             )
-        for name, least in (("warmup", 0), ("samples", 1)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise InputError(f"{name} {value!r}: must be a whole number of at least {least}")
-        if type(self.timeout_s) not in (int, float) or not self.timeout_s > 0:
-            raise InputError(f"timeout_s {self.timeout_s!r}: must be a positive number of seconds")
 
 
 def load(name_or_path: str) -> Measurement:
     """Read a file of configs/benchmark/, by its name or its path.
 
+    A shape may have `model: NAME` instead of the numbers of `OF_A_MODEL`.
+
     Raises:
         InputError: no such file, an unknown or missing key, or a value of the wrong form.
     """
-    content = config_files.load(config_files.BENCHMARK, name_or_path)
-    where = f"benchmark configuration {name_or_path}"
-    _check_keys(where, content, Measurement)
-    kinds: dict[str, Any] = {"shapes": Shape, "trainings": TrainingShape}
-    lists: dict[str, Any] = {key: content.get(key, []) for key in kinds}
-    for key, listed in lists.items():
-        if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-            raise InputError(f"{where}: {key} must be a list of mappings")
-        for number, item in enumerate(listed):
-            _check_keys(f"{where}: {key[:-1]} {item.get('name', number)}", item, kinds[key])
-    subjects = content.get("subjects", [])
-    if not isinstance(subjects, list) or not all(isinstance(name, str) for name in subjects):
-        raise InputError(f"{where}: subjects must be a list of names")
-    values: dict[str, Any] = {**content, "subjects": tuple(subjects)}
+    content: dict[str, Any] = dict(config_files.load(config_files.BENCHMARK, name_or_path))
     try:
-        for key, listed in lists.items():
-            values[key] = tuple(kinds[key](**item) for item in listed)
-        return Measurement(**values)
+        for key, kind in (("shapes", Shape), ("trainings", TrainingShape)):
+            items = _listed(content, key, dict, "mappings")
+            content[key] = tuple(_make(kind, key.removesuffix("s"), item) for item in items)
+        content["subjects"] = tuple(_listed(content, "subjects", str, "names"))
+        measurement: Measurement = _make(Measurement, None, content)
     except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+        raise InputError(f"benchmark configuration {name_or_path}: {error}") from error
+    return measurement
 
 
-def _check_keys(where: str, mapping: dict[str, Any], kind: type) -> None:
-    """Refuse keys that `kind`, a dataclass, does not have, and the lack of those that it needs."""
+def _listed(content: dict[str, Any], key: str, kind: type, called: str) -> list[Any]:
+    listed = content.get(key, [])
+    if not isinstance(listed, list) or not all(isinstance(item, kind) for item in listed):
+        raise InputError(f"{key} must be a list of {called}")
+    return listed
+
+
+def _make(kind: Any, called: str | None, mapping: dict[str, Any]) -> Any:
+    """Make a dataclass of `mapping`, which errors call `called` and its name, if anything."""
     fields = dataclasses.fields(kind)
-    unknown = [name for name in mapping if name not in {f.name for f in fields}]
-    needed = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
-    missing = [f.name for f in needed if f.name not in mapping]
-    if unknown or missing:
-        known = ", ".join(f.name for f in fields)
-        wrong = f"unknown key {unknown[0]!r}" if unknown else f"no {missing[0]}"
-        raise InputError(f"{where}: {wrong}: the keys are {known}")
+    try:
+        if kind is Shape:
+            mapping = _with_model(mapping)
+        unknown = [name for name in mapping if name not in {f.name for f in fields}]
+        needed = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+        missing = [f.name for f in needed if f.name not in mapping]
+        if unknown or missing:
+            known = ", ".join(f.name for f in fields)
+            wrong = f"unknown key {unknown[0]!r}" if unknown else f"no {missing[0]}"
+            raise InputError(f"{wrong}: the keys are {known}")
+        return kind(**mapping)
+    except InputError as error:
+        if called is None:
+            raise
+        raise InputError(f"{called} {mapping.get('name')}: {error}") from error
+
+
+def _with_model(shape: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what `model: NAME` of a shape stands for; what the shape says itself wins."""
+    if "model" not in shape:
+        return shape
+    own = {key: value for key, value in shape.items() if key != "model"}
+    model = config_files.load("model", str(shape["model"]))
+    if lacking := [name for name in OF_A_MODEL.values() if name not in model]:
+        raise InputError(f"its model has no {lacking[0]}")
+    return {field: model[name] for field, name in OF_A_MODEL.items()} | own
+
+
+def _check_experts(shape: Shape | TrainingShape, num_experts: int, num_ranks: int) -> None:
+    if num_experts % num_ranks:
+        raise InputError(
+            f"{shape}: {num_experts} experts cannot be divided over {num_ranks} ranks: give "
+            f"--ranks a divisor of {num_experts}"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -84,72 +83,53 @@ class Timer:
         return [before.elapsed_time(after) * 1e3 for before, after in pairwise(events)]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and spread of the samples of one pass, in microseconds."""
-
-    median: float
-    p10: float
-    p90: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Spread:
-        """Summarise `samples`, at least one."""
-        values = torch.tensor(samples, dtype=torch.float64)
-        p10, median, p90 = values.quantile(
-            torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-        ).tolist()
-        return cls(median, p10, p90)
+def quantiles(samples: Sequence[float], *parts: float) -> list[float]:
+    """Where `parts` of `samples`, at least one, lie below: of 0.5, the median."""
+    values = torch.tensor(samples, dtype=torch.float64)
+    found: list[float] = values.quantile(torch.tensor(parts, dtype=torch.float64)).tolist()
+    return found
 
 
-@dataclass(frozen=True)
-class Clocked:
-    """Something to time: a name, its passes in the order in which they run, and how to time it."""
-
-    name: str
-    passes: dict[str, Callable[[], Any]]
-    include_host: bool
+# Pass -> microseconds of each time that it ran, in one round.
+Times = dict[str, list[float]]
+# Times a round of one subject on this rank; collective.
+Clock = Callable[[], Times]
 
 
-def measure(
-    timer: Timer, subjects: Sequence[Clocked], warmup: int, samples: int
-) -> Iterator[dict[str, dict[str, float]]]:
-    """Time every pass of every subject once a round; yield each timed round.  Collective.
+def clock_of(timer: Timer, passes: dict[str, Callable[[], Any]], include_host: bool) -> Clock:
+    """Make a clock that runs every pass once, in order."""
+    return lambda: {name: [timer.sample(call, include_host)] for name, call in passes.items()}
+
+
+def measure(clocks: dict[str, Clock], warmup: int, samples: int) -> Iterator[dict[str, Times]]:
+    """Time every subject once a round; yield each timed round, by subject.  Collective.
 
     The subjects are interleaved round by round, so that a clock that changes or a neighbour that
     wakes up meets all of them.
-
-    Yields:
-        subject -> pass -> microseconds on this rank.
     """
     for round_number in range(warmup + samples):
-        times = {
-            subject.name: {
-                name: timer.sample(call, subject.include_host)
-                for name, call in subject.passes.items()
-            }
-            for subject in subjects
-        }
+        times = {name: clock() for name, clock in clocks.items()}
         if round_number >= warmup:
             yield times
 
 
-def slowest(rounds: list[list[dict[str, dict[str, float]]]]) -> dict[str, dict[str, list[float]]]:
-    """Take the slowest rank's time of every sample.
+def slowest(rounds: list[list[dict[str, Times]]]) -> dict[str, Times]:
+    """Take the slowest rank's time of everything that ran.
 
     Args:
         rounds: for each rank, what `measure` yielded.
 
     Returns:
-        subject -> pass -> microseconds, one for each round.
+        subject -> pass -> microseconds, over all rounds.
     """
-    mine = rounds[0]
     return {
         subject: {
             name: [
-                max(rank[number][subject][name] for rank in rounds) for number in range(len(mine))
+                max(times)
+                for of_ranks in zip(*rounds, strict=True)
+                for times in zip(*(found[subject][name] for found in of_ranks), strict=True)
             ]
-            for name in mine[0][subject]
+            for name in passes
         }
-        for subject in (mine[0] if mine else {})
+        for subject, passes in (rounds[0][0] if rounds[0] else {}).items()
     }

@@ -24,7 +24,7 @@ import torch
 from megatron_ncclep.benchmark.train_model import Curve
 
 # Of rows on their way through a layer, beside the sum over a token's experts: two products of an
-# expert, its activation, what comes home, and in backward what comes from the router.
+# expert, its activation, what comes back, and in backward what comes from the router.
 ROUNDINGS = 6
 # Relative to the value: fp32 by docs/convergence.md, nats near 5.
 MOST_PART = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
@@ -49,16 +49,29 @@ def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
                 f"the {what} of the first MoE layer is {part:.2g} of its size away from "
                 f"alltoall's, {allowed:.2g} is allowed"
             )
+    return _steps_problem(curve, control, "alltoall's", MOST_PART[dtype], NORM_PART[dtype])
+
+
+def bits_problem(graphed: Curve, eager: Curve) -> str | None:
+    """Say where a training with graphs leaves that without, by a bit or more, if it does."""
+    problem = _weights_problem(graphed, eager)
+    return problem or _steps_problem(graphed, eager, "without graphs it", 0.0, 0.0)
+
+
+def _steps_problem(
+    curve: Curve, other: Curve, whose: str, most: float, norm_most: float
+) -> str | None:
+    """Say in which step a loss or a gradient norm is further from the other's than these parts."""
     comparisons = (
-        ("loss", curve.losses, control.losses, MOST_PART[dtype]),
-        ("gradient norm", curve.grad_norms, control.grad_norms, NORM_PART[dtype]),
+        ("loss", curve.losses, other.losses, most),
+        ("gradient norm", curve.grad_norms, other.grad_norms, norm_most),
     )
     for what, mine, theirs, bound in comparisons:
-        for step, (value, other) in enumerate(zip(mine, theirs, strict=True), start=1):
-            if not abs(value - other) <= bound * abs(other):
+        for step, (value, wanted) in enumerate(zip(mine, theirs, strict=True), start=1):
+            if not abs(value - wanted) <= bound * abs(wanted):
                 return (
-                    f"step {step}: {what} {value!r}, alltoall's is {other!r}, and they may differ "
-                    f"by {bound * abs(other):.2g}"
+                    f"step {step}: {what} {value!r}, {whose} is {wanted!r}, and they may differ "
+                    f"by {bound * abs(wanted):.2g}"
                 )
     return None
 
@@ -86,23 +99,6 @@ def most_apart(curve: Curve, control: Curve) -> float:
     """The largest difference of the losses of one step, in nats."""
     pairs = zip(curve.losses, control.losses, strict=True)
     return max(abs(mine - theirs) for mine, theirs in pairs)
-
-
-def bits_problem(graphed: Curve, eager: Curve) -> str | None:
-    """Say where a training with graphs leaves that without, by a bit or more, if it does."""
-    if problem := _weights_problem(graphed, eager):
-        return problem
-    for what, mine, theirs in (
-        ("loss", graphed.losses, eager.losses),
-        ("gradient norm", graphed.grad_norms, eager.grad_norms),
-    ):
-        for step, (value, other) in enumerate(zip(mine, theirs, strict=True), start=1):
-            if value != other:
-                return (
-                    f"step {step}: {what} {value!r} with graphs and {other!r} without, which must "
-                    "be the same bits"
-                )
-    return None
 
 
 def _weights_problem(curve: Curve, other: Curve) -> str | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
 import torch
 
+from megatron_ncclep.benchmark.names import (
+    FULL_ITERATION,
+    OPTIMIZER_GRAPH,
+    PARTIAL_GRAPHS,
+    Variant,
+)
 from megatron_ncclep.benchmark.subjects import UnavailableError
-from megatron_ncclep.benchmark.variants import FULL_ITERATION, OPTIMIZER_GRAPH, PARTIAL_GRAPHS
-from megatron_ncclep.training.settings import Settings
+from megatron_ncclep.training.model import TrainedModel
 
 # Steps before a graph is captured: the second finds everything allocated and compiled.
 EAGER_STEPS = 2
@@ -49,75 +53,6 @@ def wrapping_stream(graphs: str | None) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
-class NoGraphs:
-    """Forward and backward of one step, kernel by kernel."""
-
-    def __init__(self) -> None:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        self.forward_backward: Callable[..., Any] = get_forward_backward_func()
-
-    def before_step(self, step: int) -> None:
-        """Called before step number `step`, from 0."""
-
-    def close(self) -> None:
-        """Release the graphs."""
-
-
-class FullIteration(NoGraphs):
-    """Forward and backward of a step as one graph.  One of them at a time in a process."""
-
-    def __init__(self) -> None:
-        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-
-        super().__init__()
-        self.close()  # what a subject that failed left behind
-        self.forward_backward = FullCudaGraphWrapper(
-            self.forward_backward, cuda_graph_warmup_steps=EAGER_STEPS
-        )
-
-    def close(self) -> None:
-        """See `NoGraphs.close`.  Megatron-Core keeps graph and batches in classes."""
-        from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
-
-        for name, nothing in (("cuda_graph", None), ("result", None), ("curr_iteration", 0)):
-            getattr(FullCudaGraphWrapper, name).update(training=nothing, validation=nothing)
-        StaticBufferLoader.static_buffers = {"training": [], "validation": []}
-
-
-class PartialGraphs(NoGraphs):
-    """Attention, router and preprocessing of each layer as graphs."""
-
-    def __init__(self, settings: Settings, num_ranks: int, config: Any, built: Any) -> None:
-        from megatron.core import num_microbatches_calculator
-        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
-        super().__init__()
-        num_microbatches_calculator.unset_num_microbatches_calculator()
-        num_microbatches_calculator.init_num_microbatches_calculator(
-            0, None, settings["global-batch-size"], settings["micro-batch-size"], num_ranks
-        )
-        self._helper = TECudaGraphHelper(
-            model=[built.model],
-            config=config,
-            seq_length=settings["seq-length"],
-            micro_batch_size=settings["micro-batch-size"],
-            optimizers=[built.optimizer],
-        )
-        self._captured = False
-
-    def before_step(self, step: int) -> None:
-        """See `NoGraphs.before_step`."""
-        if step == EAGER_STEPS:
-            self._helper.create_cudagraphs()
-            self._captured = True
-
-    def close(self) -> None:
-        """See `NoGraphs.close`."""
-        if self._captured:
-            self._helper.delete_cuda_graphs()
-
-
 def optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
     """The fields of OptimizerConfig that ask for an optimizer that can be captured.
 
@@ -133,38 +68,86 @@ def optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
     return {"optimizer_cuda_graph": True}
 
 
-class OptimizerGraph:
-    """The optimizer's step as one graph.  One of them at a time in a process."""
+class Graphs:
+    """The CUDA graphs of a subject, if any.  Those of one subject at a time in a process.
 
-    def __init__(self, step: Callable[[], Any]) -> None:
-        from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
-
-        self.close()  # what a subject that failed left behind
-        self.step: Callable[[], Any] = OptimizerCudaGraphWrapper(
-            step, cuda_graph_warmup_steps=EAGER_STEPS
-        )
-
-    def close(self) -> None:
-        """Release the graph.  Megatron-Core keeps it in the class."""
-        from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
-
-        OptimizerCudaGraphWrapper.cuda_graph = OptimizerCudaGraphWrapper.result = None
-        OptimizerCudaGraphWrapper.curr_iteration = 0
-
-
-def make_graphs(
-    graphs: str | None, settings: Settings, num_ranks: int, config: Any, built: Any
-) -> NoGraphs:
-    """Make what runs forward and backward.
+    Forward and backward of a step as one graph, or attention, router and preprocessing of each
+    layer as graphs; and the optimizer's step as one.
 
     Args:
-        graphs: of a Variant.
-        settings, config: of the model.
+        choice: of the subject.
+        model: whose schedule and optimizer step become graphs' that replay them.
+        config: the model's TransformerConfig.
         num_ranks: all of them are data-parallel.
-        built: the TrainedModel.
     """
-    if graphs == FULL_ITERATION:
-        return FullIteration()
-    if graphs == PARTIAL_GRAPHS:
-        return PartialGraphs(settings, num_ranks, config, built)
-    return NoGraphs()
+
+    def __init__(self, choice: Variant, model: TrainedModel, config: Any, num_ranks: int) -> None:
+        self._choice = choice
+        self._partial: Any = None
+        self._has_captured = False
+        if choice.graphs == FULL_ITERATION:
+            from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+            clear_full_iteration()  # what a subject that failed left behind
+            model.schedule = FullCudaGraphWrapper(
+                model.schedule, cuda_graph_warmup_steps=EAGER_STEPS
+            )
+        elif choice.graphs == PARTIAL_GRAPHS:
+            self._partial = _partial_graphs(model, config, num_ranks)
+        if choice.captures_optimizer:
+            from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+            clear_optimizer()
+            model.optimizer_step = OptimizerCudaGraphWrapper(
+                model.optimizer_step, cuda_graph_warmup_steps=EAGER_STEPS
+            )
+
+    def before_step(self, step: int) -> None:
+        """Called before step number `step`, from 0."""
+        if self._partial is not None and step == EAGER_STEPS:
+            self._partial.create_cudagraphs()
+            self._has_captured = True
+
+    def close(self) -> None:
+        """Release the graphs."""
+        if self._has_captured:
+            self._partial.delete_cuda_graphs()
+        if self._choice.graphs == FULL_ITERATION:
+            clear_full_iteration()
+        if self._choice.captures_optimizer:
+            clear_optimizer()
+
+
+def _partial_graphs(model: TrainedModel, config: Any, num_ranks: int) -> Any:
+    from megatron.core import num_microbatches_calculator
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    settings = model.settings
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        0, None, settings["global-batch-size"], settings["micro-batch-size"], num_ranks
+    )
+    return TECudaGraphHelper(
+        model=[model.model],
+        config=config,
+        seq_length=settings["seq-length"],
+        micro_batch_size=settings["micro-batch-size"],
+        optimizers=[model.optimizer],
+    )
+
+
+def clear_full_iteration() -> None:
+    """Release the graph and the batches, which Megatron-Core keeps in classes."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+    for name, nothing in (("cuda_graph", None), ("result", None), ("curr_iteration", 0)):
+        getattr(FullCudaGraphWrapper, name).update(training=nothing, validation=nothing)
+    StaticBufferLoader.static_buffers = {"training": [], "validation": []}
+
+
+def clear_optimizer() -> None:
+    """Release the graph of the optimizer's step, which Megatron-Core keeps in the class."""
+    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+    OptimizerCudaGraphWrapper.cuda_graph = OptimizerCudaGraphWrapper.result = None
+    OptimizerCudaGraphWrapper.curr_iteration = 0

@@ -7,30 +7,28 @@ a time: with Adam's moments and everything in fp32 a parameter takes 18 bytes.
 from __future__ import annotations
 
 import gc
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_ncclep.benchmark.megatron_setup import close_dispatcher
+from megatron_ncclep.benchmark.names import Variant
 from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.benchmark.subjects import Setting
 from megatron_ncclep.benchmark.train_graphs import (
-    OptimizerGraph,
+    Graphs,
     graph_fields,
-    make_graphs,
     optimizer_fields,
     wrapping_stream,
 )
-from megatron_ncclep.benchmark.variants import Variant
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.training import corpus, data
-from megatron_ncclep.training.corpus import Corpus
 from megatron_ncclep.training.data import Batch
-from megatron_ncclep.training.model import build, forward_step
+from megatron_ncclep.training.model import TrainedModel, seed_everything, transformer_config
 from megatron_ncclep.training.settings import Settings
 
 # Steps with batches of their own, where no more are asked for; later steps take them again.
@@ -86,41 +84,27 @@ def load_text(
         num_steps: steps with batches of their own.
 
     Raises:
-        InputError: the text is too short, or the folder cannot be written to.
+        RuntimeError: the text is too short, or the folder cannot be written to.
     """
-    status, reason = "ok", None
-    if ranks.rank == 0:
-        try:
+
+    def prepare() -> None:
+        if ranks.rank == 0:
             corpus.prepare([], folder).check_length(settings["seq-length"])
-        except Exception as error:
-            status, reason = "failed", f"{type(error).__name__}: {error}"
-    status, reason = ranks.agree(status, reason)
+
+    status, reason = ranks.attempt(prepare)
     if status != "ok":
         raise RuntimeError(f"no text: {reason}")
-    found: Corpus = corpus.load(folder)
-    batch, length = settings["global-batch-size"], settings["seq-length"]
-    dataset, _ = data.build_datasets(
-        found, length, batch * num_steps, batch, settings["seed"], folder / "cache"
-    )
+    found, device = corpus.load(folder), torch.device(ranks.setting.device)
+    dataset, _ = data.build_datasets(folder, settings, num_steps, 1, settings["seed"])
     steps = [
-        list(
-            data.batches(
-                dataset,
-                step * batch,
-                settings["micro-batch-size"],
-                settings.num_microbatches(ranks.num_ranks),
-                ranks.rank,
-                ranks.num_ranks,
-                torch.device(ranks.setting.device),
-            )
-        )
+        data.batches(dataset, settings, step, ranks.rank, ranks.num_ranks, device)
         for step in range(num_steps)
     ]
     padded = -(-found.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return TrainingText(found.source, padded, steps)
 
 
-class SubjectModel:
+class SubjectModel(TrainedModel):
     """One subject's model, its optimizer and its graphs.  Every method is collective.
 
     Args:
@@ -142,19 +126,31 @@ class SubjectModel:
         text: TrainingText,
         max_recv_rows: Any,
     ) -> None:
-        self._settings, self._text = settings, text
-        self._done = 0
         on_gpu = setting.device == "cuda"
-        _seed(settings, on_gpu)
-        config = settings.transformer_config(
+        # On a GPU with a tracker that CUDA graphs can hold.
+        seed_everything(
+            settings["seed"],
+            te_rng_tracker=settings.uses_engine,
+            use_cudagraphable_rng=on_gpu,
+            force_reset_rng=True,
+        )
+        options = None  # Megatron-Core's own dispatchers have none
+        if choice.ours:
+            options = EpConfig(
+                engine=str(choice.dispatcher.engine),
+                timeout_s=setting.timeout_s,
+                **choice.options(max_recv_rows),
+            )
+        config = transformer_config(
+            settings,
             choice.dispatcher.dispatcher,
             setting.num_ranks,
-            _options(choice, setting, max_recv_rows),
+            options,
             **_fusions(settings, on_gpu),
             **choice.dispatcher.options,
             **graph_fields(choice.graphs),
         )
-        self._built = build(
+        super().__init__(
             settings,
             config,
             text.vocab_size,
@@ -165,19 +161,14 @@ class SubjectModel:
         )
         if on_gpu:
             torch.cuda.synchronize()  # it may have been wrapped on another stream
-        self._graphs = make_graphs(choice.graphs, settings, setting.num_ranks, config, self._built)
-        self._optimizer_graph: OptimizerGraph | None = None
-        self._optimizer_step: Callable[[], Any] = self._built.optimizer.step
-        if choice.captures_optimizer:
-            self._optimizer_graph = OptimizerGraph(self._optimizer_step)
-            self._optimizer_step = self._optimizer_graph.step
-        self._dtype = config.params_dtype
+        self._graphs = Graphs(choice, self, config, setting.num_ranks)
+        self._batches, self._done = text.steps, 0
         self._loss = self._grad_norm = torch.zeros(())
 
     @property
     def num_parameters(self) -> int:
         """Parameters of this rank."""
-        return sum(weight.numel() for weight in self._built.gpt.parameters())
+        return sum(weight.numel() for weight in self.gpt.parameters())
 
     @property
     def loss(self) -> float:
@@ -187,19 +178,27 @@ class SubjectModel:
     @property
     def num_dropped(self) -> int:
         """Rows that did not fit on this rank so far, in forward passes; waits for the device."""
-        dispatchers = [getattr(m, "token_dispatcher", None) for m in self._built.gpt.modules()]
+        dispatchers = [getattr(m, "token_dispatcher", None) for m in self.gpt.modules()]
         counts = [getattr(dispatcher, "num_dropped", None) for dispatcher in dispatchers]
         return sum(int(count) for count in counts if count is not None)
 
     @property
     def phases(self) -> list[tuple[Callable[[], Any], bool]]:
         """What a step calls, in order, and whether that is the optimizer."""
-        return [(self._zero, True), (self._forward_backward, False), (self._update, True)]
+        return [(self.zero, True), (self._next_batch, False), (self._update, True)]
 
     def step(self) -> None:
         """Train on the next batch."""
         for call, _ in self.phases:
             call()
+
+    def _next_batch(self) -> None:
+        self._graphs.before_step(self._done)
+        self._loss = self.forward_backward(self._batches[self._done % len(self._batches)]).mean()
+        self._done += 1
+
+    def _update(self) -> None:
+        self._grad_norm = self.update()
 
     def first_steps(self, count: int, after_each: Callable[[], Any]) -> Curve:
         """Train `count` steps from the start and note what comes out.
@@ -227,55 +226,29 @@ class SubjectModel:
         model; and with the distributed optimizer the config leads to it, and it to these nodes.
         """
         self._graphs.close()
-        if self._optimizer_graph is not None:
-            self._optimizer_graph.close()
-        self._built.gpt.config.grad_scale_func = None
-        for module in self._built.gpt.modules():
+        self.gpt.config.grad_scale_func = None
+        for module in self.gpt.modules():
             if hasattr(module, "token_dispatcher"):
                 if engines:
                     close_dispatcher(module.token_dispatcher)
                 del module.token_dispatcher
-        del self._built, self._graphs, self._optimizer_graph, self._optimizer_step
+        del self.gpt, self.model, self.optimizer, self.optimizer_step, self.schedule, self._graphs
         gc.collect()
         # A graph cannot take over what lies in the allocator's cache.
         torch.cuda.empty_cache()
-
-    def _zero(self) -> None:
-        self._built.model.zero_grad_buffer()
-        self._built.optimizer.zero_grad()
-
-    def _forward_backward(self) -> None:
-        settings, steps = self._settings, self._text.steps
-        batch = steps[self._done % len(steps)]
-        self._graphs.before_step(self._done)
-        results = self._graphs.forward_backward(
-            forward_step_func=forward_step,
-            # A new list: graphs fill the one that they keep.
-            data_iterator=iter([dict(part) for part in batch]),
-            model=[self._built.model],
-            num_microbatches=len(batch),
-            seq_length=settings["seq-length"],
-            micro_batch_size=settings["micro-batch-size"],
-            forward_only=False,
-        )
-        # New memory: a graph writes the next loss to where this one is.
-        self._loss = torch.stack([result["loss"] for result in results]).mean()
-        self._done += 1
-
-    def _update(self) -> None:
-        _, self._grad_norm, _ = self._optimizer_step()
 
     def _first_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first MoE layer's output and gradient, see `Curve`; nothing is learnt from them."""
         from megatron.core.transformer.moe.moe_layer import MoELayer
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-        layer = next(m for m in self._built.gpt.modules() if isinstance(m, MoELayer))
-        settings, weight = self._settings, next(layer.parameters())
+        layer = next(m for m in self.gpt.modules() if isinstance(m, MoELayer))
+        settings, weight = self.settings, next(layer.parameters())
+        dtype = self.gpt.config.params_dtype
         shape = (settings["seq-length"], settings["micro-batch-size"], settings["hidden-size"])
         generator = torch.Generator(weight.device).manual_seed(settings["seed"])
         hidden, grad = (
-            torch.randn(shape, generator=generator, device=weight.device).to(self._dtype)
+            torch.randn(shape, generator=generator, device=weight.device).to(dtype)
             for _ in range(2)
         )
         # As megatron.training does at the start; a step before may have left another value.
@@ -285,7 +258,7 @@ class SubjectModel:
         return output.detach().cpu(), gradient.cpu()
 
     def _weights(self) -> dict[str, tuple[float, float]]:
-        named = list(self._built.gpt.named_parameters())
+        named = list(self.gpt.named_parameters())
         sums = torch.stack(
             [torch.stack([w.double().sum(), w.double().abs().sum()]) for _, w in named]
         )
@@ -295,38 +268,14 @@ class SubjectModel:
         }
 
 
-def _seed(settings: Settings, on_gpu: bool) -> None:
-    """Set all random states, on a GPU with a tracker that CUDA graphs can hold."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    torch.manual_seed(settings["seed"])
-    model_parallel_cuda_manual_seed(
-        settings["seed"],
-        te_rng_tracker=settings["transformer-impl"] == "transformer_engine",
-        use_cudagraphable_rng=on_gpu,
-        force_reset_rng=True,
-    )
-
-
-def _options(choice: Variant, setting: Setting, max_recv_rows: Any) -> EpConfig | None:
-    """The dispatcher's options; None for Megatron-Core's own."""
-    if not choice.ours:
-        return None
-    return EpConfig(
-        engine=str(choice.dispatcher.engine),
-        timeout_s=setting.timeout_s,
-        **choice.options(max_recv_rows),
-    )
-
-
 def _fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
     """The fusions that Megatron-LM has on unless told otherwise, where they can be had."""
     if not on_gpu:
         return {}  # they would need a compiler
-    apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "bias_activation_fusion": settings["swiglu"],
         "bias_dropout_fusion": True,
-        "apply_rope_fusion": settings["transformer-impl"] == "transformer_engine",
+        "apply_rope_fusion": settings.uses_engine,
         "gradient_accumulation_fusion": apex,
     }

@@ -38,11 +38,6 @@ class StepProfile:
     kinds_us: dict[str, float]
     host_us: float
 
-    @property
-    def busy_us(self) -> float:
-        """Time in which the device ran anything."""
-        return sum(self.kinds_us.values())
-
 
 def profile_steps(phases: list[tuple[Callable[[], Any], bool]]) -> StepProfile:
     """Profile `STEPS` training steps, waiting for the device after each phase.

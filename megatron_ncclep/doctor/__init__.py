@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_ncclep.doctor.choice import engines
 from megatron_ncclep.doctor.gpus import torch_and_gpus
-from megatron_ncclep.doctor.native import extension, nccl, nccl_ep
+from megatron_ncclep.doctor.libraries import extension, nccl, nccl_ep
 from megatron_ncclep.doctor.packages import megatron_core, package
 from megatron_ncclep.doctor.report import Finding, render
 from megatron_ncclep.errors import EpError

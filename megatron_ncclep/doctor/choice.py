@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.doctor.report import Finding, by_num_ranks
-from megatron_ncclep.engines import ENGINES, choose_engine, extension
-from megatron_ncclep.engines.communicator import communicator_of
-from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.engines.machines import find_machines
-from megatron_ncclep.testing.launcher import RankContext, RankError, RankPool
+from megatron_ncclep.engines import ENGINES, choose_engine
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks.communicator import communicator_of
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.nodes import find_nodes
+from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 # Seconds for all ranks to start and to answer one question.
 DEADLINE_S = 180.0
@@ -30,12 +31,12 @@ class Answer:
     Attributes:
         chosen: the engine that "auto" takes.
         obstacles: engine -> why it cannot run; None if it can.
-        machines: the grid of ranks that the engine 'hierarchical' sees, or why it sees none.
+        nodes: the grid of ranks that the engine 'hierarchical' sees, or why it sees none.
     """
 
     chosen: str
     obstacles: dict[str, str | None]
-    machines: str = "not known"
+    nodes: str = "not known"
 
 
 def engines() -> Iterator[Finding]:
@@ -93,7 +94,7 @@ def answers_of_ranks(pool: RankPool) -> Iterator[Finding]:
 
 def describe(answers: dict[int, Answer], backend: str) -> Iterator[Finding]:
     """Report the answers, by number of ranks; the grid of all of them only."""
-    yield Finding("machines", answers[max(answers)].machines)
+    yield Finding("nodes", answers[max(answers)].nodes)
     for name in ENGINES:
         texts = {n: a.obstacles[name] or f"can run over {backend}" for n, a in answers.items()}
         yield Finding(f"engine {name}", by_num_ranks(texts))
@@ -109,7 +110,7 @@ def answer(group: EpGroup) -> Answer:
         if obstacles[name] is None and group.size < entry.caps.min_ranks:
             obstacles[name] = f"it needs at least {entry.caps.min_ranks} ranks"
     chosen, _ = choose_engine(group, config)
-    return Answer(chosen, obstacles, str(find_machines(group, WAIT_S)))
+    return Answer(chosen, obstacles, str(find_nodes(group, WAIT_S)))
 
 
 def answer_rank(context: RankContext) -> Answer:
@@ -143,7 +144,7 @@ def merge(answers: Sequence[Answer]) -> Answer:
             obstacles[name] = texts[0]
         else:
             obstacles[name] = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
-    return Answer(answers[0].chosen, obstacles, answers[0].machines)
+    return Answer(answers[0].chosen, obstacles, answers[0].nodes)
 
 
 def _lsa_size(context: RankContext) -> int:

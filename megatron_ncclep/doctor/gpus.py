@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ncclep.doctor.report import Finding, ranges
 
-# Seconds that nvidia-smi may take; with many GPUs and no persistence daemon it needs several.
+try:
+    import pynvml
+except ImportError:  # of an installation without its dependencies
+    pynvml = None
+
+# Seconds that the driver may take; with many GPUs and no persistence daemon it needs several.
 DEADLINE_S = 60.0
 
 RESTART_DRIVER = (
     "the driver's kernel module and its libraries have to be of the same version and loaded: "
     "install the driver again, or restart the machine"
 )
+# nvmlDeviceGetTopologyCommonAncestor -> as `nvidia-smi topo -m` writes it.
+PCIE = {0: "PSB", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 @dataclass(frozen=True)
-class SmiGpu:
-    """One GPU as nvidia-smi counts them, which CUDA_VISIBLE_DEVICES does not change."""
-
-    index: int
-    uuid: str
-    driver_version: str
-
-
-@dataclass(frozen=True)
-class Smi:
-    """What nvidia-smi knows.
+class Driver:
+    """What the driver knows of the machine, which CUDA_VISIBLE_DEVICES does not change.
 
     Attributes:
-        gpus: all GPUs of the machine.
-        cuda_version: the newest CUDA that the driver serves, (major, minor); None if not known.
+        version: of the driver.
+        cuda_version: the newest CUDA that it serves, (major, minor).
+        gpus: UUIDs of all GPUs.
         links: (from, to) -> the kind of connection, such as NV18, PIX or SYS.
     """
 
-    gpus: tuple[SmiGpu, ...]
-    cuda_version: tuple[int, int] | None
+    version: str
+    cuda_version: tuple[int, int]
+    gpus: tuple[str, ...]
     links: Mapping[tuple[int, int], str]
 
 
-class SmiError(Exception):
-    """nvidia-smi failed or did not answer; the message says so and what may help."""
+class DriverError(Exception):
+    """The driver failed or did not answer; the message says so and what may help."""
 
 
 def torch_and_gpus() -> Iterator[Finding]:
@@ -53,32 +52,33 @@ def torch_and_gpus() -> Iterator[Finding]:
 
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU"
     yield Finding("torch", f"{torch.__version__}, {cuda}")
-    smi = None
-    if shutil.which("nvidia-smi") is None:
-        yield Finding("driver", "not known: there is no nvidia-smi")
+    driver = None
+    if pynvml is None:
+        yield Finding("driver", "not known: nvidia-ml-py is not installed")
     else:
         try:
-            smi = ask_nvidia_smi()
-        except SmiError as error:
+            driver = ask_driver()
+        except DriverError as error:
             yield Finding("driver", "does not answer", str(error))
         else:
-            yield _driver(smi)
+            yield _finding(driver)
     if not torch.cuda.is_available():
         yield Finding(
             "GPUs",
             "none visible: the reference engine trains on the CPU (--cpu)",
-            why_not_visible(smi, torch.version.cuda) if smi else None,
+            why_not_visible(driver, torch.version.cuda) if driver else None,
         )
         return
     num_gpus = torch.cuda.device_count()
     yield Finding("GPUs", str(num_gpus))
-    smi_index = {gpu.uuid: gpu.index for gpu in smi.gpus} if smi else {}
+    known = driver.gpus if driver else ()
     properties = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
-    places = [smi_index.get(_uuid(device.uuid), -1) for device in properties]
+    uuids = [_uuid(device.uuid) for device in properties]
+    places = [known.index(uuid) if uuid in known else -1 for uuid in uuids]
     for index, device in enumerate(properties):
         others = {
             other: (
-                smi.links.get((places[index], places[other])) if smi else None,
+                driver.links.get((places[index], places[other])) if driver else None,
                 torch.cuda.can_device_access_peer(index, other),
             )
             for other in range(num_gpus)
@@ -91,31 +91,30 @@ def torch_and_gpus() -> Iterator[Finding]:
         )
 
 
-def _driver(smi: Smi) -> Finding:
-    if not smi.gpus:
-        return Finding("driver", "nvidia-smi finds no GPU")
-    version = smi.gpus[0].driver_version
-    serves = f", serves CUDA up to {_dotted(smi.cuda_version)}" if smi.cuda_version else ""
-    return Finding("driver", f"{version}{serves}; {len(smi.gpus)} GPUs in this machine")
+def _finding(driver: Driver | None) -> Finding:
+    if driver is None:
+        return Finding("driver", "none")
+    serves = f"{driver.version}, serves CUDA up to {_dotted(driver.cuda_version)}"
+    return Finding("driver", f"{serves}; {len(driver.gpus)} GPUs in this machine")
 
 
-def why_not_visible(smi: Smi, torch_cuda: str | None) -> str | None:
+def why_not_visible(driver: Driver, torch_cuda: str | None) -> str | None:
     """Say why torch sees none of the GPUs that the driver sees, and what helps; None without GPUs.
 
     Args:
-        smi: what the driver sees.
+        driver: what it sees.
         torch_cuda: the CUDA version that torch is built for; None for the CPU.
     """
-    if not smi.gpus:
+    if not driver.gpus:
         return None
-    seen = f"nvidia-smi sees {len(smi.gpus)}, torch sees none: "
+    seen = f"the driver sees {len(driver.gpus)}, torch sees none: "
     if torch_cuda is None:
         return f"{seen}install a torch that is built for CUDA"
-    if smi.cuda_version and smi.cuda_version[0] < int(torch_cuda.partition(".")[0]):
+    if driver.cuda_version[0] < int(torch_cuda.partition(".")[0]):
         return (
             f"{seen}torch is built for CUDA {torch_cuda} and the driver serves CUDA up to "
-            f"{_dotted(smi.cuda_version)}: update the driver, or install a torch that is built for "
-            f"CUDA {smi.cuda_version[0]}"
+            f"{_dotted(driver.cuda_version)}: update the driver, or install a torch that is built "
+            f"for CUDA {driver.cuda_version[0]}"
         )
     return (
         f"{seen}unset CUDA_VISIBLE_DEVICES if it hides them, and look at the warning of "
@@ -141,80 +140,80 @@ def peers(others: Mapping[int, tuple[str | None, bool]]) -> str:
     return ", ".join(texts)
 
 
-# --- nvidia-smi ----------------------------------------------------------------------------------
+# --- the driver ----------------------------------------------------------------------------------
 
 
-def ask_nvidia_smi() -> Smi:
-    """Run nvidia-smi, which must be on PATH.
+def ask_driver() -> Driver | None:
+    """Ask through NVML; None: there is no driver.
 
     Raises:
-        SmiError: it failed or took longer than the deadline.
+        DriverError: it failed or took longer than the deadline.
     """
-    gpus = parse_gpus(_run("--query-gpu=index,uuid,driver_version", "--format=csv,noheader"))
-    if not gpus:
-        return Smi((), None, {})
-    # Only the table that it prints without arguments has the CUDA version, whatever its age.
-    return Smi(gpus, parse_cuda_version(_run()), parse_topology(_run("topo", "-m")))
+    # Of a thread that does not come back the process does not wait for the end.
+    answers: list[Driver | Exception | None] = []
+    thread = threading.Thread(target=lambda: answers.append(_answer()), name="NVML", daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    if not answers:
+        raise DriverError(f"NVML did not answer within {DEADLINE_S:g} s: {RESTART_DRIVER}")
+    if isinstance(answers[0], Exception):
+        raise DriverError(f"NVML failed: {answers[0]}: {RESTART_DRIVER}") from answers[0]
+    return answers[0]
 
 
-def parse_gpus(text: str) -> tuple[SmiGpu, ...]:
-    """Read `--query-gpu=index,uuid,driver_version --format=csv,noheader`."""
-    rows = [line.split(", ") for line in text.splitlines()]
-    return tuple(
-        SmiGpu(int(row[0]), _uuid(row[1]), row[2])
-        for row in rows
-        if len(row) == 3 and row[0].isdigit()
-    )
-
-
-def parse_cuda_version(text: str) -> tuple[int, int] | None:
-    """Find `CUDA Version: 13.0` in the table of `nvidia-smi`."""
-    found = re.search(r"CUDA\D* Version\s*:\s*(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else None
-
-
-def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """Read the cells between GPUs of the matrix of `nvidia-smi topo -m`: (row, column) -> kind.
-
-    Beside the GPUs the matrix has network cards and affinities, below it stands a legend.
-    """
-    lines = [
-        [cell.strip() for cell in re.sub(r"\x1b\[\d*m", "", line).split("\t")]
-        for line in text.splitlines()
-    ]
-    header = next((line for line in lines if "GPU0" in line[1:]), [])
-    links = {}
-    for line in lines:
-        row = re.fullmatch(r"GPU(\d+)", line[0])
-        if row is None:
-            continue
-        for name, cell in zip(header, line, strict=False):
-            column = re.fullmatch(r"GPU(\d+)", name)
-            if column is not None and cell not in ("", "X"):
-                links[int(row[1]), int(column[1])] = cell
-    return links
-
-
-def _run(*arguments: str) -> str:
-    command = " ".join(("nvidia-smi", *arguments))
+def _answer() -> Driver | Exception | None:
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=DEADLINE_S
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return None
+    except pynvml.NVMLError as error:
+        return error
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()  # 13010 is 13.1
+        gpus = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        return Driver(
+            pynvml.nvmlSystemGetDriverVersion(),
+            (cuda // 1000, cuda % 1000 // 10),
+            tuple(_uuid(pynvml.nvmlDeviceGetUUID(gpu)) for gpu in gpus),
+            {
+                (a, b): _link(one, other)
+                for a, one in enumerate(gpus)
+                for b, other in enumerate(gpus)
+                if a != b
+            },
         )
-    except subprocess.TimeoutExpired as error:
-        raise SmiError(
-            f"`{command}` did not answer within {DEADLINE_S:g} s: {RESTART_DRIVER}"
-        ) from error
-    if done.returncode != 0 and "No devices were found" not in done.stdout:
-        said = " ".join((done.stdout + done.stderr).split())
-        raise SmiError(
-            f"`{command}` failed with exit status {done.returncode} ({said}): {RESTART_DRIVER}"
-        )
-    return done.stdout
+    except pynvml.NVMLError as error:
+        return error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _link(one: Any, other: Any) -> str:
+    """How two GPUs are connected; by NVLink, directly or through switches: by how many links."""
+    status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    if status == pynvml.NVML_P2P_STATUS_OK:
+        there = pynvml.nvmlDeviceGetPciInfo(other).busId
+        remotes = list(_remotes(one))
+        # A switch is nobody's GPU: all links lead to it, and from there to each GPU.
+        return f"NV{remotes.count(there) or len(remotes)}"
+    level = pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
+    return PCIE.get(level, f"level {level}")
+
+
+def _remotes(gpu: Any) -> Iterator[Any]:
+    """The PCI address behind each active NVLink of a GPU."""
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if pynvml.nvmlDeviceGetNvLinkState(gpu, link):
+                yield pynvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId
+        except pynvml.NVMLError:  # no such link
+            return
 
 
 def _uuid(uuid: object) -> str:
-    """A GPU's UUID as text; nvidia-smi writes a prefix, torch writes none."""
+    """A GPU's UUID as text; NVML writes a prefix, torch writes none."""
     return str(uuid).strip().removeprefix("GPU-").lower()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_ncclep import envs
 from megatron_ncclep.doctor.report import Finding
 from megatron_ncclep.errors import InputError, IntegrationError
+from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.version import __version__
 
 INSTALL_MEGATRON = "install it: pip install 'megatron-ncclep[train]'"
@@ -57,8 +58,8 @@ def _autoload() -> Finding:
 
 def megatron_core() -> Iterator[Finding]:
     """Megatron-Core's version and the places in it that the integration changes."""
-    from megatron_ncclep import integration
-    from megatron_ncclep.support import NEWEST, OLDEST, is_tested
+    from megatron_ncclep.integration import hooks
+    from megatron_ncclep.integration.support import NEWEST, OLDEST, is_tested
 
     if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
         "megatron.core"
@@ -66,7 +67,8 @@ def megatron_core() -> Iterator[Finding]:
         yield Finding("Megatron-Core", "not installed", INSTALL_MEGATRON)
         return
     try:
-        core = importlib.import_module("megatron.core")
+        with remarks_hidden():
+            core = importlib.import_module("megatron.core")
     except ImportError as error:
         yield Finding("Megatron-Core", "cannot be imported", f"{error}; {INSTALL_MEGATRON}")
         return
@@ -76,23 +78,27 @@ def megatron_core() -> Iterator[Finding]:
         f"{version} in {Path(str(core.__file__)).parents[1]}",
         None if is_tested(version) else f"tested are {OLDEST} to {NEWEST}: install one of these",
     )
-    for name in integration.HOOKS:
+    for name in hooks.HOOKS:
         if name.startswith("megatron.training") and not importlib.util.find_spec(
             "megatron.training"
         ):
             yield Finding(name, "not in this wheel; scripts bring it from a Megatron-LM checkout")
             continue
-        if name in integration.NOT_EVERYWHERE and importlib.util.find_spec(name) is None:
+        if name in hooks.NOT_EVERYWHERE and importlib.util.find_spec(name) is None:
             yield Finding(name, "not in this version, which needs no hook there")
             continue
         yield _hook_point(name)
 
 
 def _hook_point(name: str) -> Finding:
-    from megatron_ncclep import integration
+    from megatron_ncclep.integration import hooks
 
     try:
-        integration.change_module(importlib.import_module(name))
+        with remarks_hidden():
+            module = importlib.import_module(name)
+        hooks.change_module(module)
+        if hasattr(module, "MoELayer"):
+            hooks.check_dispatcher_hooks(module)
     except IntegrationError as error:
         return Finding(name, "changed", str(error))
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ import torch.distributed as dist
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import EXPERTS, MAX_COUNT, RAISE, EpConfig
-from megatron_ncclep.engines import hierarchical, native_obstacle, nccl_ep_obstacle
+from megatron_ncclep.engines import hierarchical_obstacle, native_obstacle, nccl_ep_obstacle
 from megatron_ncclep.engines.engine import Engine, EngineCaps
-from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.hierarchical import CAPS as HIERARCHICAL_CAPS
+from megatron_ncclep.engines.hierarchical import HierarchicalEngine
 from megatron_ncclep.engines.native import CAPS as NATIVE_CAPS
 from megatron_ncclep.engines.native import NativeEngine
 from megatron_ncclep.engines.nccl_ep import CAPS as NCCL_EP_CAPS
@@ -21,6 +23,7 @@ from megatron_ncclep.engines.reference import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.engines.rows_limit import agreed_values
 from megatron_ncclep.errors import EngineUnavailableError, InputError
+from megatron_ncclep.ranks.group import EpGroup
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,13 @@ class EngineEntry:
 
 
 AUTO = "auto"
+# Options that no engine has: Megatron's layer and its dispatcher take them.
+_OF_THE_LAYER = ("experts", "metrics_interval")
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
     "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_obstacle.obstacle),
     "hierarchical": EngineEntry(
-        hierarchical.CAPS, hierarchical.HierarchicalEngine, hierarchical.obstacle
+        HIERARCHICAL_CAPS, HierarchicalEngine, hierarchical_obstacle.obstacle
     ),
     "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_obstacle.obstacle),
     "reference": EngineEntry(
@@ -69,9 +74,9 @@ def create_engine(
         num_experts: E, experts of the whole group.
         config: options; default: those of the environment.  The same on all ranks, except for
             timeout_s: how long a rank waits is its own affair.
-        ranks_per_expert: topk_idx will have so many copies of each pick, every one for another
-            rank (expert_slices.py).  It makes the limit "worst" of max_recv_rows as small as it can
-            be then, and changes nothing else; other routings are not allowed with it.
+        ranks_per_expert: topk_idx will have so many copies of each assignment, every one for
+            another rank (expert_slices.py).  It makes the limit "worst" of max_recv_rows as small
+            as it can be then, and changes nothing else; other routings are not allowed with it.
 
     Raises:
         InputError: on every rank, when the name is unknown, experts cannot be divided over the
@@ -96,12 +101,14 @@ def create_engine(
         values = {
             "num_experts": num_experts,
             "engine": [AUTO, *ENGINES].index(config.engine),
-            "alignment": config.alignment,
+            "alignment": config.block_alignment,
             **agreed_values(config),
             "num_sms": config.num_sms,
             "on_overflow (drop: 0, raise: 1)": int(config.on_overflow == RAISE),
             # Whose blocks come last expert first, so that ranks number them differently.
             "experts (0: megatron, 1: grouped)": EXPERTS.index(config.experts),
+            "metrics_interval": config.metrics_interval,
+            "network_chunks": config.network_chunks,
         }
     group.agree("open", values, problem, config.timeout_s)
     name, reason = choose_engine(group, config, num_experts)
@@ -174,7 +181,7 @@ def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
 
 def _ignored_options(caps: EngineCaps, config: EpConfig) -> str | None:
     """Say which of the options given the engine would ignore, if any."""
-    ignored = sorted(set(config.non_default()) - caps.options - {"engine", "experts"})
+    ignored = sorted(set(config.non_default()) - caps.options - {"engine", *_OF_THE_LAYER})
     if not ignored:
         return None
     return (
@@ -185,7 +192,8 @@ def _ignored_options(caps: EngineCaps, config: EpConfig) -> str | None:
 
 def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     """Log the engine and the effective options, once per group and only on its first rank."""
-    options = ", ".join(f"{k}={getattr(config, k)}" for k in sorted(ENGINES[name].caps.options))
+    values = {**dataclasses.asdict(config), "alignment": config.block_alignment}
+    options = ", ".join(f"{k}={values[k]}" for k in sorted(ENGINES[name].caps.options))
     text = f"engine {name!r} for {group.size} ranks ({reason}); {options}"
     if group.rank == 0:
         group.log_once(logging.INFO, text, text)

@@ -92,37 +92,38 @@ def topk_value_problem(topk_idx: torch.Tensor, num_experts: int) -> str | None:
         token = int(too_many.any(dim=1).nonzero()[0])
         return (
             f"the routing map names more than top_k={topk_idx.shape[1]} experts for token {token}: "
-            "a router that adds picks of its own needs a larger top_k"
+            "a router that adds assignments of its own needs a larger top_k"
         )
     if is_outside:
-        token, pick = (int(i) for i in outside.nonzero()[0])
+        token, slot = (int(i) for i in outside.nonzero()[0])
         return (
-            f"expert index {int(topk_idx[token, pick])} of token {token}, pick {pick}, is out of "
-            f"range: there are {num_experts} experts, and {NOT_ROUTED} means not routed"
+            f"expert index {int(topk_idx[token, slot])} of token {token}, top-k slot "
+            f"{slot}, is out of range: there are {num_experts} experts, and {NOT_ROUTED} "
+            "means not routed"
         )
     if is_repeated:
-        token, pick = (int(i) for i in repeated.nonzero()[0])
-        return f"token {token} names expert {int(ordered[token, pick])} twice: name it once"
+        token, slot = (int(i) for i in repeated.nonzero()[0])
+        return f"token {token} names expert {int(ordered[token, slot])} twice: name it once"
     return None
 
 
 def payload_problem(
-    is_home: bool, tensor: torch.Tensor, num_rows: int, caps: EngineCaps, device: torch.device
+    is_dispatch: bool, tensor: torch.Tensor, num_rows: int, caps: EngineCaps, device: torch.device
 ) -> str | None:
     """Say what is wrong with the rows `tensor`, which should be [num_rows, hidden].
 
-    They are `x` of dispatch (`is_home`), which only copies them, or `y` of combine.
+    They are `x` of dispatch (`is_dispatch`), which only copies them, or `y` of combine.
     """
-    name = "x" if is_home else "y"
+    name = "x" if is_dispatch else "y"
     if tensor.dim() != 2 or tensor.shape[0] != num_rows:
         return f"{name} has shape {list(tensor.shape)}: the plan expects [{num_rows}, hidden]"
     if problem := device_problem(name, tensor, device):
         return problem
-    if tensor.dtype == BYTES and not is_home:
+    if tensor.dtype == BYTES and not is_dispatch:
         return f"{name} is {BYTES}: combine adds rows up, and bytes are no numbers; dispatch only"
     if tensor.dtype not in caps.payload_dtypes and not (tensor.dtype == BYTES and caps.moves_bytes):
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in caps.payload_dtypes)
-        also = f", and in dispatch {BYTES}" if is_home and caps.moves_bytes else ""
+        also = f", and in dispatch {BYTES}" if is_dispatch and caps.moves_bytes else ""
         return f"{name} is {tensor.dtype}: engine {caps.name!r} moves {known}{also}"
     row_bytes = tensor.shape[1] * tensor.element_size()
     if row_bytes == 0 or row_bytes % caps.row_bytes_multiple:
@@ -152,17 +153,17 @@ def weights_problem(
 
 
 def rows_problem(
-    is_home: bool,
+    is_dispatch: bool,
     plan: RoutePlan,
     rows: torch.Tensor,
     w: torch.Tensor | None,
     caps: EngineCaps,
     device: torch.device,
 ) -> str | None:
-    """Say what is wrong with what `Engine.dispatch` (`is_home`) or `Engine.combine` is given."""
-    num_rows = plan.num_tokens if is_home else plan.num_rows
-    w_shape = (plan.num_tokens, plan.top_k) if is_home else (plan.num_rows,)
-    return payload_problem(is_home, rows, num_rows, caps, device) or weights_problem(
+    """Say what is wrong with what dispatch (`is_dispatch`) or combine of `Engine` is given."""
+    num_rows = plan.num_tokens if is_dispatch else plan.num_rows
+    w_shape = (plan.num_tokens, plan.top_k) if is_dispatch else (plan.num_rows,)
+    return payload_problem(is_dispatch, rows, num_rows, caps, device) or weights_problem(
         w, w_shape, rows, device
     )
 

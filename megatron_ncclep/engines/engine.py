@@ -22,18 +22,20 @@ TOO_MANY_EXPERTS = -(2**31)
 BYTES = torch.uint8
 
 # How combine rounds.  All add a rank's rows in local-expert order and the ranks' parts in rank
-# order, in fp32, and round what crosses the wire; the first two differ in the home rank's own part.
-HOME_PART_UNROUNDED = "home part unrounded"  # the contract's
+# order, in fp32, and round what crosses the wire; the first two differ in the source rank's own
+# part.
+SOURCE_PART_UNROUNDED = "source rank's part unrounded"  # the contract's
 EVERY_PART_ROUNDED = "every part rounded"  # for an engine that treats all ranks alike
-# For a grid of machines: on each machine the rank with the home's local index adds up the parts of
-# its machine, its own unrounded, and rounds; home adds the machines' sums, all of them rounded.
-MACHINE_SUMS_ROUNDED = "machine sums rounded"
-REDUCTIONS = (HOME_PART_UNROUNDED, EVERY_PART_ROUNDED, MACHINE_SUMS_ROUNDED)
+# For a grid of nodes: on each node the rank with the source rank's local index adds up the
+# parts of its node, its own unrounded, and rounds; the source rank adds the nodes' sums, all
+# of them rounded.
+NODE_SUMS_ROUNDED = "node sums rounded"
+REDUCTIONS = (SOURCE_PART_UNROUNDED, EVERY_PART_ROUNDED, NODE_SUMS_ROUNDED)
 
 # In which order the rows of an expert stand in their block, and are kept where not all fit: by
 # token within a source rank, and by source rank as follows.
 BY_RANK = "by rank"  # the contract's: upwards
-BY_RAIL = "by rail"  # by local index and then by machine: ranks 0 2 1 3 of two machines of two
+BY_RAIL = "by rail"  # by local index and then by node: ranks 0 2 1 3 of two nodes of two
 SLOT_ORDERS = (BY_RANK, BY_RAIL)
 
 
@@ -56,7 +58,7 @@ class EngineCaps:
     slot_order: str = BY_RANK
     # Largest number of rows that one rank may receive.
     max_rows: int = 2**31 - 1
-    # Most tokens on one rank, picks of one token, and experts on one rank.
+    # Most tokens on one rank, assignments of one token, and experts on one rank.
     max_tokens: int | None = None
     max_top_k: int | None = None
     max_local_experts: int | None = None
@@ -78,17 +80,18 @@ class EngineCaps:
     compares_on_device: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RoutePlan:
     """Where every row goes: made once per micro-batch and layer, kept until backward.
 
     An engine subclasses it with whatever it needs to find the rows again; the fields here are what
-    every engine provides.  A plan is immutable, and any number of plans may be alive at once.
+    every engine provides.  A plan is complete, and never changed again, when `Engine.plan` returns
+    it; any number of plans may be alive at once.
 
     Attributes:
         plan_id: the same number on every rank of the group for the same plan.
         num_tokens: T, tokens of this rank.
-        top_k: K, picks per token.
+        top_k: K, assignments per token.
         num_experts: E, experts of the whole group.
         num_rows: R, rows of the dispatched tensor on this rank (padding included).
         counts: int64 [2 * num_local_experts + 1], on the plan's device: `tokens_per_expert`,
@@ -117,7 +120,7 @@ class RoutePlan:
 
     @property
     def num_dropped(self) -> torch.Tensor:
-        """int64 scalar: picks for this rank's experts that did not fit; 0 in exact mode."""
+        """int64 scalar: assignments for this rank's experts that did not fit; 0 in exact mode."""
         return self.counts[-1]
 
     def nbytes(self) -> int:
@@ -147,7 +150,7 @@ class Engine(Protocol):
 
         Args:
             topk_idx: [num_tokens, top_k] int32 or int64; global expert indices, distinct within a
-                row, `NOT_ROUTED` where a pick goes nowhere.
+                row, `NOT_ROUTED` where an assignment goes nowhere.
         """
         ...
 
@@ -159,7 +162,7 @@ class Engine(Protocol):
         Args:
             plan: made by this engine.
             x: [num_tokens, hidden] payload, or rows of bytes, [num_tokens, row_bytes] uint8.
-            w: [num_tokens, top_k] weights of the picks, or None.
+            w: [num_tokens, top_k] weights of the assignments, or None.
 
         Returns:
             rows [num_rows, hidden] in slot order, and their weights [num_rows] (None without `w`).
@@ -170,16 +173,17 @@ class Engine(Protocol):
     def combine(
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add up every token's rows at its home rank: the unweighted adjoint of `dispatch`.
+        """Add up every token's rows at its source rank: the unweighted adjoint of `dispatch`.
 
         Args:
             plan: made by this engine.
             y: [num_rows, hidden] payload; padding rows are not read.
-            w: [num_rows] values to bring back to the picks, or None.
+            w: [num_rows] values to bring back to the assignments, or None.
 
         Returns:
             out [num_tokens, hidden], zero for a token without experts, and the values at their
-            picks [num_tokens, top_k] (None without `w`; zero where a pick goes nowhere).
+            assignments [num_tokens, top_k] (None without `w`; zero where an assignment goes
+            nowhere).
         """
         ...
 

@@ -1,172 +1,180 @@
-"""The engine for several machines: the process group's all-to-all between them, another one inside.
+"""The engine for several nodes: the process group's all-to-all between them, another one inside.
 
-No network code of our own: between machines rows go the way that NCCL (on CPUs gloo) knows.  Inside
-a machine `native` moves them, and where that cannot run `reference`.  `machines.py` has the grid.
+No network code of our own: between nodes rows go the way that NCCL (on CPUs gloo) knows.  Inside
+a node `native` moves them, and where that cannot run `reference`.  `nodes.py` has the grid.
 
-    plan       home finds out which machines each of its tokens needs; each of these tokens goes, as
-               its picks there, to the rank with home's local index on that machine (its rail).  The
-               machine's engine plans what has come as if it were that rank's own batch.
-    dispatch   a token's row crosses the network once for each other machine that needs it; then the
-               machine's engine dispatches the rows of all machines' tokens among its ranks.
-    combine    the other way round: the machine's engine adds up a token's rows at its rail's rank,
-               one sum goes back over the network, and home adds the machines' sums, upwards.
+    plan       the source rank finds out which nodes each of its tokens needs; each of these tokens
+               goes, as its assignments there, to the rank with the source rank's local index on
+               that node (its rail).  The node's engine plans what has come as if it were that
+               rank's own batch.
+    dispatch   a token's row crosses the network once for each other node that needs it; then the
+               node's engine dispatches the rows of all nodes' tokens among its ranks.
+    combine    the other way round: the node's engine adds up a token's rows at its rail's rank,
+               one sum goes back over the network, and the source rank adds the nodes' sums,
+               upwards.
 
-A worked example.  Two machines with two ranks each, four experts (rank r has expert r), top-2:
+A worked example.  Two nodes with two ranks each, four experts (rank r has expert r), top-2:
 
     rank 0: token 0 -> experts 1, 2    crosses to rank 2, which has expert 2 itself
-            token 1 -> experts 0, 1    stays on its machine
+            token 1 -> experts 0, 1    stays on its node
     rank 3: token 0 -> experts 3, 0    crosses to rank 1, which dispatches it to rank 0
 
     rank 0's rows, all of expert 0: (rank 0, token 1), (rank 3, token 0)
 
-What a machine's engine gets from one rank is ordered by machine, then token: so the rows of an
-expert come in the order of (local index, machine, token), BY_RAIL.  The order of ranks would cost a
+What a node's engine gets from one rank is ordered by node, then token: so the rows of an
+expert come in the order of (local index, node, token), BY_RAIL.  The order of ranks would cost a
 pass over all rows.  In static mode the same order decides what is dropped.
 
-A machine's part of a sum is the contract's for that machine, with the rail's rank for home: its own
-part unrounded, the sum rounded to the payload's dtype.  Home adds these sums in fp32, its own
-machine's like the others, and rounds once: MACHINE_SUMS_ROUNDED.
+A node's part of a sum is the contract's for that node, with the rail's rank as source rank:
+its own part unrounded, the sum rounded to the payload's dtype.  The source rank adds these sums in
+fp32, its own node's like the others, and rounds once: NODE_SUMS_ROUNDED.
 
-In exact mode only the tokens that a machine needs cross, and a plan exchanges how many they are.
-In static mode all tokens cross to all machines, those without picks there for nothing: then sizes
-follow from the batch.
+In exact mode only the tokens that a node needs cross, and a plan exchanges how many they are.
+In static mode all tokens cross to all nodes, those without assignments there for nothing: then
+sizes follow from the batch, and with an engine inside that waits for nothing no call does: neither
+for a device nor, from the second call with such shapes on, for another host.
+
+Rows cross in chunks of columns, each of which moves inside its node while the next one crosses;
+in combine it crosses while the next one is added up inside.  An engine inside sees a smaller hidden
+size and the same plan, so that chunks change no bit, and no order of rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from megatron_ncclep.config import DROP, WORST, EpConfig
-from megatron_ncclep.engines import native_obstacle
-from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows, on_all_ranks
-from megatron_ncclep.engines.all_to_all import exchange, exchange_rows
+from megatron_ncclep.engines.base import EngineBase
+from megatron_ncclep.engines.crossing import Crossing, all_cross, needed_cross, start
 from megatron_ncclep.engines.engine import (
     BY_RAIL,
-    MACHINE_SUMS_ROUNDED,
+    NODE_SUMS_ROUNDED,
     NOT_ROUTED,
+    TOO_MANY_EXPERTS,
     Engine,
     EngineCaps,
     RoutePlan,
 )
-from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.engines.machines import Grid, grid_of
+from megatron_ncclep.engines.hierarchical_calls import Calls
+from megatron_ncclep.engines.hierarchical_obstacle import NAME, engine_inside
+from megatron_ncclep.engines.hierarchical_plan import HierarchicalPlan
 from megatron_ncclep.engines.native import CAPS as NATIVE_CAPS
 from megatron_ncclep.engines.native import NativeEngine
+from megatron_ncclep.engines.network_rows import Piece, add_up, pack, pieces_of, unpack
 from megatron_ncclep.engines.overflow import rows_needed
-from megatron_ncclep.engines.overflow_report import Shortage
+from megatron_ncclep.engines.reference import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference import ReferenceEngine
-from megatron_ncclep.engines.rows_limit import rows_limit
-from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError, PeerError
+from megatron_ncclep.errors import InputError, PeerError
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.all_to_all import Exchange
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.nodes import grid_of
 
 # Those of `native`, also where `reference` is inside: what runs on a CPU runs on GPUs.
 CAPS = EngineCaps(
-    name="hierarchical",
-    reduction=MACHINE_SUMS_ROUNDED,
+    name=NAME,
+    reduction=NODE_SUMS_ROUNDED,
     slot_order=BY_RAIL,
     payload_dtypes=NATIVE_CAPS.payload_dtypes,
     row_bytes_multiple=NATIVE_CAPS.row_bytes_multiple,
-    options=NATIVE_CAPS.options,
+    options=NATIVE_CAPS.options | {"network_chunks"},
     moves_bytes=NATIVE_CAPS.moves_bytes,
     max_top_k=NATIVE_CAPS.max_top_k,
     max_local_experts=NATIVE_CAPS.max_local_experts,
+    captures_static=True,  # where `native` is inside
 )
-INSIDE = {"native": NativeEngine, "reference": ReferenceEngine}
+# Bytes to each node from which on a chunk is worth its messages, and the most chunks that nobody
+# has asked for: each costs launches, and writes its columns of the rows once more.
+CHUNK_BYTES, MOST_CHUNKS = 8 * 2**20, 4
+INSIDE: dict[str, tuple[Callable[[EpGroup, int, EpConfig], Engine], EngineCaps]] = {
+    "native": (NativeEngine, NATIVE_CAPS),
+    "reference": (ReferenceEngine, REFERENCE_CAPS),
+}
 
 
-@dataclass(frozen=True)
-class HierarchicalPlan(RoutePlan):
-    """Which tokens cross to which machine, and the plan inside the machine.
+class HierarchicalEngine(EngineBase[HierarchicalPlan]):
+    """See `Engine`.
 
-    Attributes:
-        inside: of the engine that `engine` is, for the tokens that came over this rank's rail.
-        engine: which of the machine's engines made it.
-        sent_token: int32 [tokens sent]: by machine, then token.
-        pick_machine: int16 [num_tokens, top_k]: the machine of each pick; -1: not routed.
-        tokens_sent: for each machine.
-        tokens_received: from each machine.
+    In static mode, with an engine inside that waits for nothing, hosts agree on a call only when
+    its shapes are new; otherwise they agree in every call and wait for what crosses the network.
     """
 
-    inside: RoutePlan
-    engine: Engine
-    sent_token: torch.Tensor
-    pick_machine: torch.Tensor
-    tokens_sent: list[int]
-    tokens_received: list[int]
-
-    def nbytes(self) -> int:
-        """See `RoutePlan.nbytes`; `counts` are the inner plan's."""
-        return super().nbytes() - self.counts.nbytes + self.inside.nbytes()
-
-    def tokens_per_expert_on_host(self) -> torch.Tensor:
-        """See `RoutePlan.tokens_per_expert_on_host`."""
-        return self.inside.tokens_per_expert_on_host()
-
-
-class HierarchicalEngine:
-    """See `Engine`.  Hosts agree in every call, and wait for what crosses the network."""
-
-    ranks_per_expert = 1
+    plan_type = HierarchicalPlan
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
-        """Collective; finds the machines and makes the group of each one's ranks, if need be."""
-        self.caps = CAPS
-        self.group = group
-        self.num_experts = num_experts
-        self.config = config
+        """Collective; finds the nodes and makes the group of each one's ranks, if need be."""
         self._grid = grid_of(group, config.timeout_s)
-        self.machines = self._grid.machines
-        self._experts_of_machine = num_experts // self.machines.count
+        self.nodes = self._grid.nodes
+        self._experts_of_node = num_experts // self.nodes.count
         self.inside, reason = engine_inside(group, self._grid, config, num_experts)
+        self._make_inside, inside_caps = INSIDE[self.inside]
+        self.caps = dataclasses.replace(CAPS, captures_static=inside_caps.captures_static)
+        super().__init__(group, num_experts, config)
+        self._calls = Calls(self)
+        self._waits = not self._calls.go_on
         # By their limit of rows: a factor of a balanced load means another one for each batch.
         self._engines: dict[int | str | None, Engine] = {}
-        self._shortage = Shortage.shared(group, config)
-        self._closed = False
-        text = f"hierarchical: {self.machines}, {self.inside!r} inside a machine"
+        text = f"hierarchical: {self.nodes}, {self.inside!r} inside a node"
         if group.rank == 0:
             group.log_once(logging.INFO, text, f"{text}{reason and f' ({reason})'}")
 
     @torch.no_grad()
     def plan(self, topk_idx: torch.Tensor) -> HierarchicalPlan:
-        """See `Engine.plan`."""
-        self._require_open()
-        agreement = agree_on_routes(self.group, topk_idx, self.num_experts, self.caps, self.config)
-        num_tokens, top_k = topk_idx.shape
-        pick_machine = topk_idx.div(self._experts_of_machine, rounding_mode="floor")
-        machine, token = self._crossings(pick_machine).nonzero().unbind(1)
-        tokens_sent, tokens_received = self._sizes(machine, agreement.told)
+        """See `Engine.plan`.
 
-        picks = topk_idx[token] - (machine * self._experts_of_machine)[:, None]
-        picks = picks.where(pick_machine[token] == machine[:, None], NOT_ROUTED)
-        what = "plan, exchanging picks between machines"
-        received = self._cross(picks.int(), tokens_sent, tokens_received, what)
-        engine = self._engine_for(num_tokens, top_k)
+        Where hosts do not agree, what is no expert, or named twice, counts as not routed, and a
+        later call of `plan` raises InputError, as `native` inside has it.
+        """
+        self._require_open()
+        call, most_tokens = self._calls.enter_plan(topk_idx)
+        top_k = topk_idx.shape[1]
+        is_expert = (topk_idx >= 0) & (topk_idx < self.num_experts)
+        assignment_node = topk_idx.div(self._experts_of_node, rounding_mode="floor")
+        assignment_node = assignment_node.where(is_expert, NOT_ROUTED)
+        node = torch.arange(self.nodes.count, device=topk_idx.device)[:, None, None]
+        is_there = assignment_node == node  # [nodes, num_tokens, top_k]
+        crossing = self._crossing(is_there.any(dim=2), most_tokens)
+
+        assignments = topk_idx - node * self._experts_of_node
+        assignments = assignments.where(is_there, self._assignments_elsewhere(topk_idx)).int()
+        what = "plan, exchanging assignments between nodes"
+        crossed = self._start(
+            crossing.rows_of(assignments), (crossing.sent, crossing.received), what
+        )
+        received = crossed.finish(self._waits)
+        engine = self._engine_for(most_tokens, top_k)
 
         def plan_inside() -> RoutePlan:
             with self._inside():
                 return engine.plan(received)
 
-        what = "plan inside the machines"
-        inside = on_all_ranks(self.group, what, plan_inside, self.config.timeout_s)
-        self._note_shortage(topk_idx)
+        if self._waits:
+            what = "plan inside the nodes"
+            inside = on_all_ranks(self.group, what, plan_inside, self.config.timeout_s)
+        else:
+            inside = plan_inside()
+        self._note_shortage(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)
+        self._leave("plan")
         return HierarchicalPlan(
-            plan_id=agreement.call,
-            num_tokens=num_tokens,
+            plan_id=call,
+            num_tokens=len(topk_idx),
             top_k=top_k,
             num_experts=self.num_experts,
             num_rows=inside.num_rows,
             counts=inside.counts,
             inside=inside,
             engine=engine,
-            sent_token=token.int(),
-            pick_machine=pick_machine.short(),
-            tokens_sent=tokens_sent,
-            tokens_received=tokens_received,
+            most_tokens=most_tokens,
+            sent_token=crossing.token,
+            place=crossing.place,
+            assignment_node=assignment_node.int(),
+            tokens_sent=crossing.sent,
+            tokens_received=crossing.received,
         )
 
     @torch.no_grad()
@@ -174,16 +182,34 @@ class HierarchicalEngine:
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
-        plan = self._agree("dispatch", plan, x, w)
+        self._require_open()
+        plan = self._calls.enter("dispatch", plan, x, w)
+        pieces = self._pieces(plan, x)
         sizes = (plan.tokens_sent, plan.tokens_received)
-        # Packing: on GPUs a kernel could write rows and weights of all machines into one message.
-        rows = self._cross_rows(x[plan.sent_token], *sizes, "dispatch between machines")
-        row_w = None
-        if w is not None:
-            what = "dispatch between machines, weights"
-            row_w = self._cross(w[plan.sent_token], *sizes, what)
-        with self._inside():
-            return plan.engine.dispatch(plan.inside, rows, row_w)
+        num_sent = sum(plan.tokens_sent)
+        # All cross one after the other, while those that have come move inside.
+        crossing = []
+        for piece in pieces:
+            weights = w if piece.first == 0 else None
+            message = pack(x, piece, weights, plan.sent_token, num_sent, plan.most_tokens)
+            crossing.append(self._start(message, sizes, "dispatch between nodes"))
+        rows, row_w = None, None
+        for piece in pieces:
+            num_weights = 0 if w is None or piece.first else plan.top_k
+            messages = crossing.pop(0).finish(self._waits)
+            inputs = unpack(messages, piece, num_weights, x.dtype)
+            with self._inside():
+                part, part_w = plan.engine.dispatch(plan.inside, *inputs)
+            row_w = part_w if piece.first == 0 else row_w
+            if len(pieces) == 1:
+                rows = part
+                break
+            if rows is None:
+                rows = x.new_empty(len(part), x.shape[1])
+            rows[:, piece.numbers(x.dtype)] = part
+        assert rows is not None  # there is a piece
+        self._leave("dispatch")
+        return rows, row_w
 
     @torch.no_grad()
     def combine(
@@ -191,196 +217,131 @@ class HierarchicalEngine:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.combine`.
 
-        Sums start from +0 in fp32: inside a machine as its engine does, rounded; at home over the
-        machines in ascending order, rounded once.
+        Sums start from +0 in fp32: inside a node as its engine does, rounded; at the source rank
+        over the nodes in ascending order, rounded once.
         """
-        plan = self._agree("combine", plan, y, w)
-        with self._inside():
-            sums, row_w = plan.engine.combine(plan.inside, y, w)
-        sizes = (plan.tokens_received, plan.tokens_sent)
-        sums = self._cross_rows(sums, *sizes, "combine between machines")
-        # Unpacking: on GPUs one kernel could add up a token's sums and write it once.
-        tokens = plan.sent_token.split(plan.tokens_sent)
-        out = y.new_zeros(plan.num_tokens, y.shape[1], dtype=torch.float32)
-        for token, rows in zip(tokens, sums.split(plan.tokens_sent), strict=True):
-            out[token] += rows.float()
-        if row_w is None:
-            return out.to(y.dtype), None
+        self._require_open()
+        plan = self._calls.enter("combine", plan, y, w)
+        pieces = self._pieces(plan, y)
+        crossing = []
+        for piece in pieces:
+            part = y[:, piece.numbers(y.dtype)].contiguous()
+            with self._inside():
+                sums, values = plan.engine.combine(
+                    plan.inside, part, w if piece.first == 0 else None
+                )
+            whole = Piece(0, piece.size)
+            message = pack(sums, whole, values, None, len(sums), len(sums))
+            what = "combine between nodes"
+            sizes = (plan.tokens_received, plan.tokens_sent)
+            crossing.append(self._start(message, sizes, what))
+        out = y.new_empty(plan.num_tokens, y.shape[1])
+        topk_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
+        for piece in pieces:
+            messages = crossing.pop(0).finish(self._waits)
+            values = topk_w if piece.first == 0 else None
+            add_up(messages, piece, plan.place, out, plan.assignment_node, values)
+        self._leave("combine")
+        return out, topk_w
 
-        values = self._cross(row_w, *sizes, "combine between machines, weights")
-        home_w = values.new_zeros(plan.num_tokens, plan.top_k)
-        parts = zip(tokens, values.split(plan.tokens_sent), strict=True)
-        for machine, (token, value) in enumerate(parts):
-            is_there = plan.pick_machine[token] == machine
-            home_w[token] = torch.where(is_there, value, home_w[token])
-        return out.to(y.dtype), home_w
-
-    def close(self) -> None:
-        """See `Engine.close`.  The grid stays, for other engines of the group."""
-        if self._closed:
-            return
-        self._closed = True
-        if not self.group.is_alive:
-            return
-        for engine in self._engines.values():
-            engine.close()
-        if self._shortage is not None:
-            self.group.release(Shortage.name(self.config), self.config.timeout_s)
+    def _release(self) -> None:
+        """The grid stays, for other engines of the group."""
+        self._calls.close()
+        if self.group.is_alive:
+            for engine in self._engines.values():
+                engine.close()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Say of a PeerError that it counts the ranks of this machine."""
+        """Say of an error that it counts the ranks of this node."""
         try:
             yield
-        except PeerError as error:
-            machine = self.machines.machine_of(self.group.rank)
-            ranks = self.machines.ranks_of(machine)
-            raise PeerError(
-                f"inside machine {machine}, whose ranks 0 to {len(ranks) - 1} are ranks "
+        except (PeerError, InputError) as error:
+            node = self.nodes.node_of(self.group.rank)
+            ranks = self.nodes.ranks_of(node)
+            text = (
+                f"inside node {node}, whose ranks 0 to {len(ranks) - 1} are ranks "
                 f"{ranks[0]} to {ranks[-1]} of the group: {error}"
-            ) from error
+            )
+            raise type(error)(text) from error
 
-    def _crossings(self, pick_machine: torch.Tensor) -> torch.Tensor:
-        """Which tokens go to which machine: bool [machines, num_tokens]."""
-        every = torch.arange(self.machines.count, device=pick_machine.device)
-        if self.config.max_recv_rows is not None:  # all, so that sizes do not depend on the routing
-            return every.new_ones(len(every), len(pick_machine), dtype=torch.bool)
-        return (pick_machine == every[:, None, None]).any(dim=2)
-
-    def _sizes(self, machine: torch.Tensor, num_tokens: list[int]) -> tuple[list[int], list[int]]:
-        """How many tokens cross to each machine, and from each machine to this rank.  Collective.
+    def _crossing(self, needed: torch.Tensor, most_tokens: int) -> Crossing:
+        """Find out which tokens cross, and how many.  Collective.
 
         Args:
-            machine: to which this rank's tokens cross, one entry for each.
-            num_tokens: of each rank.
+            needed: bool [nodes, num_tokens].
+            most_tokens: see `_enter_plan`.
         """
-        rail, rank = self.machines.rail_of(self.group.rank), self.group.rank
         if self.config.max_recv_rows is not None:
-            return [num_tokens[rank]] * len(rail), [num_tokens[other] for other in rail]
-        sent = machine.bincount(minlength=len(rail)).cpu()
+            return all_cross(needed, most_tokens)
+        sent = needed.sum(dim=1).cpu()
         what = "plan, exchanging how many tokens cross"
         counts = self.group.gather(sent, what, self.config.timeout_s)
-        return sent.tolist(), counts[rail, self.machines.machine_of(rank)].tolist()
+        rank = self.group.rank
+        rail, node = self.nodes.rail_of(rank), self.nodes.node_of(rank)
+        return needed_cross(needed, sent.tolist(), counts[rail, node].tolist())
+
+    def _assignments_elsewhere(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """What stands for an assignment on another node: [num_tokens, 1].
+
+        Where a token's routing is wrong, and no host has looked, all nodes shall hear of it.
+        """
+        ordered = topk_idx.sort(dim=1).values
+        is_wrong = (topk_idx < NOT_ROUTED) | (topk_idx >= self.num_experts)
+        is_wrong[:, 1:] |= (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
+        wrong = is_wrong.any(dim=1, keepdim=True)
+        return torch.where(wrong, TOO_MANY_EXPERTS, NOT_ROUTED).to(topk_idx.dtype)
 
     def _engine_for(self, num_tokens: int, top_k: int) -> Engine:
-        """The machine's engine with room for as many rows as a rank of the whole group has."""
+        """The node's engine with room for as many rows as a rank of the whole group has."""
         config = self.config
         # "worst" means the same inside, a factor does not.
-        rows = WORST if config.max_recv_rows == WORST else self._limit(num_tokens, top_k)
+        rows = WORST if config.max_recv_rows == WORST else self.rows_limit(num_tokens, top_k)
         if rows not in self._engines:
             # Where not all fits, this engine tells, because all of its ranks must hear it.
             inside = dataclasses.replace(
                 config, engine=self.inside, max_recv_rows=rows, on_overflow=DROP
             )
-            kind, local = INSIDE[self.inside], self._grid.local
-            self._engines[rows] = kind(local, self._experts_of_machine, inside)
+            experts = self._experts_of_node
+            self._engines[rows] = self._make_inside(self._grid.local, experts, inside)
             self._engines[rows].ranks_per_expert = self.ranks_per_expert
         return self._engines[rows]
 
-    def _limit(self, num_tokens: int, top_k: int) -> int | None:
-        """How many rows a rank's tensor has in static mode; None in exact mode."""
-        num_ranks = self.group.size
-        shape = (num_ranks, num_tokens, top_k, self.num_experts // num_ranks)
-        return rows_limit(self.config, *shape, self.ranks_per_expert)
-
-    def _note_shortage(self, topk_idx: torch.Tensor) -> None:
+    def _note_shortage(self, topk_idx: torch.Tensor, most_tokens: int) -> None:
         """Write down how many rows each rank needs, for `on_overflow="raise"`.  Collective."""
         if self._shortage is None:
             return
-        num_tokens, top_k = topk_idx.shape
-        limit = self._limit(num_tokens, top_k)
+        limit = self.rows_limit(most_tokens, topk_idx.shape[1])
         assert limit is not None  # or there would be no shortage
-        picks = topk_idx[topk_idx != NOT_ROUTED].bincount(minlength=self.num_experts)
-        what = "plan, exchanging how many rows each rank needs"
-        counts = self.group.gather(picks.cpu(), what, self.config.timeout_s)
-        self._shortage.note(rows_needed(counts, self.config.alignment), limit)
-
-    def _cross(
-        self, sent: torch.Tensor, tokens_sent: list[int], tokens_received: list[int], what: str
-    ) -> torch.Tensor:
-        """Send entries over this rank's rail, `tokens_sent` of them to each machine (its own too).
-
-        Collective over the whole group, which has one all-to-all: off the rail it sends nothing.
-        """
-        splits = self._splits(tokens_sent), self._splits(tokens_received)
-        return exchange(self.group, sent, *splits, what, self.config.timeout_s)
-
-    def _cross_rows(
-        self, sent: torch.Tensor, tokens_sent: list[int], tokens_received: list[int], what: str
-    ) -> torch.Tensor:
-        """Like `_cross`, for rows of any dtype."""
-        splits = self._splits(tokens_sent), self._splits(tokens_received)
-        return exchange_rows(self.group, sent, *splits, what, self.config.timeout_s)
-
-    def _splits(self, for_machines: list[int]) -> list[int]:
-        """What is for each machine, as what is for each rank: nothing off the rail."""
-        splits = [0] * self.group.size
-        for rank, number in zip(self.machines.rail_of(self.group.rank), for_machines, strict=True):
-            splits[rank] = number
-        return splits
-
-    def _agree(
-        self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
-    ) -> HierarchicalPlan:
-        """Check the arguments of dispatch or combine on all ranks; return the plan, typed."""
-        self._require_open()
-        return agree_on_rows(
-            phase,
-            self.group,
-            plan,
-            HierarchicalPlan,
-            rows,
-            w,
-            self.num_experts,
-            self.caps,
-            self.config.timeout_s,
+        # One more entry takes what is not routed.
+        assignments = (
+            torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).long().reshape(-1)
         )
+        counts = assignments.new_zeros(self.num_experts + 1).scatter_add(
+            0, assignments, torch.ones_like(assignments)
+        )
+        each = [1] * self.group.size
+        what = "plan, exchanging how many rows each rank needs"
+        sent = counts[:-1].expand(self.group.size, -1)
+        exchange = Exchange(self.group, sent, each, each, what, self.config.timeout_s)
+        needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
+        self._shortage.note(needed, limit)
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise GroupClosedError("the engine was closed: create a new one with create_engine()")
+    def _pieces(self, plan: HierarchicalPlan, rows: torch.Tensor) -> list[Piece]:
+        """The chunks in which rows cross; the same on all ranks."""
+        row_bytes = rows.shape[1] * rows.itemsize
+        number = self.config.network_chunks
+        if number is None:
+            message_bytes = plan.most_tokens * row_bytes if self.nodes.count > 1 else 0
+            number = min(max(1, message_bytes // CHUNK_BYTES), MOST_CHUNKS)
+        return pieces_of(row_bytes, number)
 
+    def _start(
+        self, messages: torch.Tensor, sizes: tuple[list[int], list[int]], what: str
+    ) -> Exchange:
+        return start(self.group, self.nodes, messages, sizes, what, self.config.timeout_s)
 
-def engine_inside(
-    group: EpGroup, grid: Grid, config: EpConfig, num_experts: int | None
-) -> tuple[str, str]:
-    """Choose the engine inside the machines, the same on all.  Collective.
-
-    Args:
-        group: the whole group.
-        grid: its machines.
-        config: options.
-        num_experts: of the whole group; None: as many as any engine takes.
-
-    Returns:
-        "native" or "reference", and why not the former.
-    """
-    if group.device.type != "cuda":
-        return "reference", "not native: there are no GPUs"
-    inside = None if num_experts is None else num_experts // grid.machines.count
-    obstacle = native_obstacle.obstacle(grid.local, config, inside)
-    what = "open, choosing the engine inside a machine"
-    if problems := group.gather_problems(obstacle, what, config.timeout_s):
-        return "reference", f"not native: {problems}"
-    return "native", ""
-
-
-def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
-    """Say why the engine cannot run for `group`, or why "auto" does not take it.  Collective."""
-    is_auto = config.engine != CAPS.name
-    if is_auto and group.device.type != "cuda":
-        return "it needs GPUs, unless it is asked for by name"
-    try:
-        grid = grid_of(group, config.timeout_s)
-    except EngineUnavailableError as error:  # on all ranks
-        return str(error)
-    if is_auto and grid.machines.count == 1:
-        return "all ranks are on one machine"
-    name, reason = engine_inside(group, grid, config, num_experts)
-    if name == "native":
-        return None
-    if is_auto:
-        return f"inside a machine, {reason}"
-    if config.num_sms is not None:
-        return f"it would ignore num_sms, which 'native' has, and inside a machine, {reason}"
-    return None
+    def _leave(self, phase: str) -> None:
+        """What comes last in each call: have `check` wait for what no host has waited for."""
+        if not self._waits:
+            self._grid.unwaited.note(f"{phase} between nodes", self.config.timeout_s)

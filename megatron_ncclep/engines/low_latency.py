@@ -15,153 +15,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 
 from megatron_ncclep.engines import checks
-from megatron_ncclep.engines.engine import NOT_ROUTED, Engine, EngineCaps
-from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines.engine import Engine, EngineCaps
+from megatron_ncclep.engines.low_latency_rows import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError
-
-# What is combined, and rows that only travel, a byte for each number.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
-
-
-@dataclass(frozen=True)
-class LowLatencySizes:
-    """What an object is made for; the same on all ranks.
-
-    Attributes:
-        max_tokens: of any rank.
-        hidden: numbers of a row.
-        top_k: picks of a token.
-        dtype: of what is combined: bf16, fp16 or fp32.
-        payload: dtype of what is dispatched: the same, or one of `ONE_BYTE`.
-        num_scales: fp32 numbers that travel with each dispatched row.
-    """
-
-    max_tokens: int
-    hidden: int
-    top_k: int
-    dtype: torch.dtype
-    payload: torch.dtype
-    num_scales: int = 0
-
-    def problem(self, caps: EngineCaps) -> str | None:
-        """Say what is wrong with them for an engine, if anything is."""
-        limits = {
-            "max_tokens": (self.max_tokens, caps.low_latency_tokens),
-            "top_k": (self.top_k, caps.max_top_k or 2**31 - 1),
-            "hidden": (self.hidden, 2**20),
-        }
-        for name, (value, most) in limits.items():
-            if not isinstance(value, int) or not 1 <= value <= most:
-                return f"{name} {value}: low-latency mode of {caps.name!r} takes 1 to {most}"
-        if self.dtype not in DTYPES:
-            return f"dtype {self.dtype}: low-latency mode combines {', '.join(map(str, DTYPES))}"
-        if self.payload not in (self.dtype, *ONE_BYTE):
-            return (
-                f"payload {self.payload}: rows are {self.dtype}, as what is combined, or one of "
-                f"{', '.join(map(str, ONE_BYTE))}"
-            )
-        if not isinstance(self.num_scales, int) or self.num_scales < 0:
-            return f"num_scales {self.num_scales}: must be 0 or more"
-        for name, num_bytes in (
-            ("a row", self.hidden * self.payload.itemsize),
-            ("a row's result", self.hidden * self.dtype.itemsize),
-            ("a row's scales", self.num_scales * 4),
-        ):
-            if num_bytes % caps.row_bytes_multiple:
-                return (
-                    f"{name} has {num_bytes} bytes: engine {caps.name!r} needs a multiple of "
-                    f"{caps.row_bytes_multiple}"
-                )
-        return None
-
-    def values(self) -> dict[str, int | None]:
-        """What the ranks compare."""
-        return {
-            "max_tokens": self.max_tokens,
-            "hidden size": self.hidden,
-            "top_k": self.top_k,
-            "dtype": DTYPES.index(self.dtype),
-            "payload dtype": (*DTYPES, *ONE_BYTE).index(self.payload),
-            "num_scales": self.num_scales,
-        }
-
-
-@dataclass(frozen=True)
-class ExpertRows:
-    """Dispatched rows by expert; see `LowLatencyRows.by_expert`.
-
-    Attributes:
-        rows: [num_local_experts, num_ranks * max_tokens, hidden]; those behind an expert's count
-            are undefined.
-        counts: int32 [num_local_experts]: rows of each expert.
-        rows_of: int32 [num_ranks, max_tokens, top_k]: what `combine` takes with rows like these:
-            where the rows for a place are, as if the first two dimensions of `rows` were one.
-    """
-
-    rows: torch.Tensor
-    counts: torch.Tensor
-    rows_of: torch.Tensor
-
-
-@dataclass(frozen=True)
-class LowLatencyRows:
-    """What a dispatch brings, by source rank; on this rank's device.
-
-    It is valid until the object's next dispatch, or until it is closed: an engine may return the
-    memory that the other ranks write to.
-
-    Attributes:
-        rows: [num_ranks, max_tokens, hidden]; a source's rows in the order of its tokens, one for
-            each token that has an expert here.  Those from `counts` on are undefined.
-        topk_idx: int32 [num_ranks, max_tokens, top_k]: the picks of each row as this rank's expert
-            numbers, 0 to num_local_experts - 1, in the token's own order; -1 for experts of other
-            ranks, for picks that go nowhere, and where there is no row.
-        weights: fp32 [num_ranks, max_tokens, top_k]: of these picks; 0 where a row has no pick,
-            undefined where there is no row.
-        counts: int32 [num_ranks]: rows from each rank.
-        num_local_experts: of this rank.
-        scales: fp32 [num_ranks, max_tokens, num_scales], or None.
-    """
-
-    rows: torch.Tensor
-    topk_idx: torch.Tensor
-    weights: torch.Tensor
-    counts: torch.Tensor
-    num_local_experts: int
-    scales: torch.Tensor | None = None
-
-    def by_expert(self) -> ExpertRows:
-        """Copy the rows to blocks of experts, in the order of source rank and token in each.
-
-        Waits for nothing; a CUDA graph can hold it.
-        """
-        num_places, top_k = self.counts.numel() * self.topk_idx.shape[1], self.topk_idx.shape[2]
-        num_local = self.num_local_experts
-        expert = torch.arange(num_local, device=self.topk_idx.device)
-        picks = self.topk_idx.view(num_places, top_k, 1)
-        is_there = (picks == expert).any(dim=1)  # [places, experts]
-        nowhere = num_local * num_places
-        row = expert * num_places + is_there.cumsum(0) - 1
-        row = torch.where(is_there, row, nowhere)
-        # A place's rows in ascending order of experts, which is the order of additions.
-        rows_of = row.sort(dim=1).values[:, :top_k]
-        rows_of = torch.where(rows_of == nowhere, NOT_ROUTED, rows_of).int()
-        if top_k > num_local:
-            rows_of = torch.nn.functional.pad(rows_of, (0, top_k - num_local), value=NOT_ROUTED)
-        order = (~is_there).int().argsort(dim=0, stable=True).T  # [experts, places]
-        flat = self.rows.view(num_places, -1)
-        return ExpertRows(
-            flat.view(torch.uint8)[order].view(flat.dtype),
-            is_there.sum(0).int(),
-            rows_of.view(*self.topk_idx.shape),
-        )
+from megatron_ncclep.ranks.group import EpGroup
 
 
 class _Last(enum.Enum):
@@ -173,6 +35,46 @@ class _Last(enum.Enum):
     COMBINE_SENT = "send_combine"
 
 
+class LowLatencyCalls(Protocol):
+    """What an engine does for a `LowLatency`, which has made sure of turns and arguments."""
+
+    def begin(self, phase: str, problem: str | None, sends: bool) -> None:
+        """Raise what there is to raise, `problem` on all ranks; comes first in each call.
+
+        Args:
+            phase: "dispatch" or "combine".
+            problem: what is wrong on this rank, if anything is.
+            sends: the call has a first half.
+        """
+        ...
+
+    def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
+        """Say what is wrong with the values of a routing, where the host is to look at them."""
+        ...
+
+    def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
+        """Do the first half and, if it `completes`, the second; what it returns is there then."""
+        ...
+
+    def complete_dispatch(self) -> LowLatencyRows:
+        """Do the second half."""
+        ...
+
+    def combine(
+        self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
+    ) -> torch.Tensor:
+        """As `dispatch`.  With `rows_of`, y is [rows, hidden]."""
+        ...
+
+    def complete_combine(self) -> torch.Tensor:
+        """Do the second half."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds.  Collective; called once."""
+        ...
+
+
 class LowLatency:
     """Dispatch and combine in turns, for one micro-batch at a time; made by `create_low_latency`.
 
@@ -181,19 +83,17 @@ class LowLatency:
     the call was made.  Two micro-batches at a time need two objects.
 
     Attributes:
+        group: the ranks.
         sizes: what it was made for.
     """
 
     def __init__(
-        self, group: EpGroup, num_experts: int, caps: EngineCaps, sizes: LowLatencySizes
+        self, group: EpGroup, caps: EngineCaps, sizes: LowLatencySizes, calls: LowLatencyCalls
     ) -> None:
-        self.group = group
-        self.num_experts = num_experts
-        self.num_local_experts = num_experts // group.size
-        self.caps = caps
-        self.sizes = sizes
+        """Not collective; `calls` are the engine's, which has these `caps`."""
+        self.group, self.sizes = group, sizes
+        self._caps, self._calls = caps, calls
         self._last = _Last.COMBINED
-        self._num_tokens = 0
         self._closed = False
 
     # --- calls ------------------------------------------------------------------------------------
@@ -219,9 +119,9 @@ class LowLatency:
             PeerError: a rank did not come.
             GroupClosedError: the object or its group was closed.
         """
-        self._start_dispatch(x, topk_idx, weights, scales, completes=True)
+        rows = self._start_dispatch(Tokens(x, topk_idx, weights, scales), completes=True)
         self._last = _Last.DISPATCHED
-        return self._rows()
+        return rows
 
     def send_dispatch(
         self,
@@ -234,18 +134,20 @@ class LowLatency:
 
         The arguments must stay as they are until `complete_dispatch` is over on the device.
         """
-        self._start_dispatch(x, topk_idx, weights, scales, completes=False)
+        self._start_dispatch(Tokens(x, topk_idx, weights, scales), completes=False)
         self._last = _Last.DISPATCH_SENT
 
     def complete_dispatch(self) -> LowLatencyRows:
         """Do the second half of `dispatch`."""
-        self._begin("dispatch", self._turn_problem("complete_dispatch", _Last.DISPATCH_SENT), False)
-        self._complete_dispatch()
+        self._require_open()
+        problem = self._turn_problem("complete_dispatch", _Last.DISPATCH_SENT)
+        self._calls.begin("dispatch", problem, False)
+        rows = self._calls.complete_dispatch()
         self._last = _Last.DISPATCHED
-        return self._rows()
+        return rows
 
     def combine(self, y: torch.Tensor, rows_of: torch.Tensor | None = None) -> torch.Tensor:
-        """Bring home what the experts made of the last dispatch's rows, and add it up.
+        """Bring back what the experts made of the last dispatch's rows, and add it up.
 
         Args:
             y: [num_ranks, max_tokens, hidden] of the object's dtype, a row for each place; what is
@@ -273,8 +175,10 @@ class LowLatency:
 
     def complete_combine(self) -> torch.Tensor:
         """Do the second half of `combine`."""
-        self._begin("combine", self._turn_problem("complete_combine", _Last.COMBINE_SENT), False)
-        out = self._complete_combine()
+        self._require_open()
+        problem = self._turn_problem("complete_combine", _Last.COMBINE_SENT)
+        self._calls.begin("combine", problem, False)
+        out = self._calls.complete_combine()
         self._last = _Last.COMBINED
         return out
 
@@ -282,68 +186,25 @@ class LowLatency:
         """Release what the object holds.  Collective; idempotent."""
         if not self._closed:
             self._closed = True
-            self._close()
+            self._calls.close()
 
-    # --- what an engine does ----------------------------------------------------------------------
-
-    def _begin(self, phase: str, problem: str | None, sends: bool) -> None:
-        """Raise what there is to raise, `problem` on all ranks; comes first in each call."""
-        raise NotImplementedError
-
-    def _dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        weights: torch.Tensor,
-        scales: torch.Tensor | None,
-        completes: bool,
-    ) -> None:
-        raise NotImplementedError
-
-    def _complete_dispatch(self) -> None:
-        raise NotImplementedError
-
-    def _rows(self) -> LowLatencyRows:
-        raise NotImplementedError
-
-    def _combine(
-        self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
-    ) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _complete_combine(self) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _close(self) -> None:
-        raise NotImplementedError
-
-    # --- what all engines check -------------------------------------------------------------------
-
-    def _start_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        weights: torch.Tensor,
-        scales: torch.Tensor | None,
-        completes: bool,
-    ) -> None:
-        problem = self._turn_problem("dispatch", _Last.COMBINED) or self._dispatch_problem(
-            x, topk_idx, weights, scales
-        )
-        self._begin("dispatch", problem, True)
-        self._num_tokens = x.shape[0]
-        self._dispatch(x, topk_idx, weights, scales, completes)
+    def _start_dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
+        self._require_open()
+        problem = self._turn_problem("dispatch", _Last.COMBINED) or self._dispatch_problem(tokens)
+        self._calls.begin("dispatch", problem, True)
+        return self._calls.dispatch(tokens, completes)
 
     def _start_combine(
         self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
     ) -> torch.Tensor:
+        self._require_open()
         problem = self._turn_problem("combine", _Last.DISPATCHED) or self._combine_problem(
             y, rows_of
         )
-        self._begin("combine", problem, True)
+        self._calls.begin("combine", problem, True)
         if rows_of is not None:
             y = y.reshape(-1, self.sizes.hidden)
-        return self._combine(y, rows_of, completes)
+        return self._calls.combine(y, rows_of, completes)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -358,24 +219,18 @@ class LowLatency:
             "need two objects"
         )
 
-    def _dispatch_problem(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        weights: torch.Tensor,
-        scales: torch.Tensor | None,
-    ) -> str | None:
-        sizes, device = self.sizes, self.group.device
-        if problem := checks.topk_shape_problem(topk_idx, device, self.caps):
+    def _dispatch_problem(self, tokens: Tokens) -> str | None:
+        sizes, device, scales = self.sizes, self.group.device, tokens.scales
+        if problem := checks.topk_shape_problem(tokens.topk_idx, device, self._caps):
             return problem
-        num_tokens, top_k = topk_idx.shape
+        num_tokens, top_k = tokens.topk_idx.shape
         if num_tokens > sizes.max_tokens:
             return f"{num_tokens} tokens: the low-latency object was made for {sizes.max_tokens}"
         if top_k != sizes.top_k:
             return f"topk_idx has top_k {top_k}: the low-latency object was made for {sizes.top_k}"
         wanted = [
-            ("x", x, sizes.payload, (num_tokens, sizes.hidden)),
-            ("weights", weights, torch.float32, (num_tokens, top_k)),
+            ("x", tokens.x, sizes.payload, (num_tokens, sizes.hidden)),
+            ("weights", tokens.weights, torch.float32, (num_tokens, top_k)),
         ]
         if (scales is None) != (sizes.num_scales == 0):
             return (
@@ -384,7 +239,7 @@ class LowLatency:
             )
         if scales is not None:
             wanted.append(("scales", scales, torch.float32, (num_tokens, sizes.num_scales)))
-        return _first_problem(wanted, device)
+        return _first_problem(wanted, device) or self._calls.topk_problem(tokens.topk_idx)
 
     def _combine_problem(self, y: torch.Tensor, rows_of: torch.Tensor | None) -> str | None:
         sizes, device = self.sizes, self.group.device
@@ -419,7 +274,7 @@ def _first_problem(
 
 class _HasLowLatency(Protocol):
     group: EpGroup
-    make_low_latency: Callable[[LowLatencySizes, int], LowLatency]
+    make_low_latency: Callable[[LowLatencySizes, int], LowLatencyCalls]
 
 
 def create_low_latency(
@@ -457,4 +312,5 @@ def create_low_latency(
         problem = "a low-latency object cannot be made while a CUDA graph is captured"
     values = {} if problem else sizes.values()
     agreed = maker.group.agree("open", values, problem, engine.config.timeout_s)
-    return maker.make_low_latency(sizes, agreed.call)
+    calls = maker.make_low_latency(sizes, agreed.call)
+    return LowLatency(maker.group, engine.caps, sizes, calls)

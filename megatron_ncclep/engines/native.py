@@ -15,47 +15,43 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import checks, extension, native_windows
-from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
-from megatron_ncclep.engines.engine import HOME_PART_UNROUNDED, EngineCaps, RoutePlan
-from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.engines.low_latency import LowLatencySizes
-from megatron_ncclep.engines.native_group import NativeGroup
+from megatron_ncclep.engines import checks, native_windows
+from megatron_ncclep.engines.base import EngineBase
+from megatron_ncclep.engines.engine import SOURCE_PART_UNROUNDED, EngineCaps, RoutePlan
+from megatron_ncclep.engines.low_latency_rows import LowLatencySizes
+from megatron_ncclep.engines.native_group import BAD_ROUTING, NativeGroup, aligned
 from megatron_ncclep.engines.native_low_latency import NativeLowLatency
-from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS, MAX_EXPERTS
-from megatron_ncclep.engines.native_plan import NativePlan, Room, num_chunks_of, plan_memory
-from megatron_ncclep.engines.overflow_report import Shortage
-from megatron_ncclep.engines.rows_limit import can_drop, rows_limit
-from megatron_ncclep.errors import GroupClosedError, InputError, PeerError, RefusedError
+from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS
+from megatron_ncclep.engines.native_plan import NativePlan, Room, no_room, plan_memory
+from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.errors import InputError, PeerError, RefusedError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks.group import EpGroup
 
 _Result = TypeVar("_Result")
 
 CAPS = EngineCaps(
     name="native",
-    reduction=HOME_PART_UNROUNDED,
+    reduction=SOURCE_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
     options=frozenset(
         {"alignment", "check_calls", "max_recv_rows", "num_sms", "on_overflow", "timeout_s"}
     ),
     moves_bytes=True,
-    max_tokens=65536,
-    max_top_k=32,
-    max_local_experts=MAX_EXPERTS,
+    max_tokens=extension.limit("MAX_TOKENS"),
+    max_top_k=extension.limit("MAX_TOP_K"),
+    max_local_experts=extension.limit("MAX_EXPERTS"),
     captures_static=True,
     device_deadline=True,
     compares_on_device=True,
-    low_latency_tokens=512,
+    low_latency_tokens=extension.limit("LOW_LATENCY_TOKENS") or 0,
 )
-# Windows are made for a multiple of this many tokens, and of more where there are many.
-MIN_TOKENS = 128
-# A plan has room for this many times the picks that are expected to arrive.
+# A plan has room for this many times the assignments that are expected to arrive.
 ROOM = 1.25
-# What a rank says that has learnt of a bad routing; the whole story comes after it.
-BAD_ROUTING = "the routing of an earlier plan was bad"
 
 
-class NativeEngine:
+class NativeEngine(EngineBase[NativePlan]):
     """See `Engine`.
 
     In static mode no call waits for the device or for another host, so that all of them can be
@@ -71,14 +67,10 @@ class NativeEngine:
     """
 
     caps = CAPS
-    ranks_per_expert = 1
+    plan_type = NativePlan
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; makes the group's communicator, if need be."""
-        self.group = group
-        self.num_experts = num_experts
-        self.num_local_experts = num_experts // group.size
-        self.config = config
         self.num_sms = config.num_sms or DEFAULT_NUM_SMS
         self._is_static = config.max_recv_rows is not None
         self._may_drop = can_drop(config)
@@ -87,13 +79,13 @@ class NativeEngine:
             self._name, lambda: NativeGroup(group, num_experts, config.timeout_s)
         )
         self._native = self._shared.native
-        self._shortage = Shortage.shared(group, config)
         self._row_bytes = 16  # of the longest row so far
         self._most_tokens = 0  # of any rank so far
-        # Picks that the next plan may bring, as a multiple of what a rank without imbalance gets.
+        # Assignments that the next plan may bring, as a multiple of what a rank without imbalance
+        # gets.
         self._crowding = ROOM
         self._described: set[tuple[int, int]] = set()
-        self._closed = False
+        super().__init__(group, num_experts, config)
 
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
         """See `Engine.plan`.
@@ -107,16 +99,16 @@ class NativeEngine:
         num_tokens, top_k = topk_idx.shape
         limit, native, num_sms = room.limit, self._native, self.num_sms
         stream = self._shared.streams.keep(topk_idx)
-        picks = topk_idx.contiguous()
-        counts, home, kept, routes = memory
+        assignments = topk_idx.contiguous()
+        counts, token_routes, kept, routes = memory
         lacked = None if self._shortage is None else self._shortage.for_kernel()
-        handle = self._shared.module.NativePlan(counts, home, room.num_chunks, top_k, call)
+        handle = self._shared.module.NativePlan(counts, token_routes, room.most_tokens, top_k, call)
         # All is queued before the host knows how much arrives; it seldom is more than expected.
         ticket = native.plan(
-            *(handle, picks, self.config.alignment, limit or 0, kept, lacked),
-            *(room.max_pairs, room.max_picks, routes, num_sms, stream),
+            *(handle, assignments, self.config.block_alignment, limit or 0, kept, lacked),
+            *(room.max_pairs, room.max_assignments, routes, num_sms, stream),
         )
-        # The plan is made while the device works: afterwards the host only writes down the sizes.
+        # The plan is made while the device works; it is complete when the sizes are written down.
         plan = NativePlan(
             plan_id=call,
             num_tokens=num_tokens,
@@ -124,7 +116,7 @@ class NativeEngine:
             num_experts=self.num_experts,
             num_rows=0 if limit is None else limit,
             counts=counts,
-            home=home,
+            token_routes=token_routes,
             routes=routes,
             most_tokens=room.most_tokens,
             handle=handle,
@@ -140,13 +132,12 @@ class NativeEngine:
                 self._shared.raise_failure()
             if sizes.bad_ranks:
                 self._raise_bad_routing(topk_idx)
-            object.__setattr__(plan, "num_rows", sizes.num_rows)
-            if sizes.num_pairs > room.max_pairs or sizes.num_picks > room.max_picks:
-                needed = (sizes.num_pairs, sizes.num_picks)
-                routes = routes.new_empty(native.routes_size(*needed, room.num_chunks))
-                object.__setattr__(plan, "routes", routes)
-                native.plan_receive(handle, *needed, routes, num_sms, stream)
-                self._crowding = ROOM * sizes.num_picks / (room.most_tokens * top_k)
+            plan.num_rows = sizes.num_rows
+            if sizes.num_pairs > room.max_pairs or sizes.num_assignments > room.max_assignments:
+                needed = (sizes.num_pairs, sizes.num_assignments)
+                plan.routes = routes.new_empty(native.routes_size(*needed, room.most_tokens))
+                native.plan_receive(handle, *needed, plan.routes, num_sms, stream)
+                self._crowding = ROOM * sizes.num_assignments / (room.most_tokens * top_k)
         return plan
 
     def dispatch(
@@ -157,7 +148,7 @@ class NativeEngine:
         def allocate(plan: NativePlan) -> tuple[Any, ...]:
             rows = x.new_empty(plan.num_rows, x.shape[1])
             row_w = None if w is None else w.new_empty(plan.num_rows)
-            return rows, row_w, _aligned(x), None if w is None else w.contiguous()
+            return rows, row_w, aligned(x), None if w is None else w.contiguous()
 
         agreed, memory, stream = self._enter("dispatch", plan, x, w, allocate)
         rows, row_w, *inputs = memory
@@ -171,31 +162,24 @@ class NativeEngine:
 
         def allocate(plan: NativePlan) -> tuple[Any, ...]:
             out = y.new_empty(plan.num_tokens, y.shape[1])
-            home_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
+            topk_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
             num_sums = self._native.sums_size(plan.handle, self.num_sms, _row_bytes(y))
             sums = y.new_empty(num_sums, y.shape[1]) if num_sums else None
-            return out, home_w, _aligned(y), None if w is None else w.contiguous(), sums
+            return out, topk_w, aligned(y), None if w is None else w.contiguous(), sums
 
         agreed, memory, stream = self._enter("combine", plan, y, w, allocate)
-        out, home_w, *inputs = memory
-        self._native.combine(agreed.handle, *inputs, out, home_w, self.num_sms, stream)
-        return out, home_w
+        out, topk_w, *inputs = memory
+        self._native.combine(agreed.handle, *inputs, out, topk_w, self.num_sms, stream)
+        return out, topk_w
 
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> NativeLowLatency:
         """See `create_low_latency`."""
         self._begin()
-        return NativeLowLatency(
-            self._shared, self.num_experts, self.caps, self.config, sizes, number
-        )
+        return NativeLowLatency(self._shared, self.num_experts, self.config, sizes, number)
 
-    def close(self) -> None:
-        """See `Engine.close`.  The last engine of the group frees the windows."""
-        if self._closed:
-            return
-        self._closed = True
+    def _release(self) -> None:
+        """The last engine of the group frees the windows."""
         self.group.release(self._name, self.config.timeout_s)
-        if self._shortage is not None:
-            self.group.release(Shortage.name(self.config), self.config.timeout_s)
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds; all engines of the group share it."""
@@ -204,8 +188,7 @@ class NativeEngine:
 
     def _begin(self) -> None:
         """What comes first in each call: raise what there is to raise, set the deadline."""
-        if self._closed:
-            raise GroupClosedError("the engine was closed: create a new one with create_engine()")
+        self._require_open()
         self._shared.raise_failure()
         self._native.timeout_s = self.config.timeout_s  # the group's other engines have theirs
 
@@ -219,9 +202,8 @@ class NativeEngine:
         memory: list[Any] = []
 
         def allocate(room: Room) -> str | None:
-            return _no_room(
-                "a plan", lambda: plan_memory(self._native, room, topk_idx, self._may_drop), memory
-            )
+            arguments = (self._native, room, topk_idx, self._may_drop)
+            return no_room("a plan", memory, plan_memory, *arguments)
 
         problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
         is_known = (
@@ -236,7 +218,7 @@ class NativeEngine:
                 "plan", lambda: self._agree_on_plan(topk_idx, problem, allocate, memory)
             )
             return *agreed, memory
-        problem = problem or self._bad_routings()
+        problem = problem or self._shared.bad_routings()
         if problem is None:
             room = self._room(self._native.max_tokens, topk_idx)
             problem = allocate(room)
@@ -264,14 +246,7 @@ class NativeEngine:
             room = self._room(expected, topk_idx)
             problem = allocate(room)
         try:
-            agreement = agree_on_routes(
-                self.group,
-                topk_idx,
-                self.num_experts,
-                self.caps,
-                self.config,
-                lambda *_: problem,
-            )
+            agreement = self.agree_on_routes(topk_idx, problem)
             most_tokens = max(agreement.told)
             self._shared.is_uneven |= len(set(agreement.told)) > 1
             self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
@@ -286,7 +261,7 @@ class NativeEngine:
         except RefusedError:
             raise
         except InputError as error:
-            self._raise_bad_routings(error)
+            self._shared.raise_bad_routings(error, timeout_s)
             raise
         if most_tokens < expected:  # no plan keeps more than it needs
             memory.clear()
@@ -298,16 +273,13 @@ class NativeEngine:
         """What to have room for in a plan; in static mode all that can come."""
         (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
         # In static mode the kernels compare it between ranks.
-        shape = (self.group.size, num_tokens, top_k, num_local, self.ranks_per_expert)
-        limit = rows_limit(self.config, *shape)
+        limit = self.rows_limit(num_tokens, top_k)
         most_pairs = self.group.size * most_tokens
-        most_picks = most_pairs * min(top_k, num_local)
+        most_assignments = most_pairs * min(top_k, num_local)
         expected = int(self._crowding * most_tokens * top_k) if limit is None else limit
-        max_picks = min(most_picks, expected)
-        num_chunks = num_chunks_of(most_tokens)
-        return Room(
-            num_local, most_tokens, num_chunks, min(most_pairs, max_picks), max_picks, limit
-        )
+        max_assignments = min(most_assignments, expected)
+        max_pairs = min(most_pairs, max_assignments)
+        return Room(num_local, most_tokens, max_pairs, max_assignments, limit)
 
     def _enter(
         self,
@@ -329,18 +301,12 @@ class NativeEngine:
         self._begin()
         memory: list[Any] = []
 
-        def allocation_problem() -> str | None:
-            assert isinstance(plan, NativePlan)  # found right before
-            return _no_room(f"the results of {phase}", lambda: allocate(plan), memory)
-
+        problem = self.rows_problem(phase, plan, rows, w)
+        if problem is None:
+            assert isinstance(plan, NativePlan)  # or it would be a problem
+            problem = no_room(f"the results of {phase}", memory, allocate, plan)
         is_known = not self.config.check_calls
         if is_known:
-            problem = checks.plan_problem(
-                plan, NativePlan, self.num_experts
-            ) or checks.rows_problem(
-                phase == "dispatch", plan, rows, w, self.caps, self.group.device
-            )
-            problem = problem or allocation_problem()
             if problem is not None:
                 self._shared.refuse(phase, problem)
             assert isinstance(plan, NativePlan)
@@ -348,13 +314,7 @@ class NativeEngine:
         if is_known:
             self.group.enter()
         else:
-            self._together(
-                phase,
-                lambda: agree_on_rows(
-                    *(phase, self.group, plan, NativePlan, rows, w, self.num_experts, self.caps),
-                    *(self.config.timeout_s, allocation_problem),
-                ),
-            )
+            self._together(phase, lambda: self.agree_on_rows(phase, plan, rows, w, problem))
         assert isinstance(plan, NativePlan)
         row_bytes = _row_bytes(rows)
         self._row_bytes = max(self._row_bytes, row_bytes)
@@ -363,7 +323,7 @@ class NativeEngine:
         self._describe(row_bytes, plan.top_k)
         stream = self._shared.streams.keep(rows, w)
         if stream != plan.stream:
-            self._shared.streams.keep(plan.counts, plan.home, plan.routes)
+            self._shared.streams.keep(plan.counts, plan.token_routes, plan.routes)
         return plan, memory, stream
 
     def _together(self, phase: str, agree: Callable[[], _Result]) -> _Result:
@@ -389,14 +349,8 @@ class NativeEngine:
 
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
         """Have windows for this much, the same on all ranks.  Collective when they grow."""
-        native, timeout_s = self._native, self.config.timeout_s
-        if native.fits(num_tokens, top_k, row_bytes):
-            return
-        is_captured = native.was_captured or torch.cuda.is_current_stream_capturing()
-        native_windows.require_no_graph(self.group, is_captured, timeout_s)
-        torch.cuda.synchronize(self.group.device)
-        num_tokens = tokens_of_windows(num_tokens)
-        native_windows.grow(self.group, native, num_tokens, top_k, row_bytes, timeout_s)
+        needed = (num_tokens, top_k, row_bytes)
+        native_windows.reserve(self.group, self._native, *needed, self.config.timeout_s)
 
     def _describe(self, row_bytes: int, top_k: int) -> None:
         """Log at level DEBUG how the kernels are set up for such rows, once for each kind."""
@@ -417,54 +371,12 @@ class NativeEngine:
             )
         return None
 
-    def _bad_routings(self) -> str | None:
-        """Say whose routing was bad in earlier static plans, as far as the device has come."""
-        mask = self._native.bad_ranks(forget=False)
-        return self._bad_routings_of([mask]) if mask else None
-
     def _raise_bad_routing(self, topk_idx: torch.Tensor) -> None:
         """Raise the same InputError on all ranks, which know that a routing is bad.  Collective."""
         problem = checks.topk_value_problem(topk_idx, self.num_experts)
         raise InputError(
             f"plan: {self.group.gather_problems(problem, 'plan', self.config.timeout_s)}"
         )
-
-    def _raise_bad_routings(self, error: InputError) -> None:
-        """Raise `error` with what static plans had wrong so far, once.  Collective, as `error` is.
-
-        Does nothing if nothing was wrong.
-        """
-        is_captured = torch.cuda.is_current_stream_capturing()
-        if not is_captured:
-            torch.cuda.synchronize(self.group.device)  # the news may still be on its way
-        mine = torch.tensor([self._native.bad_ranks(forget=False)])
-        what = "plan, exchanging whose routing was bad"
-        theirs = self.group.gather(mine, what, self.config.timeout_s).flatten().tolist()
-        if not any(theirs):
-            return
-        if not is_captured:
-            self._native.bad_ranks(forget=True)
-        raise InputError(f"{error}: {self._bad_routings_of(theirs)}") from None
-
-    def _bad_routings_of(self, masks: list[int]) -> str:
-        """The text for bad routings; `masks` have a bit for each rank."""
-        bad = [str(r) for r in range(self.group.size) if any(mask >> r & 1 for mask in masks)]
-        return (
-            f"in an earlier plan (static mode), topk_idx of rank {', '.join(bad)} named "
-            f"what is not one of the {self.num_experts} experts, or an expert twice for a token, "
-            "or a routing map named more than top_k: those picks were not routed; without "
-            "max_recv_rows the error comes in time and says which"
-        )
-
-
-def tokens_of_windows(num_tokens: int) -> int:
-    """For how many tokens to make windows when a batch has `num_tokens`.
-
-    At most an eighth more, or `MIN_TOKENS`: batches that grow a little must not make windows anew
-    each time.  Example: 5000 tokens get windows for 5120.
-    """
-    step = max(MIN_TOKENS, (1 << num_tokens.bit_length()) // 16)
-    return max(1, -(-num_tokens // step)) * step
 
 
 def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:
@@ -479,21 +391,5 @@ def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> s
     )
 
 
-def _no_room(what: str, allocate: Callable[[], tuple[Any, ...]], memory: list[Any]) -> str | None:
-    """Put what `allocate` returns into `memory`; say so if there is no memory for it."""
-    try:
-        memory[:] = allocate()
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
-        return f"no GPU memory for {what}: {reason}; use smaller micro-batches"
-    return None
-
-
 def _row_bytes(rows: torch.Tensor) -> int:
     return rows.shape[1] * rows.element_size()
-
-
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """`rows` as the kernels read them: contiguous, in vectors of 16 bytes."""
-    rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % 16 else rows

@@ -12,25 +12,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_ncclep.engines import extension
-from megatron_ncclep.engines.agreement import on_all_ranks
-from megatron_ncclep.engines.communicator import communicator_of
-from megatron_ncclep.engines.group import EpGroup, difference, different_calls
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.communicator import communicator_of
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.hosts import difference, different_calls
 
-# Phase and Reason in csrc/native/state.h.
-PHASES = (
-    *("none", "plan", "plan, receiving routes", "dispatch", "combine"),
-    *("low-latency dispatch", "low-latency combine"),
-)
-LATE, DIFFERS, REFUSED, OUT_OF_TURN = 1, 2, 3, 4
+# What a rank says that has learnt of a bad routing; the whole story comes after it.
+BAD_ROUTING = "the routing of an earlier plan was bad"
 # What ranks must have alike, beside the phase, in the order in which differences are told.
 VALUES = (
     *("top_k", "alignment", "max_recv_rows"),
     *("plan", "dtype", "hidden size", "presence of weights"),
 )
-# DType in csrc/common/dtype.h.
-DTYPES = ("uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 
 class NativeGroup:
@@ -38,6 +33,7 @@ class NativeGroup:
 
     Attributes:
         group: the ranks.
+        num_experts: of the whole group.
         native: the `_C.NativeGroup`.
         module: `_C`.
         streams: keeps tensors for the group's kernels.
@@ -52,6 +48,7 @@ class NativeGroup:
             LibraryError: on every rank, when one has no memory for it.
         """
         self.group = group
+        self.num_experts = num_experts
         self.is_uneven = False
         self._refusal: str | None = None  # this rank's own
         self.streams = extension.StreamKeeper(group.device)
@@ -99,33 +96,64 @@ class NativeGroup:
             self.group.refuse(refusal)
             # A graph would tell the others at each replay, and not now.
             if not torch.cuda.is_current_stream_capturing():
-                self.native.refuse(PHASES.index(phase), extension.current_stream())
+                self.native.refuse(phase, extension.current_stream())
             raise RefusedError(refusal)
         raise InputError(refusal)
 
     def _error_of(self, failure: Any) -> EpError:
         """The exception for a failure of the device."""
-        me, peer, phase = self.group.rank, failure.peer, PHASES[failure.phase]
+        me, peer, phase = self.group.rank, failure.peer, failure.phase
         # It may have refused where nobody could tell the device: in a capture.
         if refusal := self.group.refusal(peer):
             return RefusedError(refusal)
-        if failure.reason == REFUSED:
+        if failure.reason == "refused":
             return RefusedError(f"{phase}: rank {peer} has refused a call: look at its output")
-        if failure.reason == OUT_OF_TURN:
+        if failure.reason == "out of turn":
             return InputError(
                 f"{phase}: rank {me}, operation {failure.epoch} of its low-latency object, out of "
                 "turn: dispatch and combine take turns on the device, too; replay CUDA graphs so"
             )
-        if failure.reason == DIFFERS:
-            return _difference(
-                {rank: _values(call) for rank, call in _calls(me, peer, failure)}, phase
-            )
+        if failure.reason == "differs":
+            calls = sorted([(me, failure.own_call), (peer, failure.peer_call)])
+            return _difference({r: self.module.call_values(call) for r, call in calls}, phase)
         whose = "its low-latency object" if phase.startswith("low-latency") else "the group"
         return PeerError(
             f"rank {me} of {self.group.size}: rank {peer} did not come in {phase}, operation "
             f"{failure.epoch} of {whose} (deadline {failure.deadline_s:g} s): it died, is late "
             "or left the group's order of calls; look at the other ranks' output. What this group "
             "has returned since is NaN"
+        )
+
+    def bad_routings(self) -> str | None:
+        """Say whose routing was bad in earlier static plans, as far as the device has come."""
+        mask = self.native.bad_ranks(forget=False)
+        return self._bad_routings_of([mask]) if mask else None
+
+    def raise_bad_routings(self, error: InputError, timeout_s: float) -> None:
+        """Raise `error` with what static plans had wrong so far, once.  Collective, as `error` is.
+
+        Does nothing if nothing was wrong.
+        """
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if not is_captured:
+            torch.cuda.synchronize(self.group.device)  # the news may still be on its way
+        mine = torch.tensor([self.native.bad_ranks(forget=False)])
+        what = "plan, exchanging whose routing was bad"
+        theirs = self.group.gather(mine, what, timeout_s).flatten().tolist()
+        if not any(theirs):
+            return
+        if not is_captured:
+            self.native.bad_ranks(forget=True)
+        raise InputError(f"{error}: {self._bad_routings_of(theirs)}") from None
+
+    def _bad_routings_of(self, masks: list[int]) -> str:
+        """The text for bad routings; `masks` have a bit for each rank."""
+        bad = [str(r) for r in range(self.group.size) if any(mask >> r & 1 for mask in masks)]
+        return (
+            f"in an earlier plan (static mode), topk_idx of rank {', '.join(bad)} named "
+            f"what is not one of the {self.num_experts} experts, or an expert twice for a token, "
+            "or a routing map named more than top_k: those assignments were not routed; without "
+            "max_recv_rows the error comes in time and says which"
         )
 
     def check(self) -> None:
@@ -140,6 +168,15 @@ class NativeGroup:
                 torch.cuda.current_stream(self.group.device).synchronize()
         self.raise_failure()
 
+    def device_waited_ns(self) -> torch.Tensor:
+        """For how long kernels here have waited for other ranks to enter the same call: int64 [1].
+
+        Not collective, and waits for nothing: the current stream writes it when it comes to it.
+        """
+        waited = torch.empty(1, dtype=torch.int64, device=self.group.device)
+        self.native.copy_waited_ns(waited, extension.current_stream())
+        return waited
+
     def close(self) -> None:
         """Free the windows.  Collective."""
         if self._refusal is not None:  # an engine that is made anew starts anew
@@ -147,22 +184,15 @@ class NativeGroup:
         self.native.close()
 
 
-def _calls(me: int, peer: int, failure: Any) -> list[tuple[int, int]]:
-    """Two ranks and their calls, the lower one first."""
-    return sorted([(me, failure.own_call), (peer, failure.peer_call)])
-
-
-def _values(call: int) -> dict[str, Any]:
-    """What stands in a call, in the words of errors."""
-    values: dict[str, Any] = extension.load().call_values(call)
-    if "dtype" in values:
-        values["dtype"] = DTYPES[values["dtype"]]
-    return values
+def aligned(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` as the kernels read them: contiguous, in vectors of 16 bytes."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:
     """The exception for two ranks whose calls differ."""
-    phases = {rank: PHASES[values["phase"]] for rank, values in calls.items()}
+    phases = {rank: values["phase"] for rank, values in calls.items()}
     if len(set(phases.values())) > 1:
         where = "; ".join(f"rank {rank} is in {phase}" for rank, phase in phases.items())
         return PeerError(different_calls(where))

@@ -13,22 +13,23 @@ import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import native_windows
-from megatron_ncclep.engines.agreement import on_all_ranks
-from megatron_ncclep.engines.communicator import communicator_of
-from megatron_ncclep.engines.engine import EngineCaps
-from megatron_ncclep.engines.low_latency import LowLatency, LowLatencyRows, LowLatencySizes
-from megatron_ncclep.engines.native_group import NativeGroup
+from megatron_ncclep.engines.low_latency_rows import LowLatencyRows, LowLatencySizes, Tokens
+from megatron_ncclep.engines.native_group import NativeGroup, aligned
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.communicator import communicator_of
 
 WINDOW = ("low-latency",)
 # CTAs of a kernel: enough for some warps of each to have a piece of a row, of 1 KiB.
 DEFAULT_MOST_CTAS = 120
 LEAST_CTAS, PIECE_BYTES, PIECES_PER_CTA = 8, 1024, 4
+# A combine has CTAs for this part of max_tokens at least.
+LEAST_SHARE = 8
 # Of a group that has no windows yet: its control window tells ranks that another one stops.
 FIRST_TOKENS, FIRST_ROW_BYTES = 128, 16
 
 
-class NativeLowLatency(LowLatency):
-    """See `LowLatency`.
+class NativeLowLatency:
+    """See `LowLatencyCalls`.
 
     A group of several ranks is at its end after an error, as after one of the engine's own calls.
     """
@@ -37,7 +38,6 @@ class NativeLowLatency(LowLatency):
         self,
         shared: NativeGroup,
         num_experts: int,
-        caps: EngineCaps,
         config: EpConfig,
         sizes: LowLatencySizes,
         number: int,
@@ -47,9 +47,10 @@ class NativeLowLatency(LowLatency):
         Raises:
             LibraryError: on every rank, when one has no memory for its window or NCCL makes none.
         """
-        super().__init__(shared.group, num_experts, caps, sizes)
+        self._group, self._num_experts, self._sizes = shared.group, num_experts, sizes
         self._shared, self._config = shared, config
-        group, native, timeout_s = self.group, shared.native, config.timeout_s
+        self._num_tokens = 0  # of the last dispatch
+        group, native, timeout_s = self._group, shared.native, config.timeout_s
         shared.raise_failure()
         torch.cuda.synchronize(group.device)
         if not native.windows:
@@ -87,92 +88,101 @@ class NativeLowLatency(LowLatency):
             topk_idx=self._view(self._native.experts, torch.int32, *places, sizes.top_k),
             weights=self._view(self._native.weights, torch.float32, *places, sizes.top_k),
             counts=self._counts,
-            num_local_experts=self.num_local_experts,
+            num_local_experts=num_experts // group.size,
             scales=scales,
         )
         # What kernels that are under way, or second halves that are still to come, read.
         self._arguments: tuple[Any, ...] = ()
 
-    def nbytes(self) -> int:
-        """Bytes of symmetric memory that this rank holds for it."""
-        num_bytes: int = self._native.num_bytes
-        return num_bytes
-
-    def _begin(self, phase: str, problem: str | None, sends: bool) -> None:
-        self._require_open()
+    def begin(self, phase: str, problem: str | None, sends: bool) -> None:
+        """See `LowLatencyCalls.begin`."""
         self._shared.raise_failure()
         self._shared.native.timeout_s = self._config.timeout_s
         problem = problem or self._bad_routings()
         if problem is not None:
             self._shared.refuse(f"low-latency {phase}", problem)
         if sends:
-            self.group.enter()
+            self._group.enter()
+
+    def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
+        """None: the device looks."""
+        return None
 
     def _bad_routings(self) -> str | None:
         """Say whose routing was bad in earlier dispatches, as far as the device has come."""
-        mask = self._shared.native.bad_low_latency
+        # Told once where the group can be used afterwards: several ranks are at their end.
+        mask = self._shared.native.bad_low_latency(forget=self._group.size == 1)
         if not mask:
             return None
-        bad = ", ".join(str(rank) for rank in range(self.group.size) if mask >> rank & 1)
+        bad = ", ".join(str(rank) for rank in range(self._group.size) if mask >> rank & 1)
         return (
             f"in an earlier low-latency dispatch, topk_idx of rank {bad} named what is not one of "
-            f"the {self.num_experts} experts, or an expert twice for a token: those picks were not "
-            "routed"
+            f"the {self._num_experts} experts, or an expert twice for a token: those assignments "
+            "were not routed"
         )
 
-    def _dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        weights: torch.Tensor,
-        scales: torch.Tensor | None,
-        completes: bool,
-    ) -> None:
-        stream = self._shared.streams.keep(x, topk_idx, weights, scales)
-        given = _aligned(x.view(_carried(x.dtype)))
-        scales = None if scales is None else _aligned(scales)
-        picks, w = topk_idx.contiguous(), weights.contiguous()
-        num_ctas = self._num_ctas(x.element_size())
-        self._native.dispatch(given, scales, picks, w, self._counts, completes, num_ctas, stream)
-        self._arguments = () if completes else (given, scales, picks, w)
-
-    def _complete_dispatch(self) -> None:
-        self._native.complete_dispatch(self._counts, self._shared.streams.keep(*self._arguments))
-        self._arguments = ()
-
-    def _rows(self) -> LowLatencyRows:
+    def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
+        """See `LowLatencyCalls.dispatch`."""
+        self._num_tokens = tokens.x.shape[0]
+        x, scales = tokens.x, tokens.scales
+        stream = self._shared.streams.keep(x, tokens.topk_idx, tokens.weights, scales)
+        given = aligned(x.view(_carried(x.dtype)))
+        scales = None if scales is None else aligned(scales)
+        assignments, w = tokens.topk_idx.contiguous(), tokens.weights.contiguous()
+        num_ctas = self._num_ctas(self._num_tokens, x.element_size())
+        self._native.dispatch(
+            given, scales, assignments, w, self._counts, completes, num_ctas, stream
+        )
+        self._arguments = () if completes else (given, scales, assignments, w)
         return self._received
 
-    def _combine(
+    def complete_dispatch(self) -> LowLatencyRows:
+        """See `LowLatencyCalls.complete_dispatch`."""
+        self._native.complete_dispatch(self._counts, self._shared.streams.keep(*self._arguments))
+        self._arguments = ()
+        return self._received
+
+    def combine(
         self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
     ) -> torch.Tensor:
+        """See `LowLatencyCalls.combine`."""
         stream = self._shared.streams.keep(y, rows_of)
-        y = _aligned(y).view(-1, self.sizes.hidden)
+        y = aligned(y).view(-1, self._sizes.hidden)
         rows_of = None if rows_of is None else rows_of.contiguous()
-        out = y.new_empty(self._num_tokens, self.sizes.hidden)
-        num_ctas = self._num_ctas(y.element_size())
+        out = y.new_empty(self._num_tokens, self._sizes.hidden)
+        num_ctas = self._num_ctas(self._tokens_of_combine(), y.element_size())
         self._native.combine(y, rows_of, out, True, completes, num_ctas, stream)
         self._arguments = () if completes else (y, rows_of, out)
         return out
 
-    def _complete_combine(self) -> torch.Tensor:
+    def complete_combine(self) -> torch.Tensor:
+        """See `LowLatencyCalls.complete_combine`."""
         y, rows_of, out = self._arguments
         stream = self._shared.streams.keep(*self._arguments)
-        num_ctas = self._num_ctas(y.element_size())
+        num_ctas = self._num_ctas(self._num_tokens, y.element_size())
         self._native.combine(y, rows_of, out, False, True, num_ctas, stream)
         self._arguments = ()
         result: torch.Tensor = out
         return result
 
-    def _close(self) -> None:
-        if self.group.is_alive:
-            self.group.agree("close", {}, None, self._config.timeout_s)
+    def close(self) -> None:
+        """See `LowLatencyCalls.close`."""
+        if self._group.is_alive:
+            self._group.agree("close", {}, None, self._config.timeout_s)
             self._native.close()
-            self.group.release("communicator", self._config.timeout_s)
+            self._group.release("communicator", self._config.timeout_s)
 
-    def _num_ctas(self, itemsize: int) -> int:
-        """CTAs for this rank's tokens; all of them run at once, as combine needs."""
-        pieces = self._num_tokens * -(-self.sizes.hidden * itemsize // PIECE_BYTES)
+    def _tokens_of_combine(self) -> int:
+        """As many tokens as CTAs are for: what other ranks' tokens bring, only the device knows.
+
+        On a rank with one token and 128 received rows CTAs for one token would take 34 us, and for
+        16, an eighth of 128, 13, as many as it takes; with nothing to send they cost half a us.
+        """
+        return max(self._num_tokens, -(-self._sizes.max_tokens // LEAST_SHARE))
+
+    def _num_ctas(self, num_tokens: int, itemsize: int) -> int:
+        """CTAs for so many tokens; all of them run at once, as combine needs."""
+        pieces = num_tokens * -(-self._sizes.hidden * itemsize // PIECE_BYTES)
         return min(self._most_ctas, max(LEAST_CTAS, -(-pieces // PIECES_PER_CTA)))
 
     def _view(self, address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -180,7 +190,7 @@ class NativeLowLatency(LowLatency):
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
-        flat = torch.as_tensor(_Memory(address, num_bytes), device=self.group.device)
+        flat = torch.as_tensor(_Memory(address, num_bytes), device=self._group.device)
         return flat.view(dtype).view(shape)
 
 
@@ -199,12 +209,6 @@ class _Memory:
 def _carried(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the extension takes rows: those of one byte are bytes to it."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
-
-
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """`rows` as the kernels read them: contiguous, in vectors of 16 bytes."""
-    rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _num_sms(device: torch.device) -> int:

@@ -15,15 +15,12 @@ from typing import Any
 import torch
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, libraries
-from megatron_ncclep.engines.agreement import on_all_ranks
-from megatron_ncclep.engines.communicator import communicator_of
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import EngineUnavailableError, LibraryError
+from megatron_ncclep.libraries import extension, search
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.communicator import communicator_of
+from megatron_ncclep.ranks.group import EpGroup
 
-# As the extension's native_limits() has them; here, too, because CAPS need no extension.
-MAX_EXPERTS = 512
-MAX_RANKS = 32
 MIN_COMPUTE_CAPABILITY = (9, 0)
 DEFAULT_NUM_SMS = 32
 # SMs that are left to NCCL's kernels of other groups: by default they have up to so many CTAs.  One
@@ -65,26 +62,21 @@ def _own_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> 
     capability = torch.cuda.get_device_capability(group.device)
     if capability < MIN_COMPUTE_CAPABILITY:
         return f"{gpu.name} is older than Hopper (sm_90)"
-    if not extension.has_code_for(*capability):
-        names = extension.architectures()
-        needed = [extension.architecture_of(*capability), *(n.removeprefix("sm_") for n in names)]
-        return (
-            f"the extension is built for {', '.join(names)}, which {gpu.name} (compute capability "
-            f"{'.'.join(map(str, capability))}) does not run: install the package again with "
-            f"NCCLEP_CUDA_ARCHITECTURES='{' '.join(sorted(needed))}' in the environment"
-        )
-    nccl, oldest = libraries.find_nccl(), libraries.version_text(libraries.OLDEST_NCCL)
-    if nccl is None or (nccl.version or (0, 0, 0)) < libraries.OLDEST_NCCL:
+    if problem := extension.gpu_obstacle(gpu.name, *capability):
+        return problem
+    nccl, oldest = search.find_nccl(), search.version_text(search.OLDEST_NCCL)
+    if nccl is None or (nccl.version or (0, 0, 0)) < search.OLDEST_NCCL:
         return (
             f"it needs NCCL {oldest} or newer, here is {nccl or 'none'}: "
-            f"pip install '{libraries.nccl_package()}>={oldest}'"
+            f"pip install '{search.nccl_package()}>={oldest}'"
         )
-    if group.size > MAX_RANKS:
-        return f"it takes at most {MAX_RANKS} ranks, the group has {group.size}"
-    if num_experts is not None and num_experts > MAX_EXPERTS:
+    native = extension.load()
+    if group.size > native.MAX_RANKS:
+        return f"it takes at most {native.MAX_RANKS} ranks, the group has {group.size}"
+    if num_experts is not None and num_experts > native.MAX_EXPERTS:
         return (
-            f"it takes at most {MAX_EXPERTS} experts in all: there are {num_experts}, each slice "
-            "of an expert counted (expert tensor parallelism)"
+            f"it takes at most {native.MAX_EXPERTS} experts in all: there are {num_experts}, each "
+            "slice of an expert counted (expert tensor parallelism)"
         )
     return _sms_obstacle(group.size, config.num_sms or DEFAULT_NUM_SMS, gpu)
 
@@ -122,7 +114,7 @@ class _Place:
     """Where a rank runs, as it tells the others.
 
     Attributes:
-        host: name of the machine.
+        host: name of the node.
         gpu: UUID, which no other GPU in the world has; "": something is in the way on this rank.
         name: the GPU's model.
         capability: its compute capability.

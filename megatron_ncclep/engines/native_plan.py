@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,25 +11,23 @@ import torch
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.native_group import NativeGroup
 
-CHUNK = 128  # tokens; kChunk in csrc/native/state.h
 
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NativePlan(RoutePlan):
     """Routes as the kernels keep them.
 
     Attributes:
-        home: int32 [4, num_tokens]: what is known of each token at home.
-        routes: int32: the pairs and picks that this rank receives, with room for more; in static
-            mode for as many as can come.
+        token_routes: int32 [4, num_tokens]: what is known of each token at the source rank.
+        routes: int32: the pairs and assignments that this rank receives, with room for more; in
+            static mode for as many as can come.
         most_tokens: the most tokens that any rank has.
-        handle: the `_C.NativePlan` over `counts`, `home` and `routes`.
+        handle: the `_C.NativePlan` over `counts`, `token_routes` and `routes`.
         stream: handle of the stream that they belong to.
         shared: what failed there makes the plan worthless.
         rows_on_host: `tokens_per_expert` on the CPU; None in static mode, where no host waits.
     """
 
-    home: torch.Tensor
+    token_routes: torch.Tensor
     routes: torch.Tensor
     most_tokens: int
     handle: Any
@@ -50,7 +49,7 @@ class NativePlan(RoutePlan):
 
     def nbytes(self) -> int:
         """Bytes of device memory that the plan keeps alive."""
-        return self.counts.nbytes + self.home.nbytes + self.routes.nbytes
+        return self.counts.nbytes + self.token_routes.nbytes + self.routes.nbytes
 
 
 class Room(NamedTuple):
@@ -59,28 +58,21 @@ class Room(NamedTuple):
     Attributes:
         num_local_experts: of each rank.
         most_tokens: the most tokens of any rank; in static mode, for how many there are windows.
-        num_chunks: of a rank with as many.
-        max_pairs, max_picks: that this rank can receive with it.
+        max_pairs, max_assignments: that this rank can receive with it.
         limit: rows of the dispatched tensor in static mode; otherwise None.
     """
 
     num_local_experts: int
     most_tokens: int
-    num_chunks: int
     max_pairs: int
-    max_picks: int
+    max_assignments: int
     limit: int | None
-
-
-def num_chunks_of(num_tokens: int) -> int:
-    """Chunks in which the kernels take that many tokens."""
-    return (num_tokens + CHUNK - 1) // CHUNK
 
 
 def plan_memory(
     native: Any, room: Room, topk_idx: torch.Tensor, may_drop: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Allocate a plan's `counts` and `home`, what static mode keeps of the picks, and `routes`.
+    """Allocate a plan's `counts`, `token_routes`, `routes`, and what static mode keeps.
 
     Args:
         native: the group's `_C.NativeGroup`.
@@ -92,7 +84,7 @@ def plan_memory(
         torch.OutOfMemoryError: there is no memory.
     """
     num_tokens, top_k = topk_idx.shape
-    size = native.routes_size(room.max_pairs, room.max_picks, room.num_chunks)
+    size = native.routes_size(room.max_pairs, room.max_assignments, room.most_tokens)
     int32: Any = {"dtype": torch.int32, "device": topk_idx.device}
     return (
         torch.empty(2 * room.num_local_experts + 1, dtype=torch.int64, device=topk_idx.device),
@@ -100,3 +92,15 @@ def plan_memory(
         torch.empty(num_tokens, top_k, **int32) if may_drop else None,
         torch.empty(size, **int32),
     )
+
+
+def no_room(
+    what: str, memory: list[Any], allocate: Callable[..., tuple[Any, ...]], *arguments: Any
+) -> str | None:
+    """Put what `allocate` returns into `memory`; say so if there is no memory for it."""
+    try:
+        memory[:] = allocate(*arguments)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        return f"no GPU memory for {what}: {reason}; use smaller micro-batches"
+    return None

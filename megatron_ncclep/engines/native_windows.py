@@ -14,15 +14,47 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.engines.libraries import find_nccl
+import torch
+
 from megatron_ncclep.errors import InputError, LibraryError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.libraries.search import find_nccl
 from megatron_ncclep.logs import get_logger
+from megatron_ncclep.ranks.group import EpGroup
 
 NAMES = ("control", "rows")  # of the windows that `_C.NativeGroup.windows` returns
 ENDS = ("start", "end")
 WORD_BYTES = 8
 MIB = 2**20
+# Windows are made for a multiple of this many tokens, and of more where there are many.
+MIN_TOKENS = 128
+
+
+def reserve(
+    group: EpGroup, native: Any, num_tokens: int, top_k: int, row_bytes: int, timeout_s: float
+) -> None:
+    """Have windows for this much; the arguments are those of `grow`.  Collective when they grow.
+
+    Raises:
+        InputError: on every rank, when they must grow and a CUDA graph uses them.
+        LibraryError, PeerError: as `grow`.
+    """
+    if native.fits(num_tokens, top_k, row_bytes):
+        return
+    is_captured = native.was_captured or torch.cuda.is_current_stream_capturing()
+    _require_no_graph(group, is_captured, timeout_s)
+    torch.cuda.synchronize(group.device)
+    grow(group, native, tokens_of_windows(num_tokens), top_k, row_bytes, timeout_s)
+
+
+def tokens_of_windows(num_tokens: int) -> int:
+    """For how many tokens to make windows when a batch has `num_tokens`.
+
+    At most an eighth more, or `MIN_TOKENS`: batches that grow a little must not make windows anew
+    each time.  Example: 5000 tokens get windows for 5120.
+    """
+    step = max(MIN_TOKENS, (1 << num_tokens.bit_length()) // 16)
+    return max(1, -(-num_tokens // step)) * step
 
 
 def grow(
@@ -36,7 +68,7 @@ def grow(
         group: the ranks.
         native: the group's `_C.NativeGroup`.
         num_tokens: of the rank with the most.
-        top_k: picks of a token.
+        top_k: assignments of a token.
         row_bytes: bytes of a row.
         timeout_s: seconds to wait for the other ranks, after each step.
 
@@ -127,7 +159,7 @@ def _on_all_ranks(
         raise LibraryError(f"engine 'native', {what} {cause}: {problems}; {remedy}")
 
 
-def require_no_graph(group: EpGroup, is_captured: bool, timeout_s: float) -> None:
+def _require_no_graph(group: EpGroup, is_captured: bool, timeout_s: float) -> None:
     """Refuse to let windows grow that a CUDA graph uses.  Collective.
 
     Args:
@@ -171,7 +203,7 @@ class _Word:
 
 def _leave(group: EpGroup, native: Any, names: tuple[str, ...]) -> None:
     """Write words to this rank's own windows, for the others to read."""
-    _store(native, _words(group, native, names, remote=False, writes=True))
+    _store(_words(group, native, names, remote=False, writes=True))
 
 
 def _read_and_bring(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
@@ -181,10 +213,8 @@ def _read_and_bring(group: EpGroup, native: Any, names: tuple[str, ...]) -> str 
         what is wrong with the first word that is not as expected, if any is.
     """
     left = _words(group, native, names, remote=True, writes=False)
-    problem = _difference(
-        native, left, "reads {seen} from the {end} of the {window} window of {peer}"
-    )
-    _store(native, _words(group, native, names, remote=True, writes=True))
+    problem = _difference(left, "reads {seen} from the {end} of the {window} window of {peer}")
+    _store(_words(group, native, names, remote=True, writes=True))
     return problem
 
 
@@ -192,7 +222,7 @@ def _look(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
     """Read what the others wrote to this rank's windows; return as `_read_and_bring` does."""
     brought = _words(group, native, names, remote=False, writes=False)
     return _difference(
-        native, brought, "finds {seen} where {peer} wrote to the {end} of its {window} window"
+        brought, "finds {seen} where {peer} wrote to the {end} of its {window} window"
     )
 
 
@@ -222,13 +252,13 @@ def _words(
     return words
 
 
-def _store(native: Any, words: list[_Word]) -> None:
-    native.store_words([word.address for word in words], [word.value for word in words])
+def _store(words: list[_Word]) -> None:
+    extension.load().store_words([word.address for word in words], [word.value for word in words])
 
 
-def _difference(native: Any, words: list[_Word], text: str) -> str | None:
+def _difference(words: list[_Word], text: str) -> str | None:
     """Read `words`; say of the first that has another value what `text` says."""
-    found = native.load_words([word.address for word in words])
+    found = extension.load().load_words([word.address for word in words])
     wrong = [(w, seen) for w, seen in zip(words, found, strict=True) if seen != w.value]
     if not wrong:
         return None

@@ -4,7 +4,7 @@ The library fixes when it makes a group how many tokens a rank may have and how 
 Neither is known when an engine is made, so its staging memory is made at the first dispatch, and
 anew, on all ranks together, when a larger batch or a longer row comes (`nccl_ep_staging.py`).
 
-How many rows each rank receives is worked out here, from the counts of picks that the ranks
+How many rows each rank receives is worked out here, from the counts of assignments that the ranks
 exchange, so that a plan can exist before the length of its rows is known.
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension
-from megatron_ncclep.engines.agreement import agree_on_routes, agree_on_rows
+from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import (
     BYTES,
     EVERY_PART_ROUNDED,
@@ -24,12 +23,11 @@ from megatron_ncclep.engines.engine import (
     EngineCaps,
     RoutePlan,
 )
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.nccl_ep_staging import MAX_TOKENS, NcclEpPlan, Route, Staging
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
-from megatron_ncclep.engines.overflow_report import Shortage
-from megatron_ncclep.engines.rows_limit import can_drop, rows_limit
-from megatron_ncclep.errors import GroupClosedError
+from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks.group import EpGroup
 
 CAPS = EngineCaps(
     name="nccl_ep",
@@ -49,38 +47,32 @@ CAPS = EngineCaps(
 )
 
 
-class NcclEpEngine:
+class NcclEpEngine(EngineBase[NcclEpPlan]):
     """See `Engine`.  Ranks agree on the host before every call, beside the work on the device."""
 
     caps = CAPS
-    ranks_per_expert = 1
+    plan_type = NcclEpPlan
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; opens the library and makes the group's communicator, if need be."""
-        self.group = group
-        self.num_experts = num_experts
-        self.num_local_experts = num_experts // group.size
-        self.config = config
         self._staging_name = Staging.name(num_experts, config)
         self._staging: Staging = group.share(
             self._staging_name, lambda: Staging(group, num_experts, config)
         )
-        self._shortage = Shortage.shared(group, config)
         self._row_bytes = 0  # of the longest row so far
-        self._closed = False
+        super().__init__(group, num_experts, config)
 
     @torch.no_grad()
     def plan(self, topk_idx: torch.Tensor) -> NcclEpPlan:
         """See `Engine.plan`."""
         self._require_open()
-        agreement = agree_on_routes(self.group, topk_idx, self.num_experts, self.caps, self.config)
+        agreement = self.agree_on_routes(topk_idx, self.topk_problem(topk_idx))
         self._staging.free_unused()
         topk_idx = topk_idx.to(torch.int64, copy=True).contiguous()  # the plan's own
         counts = self._exchange_counts(topk_idx)
-        alignment, num_local = self.config.alignment, self.num_local_experts
+        alignment = self.config.block_alignment
         num_tokens, top_k = topk_idx.shape
-        shape = (self.group.size, num_tokens, top_k, num_local, self.ranks_per_expert)
-        limit = rows_limit(self.config, *shape)
+        limit = self.rows_limit(num_tokens, top_k)
         wanted = self._local(counts)
         if limit is not None and can_drop(self.config):
             if self._shortage is not None:
@@ -88,7 +80,7 @@ class NcclEpEngine:
             topk_idx = drop_what_does_not_fit(topk_idx, counts, self.group.rank, alignment, limit)
             counts = self._exchange_counts(topk_idx)
         order = None
-        if self._staging.adds_by_pick:  # and the contract's order is that of the ranks
+        if self._staging.adds_by_assignment:  # and the contract's order is that of the ranks
             topk_idx, order = topk_idx.sort(dim=1)
         routed = self._local(counts)
         padded = (routed + alignment - 1) // alignment * alignment
@@ -153,62 +145,36 @@ class NcclEpEngine:
             y = torch.cat([y, y.new_zeros(missing, y.shape[1])])
             w = None if w is None else torch.cat([w, w.new_zeros(missing)])
         out = y.new_empty(plan.num_tokens, y.shape[1])
-        home_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
+        topk_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
         handle.combine(
             y.contiguous(),
             None if w is None else w.contiguous(),
             out,
-            home_w,
+            topk_w,
             extension.current_stream(),
         )
-        if home_w is not None and plan.order is not None:
-            home_w = torch.empty_like(home_w).scatter_(1, plan.order, home_w)
-        return out, home_w
+        if topk_w is not None and plan.order is not None:
+            topk_w = torch.empty_like(topk_w).scatter_(1, plan.order, topk_w)
+        return out, topk_w
 
-    def close(self) -> None:
-        """See `Engine.close`.  The last engine of the group frees the staging memory."""
-        if self._closed:
-            return
-        self._closed = True
+    def _release(self) -> None:
+        """The last engine of the group frees the staging memory."""
         self.group.release(self._staging_name, self.config.timeout_s)
-        if self._shortage is not None:
-            self.group.release(Shortage.name(self.config), self.config.timeout_s)
-
-    def _agree(
-        self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
-    ) -> NcclEpPlan:
-        """Check the arguments of dispatch or combine on all ranks; return the plan, typed."""
-        self._require_open()
-        return agree_on_rows(
-            phase,
-            self.group,
-            plan,
-            NcclEpPlan,
-            rows,
-            w,
-            self.num_experts,
-            self.caps,
-            self.config.timeout_s,
-        )
 
     def _bind(self, plan: NcclEpPlan, rows: torch.Tensor) -> Any:
         """Return the library's handle of `plan`, for rows as long as those of `rows`."""
         row_bytes = rows.shape[1] * rows.element_size()
         self._row_bytes = max(self._row_bytes, row_bytes)
-        return self._staging.bind(plan, row_bytes, self.config.alignment)
+        return self._staging.bind(plan, row_bytes, self.config.block_alignment)
 
     def _exchange_counts(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """Picks of every rank for every expert, int64 [num_ranks, num_experts] on the CPU."""
+        """Assignments of every rank for every expert, int64 [num_ranks, num_experts] on the CPU."""
         expert = torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).reshape(-1)
         mine = expert.new_zeros(self.num_experts + 1)
         mine = mine.scatter_add(0, expert, torch.ones_like(expert))[: self.num_experts]
         return self.group.gather(mine.cpu(), "plan, exchanging counts", self.config.timeout_s)
 
     def _local(self, counts: torch.Tensor) -> torch.Tensor:
-        """Picks of all ranks for each expert of this rank."""
+        """Assignments of all ranks for each expert of this rank."""
         first = self.group.rank * self.num_local_experts
         return counts[:, first : first + self.num_local_experts].sum(dim=0)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise GroupClosedError("the engine was closed: create a new one with create_engine()")

@@ -6,12 +6,13 @@ import torch
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, libraries, nccl_ep_library
-from megatron_ncclep.engines.agreement import on_all_ranks
-from megatron_ncclep.engines.communicator import communicator_of
-from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.engines.nccl_ep_library import NcclEpLibrary
 from megatron_ncclep.errors import EngineUnavailableError, LibraryError
+from megatron_ncclep.libraries import extension, search
+from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
+from megatron_ncclep.libraries.nccl_ep import NcclEpLibrary
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.communicator import communicator_of
+from megatron_ncclep.ranks.group import EpGroup
 
 # Of libnccl_ep, as csrc/nccl_ep/api.h declares it; its constructor checks it once more.
 VERSION = (0, 2)
@@ -42,10 +43,10 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
 
 
 def _own_obstacle(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | None:
-    """Say what is in the way on this rank; `nodes`: ranks of each machine.  Not collective."""
+    """Say what is in the way on this rank; `nodes`: ranks of each node.  Not collective."""
     if group.device.type != "cuda":
         return "it needs GPUs and a process group with the nccl backend"
-    if problem := extension.obstacle():
+    if problem := extension.obstacle() or extension.driver_obstacle():
         return problem
     if torch.cuda.get_device_capability(group.device) < MIN_COMPUTE_CAPABILITY:
         return f"{torch.cuda.get_device_name(group.device)} is older than Hopper (sm_90)"
@@ -64,19 +65,19 @@ def _library_obstacle(library: NcclEpLibrary) -> str | None:
     """Say what the library lacks in this process, if anything."""
     if library.version is not None and library.version[:2] != VERSION:
         return (
-            f"{library.path} is version {libraries.version_text(library.version)}: this engine "
+            f"{library.path} is version {search.version_text(library.version)}: this engine "
             f"knows the interface of {VERSION[0]}.{VERSION[1]} only"
         )
     nccl = nccl_ep_library.nccl_in_use()
     if problem := nccl_ep_library.nccl_problem(library, nccl):
         return problem
-    ours = libraries.find_nccl()
+    ours = search.find_nccl()
     if nccl is not None and ours is not None and ours.path.resolve() != nccl.path.resolve():
         return (
             f"NCCLEP_NCCL_LIBRARY={ours.path}, but libnccl_ep gets the NCCL that this process has "
             f"loaded, {nccl.path}: unset the variable, or load that library first (LD_PRELOAD)"
         )
-    if libraries.find_nvcc() is None:
+    if search.find_nvcc() is None:
         return (
             "it compiles its kernels at first use and there is no nvcc: set CUDA_HOME to a CUDA "
             "toolkit, or NCCL_EP_JIT_NVCC to its nvcc"
@@ -87,11 +88,11 @@ def _library_obstacle(library: NcclEpLibrary) -> str | None:
 def _mode_obstacle(
     library: NcclEpLibrary, group: EpGroup, config: EpConfig, num_nodes: int
 ) -> str | None:
-    """Say why the library cannot work as it was asked to over this many machines."""
+    """Say why the library cannot work as it was asked to over this many nodes."""
     if problem := nccl_ep_library.mode_problem(library):
         return problem
     if num_nodes > 1 and envs.get(nccl_ep_library.PULL_PUSH):
-        return f"{nccl_ep_library.PULL_PUSH} is set, which needs all ranks in one machine: unset it"
+        return f"{nccl_ep_library.PULL_PUSH} is set, which needs all ranks in one node: unset it"
     most = torch.cuda.get_device_properties(group.device).multi_processor_count
     if library.build is not None and library.build.max_sms is not None:
         most = library.build.max_sms

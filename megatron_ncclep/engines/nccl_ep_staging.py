@@ -18,13 +18,14 @@ import torch
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, libraries, nccl_ep_library
-from megatron_ncclep.engines.agreement import on_all_ranks
-from megatron_ncclep.engines.communicator import communicator_of
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import EngineUnavailableError
+from megatron_ncclep.libraries import extension, search
+from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.communicator import communicator_of
+from megatron_ncclep.ranks.group import EpGroup
 
 # Of libnccl_ep: tokens of a rank.
 MAX_TOKENS = 8192
@@ -46,14 +47,14 @@ class Route:
         return 0 if self.memory is None else self.memory.nbytes
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NcclEpPlan(RoutePlan):
     """Routes as NVIDIA's library keeps them.
 
     Attributes:
-        topk_idx: int64 [num_tokens, top_k], without the picks that static mode dropped.
-        order: int64 [num_tokens, top_k], where each pick of `topk_idx` is among the caller's; None:
-            in the same place.
+        topk_idx: int64 [num_tokens, top_k], without the assignments that static mode dropped.
+        order: int64 [num_tokens, top_k], where each assignment of `topk_idx` is among the caller's;
+            None: in the same place.
         host_counts: int64 [num_local_experts] on the CPU: `tokens_per_expert`.
         num_used: rows up to the end of the last block; `num_rows` unless in static mode.
         num_staged_tokens: the most tokens that any rank has.
@@ -83,12 +84,12 @@ class OpenLibrary:
     Attributes:
         native: the `_C.NcclEp`.
         modes: the environment variables that it is to find when it makes a group.
-        adds_by_pick: combine adds the ranks' parts in the order of a token's picks.
+        adds_by_assignment: combine adds the ranks' parts in the order of a token's assignments.
     """
 
     native: Any
     modes: dict[str, str]
-    adds_by_pick: bool
+    adds_by_assignment: bool
 
 
 def open_library() -> OpenLibrary:
@@ -106,7 +107,7 @@ def open_library() -> OpenLibrary:
     return OpenLibrary(
         native=extension.load().NcclEp(str(library.path)),
         modes=nccl_ep_library.group_modes(library),
-        adds_by_pick=envs.get(nccl_ep_library.PULL_PUSH),
+        adds_by_assignment=envs.get(nccl_ep_library.PULL_PUSH),
     )
 
 
@@ -118,7 +119,7 @@ class Staging:
         self._communicator = communicator_of(group, config.timeout_s)
         self._library = on_all_ranks(group, "opening libnccl_ep", open_library, config.timeout_s)
         self._staged: Any = None
-        self._limits = (0, 0, 0)  # tokens, bytes of a row, picks of a token
+        self._limits = (0, 0, 0)  # tokens, bytes of a row, assignments of a token
         self._num_rows = 0  # static mode: of every dispatched tensor
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         # Staging memory that was outgrown, and the routes that were bound to it.
@@ -131,13 +132,13 @@ class Staging:
         A limit in words depends on the alignment too, which plans otherwise bring along.
         """
         rows = config.max_recv_rows
-        alignment = f" aligned to {config.alignment}" if isinstance(rows, str) else ""
+        alignment = f" aligned to {config.block_alignment}" if isinstance(rows, str) else ""
         return f"nccl_ep {num_experts} {rows}{alignment} {config.num_sms}"
 
     @property
-    def adds_by_pick(self) -> bool:
-        """Whether combine adds the ranks' parts in the order of a token's picks."""
-        return self._library.adds_by_pick
+    def adds_by_assignment(self) -> bool:
+        """Whether combine adds the ranks' parts in the order of a token's assignments."""
+        return self._library.adds_by_assignment
 
     def rows_of(self, plan: NcclEpPlan) -> int:
         """Rows of the tensor that the library fills for a plan that is bound to this memory.
@@ -233,7 +234,7 @@ class Staging:
             text = (
                 f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "
                 f"NVIDIA's kernels for them are compiled at first use "
-                f"({libraries.find_nvcc()}, some seconds for each step, then cached in "
+                f"({search.find_nvcc()}, some seconds for each step, then cached in "
                 f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
             )
             self._group.log_once(logging.INFO, text, text)

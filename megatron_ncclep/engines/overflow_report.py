@@ -12,9 +12,9 @@ import logging
 import torch
 
 from megatron_ncclep.config import RAISE, EpConfig
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.rows_limit import can_drop
 from megatron_ncclep.errors import RowsDroppedError
+from megatron_ncclep.ranks.group import EpGroup
 
 # A word of `Shortage.words`: rows that a rank lacked above, rows that it had below.
 _HALF = 32
@@ -23,10 +23,10 @@ _HALF = 32
 class Shortage:
     """Rows that ranks lacked, for `on_overflow="raise"`; every rank knows it of all.
 
-    A dropped row changes what its token's home gets, and with that the gradients of all ranks: all
-    must raise.  They need not tell each other: what a plan needs on each rank follows from the
-    counts of picks that every engine's plan brings to all ranks.  So an engine writes down the
-    same on every rank, and it does not matter which of them asks how often.
+    A dropped row changes what its token's source rank gets, and with that the gradients of all
+    ranks: all must raise.  They need not tell each other: what a plan needs on each rank follows
+    from the counts of assignments that every engine's plan brings to all ranks.  So an engine
+    writes down the same on every rank, and it does not matter which of them asks how often.
 
     Attributes:
         words: int64 [num_ranks] on the group's device: for each rank, of the call in which it

@@ -1,1 +1,1 @@
-"""Cases, oracle, comparison and launcher: shared by the tests and the benchmarks."""
+"""Cases, payloads and the table oracle, which the tests and the benchmark share."""

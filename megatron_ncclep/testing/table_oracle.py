@@ -1,9 +1,12 @@
-"""The contract for many and large cases: the same answers as `oracle.py`, as operations on tables.
+"""The contract for many and large cases, as operations on tables.
+
+The same answers as tests/oracle.py gives a row at a time, on GPUs too, where whole tensors of all
+ranks fit: for tests and for what `ncclep bench` checks.  A test compares the two.
 
 For each destination there is a table with a row for every token of the group, in the order of
 (source rank, token), and a column for each of its local experts.  Read row by row it is the order
-in which picks are taken, and read column by column it is the order of slots.  Like the oracle it
-sees all ranks, runs wherever its tensors are, and shares no code with any engine.
+in which assignments are taken, and read column by column it is the order of slots.  Like the oracle
+it sees all ranks, runs wherever its tensors are, and shares no code with any engine.
 
 Two ranks, four experts, as in docs/contract.md; rank 0's table, with the slots that it gives:
 
@@ -19,8 +22,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ncclep.testing.oracle import sources_in_order
-
 
 @dataclass(frozen=True)
 class SlotTable:
@@ -28,18 +29,18 @@ class SlotTable:
 
     Attributes:
         slot: int64 [tokens of all ranks, local experts]: the row of the dispatched tensor; -1 where
-            there is no pick, or a dropped one.
-        pick: int64, like `slot`: which of the token's picks it is.
+            there is no assignment, or a dropped one.
+        assignment: int64, like `slot`: which of the token's assignments it is.
         token_of_row: int64 [num_rows]: row of this table; -1 for a zero row.
-        pick_of_row: int64 [num_rows].
+        assignment_of_row: int64 [num_rows].
         routed, padded: int64 [local experts], as in `RoutePlan`.
         num_dropped: int64 scalar.
     """
 
     slot: torch.Tensor
-    pick: torch.Tensor
+    assignment: torch.Tensor
     token_of_row: torch.Tensor
-    pick_of_row: torch.Tensor
+    assignment_of_row: torch.Tensor
     routed: torch.Tensor
     padded: torch.Tensor
     num_dropped: torch.Tensor
@@ -50,43 +51,50 @@ class SlotTable:
         return len(self.token_of_row)
 
 
+def sources_in_order(num_ranks: int, ranks_on_node: int | None) -> list[int]:
+    """The order of source ranks within an expert's block: BY_RAIL with `ranks_on_node`."""
+    if ranks_on_node is None:
+        return list(range(num_ranks))
+    return sorted(range(num_ranks), key=lambda r: (r % ranks_on_node, r // ranks_on_node))
+
+
 def slot_table(
     rank: int,
     topk_idx: list[torch.Tensor],
     num_experts: int,
     alignment: int = 1,
     max_recv_rows: int | None = None,
-    ranks_on_machine: int | None = None,
+    ranks_on_node: int | None = None,
 ) -> SlotTable:
-    """Give every pick for `rank` its slot; arguments as in `oracle_plan`."""
+    """Give every assignment for `rank` its slot; arguments as in `oracle_plan`."""
     num_local = num_experts // len(topk_idx)
-    order = sources_in_order(len(topk_idx), ranks_on_machine)
-    picks = torch.cat([topk_idx[source].long() for source in order])
-    device, num_tokens = picks.device, len(picks)
-    pick = torch.full((num_tokens, num_local), -1, device=device)
-    for k in range(picks.shape[1]):
-        local = picks[:, k] - rank * num_local
-        token = ((picks[:, k] >= 0) & (local >= 0) & (local < num_local)).nonzero()[:, 0]
-        pick[token, local[token]] = k
+    order = sources_in_order(len(topk_idx), ranks_on_node)
+    assignments = torch.cat([topk_idx[source].long() for source in order])
+    device, num_tokens = assignments.device, len(assignments)
+    assignment = torch.full((num_tokens, num_local), -1, device=device)
+    for k in range(assignments.shape[1]):
+        local = assignments[:, k] - rank * num_local
+        token = ((assignments[:, k] >= 0) & (local >= 0) & (local < num_local)).nonzero()[:, 0]
+        assignment[token, local[token]] = k
 
-    is_pick = pick >= 0
-    place = is_pick.cumsum(0) - 1  # of a pick in its expert's block
-    opens = is_pick & (place % alignment == 0)
-    kept = is_pick
+    is_assignment = assignment >= 0
+    place = is_assignment.cumsum(0) - 1  # of an assignment in its expert's block
+    opens = is_assignment & (place % alignment == 0)
+    kept = is_assignment
     if max_recv_rows is not None:
         rows_needed = opens.flatten().cumsum(0).view_as(opens) * alignment
-        kept = is_pick & (rows_needed <= max_recv_rows)
+        kept = is_assignment & (rows_needed <= max_recv_rows)
     routed = kept.sum(0)
     padded = (routed + alignment - 1) // alignment * alignment
     slot = torch.where(kept, padded.cumsum(0) - padded + place, -1)
 
     num_rows = int(padded.sum()) if max_recv_rows is None else max_recv_rows
     token_of_row = torch.full((num_rows,), -1, device=device)
-    pick_of_row = torch.full((num_rows,), -1, device=device)
+    assignment_of_row = torch.full((num_rows,), -1, device=device)
     token_of_row[slot[kept]] = kept.nonzero()[:, 0]
-    pick_of_row[slot[kept]] = pick[kept]
-    num_dropped = is_pick.sum() - kept.sum()
-    return SlotTable(slot, pick, token_of_row, pick_of_row, routed, padded, num_dropped)
+    assignment_of_row[slot[kept]] = assignment[kept]
+    num_dropped = is_assignment.sum() - kept.sum()
+    return SlotTable(slot, assignment, token_of_row, assignment_of_row, routed, padded, num_dropped)
 
 
 def table_dispatch(
@@ -94,24 +102,24 @@ def table_dispatch(
     x: list[torch.Tensor],
     w: list[torch.Tensor] | None = None,
     rows: slice = slice(None),
-    ranks_on_machine: int | None = None,
+    ranks_on_node: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What one rank receives of all ranks' `x` and `w`; `rows`: only these rows.
 
-    `ranks_on_machine` as for the table.
+    `ranks_on_node` as for the table.
     """
-    token, pick = table.token_of_row[rows], table.pick_of_row[rows]
+    token, assignment = table.token_of_row[rows], table.assignment_of_row[rows]
     filled = (token >= 0).nonzero()[:, 0]
     out = x[0].new_zeros(len(token), x[0].shape[1])
     out_w = None if w is None else w[0].new_zeros(len(token))
     first = 0
-    for source in sources_in_order(len(x), ranks_on_machine):
+    for source in sources_in_order(len(x), ranks_on_node):
         of_source = x[source]
         mine = filled[(token[filled] >= first) & (token[filled] < first + len(of_source))]
         out[mine] = of_source[token[mine] - first]
         if w is not None:
             assert out_w is not None
-            out_w[mine] = w[source][token[mine] - first, pick[mine]]
+            out_w[mine] = w[source][token[mine] - first, assignment[mine]]
         first += len(of_source)
     return out, out_w
 
@@ -119,49 +127,49 @@ def table_dispatch(
 def table_combine(
     tables: list[SlotTable],
     num_tokens: list[int],
-    home: int,
+    source_rank: int,
     top_k: int,
     y: list[torch.Tensor],
     w: list[torch.Tensor] | None = None,
-    round_home: bool = False,
-    ranks_on_machine: int | None = None,
+    round_source_part: bool = False,
+    ranks_on_node: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What comes home to the tokens of rank `home` of all ranks' `y` and `w`.
+    """What comes back to the tokens of rank `source_rank` of all ranks' `y` and `w`.
 
     In the contract's order of additions, which `oracle_combine` spells out.
 
     Args:
         tables: of all ranks.
         num_tokens: of all ranks.
-        home: whose tokens.
+        source_rank: whose tokens.
         top_k: K.
         y: rows of all ranks.
         w: values of all ranks, or None.
-        round_home: whether the home rank's own part is rounded like the others.
-        ranks_on_machine: as in `oracle_combine`, and as for the tables.
+        round_source_part: whether the source rank's own part is rounded like the others.
+        ranks_on_node: as in `oracle_combine`, and as for the tables.
     """
     dtype, device = y[0].dtype, y[0].device
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    order = sources_in_order(len(tables), ranks_on_machine)
-    start = sum(num_tokens[source] for source in order[: order.index(home)])
-    most = ranks_on_machine or len(tables)
-    mine = slice(start, start + num_tokens[home])
-    total = torch.zeros(num_tokens[home], y[0].shape[1], dtype=wide, device=device)
-    of_machine = torch.zeros_like(total)
-    values = None if w is None else w[0].new_zeros(num_tokens[home], top_k)
+    order = sources_in_order(len(tables), ranks_on_node)
+    start = sum(num_tokens[source] for source in order[: order.index(source_rank)])
+    most = ranks_on_node or len(tables)
+    mine = slice(start, start + num_tokens[source_rank])
+    total = torch.zeros(num_tokens[source_rank], y[0].shape[1], dtype=wide, device=device)
+    of_node = torch.zeros_like(total)
+    values = None if w is None else w[0].new_zeros(num_tokens[source_rank], top_k)
     for rank, table in enumerate(tables):
-        slots, picks = table.slot[mine], table.pick[mine]
+        slots, assignments = table.slot[mine], table.assignment[mine]
         part = torch.zeros_like(total)
         for local_expert in (slots >= 0).any(0).nonzero()[:, 0].tolist():  # upwards
             token = (slots[:, local_expert] >= 0).nonzero()[:, 0]
             slot = slots[token, local_expert]
             part[token] += y[rank][slot].to(wide)
             if values is not None and w is not None:
-                values[token, picks[token, local_expert]] = w[rank][slot]
+                values[token, assignments[token, local_expert]] = w[rank][slot]
         # A token without rows there gets a zero, which changes no sum.
-        is_exact = rank % most == home % most and not round_home
-        of_machine += part if is_exact else part.to(dtype).to(wide)
+        is_exact = rank % most == source_rank % most and not round_source_part
+        of_node += part if is_exact else part.to(dtype).to(wide)
         if rank % most == most - 1:
-            total += of_machine.to(dtype).to(wide) if ranks_on_machine else of_machine
-            of_machine.zero_()
+            total += of_node.to(dtype).to(wide) if ranks_on_node else of_node
+            of_node.zero_()
     return total.to(dtype), values

@@ -5,10 +5,10 @@ stores each expert under its global number: a run can go on with another dispatc
 number of ranks and with another expert parallelism.  One border cannot be crossed: with experts on
 several ranks Megatron has one optimizer for them and one for the rest, without just one, and the
 two layouts do not load into each other.  Random states are not stored, because the loop derives
-them from the seed and the step (`loop.seed_step`).
+them from the seed and the step.
 
-    OUT/checkpoint/step-000200/     .distcp files, written by all ranks
-    OUT/checkpoint/latest           the number of the newest complete one
+    OUT/checkpoint/step-000200/     .distcp files, written by all ranks, and settings.json
+    OUT/checkpoint/unfinished/      what is being written
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ncclep.errors import InputError
+
+if TYPE_CHECKING:  # it needs torch, and the command starts without it
+    from megatron_ncclep.training.model import TrainedModel
 
 # What may differ between a checkpoint and the run that goes on from it.
 CHANGEABLE = frozenset({"train-iters", "micro-batch-size", "eval-iters"})
 
 
-def latest_step(folder: Path) -> int | None:
-    """The step of the newest complete checkpoint in `folder`, None if there is none."""
-    pointer = folder / "latest"
-    return int(pointer.read_text(encoding="ascii")) if pointer.is_file() else None
+def _steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in `folder`, in order."""
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def latest_step(folder: Path) -> int:
+    """The step of the newest complete checkpoint in `folder`, 0 if there is none."""
+    return max(_steps(folder), default=0)
 
 
 def _step_folder(folder: Path, step: int) -> Path:
@@ -43,7 +50,7 @@ def check_settings(
         InputError: a value differs; the message names it.
     """
     step = latest_step(folder)
-    if step is None:
+    if not step:
         return
     saved = json.loads((_step_folder(folder, step) / "settings.json").read_text(encoding="utf-8"))
     for name in sorted(settings.keys() | saved["settings"].keys()):
@@ -67,8 +74,8 @@ def check_settings(
         )
 
 
-def _state(model: Any, optimizer: Any, scheduler: Any, is_loading: bool) -> dict[str, Any]:
-    """The sharded state dict; `model` is the GPTModel, without wrappers."""
+def _state(model: TrainedModel, scheduler: Any, is_loading: bool) -> dict[str, Any]:
+    """The sharded state dict."""
     from megatron.core import parallel_state
 
     metadata = {
@@ -77,68 +84,54 @@ def _state(model: Any, optimizer: Any, scheduler: Any, is_loading: bool) -> dict
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
     }
-    state = {"model": model.sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = optimizer.sharded_state_dict(
+    state = {"model": model.gpt.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = model.optimizer.sharded_state_dict(
         state, is_loading=is_loading, metadata=metadata
     )
     state["scheduler"] = scheduler.state_dict()
     return state
 
 
-def save(
-    folder: Path,
-    step: int,
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
-    settings: dict[str, Any],
-    fingerprint: str,
-    expert_parallel: int,
-) -> None:
-    """Write the state after `step` steps and drop the one before.  Collective.
+def save(folder: Path, step: int, model: TrainedModel, scheduler: Any, **belongs_to: Any) -> None:
+    """Write the state after `step` steps and drop the ones before.  Collective.
 
     A crash leaves either the old checkpoint or the new one as the latest.
+
+    Args:
+        folder: of the checkpoints.
+        step: that was done last.
+        model, scheduler: whose state is written.
+        belongs_to: the arguments of `check_settings`.
     """
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    before = latest_step(folder)
-    target = _step_folder(folder, step)
+    unfinished = folder / "unfinished"
     if dist.get_rank() == 0:
-        if target.exists():
-            shutil.rmtree(target)  # an unfinished one, or an earlier run's
-        target.mkdir(parents=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(model, optimizer, scheduler, is_loading=False), str(target))
+    dist_checkpointing.save(_state(model, scheduler, is_loading=False), str(unfinished))
     dist.barrier()
     if dist.get_rank() == 0:
-        record = {
-            "step": step,
-            "settings": settings,
-            "fingerprint": fingerprint,
-            "expert_parallel": expert_parallel,
-        }
-        (target / "settings.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        pointer = folder / "latest.new"
-        pointer.write_text(str(step), encoding="ascii")
-        pointer.replace(folder / "latest")
-        if before is not None and before != step:
-            shutil.rmtree(_step_folder(folder, before))
+        record = json.dumps({"step": step, **belongs_to}, indent=2)
+        (unfinished / "settings.json").write_text(record + "\n", encoding="utf-8")
+        before = _steps(folder)
+        unfinished.rename(_step_folder(folder, step))
+        for old in before:
+            shutil.rmtree(_step_folder(folder, old))
     dist.barrier()
 
 
-def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> int:
+def load(folder: Path, model: TrainedModel, scheduler: Any) -> int:
     """Load the newest checkpoint of `folder`; return its step, 0 if there is none.  Collective."""
     from megatron.core import dist_checkpointing
 
     step = latest_step(folder)
-    if step is None:
-        return 0
-    source = _step_folder(folder, step)
-    state = dist_checkpointing.load(
-        _state(model, optimizer, scheduler, is_loading=True), str(source)
-    )
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
+    if step:
+        state = _state(model, scheduler, is_loading=True)
+        state = dist_checkpointing.load(state, str(_step_folder(folder, step)))
+        model.gpt.load_state_dict(state["model"])
+        model.optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
     return step

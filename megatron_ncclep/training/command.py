@@ -13,19 +13,15 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from megatron_ncclep import config_files
-from megatron_ncclep.config import add_option_arguments, given_options
+from megatron_ncclep.config import add_option_arguments
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.training.job import DISPATCHERS, Job
-from megatron_ncclep.training.quiet import remarks_hidden
-from megatron_ncclep.training.settings import parse_changes
+from megatron_ncclep.logs import remarks_hidden
+from megatron_ncclep.training.job import DEFAULT_RANKS, DISPATCHERS, Job
 
-DEFAULT_RANKS = 2
 # From the extra `[train]`; what they need themselves comes with them.
-NEEDED = ("megatron.core", "matplotlib", "numpy", "psutil", "rich")
+NEEDED = ("megatron.core", "matplotlib", "numpy", "psutil")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,49 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--print-every",
         type=int,
         default=10,
-        help="steps between lines when stdout is not a terminal (default: 10)",
+        help="steps between lines (default: 10)",
     )
     add_option_arguments(parser)
-
-
-def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
-    """Turn the parsed arguments into a Job.
-
-    Args:
-        world_size: ranks that torchrun has started; None outside torchrun.
-
-    Raises:
-        InputError: an argument is wrong or contradicts another.
-    """
-    ranks = args.ranks if args.ranks is not None else world_size or DEFAULT_RANKS
-    changes: dict[str, Any] = parse_changes(args.set)
-    for name, value in (("train-iters", args.steps), ("seed", args.seed)):
-        if value is not None:
-            if name in changes:
-                raise InputError(f"--set {name} and its own option contradict each other")
-            changes[name] = value
-    return Job(
-        model=args.model,
-        changes=changes,
-        dispatcher=args.dispatcher,
-        options=given_options(args),
-        compare=args.compare,
-        texts=args.text,
-        out=args.out,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        ranks=ranks,
-        expert_parallel=args.expert_parallel or ranks,
-        device=args.device,
-        save_every=args.save_every,
-        exit_at_step=args.exit_at_step,
-        print_every=args.print_every,
-    )
-
-
-def missing_modules() -> list[str]:
-    """Which modules of the extra `[train]` are not installed.  Imports none of them."""
-    return [name for name in NEEDED if not _is_installed(name)]
 
 
 def _is_installed(name: str) -> bool:
@@ -146,35 +102,35 @@ def main(args: argparse.Namespace) -> int:
     """
     # torchrun sets all three for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if missing := missing_modules():
+    if missing := [name for name in NEEDED if not _is_installed(name)]:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return 2  # the first rank of this machine says it
         raise InputError(
             f"not installed: {', '.join(missing)}; training needs the extra [train]: "
             "pip install 'megatron-ncclep[train]'"
         )
-    job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    job = Job.of(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
     if under_torchrun:
+        # Ctrl-C ends a rank at once, as a plain kill does, and with no traceback from each of them.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         from megatron_ncclep.training.loop import run
 
-        run(job, prepared=False)
+        run(job)
         return 0
     with remarks_hidden():
-        job.prepare()
-    path = Path(job.out) / "job.json"
-    job.save(path)
-    return _start_ranks(job, path)
+        job.prepare()  # what is wrong is told before any rank starts
+    return _start_ranks(job, args.argv)
 
 
-def _start_ranks(job: Job, path: Path) -> int:
-    """Start the ranks as children, wait for them, and return their exit status."""
+def _start_ranks(job: Job, argv: list[str]) -> int:
+    """Start this command as ranks of torchrun's, wait, and return their exit status."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
     if job.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(job.ranks), "-m", "megatron_ncclep.training.worker"]
-    with subprocess.Popen([*command, str(path)], env=environment) as child:
+    command += ["--nproc-per-node", str(job.ranks), "-m", "megatron_ncclep", *argv]
+    with subprocess.Popen(command, env=environment) as child:
         # Ctrl-C reaches the child by itself, which ends its ranks; a plain kill does not.
         before = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
         try:

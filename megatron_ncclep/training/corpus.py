@@ -1,9 +1,9 @@
 """Text -> a corpus that Megatron-Core's GPTDataset reads, on one process, before the ranks start.
 
 Text becomes bytes: token i is byte i, and 256 ends a file.  Pieces of at most 16 KiB are Megatron's
-"documents"; every 20th goes to the validation set, so that training and validation text come from
-the same files.  A corpus that is already in Megatron's .bin/.idx form is used as it is,
-whatever its tokens are, and its last 5 % of documents are the validation set.
+"documents"; every 20th is written behind all others, so that training and validation text come
+from the same files.  A corpus that is already in Megatron's .bin/.idx form is used as it is,
+whatever its tokens are.  The last 5 % of the documents are the validation set.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ncclep.errors import InputError
 
@@ -23,10 +24,11 @@ if TYPE_CHECKING:  # numpy belongs to the extra `[train]`, and the command start
     import numpy as np
 
 END_OF_FILE = 256  # the token after the last byte of a file
-BYTE_VOCABULARY = 257
 PIECE_BYTES = 16 * 1024
 VALIDATION_EVERY = 20  # one piece of this many
-INDEXED_SPLIT = "95,5,0"  # of an indexed corpus' documents: training, validation, test
+TRAIN_SHARE = 0.95  # of the documents
+SPLIT = "95,5,0"  # the same for Megatron: training, validation, test
+RECORD = "corpus.json"
 
 # Of the standard library: not its tests (repetitive data), and no generated tables.
 _SKIPPED_FOLDERS = frozenset(
@@ -37,11 +39,10 @@ _LARGEST_SOURCE_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Corpus:
-    """What the ranks need to know of a prepared corpus; written as corpus.json beside it.
+    """What the ranks need to know of a prepared corpus; kept as `RECORD`.
 
     Attributes:
-        train, valid: path prefixes of .bin/.idx pairs; `valid` is None when both parts are made
-            from `train` by `INDEXED_SPLIT`.
+        prefix: of the path of a .bin/.idx pair, which `SPLIT` divides into the two parts.
         source: what it was made from, in words.
         fingerprint: changes when the source's files do.
         vocab_size: tokens that exist, counting the one that ends a file.
@@ -51,8 +52,7 @@ class Corpus:
             a model that knows nothing but them.
     """
 
-    train: str
-    valid: str | None
+    prefix: str
     source: str
     fingerprint: str
     vocab_size: int
@@ -80,13 +80,12 @@ class Corpus:
 def standard_library() -> list[Path]:
     """The .py files of the running interpreter's standard library, in one order everywhere."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [
+    return [
         path
-        for path in folder.rglob("*.py")
+        for path in sorted(folder.rglob("*.py"), key=lambda path: path.as_posix())
         if not _SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts)
         and path.stat().st_size <= _LARGEST_SOURCE_BYTES
     ]
-    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def text_files(paths: Sequence[str]) -> list[Path]:
@@ -101,12 +100,10 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            below = (entry for entry in path.rglob("*") if entry.is_file())
-            files += sorted(
-                entry
-                for entry in below
-                if not any(part.startswith(".") for part in entry.relative_to(path).parts)
-            )
+            for entry in sorted(path.rglob("*")):
+                is_hidden = any(part.startswith(".") for part in entry.relative_to(path).parts)
+                if entry.is_file() and not is_hidden:
+                    files.append(entry)
         elif path.is_file():
             files.append(path)
         else:
@@ -133,42 +130,36 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
     if prefixes and len(texts) > 1:
         raise InputError(f"--text {prefixes[0]}: an indexed corpus must be the only --text")
     if prefixes:
-        files = [Path(prefixes[0] + suffix) for suffix in (".bin", ".idx")]
-        source = prefixes[0]
+        prefix = source = prefixes[0]
+        files = [Path(prefix + suffix) for suffix in (".bin", ".idx")]
     else:
+        prefix = str(folder / "text")
         files = text_files(texts) if texts else standard_library()
         source = " ".join(texts) if texts else "the Python standard library's source"
     fingerprint = _fingerprint(files)
-    record = folder / "corpus.json"
-    known = _kept(record)
-    if known is not None and known.fingerprint == fingerprint:
-        return known
+    # There may be none, or a run may have ended while it wrote.
+    with suppress(FileNotFoundError, ValueError, TypeError):
+        if (known := load(folder)).fingerprint == fingerprint:
+            return known
     folder.mkdir(parents=True, exist_ok=True)
-    if prefixes:
-        try:
-            corpus = _describe_indexed(source, fingerprint)
-        except Exception as error:  # whatever its reader comes upon
-            raise InputError(
-                f"--text {source}: {source}.bin and .idx are no indexed corpus of Megatron's: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    else:
-        corpus = _write(files, source, fingerprint, folder)
-    record.write_text(json.dumps(dataclasses.asdict(corpus), indent=2) + "\n", encoding="utf-8")
-    return corpus
-
-
-def _kept(record: Path) -> Corpus | None:
-    """What an earlier run wrote to `record`; None if there is none, or not the whole."""
+    if not prefixes:
+        _write(files, source, prefix)
     try:
-        return Corpus(**json.loads(record.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):  # a run may end while it writes
-        return None
+        facts = _describe(prefix, None if prefixes else END_OF_FILE)
+    except Exception as error:  # whatever its reader comes upon
+        raise InputError(
+            f"--text {source}: {prefix}.bin and .idx are no indexed corpus of Megatron's: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    corpus = Corpus(prefix=prefix, source=source, fingerprint=fingerprint, **facts)
+    record = json.dumps(dataclasses.asdict(corpus), indent=2) + "\n"
+    (folder / RECORD).write_text(record, encoding="utf-8")
+    return corpus
 
 
 def load(folder: Path) -> Corpus:
     """Read back what `prepare` left in `folder`."""
-    return Corpus(**json.loads((folder / "corpus.json").read_text(encoding="utf-8")))
+    return Corpus(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
 
 
 def _is_indexed(text: str) -> bool:
@@ -195,7 +186,8 @@ def _pieces(files: Sequence[Path], piece_bytes: int) -> Iterator[np.ndarray]:
             yield data[begin : begin + piece_bytes]
 
 
-def _write(files: Sequence[Path], source: str, fingerprint: str, folder: Path) -> Corpus:
+def _write(files: Sequence[Path], source: str, prefix: str) -> None:
+    """Write the files as an indexed corpus, the validation pieces last."""
     import numpy as np
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -205,65 +197,45 @@ def _write(files: Sequence[Path], source: str, fingerprint: str, folder: Path) -
         raise InputError(f"--text {source}: no text in it ({len(files)} files, none with a byte)")
     # A short text is cut finer, so that it has a validation part too.
     piece_bytes = min(PIECE_BYTES, -(-num_bytes // VALIDATION_EVERY))
-
-    prefixes = {part: str(folder / part) for part in ("train", "valid")}
-    builders = {
-        part: IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
-        for part, prefix in prefixes.items()
-    }
-    counts = {part: np.zeros(BYTE_VOCABULARY, dtype=np.int64) for part in prefixes}
-    for index, piece in enumerate(_pieces(files, piece_bytes), start=1):
-        part = "valid" if index % VALIDATION_EVERY == 0 else "train"
-        builders[part].add_item(torch.from_numpy(piece))
-        builders[part].end_document()
-        counts[part] += np.bincount(piece, minlength=BYTE_VOCABULARY)
-    for part, prefix in prefixes.items():
-        builders[part].finalize(prefix + ".idx")
-    return Corpus(
-        train=prefixes["train"],
-        valid=prefixes["valid"],
-        source=source,
-        fingerprint=fingerprint,
-        vocab_size=BYTE_VOCABULARY,
-        end_token=END_OF_FILE,
-        num_train_tokens=int(counts["train"].sum()),
-        num_valid_tokens=int(counts["valid"].sum()),
-        unigram_entropy=entropy(counts["train"]),
-    )
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    for is_validation in (False, True):
+        for index, piece in enumerate(_pieces(files, piece_bytes), start=1):
+            if (index % VALIDATION_EVERY == 0) == is_validation:
+                builder.add_item(torch.from_numpy(piece))
+                builder.end_document()
+    builder.finalize(prefix + ".idx")
 
 
-def _describe_indexed(prefix: str, fingerprint: str) -> Corpus:
-    """Count the tokens of an existing corpus; the vocabulary is what occurs in it, and one more."""
+def _describe(prefix: str, end_token: int | None) -> dict[str, Any]:
+    """Count the tokens of a corpus: the fields of `Corpus` that follow from them.
+
+    Args:
+        prefix: of the corpus.
+        end_token: the largest token that can occur; None: one more than the largest that does.
+    """
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(prefix, multimodal=False, mmap=True)
-    num_documents = len(dataset)
-    # The same rounding as BlendedMegatronDatasetBuilder's.
-    train_share, valid_share, _ = (float(part) / 100 for part in INDEXED_SPLIT.split(","))
-    first_valid = round(train_share * num_documents)
-    end_valid = round((train_share + valid_share) * num_documents)
+    first_valid = round(TRAIN_SHARE * len(dataset))  # as BlendedMegatronDatasetBuilder rounds
     lengths = dataset.sequence_lengths
     counts = np.zeros(1, dtype=np.int64)
     largest = 0
-    for document in range(num_documents):
+    for document in range(len(dataset)):
         tokens = dataset[document]
         largest = max(largest, int(tokens.max(initial=0)))
         if document < first_valid:
             here = np.bincount(tokens, minlength=counts.size)
             here[: counts.size] += counts
             counts = here
-    return Corpus(
-        train=prefix,
-        valid=None,
-        source=prefix,
-        fingerprint=fingerprint,
-        vocab_size=largest + 2,
-        end_token=largest + 1,
-        num_train_tokens=int(lengths[:first_valid].sum()),
-        num_valid_tokens=int(lengths[first_valid:end_valid].sum()),
-        unigram_entropy=entropy(counts),
-    )
+    end_token = largest + 1 if end_token is None else end_token
+    return {
+        "vocab_size": end_token + 1,
+        "end_token": end_token,
+        "num_train_tokens": int(lengths[:first_valid].sum()),
+        "num_valid_tokens": int(lengths[first_valid:].sum()),
+        "unigram_entropy": entropy(counts),
+    }
 
 
 def entropy(counts: np.ndarray) -> float:

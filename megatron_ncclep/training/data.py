@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_ncclep.training.corpus import INDEXED_SPLIT, Corpus
+from megatron_ncclep.training import corpus
+from megatron_ncclep.training.settings import Settings
 
 Batch = dict[str, torch.Tensor]
 
@@ -24,22 +24,25 @@ class CorpusTokenizer:
         unique_identifiers: goes into the name of GPTDataset's cached indices.
     """
 
-    def __init__(self, corpus: Corpus) -> None:
-        self.vocab_size = corpus.vocab_size
-        self.eod = self.eos = corpus.end_token
+    def __init__(self, prepared: corpus.Corpus) -> None:
+        self.vocab_size = prepared.vocab_size
+        self.eod = self.eos = prepared.end_token
         self.pad = -1
         self.unique_identifiers = OrderedDict(
-            {"class": type(self).__name__, "fingerprint": corpus.fingerprint}
+            {"class": type(self).__name__, "fingerprint": prepared.fingerprint}
         )
 
 
 def build_datasets(
-    corpus: Corpus, seq_length: int, num_train: int, num_valid: int, seed: int, cache: Path
+    folder: Path, settings: Settings, train_steps: int, valid_steps: int, seed: int
 ) -> tuple[Any, Any]:
-    """Build the training and the validation GPTDataset.  Collective; rank 0 writes `cache`.
+    """Build the training and the validation GPTDataset.  Collective; rank 0 writes a cache.
 
     Args:
-        num_train, num_valid: samples of each; text is repeated in new order when it runs out.
+        folder: of the prepared corpus.
+        settings: of the batches.
+        train_steps, valid_steps: for which each has samples; text that runs out is repeated in a
+            new order.
         seed: of the order of the samples.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -47,50 +50,48 @@ def build_datasets(
     )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    if corpus.valid is None:
-        where: dict[str, Any] = {"blend": ([corpus.train], None), "split": INDEXED_SPLIT}
-    else:
-        where = {"blend_per_split": [([corpus.train], None), ([corpus.valid], None), None]}
+    prepared, batch = corpus.load(folder), settings["global-batch-size"]
     config = GPTDatasetConfig(
+        blend=([prepared.prefix], None),
+        split=corpus.SPLIT,
         random_seed=seed,
-        sequence_length=seq_length,
-        path_to_cache=str(cache),
-        tokenizer=CorpusTokenizer(corpus),
+        sequence_length=settings["seq-length"],
+        path_to_cache=str(folder / "cache"),
+        tokenizer=CorpusTokenizer(prepared),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         # The attention makes its own causal mask.
         create_attention_mask=False,
-        **where,
     )
     builder = BlendedMegatronDatasetBuilder(
-        GPTDataset, [num_train, num_valid, 0], lambda: True, config
+        GPTDataset, [batch * train_steps, batch * valid_steps, 0], lambda: True, config
     )
     train, valid, _ = builder.build()
     return train, valid
 
 
 def batches(
-    dataset: Any,
-    first_sample: int,
-    micro_batch_size: int,
-    num_microbatches: int,
-    rank: int,
-    num_ranks: int,
-    device: torch.device,
-) -> Iterator[Batch]:
-    """The micro-batches of one step for one data-parallel rank.
+    dataset: Any, settings: Settings, step: int, rank: int, num_ranks: int, device: torch.device
+) -> list[Batch]:
+    """The micro-batches of step number `step` (from 0) for one data-parallel rank.
 
-    The samples of a step do not depend on the number of ranks: micro-batch m of rank r starts at
-    `first_sample + (m * num_ranks + r) * micro_batch_size`.
+    The samples of a step do not depend on the number of ranks: with B = `global-batch-size` and
+    b = `micro-batch-size`, micro-batch m of rank r starts at sample step * B + (m * num_ranks + r)
+    * b.
 
-    Yields:
-        dict: tokens, labels, position_ids int64 and loss_mask fp32, each [micro_batch, seq_length].
+    Returns:
+        list[dict]: of each micro-batch tokens, labels, position_ids int64 and loss_mask fp32, each
+        [b, seq_length], on `device`.
     """
-    for microbatch in range(num_microbatches):
-        begin = first_sample + (microbatch * num_ranks + rank) * micro_batch_size
-        samples = [dataset[begin + offset] for offset in range(micro_batch_size)]
-        yield {
-            name: torch.stack([sample[name] for sample in samples]).to(device)
-            for name in ("tokens", "labels", "loss_mask", "position_ids")
-        }
+    batch, size = settings["global-batch-size"], settings["micro-batch-size"]
+    found = []
+    for begin in range(step * batch + rank * size, (step + 1) * batch, num_ranks * size):
+        samples = [dataset[begin + offset] for offset in range(size)]
+        found.append(
+            {
+                name: torch.stack([sample[name] for sample in samples]).to(device)
+                for name in ("tokens", "labels", "loss_mask", "position_ids")
+            }
+        )
+    return found

@@ -1,40 +1,30 @@
-"""One job as plain data: made from the command line, read by every rank."""
+"""One training as plain data, made from the command line, and what one process does for it."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ncclep.config import given_options
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import checkpoint, corpus, log
-from megatron_ncclep.training.settings import Settings
+from megatron_ncclep.training.settings import Settings, parse_changes
 
 DISPATCHERS = ("ncclep", "alltoall", "allgather")
+DEFAULT_RANKS = 2
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that `ncclep train` was asked to do.
+    """What `ncclep train` was asked to do: its options (see command.py), and these.
 
     Attributes:
-        model: name or path of the model file.
-        changes: argument name -> value, laid over the model file.
-        dispatcher: value of `moe_token_dispatcher_type`.
+        changes: argument name -> value, laid over the model file: --set, --steps and --seed.
         options: options of the ncclep dispatcher that the command line named.
-        compare: dispatcher of a second training to compare with; None: none.
-        texts: files, folders or one .bin/.idx prefix; empty: the standard library's source.
-        out: folder that everything is written to.
-        resume, overwrite: what to do with a run that `out` holds already.
-        ranks: processes of the job; all of them are data-parallel.
-        expert_parallel: ranks among which the experts are divided.
-        device: "cpu" or "cuda"; "auto" takes the GPUs when there are any.
-        save_every: steps between checkpoints; the last step always writes one.
-        exit_at_step: stop (with a checkpoint) after this step; None: after the last.
-        print_every: steps between lines when stdout is not a terminal.
     """
 
     model: str
@@ -42,7 +32,7 @@ class Job:
     dispatcher: str
     options: dict[str, Any]
     compare: str | None
-    texts: list[str]
+    text: list[str]
     out: str
     resume: bool
     overwrite: bool
@@ -53,6 +43,32 @@ class Job:
     exit_at_step: int | None
     print_every: int
 
+    @classmethod
+    def of(cls, args: argparse.Namespace, world_size: int | None) -> Job:
+        """Turn the parsed arguments into a Job.
+
+        Args:
+            args: of `ncclep train`.
+            world_size: ranks that torchrun has started; None outside torchrun.
+
+        Raises:
+            InputError: an argument is wrong or contradicts another.
+        """
+        ranks = args.ranks if args.ranks is not None else world_size or DEFAULT_RANKS
+        changes = parse_changes(args.set)
+        for name, value in (("train-iters", args.steps), ("seed", args.seed)):
+            if value is not None:
+                if name in changes:
+                    raise InputError(f"--set {name} and its own option contradict each other")
+                changes[name] = value
+        given = vars(args) | {
+            "changes": changes,
+            "options": given_options(args),
+            "ranks": ranks,
+            "expert_parallel": args.expert_parallel if args.expert_parallel is not None else ranks,
+        }
+        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls)})
+
     def __post_init__(self) -> None:
         if self.options and self.dispatcher != "ncclep":
             option = "--ncclep-" + sorted(self.options)[0].replace("_", "-")
@@ -62,12 +78,10 @@ class Job:
             )
         if self.compare == self.dispatcher:
             raise InputError(f"--compare {self.compare} is the same as --dispatcher")
-        for name in ("ranks", "expert_parallel", "save_every", "print_every"):
-            if getattr(self, name) < 1:
-                option = "--" + name.replace("_", "-")
-                raise InputError(f"{option} {getattr(self, name)}: must be at least 1")
-        if self.exit_at_step is not None and self.exit_at_step < 1:
-            raise InputError(f"--exit-at-step {self.exit_at_step}: must be at least 1")
+        for name in ("ranks", "expert_parallel", "save_every", "exit_at_step", "print_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite contradict each other: give one of them")
 
@@ -86,13 +100,20 @@ class Job:
         """Where the corpus is kept."""
         return Path(self.out) / "data"
 
-    def folder(self, dispatcher: str) -> Path:
-        """Where the log and the checkpoint of the training with `dispatcher` go."""
-        return Path(self.out) if dispatcher == self.dispatcher else Path(self.out) / dispatcher
-
     def dispatchers(self) -> list[str]:
         """The dispatchers to train with, in order."""
         return [self.dispatcher] if self.compare is None else [self.dispatcher, self.compare]
+
+    def _folder(self, dispatcher: str) -> Path:
+        return Path(self.out) if dispatcher == self.dispatcher else Path(self.out) / dispatcher
+
+    def log_path(self, dispatcher: str) -> Path:
+        """The log of the training with `dispatcher`."""
+        return self._folder(dispatcher) / log.NAME
+
+    def checkpoints(self, dispatcher: str) -> Path:
+        """The folder of the checkpoints of the training with `dispatcher`."""
+        return self._folder(dispatcher) / "checkpoint"
 
     def prepare(self) -> None:
         """Check everything that one process can check, make the corpus, and make `out` ready.
@@ -107,7 +128,7 @@ class Job:
         try:
             if not self.resume:
                 self._make_room()
-            prepared = corpus.prepare(self.texts, self.data_folder)
+            prepared = corpus.prepare(self.text, self.data_folder)
         except OSError as error:
             raise InputError(
                 f"{error.filename or self.out}: {error.strerror}: --text must name what can be "
@@ -115,13 +136,13 @@ class Job:
             ) from error
         prepared.check_length(settings["seq-length"])
         if self.resume:
-            if checkpoint.latest_step(self.folder(self.dispatcher) / "checkpoint") is None:
+            if not checkpoint.latest_step(self.checkpoints(self.dispatcher)):
                 raise InputError(
                     f"--resume: no checkpoint in {self.out}: leave --resume out to start there"
                 )
             for dispatcher in self.dispatchers():
                 checkpoint.check_settings(
-                    self.folder(dispatcher) / "checkpoint",
+                    self.checkpoints(dispatcher),
                     settings.values,
                     prepared.fingerprint,
                     self.expert_parallel,
@@ -144,12 +165,3 @@ class Job:
             )
         for path in results:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def save(self, path: Path) -> None:
-        """Write the job as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> Job:
-        """Read what `save` wrote."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))

@@ -3,7 +3,9 @@
 {"type": "settings", ...}   first line: the effective settings and versions; one more for each
                             time the run was resumed
 {"type": "step", "step": 1, "loss": ..., "grad_norm": ..., "lr": ..., "tokens_per_s": ...,
- "balance": ...}            loss in nats per token; balance as in balance.py
+ "metrics": [...]}          loss in nats per token; metrics with --ncclep-metrics-interval only:
+                            what became known in this step, each as
+                            `megatron_ncclep.metrics.Interval`
 {"type": "end", "valid_loss": ...}
                             when the last step was done
 """
@@ -17,39 +19,27 @@ from typing import Any
 NAME = "log.jsonl"
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """All entries of the log in `folder`, in order; empty if there is none."""
-    path = folder / NAME
+def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The entries of the log `path` of type `kind` (None: all), in order; empty without a log."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+        entries = [json.loads(line) for line in lines]
+    return [entry for entry in entries if kind in (None, entry["type"])]
 
 
-def steps(folder: Path) -> list[dict[str, Any]]:
-    """The `step` entries of the log in `folder`."""
-    return [entry for entry in read(folder) if entry["type"] == "step"]
+def truncate(path: Path, steps_to_keep: int) -> None:
+    """Drop what is after step `steps_to_keep` (0: everything): it is going to be done again."""
+    kept = [
+        entry
+        for entry in (read(path) if steps_to_keep else [])
+        if entry["type"] == "settings" or entry.get("step", steps_to_keep + 1) <= steps_to_keep
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
 
 
-class LogWriter:
-    """Appends entries to the log; each one is on disk when `write` returns."""
-
-    def __init__(self, folder: Path, steps_to_keep: int) -> None:
-        """Open the log in `folder` and drop what is after step `steps_to_keep` (0: everything).
-
-        Steps after the last checkpoint are done again when a run is resumed.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = [
-            entry
-            for entry in (read(folder) if steps_to_keep else [])
-            if entry["type"] == "settings"
-            or (entry["type"] == "step" and entry["step"] <= steps_to_keep)
-        ]
-        self._path = folder / NAME
-        self._path.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
-
-    def write(self, kind: str, **values: Any) -> None:
-        """Append one entry of type `kind`."""
-        with self._path.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"type": kind, **values}) + "\n")
+def write(path: Path, kind: str, **values: Any) -> None:
+    """Append one entry of type `kind`; it is on disk when this returns."""
+    with path.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"type": kind, **values}) + "\n")

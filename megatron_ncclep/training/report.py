@@ -1,116 +1,33 @@
-"""What rank 0 shows and draws: progress, the loss plot and the summary."""
+"""What rank 0 shows and draws from the logs: the loss plot and the summary."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ncclep.training import corpus, log
+from megatron_ncclep.training.job import Job
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from megatron_ncclep.training.job import Job
-
-Show = Callable[[dict[str, Any]], None]
+Entry = dict[str, Any]  # of a step, as in log.py
 
 
-@contextmanager
-def progress(dispatcher: str, done: int, total: int, print_every: int, rank: int) -> Iterator[Show]:
-    """Give a function that shows a step's log entry: a bar on a terminal, otherwise lines.
-
-    Args:
-        done, total: steps done before and steps in all.
-        print_every: steps between two lines when stdout is not a terminal.
-        rank: only rank 0 shows anything.
-    """
-    from rich.console import Console
-
-    if rank != 0:
-        yield lambda entry: None
-        return
-    console = Console()
-    if not console.is_terminal:
-        yield _line_printer(dispatcher, done, total, print_every)
-        return
-    with _bar(console, dispatcher, done, total) as show:
-        yield show
-
-
-def _line_printer(dispatcher: str, done: int, total: int, every: int) -> Show:
-    def show(entry: dict[str, Any]) -> None:
-        step = entry["step"]
-        if step == done + 1 or step == total or step % every == 0:
-            print(
-                f"{dispatcher}: step {step}/{total}  loss {entry['loss']:.4f}  "
-                f"grad norm {entry['grad_norm']:.3f}  lr {entry['lr']:.2e}  "
-                f"{entry['tokens_per_s']:,.0f} tokens/s  balance {entry['balance']:.2f}",
-                flush=True,
-            )
-
-    return show
-
-
-@contextmanager
-def _bar(console: Console, dispatcher: str, done: int, total: int) -> Iterator[Show]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn(
-            "loss {task.fields[loss]:.3f}  {task.fields[tokens_per_s]:,.0f} tokens/s  "
-            "balance {task.fields[balance]:.2f}"
-        ),
-    )
-    with Progress(*columns, console=console) as bar:
-        nothing = float("nan")
-        task = bar.add_task(
-            dispatcher, total=total, completed=done, loss=nothing, tokens_per_s=nothing,
-            balance=nothing,
-        )  # fmt: skip
-        yield lambda entry: bar.update(
-            task,
-            completed=entry["step"],
-            loss=entry["loss"],
-            tokens_per_s=entry["tokens_per_s"],
-            balance=entry["balance"],
-        )
-
-
-def largest_difference(
-    ours: list[dict[str, Any]], other: list[dict[str, Any]]
-) -> tuple[float, int]:
-    """The largest |loss difference| over the steps that both logs have, in nats, and its step."""
+def differences(ours: list[Entry], other: list[Entry]) -> dict[int, float]:
+    """Step -> loss difference in nats, for the steps that both logs have."""
     losses = {entry["step"]: entry["loss"] for entry in other}
-    return max(
-        (abs(entry["loss"] - losses[entry["step"]]), entry["step"])
-        for entry in ours
-        if entry["step"] in losses
-    )
+    return {e["step"]: e["loss"] - losses[e["step"]] for e in ours if e["step"] in losses}
 
 
 def finish(job: Job) -> None:
     """Draw loss.png and print the summary from the logs on disk."""
-    curves = {name: log.steps(job.folder(name)) for name in job.dispatchers()}
+    curves = {name: log.read(job.log_path(name), "step") for name in job.dispatchers()}
     plot = Path(job.out) / "loss.png"
     prepared = corpus.load(job.data_folder)
-    draw(curves, prepared.unigram_entropy, plot)
+    _draw(curves, prepared.unigram_entropy, plot)
     _print_summary(job, curves, prepared, plot)
 
 
-def draw(curves: dict[str, list[dict[str, Any]]], unigram_entropy: float, path: Path) -> None:
+def _draw(curves: dict[str, list[Entry]], unigram_entropy: float, path: Path) -> None:
     """Draw the loss over the steps, and below it the difference if there are two curves.
 
     Args:
@@ -127,78 +44,58 @@ def draw(curves: dict[str, list[dict[str, Any]]], unigram_entropy: float, path: 
     for (name, entries), style in zip(curves.items(), ("-", "--"), strict=False):
         steps = [entry["step"] for entry in entries]
         axes[0].plot(steps, [entry["loss"] for entry in entries], style, label=name, linewidth=1.2)
-    axes[0].axhline(
-        unigram_entropy,
-        color="0.4",
-        linestyle=":",
-        label=f"unigram entropy of the text, {unigram_entropy:.2f} nats",
-    )
+    entropy = f"unigram entropy of the text, {unigram_entropy:.2f} nats"
+    axes[0].axhline(unigram_entropy, color="0.4", linestyle=":", label=entropy)
     axes[0].set_ylabel("training loss (nats per token)")
     axes[0].grid(alpha=0.3)
     axes[0].legend()
     if two:
-        _draw_difference(axes[1], *curves.items())
+        apart = differences(*curves.values())
+        axes[1].plot(list(apart), list(apart.values()), color="tab:red", linewidth=1.0)
+        # Equal curves get the scale of one fp32 rounding, not that of matplotlib's choice.
+        limit = max(map(abs, apart.values()), default=0.0) * 1.2 or 1e-7
+        axes[1].set_ylim(-limit, limit)
+        axes[1].set_ylabel(f"{' - '.join(curves)}\n(nats per token)")
+        axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+        axes[1].grid(alpha=0.3)
     axes[-1].set_xlabel("step (optimizer updates)")
     figure.savefig(path, dpi=120)
 
 
-def _draw_difference(
-    axes: Any,
-    first: tuple[str, list[dict[str, Any]]],
-    second: tuple[str, list[dict[str, Any]]],
-) -> None:
-    """Draw the difference of two (name, step entries) over the steps that both have."""
-    losses = {entry["step"]: entry["loss"] for entry in second[1]}
-    shared = [entry for entry in first[1] if entry["step"] in losses]
-    differences = [entry["loss"] - losses[entry["step"]] for entry in shared]
-    axes.plot([entry["step"] for entry in shared], differences, color="tab:red", linewidth=1.0)
-    # Equal curves get the scale of one fp32 rounding, not that of matplotlib's choice.
-    limit = max(map(abs, differences), default=0.0) * 1.2 or 1e-7
-    axes.set_ylim(-limit, limit)
-    axes.set_ylabel(f"{first[0]} - {second[0]}\n(nats per token)")
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
-    axes.grid(alpha=0.3)
-
-
 def _print_summary(
-    job: Job, curves: dict[str, list[dict[str, Any]]], prepared: corpus.Corpus, plot: Path
+    job: Job, curves: dict[str, list[Entry]], prepared: corpus.Corpus, plot: Path
 ) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table()
-    table.add_column("")
-    for name in curves:
-        table.add_column(name, justify="right")
-
-    def row(label: str, value: Callable[[str, list[dict[str, Any]]], str]) -> None:
-        cells = (value(name, entries) if entries else "-" for name, entries in curves.items())
-        table.add_row(label, *cells)
-
-    row("steps", lambda name, entries: str(entries[-1]["step"]))
-    row("first loss (nats)", lambda name, entries: f"{entries[0]['loss']:.4f}")
-    row("last loss (nats)", lambda name, entries: f"{entries[-1]['loss']:.4f}")
-    row("validation loss (nats)", lambda name, entries: _valid_loss(job.folder(name)))
-    row("unigram entropy (nats)", lambda name, entries: f"{prepared.unigram_entropy:.4f}")
-    row(
-        "tokens/s (median)",
-        lambda name, entries: f"{statistics.median(e['tokens_per_s'] for e in entries):,.0f}",
-    )
+    table = Table("", *(Column(name, justify="right") for name in curves))
+    labels = ("steps", "first loss (nats)", "last loss (nats)", "validation loss (nats)",
+              "unigram entropy (nats)", "tokens/s (median)")  # fmt: skip
+    columns = [_summary(job.log_path(name), steps, prepared) for name, steps in curves.items()]
+    for row in zip(labels, *columns, strict=True):
+        table.add_row(*row)
     if job.compare is not None:
-        difference, step = largest_difference(curves[job.dispatcher], curves[job.compare])
+        apart = differences(*curves.values())
+        step = max(apart, key=lambda step: abs(apart[step]))
         table.add_section()
-        where = f"at step {step}" if difference else "same bits"
-        table.add_row("largest difference (nats)", f"{difference:.2e}", where)
-    console = Console()
-    console.print(f"\n{job.model}, trained on {prepared.source}", highlight=False, soft_wrap=True)
+        where = f"at step {step}" if apart[step] else "same bits"
+        table.add_row("largest difference (nats)", f"{abs(apart[step]):.2e}", where)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"\n{job.model}, trained on {prepared.source}")
     console.print(table)
-    console.print(
-        f"log, plot and checkpoint: {job.out}/{log.NAME}, {plot}, {job.out}/checkpoint/",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(f"log, plot and checkpoint: {job.out}/{log.NAME}, {plot}, {job.out}/checkpoint/")
 
 
-def _valid_loss(folder: Path) -> str:
-    ends = [entry for entry in log.read(folder) if entry["type"] == "end"]
-    return f"{ends[-1]['valid_loss']:.4f}" if ends else "-"
+def _summary(path: Path, steps: list[Entry], prepared: corpus.Corpus) -> list[str]:
+    """The column of one training, whose log is `path`."""
+    if not steps:
+        return ["-"] * 6
+    ends = log.read(path, "end")
+    return [
+        str(steps[-1]["step"]),
+        f"{steps[0]['loss']:.4f}",
+        f"{steps[-1]['loss']:.4f}",
+        f"{ends[-1]['valid_loss']:.4f}" if ends else "-",
+        f"{prepared.unigram_entropy:.4f}",
+        f"{statistics.median(entry['tokens_per_s'] for entry in steps):,.0f}",
+    ]

@@ -1,16 +1,92 @@
-"""Settings of one run, and the Megatron-Core objects that they make."""
+"""Settings of one training: the Megatron-LM arguments of a model file, checked.
+
+A model file of configs/model/ goes two ways: `ncclep render` hands it to Megatron-LM's own parser
+as it is, and `ncclep train` and `ncclep bench`, which run without Megatron-LM, check it here.
+model.py gives the values to every Megatron-Core configuration that has a field of that name.
+
+Left out on purpose: the vocabulary (it comes with the data) and everything parallel (it comes with
+the machines).  Fusions that Megatron-LM switches on unless told otherwise (`no-...-fusion`) are off
+in Megatron-Core unless told otherwise; they change speed, not results.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ncclep import config_files
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.training import arguments
-from megatron_ncclep.training.arguments import ARGUMENTS, GPT, LATENT, OPTIMIZER, TRANSFORMER
+
+MOST = 2**31 - 1  # of an int
+# What a file without the key means, where that is not Megatron-Core's own default.
+DEFAULTS: dict[str, Any] = {
+    "group-query-attention": False,
+    "multi-latent-attention": False,
+    "swiglu": False,
+    "disable-bias-linear": False,
+    "moe-layer-freq": "1",
+    "position-embedding-type": "learned_absolute",
+    "rotary-base": 10000,
+    "rotary-percent": 1.0,
+    "untie-embeddings-and-output-weights": False,
+    "transformer-impl": "transformer_engine",
+    "no-persist-layer-norm": False,
+    "bf16": False,
+    "eval-iters": 8,
+    "seed": 1234,
+    "min-lr": 0.0,
+    "weight-decay": 0.01,
+    "adam-beta1": 0.9,
+    "adam-beta2": 0.999,
+    "adam-eps": 1e-8,
+    "clip-grad": 1.0,
+    "lr-decay-style": "linear",
+    "lr-warmup-fraction": 0.0,
+}
+REQUIRED: dict[str, type] = {
+    "num-layers": int, "hidden-size": int, "num-attention-heads": int, "num-experts": int,
+    "seq-length": int, "max-position-embeddings": int, "micro-batch-size": int,
+    "global-batch-size": int, "train-iters": int, "lr": float,
+}  # fmt: skip
+# Only MLATransformerConfig has these.
+LATENT: dict[str, type] = {
+    "q-lora-rank": int, "kv-lora-rank": int, "qk-head-dim": int, "qk-pos-emb-head-dim": int,
+    "v-head-dim": int, "rotary-scaling-factor": float, "mscale": float, "mscale-all-dim": float,
+}  # fmt: skip
+_OTHERS: dict[type, str] = {
+    int: """
+        ffn-hidden-size num-query-groups kv-channels moe-ffn-hidden-size
+        moe-shared-expert-intermediate-size moe-router-topk moe-router-num-groups
+        moe-router-group-topk
+    """,
+    float: """
+        norm-epsilon hidden-dropout attention-dropout init-method-std moe-aux-loss-coeff
+        moe-z-loss-coeff moe-router-topk-scaling-factor moe-router-bias-update-rate
+    """,
+    bool: """
+        qk-layernorm moe-router-pre-softmax moe-router-enable-expert-bias moe-grouped-gemm
+    """,
+    str: """
+        normalization moe-router-score-function moe-router-load-balancing-type moe-router-dtype
+    """,
+}
+# Every argument that a model file may have.
+TYPES: dict[str, type] = {
+    **{name: type(value) for name, value in DEFAULTS.items()},
+    **REQUIRED,
+    **LATENT,
+    **{name: kind for kind, names in _OTHERS.items() for name in names.split()},
+}
+# Where not everything that Megatron-LM takes can be built here.
+CHOICES = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "position-embedding-type": ("learned_absolute", "rope", "none"),
+    "transformer-impl": ("local", "transformer_engine"),
+    "lr-decay-style": ("constant", "linear", "cosine"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,12 +109,24 @@ class Settings:
         Raises:
             InputError: no such file, an unknown key, a missing or a wrong value.
         """
+        source = f"model {model}"
         given = config_files.load("model", model) | changes
-        settings = cls(arguments.check(f"model {model}", given))
+        for key in given:
+            if key not in TYPES:
+                raise InputError(
+                    f"{source}: unknown key {key!r}; megatron_ncclep/training/settings.py lists "
+                    "the Megatron-LM arguments that `ncclep train` knows"
+                )
+        for key in REQUIRED:
+            if key not in given:
+                raise InputError(f"{source}: {key!r} is missing; every model needs it")
+        checked = {key: _checked(source, key, value) for key, value in given.items()}
+        settings = cls(DEFAULTS | checked)
         settings._check()
         return settings
 
     def _check(self) -> None:
+        """Check what must go together."""
         if self["seq-length"] > self["max-position-embeddings"]:
             raise InputError(
                 f"seq-length {self['seq-length']} is more than max-position-embeddings "
@@ -48,10 +136,10 @@ class Settings:
             raise InputError(f"lr-warmup-fraction {self['lr-warmup-fraction']}: must be in [0, 1)")
         if self["group-query-attention"] != ("num-query-groups" in self.values):
             raise InputError("group-query-attention and num-query-groups need each other")
-        latent = sorted(name for name in self.values if ARGUMENTS[name].owner == LATENT)
+        latent = [name for name in LATENT if name in self.values]
         if latent and not self["multi-latent-attention"]:
             raise InputError(f"{latent[0]} needs multi-latent-attention: true")
-        arguments.layer_pattern(self["moe-layer-freq"], self["num-layers"])
+        layer_pattern(self["moe-layer-freq"], self["num-layers"])
 
     def check_ranks(self, num_ranks: int, expert_parallel: int) -> None:
         """Check that the batch and the experts divide among the ranks.
@@ -75,156 +163,61 @@ class Settings:
                 f"micro-batch-size {self['micro-batch-size']} x {num_ranks} ranks = {per_step}"
             )
 
-    def num_microbatches(self, num_ranks: int) -> int:
-        """Micro-batches of each rank in one step; all ranks are data-parallel."""
-        return self["global-batch-size"] // (self["micro-batch-size"] * num_ranks)
-
     @property
-    def warmup_steps(self) -> int:
-        """Steps in which the learning rate rises from 0 to `lr`."""
-        return int(self["lr-warmup-fraction"] * self["train-iters"])
-
-    @property
-    def num_routers(self) -> int:
-        """Layers that have experts."""
-        return sum(arguments.layer_pattern(self["moe-layer-freq"], self["num-layers"]))
-
-    def _of(self, owner: str) -> dict[str, Any]:
-        """The values that `owner` takes, by its own field names."""
-        return {
-            ARGUMENTS[name].field or name.replace("-", "_"): value
-            for name, value in self.values.items()
-            if ARGUMENTS[name].owner == owner
-        }
-
-    def transformer_config(
-        self, dispatcher: str, expert_parallel: int, options: EpConfig | None, **more: Any
-    ) -> Any:
-        """Build Megatron's TransformerConfig (or MLATransformerConfig).
-
-        Args:
-            dispatcher: value of `moe_token_dispatcher_type`; for `ncclep` the caller has called
-                `megatron_ncclep.install()` before.
-            expert_parallel: ranks among which the experts are divided.
-            options: the dispatcher's options; None for Megatron's own dispatchers.
-            more: further fields.
-        """
-        import torch
-        from megatron.core.transformer.transformer_config import (
-            MLATransformerConfig,
-            TransformerConfig,
-        )
-
-        dtype = torch.bfloat16 if self["bf16"] else torch.float32
-        pattern = arguments.layer_pattern(self["moe-layer-freq"], self["num-layers"])
-        fields = self._of(TRANSFORMER)
-        fields.update(
-            add_bias_linear=not self["disable-bias-linear"],
-            gated_linear_unit=self["swiglu"],
-            persist_layer_norm=self._persist_layer_norm,
-            # A list, even of ones only, makes Megatron treat the layers as heterogeneous.
-            moe_layer_freq=pattern if 0 in pattern else 1,
-            moe_token_dispatcher_type=dispatcher,
-            expert_model_parallel_size=expert_parallel,
-            bf16=self["bf16"],
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
-        )
-        if self["swiglu"]:
-            fields["activation_func"] = torch.nn.functional.silu
-        fields |= more
-        if self["multi-latent-attention"]:
-            fields |= self._of(LATENT)
-            # MLATransformerConfig and not GPTModel holds these two when attention is latent.
-            fields |= {"rotary_base": self["rotary-base"], "rotary_percent": self["rotary-percent"]}
-            config = MLATransformerConfig(multi_latent_attention=True, **fields)
-        else:
-            config = TransformerConfig(**fields)
-        if options is not None:
-            config.ncclep = options
-        return config
-
-    @property
-    def _persist_layer_norm(self) -> bool:
-        """Apex' persistent LayerNorm kernel; torch's norms, which `local` falls to, refuse it."""
-        return self["transformer-impl"] != "local" and not self["no-persist-layer-norm"]
-
-    def gpt_model(self, config: Any, vocab_size: int) -> Any:
-        """Build the GPTModel.  Collective: the ranks' weights come from one seed.
-
-        Raises:
-            InputError: `transformer-impl: transformer_engine` without TransformerEngine.
-        """
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-        from megatron.core.models.gpt.gpt_model import GPTModel
-
-        engine = self["transformer-impl"] == "transformer_engine"
-        if engine:
-            _require_transformer_engine()
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=engine, normalization=config.normalization
-        )
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=vocab_size,
-            max_sequence_length=self["max-position-embeddings"],
-            share_embeddings_and_output_weights=not self["untie-embeddings-and-output-weights"],
-            rotary_base=self["rotary-base"],
-            rotary_percent=self["rotary-percent"],
-            **self._of(GPT),
-        )
-
-    def optimizer(self, model: Any, **more: Any) -> Any:
-        """Build Megatron's Adam for the wrapped `model`, with `more` fields of OptimizerConfig."""
-        import torch
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        dtype = torch.bfloat16 if self["bf16"] else torch.float32
-        config = OptimizerConfig(
-            optimizer="adam",
-            bf16=self["bf16"],
-            params_dtype=dtype,
-            **self._of(OPTIMIZER),
-            **more,
-        )
-        return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
-
-    def scheduler(self, optimizer: Any) -> Any:
-        """Build the learning-rate schedule; one unit of it is one sample, as in Megatron-LM.
-
-        A resumed run follows this run's settings and takes only the position from the checkpoint,
-        so that `--steps` can be raised.
-        """
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-        batch, steps = self["global-batch-size"], self["train-iters"]
-        return OptimizerParamScheduler(
-            optimizer,
-            init_lr=0.0,
-            max_lr=self["lr"],
-            min_lr=self["min-lr"],
-            lr_warmup_steps=self.warmup_steps * batch,
-            lr_decay_steps=steps * batch,
-            lr_decay_style=self["lr-decay-style"],
-            start_wd=self["weight-decay"],
-            end_wd=self["weight-decay"],
-            wd_incr_steps=steps * batch,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,
-        )
+    def uses_engine(self) -> bool:
+        """Whether the model is made of TransformerEngine's modules."""
+        return bool(self["transformer-impl"] == "transformer_engine")
 
 
-def _require_transformer_engine() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("transformer_engine") is None:
+def _checked(source: str, key: str, value: Any) -> Any:
+    """`value` in the type of the argument `key`."""
+    wanted: Any = TYPES[key]
+    if key == "moe-layer-freq":
+        value = str(value)
+    if wanted is float and type(value) is int and abs(value) <= MOST:
+        value = float(value)
+    if type(value) is not wanted:
         raise InputError(
-            "transformer-impl: transformer_engine needs TransformerEngine, which is not installed: "
-            "pip install 'megatron-ncclep[te]', or use --set transformer-impl=local with "
-            "--set moe-grouped-gemm=false"
+            f"{source}: {key}: {value!r} is {type(value).__name__}, must be {wanted.__name__}"
         )
+    if wanted is float and not math.isfinite(value):
+        raise InputError(f"{source}: {key}: {value!r} must be a finite number")
+    least = 0 if key == "seed" else 1
+    if wanted is int and not least <= value <= MOST:
+        raise InputError(f"{source}: {key} {value}: must be from {least} to {MOST}")
+    if value not in CHOICES.get(key, (value,)):
+        raise InputError(f"{source}: {key}: {value!r} must be one of {CHOICES[key]}")
+    return value
+
+
+def layer_pattern(text: str, num_layers: int) -> list[int]:
+    """Which layers have experts, from the value of `moe-layer-freq`.
+
+    Args:
+        text: `N` (every N-th layer, beginning with the first, as in Megatron-Core), or a sum of
+            repeated lists as Megatron-LM takes it: `([0]*3+[1]*58)` for three dense layers first.
+
+    Returns:
+        list[int]: `num_layers` entries, 1 for a layer with experts and 0 for a dense one.
+
+    Raises:
+        InputError: another form, or a list whose length is not `num_layers`.
+    """
+    if re.fullmatch(r"[1-9]\d*", text):
+        return [int(layer % int(text) == 0) for layer in range(num_layers)]
+    term = r"\[[01]\]\*\d+"
+    if not re.fullmatch(rf"\(?{term}(\+{term})*\)?", text):
+        raise InputError(
+            f"moe-layer-freq: {text!r} must be a number or a sum of lists like ([0]*3+[1]*58)"
+        )
+    pattern: list[int] = []
+    for value, count in re.findall(r"\[([01])\]\*(\d+)", text):
+        pattern += [int(value)] * int(count)
+    if len(pattern) != num_layers:
+        raise InputError(
+            f"moe-layer-freq: {text!r} names {len(pattern)} layers, num-layers is {num_layers}"
+        )
+    return pattern
 
 
 def parse_changes(assignments: Sequence[str]) -> dict[str, Any]:
@@ -238,15 +231,8 @@ def parse_changes(assignments: Sequence[str]) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         if not separator:
             raise InputError(f"--set {text}: must be NAME=VALUE, such as num-layers=2")
-        changes[name] = config_files.parse_yaml(f"--set {text}", value)
-        if isinstance(changes[name], str):
-            changes[name] = _number_or_text(changes[name])
+        read = config_files.parse_yaml(f"--set {text}", value)
+        # YAML 1.1 takes 1e-3 for a text; on a command line it is meant as a number.
+        is_number = isinstance(read, str) and config_files.is_number(read)
+        changes[name] = float(read) if is_number else read
     return changes
-
-
-def _number_or_text(text: str) -> float | str:
-    """YAML 1.1 takes 1e-3 for a text; on a command line it is meant as a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.benchmark.subjects import Setting
-from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.ranks.pool import RankContext
 
 
 def swapped_rows(rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_ncclep.benchmark.catalogue import LIBRARY
 from megatron_ncclep.benchmark.ceiling import Ceiling
-from megatron_ncclep.benchmark.result import FORMAT, ShapeResult, SubjectResult
-from megatron_ncclep.benchmark.shapes import Shape
-from megatron_ncclep.benchmark.subjects import BOTH, STEPS, WHOLE
-from megatron_ncclep.benchmark.train_result import TrainingResult, TrainResult
-from megatron_ncclep.benchmark.train_shapes import TrainingShape
+from megatron_ncclep.benchmark.names import LIBRARY
+from megatron_ncclep.benchmark.result import (
+    FORMAT,
+    ShapeResult,
+    SubjectResult,
+    TrainingResult,
+    TrainResult,
+)
+from megatron_ncclep.benchmark.shapes import Shape, TrainingShape
+from megatron_ncclep.benchmark.subjects import BOTH, PAIR, STEPS, WHOLE
 
 SHAPE = Shape("deepseek-v3", tokens=4096, hidden=7168, experts=256, top_k=8, ffn_hidden_size=2048)
 
 
 def subject(name: str, kind: str, times: tuple[float, ...], sms: str) -> SubjectResult:
     """Five samples of each pass, around `times`."""
-    found = SubjectResult(name, kind, "bits", sms=sms)
+    found = SubjectResult(name, kind=kind, sms=sms)
     found.memory = {"torch_bytes": 1_200_000_000, "other_bytes": 9_800_000_000}
     names = {len(passes): passes for passes in (STEPS, WHOLE, (BOTH,))}[len(times)]
     found.set_samples(
-        {n: [t - 8, t - 4, t, t + 4, t + 8] for n, t in zip(names, times, strict=True)}
+        {n: [t - 8, t - 4, t, t + 4, t + 8] for n, t in zip(names, times, strict=True)}, False
     )
     return found
 
@@ -45,7 +49,7 @@ def sample_training() -> dict[str, Any]:
         ("train:alltoall_fused", (160e3, 164e3), 2e-3),
         ("train:ncclep:native:grouped:full_iteration", (65e3, 66e3), 1e-3),
     ):
-        found = TrainResult(name, "bits")
+        found = TrainResult(name)
         found.set_samples([[t - 1e3, t, t + 1e3] for t in times], training.tokens)
         found.losses, found.loss_apart, found.layer_apart = [5.9, 5.25], apart, 4e-3
         found.kinds_us, found.host_us = dict(KINDS_US), 120e3
@@ -55,12 +59,32 @@ def sample_training() -> dict[str, Any]:
     return dataclasses.asdict(training)
 
 
+def sample_low_latency(tokens: int) -> dict[str, Any]:
+    """100 operations of each pass, 1 us apart from 7, 6 and 12 us on; and one that cannot run."""
+    shape = dataclasses.replace(SHAPE, name=f"tokens-{tokens}", tokens=tokens)
+    result = ShapeResult.of(shape)
+    result.max_tokens, result.wire_bytes, result.on_gpu = 128, tokens * 14336, True
+    found = SubjectResult("native", kind="engine", window_bytes=30_000_000)
+    found.set_samples(
+        {
+            name: [start + number for number in range(101)]
+            for name, start in zip(PAIR, (7.0, 6.0, 12.0 + tokens), strict=True)
+        },
+        low_latency=True,
+    )
+    missing = SubjectResult("reference", "unavailable", "it is not there", "engine")
+    result.subjects = [found, missing]
+    result.judge(())
+    return dataclasses.asdict(result)
+
+
 def training_settings() -> dict[str, Any]:
     return TrainingShape("4096x2", "moe-2b").settings(1).values
 
 
 def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
-    shape = ShapeResult.of(SHAPE, [32768] * 4, wire_bytes=159_000_000)
+    shape = ShapeResult.of(SHAPE)
+    shape.row_bytes, shape.wire_bytes, shape.on_gpu = 14336, 159_000_000, True
     shape.set_ceiling({"push": Ceiling(350.0, 96), "pull": Ceiling(318.0, 24)}, None)
     shape.subjects = [
         subject("native@24", "engine", (20, 500, 530, 510, 540), "24"),
@@ -68,7 +92,7 @@ def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
         subject("alltoall", "megatron", (5001, 4002), "-"),
         subject("layer:ncclep:native:grouped:full_iteration", "layer", (12005,), "-"),
         subject("layer:alltoall", "layer", (9003, 16004), "-"),
-        SubjectResult("flex_deepep", "megatron", "", "unavailable", "ImportError: no DeepEP"),
+        SubjectResult("flex_deepep", "unavailable", "ImportError: no DeepEP", "megatron"),
     ]
     shape.judge(required)
     return {
@@ -85,5 +109,6 @@ def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
         },
         "shapes": [dataclasses.asdict(shape)],
         "trainings": [sample_training()],
+        "low_latency": [sample_low_latency(tokens) for tokens in (1, 8)],
         "failures": shape.failures,
     }

@@ -3,231 +3,148 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from contract_cases import contract_cases
+from oracle import oracle_combine, oracle_dispatch, oracle_plan
 
-from megatron_ncclep.benchmark import payload
-from megatron_ncclep.benchmark.check import combine_problem, dispatch_problem
-from megatron_ncclep.benchmark.routes import Routes, routes_of, wire_rows
-from megatron_ncclep.benchmark.subjects import make_workload
+from megatron_ncclep.benchmark.check import COMBINES, results_problem
+from megatron_ncclep.benchmark.workload import (
+    GRAD_OUT,
+    WEIGHTS,
+    Workload,
+    X,
+    Y,
+    network_rows,
+    tables_of,
+    wire_rows,
+)
 from megatron_ncclep.engines.engine import (
     EVERY_PART_ROUNDED,
-    HOME_PART_UNROUNDED,
-    MACHINE_SUMS_ROUNDED,
+    NODE_SUMS_ROUNDED,
+    SOURCE_PART_UNROUNDED,
 )
-from megatron_ncclep.testing.cases import Case, contract_cases
-from megatron_ncclep.testing.oracle import (
-    OraclePlan,
-    oracle_combine,
-    oracle_dispatch,
-    oracle_plan,
-    sources_in_order,
-)
+from megatron_ncclep.ranks.nodes import Nodes
+from megatron_ncclep.testing.cases import Case
 
-# Benchmarks have no static mode and no fp64.
+# Benchmarks have no static mode and no fp64; tests/testing/test_table_oracle.py has more cases.
 CASES = [
-    case
-    for num_ranks in (1, 2, 3, 4)
-    for case in contract_cases(num_ranks)
-    if case.max_recv_rows is None and case.dtype != torch.float64
+    case for case in contract_cases(4) if case.max_recv_rows is None and case.dtype != torch.float64
 ]
 REJECTED = Case("rejected", (9, 7), 8, top_k=4, dtype=torch.bfloat16, alignment=16, dropped=0.1)
+Results = dict[str, tuple[Any, Any]]
 
 
-def routes(case: Case, ranks_on_machine: int | None = None) -> Routes:
-    topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    sources = sources_in_order(case.num_ranks, ranks_on_machine)
-    return routes_of(topk_idx, case.num_experts, case.alignment, sources)
-
-
-def grids(case: Case) -> list[int | None]:
-    """Ranks on a machine, for an engine to which they matter."""
-    return [None, *(n for n in (1, 2) if case.num_ranks % n == 0)]
-
-
-def oracle(case: Case, ranks_on_machine: int | None = None) -> OraclePlan:
-    topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    return oracle_plan(
-        topk_idx, case.num_experts, case.alignment, ranks_on_machine=ranks_on_machine
-    )
-
-
-def rows(kind: int, rank: int, length: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    row = torch.arange(length)
-    return payload.rows(kind, torch.full_like(row, rank), row, width, dtype)
-
-
-def dispatched(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def results(
+    case: Case, rank: int, reduction: str = SOURCE_PART_UNROUNDED, ranks_on_node: int | None = None
+) -> Results:
     """What the oracle makes of the payload."""
-    x = [rows(payload.X, r, t, case.hidden, case.dtype) for r, t in enumerate(case.tokens)]
-    w = [rows(payload.WEIGHTS, r, t, case.top_k, torch.float32) for r, t in enumerate(case.tokens)]
-    return oracle_dispatch(oracle(case), x, w)
+    work = Workload(case, rank)
+    topk_idx = [case.topk_idx(r) for r in range(case.num_ranks)]
+    plan = oracle_plan(topk_idx, case.num_experts, case.alignment, ranks_on_node=ranks_on_node)
+    rounded = reduction == EVERY_PART_ROUNDED
+    found: Results = {}
+    for name, kind, kind_w in (("dispatch", X, WEIGHTS), ("bwd_dispatch", GRAD_OUT, WEIGHTS)):
+        rows, w = oracle_dispatch(plan, work.every(kind), work.every(kind_w))
+        found[name] = (rows[rank], w[rank] if name == "dispatch" else None)
+    for name, (kind, kind_w) in COMBINES.items():
+        w = work.every(kind_w) if kind_w else [rows[:, 0] for rows in work.every(kind)]
+        sums, topk_w = oracle_combine(plan, work.every(kind), w, rounded, ranks_on_node)
+        found[name] = (sums[rank], topk_w[rank] if kind_w else None)
+    return found
 
 
-def combined(
-    case: Case, reduction: str = HOME_PART_UNROUNDED, ranks_on_machine: int | None = None
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    plan = oracle(case, ranks_on_machine)
-    sizes = [len(slots) for slots in plan.slots]
-    y = [rows(payload.Y, r, n, case.hidden, case.dtype) for r, n in enumerate(sizes)]
-    w = [rows(payload.GRAD_WEIGHTS, r, n, 1, torch.float32)[:, 0] for r, n in enumerate(sizes)]
-    return oracle_combine(plan, y, w, reduction == EVERY_PART_ROUNDED, ranks_on_machine)
-
-
-# --- it says what the oracle says ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case}-{case.num_ranks}")
-def test_routes_are_the_oracles(case: Case) -> None:
-    for grid in grids(case):
-        plan, found = oracle(case, grid), routes(case, grid)
-        assert found.routed.tolist() == plan.routed
-        assert found.padded.tolist() == plan.padded
-        for rank, slots in enumerate(plan.slots):
-            expected = [
-                -1 if s is None else (found.first[s.source] + s.token) * case.top_k + s.pick
-                for s in slots
-            ]
-            assert found.picks_on(rank).tolist() == expected, grid
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case}-{case.num_ranks}")
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_oracles_results_pass(case: Case) -> None:
-    found = routes(case)
-    for rank, (out, out_w) in enumerate(zip(*dispatched(case), strict=True)):
-        assert dispatch_problem(found, rank, out, out_w, payload.X) is None
-    for reduction in (HOME_PART_UNROUNDED, EVERY_PART_ROUNDED):
-        for rank, (out, out_w) in enumerate(zip(*combined(case, reduction), strict=True)):
-            assert combine_problem(found, rank, out, out_w, payload.Y, reduction) is None
-    for grid in grids(case)[1:]:
-        how = (payload.Y, MACHINE_SUMS_ROUNDED, grid)
-        for rank, sums in enumerate(zip(*combined(case, how[1], grid), strict=True)):
-            assert combine_problem(routes(case, grid), rank, *sums, *how) is None
+    for reduction in (SOURCE_PART_UNROUNDED, EVERY_PART_ROUNDED):
+        found = results(case, 1, reduction)
+        assert results_problem(found, Workload(case, 1), reduction) is None
+    found = results(case, 1, NODE_SUMS_ROUNDED, 2)
+    assert results_problem(found, Workload(case, 1), NODE_SUMS_ROUNDED, Nodes(2, 2)) is None
 
 
-def test_the_workload_is_what_the_check_expects() -> None:
-    for rank in range(2):
-        work = make_workload(REJECTED, rank)
-        assert torch.equal(work.x, rows(payload.X, rank, len(work.x), 16, torch.bfloat16))
-        assert torch.equal(work.w, rows(payload.WEIGHTS, rank, len(work.w), 4, torch.float32))
-        assert len(work.y) == len(oracle(REJECTED).slots[rank])
-
-
-def test_chunks_do_not_change_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ncclep.benchmark.check.CHUNK", 3 * REJECTED.hidden)
-    found = routes(REJECTED)
-    out, out_w = (both[1] for both in dispatched(REJECTED))
-    assert dispatch_problem(found, 1, out, out_w, payload.X) is None
-    out[-17] += 1  # in the last block; the padding follows
-    assert f"row {len(out) - 17} " in (dispatch_problem(found, 1, out, out_w, payload.X) or "")
-    sums, sums_w = (both[1] for both in combined(REJECTED))
-    assert combine_problem(found, 1, sums, sums_w, payload.Y, HOME_PART_UNROUNDED) is None
-    sums[5, 2] += 1
-    problem = combine_problem(found, 1, sums, sums_w, payload.Y, HOME_PART_UNROUNDED)
-    assert problem is not None
-    assert "rank 1, token 5" in problem
-    assert "column 2" in problem
-
-
-# --- it rejects what a bug would give ------------------------------------------------------------
-
-Wrong = Callable[[torch.Tensor, torch.Tensor], object]
+Wrong = Callable[[Results], object]
 
 
 def swap(tensor: torch.Tensor, one: int, other: int) -> None:
     tensor[[one, other]] = tensor[[other, one]].clone()
 
 
-DISPATCH_BUGS: dict[str, Wrong] = {
-    "two rows swapped": lambda rows, w: swap(rows, 0, 1),
-    "two weights swapped": lambda rows, w: swap(w, 0, 1),
-    "a row twice": lambda rows, w: rows[1].copy_(rows[0]),
-    "one element": lambda rows, w: rows[2, 3].add_(0.0625),
-    "padding not zero": lambda rows, w: rows[15].fill_(1),
-    "padding minus zero": lambda rows, w: rows[15].fill_(-0.0),
-    "a weight in the padding": lambda rows, w: w[15].fill_(1),
-    "NaN": lambda rows, w: rows[0, 0].fill_(float("nan")),
+# Rows 14 and 15 of rank 0 are padding.
+BUGS: dict[str, dict[str, Wrong]] = {
+    "dispatch": {
+        "two rows swapped": lambda f: swap(f["dispatch"][0], 0, 1),
+        "two weights swapped": lambda f: swap(f["dispatch"][1], 0, 1),
+        "a row twice": lambda f: f["dispatch"][0][1].copy_(f["dispatch"][0][0]),
+        "one element": lambda f: f["dispatch"][0][2, 3].add_(0.0625),
+        "padding not zero": lambda f: f["dispatch"][0][15].fill_(1),
+        "padding minus zero": lambda f: f["dispatch"][0][15].fill_(-0.0),
+        "a weight in the padding": lambda f: f["dispatch"][1][15].fill_(1),
+        "NaN": lambda f: f["dispatch"][0][0, 0].fill_(float("nan")),
+        "another pass": lambda f: f["dispatch"][0].copy_(f["bwd_dispatch"][0]),
+        "a row too few": lambda f: f.update(dispatch=(f["dispatch"][0][1:], f["dispatch"][1])),
+    },
+    "bwd_dispatch": {"one element": lambda f: f["bwd_dispatch"][0][2, 3].add_(0.0625)},
+    "combine": {
+        "two tokens swapped": lambda f: swap(f["combine"][0], 0, 1),
+        "one element": lambda f: f["combine"][0][3, 1].add_(0.0625),
+        "NaN": lambda f: f["combine"][0][0, 0].fill_(float("nan")),
+        "a token left out": lambda f: f["combine"][0][2].zero_(),
+    },
+    "bwd_combine": {
+        "weights swapped": lambda f: f["bwd_combine"][1][0].copy_(f["bwd_combine"][1][0].flip(0)),
+        "another pass": lambda f: f["bwd_combine"][0].copy_(f["combine"][0]),
+    },
 }
 
 
-@pytest.mark.parametrize("bug", DISPATCH_BUGS)
-def test_wrong_dispatches_are_rejected(bug: str) -> None:
-    out, out_w = (both[0] for both in dispatched(REJECTED))
-    assert int(routes(REJECTED).routed[0, 0]) < 15  # rows 14 and 15 are padding
-    DISPATCH_BUGS[bug](out, out_w)
-    assert "rank 0, row" in (dispatch_problem(routes(REJECTED), 0, out, out_w, payload.X) or "")
-
-
-def test_rows_of_another_rank_or_pass_are_rejected() -> None:
-    found, (out, out_w) = routes(REJECTED), dispatched(REJECTED)
-    assert dispatch_problem(found, 0, out[0], out_w[0], payload.GRAD_OUT)
-    other = dispatched(Case("other", REJECTED.tokens, 8, 4, dtype=torch.bfloat16, alignment=16))
-    assert dispatch_problem(found, 0, other[0][0], None, payload.X)
-    assert "rows, expected" in (dispatch_problem(found, 0, out[0][1:], None, payload.X) or "")
-
-
-COMBINE_BUGS: dict[str, Wrong] = {
-    "two tokens swapped": lambda sums, w: swap(sums, 0, 1),
-    "two picks swapped": lambda sums, w: w[0].copy_(w[0].flip(0)),
-    "one element": lambda sums, w: sums[3, 1].add_(0.0625),
-    "NaN": lambda sums, w: sums[0, 0].fill_(float("nan")),
-    "a token left out": lambda sums, w: sums[2].zero_(),
-}
-
-
-@pytest.mark.parametrize("bug", COMBINE_BUGS)
-def test_wrong_combines_are_rejected(bug: str) -> None:
-    sums, sums_w = (both[0] for both in combined(REJECTED))
-    COMBINE_BUGS[bug](sums, sums_w)
-    problem = combine_problem(routes(REJECTED), 0, sums, sums_w, payload.Y, HOME_PART_UNROUNDED)
-    assert "rank 0, token" in (problem or "")
+@pytest.mark.parametrize(("name", "bug"), [(n, bug) for n, bugs in BUGS.items() for bug in bugs])
+def test_wrong_results_are_rejected(name: str, bug: str) -> None:
+    work, found = Workload(REJECTED, 0), results(REJECTED, 0)
+    assert results_problem(found, work, SOURCE_PART_UNROUNDED) is None
+    assert int(work.tables[0].routed[0]) < 15
+    BUGS[name][bug](found)
+    problem = results_problem(found, work, SOURCE_PART_UNROUNDED)
+    assert str(problem).startswith(f"{name}: rank 0, ")
 
 
 def test_another_reduction_is_rejected() -> None:
-    """Rounding the home rank's part changes bits, and the check sees it."""
-    found = routes(REJECTED)
-    for actual, declared in (
-        (EVERY_PART_ROUNDED, HOME_PART_UNROUNDED),
-        (HOME_PART_UNROUNDED, EVERY_PART_ROUNDED),
-    ):
-        sums, _ = combined(REJECTED, actual)
-        assert combine_problem(found, 0, sums[0], None, payload.Y, declared)
-    case = next(c for c in CASES if c.num_ranks == 4 and str(c) == "bfloat16-top-6")
-    sums, _ = combined(case, MACHINE_SUMS_ROUNDED, 2)
-    by_rail = (routes(case, 2), 3, sums[3], None, payload.Y)
-    assert combine_problem(*by_rail, HOME_PART_UNROUNDED)
-    assert combine_problem(*by_rail, MACHINE_SUMS_ROUNDED, 1)
+    """Rounding the source rank's part changes bits, and the check sees it."""
+    work = Workload(REJECTED, 0)
+    both = (EVERY_PART_ROUNDED, SOURCE_PART_UNROUNDED)
+    for actual, declared in (both, both[::-1]):
+        assert results_problem(results(REJECTED, 0, actual), work, declared)
+    case = next(c for c in CASES if str(c) == "bfloat16-top-6")
+    by_rail, work = results(case, 3, NODE_SUMS_ROUNDED, 2), Workload(case, 3)
+    assert results_problem(by_rail, work, SOURCE_PART_UNROUNDED)
+    assert results_problem(by_rail, work, NODE_SUMS_ROUNDED, Nodes(4, 1))
 
 
-# --- payload -------------------------------------------------------------------------------------
-
-
-def test_payload_names_its_owner() -> None:
-    """Rows differ between kinds, ranks and row numbers, also in 8 bits; and values are bounded."""
-    row = torch.tensor([0, 1, 2, 1000, 65536])
-    made = [
-        tuple(values)
-        for kind in range(6)
-        for rank in range(8)
-        for values in payload.rows(
-            kind, torch.full_like(row, rank), row, 16, torch.bfloat16
-        ).tolist()
-    ]
-    assert len(set(made)) == len(made)
-    values = rows(payload.X, 3, 100, 100, torch.float32)
-    assert 0.5 <= float(values.min()) < 0.51
-    assert 1.49 < float(values.max()) < 1.5
-    assert len(values.unique()) > 9900
+def test_payload_is_bounded_and_names_its_owner() -> None:
+    """Sums do not cancel, and logarithms of the layers' weights are finite."""
+    case = Case("payload", (100, 100), hidden=100)
+    work = Workload(case, 1)
+    assert 0.5 <= float(work.x.min()) < 0.51
+    assert 1.49 < float(work.x.max()) <= 1.5
+    assert 0.5 < float(work.w.min()) <= float(work.w.max()) <= 1
+    made = torch.cat([rows for what in (X, GRAD_OUT, Y) for rows in work.every(what)])
+    assert len(made.bfloat16()[:, :16].unique(dim=0)) == len(made)
 
 
 # --- what crosses the wire -----------------------------------------------------------------------
 
 
+def crossing(topk_idx: list[torch.Tensor], num_experts: int, on_each: int | None = None) -> Any:
+    tables, tokens = tables_of(topk_idx, num_experts, 16), [len(mine) for mine in topk_idx]
+    return network_rows(tables, tokens, on_each) if on_each else wire_rows(tables, tokens)
+
+
 def test_wire_rows_of_the_worked_example() -> None:
-    """The example of wire_rows."""
-    found = routes_of([torch.tensor([[2, 3], [0, 1]]), torch.tensor([[1, 2]])], 4, 1)
-    assert wire_rows(found) == 1
+    """The example of wire_rows; and one rank sends nothing."""
+    assert crossing([torch.tensor([[2, 3], [0, 1]]), torch.tensor([[1, 2]])], 4) == 1
+    assert crossing([torch.tensor([[0, 1]])], 2) == 0
 
 
 def test_wire_rows_count_each_rank_once_and_take_the_busiest() -> None:
@@ -244,11 +161,32 @@ def test_wire_rows_count_each_rank_once_and_take_the_busiest() -> None:
         torch.tensor([[4, 5, -1]]),
         torch.tensor([[4, 5, 0]]),
     ]
-    assert wire_rows(routes_of(topk_idx, 6, 16)) == 3
+    assert crossing(topk_idx, 6) == 3
     # Without rank 0's second token the busiest receives: rank 2, from ranks 0 and 1.
-    topk_idx[0] = topk_idx[0][:1]
-    assert wire_rows(routes_of(topk_idx, 6, 1)) == 2
+    assert crossing([topk_idx[0][:1], *topk_idx[1:]], 6) == 2
 
 
-def test_one_rank_sends_nothing() -> None:
-    assert wire_rows(routes_of([torch.tensor([[0, 1]])], 2, 1)) == 0
+def test_network_rows_of_the_worked_example() -> None:
+    """The example of network_rows."""
+    none = torch.full((1, 2), -1)
+    topk_idx = [torch.tensor([[2, 3]]), none, none, none]
+    assert crossing(topk_idx, 4, 2) == (1, 2)
+    assert crossing(topk_idx, 4, 4) == (0, 0)
+
+
+def test_network_rows_take_the_busiest_in_each_way() -> None:
+    """Three nodes of two ranks, an expert on each rank, top-3; nothing from ranks 3 to 5.
+
+    rank 0, token 0: experts 1, 2, 3   a row to rank 2;            flat: to 2, to 3
+    rank 0, token 1: experts 2, 4, 5   rows to ranks 2 and 4;      flat: to 2, to 4, to 5
+    rank 1, token 0: experts 2, 3, 4   rows to ranks 3 and 5;      flat: to 2, to 3, to 4
+    rank 2, token 0: experts 2, 3, -   none
+    Sent: 3 and 2; flat 5 and 3.  Received: 2, 1, 1, 1 by ranks 2 to 5; flat 3, 2, 2, 1.
+    """
+    none = torch.full((1, 3), -1)
+    last = [torch.tensor([[2, 3, -1]]), none, none, none]
+    topk_idx = [torch.tensor([[1, 2, 3], [2, 4, 5]]), torch.tensor([[2, 3, 4]]), *last]
+    assert crossing(topk_idx, 6, 2) == (3, 5)
+    # With a token each on ranks 0 and 1, what rank 2 receives is the most: flat 2, as is sent.
+    first = [torch.tensor([[2, -1, -1]]), torch.tensor([[2, -1, -1]])]
+    assert crossing([*first, *last], 6, 2) == (1, 2)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from megatron_ncclep import cli, config_files
-from megatron_ncclep.benchmark import shapes
-from megatron_ncclep.benchmark.catalogue import default_names, split_name
+from megatron_ncclep.benchmark import command, shapes
 from megatron_ncclep.benchmark.job import Job
-from megatron_ncclep.benchmark.train_names import parse_train, train_obstacle
+from megatron_ncclep.benchmark.names import TRAININGS, default_names, obstacle, split_name
 from megatron_ncclep.errors import InputError
 
 
@@ -61,12 +61,6 @@ def test_models_are_those_of_the_design() -> None:
     }
 
 
-def test_the_sweep_varies_the_tokens_only() -> None:
-    sweep = shapes.load("sweep").shapes
-    assert [shape.tokens for shape in sweep] == [512, 1024, 2048, 4096, 8192]
-    assert len({(s.hidden, s.ffn_hidden_size, s.experts, s.top_k, s.dtype) for s in sweep}) == 1
-
-
 TINY = "{name: a, model: tiny}"
 GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
 
@@ -80,18 +74,19 @@ GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
         ("shapes: 3", "must be a list of mappings"),
         (f"shapes: [{GOOD}, {GOOD}]", "a name of its own"),
         (f"shapes: [{GOOD}]\nsample: 3", "unknown key 'sample'"),
+        ("shapes: [{name: a, tokens: 8, model: huge}]", "no model configuration 'huge'"),
         ("shapes: [{name: a, tokens: 8}]", "no hidden"),
         ("trainings: 3", "trainings must be a list of mappings"),
         ("trainings: [{name: a}]", "training a: no model"),
         (f"shapes: [{GOOD}]\ntrainings: [{TINY}]", "a name of its own"),
         (f"trainings: [{TINY}, {TINY}]", "a name of its own"),
         (f"trainings: [{TINY[:-1]}, steps: 3}}]", "training a: unknown key 'steps'"),
-        (f"trainings: [{TINY[:-1]}, microbatches: 0}}]", "microbatches 0: must be at least 1"),
-        (f"trainings: [{TINY[:-1]}, changes: 3}}]", "changes must be a mapping"),
+        (f"trainings: [{TINY[:-1]}, microbatches: 0}}]", "microbatches 0: must be >= 1"),
+        (f"trainings: [{TINY[:-1]}, changes: 3}}]", "changes 3: must be dict"),
         (f"trainings: [{TINY[:-1]}, changes: {{global-batch-size: 4}}}}]", "leave it out"),
         (f"shapes: [{GOOD[:-1]}, size: 3}}]", "shape a: unknown key 'size'"),
         (f"shapes: [{GOOD[:-1]}, dtype: float64}}]", "dtype 'float64': one of bfloat16, float16"),
-        (f"shapes: [{GOOD[:-1]}, alignment: 3}}]", "alignment 3"),
+        (f"shapes: [{GOOD[:-1]}, alignment: 3}}]", "alignment 3: one of 1, 16"),
         (f"shapes: [{GOOD[:-1]}, ffn_hidden_size: 2.5}}]", "ffn_hidden_size 2.5: must be int"),
         (f"shapes: [{GOOD[:-1]}, ffn_hidden_size: 0}}]", "ffn_hidden_size 0: must be >= 1"),
         (f"shapes: [{GOOD[:-1]}, skew: x}}]", "skew 'x': must be float"),
@@ -154,7 +149,7 @@ def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message
         ),
         (["--smoke", "--subjects", "train:ncclep"], "unknown subject 'train:ncclep': write train:"),
         (["--smoke", "--subjects", "train:flex_ncclep"], "unknown subject"),
-        (["--smoke", "--subjects", "train:ncclep:native@24"], "unknown subject"),
+        (["--smoke", "--subjects", "train:ncclep:native@24"], "would ignore a number of SMs"),
         (["--smoke", "--subjects", "train:alltoall:fast"], ":grouped][:static]"),
         (["--smoke", "--subjects", "train:ncclep:native:static:grouped"], "in this order"),
         (["--smoke", "--subjects", "train:alltoall:grouped"], "grouped is of this package's"),
@@ -196,42 +191,50 @@ def test_another_number_of_ranks_than_torchruns_is_refused(
     assert "--ranks 2, but torchrun started 4" in refused("--smoke", "--ranks", "2")
 
 
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
 def make(config: str, **given: object) -> Job:
-    values: dict[str, object] = dict.fromkeys(("subjects", "warmup", "samples"))
-    return Job.make(config, 2, "cpu", out="x", **{**values, **given})  # type: ignore[arg-type]
+    args = parsed("--config", config)
+    vars(args).update(given)
+    return Job.make(args, 2, "cpu")
 
 
 def test_what_the_command_line_names_wins_over_the_file() -> None:
     assert make("smoke").subjects == shapes.load("smoke").subjects
     assert make("smoke").required == ()
-    job = make("smoke", subjects=["reference"], samples=7, warmup=0)
+    job = make("smoke", subjects="reference", samples=7, warmup=0)
     assert (job.subjects, job.required) == (("reference",), ("reference",))
     assert (job.samples, job.warmup) == (7, 0)
     assert make("models").subjects == tuple(default_names())
     assert make("models").timeout_s == 60
+    assert make("smoke", subjects="nccl_ep@24").subjects == ("nccl_ep@24",)
 
 
 def test_layers_are_measured_only_when_asked_for() -> None:
     assert not any(name.startswith("layer:") for name in default_names())
-    wanted = ["layer:alltoall_fused", "layer:ncclep:native"]
-    assert make("models", subjects=wanted).subjects == tuple(wanted)
+    wanted = ("layer:alltoall_fused", "layer:ncclep:native")
+    assert make("models", subjects=",".join(wanted)).subjects == wanted
 
 
 def test_received_rows_of_static_layers_and_trainings() -> None:
     static = ["layer:ncclep:native:grouped:static", "train:ncclep:reference:static"]
     for name in static:
-        assert make("smoke", subjects=["reference", name]).max_recv_rows == "1.5x"
-        assert make("smoke", subjects=[name], max_recv_rows="worst").max_recv_rows == "worst"
-    assert make("smoke", subjects=["layer:ncclep:native:grouped"]).max_recv_rows is None
+        assert make("smoke", subjects=f"reference,{name}").max_recv_rows == "1.5x"
+        assert make("smoke", subjects=name, max_recv_rows="worst").max_recv_rows == "worst"
+    assert make("smoke", subjects="layer:ncclep:native:grouped").max_recv_rows is None
 
 
 def test_subjects_that_train_have_shapes_of_their_own() -> None:
-    train = ["train:alltoall", "train:ncclep:reference"]
-    job = make("smoke", subjects=["reference", *train])
-    assert (job.measured, job.trained) == (("reference",), tuple(train))
+    train = "train:alltoall,train:ncclep:reference"
+    job = make("smoke", subjects=f"reference,{train}")
+    assert (job.measured, ",".join(job.trained)) == (("reference",), train)
     assert [shape.name for shape in job.everything] == ["smoke-fp32", "smoke-bf16", "smoke-train"]
     assert [shape.name for shape in make("smoke", subjects=train).everything] == ["smoke-train"]
-    assert make("smoke", subjects=["reference"]).trainings == ()
+    assert make("smoke", subjects="reference").trainings == ()
 
 
 def test_a_batch_follows_from_the_ranks() -> None:
@@ -239,8 +242,8 @@ def test_a_batch_follows_from_the_ranks() -> None:
     assert training.microbatches == 2
     for ranks in (1, 2, 4):
         settings = training.settings(ranks)
+        assert settings["micro-batch-size"] == 2
         assert settings["global-batch-size"] == 2 * 2 * ranks
-        assert settings.num_microbatches(ranks) == 2
 
 
 def test_variants_of_a_training() -> None:
@@ -256,7 +259,7 @@ def test_variants_of_a_training() -> None:
             "train:alltoall_fused:optimizer_graph",
             "train:ncclep:native:grouped:full_iteration:optimizer_graph",
         )
-        for found in [parse_train(name)]
+        for found in [TRAININGS.parse(name)]
     }
     assert list(every.values()) == [
         (False, False, False, "partial_graphs", False),
@@ -268,35 +271,28 @@ def test_variants_of_a_training() -> None:
         (False, False, False, None, True),
         (True, True, True, "full_iteration", True),
     ]
-    eager = parse_train("train:ncclep:native:grouped:full_iteration:optimizer_graph")
+    eager = TRAININGS.parse("train:ncclep:native:grouped:full_iteration:optimizer_graph")
     eager = eager.without_graphs()
     # Adam that can be captured rounds in another way: what is compared with must be the same.
     assert (eager.graphs, eager.captures_optimizer, eager.optimizer_graph) == (None, False, True)
     assert (eager.static, eager.captured) == (True, None)
-    assert parse_train("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
+    assert TRAININGS.parse("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
 
 
 def test_what_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     (small,), (large, _) = shapes.load("smoke").trainings, shapes.load("training").trainings
-    choice = parse_train("train:alltoall")
-    assert train_obstacle(choice, "cpu", small) is None
+    choice = TRAININGS.parse("train:alltoall")
+    assert obstacle(choice, "cpu", small) is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "megatron" or None)
-    reason = train_obstacle(choice, "cuda", large)
+    reason = obstacle(choice, "cuda", large)
     assert reason is not None
     assert "pip install 'megatron-ncclep[te]'" in reason
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    reason = train_obstacle(choice, "cpu", small)
+    reason = obstacle(choice, "cpu", small)
     assert reason is not None
     assert "pip install 'megatron-ncclep[train]'" in reason
 
 
-def test_sms_of_a_subject() -> None:
-    assert make("smoke", subjects=["nccl_ep@24", "nccl_ep_library@8"]).subjects == (
-        "nccl_ep@24",
-        "nccl_ep_library@8",
-    )
-
-
 def test_a_bad_shape_names_itself() -> None:
     with pytest.raises(InputError, match=r"shape mixtral-8x7b: 8 experts.*16 ranks.*divisor of 8"):
-        Job.make("models", 16, "cpu", None, None, None, "x")
+        Job.make(parsed("--config", "models"), 16, "cpu")

@@ -14,15 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ncclep.benchmark import library_subject, payload
-from megatron_ncclep.benchmark.catalogue import make_subject
-from megatron_ncclep.benchmark.check import rows_of
-from megatron_ncclep.benchmark.library_subject import PreparedLibrary
-from megatron_ncclep.benchmark.subjects import UnavailableError, Workload, make_workload
-from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines.nccl_ep_library import CHOICE, FIXED_ORDER, PULL_PUSH
+from megatron_ncclep.benchmark import library_subject
+from megatron_ncclep.benchmark.library_subject import LibrarySubject
+from megatron_ncclep.benchmark.subjects import UnavailableError
+from megatron_ncclep.benchmark.workload import (
+    GRAD_OUT,
+    GRAD_ROWS,
+    GRAD_WEIGHTS,
+    WEIGHTS,
+    Workload,
+    X,
+    Y,
+)
 from megatron_ncclep.errors import InputError
+from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH
 from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.table_oracle import table_dispatch
 
 RANK = 1
 CASE = Case(
@@ -45,9 +52,7 @@ class Handle:
 
     def update(self, topk_idx: torch.Tensor, *_: Any) -> None:
         self.picks = topk_idx
-        routes = self._work.routes
-        block = torch.repeat_interleave(routes.padded[RANK])
-        self.place = self._place(block)
+        self.place = self._place(torch.repeat_interleave(self._work.tables[RANK].padded))
 
     def dispatch(
         self,
@@ -57,23 +62,17 @@ class Handle:
         row_w: torch.Tensor | None,
         stream: int,
     ) -> None:
-        routes, width = self._work.routes, rows.shape[1]
-        kind = payload.X if x is self._work.x else payload.GRAD_OUT
-        pick = routes.picks_on(RANK)
-        token, k = pick.clamp(min=0) // CASE.top_k, pick.clamp(min=0) % CASE.top_k
-        sent = rows_of(routes, kind, token, width, rows.dtype)
-        sent[pick < 0] = 0
+        work, table = self._work, self._work.tables[RANK]
+        every = work.every(WEIGHTS)
+        if w is not None:
+            # Weights stand beside the experts that this rank named, in its order.
+            assert self.picks is not None
+            order = work.topk_idx[:, :, None] == self.picks[:, None]
+            every[RANK] = torch.where(order, w[:, None], 0).sum(dim=2)
+        kind = X if x is work.x else GRAD_OUT
+        sent, weights = table_dispatch(table, work.every(kind), every)
         rows[self.place] = sent
         if row_w is not None:
-            weights = rows_of(routes, payload.WEIGHTS, token, CASE.top_k, torch.float32)
-            weights = weights.gather(1, k[:, None]).squeeze(1)
-            weights[pick < 0] = 0
-            assert w is not None
-            assert self.picks is not None
-            for row in ((routes.source[token] == RANK) & (pick >= 0)).nonzero().flatten().tolist():
-                mine = int(token[row]) - routes.first[RANK]
-                expert = routes.expert[token[row], k[row]]
-                weights[row] = w[mine][self.picks[mine] == expert].item()
             row_w[self.place] = weights
 
     def combine(
@@ -81,43 +80,33 @@ class Handle:
         y: torch.Tensor,
         w: torch.Tensor | None,
         out: torch.Tensor,
-        home_w: torch.Tensor | None,
+        topk_w: torch.Tensor | None,
         stream: int,
     ) -> None:
         """Sums of this rank's tokens; what other ranks have is as it must be."""
-        routes = self._work.routes
-        kind = payload.Y if home_w is None else payload.GRAD_ROWS
-        mine = routes.tokens(RANK)
+        work = self._work
+        rows = work.every(Y if topk_w is None else GRAD_ROWS)
+        rows[RANK] = y[self.place]
+        mine = work.tokens_of(RANK)
         assert self.picks is not None
-        for t, (experts, slots) in enumerate(
-            zip(routes.expert[mine].tolist(), routes.slot[mine].tolist(), strict=True)
-        ):
-            slot_of = dict(zip(experts, slots, strict=True))
+        slots = torch.cat([table.slot[mine] for table in work.tables], dim=1)  # of all experts
+        for t, slot_of in enumerate(slots.tolist()):
             named = [e for e in self.picks[t].tolist() if e >= 0]
             ranks = list(dict.fromkeys(e // 2 for e in named))
             total = torch.zeros(CASE.hidden)
             for owner in ranks if self.adds_by_pick else sorted(ranks):
                 part = torch.zeros(CASE.hidden)
                 for e in sorted(e for e in named if e // 2 == owner):
-                    part += self._row(y, kind, owner, slot_of[e])
+                    part += rows[owner][slot_of[e]].float()
                 total += part.to(y.dtype).float()
             out[t] = total.to(out.dtype)
-            if home_w is None:
+            if topk_w is None:
                 continue
             assert w is not None
+            row_w = work.every(GRAD_WEIGHTS)
+            row_w[RANK] = w[self.place]
             for k, e in enumerate(self.picks[t].tolist()):
-                home_w[t, k] = 0.0
-                if e >= 0:
-                    there = self._row(w[:, None], payload.GRAD_WEIGHTS, e // 2, slot_of[e])
-                    home_w[t, k] = there[0]
-
-    def _row(self, mine: torch.Tensor, kind: int, owner: int, slot: int) -> torch.Tensor:
-        """fp32 [width]: what a rank has in its row `slot`: this one `mine`, others the payload."""
-        row = torch.tensor([slot])
-        if owner == RANK:
-            return mine[self.place[row]][0].float()
-        owners = torch.tensor([owner])
-        return payload.rows(kind, owners, row, mine.shape[1], mine.dtype)[0].float()
+                topk_w[t, k] = row_w[e // 2][slot_of[e]] if e >= 0 else 0
 
 
 def in_order(block: torch.Tensor) -> torch.Tensor:
@@ -139,15 +128,15 @@ def in_another_block(block: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PreparedLibrary, Handle]]:
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[LibrarySubject, Handle]]:
     """Makes the yardstick over a `Handle`."""
 
     def prepare(
         place: Callable[[torch.Tensor], torch.Tensor],
         adds_by_pick: bool = False,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> tuple[PreparedLibrary, Handle]:
-        work = make_workload(replace(CASE, dtype=dtype), RANK)
+    ) -> tuple[LibrarySubject, Handle]:
+        work = Workload(replace(CASE, dtype=dtype), RANK)
         handle = Handle(work, place)
         native = SimpleNamespace(
             NcclEpGroup=lambda *_, **options: SimpleNamespace(handle_bytes=lambda *_: 1),
@@ -157,8 +146,13 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PreparedLib
         monkeypatch.setattr(library_subject.extension, "current_stream", lambda: 0)
         monkeypatch.setattr(library_subject, "communicator_of", lambda *_: None)
         monkeypatch.setattr(library_subject, "open_library", lambda: SimpleNamespace(native=None))
-        group: Any = SimpleNamespace(rank=RANK, device=torch.device("cpu"))
-        return PreparedLibrary(group, work, EpConfig(engine="nccl_ep"), adds_by_pick), handle
+        monkeypatch.setattr(library_subject, "choose_engine", lambda *_: None)
+        monkeypatch.setattr(library_subject.EpGroup, "of", lambda group: group)
+        group = SimpleNamespace(rank=RANK, device=torch.device("cpu"))
+        setting: Any = SimpleNamespace(rank=RANK, timeout_s=60, new_group=lambda: group)
+        mode = "+pull_push" if adds_by_pick else ""
+        name = f"nccl_ep_library:transformer-engine{mode}"
+        return LibrarySubject(name, setting, work), handle
 
     return prepare
 
@@ -174,7 +168,7 @@ def test_rows_of_an_expert_may_lie_in_any_order(prepared: Callable, place: Calla
 def test_a_row_in_another_experts_block(prepared: Callable) -> None:
     text = prepared(in_another_block)[0].problem()
     assert text is not None
-    assert text.startswith("dispatch: rank 1, row ")
+    assert text.startswith("dispatch: rank 1, rows[")
 
 
 @pytest.mark.parametrize("what", ["row", "weight", "sum", "gradient", "weight's gradient"])
@@ -192,12 +186,12 @@ def test_one_value_that_is_wrong(
         if what == "weight" and row_w is not None:
             row_w[3] += 1
 
-    def wrong_combine(y: Any, w: Any, out: Any, home_w: Any, stream: int) -> None:
-        combine(y, w, out, home_w, stream)
+    def wrong_combine(y: Any, w: Any, out: Any, topk_w: Any, stream: int) -> None:
+        combine(y, w, out, topk_w, stream)
         if what == "sum" and w is None:
             out[3, 20] += 1
         if what == "weight's gradient" and w is not None:
-            home_w[3, 1] += 1
+            topk_w[3, 1] += 1
 
     monkeypatch.setattr(handle, "dispatch", wrong_dispatch)
     monkeypatch.setattr(handle, "combine", wrong_combine)
@@ -208,7 +202,7 @@ def test_one_value_that_is_wrong(
 
 
 def test_sums_in_the_order_of_picks(prepared: Callable) -> None:
-    """A library that adds so gets its picks sorted, and no other result is right.
+    """A library that adds so gets its assignments sorted, and no other result is right.
 
     In fp32: three rows of bf16 add up to the same in any order.
     """
@@ -217,7 +211,7 @@ def test_sums_in_the_order_of_picks(prepared: Callable) -> None:
     assert subject.problem() is None
     subject, handle = prepared(in_any_order, adds_by_pick=False, dtype=torch.float32)
     handle.adds_by_pick = True
-    assert str(subject.problem()).startswith("combine: rank 1, token ")
+    assert str(subject.problem()).startswith("combine: rank 1, rows[")
 
 
 @pytest.mark.parametrize(
@@ -248,10 +242,10 @@ def test_a_name_decides_what_the_library_finds(
         seen.append(tuple(os.environ.get(v) for v in (CHOICE, PULL_PUSH, FIXED_ORDER)))
 
     monkeypatch.setattr(library_subject, "choose_engine", look)
-    monkeypatch.setattr(library_subject, "PreparedLibrary", look)
+    monkeypatch.setattr(LibrarySubject, "_open", look)
     monkeypatch.setattr(library_subject.EpGroup, "of", lambda group: group)
-    setting: Any = SimpleNamespace(new_group=lambda: None, timeout_s=60)
-    make_subject(name).prepare(setting, _work())
+    setting: Any = SimpleNamespace(rank=RANK, new_group=lambda: None, timeout_s=60)
+    LibrarySubject(name, setting, _work())
     assert seen == [(package, modes[0], "1"), (package, *modes)]
     assert dict(os.environ) == before
 
@@ -262,9 +256,9 @@ def test_a_package_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(library_subject, "choose_engine", fail)
     monkeypatch.setattr(library_subject.EpGroup, "of", lambda group: group)
-    setting: Any = SimpleNamespace(new_group=lambda: None, timeout_s=60)
+    setting: Any = SimpleNamespace(rank=RANK, new_group=lambda: None, timeout_s=60)
     with pytest.raises(UnavailableError, match="this package brings none"):
-        make_subject("nccl_ep_library:nccl-extensions").prepare(setting, _work())
+        LibrarySubject("nccl_ep_library:nccl-extensions", setting, _work())
 
 
 def _work() -> Any:

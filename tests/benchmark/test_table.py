@@ -11,11 +11,8 @@ from sample_result import sample_result
 
 from megatron_ncclep import cli
 from megatron_ncclep.benchmark import result as results
-from megatron_ncclep.benchmark.plot import draw
-from megatron_ncclep.benchmark.table import render
-from megatron_ncclep.benchmark.text import WIDTH
-from megatron_ncclep.benchmark.train_plot import pieces
-from megatron_ncclep.benchmark.train_table import is_busy_known
+from megatron_ncclep.benchmark.plot import draw, pieces
+from megatron_ncclep.benchmark.table import WIDTH, is_busy_known, render
 
 
 def row(text: str, start: str) -> list[str]:
@@ -46,6 +43,19 @@ def test_numbers_of_the_table() -> None:
     assert "push 350 GB/s (96 SMs), pull 318 GB/s (24 SMs)" in text
     assert "494-506" in text  # 10th to 90th percentile of 492, 496, 500, 504, 508
     assert max(len(line) for line in text.splitlines()) <= WIDTH
+
+
+def test_what_crosses_the_network_stands_beside_the_times() -> None:
+    result = sample_result()
+    assert "over the network" not in render(result)
+    result["shapes"][0]["network"] = {
+        "machines": 2, "ranks_on_each": 8, "hierarchical_bytes": 58_700_000,
+        "flat_bytes": 234_900_000,
+    }  # fmt: skip
+    text = " ".join(render(result).split())
+    assert "over the network, 2 x 8 (nodes x ranks): 58.7 MB with hierarchical, 235 MB with" in text
+    del result["shapes"][0]["network"]  # as older results have it
+    assert "over the network" not in render(result)
 
 
 def test_the_yardstick_is_the_quickest_of_nvidias() -> None:
@@ -81,21 +91,6 @@ def test_rates_count_every_crossing_of_the_wire_once() -> None:
             gb_per_s = crossings * 159e6 / microseconds * 1e-3
             assert passes[name]["gb_per_s"] == pytest.approx(gb_per_s)
             assert passes[name]["percent_of_ceiling"] == pytest.approx(100 * gb_per_s / 350)
-
-
-def test_a_number_that_changes_in_the_json_changes_in_the_table() -> None:
-    """Nothing is worked out or remembered elsewhere."""
-    result = sample_result()
-    changed = copy.deepcopy(result)
-    shape = changed["shapes"][0]
-    shape["subjects"][0]["passes"]["combine"]["median_us"] = 777.0
-    shape["subjects"][0]["sum_us"] = 1234.0
-    shape["wire_bytes"] = 42_000_000
-    cells = row(render(changed), "native@24")
-    assert cells[4] == "777"
-    assert cells[7:9] == ["1234", "0.39"]
-    assert "42 MB on the wire" in render(changed)
-    assert render(result) != render(changed)
 
 
 def test_numbers_of_training_steps() -> None:
@@ -220,21 +215,18 @@ def test_bars_are_the_jsons_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert lines == pytest.approx([4 * 159e6 / 350e3])  # not in the panel of layers
 
 
-def test_what_has_a_name_of_a_pass_has_its_colour() -> None:
-    """One legend serves all panels."""
-    from megatron_ncclep.benchmark import plot, train_plot
+def test_every_piece_has_a_colour() -> None:
+    from megatron_ncclep.benchmark import plot
 
-    both = plot.COLORS.keys() & train_plot.COLORS.keys()
-    assert both == {"plan", "dispatch", "combine"}
-    assert all(plot.COLORS[name] == train_plot.COLORS[name] for name in both)
-    assert set(train_plot.COLORS) == set(train_plot.ORDER)
+    assert {*plot.PASSES, *plot.PIECES, *plot.PAIR} == set(plot.COLORS)
 
 
-def test_a_result_of_before_there_were_training_steps_is_drawn(tmp_path: Path) -> None:
+def test_an_older_result_is_drawn(tmp_path: Path) -> None:
     source = tmp_path / "bench.json"
     old = sample_result()
-    del old["trainings"]
+    del old["trainings"], old["shapes"][0]["network"]
     results.save(old, source)
+    assert results.load(source)["shapes"][0]["network"] is None
     assert cli.main(["plot", str(source), "--subjects", "native@24"]) == 0
     assert "training" not in render(results.load(source))
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ncclep.benchmark import ceiling
-from megatron_ncclep.benchmark.timing import Clocked, Spread, Timer, measure, slowest
-from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.benchmark.timing import Timer, clock_of, measure, quantiles, slowest
+from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 
 class FakeTimer:
@@ -26,31 +29,30 @@ class FakeTimer:
 
 
 def test_subjects_are_interleaved_and_warm_up_is_left_out() -> None:
-    subjects = [
-        Clocked("a", {"plan": lambda: "a plan", "dispatch": lambda: "a dispatch"}, False),
-        Clocked("b", {"forward": lambda: "b forward"}, True),
-    ]
     timer: Any = FakeTimer()
-    rounds = list(measure(timer, subjects, warmup=1, samples=2))
+    passes = {"plan": lambda: "a plan", "dispatch": lambda: "a dispatch"}
+    clocks = {
+        "a": clock_of(timer, passes, False),
+        "b": clock_of(timer, {"forward": lambda: "b forward"}, True),
+    }
+    rounds = list(measure(clocks, warmup=1, samples=2))
     one = [("a plan", False), ("a dispatch", False), ("b forward", True)]
     assert timer.calls == one * 3
     assert rounds == [
-        {"a": {"plan": 4.0, "dispatch": 5.0}, "b": {"forward": 6.0}},
-        {"a": {"plan": 7.0, "dispatch": 8.0}, "b": {"forward": 9.0}},
+        {"a": {"plan": [4.0], "dispatch": [5.0]}, "b": {"forward": [6.0]}},
+        {"a": {"plan": [7.0], "dispatch": [8.0]}, "b": {"forward": [9.0]}},
     ]
 
 
 def test_the_slowest_rank_counts_in_every_sample() -> None:
-    rank0 = [{"a": {"plan": 1.0}}, {"a": {"plan": 5.0}}]
-    rank1 = [{"a": {"plan": 3.0}}, {"a": {"plan": 2.0}}]
-    assert slowest([rank0, rank1]) == {"a": {"plan": [3.0, 5.0]}}
+    rank0 = [{"a": {"plan": [1.0, 9.0]}}, {"a": {"plan": [5.0]}}]
+    rank1 = [{"a": {"plan": [3.0, 8.0]}}, {"a": {"plan": [2.0]}}]
+    assert slowest([rank0, rank1]) == {"a": {"plan": [3.0, 9.0, 5.0]}}
 
 
-def test_spread() -> None:
-    assert Spread.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Spread(
-        3.0, pytest.approx(1.4), pytest.approx(4.6)
-    )
-    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+def test_quantiles() -> None:
+    assert quantiles([5.0, 1.0, 2.0, 3.0, 4.0], 0.1, 0.5, 0.9) == pytest.approx([1.4, 3.0, 4.6])
+    assert quantiles([7.0], 0.5, 0.99) == [7.0, 7.0]
 
 
 def sample_on_rank(context: RankContext) -> list[float]:
@@ -82,30 +84,80 @@ def test_consecutive_calls_are_timed_one_by_one(pool: RankPool) -> None:
 
 def test_random_rows_of_the_worked_example() -> None:
     """The example of random_rows."""
-    found = ceiling.random_rows(rank=1, num_ranks=3, rows_per_peer=2)
-    assert sorted(zip(found.peer.tolist(), found.row.tolist(), strict=True)) == [
+    peer, row = ceiling.random_rows(rank=1, num_ranks=3, rows_per_peer=2)
+    assert sorted(zip(peer.tolist(), row.tolist(), strict=True)) == [
         (0, 2), (0, 3), (2, 2), (2, 3),
     ]  # fmt: skip
 
 
+ROWS_PER_PEER, WORDS = 5, 4
+
+
+def copies_of(rank: int, windows: torch.Tensor) -> Any:
+    """The copies of one rank between windows that are plain tensors, [ranks, rows, words] int32."""
+
+    def copy_memory(to: int, window: int, num_bytes: int) -> None:
+        ctypes.memmove(to, windows[window].data_ptr(), num_bytes)
+
+    native: Any = SimpleNamespace(copy_memory=copy_memory)
+    group: Any = SimpleNamespace(rank=rank, size=len(windows), device=torch.device("cpu"))
+    window = SimpleNamespace(address=rank)
+    copies: Any = ceiling._Copies(native, window, group, 4 * WORDS, ROWS_PER_PEER)
+    copies._wait = lambda what, timeout_s: None
+
+    def copy(direction: str, num_sms: int) -> None:
+        place = (copies._peer.long(), copies._row.long())
+        if direction == "push":
+            assert (windows[place] == -1).all(), "two ranks push to the same row"
+            windows[place] = copies._local
+        else:
+            copies._local.copy_(windows[place])
+
+    copies.copy = copy
+    return copies
+
+
+def pushed_by_all(num_ranks: int) -> torch.Tensor:
+    """Windows after every rank's check, which the last one alone can pass."""
+    windows = torch.full((num_ranks, num_ranks * ROWS_PER_PEER, WORDS), -1, dtype=torch.int32)
+    for rank in range(num_ranks - 1):
+        with pytest.raises(LibraryError, match=f"ceiling: rank {rank} pushed rows that did not"):
+            copies_of(rank, windows).verify(1.0)
+    copies_of(num_ranks - 1, windows).verify(1.0)
+    return windows
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_pushed_rows_do_not_meet_and_are_what_the_comparison_expects(num_ranks: int) -> None:
-    """All ranks push into windows that are plain tensors here."""
-    rows_per_peer = 5
-    windows = torch.full((num_ranks, num_ranks * rows_per_peer), -1, dtype=torch.int32)
-    for rank in range(num_ranks):
-        rows = ceiling.random_rows(rank, num_ranks, rows_per_peer)
-        place = (rows.peer.long(), rows.row.long())
-        assert (windows[place] == -1).all(), "two ranks push to the same row"
-        windows[place] = torch.arange(len(rows.peer), dtype=torch.int32) + rank * len(rows.peer)
-    for rank in range(num_ranks):
-        held = windows[rank].view(num_ranks, rows_per_peer, 1)
-        for source in range(num_ranks):
-            if source == rank:
-                assert (held[source] == -1).all()
-            else:
-                expected = ceiling._pushed(source, rank, num_ranks, rows_per_peer, held)
-                assert torch.equal(held[source], expected)
+    """A rank whose peers have not pushed yet sees that, and so does the one after a mistake."""
+    windows = pushed_by_all(num_ranks)
+    last, first = num_ranks - 1, windows[num_ranks - 1, :ROWS_PER_PEER]
+    own = windows[last, last * ROWS_PER_PEER :]
+    assert (own == -1).all()
+    for wrong in (first.flip(0), windows[0, -ROWS_PER_PEER:].clone(), first + 1):
+        kept = first.clone()
+        first.copy_(wrong)
+        for peer in range(last):  # what it is about to push
+            windows[peer, last * ROWS_PER_PEER :] = -1
+        with pytest.raises(LibraryError, match="pushed rows that did not"):
+            copies_of(last, windows).verify(1.0)
+        first.copy_(kept)
+
+
+def test_rows_that_are_pulled_wrongly() -> None:
+    windows = torch.full((2, 2 * ROWS_PER_PEER, WORDS), -1, dtype=torch.int32)
+    windows[1, :ROWS_PER_PEER] = torch.arange(10, 10 + ROWS_PER_PEER, dtype=torch.int32)[:, None]
+    copies = copies_of(1, windows)
+    copy = copies.copy
+
+    def wrong(direction: str, num_sms: int) -> None:
+        copy(direction, num_sms)
+        if direction == "pull":
+            copies._local[2, 3] += 1
+
+    copies.copy = wrong
+    with pytest.raises(LibraryError, match="rank 1 pulled rows that did not"):
+        copies.verify(1.0)
 
 
 def test_a_rate_is_what_one_rank_copies_in_the_median_of_the_slowest() -> None:

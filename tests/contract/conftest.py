@@ -1,4 +1,4 @@
-"""Fixtures for tests of what engines find on a machine."""
+"""Fixtures for tests of what engines find on a node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from installation import VARIABLES
 
-from megatron_ncclep.engines import libraries
+from megatron_ncclep.libraries import search
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.setattr(sys, "path", [str(folder)])
-    monkeypatch.setattr(libraries, "loaded_nccl", lambda: None)
+    monkeypatch.setattr(search, "loaded_nccl", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     return folder
 
@@ -41,5 +41,5 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         maps = f"1000-2000 r-xp 00000000 fe:00 1    {path}\n"
         return SimpleNamespace(returncode=0, stdout=f"{codes[name]} {0x1800}\n{maps}", stderr="")
 
-    monkeypatch.setattr(libraries.subprocess, "run", run)
+    monkeypatch.setattr(search.subprocess, "run", run)
     return codes

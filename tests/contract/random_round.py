@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from run_case import ranks_on_machine
+from compare import assert_same_bits
+from contract_cases import LIBRARY_DTYPES, LIBRARY_HIDDEN, deadline_s
+from run_case import ranks_on_node
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, create_engine
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, Engine, EngineCaps, RoutePlan
-from megatron_ncclep.testing.cases import LIBRARY_DTYPES, LIBRARY_HIDDEN, deadline_s
-from megatron_ncclep.testing.compare import assert_same_bits
+from megatron_ncclep.ranks.pool import RankContext
 from megatron_ncclep.testing.contents import rows_of, weights_of
-from megatron_ncclep.testing.launcher import RankContext
 from megatron_ncclep.testing.table_oracle import (
     SlotTable,
     slot_table,
@@ -149,7 +149,7 @@ class Draws:
     ) -> None:
         self.ctx, self.rng, self.caps, self.sizes = ctx, rng, caps, sizes
         self.timeout_s = timeout_s
-        self.ranks_on_machine = ranks_on_machine(caps.name, ctx.num_ranks)
+        self.ranks_on_node = ranks_on_node(caps.name, ctx.num_ranks)
         self.dtypes = [dtype for dtype in DTYPES if dtype in caps.payload_dtypes]
         self.features: Counter[str] = Counter()
 
@@ -174,7 +174,7 @@ class Draws:
         )
         engine = create_engine(self.ctx.group, num_local * ranks, config)
         stack.enter_context(closing(engine))
-        if limit is not None and self.caps.compares_on_device:
+        if limit is not None and self.caps.captures_static:
             # The largest batch first: no rank waits for another's host when a later one is larger.
             engine.plan(torch.full((self.sizes.tokens, 1), -1, device=self.ctx.device))
         return Member(engine, num_local * ranks, config)
@@ -199,15 +199,15 @@ class Draws:
                 rank,
                 topk_idx,
                 member.num_experts,
-                config.alignment,
+                config.block_alignment,
                 config.max_recv_rows,
-                self.ranks_on_machine,
+                self.ranks_on_node,
             )
             for rank in range(self.ctx.num_ranks)
         ]
         name += (
             f" ({member.num_experts} experts, top-{top_k}, {num_tokens} tokens, {kind}, alignment "
-            f"{config.alignment}, max_recv_rows {config.max_recv_rows})"
+            f"{config.block_alignment}, max_recv_rows {config.max_recv_rows})"
         )
         self.features[kind] += 1
         self.features["a rank without tokens"] += 0 in num_tokens
@@ -231,9 +231,9 @@ class Draws:
         out, values = step(batch.plan, rows[rank], None if weights is None else weights[rank])
         self.features["with weights" if has_weights else "without weights"] += 1
         self.features["dispatch" if is_dispatch else "combine"] += 1
-        round_home = self.caps.reduction == EVERY_PART_ROUNDED
-        machine = self.ranks_on_machine
-        return Call(batch, is_dispatch, rows, weights, out, values, rank, round_home, machine)
+        round_source_part = self.caps.reduction == EVERY_PART_ROUNDED
+        node = self.ranks_on_node
+        return Call(batch, is_dispatch, rows, weights, out, values, rank, round_source_part, node)
 
     def _num_tokens(self) -> int:
         """Of one rank: often few, or at the edge of what kernels take at a time."""
@@ -263,8 +263,8 @@ class Call:
     out: torch.Tensor
     values: torch.Tensor | None
     rank: int
-    round_home: bool
-    ranks_on_machine: int | None
+    round_source_part: bool
+    ranks_on_node: int | None
 
     def check(self) -> None:
         """Raise AssertionError when the results are not the oracle's."""
@@ -274,7 +274,7 @@ class Call:
                 batch.tables[self.rank],
                 self.rows,
                 self.weights,
-                ranks_on_machine=self.ranks_on_machine,
+                ranks_on_node=self.ranks_on_node,
             )
         else:
             expected = table_combine(
@@ -284,8 +284,8 @@ class Call:
                 batch.plan.top_k,
                 self.rows,
                 self.weights,
-                self.round_home,
-                self.ranks_on_machine,
+                self.round_source_part,
+                self.ranks_on_node,
             )
         step = "dispatch" if self.is_dispatch else "combine"
         what = f"{step}, hidden size {self.rows[0].shape[1]}, with a plan of {batch.name}"
@@ -332,21 +332,21 @@ def one_expert(rng: Any, generator: Any, T: int, E: int, K: int, R: int) -> torc
     expert = rng.randrange(E)
     score = scores(generator, T, E)
     score[:, expert] = torch.inf
-    picks = largest(score, K)
-    return picks if rng.random() < 0.5 else picks.masked_fill(picks != expert, -1)
+    assignments = largest(score, K)
+    return assignments if rng.random() < 0.5 else assignments.masked_fill(assignments != expert, -1)
 
 
 def one_rank(rng: Any, generator: Any, T: int, E: int, K: int, R: int) -> torch.Tensor:
-    """As many picks as possible go to one rank."""
+    """As many assignments as possible go to one rank."""
     score = scores(generator, T, E)
     score.view(T, R, E // R)[:, rng.randrange(R)] += 1e3
     return largest(score, K)
 
 
-def few_picks(rng: Any, generator: Any, T: int, E: int, K: int, R: int) -> torch.Tensor:
-    picks = largest(scores(generator, T, E), K)
+def few_assignments(rng: Any, generator: Any, T: int, E: int, K: int, R: int) -> torch.Tensor:
+    assignments = largest(scores(generator, T, E), K)
     gone = torch.rand(T, K, generator=generator, device=generator.device) < rng.choice([0.3, 0.95])
-    return picks.masked_fill(gone, -1)
+    return assignments.masked_fill(gone, -1)
 
 
 ROUTINGS = {
@@ -354,7 +354,7 @@ ROUTINGS = {
     "Zipf": zipf,
     "one expert": one_expert,
     "one rank": one_rank,
-    "few picks": few_picks,
+    "few assignments": few_assignments,
 }
 
 

@@ -7,35 +7,48 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_ncclep import envs
-from megatron_ncclep.engines import ENGINES, create_engine
-from megatron_ncclep.engines.engine import BY_RANK, EVERY_PART_ROUNDED, Engine, EngineCaps
-from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
-from megatron_ncclep.testing.cases import (
+from contract_cases import (
     GROUP_LIMITS,
     PAYLOAD_LIMITS,
-    Case,
+    config_of,
     for_engine,
-    refusal,
     refusal_words,
+    rows_limit_of,
 )
-from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import OraclePlan, oracle_plan
+from oracle import OraclePlan, oracle_plan
+
+from megatron_ncclep import envs
+from megatron_ncclep.engines import ENGINES, create_engine
+from megatron_ncclep.engines.engine import (
+    BY_RANK,
+    EVERY_PART_ROUNDED,
+    NODE_SUMS_ROUNDED,
+    Engine,
+    EngineCaps,
+)
+from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.testing.cases import Case, refusal
 
 
 def caps_of(engine_name: str) -> EngineCaps:
     return ENGINES[engine_name].caps
 
 
-def rounds_home(engine_name: str) -> bool:
-    """What the oracle's `round_home` must be for the engine."""
+def rounds_source_part(engine_name: str) -> bool:
+    """What the oracle's `round_source_part` must be for the engine.
+
+    With nodes of one rank each, sums of nodes are parts of ranks, all of them rounded.
+    """
+    if caps_of(engine_name).reduction == NODE_SUMS_ROUNDED:
+        return envs.get("NCCLEP_LOCAL_RANKS") == 1
     return caps_of(engine_name).reduction == EVERY_PART_ROUNDED
 
 
-def ranks_on_machine(engine_name: str, num_ranks: int) -> int | None:
-    """What the oracle's `ranks_on_machine` must be for the engine in a group of `num_ranks`.
+def ranks_on_node(engine_name: str, num_ranks: int) -> int | None:
+    """What the oracle's `ranks_on_node` must be for the engine in a group of `num_ranks`.
 
-    Ranks of one host, which NCCLEP_LOCAL_RANKS may divide into machines.
+    Ranks of one host, which NCCLEP_LOCAL_RANKS may divide into nodes.
     """
     if caps_of(engine_name).slot_order == BY_RANK:
         return None
@@ -43,20 +56,20 @@ def ranks_on_machine(engine_name: str, num_ranks: int) -> int | None:
 
 
 def oracle_of(case: Case, engine_name: str = "reference") -> OraclePlan:
-    """The slots that the case's picks must get."""
+    """The slots that the case's assignments must get."""
     return oracle_plan(
         [case.topk_idx(rank) for rank in range(case.num_ranks)],
         case.num_experts,
         case.alignment,
-        case.rows_limit,
-        ranks_on_machine(engine_name, case.num_ranks),
+        rows_limit_of(case),
+        ranks_on_node(engine_name, case.num_ranks),
     )
 
 
 def most_ranks(engine_name: str, wanted: int) -> int:
-    """At most `wanted` ranks: as many as fill machines, for an engine to which they matter."""
-    on_machine = ranks_on_machine(engine_name, wanted)
-    return wanted if on_machine is None else wanted // on_machine * on_machine
+    """At most `wanted` ranks: as many as fill nodes, for an engine to which they matter."""
+    on_node = ranks_on_node(engine_name, wanted)
+    return wanted if on_node is None else wanted // on_node * on_node
 
 
 def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
@@ -69,7 +82,7 @@ def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
 def opened(ctx: RankContext, case: Case, engine_name: str) -> Iterator[tuple[Case, Engine]]:
     """The case with its tensors on this rank's device, and its engine, closed in the end."""
     case = case.on(ctx.device)
-    engine = create_engine(ctx.group, case.num_experts, case.config(engine_name))
+    engine = create_engine(ctx.group, case.num_experts, config_of(case, engine_name))
     try:
         yield case, engine
     finally:

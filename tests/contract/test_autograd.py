@@ -6,16 +6,17 @@ import dataclasses
 
 import pytest
 import torch
+from compare import assert_same_bits
+from contract_cases import config_of, for_engine
 from run_case import caps_of, fitted, most_ranks, opened, run_case
 
 from megatron_ncclep.combine import combine
 from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines.engine import Engine
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import ReferenceEngine
-from megatron_ncclep.testing.cases import Case, for_engine
-from megatron_ncclep.testing.compare import assert_same_bits
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.testing.cases import Case
 
 CASES = [
     Case("dropless", (9, 5, 12, 1), 8, 3, hidden=5, dtype=torch.float64),
@@ -50,8 +51,8 @@ def inner_products(ctx: RankContext, case: Case, engine_name: str) -> tuple[floa
         x, w = integers(plan.num_tokens, case.hidden), integers(plan.num_tokens, case.top_k)
         y, v = integers(plan.num_rows, case.hidden), integers(plan.num_rows)
         rows, row_w = engine.dispatch(plan, x, w)
-        out, home = engine.combine(plan, y, v)
-        return product(rows, y), product(x, out), product(row_w, v), product(w, home)
+        out, topk_w = engine.combine(plan, y, v)
+        return product(rows, y), product(x, out), product(row_w, v), product(w, topk_w)
 
 
 @by_name
@@ -172,10 +173,10 @@ def step_of_both(
     """What one step gives with the engine, and with the reference engine and its reduction."""
     with opened(ctx, case, engine_name) as (case, engine):
         mine = Step(ctx, engine, case).backward()
-        grid = getattr(engine, "machines", None)  # where the order of rows depends on it
+        grid = getattr(engine, "nodes", None)  # where the order of rows depends on it
     reduction = caps_of(engine_name).reduction
     reference = ReferenceEngine(
-        EpGroup.of(ctx.group), case.num_experts, case.config(), reduction, grid
+        EpGroup.of(ctx.group), case.num_experts, config_of(case), reduction, grid
     )
     return mine, Step(ctx, reference, case).backward()
 

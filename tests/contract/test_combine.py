@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from run_case import fitted, opened, oracle_of, ranks_on_machine, rounds_home, run_case
+from compare import assert_same_bits
+from contract_cases import config_of
+from oracle import oracle_combine
+from run_case import fitted, opened, oracle_of, ranks_on_node, rounds_source_part, run_case
 
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.compare import assert_same_bits
-from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import oracle_combine
 
 WEIGHT_DTYPE = {torch.float64: torch.float64}
 
@@ -32,25 +33,25 @@ def combine_on_rank(
     with opened(ctx, case, engine_name) as (case, engine):
         plan = engine.plan(case.topk_idx(ctx.rank))
         y, values = row_values(case, ctx.rank, plan.num_rows)
-        out, home = engine.combine(plan, y, values)
-        assert home is not None
+        out, topk_w = engine.combine(plan, y, values)
+        assert topk_w is not None
         out_alone, none = engine.combine(plan, y)
         assert none is None
-        return out, home, out_alone
+        return out, topk_w, out_alone
 
 
 def expected_sums(
-    case: Case, engine_name: str, round_home: bool | None = None
+    case: Case, engine_name: str, round_source_part: bool | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What combine must give; `round_home`: unless it is what the engine declares."""
+    """What combine must give; `round_source_part`: unless it is what the engine declares."""
     oracle = oracle_of(case, engine_name)
     values = [row_values(case, rank, len(slots)) for rank, slots in enumerate(oracle.slots)]
     return oracle_combine(
         oracle,
         [y for y, _ in values],
         [w for _, w in values],
-        rounds_home(engine_name) if round_home is None else round_home,
-        ranks_on_machine(engine_name, case.num_ranks),
+        rounds_source_part(engine_name) if round_source_part is None else round_source_part,
+        ranks_on_node(engine_name, case.num_ranks),
     )
 
 
@@ -60,29 +61,31 @@ def test_sums_and_values_are_the_oracles(
     results = run_case(pool, combine_on_rank, contract_case, engine_name)
     if results is None:
         return  # refused, as it must be
-    out, home = expected_sums(contract_case, engine_name)
-    for rank, (actual, actual_home, alone) in enumerate(results):
+    out, topk_w = expected_sums(contract_case, engine_name)
+    for rank, (actual, actual_w, alone) in enumerate(results):
         assert_same_bits(actual, out[rank], f"output of rank {rank}")
-        assert_same_bits(actual_home, home[rank], f"values of rank {rank}")
+        assert_same_bits(actual_w, topk_w[rank], f"values of rank {rank}")
         assert_same_bits(alone, out[rank], f"output of rank {rank}, without values")
 
 
 def rounded_on_rank(ctx: RankContext, case: Case) -> torch.Tensor:
     case = case.on(ctx.device)
     engine = ReferenceEngine(
-        EpGroup.of(ctx.group), case.num_experts, case.config(), EVERY_PART_ROUNDED
+        EpGroup.of(ctx.group), case.num_experts, config_of(case), EVERY_PART_ROUNDED
     )
     plan = engine.plan(case.topk_idx(ctx.rank))
     return engine.combine(plan, row_values(case, ctx.rank, plan.num_rows)[0])[0]
 
 
-@pytest.mark.needs_ranks(2)  # one rank has only a home part, which is rounded in the end anyway
+@pytest.mark.needs_ranks(
+    2
+)  # one rank has only a source rank's part, which is rounded in the end anyway
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_reference_can_round_every_part(pool: RankPool, dtype: torch.dtype) -> None:
     """The other reduction, which an engine may declare; in fp32 there is nothing to round."""
     case = Case("rounded", (25, 12, 0, 31), 16, 8, hidden=32, dtype=dtype).on_at_most(pool.size)
-    unrounded, _ = expected_sums(case, "reference", round_home=False)
-    out, _ = expected_sums(case, "reference", round_home=True)
+    unrounded, _ = expected_sums(case, "reference", round_source_part=False)
+    out, _ = expected_sums(case, "reference", round_source_part=True)
     for rank, actual in enumerate(pool.run(rounded_on_rank, case, ranks=case.num_ranks)):
         assert_same_bits(actual, out[rank], f"output of rank {rank}")
     differs = any(not torch.equal(a, b) for a, b in zip(out, unrounded, strict=True))

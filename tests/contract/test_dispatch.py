@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from compare import assert_dispatched, assert_same_bits
+from oracle import oracle_dispatch
 from run_case import opened, oracle_of, run_case
 
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
-from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import oracle_dispatch
 
 
 def dispatch_on_rank(

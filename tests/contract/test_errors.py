@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from contract_cases import deadline_s
 from run_case import caps_of
 
 import megatron_ncclep
@@ -23,9 +24,8 @@ from megatron_ncclep.errors import (
     InputError,
     PeerError,
 )
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.route_plan import routes_and_weights
-from megatron_ncclep.testing.cases import deadline_s
-from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_ranks(2)
 
@@ -210,7 +210,7 @@ def on_overflow_differs(ctx: RankContext, engine: Engine) -> None:
 
 
 def number_of_tokens_differs(ctx: RankContext, engine: Engine) -> None:
-    """Where the limit depends on it: ranks with other limits would drop other picks."""
+    """Where the limit depends on it: ranks with other limits would drop other assignments."""
     options = config(engine.caps.name, max_recv_rows="worst")
     with closing(create_engine(ctx.group, NUM_EXPERTS, options)) as other:
         other.plan(topk(ctx)[: 3 - ctx.rank])
@@ -219,6 +219,10 @@ def number_of_tokens_differs(ctx: RankContext, engine: Engine) -> None:
 def num_sms_differs(ctx: RankContext, engine: Engine) -> None:
     """Found before anything else is: `native` need not be able to run."""
     create_engine(ctx.group, NUM_EXPERTS, config("native", num_sms=24 + ctx.rank))
+
+
+def metrics_interval_differs(ctx: RankContext, engine: Engine) -> None:
+    create_engine(ctx.group, NUM_EXPERTS, config(engine.caps.name, metrics_interval=ctx.rank))
 
 
 def environment_is_wrong(ctx: RankContext, engine: Engine) -> None:
@@ -240,8 +244,11 @@ def option_that_would_be_ignored(ctx: RankContext, engine: Engine) -> None:
 # The message's pattern; {engine} and {dtypes} are the engine's, {device} is what the group moves
 # and {wrong} what WRONG_DEVICE says of it.
 MISTAKES = [
-    (index_too_large, "rank 1: expert index 8 of token 0, pick 1, is out of range: there are 8"),
-    (index_too_small, "rank 1: expert index -5 of token 0, pick 0, is out of range"),
+    (
+        index_too_large,
+        "rank 1: expert index 8 of token 0, top-k slot 1, is out of range: there are 8",
+    ),
+    (index_too_small, "rank 1: expert index -5 of token 0, top-k slot 0, is out of range"),
     (expert_named_twice, "rank 1: token 1 names expert 3 twice"),
     (float_index, "rank 1: topk_idx is torch.float32: it must be int32 or int64"),
     (flat_index, r"rank 1: topk_idx has shape \[6\]: it must be \[num_tokens, top_k\]"),
@@ -280,6 +287,7 @@ MISTAKES = [
         "max_recv_rows differs.*rank 0 has 12, rank 1 has 8)",
     ),
     (num_sms_differs, "open: num_sms differs.*rank 0 has 24, rank 1 has 25"),
+    (metrics_interval_differs, "open: metrics_interval differs.*rank 0 has 0, rank 1 has 1"),
     (environment_is_wrong, "rank 1: timeout_s inf: must be a number of seconds from 0.001 to 1e"),
     (unknown_engine, r"rank 1: engine 'deepep' is unknown: this version has 'auto' and \[.*'refer"),
     (option_that_would_be_ignored, "engine 'reference' would ignore num_sms"),
@@ -485,14 +493,14 @@ def nan_on_rank(ctx: RankContext, engine_name: str) -> list[torch.Tensor]:
         w = weights(ctx)
         w[0, ctx.rank] = float("nan")
         received, row_w = engine.dispatch(plan, rows(ctx), w)
-        out, home = engine.combine(plan, received * row_w[:, None], row_w)
-        return [out.isnan().any(dim=1), home.isnan()]
+        out, topk_w = engine.combine(plan, received * row_w[:, None], row_w)
+        return [out.isnan().any(dim=1), topk_w.isnan()]
 
 
 def test_nan_weights_pass_through_to_their_token_only(pool: RankPool, engine_name: str) -> None:
-    for rank, (tokens, picks) in enumerate(pool.run(nan_on_rank, engine_name, ranks=2)):
+    for rank, (tokens, assignments) in enumerate(pool.run(nan_on_rank, engine_name, ranks=2)):
         assert tokens.tolist() == [True, False, False]
-        assert picks.nonzero().tolist() == [[0, rank]]
+        assert assignments.nonzero().tolist() == [[0, rank]]
 
 
 def diverge_on_rank(ctx: RankContext, engine_name: str) -> str:

@@ -1,4 +1,4 @@
-"""Picks of experts that several ranks hold in slices."""
+"""Assignments of experts that several ranks hold in slices."""
 
 from __future__ import annotations
 

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 from installation import install_nccl, package, touch
 
-from megatron_ncclep.engines import libraries
-from megatron_ncclep.engines.libraries import Library
-from megatron_ncclep.engines.nccl_ep_library import (
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.libraries import search
+from megatron_ncclep.libraries.nccl_ep import (
     NCCL_HEADERS,
     SOURCES,
     NcclEpLibrary,
     find_nccl_ep,
     jit_folders,
 )
-from megatron_ncclep.errors import InputError
+from megatron_ncclep.libraries.search import Library
 
 pytestmark = pytest.mark.usefixtures("site")
 
@@ -50,7 +50,7 @@ MAPS = """\
     [(23007, (2, 30, 7)), (22809, (2, 28, 9)), (20900, (2, 9, 0)), (2804, (2, 8, 4))],
 )
 def test_versions_of_nccl(code: int, version: tuple[int, int, int]):
-    assert libraries.nccl_version(code) == version
+    assert search.nccl_version(code) == version
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_versions_of_nccl(code: int, version: tuple[int, int, int]):
     ],
 )
 def test_file_at_an_address(address: int, path: str | None):
-    assert libraries.mapped_file(MAPS, address) == (path and Path(path))
+    assert search.mapped_file(MAPS, address) == (path and Path(path))
 
 
 def test_text_of_a_library():
@@ -77,12 +77,12 @@ def test_text_of_a_library():
 # --- NCCL ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.cpu_only  # a machine with GPUs may have an NCCL preloaded, for NVIDIA's library
+@pytest.mark.cpu_only  # a node with GPUs may have an NCCL preloaded, for NVIDIA's library
 def test_the_loaded_nccl_is_torchs():
     """In a process of its own: this one's look-up is replaced.  A torch for the CPU loads none."""
     code = (
         "import torch\n"
-        "from megatron_ncclep.engines.libraries import loaded_nccl\n"
+        "from megatron_ncclep.libraries.search import loaded_nccl\n"
         "found, maps = loaded_nccl(), open('/proc/self/maps').read()\n"
         "assert (found is None) == ('/libnccl.so.2' not in maps), found\n"
         "if found:\n"
@@ -104,11 +104,11 @@ def test_looking_for_nccl_loads_none():
 import importlib.util, sys, types
 sys.modules["torch"] = types.ModuleType("torch")
 spec = importlib.util.spec_from_file_location("libraries", sys.argv[1])
-sys.modules["libraries"] = libraries = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(libraries)
-assert libraries.loaded_nccl() is None
-packaged, system = libraries.packaged_nccl(), libraries.system_nccl()
-assert libraries.find_nccl() == (packaged or system)
+sys.modules["libraries"] = search = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(search)
+assert search.loaded_nccl() is None
+packaged, system = search.packaged_nccl(), search.system_nccl()
+assert search.find_nccl() == (packaged or system)
 if packaged:
     assert packaged.version == system.version and packaged.path == system.path
 assert "/libnccl.so" not in open("/proc/self/maps").read()
@@ -117,52 +117,52 @@ assert "/libnccl.so" not in open("/proc/self/maps").read()
     folders = spec.submodule_search_locations if spec else None
     library_path = ":".join(f"{folder}/nccl/lib" for folder in folders or ())
     done = subprocess.run(
-        [sys.executable, "-c", code, libraries.__file__], cwd=ROOT, text=True,
+        [sys.executable, "-c", code, search.__file__], cwd=ROOT, text=True,
         capture_output=True, timeout=120, env={**os.environ, "LD_LIBRARY_PATH": library_path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
 def test_the_script_that_asks_a_library():
-    """Asked is a library that every machine has, for another function: it has no ncclGetVersion."""
-    script = libraries._PROBE.replace("ncclGetVersion", "getpid")
+    """Asked is a library that every node has, for another function: it has no ncclGetVersion."""
+    script = search._PROBE.replace("ncclGetVersion", "getpid")
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", script, "libc.so.6"], text=True, capture_output=True
     )
     answer, _, maps = done.stdout.partition("\n")
-    path = libraries.mapped_file(maps, int(answer.split()[1]))
+    path = search.mapped_file(maps, int(answer.split()[1]))
     assert path is not None
     assert "libc" in path.name
-    assert libraries._probe("libc.so.6") == libraries._Probe()
+    assert search._probe("libc.so.6") == search._Probe()
 
 
 def test_nccl_is_looked_for_in_order(
     site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    assert libraries.find_nccl() is None
+    assert search.find_nccl() is None
     answers["libnccl.so.2"] = 22809
-    assert libraries.find_nccl() == Library(
+    assert search.find_nccl() == Library(
         Path("/usr/lib/libnccl.so.2"), (2, 28, 9), "the system's loader"
     )
     path = install_nccl(site, answers)
-    assert libraries.find_nccl() == Library(path, (2, 30, 7), "package nvidia-nccl-cu13")
+    assert search.find_nccl() == Library(path, (2, 30, 7), "package nvidia-nccl-cu13")
     loaded = Library(tmp_path / "loaded.so", (2, 29, 7), "loaded in this process")
-    monkeypatch.setattr(libraries, "loaded_nccl", lambda: loaded)
-    assert libraries.find_nccl() == loaded
+    monkeypatch.setattr(search, "loaded_nccl", lambda: loaded)
+    assert search.find_nccl() == loaded
     named = touch(tmp_path / "named.so")
     answers[str(named)] = 23203
     monkeypatch.setenv("NCCLEP_NCCL_LIBRARY", str(named))
-    assert libraries.find_nccl() == Library(named, (2, 32, 3), "NCCLEP_NCCL_LIBRARY")
+    assert search.find_nccl() == Library(named, (2, 32, 3), "NCCLEP_NCCL_LIBRARY")
 
 
 def test_a_loaded_library_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     path = touch(tmp_path / "libnccl.so.2")
     loaded = Library(path, (2, 29, 7), "loaded in this process")
-    monkeypatch.setattr(libraries, "loaded_nccl", lambda: loaded)
-    monkeypatch.setattr(libraries.subprocess, "run", None)
+    monkeypatch.setattr(search, "loaded_nccl", lambda: loaded)
+    monkeypatch.setattr(search.subprocess, "run", None)
     (tmp_path / "link").symlink_to(path)
     monkeypatch.setenv("NCCLEP_NCCL_LIBRARY", str(tmp_path / "link"))
-    found = libraries.find_nccl()
+    found = search.find_nccl()
     assert found is not None
     assert (found.path, found.version) == (tmp_path / "link", (2, 29, 7))
 
@@ -171,7 +171,7 @@ def test_two_packages_with_the_same_file(site: Path, answers: dict[str, int]):
     install_nccl(site, answers)
     package(site, "nvidia_nccl_cu12")
     package(site, "nvidia-cublas")
-    found = libraries.packaged_nccl()
+    found = search.packaged_nccl()
     assert found is not None
     assert found.found == "package nvidia-nccl-cu12 or nvidia-nccl-cu13"
 
@@ -181,13 +181,13 @@ def test_a_library_that_does_not_open_has_no_version(
 ):
     path = install_nccl(site, answers)
     answers.clear()
-    assert libraries.find_nccl() == Library(path, None, "package nvidia-nccl-cu13")
+    assert search.find_nccl() == Library(path, None, "package nvidia-nccl-cu13")
 
     def hang(command: list[str], timeout: float, **options: Any) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(libraries.subprocess, "run", hang)
-    assert libraries.find_nccl() == Library(path, None, "package nvidia-nccl-cu13")
+    monkeypatch.setattr(search.subprocess, "run", hang)
+    assert search.find_nccl() == Library(path, None, "package nvidia-nccl-cu13")
 
 
 # --- the compiler --------------------------------------------------------------------------------
@@ -198,25 +198,25 @@ def test_nvcc_is_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         touch(path).chmod(0o755)
         return path
 
-    which = libraries.shutil.which
-    # Whatever this machine has in CUDA's usual folder.
+    which = search.shutil.which
+    # Whatever this node has in CUDA's usual folder.
     usual = {"/usr/local/cuda/bin/nvcc": None}
     monkeypatch.setattr(
-        libraries.shutil, "which", lambda name: usual[name] if name in usual else which(name)
+        search.shutil, "which", lambda name: usual[name] if name in usual else which(name)
     )
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    assert libraries.find_nvcc() is None
+    assert search.find_nvcc() is None
     usual["/usr/local/cuda/bin/nvcc"] = "/usr/local/cuda/bin/nvcc"
-    assert libraries.find_nvcc() == Path("/usr/local/cuda/bin/nvcc")
+    assert search.find_nvcc() == Path("/usr/local/cuda/bin/nvcc")
     on_path = program(tmp_path / "path" / "nvcc")
-    assert libraries.find_nvcc() == on_path
+    assert search.find_nvcc() == on_path
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
-    assert libraries.find_nvcc() == on_path  # a toolkit without a compiler
+    assert search.find_nvcc() == on_path  # a toolkit without a compiler
     in_home = program(tmp_path / "home" / "bin" / "nvcc")
-    assert libraries.find_nvcc() == in_home
+    assert search.find_nvcc() == in_home
     mine = program(tmp_path / "mine")
     monkeypatch.setenv("NCCL_EP_JIT_NVCC", str(mine))
-    assert libraries.find_nvcc() == mine
+    assert search.find_nvcc() == mine
 
 
 # --- what is named and missing -------------------------------------------------------------------
@@ -225,9 +225,9 @@ def test_nvcc_is_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize(
     ("variable", "find"),
     [
-        ("NCCLEP_NCCL_LIBRARY", libraries.find_nccl),
+        ("NCCLEP_NCCL_LIBRARY", search.find_nccl),
         ("NCCLEP_NCCL_EP_LIBRARY", find_nccl_ep),
-        ("NCCL_EP_JIT_NVCC", libraries.find_nvcc),
+        ("NCCL_EP_JIT_NVCC", search.find_nvcc),
         (SOURCES, lambda: jit_folders(NcclEpLibrary(Path("/x/y.so"), None, ""))),
         (NCCL_HEADERS, lambda: jit_folders(NcclEpLibrary(Path("/x/y.so"), None, ""))),
     ],

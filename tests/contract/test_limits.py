@@ -16,6 +16,7 @@ import test_dispatch
 import test_plan
 import test_random
 import torch
+from contract_cases import contract_cases, for_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_properties import cases as random_cases
@@ -23,11 +24,11 @@ from test_properties import cases as random_cases
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, EngineEntry
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, EngineCaps, RoutePlan
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.testing.cases import Case, contract_cases, for_engine, refusal
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.testing.cases import Case, refusal
 
 # A stand-in on the CPU for engines that need a GPU.
 pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only]
@@ -74,7 +75,7 @@ class SilentEngine(RestrictedEngine):
             raise InputError("not possible") from error
 
 
-class HomeUnroundedEngine(RestrictedEngine):
+class SourceUnroundedEngine(RestrictedEngine):
     """Adds up in the contract's own order, not in the one that its caps declare."""
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
@@ -163,7 +164,7 @@ def test_gradients_of_an_engine_without_fp64(pool_with: Callable) -> None:
     test = test_autograd.test_gradients_are_the_reference_engines
     test(pool_with(RestrictedEngine), "restricted", torch.bfloat16)
     with pytest.raises(AssertionError, match=r"rank 0, x\.grad"):
-        test(pool_with(HomeUnroundedEngine), "restricted", torch.bfloat16)
+        test(pool_with(SourceUnroundedEngine), "restricted", torch.bfloat16)
 
 
 def test_every_limit_is_met_by_a_case() -> None:
@@ -214,7 +215,7 @@ def test_a_refusal_without_a_reason_shows(pool_with: Callable) -> None:
 def test_another_reduction_than_the_caps_say_shows(pool_with: Callable) -> None:
     case = next(c for c in MAPPED if c.num_ranks == 2 and str(c) == "bfloat16-top-6")
     with pytest.raises(AssertionError, match="output of rank"):
-        STEPS["combine"](pool_with(HomeUnroundedEngine), "restricted", case)
+        STEPS["combine"](pool_with(SourceUnroundedEngine), "restricted", case)
 
 
 # Without the limits of the engine above: what is not refused has to be compiled.

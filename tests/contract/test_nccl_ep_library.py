@@ -13,9 +13,10 @@ import pytest
 import torch
 from installation import install_nccl, install_nccl_extensions, install_transformer_engine, touch
 
-from megatron_ncclep.engines import libraries, nccl_ep_library
-from megatron_ncclep.engines.libraries import Library, Version
-from megatron_ncclep.engines.nccl_ep_library import (
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
+from megatron_ncclep.libraries import search
+from megatron_ncclep.libraries.nccl_ep import (
     CHOICE,
     FIXED_ORDER,
     NCCL_HEADERS,
@@ -29,7 +30,7 @@ from megatron_ncclep.engines.nccl_ep_library import (
     mode_problem,
     nccl_problem,
 )
-from megatron_ncclep.errors import InputError
+from megatron_ncclep.libraries.search import Library, Version
 
 pytestmark = pytest.mark.usefixtures("site")
 
@@ -111,8 +112,8 @@ def test_of_two_the_one_that_takes_the_nccl_in_use(
     extensions(site)
     transformer_engine(site)
     loaded = nccl(*version) if version else None
-    monkeypatch.setattr(libraries, "loaded_nccl", lambda: loaded)
-    monkeypatch.setattr(libraries, "find_nccl", lambda: loaded)
+    monkeypatch.setattr(search, "loaded_nccl", lambda: loaded)
+    monkeypatch.setattr(search, "find_nccl", lambda: loaded)
     found = find_nccl_ep()
     assert found is not None
     assert found.package == package
@@ -129,7 +130,7 @@ def test_one_can_be_chosen(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
                 find_nccl_ep()
             expected = transformer_engine(site)
         monkeypatch.setenv(CHOICE, package)
-        monkeypatch.setattr(libraries, "loaded_nccl", lambda: nccl(2, 30, 7))
+        monkeypatch.setattr(search, "loaded_nccl", lambda: nccl(2, 30, 7))
         assert find_nccl_ep() == expected
     mine = touch(tmp_path / "mine.so", b"NCCL EP version 0.11.3")
     monkeypatch.setenv(CHOICE, str(mine))
@@ -227,14 +228,14 @@ def test_headers_are_those_of_the_nccl_in_use(
     install_nccl(site, answers, 23007)
 
     def headers(path: Path, version: tuple[int, int, int]) -> Path | None:
-        monkeypatch.setattr(libraries, "loaded_nccl", lambda: Library(path, version, ""))
+        monkeypatch.setattr(search, "loaded_nccl", lambda: Library(path, version, ""))
         return jit_folders(library).get(NCCL_HEADERS)
 
     alone = touch(tmp_path / "preloaded" / "libnccl.so.2")
     assert headers(alone, (2, 30, 7)) == site / "nvidia" / "nccl" / "include"
     assert headers(alone, (2, 29, 7)) is None
     touch(tmp_path / "usr" / "include" / "nccl.h")
-    system = touch(tmp_path / "usr" / "lib" / "machine" / "libnccl.so.2.29.7")
+    system = touch(tmp_path / "usr" / "lib" / "node" / "libnccl.so.2.29.7")
     assert headers(system, (2, 29, 7)) == tmp_path / "usr" / "include"
 
 

@@ -1,4 +1,4 @@
-"""Static mode: limits in words, what dropping at home keeps, and who hears of what was dropped."""
+"""Static mode: limits in words, what the source rank keeps, and who hears of dropped rows."""
 
 from __future__ import annotations
 
@@ -7,36 +7,39 @@ from contextlib import closing
 
 import pytest
 import torch
+from contract_cases import config_of, contract_cases, rows_limit_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import oracle_plan, oracle_rows_limit
 from run_case import fitted, oracle_of
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
 from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import RowsDroppedError
-from megatron_ncclep.testing.cases import Case, contract_cases
-from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import oracle_plan, oracle_rows_limit
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.testing.cases import Case
 
 
 def kept_by_the_oracle(case: Case, limit: int) -> list[torch.Tensor]:
-    """Each rank's topk_idx, with -1 for the picks that have no slot."""
+    """Each rank's topk_idx, with -1 for the assignments that have no slot."""
     topk = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    kept = [torch.full_like(picks, -1) for picks in topk]
+    kept = [torch.full_like(assignments, -1) for assignments in topk]
     for slots in oracle_plan(topk, case.num_experts, case.alignment, limit).slots:
         for slot in slots:
             if slot is not None:
-                pick = topk[slot.source][slot.token, slot.pick]
-                kept[slot.source][slot.token, slot.pick] = pick
+                assignment = topk[slot.source][slot.token, slot.assignment]
+                kept[slot.source][slot.token, slot.assignment] = assignment
     return kept
 
 
 def check(case: Case, limit: int) -> None:
     topk = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    counts = torch.stack([picks[picks >= 0].bincount(minlength=case.num_experts) for picks in topk])
+    counts = torch.stack(
+        [assignments[assignments >= 0].bincount(minlength=case.num_experts) for assignments in topk]
+    )
     for rank, expected in enumerate(kept_by_the_oracle(case, limit)):
         kept = drop_what_does_not_fit(topk[rank], counts, rank, case.alignment, limit)
         assert torch.equal(kept, expected), f"rank {rank}"
@@ -46,8 +49,8 @@ def check(case: Case, limit: int) -> None:
     "case", [c for ranks in (1, 2, 3) for c in contract_cases(ranks) if c.max_recv_rows], ids=str
 )
 def test_contract_cases(case: Case) -> None:
-    assert case.rows_limit is not None
-    check(case, case.rows_limit)
+    assert rows_limit_of(case) is not None
+    check(case, rows_limit_of(case))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -55,7 +58,7 @@ def test_contract_cases(case: Case) -> None:
     tokens=st.lists(st.integers(0, 20), min_size=1, max_size=4),
     local_experts=st.integers(1, 4),
     alignment=st.sampled_from([1, 2, 16]),
-    stretches=st.integers(1, 40),
+    blocks=st.integers(1, 40),
     skew=st.sampled_from([0.0, 0.7, 100.0]),
     dropped=st.sampled_from([0.0, 0.3]),
     seed=st.integers(0, 100),
@@ -64,7 +67,7 @@ def test_random_routings(
     tokens: list[int],
     local_experts: int,
     alignment: int,
-    stretches: int,
+    blocks: int,
     skew: float,
     dropped: float,
     seed: int,
@@ -80,11 +83,11 @@ def test_random_routings(
         dropped=dropped,
         seed=seed,
     )
-    check(case, alignment * stretches)
+    check(case, alignment * blocks)
 
 
 def test_worked_example() -> None:
-    """The one in the module's docstring; a pick that opens no stretch fits after a full one."""
+    """That of the module's docstring; an assignment that opens no block fits after a full one."""
     first, second = torch.tensor([[0], [0], [0]]), torch.tensor([[0], [1]])
     counts = torch.tensor([[3, 0, 0, 0], [1, 1, 0, 0]])  # rank 0 has experts 0 and 1
     assert drop_what_does_not_fit(first, counts, 0, 2, 4).tolist() == [[0], [0], [0]]
@@ -115,7 +118,8 @@ def test_worked_examples_of_limits() -> None:
     for rows, expected in (("worst", 96), ("1.25x", 64), (4096, 4096), (None, None)):
         assert rows_limit(EpConfig(alignment=16, max_recv_rows=rows), 4, 8, 2, 3) == expected
     config = EpConfig(alignment=16, max_recv_rows="worst")
-    # Half of the picks are copies for the other rank of an expert: 4 * 8 * 2 = 64 at most again.
+    # Half of the assignments are copies for the other rank of an expert: 4 * 8 * 2 = 64 at most
+    # again.
     assert rows_limit(config, 4, 8, 4, 3, ranks_per_expert=2) == 96
     assert rows_limit(config, 10**4, 10**6, 8, 8) == 2**31 - 16
 
@@ -146,13 +150,13 @@ def test_nothing_is_dropped_in_the_worst_case(
     plan = oracle_of(case)
     assert not any(plan.num_dropped)
     if skew == 100.0 and alignment == 1:  # all to the first experts, those of rank 0
-        assert sum(plan.padded[0]) == case.rows_limit
+        assert sum(plan.padded[0]) == rows_limit_of(case)
 
 
 def test_rows_needed_are_those_without_a_limit() -> None:
     case = Case("needed", (20, 3, 11), 12, top_k=3, alignment=16, skew=0.7)
     topk = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    counts = torch.stack([picks.flatten().bincount(minlength=12) for picks in topk])
+    counts = torch.stack([assignments.flatten().bincount(minlength=12) for assignments in topk])
     expected = [sum(padded) for padded in oracle_of(case).padded]
     assert rows_needed(counts, 16).tolist() == expected
 
@@ -163,12 +167,12 @@ TOO_MUCH = Case("too-much", (40, 40), 8, 3, alignment=16, skew=100.0)
 
 def raised_on_rank(ctx: RankContext, case: Case, engine_name: str, step: Case) -> list[str]:
     """What `check` raises after plans that fit, of which one is too large, and that fit again."""
-    config = dataclasses.replace(case.config(engine_name), on_overflow="raise")
+    config = dataclasses.replace(config_of(case, engine_name), on_overflow="raise")
     said = []
     with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
-        for picks in (step, case, step, step):
-            engine.plan(picks.on(ctx.device).topk_idx(ctx.rank))
-            if picks is not case:  # `case` and the second `step` together
+        for assignments in (step, case, step, step):
+            engine.plan(assignments.on(ctx.device).topk_idx(ctx.rank))
+            if assignments is not case:  # `case` and the second `step` together
                 try:
                     EpGroup.of(ctx.group).check()
                     said.append("")
@@ -196,6 +200,6 @@ def test_every_rank_hears_that_rows_were_dropped(
     for first, raised, last in results:
         assert first == last == ""  # said once: the next step goes on
         assert f"with max_recv_rows={rows}, rank 0 needed {needed[0]} rows and had " in raised
-        assert f" had {case.rows_limit} (of each rank" in raised
+        assert f" had {rows_limit_of(case)} (of each rank" in raised
         assert f"to {needed[0]} or more" in raised
         assert raised == results[0][1]

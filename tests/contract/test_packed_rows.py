@@ -1,4 +1,4 @@
-"""Rows of bytes: rows quantised at home, with their scales, arrive bit for bit."""
+"""Rows of bytes: rows quantised at the source rank, with their scales, arrive bit for bit."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compare import assert_same_bits
+from oracle import oracle_dispatch
 from run_case import fitted, opened, oracle_of, run_case
 
 from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines.checks import rows_problem
-from megatron_ncclep.engines.engine import BYTES, HOME_PART_UNROUNDED, EngineCaps
+from megatron_ncclep.engines.engine import BYTES, SOURCE_PART_UNROUNDED, EngineCaps
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.packed_rows import pack_rows, unpack_rows
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.compare import assert_same_bits
-from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import oracle_dispatch
 
 E4M3 = torch.float8_e4m3fn
 HIDDEN, BLOCK = 64, 16  # numbers of a row; those that have a scale of their own
@@ -100,13 +100,13 @@ def backward_on_rank(ctx: RankContext, case: Case, engine_name: str) -> str:
 
 
 def test_bytes_have_no_backward(pool: RankPool, engine_name: str) -> None:
-    """Gradients of weights would come home with those of the rows, which bytes have not."""
+    """Gradients of weights would come back with those of the rows, which bytes have not."""
     for text in pool.run(backward_on_rank, fitted(CASES[0], pool, engine_name), engine_name):
         assert "y is torch.uint8: combine adds rows up, and bytes are no numbers" in text
 
 
 def test_an_engine_that_moves_no_bytes_says_so() -> None:
-    caps = EngineCaps("old", HOME_PART_UNROUNDED, (torch.float32,), 1, frozenset())
+    caps = EngineCaps("old", SOURCE_PART_UNROUNDED, (torch.float32,), 1, frozenset())
     plan = SimpleNamespace(num_tokens=2, num_rows=2, top_k=1)
     rows = torch.zeros(2, 16, dtype=BYTES)
     problem = rows_problem(True, plan, rows, None, caps, rows.device)

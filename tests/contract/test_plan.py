@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from run_case import caps_of, fitted, opened, oracle_of, run_case
 
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 
 def plan_on_rank(ctx: RankContext, case: Case, engine_name: str, dtype: torch.dtype) -> dict:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
+from compare import assert_dispatched, assert_same_bits
+from contract_cases import for_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from run_case import caps_of, opened, oracle_of, ranks_on_machine, rounds_home, run_case
+from oracle import oracle_combine
+from run_case import caps_of, opened, oracle_of, ranks_on_node, rounds_source_part, run_case
 
-from megatron_ncclep.testing.cases import Case, for_engine
-from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
-from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import oracle_combine
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.testing.cases import Case
 
 
 @st.composite
@@ -39,8 +40,8 @@ def all_steps_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[to
         plan = engine.plan(case.topk_idx(ctx.rank))
         x = case.rows(ctx.rank, plan.num_tokens, salt=2)
         rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
-        out, home = engine.combine(plan, case.rows(ctx.rank, plan.num_rows, salt=5), row_w)
-        return [rows, row_w, out, home]
+        out, topk_w = engine.combine(plan, case.rows(ctx.rank, plan.num_rows, salt=5), row_w)
+        return [rows, row_w, out, topk_w]
 
 
 def assert_steps(case: Case, engine_name: str, results: list[list[torch.Tensor]]) -> None:
@@ -52,22 +53,22 @@ def assert_steps(case: Case, engine_name: str, results: list[list[torch.Tensor]]
     for rank, (rows, row_w, _, _) in enumerate(results):
         assert_dispatched(oracle, x, w, rank, rows, row_w)
     y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
-    out, home = oracle_combine(
+    out, topk_w = oracle_combine(
         oracle,
         y,
         [result[1] for result in results],
-        rounds_home(engine_name),
-        ranks_on_machine(engine_name, case.num_ranks),
+        rounds_source_part(engine_name),
+        ranks_on_node(engine_name, case.num_ranks),
     )
     for rank, result in enumerate(results):
         assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")
-        assert_same_bits(result[3], home[rank], f"{case}: weights back at rank {rank}")
+        assert_same_bits(result[3], topk_w[rank], f"{case}: weights back at rank {rank}")
 
 
 @settings(
     max_examples=120,
     deadline=None,  # no timing assertions
-    derandomize=True,  # the same cases on every machine; a failing one can be run again
+    derandomize=True,  # the same cases on every node; a failing one can be run again
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

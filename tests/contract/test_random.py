@@ -8,7 +8,7 @@ from collections import Counter
 from random_round import ROUTINGS, SIZES, round_on_rank, rounds
 from run_case import caps_of
 
-from megatron_ncclep.testing.launcher import RankError, RankPool
+from megatron_ncclep.ranks.pool import RankError, RankPool
 
 # So many iterations see every kind of draw.
 SEE_EVERYTHING = 60

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compare import assert_same_bits
 
 from megatron_ncclep.engines.engine import TOO_MANY_EXPERTS
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.route_plan import routes_and_weights
-from megatron_ncclep.testing.compare import assert_same_bits
 
 F, T = False, True
 NAN = float("nan")
@@ -68,9 +68,9 @@ def test_against_a_loop_over_tokens(dtype: torch.dtype) -> None:
             assert topk_idx[token].tolist() == [TOO_MANY_EXPERTS] * 3
             continue
         assert topk_idx[token].tolist() == experts + [-1] * (3 - len(experts))
-        for pick, expert in enumerate(experts):
-            expected_w[token, pick] = probs[token, expert]
-            expected_grad[token, expert] = grad[token, pick]
+        for assignment, expert in enumerate(experts):
+            expected_w[token, assignment] = probs[token, expert]
+            expected_grad[token, expert] = grad[token, assignment]
     assert_same_bits(weights, expected_w, "weights")
     assert_same_bits(routes.probs_gradient(grad), expected_grad, "gradient")
 
@@ -95,7 +95,7 @@ def test_probabilities_unlike_the_map_are_refused(wrong: torch.Tensor) -> None:
         routes_and_weights(torch.zeros(3, 4, dtype=torch.bool), wrong, 2)
 
 
-def test_nan_stays_with_its_pick() -> None:
+def test_nan_stays_with_its_assignment() -> None:
     probs = torch.tensor([[NAN, 0.2], [NAN, 0.4]])
     _, weights = routes_and_weights(torch.tensor([[F, T], [T, T]]), probs, 2)
     assert weights[0].tolist() == pytest.approx([0.2, 0.0])

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 from arm_log import read
-from arms import SIZES, Size
+from arms import SIZES
 from train_arm import STARTS, Run, train_arm
 from verdict import judge
 from verdict_report import write_report
 
-from megatron_ncclep.testing.launcher import RankError, RankPool
+from megatron_ncclep.ranks.pool import RankError, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS_OF_A_LANE = 2
@@ -49,12 +49,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     run.add_argument("results", type=Path, help="folder for the logs, without any so far")
     run.add_argument("--size", choices=SIZES, default="gpu", help="default: gpu")
     run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
-    run.add_argument("--steps", type=int, help="of each arm (default: the model's train-iters)")
     run.add_argument(
         "--seconds", type=float, default=1e6, help="begin and go on with arms for so long"
     )
-    run.add_argument("--arms", nargs="+", help="leave out all others (default: none)")
-    run.add_argument("--seeds", nargs="+", type=int, help="leave out all others (default: none)")
     run.add_argument(
         "--work", type=Path, help="folder for what need not be kept (default: RESULTS/work)"
     )
@@ -80,17 +77,6 @@ def lanes(device: str) -> list[str]:
     return [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
 
 
-def runs_of(size: Size, names: list[str] | None, seeds: list[int] | None) -> list[tuple[str, int]]:
-    """The runs of the named arms with these seeds, in order; None: all."""
-    if unknown := set(names or ()) - {arm.name for arm in size.arms}:
-        raise SystemExit(f"--arms {sorted(unknown)[0]!r}: size {size.name} has no such arm")
-    return [
-        (arm, seed)
-        for arm, seed in size.runs
-        if (names is None or arm in names) and (seeds is None or seed in seeds)
-    ]
-
-
 def run_lane(args: argparse.Namespace, index: int, until: float) -> None:
     """Train one arm after the other that no other lane has begun.
 
@@ -105,9 +91,9 @@ def run_lane(args: argparse.Namespace, index: int, until: float) -> None:
     claims.mkdir(parents=True, exist_ok=True)
     known: dict[str, float] = {}
     try:
-        for arm, seed in runs_of(SIZES[args.size], args.arms, args.seeds):
+        for arm, seed in SIZES[args.size].runs:
             log = args.results / LOG.format(index)
-            run = Run(args.size, arm, seed, args.steps, str(log), str(args.work), index)
+            run = Run(args.size, arm, seed, str(log), str(args.work), index)
             left = until - time.time()
             # One that is cut off tells nothing, and a shorter one may come next.
             of_others = SIZES[args.size].arm(arm).part * max(known.values(), default=0.0)

@@ -323,6 +323,7 @@ def test_gpus_are_divided_into_pairs(
     assert gpu_protocol.lanes("cuda") == lanes
 
 
+@pytest.mark.any_python("it trains all arms")
 def test_protocol_in_small(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """It trains all arms on a CPU, accepts what is right and rejects both mistakes."""
     status = gpu_protocol.main(["run", str(tmp_path), "--size", "small", "--device", "cpu", *LIMIT])

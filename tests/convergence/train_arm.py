@@ -17,16 +17,14 @@ from arms import CONTROL, MISTAKES, SIZES, Arm
 
 from megatron_ncclep.benchmark import machine
 from megatron_ncclep.benchmark.megatron_setup import initialize
+from megatron_ncclep.benchmark.names import TRAININGS
 from megatron_ncclep.benchmark.ranks import DeviceMemory, Ranks
+from megatron_ncclep.benchmark.shapes import TrainingShape
 from megatron_ncclep.benchmark.train_check import curve_problem, layer_parts
-from megatron_ncclep.benchmark.train_graphs import NoGraphs
 from megatron_ncclep.benchmark.train_model import SubjectModel, TrainingText, load_text
-from megatron_ncclep.benchmark.train_names import parse_train
-from megatron_ncclep.benchmark.train_shapes import TrainingShape
-from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.logs import remarks_hidden
+from megatron_ncclep.ranks.pool import RankContext
 from megatron_ncclep.training import corpus, data
-from megatron_ncclep.training.model import forward_step
-from megatron_ncclep.training.quiet import remarks_hidden
 from megatron_ncclep.training.settings import Settings
 
 # In the folder for what need not be kept: how the controls begin.
@@ -50,7 +48,6 @@ class Run:
         size: name of one of `SIZES`.
         arm: name of one of its arms.
         seed: of the weights and of the text's order.
-        steps: None: as many as the model's recipe says.
         log: file that lines are appended to.
         work: folder for what need not be kept.
         lane: of the ranks that run it; several lanes share `work`.
@@ -60,7 +57,6 @@ class Run:
     size: str
     arm: str
     seed: int
-    steps: int | None
     log: str
     work: str
     lane: int
@@ -68,11 +64,9 @@ class Run:
 
     def settings(self, num_ranks: int) -> Settings:
         """The checked settings of the model."""
-        changes: dict[str, Any] = {"seed": self.seed}
-        if self.steps is not None:
-            changes["train-iters"] = self.steps
         size = SIZES[self.size]
-        return TrainingShape(size.name, str(size.model), changes).settings(num_ranks)
+        shape = TrainingShape(size.name, str(size.model), {"seed": self.seed})
+        return shape.settings(num_ranks)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one line to the log."""
@@ -83,7 +77,7 @@ class Run:
 
 def train_arm(context: RankContext, run: Run) -> None:
     """Train one arm from the start to the end.  Collective; rank 0 writes the log."""
-    ranks = Ranks(context, run.timeout_s, run.arm, None, lambda what, part: None)
+    ranks = Ranks(context, run.timeout_s, run.arm)
     try:
         with remarks_hidden():
             _Training(ranks, run).run()
@@ -97,17 +91,17 @@ class _ScheduledModel(SubjectModel):
     """The model of a subject of the benchmark, with a learning rate that rises and falls."""
 
     def __init__(self, arm: Arm, settings: Settings, ranks: Ranks, text: TrainingText) -> None:
-        choice = parse_train(f"train:{arm.subject}")
+        choice = TRAININGS.parse(f"train:{arm.subject}")
         super().__init__(choice, settings, ranks.setting, text, MAX_RECV_ROWS)
-        self._scheduler = settings.scheduler(self._built.optimizer)
+        self._scheduler = self.scheduler()
         if arm.mistake is not None:
-            for module in self._built.gpt.modules():
+            for module in self.gpt.modules():
                 if hasattr(module, "token_dispatcher"):
                     MISTAKES[arm.mistake](module.token_dispatcher)
 
     def _update(self) -> None:
         super()._update()
-        self._scheduler.step(increment=self._settings["global-batch-size"])
+        self._scheduler.step(increment=self.settings["global-batch-size"])
 
     def steps(self, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Train `count` steps; yield the loss on this rank and the gradient norm, on the device."""
@@ -119,23 +113,6 @@ class _ScheduledModel(SubjectModel):
         """See SubjectModel; the schedule holds the optimizer."""
         del self._scheduler
         super().close(engines)
-
-    def validate(self, batches: list[data.Batch]) -> torch.Tensor:
-        """Mean loss of this rank over `batches`, fp64 on the device."""
-        settings, run = self._settings, NoGraphs().forward_backward
-        self._built.model.eval()
-        with torch.no_grad():
-            results = run(
-                forward_step_func=forward_step,
-                data_iterator=iter([dict(batch) for batch in batches]),
-                model=[self._built.model],
-                num_microbatches=len(batches),
-                seq_length=settings["seq-length"],
-                micro_batch_size=settings["micro-batch-size"],
-                forward_only=True,
-            )
-        self._built.model.train()
-        return torch.stack([result["loss"].double() for result in results]).mean()
 
 
 class _Training:
@@ -183,7 +160,9 @@ class _Training:
                 )  # fmt: skip
                 ranks.deadline()
                 if step in validated:
-                    (loss,) = self._mean_over_ranks(model.validate(validation)[None])
+                    (loss,) = self._mean_over_ranks(
+                        model.validate(validation).double().mean()[None]
+                    )
                     self._write("valid", step=step, loss=loss)
                 pending, clock = [], time.perf_counter()
         growth = ranks.largest(memory.growth())
@@ -198,20 +177,13 @@ class _Training:
     def _validation(self, folder: Path) -> list[data.Batch]:
         """The validation micro-batches of this rank, the same for every arm and seed."""
         ranks, settings = self._ranks, self._settings
-        batch, count = settings["global-batch-size"], settings["eval-iters"]
-        _, dataset = data.build_datasets(
-            corpus.load(folder), settings["seq-length"], batch, batch * count, VALIDATION_SEED,
-            folder / "cache",
-        )  # fmt: skip
+        count, device = settings["eval-iters"], torch.device(ranks.setting.device)
+        _, dataset = data.build_datasets(folder, settings, 1, count, VALIDATION_SEED)
         return [
             part
             for step in range(count)
-            for part in data.batches(
-                dataset, step * batch, settings["micro-batch-size"],
-                settings.num_microbatches(ranks.num_ranks), ranks.rank, ranks.num_ranks,
-                torch.device(ranks.setting.device),
-            )
-        ]  # fmt: skip
+            for part in data.batches(dataset, settings, step, ranks.rank, ranks.num_ranks, device)
+        ]
 
     def _write(self, kind: str, **values: Any) -> None:
         if self._ranks.rank == 0:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ncclep.experts import grouped_gemm
-from megatron_ncclep.experts.expert_stack import lay_out, stack_of, view_of
-from megatron_ncclep.experts.grouped_linear import grouped_linear
+from megatron_ncclep.integration.experts import grouped_gemm
+from megatron_ncclep.integration.experts.expert_stack import lay_out, stack_of, view_of
+from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
 
 IN, OUT = 16, 24
 # Sizes of the experts' blocks, and rows after the last one.

@@ -2,10 +2,11 @@
 
     python3 tests/experts/time_products.py
 
-For each shape of configs/benchmark/layers.yaml, with picks spread evenly at random: device time in
-us and TFLOP/s of torch's grouped GEMM, and of a cuBLAS product for each expert, launched by a CUDA
-graph so that no host counts.  `swapped` is the weight gradient made transposed, from rows^T and
-gradients.  `--smoke` runs it on a CPU, where the times mean nothing.  No test: it compares nothing.
+For each shape of configs/benchmark/layers.yaml, with assignments spread evenly at random: device
+time in us and TFLOP/s of torch's grouped GEMM, and of a cuBLAS product for each expert, launched by
+a CUDA graph so that no host counts.  `swapped` is the weight gradient made transposed, from rows^T
+and gradients.  `--smoke` runs it on a CPU, where the times mean nothing.  No test: it compares
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from megatron_ncclep.benchmark.shapes import Shape, load
 from megatron_ncclep.config import GROUPED_ALIGNMENT
-from megatron_ncclep.experts import grouped_gemm
+from megatron_ncclep.integration.experts import grouped_gemm
 
 SAMPLES = 10
 

@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_ncclep.testing.processes import DUMP_S, Ended, Store
+sys.path.append(str(Path(__file__).parents[1]))
+from processes import DUMP_S, Ended, Store
 
 
 class ForkServer:

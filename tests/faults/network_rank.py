@@ -1,4 +1,4 @@
-"""A rank of a job over two machines: step after step, until the network between them is cut.
+"""A rank of a job over two nodes: step after step, until the network between them is cut.
 
 `test_networks.py` starts it, each machine's ranks in a network and with a host name of their own.
 """
@@ -11,10 +11,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from compare import assert_same_bits
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.testing.compare import assert_same_bits
 
 # For starting, and for a call; what a link that is slow, or a busy machine, does not come near.
 LONG_S, DEADLINE_S = 60.0, 6.0

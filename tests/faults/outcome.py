@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 from fork_server import ForkServer
-from rank import DEADLINE_S, FAULTS
+from rank import FAULTS, LONG_S
 
 # What never has to do with a rank that does not come.
 CRASHES = ("CUDA error", "terminate called", "Segmentation fault", "illegal memory", "LibraryError")
 # Seconds for a whole job, whose processes share a CPU with others.
-JOB_S = 90.0
-# Far above the deadline, far below LONG_S and torch's own ten minutes.
-SOON_S = 6 * DEADLINE_S
+JOB_S = 3 * LONG_S
+# Far above the short deadline, far below LONG_S and torch's own ten minutes.
+SOON_S = LONG_S / 2
 # For what another job beside this one has in /dev/shm for a moment.
 MOMENT_S = 10.0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from growth import Held, grow_on_rank
 
-from megatron_ncclep.testing.launcher import RankPool
+from megatron_ncclep.ranks.pool import RankPool
 
 pytestmark = [
     pytest.mark.needs_ranks(2),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from rank import DEADLINE_S
+from rank import DEADLINE_S, LONG_S
 
 pytestmark = [
     pytest.mark.needs_ranks(2),
@@ -39,8 +39,8 @@ def assert_no_answer(
     for rank, text in texts.items():
         pattern = (
             rf"PeerError: rank {rank} of {num_ranks}: no answer from the other ranks of the "
-            rf"expert-parallel group in {phase}(, call \d+| between machines)? "
-            rf"\(deadline {DEADLINE_S:g} s\): "
+            rf"expert-parallel group in {phase}(, call \d+| between nodes)? "
+            rf"\(deadline ({DEADLINE_S:g}|{LONG_S:g}) s\): "
         )
         assert re.match(pattern + (r"rank \d+ " if reason else "a rank died"), text), text
     if reason:

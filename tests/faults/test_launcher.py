@@ -109,7 +109,7 @@ def ranks_of(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(job.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            is_rank = "megatron_ncclep.training.worker" in process.cmdline()
+            is_rank = "train" in process.cmdline()
             if is_rank and "RANK" in process.environ() and imports_torch(process.pid):
                 found.append(process)
     return found

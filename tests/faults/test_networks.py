@@ -1,7 +1,7 @@
-"""Two machines: namespaces of this one with a network each, and a cable that can be slow or cut.
+"""Two nodes: namespaces of this one with a network each, and a cable that can be slow or cut.
 
-Nothing of the ranks is made up: they have host names, and find the machines by themselves; those of
-two machines share no memory, and gloo goes over the cable.
+Nothing of the ranks is made up: they have host names, and find the nodes by themselves; those of
+two nodes share no memory, and gloo goes over the cable.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def machines() -> Iterator[list[str]]:
 
 @pytest.fixture
 def ranks(machines: list[str], tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Four ranks, two on each machine; what rank R says is in tmp_path/R."""
+    """Four ranks, two on each node; what rank R says is in tmp_path/R."""
     started = []
     with contextlib.ExitStack() as files:
         for rank in range(4):
@@ -91,6 +91,7 @@ def ranks(machines: list[str], tmp_path: Path) -> Iterator[list[subprocess.Popen
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": "net0",
                 "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # tests/ is in it
             }
             started.append(
                 subprocess.Popen(
@@ -151,15 +152,15 @@ def test_a_slow_cable_changes_no_bit_and_a_cut_one_ends_every_rank(
     for process in ranks:
         process.wait(START_S)
     said = [(tmp_path / str(rank)).read_text() for rank in range(4)]
-    assert "hierarchical: 2 x 2 (machines x ranks)" in said[0]
+    assert "hierarchical: 2 x 2 (nodes x ranks)" in said[0]
     for rank, text in enumerate(said):
         assert ranks[rank].returncode == 1, story(said)
         assert len(set(steps_of(text))) == 1, story(said)
         took = re.search(r"over after ([\d.]+) s", text)
         assert took, story(said)
         assert float(took[1]) < SOON_S, story(said)
-        # A rank may be inside its machine, where it waits for one that waits for the network.
-        place = f"inside machine {rank // 2}, whose ranks 0 to 1 are ranks .* of the group: "
+        # A rank may be inside its node, where it waits for one that waits for the network.
+        place = f"inside node {rank // 2}, whose ranks 0 to 1 are ranks .* of the group: "
         pattern = (
             rf"PeerError: (rank {rank} of 4|{place}rank {rank % 2} of 2): no answer .* "
             rf"\(deadline {DEADLINE_S:g} s\)"

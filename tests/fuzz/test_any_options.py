@@ -25,10 +25,11 @@ anything = documents(st.nothing())
 def check(config: EpConfig) -> None:
     """What every config promises whoever reads it."""
     assert isinstance(config.engine, str)
-    assert config.alignment in ALIGNMENTS
+    assert config.block_alignment in ALIGNMENTS
+    assert config.alignment in (None, config.block_alignment)
     for count in (rows_limit(config, 4, 10, 2, 3), config.num_sms):
         assert count is None or (isinstance(count, int) and 0 < count < 2**31)
-    assert (rows_limit(config, 4, 10, 2, 3) or 0) % config.alignment == 0
+    assert (rows_limit(config, 4, 10, 2, 3) or 0) % config.block_alignment == 0
     assert config.on_overflow == "drop" or config.max_recv_rows is not None
     assert math.isfinite(config.timeout_s)
     assert config.timeout_s > 0

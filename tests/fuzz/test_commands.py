@@ -60,8 +60,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "d").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_ncclep.training.command._start_ranks", lambda job, path: 0)
-    monkeypatch.setattr("megatron_ncclep.training.corpus._write", corpus_of)
+    monkeypatch.setattr("megatron_ncclep.training.command._start_ranks", lambda job, argv: 0)
+    monkeypatch.setattr("megatron_ncclep.training.corpus._write", write)
+    monkeypatch.setattr("megatron_ncclep.training.corpus._describe", describe)
     monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_pool", lambda job: [])
     monkeypatch.setattr("megatron_ncclep.doctor.examine", lambda title: [])
     monkeypatch.setattr("megatron_ncclep.launch._move_to_cpu", lambda: None)
@@ -74,12 +75,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
 
-def corpus_of(files: list[Path], source: str, fingerprint: str, folder: Path):
-    """Stands in for writing one, which takes Megatron; the files are read."""
-    from megatron_ncclep.training.corpus import Corpus
+def write(files: list[Path], source: str, prefix: str) -> None:
+    """Stands in for writing a corpus, which takes Megatron; the files are read."""
+    Path(f"{prefix}.bin").write_bytes(b"".join(path.read_bytes() for path in files))
 
-    num_bytes = sum(len(path.read_bytes()) for path in files)
-    return Corpus("train", "valid", source, fingerprint, 257, 256, num_bytes, num_bytes, 1.0)
+
+def describe(prefix: str, end_token: int | None) -> dict[str, float]:
+    size = Path(f"{prefix}.bin").stat().st_size
+    return {"vocab_size": 257, "end_token": 256, "num_train_tokens": size,
+            "num_valid_tokens": size, "unigram_entropy": 1.0}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)

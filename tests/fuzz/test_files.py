@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from megatron_ncclep import config_files, render
 from megatron_ncclep.benchmark import shapes
-from megatron_ncclep.training.arguments import ARGUMENTS
-from megatron_ncclep.training.settings import Settings, parse_changes
+from megatron_ncclep.training.settings import TYPES, Settings, layer_pattern, parse_changes
 
 KEYS = st.sampled_from(
-    [*ARGUMENTS, *render.SECTIONS, "nproc-per-node", "standalone", "--x", "", "shapes", "subjects",
+    [*TYPES, *render.SECTIONS, "nproc-per-node", "standalone", "--x", "", "shapes", "subjects",
      "warmup", "samples", "timeout_s", "name", "tokens", "hidden", "experts", "top_k", "dtype"]
 )  # fmt: skip
 READERS: dict[str, Callable[[str], Any]] = {
@@ -53,7 +52,7 @@ def test_any_file(kind: str, content: bytes, tmp_path: Path) -> None:
 
 @FUZZ
 @given(
-    changes=st.dictionaries(st.sampled_from(sorted(ARGUMENTS)), scalars | numbers, max_size=3),
+    changes=st.dictionaries(st.sampled_from(sorted(TYPES)), scalars | numbers, max_size=3),
     ranks=st.integers(1, 5),
 )
 @example(changes={"lr": float("nan")}, ranks=2)
@@ -67,16 +66,15 @@ def test_values_of_a_model(changes: dict[str, Any], ranks: int) -> None:
 
     settings, refusal = attempt(load)
     if refusal is not None:
-        assert any(name in refusal for name in ARGUMENTS)
+        assert any(name in refusal for name in TYPES)
         return
-    for name, argument in ARGUMENTS.items():
-        value = settings.values.get(name)
-        assert value is None or type(value) is argument.type
-        assert argument.type is not float or value is None or abs(value) < float("inf")
-        assert argument.type is not int or value is None or 0 <= value < 2**31
-    assert settings.num_microbatches(ranks) >= 1
-    assert 0 <= settings.warmup_steps < settings["train-iters"]
-    assert 0 <= settings.num_routers <= settings["num-layers"]
+    for name, value in settings.values.items():
+        assert type(value) is TYPES[name]
+        assert type(value) is not float or abs(value) < float("inf")
+        assert type(value) is not int or 0 <= value < 2**31
+    assert 0 <= settings["lr-warmup-fraction"] < 1
+    pattern = layer_pattern(settings["moe-layer-freq"], settings["num-layers"])
+    assert len(pattern) == settings["num-layers"]
 
 
 @FUZZ

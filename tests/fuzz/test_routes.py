@@ -1,4 +1,4 @@
-"""Any routing map and any routing: what loops over tokens and picks make of them."""
+"""Any routing map and any routing: what loops over tokens and assignments make of them."""
 
 from __future__ import annotations
 
@@ -65,18 +65,20 @@ def test_a_map_of_another_form(shape: Any, other: Any, dtypes: Any) -> None:
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[list[list[list[int]]], int, int, int]:
-    """Distinct picks of each token of each rank, local experts, alignment, rows that fit."""
+    """Distinct assignments of each token of each rank, local experts, alignment, rows that fit."""
     ranks, local = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     top_k = draw(st.integers(1, ranks * local))
-    pick = st.permutations([*range(ranks * local), *[NOT_ROUTED] * top_k]).map(lambda p: p[:top_k])
-    routing = draw(st.lists(st.lists(pick, max_size=4), min_size=ranks, max_size=ranks))
+    assignment = st.permutations([*range(ranks * local), *[NOT_ROUTED] * top_k]).map(
+        lambda p: p[:top_k]
+    )
+    routing = draw(st.lists(st.lists(assignment, max_size=4), min_size=ranks, max_size=ranks))
     alignment = draw(st.sampled_from([1, 2, 3]))
     return routing, local, alignment, alignment * draw(st.integers(1, 6))
 
 
 @FUZZ
 @given(case=routings())
-def test_what_fits_is_what_a_loop_over_picks_keeps(
+def test_what_fits_is_what_a_loop_over_assignments_keeps(
     case: tuple[list[list[list[int]]], int, int, int],
 ) -> None:
     """By destination, in the order (source rank, token, local expert), until one does not fit."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ncclep.testing.launcher import RankPool
+from megatron_ncclep.ranks.pool import RankPool
 
 # What the CPU's tests share serves here too.
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("contract", "integration")]

@@ -1,4 +1,4 @@
-"""Print what this machine can check: a line for each engine, and one for its GPUs.
+"""Print what this node can check: a line for each engine, and one for its GPUs.
 
 python tests/gpu/engines_here.py [ENGINE ...]      default: every engine of the registry
 
@@ -18,9 +18,9 @@ import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, choose_engine
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import EngineUnavailableError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 
 def obstacle_on_rank(ctx: RankContext, name: str) -> str:

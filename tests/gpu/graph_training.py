@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.ranks.pool import RankContext
 
 SEQUENCE, BATCH, EXPERTS, TOP_K, VOCABULARY = 64, 2, 8, 2, 96
 LONGEST = 2 * SEQUENCE
 MICRO_BATCHES = 2
 # Steps before graphs are captured, and all of them: at least two replays.
 WARMUP, STEPS = 2, 5
-# What all picks need at most, with every block padded to 16 rows.
+# What all assignments need at most, with every block padded to 16 rows.
 ALL_ROWS = 384
 NONE = {"cuda_graph_impl": "none"}
 

@@ -27,7 +27,7 @@ import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 TOKENS, HIDDEN, FFN, TOP_K, EXPERTS_PER_RANK = 8192, 4096, 8192, 8, 8
 # In one pass; about as long as two dispatches and combines, and six times as long.

@@ -1,7 +1,8 @@
-"""Run a small random round of an engine under compute-sanitizer.
+"""Run small rounds of an engine under compute-sanitizer: random ones, and of low-latency mode.
 
 python tests/gpu/sanitize.py TOOL ENGINE            on two GPUs
 python tests/gpu/sanitize.py TOOL native --virtual  2 and 4 virtual ranks on one GPU (tests/virtual)
+python tests/gpu/sanitize.py TOOL native [--virtual] --low-latency   those rounds only
 python tests/gpu/sanitize.py --find                 says by its exit status whether there is one
 
 TOOL: memcheck, racecheck, initcheck or synccheck
@@ -18,19 +19,24 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("contract", "virtual")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in (".", "contract", "virtual")]
+from processes import Ended, join, run_ranks
 from random_round import Sizes, round_on_rank
+from test_low_latency import LowLatencyCase, assert_round, rounds_on_rank
 
-from megatron_ncclep.testing.launcher import RankContext
-from megatron_ncclep.testing.processes import Ended, join, run_ranks
+from megatron_ncclep.engines import ENGINES
+from megatron_ncclep.ranks.pool import RankContext
 
 NUM_RANKS, ITERATIONS = 2, 4
 VIRTUAL_RANKS = (2, 4)
-SEEDS = (0, 4)  # a rank without tokens; static mode that drops picks
+SEEDS = (0, 4)  # a rank without tokens; static mode that drops assignments
+LOW_LATENCY = "low-latency"  # a round of it, beside those of seeds
 SIZES = Sizes(tokens=300, experts=16, hidden=(128, 512), elements=2**18)
 # Kernels under a tool are a hundred times slower.
 TIMEOUT_S, JOB_S = 120.0, 240.0
@@ -57,27 +63,63 @@ def do_round(ctx: RankContext, engine_name: str, seed: int) -> bool:
     return not difference
 
 
-def rank(engine_name: str, seed: int) -> None:
+def do_low_latency(ctx: RankContext, engine_name: str) -> bool:
+    """One rank's part of rounds of low-latency mode; says what came of them."""
+    difference = ""
+    for case in (
+        LowLatencyCase("bf16", ctx.num_ranks, 4, 9, 3),
+        LowLatencyCase(
+            "fp8", ctx.num_ranks, 2, 33, 2, 256, payload=torch.float8_e4m3fn, num_scales=4
+        ),
+    ):
+        # Under a tool what a host does may wait for all kernels, also for one that waits for this
+        # rank: so hosts do nothing between meeting and launching.
+        results = rounds_on_rank(ctx, engine_name, case, TIMEOUT_S, meets=True)
+        try:
+            for number, result in enumerate(results):
+                assert_round(case, number, ctx.rank, result)
+        except AssertionError as error:
+            difference = difference or f"{case}: {error}"
+    sys.stdout.write(f"rank {ctx.rank}: {difference or RIGHT}; low-latency mode\n")
+    sys.stdout.flush()
+    return not difference
+
+
+def rounds_of(engine_name: str, flags: Sequence[str] = ()) -> list[str]:
+    """Seeds of random rounds, and low-latency mode where the engine has it, or that alone."""
+    if f"--{LOW_LATENCY}" in flags:
+        return [LOW_LATENCY]
+    has_mode = ENGINES[engine_name].caps.low_latency_tokens > 0
+    return [*map(str, SEEDS), *[LOW_LATENCY] * has_mode]
+
+
+def do(ctx: RankContext, engine_name: str, which: str) -> bool:
+    """One rank's part of one of `rounds_of`."""
+    if which == LOW_LATENCY:
+        return do_low_latency(ctx, engine_name)
+    return do_round(ctx, engine_name, int(which))
+
+
+def rank(engine_name: str, which: str) -> None:
     """What runs under a tool: one rank of a round."""
-    sys.exit(0 if do_round(join("nccl"), engine_name, seed) else 1)
+    sys.exit(0 if do(join("nccl"), engine_name, which) else 1)
 
 
-def do_virtual_rounds(ctx: RankContext, engine_name: str) -> bool:
+def do_virtual_rounds(ctx: RankContext, engine_name: str, rounds: list[str]) -> bool:
     """All rounds of one virtual rank."""
     all_right = True
     for num_ranks in VIRTUAL_RANKS:
         group = dist.new_group(list(range(num_ranks)))
         if ctx.rank < num_ranks:
             few = RankContext(ctx.rank, num_ranks, group, ctx.device)
-            for seed in SEEDS:
-                all_right &= do_round(few, engine_name, seed)
+            for which in rounds:
+                all_right &= do(few, engine_name, which)
         dist.barrier(ctx.group)
     return all_right
 
 
-def virtual(tool: str, engine_name: str, library: str) -> None:
+def virtual(tool: str, engine_name: str, library: str, *rounds: str) -> None:
     """What runs under a tool: a process whose threads are the ranks of all rounds."""
-    import torch
     import virtual_ranks
 
     if tool == "memcheck":
@@ -86,7 +128,7 @@ def virtual(tool: str, engine_name: str, library: str) -> None:
             torch.cuda.memory.CUDAPluggableAllocator(library, "virtual_malloc", "virtual_free")
         )
     host = virtual_ranks.Host(max(VIRTUAL_RANKS), "cuda", Path(library))
-    results = host.run(do_virtual_rounds, engine_name)
+    results = host.run(do_virtual_rounds, engine_name, list(rounds))
     sys.stdout.flush()
     # Threads that hang must not keep the process; the tool has written all it found by then.
     sys.exit(0 if all(result is True for result in results) else 1)
@@ -129,28 +171,28 @@ def report(what: str, everyone: list[Ended], num_right: int = 1) -> int:
     return failures
 
 
-def main(tool: str, engine_name: str) -> int:
+def main(tool: str, engine_name: str, rounds: list[str]) -> int:
     failures = 0
-    for seed in SEEDS:
-        command = [*command_of(tool), "--rank", engine_name, str(seed)]
+    for which in rounds:
+        command = [*command_of(tool), "--rank", engine_name, which]
         # As above: every tensor is an allocation of its own.
         everyone = run_ranks(command, NUM_RANKS, JOB_S, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        failures += report(f"seed {seed}", everyone)
+        failures += report(f"round {which}", everyone)
     print(f"{tool}, {engine_name}, {NUM_RANKS} ranks: {failures or 'no'} failures")
     return 1 if failures else 0
 
 
-def main_virtual(tool: str, engine_name: str) -> int:
+def main_virtual(tool: str, engine_name: str, rounds: list[str]) -> int:
     from virtual_pool import compile_stand_in
     from virtual_ranks import ENVIRONMENT
 
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "libvirtual_nccl.so"
         compile_stand_in(library)
-        command = [*command_of(tool), "--process", tool, engine_name, str(library)]
+        command = [*command_of(tool), "--process", tool, engine_name, str(library), *rounds]
         everyone = run_ranks(command, 1, VIRTUAL_JOB_S, **ENVIRONMENT)
     ranks = " and ".join(map(str, VIRTUAL_RANKS))
-    failures = report(f"{ranks} virtual ranks", everyone, len(SEEDS) * sum(VIRTUAL_RANKS))
+    failures = report(f"{ranks} virtual ranks", everyone, len(rounds) * sum(VIRTUAL_RANKS))
     print(f"{tool}, {engine_name}, {ranks} virtual ranks: {failures or 'no'} failures")
     return 1 if failures else 0
 
@@ -159,10 +201,12 @@ if __name__ == "__main__":
     if sys.argv[1] == "--find":
         sys.exit(0 if find_sanitizer() else 1)
     elif sys.argv[1] == "--rank":
-        rank(sys.argv[2], int(sys.argv[3]))
+        rank(*sys.argv[2:4])
     elif sys.argv[1] == "--process":
         virtual(*sys.argv[2:])
-    elif sys.argv[3:] == ["--virtual"]:
-        sys.exit(main_virtual(*sys.argv[1:3]))
     else:
-        sys.exit(main(*sys.argv[1:]))
+        tool, engine_name, *flags = sys.argv[1:]
+        unknown = set(flags) - {"--virtual", f"--{LOW_LATENCY}"}
+        assert not unknown, f"unknown: {unknown}"
+        run = main_virtual if "--virtual" in flags else main
+        sys.exit(run(tool, engine_name, rounds_of(engine_name, flags)))

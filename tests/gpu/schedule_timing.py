@@ -25,7 +25,7 @@ from schedule_case import ScheduledModel
 
 from megatron_ncclep.benchmark.kernel_kinds import COLLECTIVES, Interval, covered, kind_of
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 SEQUENCE, MICRO_BATCHES, WARM_UP, STEPS = 4096, 4, 2, 3
 OPTIONS: dict[str, Any] = {

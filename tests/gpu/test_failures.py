@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from run_case import rounds_home
+from compare import assert_same_bits
+from contract_cases import config_of
+from run_case import rounds_source_part
 from test_graphs import CASE, RESULTS, Layer, captured
 
 import megatron_ncclep
@@ -27,9 +29,8 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.errors import PeerError
-from megatron_ncclep.testing.compare import assert_same_bits
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.contents import rows_of, weights_of
-from megatron_ncclep.testing.launcher import RankContext, RankPool
 from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
 
 pytestmark = [
@@ -128,10 +129,10 @@ class Job:
         y = [rows_of(r, num_rows[r], HIDDEN, torch.float32, 2, device) for r in ranks]
         v = [weights_of(r, (num_rows[r],), 2, device) for r in ranks]
         self.x, self.w, self.y, self.v = (each[ctx.rank] for each in (x, w, y, v))
-        home = (tables, [NUM_TOKENS] * ctx.num_ranks, ctx.rank, ctx.num_ranks, y, v)
+        arguments = (tables, [NUM_TOKENS] * ctx.num_ranks, ctx.rank, ctx.num_ranks, y, v)
         self.expected = {
             "dispatch": table_dispatch(tables[ctx.rank], x, w),
-            "combine": table_combine(*home, rounds_home(engine_name)),
+            "combine": table_combine(*arguments, rounds_source_part(engine_name)),
         }
         # The first engine makes what takes long; both have the same windows.
         patient = create_engine(ctx.group, num_experts, config)
@@ -219,11 +220,11 @@ def test_a_late_device_is_nan_and_an_error(
 
 def replays_on_rank(ctx: RankContext, engine_name: str, leaves_out: bool) -> list[Story]:
     """Replay a step three times; at the second the last rank is late, or leaves out the rest."""
-    is_culprit, round_home = ctx.rank == ctx.num_ranks - 1, rounds_home(engine_name)
+    is_culprit, round_source_part = ctx.rank == ctx.num_ranks - 1, rounds_source_part(engine_name)
     tokens = (200, 131, 64, 77, 128, 1, 90, 30)[: ctx.num_ranks]
     case = dataclasses.replace(CASE, tokens=tokens, num_experts=4 * ctx.num_ranks, dropped=0.0)
     case = case.on(ctx.device)
-    config = dataclasses.replace(case.config(engine_name), timeout_s=LONG_S)
+    config = dataclasses.replace(config_of(case, engine_name), timeout_s=LONG_S)
     Layer(ctx, case, create_engine(ctx.group, case.num_experts, config)).step()
     config = dataclasses.replace(config, timeout_s=DEADLINE_S)
     layer = Layer(ctx, case, create_engine(ctx.group, case.num_experts, config))
@@ -241,7 +242,7 @@ def replays_on_rank(ctx: RankContext, engine_name: str, leaves_out: bool) -> lis
             replay()
         torch.cuda.synchronize()
         story = Story()
-        _, expected = layer.expected(number, round_home)
+        _, expected = layer.expected(number, round_source_part)
         for name, actual, wanted in zip(RESULTS, results, expected, strict=True):
             if actual is not None and wanted is not None:
                 story.see(name, actual, wanted)

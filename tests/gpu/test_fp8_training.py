@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from megatron_setup import initialize, make_config, make_experts_differ
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [
     pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process"),
@@ -149,7 +149,7 @@ def train_on_rank(
                 parameter.grad = None
     results = {name: value.cpu() for name, value in results.items()}
     ours = dispatcher == "ncclep"
-    return results, copied, layer.token_dispatcher.engine.config.alignment if ours else 1
+    return results, copied, layer.token_dispatcher.engine.config.block_alignment if ours else 1
 
 
 def compare(mine: dict[str, Any], other: dict[str, Any], where: str) -> None:

@@ -1,7 +1,7 @@
 """Every kind of TransformerEngine's experts against `alltoall`, in bf16: outputs and all gradients.
 
-To the bit: with two picks of a token a sum has two terms, and experts get the same rows in one
-order.  Only in static mode the last expert computes more rows, which are zero, and a GEMM of
+To the bit: with two assignments of a token a sum has two terms, and experts get the same rows in
+one order.  Only in static mode the last expert computes more rows, which are zero, and a GEMM of
 another size may add up in another order.
 """
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training, options_shown, train_on_rank
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [
     pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process"),

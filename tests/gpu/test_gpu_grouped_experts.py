@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from megatron_setup import initialize, make_config, make_experts_differ
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 needs_te = pytest.mark.skipif(
@@ -105,7 +105,7 @@ def train_on_rank(
     for name, parameter in layer.named_parameters():
         results[f"main_grad of {name}"] = parameter.main_grad.clone()
     if experts == "grouped":
-        from megatron_ncclep.experts.expert_stack import view_of
+        from megatron_ncclep.integration.experts.expert_stack import view_of
 
         for linear in ("linear_fc1", "linear_fc2"):
             weights = layer.experts.weights_of(linear)

@@ -1,15 +1,19 @@
-"""Low-latency mode in CUDA graphs: captured once, replayed with other routings, many times."""
+"""Low-latency mode on GPUs: graphs replayed with other routings, and a rank that does not come."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from test_low_latency import LowLatencyCase, engine_of, object_for
 
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.low_latency import LowLatency
-from megatron_ncclep.errors import InputError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.errors import InputError, PeerError
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_caps(
     test=lambda caps: caps.low_latency_tokens > 0 and caps.captures_static
@@ -46,19 +50,19 @@ class Rounds:
         """Two rounds: rows come back as they are, and by expert."""
         for is_by_expert in (False, True):
             ready = self.number % NUM_READY
-            pick = lambda tensor, ready=ready: tensor.index_select(0, ready)[0]  # noqa: E731
+            chosen = lambda tensor, ready=ready: tensor.index_select(0, ready)[0]  # noqa: E731
             if before:
                 torch.cuda._sleep(before * (1 + self.rank))
-            rows = self.ll.dispatch(pick(self.x), pick(self.topk), self.weights)
+            rows = self.ll.dispatch(chosen(self.x), chosen(self.topk), self.weights)
             if between:
                 torch.cuda._sleep(between * (1 + self.rank))
             if is_by_expert:
                 blocks = rows.by_expert()
                 out = self.ll.combine(blocks.rows, blocks.rows_of)
-                expected = pick(self.by_expert)
+                expected = chosen(self.by_expert)
             else:
                 out = self.ll.combine(rows.rows)
-                expected = pick(self.by_rank)
+                expected = chosen(self.by_rank)
             self.num_wrong += (out != expected).sum()
             self.number += 1
 
@@ -111,13 +115,13 @@ def out_of_turn_on_rank(ctx: RankContext, engine_name: str, case: LowLatencyCase
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        ll.dispatch(rounds.x[0], rounds.topk[0], rounds.weights)
+        received = ll.dispatch(rounds.x[0], rounds.topk[0], rounds.weights)
     for _ in range(2):
         graph.replay()
     torch.cuda.current_stream().synchronize()
     text = "no error"
     try:
-        ll.combine(ll._rows().rows)
+        ll.combine(received.rows)
     except InputError as error:
         text = str(error)
     ll.close()
@@ -129,3 +133,62 @@ def test_a_graph_out_of_turn_is_an_error(pool: RankPool, engine_name: str) -> No
     case = LowLatencyCase("turns", pool.size, 2, 8, 2)
     for text in pool.run(out_of_turn_on_rank, engine_name, case, ranks=pool.size):
         assert "out of turn" in text
+
+
+def missed_on_rank(
+    ctx: RankContext, engine_name: str, case: LowLatencyCase, missed: str
+) -> tuple[str, list[torch.Tensor]]:
+    """In a group of its own, which is of no use afterwards, not even for a close."""
+    group = dist.new_group(list(range(ctx.num_ranks)))
+    answer = miss(dataclasses.replace(ctx, group=group), engine_name, case, missed)
+    torch.cuda.synchronize()
+    dist.barrier(ctx.group)  # nobody takes the group away while another rank waits
+    dist.destroy_process_group(group)
+    return answer
+
+
+def miss(
+    ctx: RankContext, engine_name: str, case: LowLatencyCase, missed: str
+) -> tuple[str, list[torch.Tensor]]:
+    """The last rank leaves a call out; what the others have of it, and what they are told."""
+    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks, 60.0)
+    ll = object_for(engine, case)
+    calls: Any = ll._calls
+    calls._config = dataclasses.replace(calls._config, timeout_s=2.0)  # windows take longer to make
+    tensors = (case.x(1, 0), case.topk_idx(1, 0), case.weights(1, 0))
+    arguments = [tensor.to(ctx.device) for tensor in tensors]
+    is_late = ctx.rank == ctx.num_ranks - 1
+    kept = []
+    if missed == "combine" or not is_late:
+        rows = ll.dispatch(*arguments)
+        kept = [rows.counts, rows.topk_idx, rows.weights]
+    if missed == "combine" and not is_late:
+        torch.cuda.current_stream().synchronize()
+        kept = [ll.combine(rows.rows.clone())]
+    torch.cuda.current_stream().synchronize()
+    kept = [tensor.cpu() for tensor in kept]
+    try:
+        EpGroup.of(ctx.group).check()
+    except PeerError as error:
+        return str(error), kept
+    return "", kept
+
+
+@pytest.mark.needs_ranks(2)
+@pytest.mark.parametrize("missed", ["dispatch", "combine"])
+def test_a_rank_that_does_not_come(pool: RankPool, engine_name: str, missed: str) -> None:
+    """The weights of what did not come were spoiled as vectors of 16 bytes, wherever they began:
+    a misaligned address, after which the process could not use its GPU at all.
+    """
+    case = LowLatencyCase("missed", pool.size, 4, 9, 3)
+    *others, (late, _) = pool.run(missed_on_rank, engine_name, case, missed, ranks=pool.size)
+    assert late == ""
+    for text, kept in others:
+        assert f"rank {pool.size - 1} did not come in low-latency {missed}" in text
+        if missed == "combine":
+            assert torch.isnan(kept[0]).all()
+            continue
+        counts, topk_idx, weights = kept
+        assert (counts == 0).all()
+        assert (topk_idx == -1).all()
+        assert torch.isnan(weights).all()

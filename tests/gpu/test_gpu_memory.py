@@ -1,8 +1,8 @@
 """What saves memory around our dispatcher, in a GPTModel of TransformerEngine's layers: recompute,
 and activations that wait on the host for backward; and a layer that torch compiles.
 
-Losses and gradients are alltoall's, to the bit: with two picks of a token a sum has two terms, and
-experts get the same rows in one order.
+Losses and gradients are alltoall's, to the bit: with two assignments of a token a sum has two
+terms, and experts get the same rows in one order.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from unittest import mock
 
 import pytest
 import torch
-from compile_case import compiled_on_rank
+from compile_case import AS_IT_IS, Compiler, compiled_on_rank
 from layer_case import options_shown
 from schedule_case import differences, train_on_schedule
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 needs_te = pytest.mark.skipif(
@@ -67,6 +67,8 @@ FULL = {
     "recompute_num_layers": 1,
 }
 SHARED = {"moe_shared_expert_intermediate_size": 256}
+# With TransformerEngine's layers the norm is a part of the linear layer, and offloads with it.
+ATTENTION = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
 CASES = [
     Saving("recompute", selective("moe", "layernorm")),
     Saving("recompute-parts", {**SHARED, **selective("moe_act", "layernorm", "shared_experts")}),
@@ -78,6 +80,25 @@ CASES = [
     Saving("recompute-all", FULL),
     # The rows that dispatch delivers are freed as soon as they are on the host.
     Saving("offload", offloaded("expert_fc1", "moe_act", "mlp_norm"), offloads=True),
+    Saving(
+        "offload-attention",
+        offloaded(*ATTENTION),
+        offloads=True,
+    ),
+    Saving(
+        "offload-everything",
+        offloaded(*ATTENTION, "mlp_norm", "expert_fc1", "moe_act"),
+        offloads=True,
+    ),
+    # All that experts keep, and the rows of the dispatch, freed before they compute on.
+    Saving(
+        "offload-fused-experts",
+        {
+            **offloaded(*ATTENTION, "mlp_norm", "fused_group_mlp"),
+            "use_transformer_engine_op_fuser": True,
+        },
+        offloads=True,
+    ),
     Saving(
         "offload-and-recompute",
         {**offloaded("expert_fc1", "moe_act"), **selective("moe_act", "layernorm")},
@@ -119,6 +140,7 @@ def offloads_counted() -> Iterator[list[int]]:
 
 def differences_on_rank(ctx: RankContext, engine_name: str, saving: Saving) -> list[str]:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what it would compile takes longer than all the rest
+    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # the op fuser asks for it
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         PipelineOffloadManager,
     )
@@ -166,14 +188,28 @@ def test_training_is_alltoalls(megatron_pool: RankPool, engine_name: str, saving
     assert found == [[]] * megatron_pool.size
 
 
+# torch's own compiler keeps in fp32 what eager rounds between operations, and adds in other orders:
+# off by some roundings of the dtype; a wrong row is off by 0.1 and more of the largest value.
+INDUCTOR_FP32 = Compiler(inductor=True, dtype=torch.float32, bound=1e-4)
+INDUCTOR_BF16 = Compiler(inductor=True, dtype=torch.bfloat16, bound=3e-2)
+STATIC = {"ncclep": {"experts": "grouped", "max_recv_rows": "worst"}}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [selective("moe"), {"ncclep": {"experts": "grouped", "max_recv_rows": "worst"}}],
-    ids=["exact", "static"],
+    ("options", "compiler"),
+    [
+        (selective("moe"), AS_IT_IS),
+        (STATIC, AS_IT_IS),
+        (selective("moe"), INDUCTOR_FP32),
+        (STATIC, INDUCTOR_BF16),
+    ],
+    ids=["exact", "static", "exact-inductor", "static-inductor"],
 )
-def test_compiled_layer(megatron_pool: RankPool, engine_name: str, options: dict[str, Any]) -> None:
+def test_compiled_layer(
+    megatron_pool: RankPool, engine_name: str, options: dict[str, Any], compiler: Compiler
+) -> None:
     ncclep = EpConfig(engine=engine_name, **options.get("ncclep", {}))
     # Few experts, so that each has two rows or more: none and one are compiled apart.
     few = {"num_moe_experts": 2 * megatron_pool.size}
-    found = megatron_pool.run(compiled_on_rank, {**options, **few, "ncclep": ncclep})
+    found = megatron_pool.run(compiled_on_rank, {**options, **few, "ncclep": ncclep}, compiler)
     assert found == [[]] * megatron_pool.size

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankPool
+from megatron_ncclep.ranks.pool import RankPool
 
 # One hidden size and one number of experts: an engine that compiles at run time does so twice,
 # once for each dtype.

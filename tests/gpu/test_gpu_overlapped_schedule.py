@@ -18,7 +18,7 @@ from megatron_setup import build_layer, initialize, make_config
 from schedule_case import differences, train_on_schedule
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 needs_te = pytest.mark.skipif(

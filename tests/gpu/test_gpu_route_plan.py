@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compare import assert_same_bits
 
 from megatron_ncclep import route_plan
 from megatron_ncclep.route_plan import routes_and_weights
-from megatron_ncclep.testing.compare import assert_same_bits
 
-# Tokens, experts, top_k: warps that are not full, one pick, more picks than lanes, no tokens.
+# Tokens, experts, top_k: warps that are not full, one assignment, more assignments than lanes, no
+# tokens.
 SHAPES = [
     (777, 1, 1),
     (777, 8, 2),

@@ -16,7 +16,7 @@ from layer_case import LayerCase, assert_same_training
 from packed_case import train_packed_on_rank
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankPool
+from megatron_ncclep.ranks.pool import RankPool
 
 pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 

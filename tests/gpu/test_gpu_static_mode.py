@@ -15,20 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import config_of, rows_limit_of
 from run_case import fitted, oracle_of
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.overflow_report import DropWarning
 from megatron_ncclep.errors import RowsDroppedError
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.launcher import RankContext, RankPool
 
 NO_WAIT = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
 ONE_MODE = pytest.mark.needs_processes("torch's mode that finds waits is one per process")
 
-# The first picks of each token are for rank 0's experts: with fewer rows some are dropped.
+# The first assignments of each token are for rank 0's experts: with fewer rows some are dropped.
 CASE = Case("static", (200,) * 4, 16, 4, hidden=64, alignment=16, skew=100.0)
 LIMITS = [1024, "1.25x", "worst"]
 
@@ -48,16 +49,17 @@ class Layer:
     """A dispatcher between a router and experts that stay the same."""
 
     def __init__(self, ctx: RankContext, case: Case, engine_name: str, **counts: bool) -> None:
-        from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
+        from megatron_ncclep.integration.token_dispatcher import NcclEpTokenDispatcher
 
         num_local = case.num_experts // ctx.num_ranks
         config = SimpleNamespace(
             num_moe_experts=case.num_experts,
             moe_router_topk=case.top_k,
             moe_pad_expert_input_to_capacity=False,
-            ncclep=case.config(engine_name),
+            ncclep=config_of(case, engine_name),
         )
-        groups: Any = SimpleNamespace(ep=ctx.group, expt_tp=ctx.group, tp_ep=ctx.group)
+        alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        groups: Any = SimpleNamespace(ep=ctx.group, expt_tp=alone, tp_ep=ctx.group)
         experts = list(range(ctx.rank * num_local, (ctx.rank + 1) * num_local))
         self.dispatcher = NcclEpTokenDispatcher(num_local, experts, config, groups, **counts)
         case = case.on(ctx.device)
@@ -102,7 +104,7 @@ def test_no_hook_waits_for_the_gpu(
     pool: RankPool, engine_name: str, rows: int | str, counts_add_up: bool
 ) -> None:
     case = fitted(dataclasses.replace(CASE, max_recv_rows=rows), pool, engine_name)
-    limit = case.rows_limit
+    limit = rows_limit_of(case)
     assert limit is not None
     results = pool.run(hooks_on_rank, case, engine_name, counts_add_up, ranks=case.num_ranks)
     oracle = oracle_of(case)
@@ -160,7 +162,7 @@ def test_replays_go_on_counting(pool: RankPool, engine_name: str) -> None:
 def raised_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[str]:
     """What `check` raises after replays of which the second of three drops rows."""
     group = EpGroup.of(ctx.group)
-    config = dataclasses.replace(case.config(engine_name), on_overflow="raise")
+    config = dataclasses.replace(config_of(case, engine_name), on_overflow="raise")
     case = case.on(ctx.device)
     fits = dataclasses.replace(case, skew=0.0, dropped=0.99)
     assert not any(oracle_of(fits).num_dropped)
@@ -173,8 +175,8 @@ def raised_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[str]:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             plan = engine.plan(topk_idx)  # kept: replays write into it
             group.check()  # does nothing while a graph is captured
-        for picks in (fits, case, fits):
-            topk_idx.copy_(picks.topk_idx(ctx.rank))
+        for routing in (fits, case, fits):
+            topk_idx.copy_(routing.topk_idx(ctx.rank))
             graph.replay()
             try:
                 group.check()
@@ -197,7 +199,7 @@ def test_every_rank_hears_what_a_replay_dropped(
     results = pool.run(raised_on_rank, case, engine_name, ranks=case.num_ranks)
     for first, raised, last in results:
         assert first == last == ""
-        assert f"rank 0 needed {needed[0]} rows and had {case.rows_limit}" in raised
+        assert f"rank 0 needed {needed[0]} rows and had {rows_limit_of(case)}" in raised
         assert raised == results[0][1]
 
 

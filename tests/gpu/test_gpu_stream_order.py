@@ -10,12 +10,12 @@ import dataclasses
 
 import pytest
 import torch
-from run_case import caps_of, error_on_rank, fitted, opened, oracle_of, rounds_home, run_case
+from compare import assert_dispatched, assert_same_bits
+from oracle import oracle_combine
+from run_case import caps_of, error_on_rank, fitted, opened, oracle_of, rounds_source_part, run_case
 
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
-from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import oracle_combine
 
 # About 2 s: whatever does not wait for it is long over.
 LONG_CYCLES = 4_000_000_000
@@ -87,9 +87,9 @@ def steps_that_leave_nothing_behind(
     Then the first stream takes memory of every size that was dropped and fills it.
     """
     with opened(ctx, case, engine_name) as (case, engine):
-        home, other = torch.cuda.Stream(), torch.cuda.Stream()
+        first, other = torch.cuda.Stream(), torch.cuda.Stream()
         torch.cuda.synchronize()
-        with torch.cuda.stream(home):
+        with torch.cuda.stream(first):
             plan = engine.plan(case.topk_idx(ctx.rank))
             x, w = case.rows(ctx.rank, plan.num_tokens, salt=2), case.weights(ctx.rank)
             y = case.rows(ctx.rank, plan.num_rows, salt=5)
@@ -100,10 +100,10 @@ def steps_that_leave_nothing_behind(
         with torch.cuda.stream(other):
             torch.cuda._sleep(SLOW_CYCLES)
             rows, row_w = engine.dispatch(plan, x, w)
-            out, home_w = engine.combine(plan, y, v)
+            out, topk_w = engine.combine(plan, y, v)
         sizes = [t.untyped_storage().nbytes() for t in (*tensors_of(plan), x, w, y, v)]
         del plan, x, w, y, v
-        with torch.cuda.stream(home):
+        with torch.cuda.stream(first):
             spoilt = [
                 torch.full((size,), 0x7F, dtype=torch.uint8, device=ctx.device)
                 for size in sizes
@@ -111,7 +111,7 @@ def steps_that_leave_nothing_behind(
             ]
         torch.cuda.synchronize()
         del spoilt
-        return [rows, row_w, out, home_w, *kept]
+        return [rows, row_w, out, topk_w, *kept]
 
 
 def test_memory_is_not_given_away_while_another_stream_uses_it(
@@ -131,12 +131,15 @@ def test_memory_is_not_given_away_while_another_stream_uses_it(
     y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
     for rank in ranks:
         assert_dispatched(oracle, x, w, rank, *results[rank][:2])
-    out, home = oracle_combine(
-        oracle, y, [result[4] for result in results], round_home=rounds_home(engine_name)
+    out, topk_w = oracle_combine(
+        oracle,
+        y,
+        [result[4] for result in results],
+        round_source_part=rounds_source_part(engine_name),
     )
     for rank in ranks:
         assert_same_bits(results[rank][2], out[rank], f"{case}: output of rank {rank}")
-        assert_same_bits(results[rank][3], home[rank], f"{case}: values back at rank {rank}")
+        assert_same_bits(results[rank][3], topk_w[rank], f"{case}: values back at rank {rank}")
 
 
 def steps_on_two_streams_of_a_graph(ctx: RankContext, case: Case, engine_name: str) -> str:
@@ -195,6 +198,6 @@ def test_an_exact_plan_is_refused_in_a_capture(pool: RankPool, engine_name: str)
     """It used to wait for twice the deadline for sizes that a captured kernel never tells."""
     case = fitted(CASE, pool, engine_name)
     answers = pool.run(error_on_rank, plan_in_a_capture, case, engine_name, ranks=case.num_ranks)
-    assert {kind for kind, _ in answers} == {"InputError"}, answers
+    assert {kinds[0] for kinds, _ in answers} == {"InputError"}, answers
     assert len({text for _, text in answers}) == 1
     assert "set max_recv_rows" in answers[0][1]

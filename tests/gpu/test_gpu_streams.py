@@ -8,18 +8,18 @@ import dataclasses
 
 import pytest
 import torch
-from run_case import fitted, opened, oracle_of, rounds_home, run_case
+from compare import assert_dispatched, assert_same_bits
+from oracle import oracle_combine
+from run_case import fitted, opened, oracle_of, rounds_source_part, run_case
 
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
-from megatron_ncclep.testing.launcher import RankContext, RankPool
-from megatron_ncclep.testing.oracle import oracle_combine
 
 # About 50 ms at 2 GHz, in which the host has long queued everything that follows.
 SLOW_CYCLES = 100_000_000
 NAN = float("nan")
 
-Results = list[torch.Tensor]  # rows, their weights, sums, values at home
+Results = list[torch.Tensor]  # rows, their weights, sums, values at the source rank
 
 
 def late(value: torch.Tensor, decoy: torch.Tensor) -> torch.Tensor:
@@ -61,8 +61,8 @@ def steps_on_a_stream(
                 rows = cases[i].rows(ctx.rank, plans[i].num_rows, salt=5)
                 y = late(rows, torch.full_like(rows, NAN))
                 v = late(results[i][1], torch.full_like(results[i][1], NAN))
-                out, home = engine.combine(plans[i], y, v)
-                results[i] += [out.clone(), home.clone()]
+                out, topk_w = engine.combine(plans[i], y, v)
+                results[i] += [out.clone(), topk_w.clone()]
                 y.fill_(NAN)
                 v.fill_(NAN)
         torch.cuda.synchronize()
@@ -87,12 +87,15 @@ def assert_oracles(case: Case, engine_name: str, results: list[Results]) -> None
     y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
     for rank in ranks:
         assert_dispatched(oracle, x, w, rank, *results[rank][:2])
-    out, home = oracle_combine(
-        oracle, y, [result[1] for result in results], round_home=rounds_home(engine_name)
+    out, topk_w = oracle_combine(
+        oracle,
+        y,
+        [result[1] for result in results],
+        round_source_part=rounds_source_part(engine_name),
     )
     for rank in ranks:
         assert_same_bits(results[rank][2], out[rank], f"{case}: output of rank {rank}")
-        assert_same_bits(results[rank][3], home[rank], f"{case}: values back at rank {rank}")
+        assert_same_bits(results[rank][3], topk_w[rank], f"{case}: values back at rank {rank}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -117,8 +120,8 @@ def steps_twice(
 
         def steps() -> Results:
             rows, row_w = engine.dispatch(plan, x, w)
-            out, home = engine.combine(plan, y, row_w)
-            return [rows.clone(), row_w.clone(), out.clone(), home.clone()]
+            out, topk_w = engine.combine(plan, y, row_w)
+            return [rows.clone(), row_w.clone(), out.clone(), topk_w.clone()]
 
         once = steps()
         other = engine.plan(second.topk_idx(ctx.rank))

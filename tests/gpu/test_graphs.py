@@ -8,14 +8,15 @@ from contextlib import closing
 
 import pytest
 import torch
-from run_case import caps_of, fitted, rounds_home
+from compare import assert_same_bits
+from contract_cases import config_of
+from run_case import caps_of, fitted, rounds_source_part
 
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.compare import assert_same_bits
 from megatron_ncclep.testing.contents import rows_of, weights_of
-from megatron_ncclep.testing.launcher import RankContext, RankPool
 from megatron_ncclep.testing.table_oracle import (
     SlotTable,
     slot_table,
@@ -80,7 +81,7 @@ class Layer:
         return rows_of(rank, num_rows, case.hidden, case.dtype, 10 * number + salt, case.device)
 
     def expected(
-        self, number: int, round_home: bool
+        self, number: int, round_source_part: bool
     ) -> tuple[SlotTable, list[torch.Tensor | None]]:
         """What the plan and the results of `step` must be for micro-batch `number`."""
         case, rank = dataclasses.replace(self.case, seed=number), self.ctx.rank
@@ -93,19 +94,23 @@ class Layer:
         y, rows_grad = ([self.rows(r, limit, number, salt) for r in ranks] for salt in (1, 3))
         w = [weights_of(r, (tokens[r], case.top_k), number, device) for r in ranks]
         row_w_grad = [weights_of(r, (limit,), -number, device) for r in ranks]
-        home = (tables, tokens, rank, case.top_k)
+        arguments = (tables, tokens, rank, case.top_k)
         return tables[rank], [
             *table_dispatch(tables[rank], x, w),
-            *table_combine(*home, y, round_home=round_home),
+            *table_combine(*arguments, y, round_source_part=round_source_part),
             *table_dispatch(tables[rank], out_grad),
-            *table_combine(*home, rows_grad, row_w_grad, round_home),
+            *table_combine(*arguments, rows_grad, row_w_grad, round_source_part),
         ]
 
     def check(
-        self, plan: RoutePlan, results: list[torch.Tensor | None], number: int, round_home: bool
+        self,
+        plan: RoutePlan,
+        results: list[torch.Tensor | None],
+        number: int,
+        round_source_part: bool,
     ) -> int:
-        """Compare with the oracle; return how many picks it dropped for this rank."""
-        table, values = self.expected(number, round_home)
+        """Compare with the oracle; return how many assignments it dropped for this rank."""
+        table, values = self.expected(number, round_source_part)
         what = f"{self.case}, micro-batch {number}, rank {self.ctx.rank}"
         numbers = {
             "tokens_per_expert": table.padded,
@@ -136,14 +141,14 @@ def captured(layer: Layer) -> tuple[Callable[[], None], Results]:
 def replays_on_rank(
     ctx: RankContext, case: Case, engine_name: str, eager_between: bool
 ) -> tuple[str, int]:
-    """Replay a step again and again; return the first difference and the sum of dropped picks."""
+    """Replay a step again and again; return the first difference and how much was dropped."""
     case = case.on(ctx.device)
-    round_home = rounds_home(engine_name)
+    round_source_part = rounds_source_part(engine_name)
     exact = dataclasses.replace(case, max_recv_rows=None)
     difference, dropped = "", 0
     with (
-        closing(create_engine(ctx.group, case.num_experts, case.config(engine_name))) as engine,
-        closing(create_engine(ctx.group, case.num_experts, exact.config(engine_name))) as other,
+        closing(create_engine(ctx.group, case.num_experts, config_of(case, engine_name))) as engine,
+        closing(create_engine(ctx.group, case.num_experts, config_of(exact, engine_name))) as other,
     ):
         layer = Layer(ctx, case, engine)
         layer.step()  # windows that grow cannot be captured
@@ -159,7 +164,7 @@ def replays_on_rank(
             if difference:
                 continue  # the other ranks go on
             try:
-                dropped += layer.check(plan, results, number, round_home)
+                dropped += layer.check(plan, results, number, round_source_part)
             except AssertionError as error:
                 difference = str(error)
     return difference, dropped

@@ -6,19 +6,19 @@ from contextlib import closing
 
 import pytest
 import torch
-from run_case import rounds_home
+from compare import assert_same_bits
+from contract_cases import deadline_s
+from run_case import rounds_source_part
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import EngineCaps
-from megatron_ncclep.testing.cases import deadline_s
-from megatron_ncclep.testing.compare import assert_same_bits
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.contents import rows_of, weights_of
-from megatron_ncclep.testing.launcher import RankContext, RankPool
 from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
 
-# 16 picks of two ranks' tokens, on average half of them for each rank: 8.6 GB of rows, and for the
-# comparison three times that.
+# 16 assignments of two ranks' tokens, on average half of them for each rank: 8.6 GB of rows, and
+# for the comparison three times that.
 NUM_RANKS, NUM_EXPERTS, TOP_K = 2, 32, 8
 NUM_TOKENS, HIDDEN, DTYPE = 65536, 8192, torch.bfloat16
 PIECE = 2**15  # rows that are compared at once
@@ -59,8 +59,10 @@ def steps_on_rank(
             expected, expected_w = table_dispatch(table, x, w, piece)
             assert_same_bits(rows[piece], expected, f"{what}: rows")
             assert_same_bits(weights[piece], expected_w, f"{what}: weights")
-        round_home = rounds_home(engine_name)
-        expected, expected_w = table_combine(tables, tokens, rank, TOP_K, y, row_w, round_home)
+        round_source_part = rounds_source_part(engine_name)
+        expected, expected_w = table_combine(
+            tables, tokens, rank, TOP_K, y, row_w, round_source_part
+        )
         assert_same_bits(out, expected, f"rank {rank}: sums")
         assert_same_bits(values, expected_w, f"rank {rank}: values")
     except AssertionError as error:

@@ -17,9 +17,9 @@ import torch
 from graph_training import ALL_ROWS, LONGEST, SEQUENCE, STEPS, Job, Trained, start, train
 from layer_case import options_shown
 
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [
     pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process"),

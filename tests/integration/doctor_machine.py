@@ -1,4 +1,4 @@
-"""Machines as `ncclep doctor` would find them, with and without GPUs."""
+"""Nodes as `ncclep doctor` would find them, with and without GPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ import torch
 from megatron_ncclep.doctor import examine
 from megatron_ncclep.doctor.report import Finding
 
-LIST = """\
-0, GPU-00000000-aaaa-0000-0000-000000000000, 580.65.06
-1, GPU-11111111-bbbb-0000-0000-000000000000, 580.65.06
-2, GPU-22222222-cccc-0000-0000-000000000000, 580.65.06
-"""
+UUIDS = [f"{digit * 8}-{letter * 4}-0000-0000-000000000000" for digit, letter in ("0a", "1b", "2c")]
 
 
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,8 +18,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch sees the second and the first GPU of LIST, in this order; its UUIDs have no prefix."""
-    uuids = [line.split(", ")[1].removeprefix("GPU-") for line in LIST.splitlines()]
+    """torch sees the second and the first GPU of UUIDS, in this order."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a != b)
@@ -33,7 +28,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "get_device_properties",
         lambda index: SimpleNamespace(
             name="NVIDIA H200", major=9, minor=0, multi_processor_count=132,
-            total_memory=140 * 2**30, uuid=uuids[1 - index],
+            total_memory=140 * 2**30, uuid=UUIDS[1 - index],
         ),
     )  # fmt: skip
 

@@ -13,13 +13,15 @@ import importlib
 import inspect
 import json
 import pickle
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import yaml
 from hooked_core import OPTIONS, has
-from megatron.core import parallel_state
+from megatron.core import config_logger, parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     HeterogeneousTransformerConfig,
@@ -29,7 +31,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.options_field import settle_options
+from megatron_ncclep.integration.options_field import settle_options
 
 OWN = EpConfig(alignment=32, max_recv_rows="1.25x", timeout_s=7.5, on_overflow="raise")
 MOE = {**OPTIONS, "moe_token_dispatcher_type": "ncclep", "use_cpu_initialization": True}
@@ -257,6 +259,18 @@ def check_files() -> None:
         assert settle_options(again.transformer) == again.transformer.ncclep == OWN
 
 
+def check_logs(folder: Path) -> None:
+    """--config-logger-dir writes down every option, ours among them.
+
+    Megatron-LM's scripts fail with it before that, with any dispatcher: what they give their model,
+    a ProcessGroupCollection, is a dataclass, of which Megatron makes a dictionary, copying groups.
+    """
+    made = Provider(**{**MOE, "ncclep": OWN, "config_logger_dir": str(folder)})
+    config_logger.log_config_to_disk(made, {"config": made}, prefix="Model", rank_str="0")
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text())["config"]["ncclep"] == dataclasses.asdict(OWN)
+
+
 def as_file(value: Any) -> Any:
     """What the first versions of Megatron-Bridge write, with the names of all classes."""
     if not dataclasses.is_dataclass(value):
@@ -298,5 +312,7 @@ def check_all() -> None:
     check_overrides()
     check_a_copy_in_the_layer()
     check_files()
+    with tempfile.TemporaryDirectory() as folder:
+        check_logs(Path(folder))
     if has("training"):
         check_megatrons_yaml()

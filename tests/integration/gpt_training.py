@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,22 +164,23 @@ class Training:
 
 @contextmanager
 def checkpoints_written() -> Iterator[None]:
-    """Let Megatron write checkpoints in a process of a pool, and end what it started for that.
+    """Let Megatron write checkpoints in a process of a pool.
 
-    The pool's processes are daemons, which may not start others, and are killed in the end: then
-    those would stay.
+    The pool's processes are daemons, which may not start others, as 0.16.1 does to write.  For what
+    has been written all releases have a queue that lives in a further process, which takes longer
+    to start than a test takes; nothing is written in the background here, so that a plain one does.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     process: Any = multiprocessing.current_process()
     is_daemon, process._config["daemon"] = process.daemon, False
+    assert filesystem_async._results_queue is None
+    filesystem_async._results_queue = queue.Queue()
     try:
         yield
     finally:
         process._config["daemon"] = is_daemon
-        queue, filesystem_async._results_queue = filesystem_async._results_queue, None
-        if queue is not None:  # this rank has written
-            queue._manager.shutdown()
+        filesystem_async._results_queue = None
 
 
 def batches() -> Any:

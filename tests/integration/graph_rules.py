@@ -28,9 +28,9 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 
 import megatron_ncclep
 from megatron_ncclep import EpConfig, engines
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.errors import GroupClosedError, RowsDroppedError, UnsupportedError
+from megatron_ncclep.ranks.group import EpGroup
 
 OLD = megatron.core.__version__.startswith(("0.16", "0.17"))
 MODULES = "cuda_graph_scope" if OLD else "cuda_graph_modules"

@@ -34,16 +34,17 @@ from schedule_case import differences, train_on_schedule
 from torch.optim import optimizer as torch_optimizer
 
 import megatron_ncclep
-from megatron_ncclep import EpConfig, integration
+from megatron_ncclep import EpConfig
 from megatron_ncclep.benchmark import train_graphs
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import (
     EngineUnavailableError,
     InputError,
     PeerError,
     UnsupportedError,
 )
-from megatron_ncclep.hooked_places import is_changed
+from megatron_ncclep.integration import hooks
+from megatron_ncclep.integration.hooked_places import is_changed
+from megatron_ncclep.ranks.group import EpGroup
 
 OPTIONS: dict[str, Any] = {
     "num_layers": 1,
@@ -76,7 +77,7 @@ def check_places():
     assert is_changed(TransformerConfig.__post_init__)
     made = TransformerConfig(moe_token_dispatcher_type="ncclep", **OPTIONS)
     assert made.moe_token_dispatcher_type == "ncclep"
-    integration.install()
+    hooks.install()
 
 
 def check_options_field():
@@ -106,11 +107,11 @@ def check_options_field():
         assert dataclasses.replace(made, ncclep=EpConfig(alignment=32)).ncclep.alignment == 32
         assert kind(ncclep=own, **OPTIONS).ncclep is own
         from_dict = kind(**{**OPTIONS, "ncclep": dataclasses.asdict(made)["ncclep"]})
-        integration.settle_options(from_dict)
+        hooks.settle_options(from_dict)
         assert from_dict.ncclep == own
         from_dict.ncclep = "reference"
         with pytest.raises(InputError, match=r"'reference': give it a megatron_ncclep\.EpConfig"):
-            integration.settle_options(from_dict)
+            hooks.settle_options(from_dict)
     assert LaterConfig(extra=5, **OPTIONS).extra == 6
 
 
@@ -122,7 +123,7 @@ def check_options_of_the_process():
         megatron_ncclep.install(alignment=alignment)
         for made in [*before, *(kind(**OPTIONS) for kind in kinds)]:
             for config in (made, dataclasses.replace(made), copy.deepcopy(made)):
-                integration.settle_options(config)
+                hooks.settle_options(config)
                 assert config.ncclep.alignment == alignment
     own = dataclasses.replace(TransformerConfig(ncclep=EpConfig(alignment=64), **OPTIONS))
     assert own.ncclep.alignment == 64
@@ -337,12 +338,10 @@ def check_graphs_of_the_benchmark():
         assert callable(getattr(TECudaGraphHelper, name))
 
     wrapper, loader = full_cuda_graph.FullCudaGraphWrapper, full_cuda_graph.StaticBufferLoader
-    graphs = train_graphs.FullIteration()
-    assert graphs.forward_backward.cuda_graph_warmup_steps == train_graphs.EAGER_STEPS
     loader()({"tokens": torch.zeros(2)}, "training", 0)
     wrapper.cuda_graph["training"] = wrapper.result["training"] = object()
     wrapper.curr_iteration["training"] = 3
-    graphs.close()
+    train_graphs.clear_full_iteration()
     assert loader.static_buffers == {"training": [], "validation": []}
     assert wrapper.cuda_graph == wrapper.result == {"training": None, "validation": None}
     assert wrapper.curr_iteration == {"training": 0, "validation": 0}

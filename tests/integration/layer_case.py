@@ -11,7 +11,7 @@ import torch
 from megatron_setup import BATCH, EXPERTS, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 # fp64 sums of at most 9 terms of size ~1 in two orders differ by ~1e-15; 1e-12 leaves room for the
 # weight gradients, which add up ~100 products.  fp32: the same with 2^-24 instead of 2^-53.  bf16:

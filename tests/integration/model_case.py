@@ -12,7 +12,7 @@ from layer_case import options_shown
 from megatron_setup import initialize, make_config, make_experts_differ
 from te_stand_ins import Attention
 
-from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.ranks.pool import RankContext
 
 VOCABULARY, SEQUENCE, BATCH, EP, STEPS, MICRO_BATCHES = 48, 12, 2, 2, 2, 2
 PROMPT, GENERATED = 5, 4

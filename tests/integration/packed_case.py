@@ -8,7 +8,7 @@ import torch
 from megatron_setup import initialize, make_config, make_experts_differ
 from te_stand_ins import Attention
 
-from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.ranks.pool import RankContext
 
 VOCABULARY, MAX_LENGTH = 48, 64
 # Lengths of the sequences of each rank's batch, step by step: more and fewer tokens than before,

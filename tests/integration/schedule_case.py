@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron_setup import initialize, make_config, make_experts_differ
 
-from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.ranks.pool import RankContext
 
 VOCABULARY, SEQUENCE, BATCH, MICRO_BATCHES, STEPS = 48, 12, 2, 3, 3
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gpt_training import Layout, Training, checkpoints_written
 
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 STEPS = 3  # of each part
 # Before the checkpoint and after it: two experts on each rank, and then slices of four.

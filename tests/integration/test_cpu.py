@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep import cpu
+from megatron_ncclep.cpu.torch_calls import CPU, replace
 from megatron_ncclep.errors import IntegrationError, UnsupportedError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 
 def test_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +24,7 @@ def test_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_place_is_named() -> None:
     with pytest.raises(IntegrationError, match=r"torch\.cuda\.no_such_thing does not exist"):
-        cpu._replace(torch.cuda, no_such_thing=None)
+        replace(torch.cuda, no_such_thing=None)
 
 
 def use_cuda_names(context: RankContext) -> None:
@@ -31,11 +32,11 @@ def use_cuda_names(context: RankContext) -> None:
     cpu.enable()  # once more changes nothing
     assert cpu.enabled()
     x = torch.arange(3.0, device="cuda")
-    assert x.device == torch.zeros(1, device=torch.cuda.current_device()).device == cpu.CPU
-    assert x.to("cuda:0").cuda().device == cpu.CPU
+    assert x.device == torch.zeros(1, device=torch.cuda.current_device()).device == CPU
+    assert x.to("cuda:0").cuda().device == CPU
     assert x.to(torch.device("cuda", 0), torch.int32).dtype == torch.int32
     assert x.type() == "torch.cuda.FloatTensor"
-    assert torch.nn.Linear(2, 2).cuda().weight.device == cpu.CPU
+    assert torch.nn.Linear(2, 2).cuda().weight.device == CPU
 
     stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
     assert stream == torch.cuda.current_stream()

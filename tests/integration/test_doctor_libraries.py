@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from doctor_machine import section, with_gpus, without_gpus
 
-from megatron_ncclep.doctor import examine, native
+from megatron_ncclep.doctor import examine
+from megatron_ncclep.doctor import libraries as native
 from megatron_ncclep.doctor.report import Finding
-from megatron_ncclep.engines import libraries, nccl_ep_library
-from megatron_ncclep.engines.libraries import Library
-from megatron_ncclep.engines.nccl_ep_library import NcclEpLibrary
+from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
+from megatron_ncclep.libraries import search
+from megatron_ncclep.libraries.nccl_ep import NcclEpLibrary
+from megatron_ncclep.libraries.search import Library
 
 
 def nccl_of(version: tuple[int, int, int] | None, path: str = "/opt/libnccl.so.2") -> Library:
@@ -85,9 +90,9 @@ def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
     (with_gpus if on_gpu else without_gpus)(monkeypatch)
     old = nccl_of((2, 27, 3))
     for module, name, answer in (
-        (libraries, "loaded_nccl", old), (libraries, "packaged_nccl", None),
-        (libraries, "system_nccl", None), (libraries, "find_nccl", old),
-        (libraries, "find_nvcc", None), (nccl_ep_library, "find_nccl_ep", EXTENSIONS),
+        (search, "loaded_nccl", old), (search, "packaged_nccl", None),
+        (search, "system_nccl", None), (search, "find_nccl", old),
+        (search, "find_nvcc", None), (nccl_ep_library, "find_nccl_ep", EXTENSIONS),
         (nccl_ep_library, "installed_nccl_eps", [EXTENSIONS, TRANSFORMER_ENGINE]),
         (nccl_ep_library, "jit_folders", {}),
     ):  # fmt: skip
@@ -122,30 +127,95 @@ def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
         ("sm_90a", 9, 0, True), ("sm_90a", 10, 0, False), ("sm_90", 9, 0, True),
         ("sm_80", 8, 6, True), ("sm_86", 8, 0, False), ("sm_80", 9, 0, False),
         ("sm_100a", 10, 0, True), ("sm_100a", 10, 3, False), ("sm_100f", 10, 3, True),
+        ("compute_90", 9, 0, True), ("compute_90", 12, 1, True), ("compute_100", 9, 0, False),
+        ("compute_90a", 9, 0, True), ("compute_90a", 10, 0, False), ("compute_100f", 10, 3, True),
+        ("compute_100f", 12, 0, False), ("lto_90", 9, 0, False),
     ],
 )  # fmt: skip
-def test_machine_code_runs_on(architecture: str, major: int, minor: int, runs: bool) -> None:
+def test_code_runs_on(architecture: str, major: int, minor: int, runs: bool) -> None:
     assert native.native_extension.runs_on(architecture, major, minor) == runs
 
 
 @pytest.mark.parametrize(
-    ("architectures", "problem"),
-    [(["sm_90a"], None), (["sm_80", "sm_100a"], "NCCLEP_CUDA_ARCHITECTURES='100a 80 90a'")],
+    ("capability", "architectures", "driver", "problem"),
+    [
+        ((12, 0), "sm_90 compute_90", (13, 1), None),
+        ((9, 0), "sm_90 compute_90", None, None),
+        ((8, 0), "sm_90 compute_90", (12, 4), None),
+        (
+            (10, 0),
+            "sm_90a",
+            (13, 1),
+            "built for sm_90a, which GPU 0 (compute capability 10.0) does not run: install the "
+            "package again without NCCLEP_CUDA_ARCHITECTURES",
+        ),
+        # Machine code runs with any driver of CUDA 13; PTX needs one of the toolkit's own version.
+        ((9, 0), "sm_90 compute_90", (13, 0), None),
+        (
+            (9, 0),
+            "sm_90 compute_90",
+            (12, 8),
+            "built with CUDA 13.1, which needs a driver for CUDA 13.0 (580.65) or newer, and this "
+            "machine's serves CUDA up to 12.8: update the driver",
+        ),
+        (
+            (10, 3),
+            "sm_90 compute_90",
+            (13, 0),
+            "built with CUDA 13.1 and has only PTX for this GPU, which needs a driver for CUDA "
+            "13.1 or newer, and this machine's serves CUDA up to 13.0: update the driver, or "
+            "install the package again with CUDA_HOME naming a toolkit of CUDA 13.0 or older",
+        ),
+    ],
 )
-def test_the_extension_has_code_for_the_gpus(
-    architectures: list[str], problem: str | None, monkeypatch: pytest.MonkeyPatch
+def test_the_extension_runs_on_the_gpus(
+    capability: tuple[int, int],
+    architectures: str,
+    driver: tuple[int, int] | None,
+    problem: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_gpus(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     module = ModuleType("_C")
     module.__file__ = "/opt/_C.so"
-    monkeypatch.setattr(
-        module, "build_info", lambda: {"cuda": "13.0", "architectures": architectures}, False
-    )
+    names = architectures.split()
+    info = {"cuda": "13.1", "architectures": names}
+    monkeypatch.setattr(module, "build_info", lambda: info, False)
     monkeypatch.setattr(native.native_extension, "obstacle", lambda: None)
     monkeypatch.setattr(native.native_extension, "load", lambda: module)
+    monkeypatch.setattr(native.native_extension, "driver_version", lambda: driver)
     (finding,) = examine("Extension")
-    assert finding.value == f"built for {', '.join(architectures)} with CUDA 13.0: /opt/_C.so"
+    assert finding.value == (
+        f"built for {', '.join(names)} with CUDA 13.1, for drivers from 580.65 on: /opt/_C.so"
+    )
     assert (finding.problem is None) if problem is None else (problem in str(finding.problem))
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [
+        ("*version = 13010; return 0;", (13, 1)),
+        ("*version = 12040; return 0;", (12, 4)),
+        ("return 3;", None),
+        (None, None),  # no driver
+    ],
+)
+def test_the_driver_says_which_cuda_it_serves(
+    body: str | None,
+    version: tuple[int, int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library in the place of the driver's."""
+    if body is not None:
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")],
+            input=f"int cuDriverGetVersion(int* version) {{ {body} }}", check=True, text=True,
+        )  # fmt: skip
+    open_library = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: open_library(str(tmp_path / name)))
+    assert native.native_extension.driver_version() == version
 
 
 def test_a_package_without_extension_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:

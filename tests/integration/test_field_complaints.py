@@ -1,7 +1,7 @@
 """What users of other dispatchers complain of, one test each, by the number of their thread.
 
-A layer of EP 4 with two picks a token, in fp32: a sum of two terms has the same bits in either
-order, so that what differs from `alltoall` here differs in what was added, not in rounding.
+A layer of EP 4 with two assignments a token, in fp32: a sum of two terms has the same bits in
+either order, so that what differs from `alltoall` here differs in what was added, not in rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from layer_case import take_empty_batches
 from megatron_setup import BATCH, EXPERTS, HIDDEN, build_layer, initialize, make_config
 
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 RANKS, TOP_K = 4, 2
 # Sequence lengths of the ranks, and what their tokens have chosen.
@@ -82,7 +82,8 @@ def test_the_same_bits_as_alltoall_run_after_run(megatron_pool: RankPool) -> Non
 
 def test_nothing_is_dropped(megatron_pool: RankPool) -> None:
     """Megatron-LM 1756: "dropless" dispatchers with a capacity drop what exceeds it when routing is
-    uneven.  Here it is as uneven as can be: all picks of all ranks are for the experts of one.
+    uneven.  Here it is as uneven as can be: all assignments of all ranks are for the experts of
+    one.
     """
     ours = both(megatron_pool, [ONE_RANK])
     tokens = sum(ONE_RANK[0]) * BATCH

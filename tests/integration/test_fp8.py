@@ -17,9 +17,9 @@ from megatron_setup import HIDDEN, build_layer, initialize, make_config
 
 from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.fp8_support import align_for_experts
-from megatron_ncclep.layer_experts import need_no_host
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.integration.fp8_support import align_for_experts
+from megatron_ncclep.integration.layer_experts import need_no_host
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 PLAIN = EpConfig(engine="reference")
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
@@ -52,8 +52,11 @@ def alignments_on_rank(ctx: RankContext) -> None:
     initialize(ep=1)
     for options, ncclep, alignment in ALIGNMENTS:
         engine = build_layer(config_with(ncclep, options)).token_dispatcher.engine
-        expected = dataclasses.replace(ncclep, alignment=alignment, experts="megatron")
+        expected = dataclasses.replace(
+            ncclep, alignment=engine.config.alignment, experts="megatron"
+        )
         assert engine.config == expected, options
+        assert engine.config.block_alignment == alignment, options
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         logger = logging.getLogger("megatron_ncclep")
@@ -94,6 +97,14 @@ def refusals_on_rank(ctx: RankContext) -> None:
             InputError,
             r"alignment 16: experts with fp8='e4m3', fp8_recipe='mxfp8' need blocks of a multiple "
             r"of 32 rows: leave it out \(--ncclep-alignment\), or ask for 32 or more",
+        ),
+        # It was raised without a word: it looked like the default.
+        (
+            {"fp8": "e4m3"},
+            EpConfig(engine="reference", alignment=1),
+            InputError,
+            r"alignment 1: experts with fp8='e4m3', fp8_recipe='delayed' need blocks of a multiple "
+            r"of 16 rows: leave it out \(--ncclep-alignment\), or ask for 16 or more",
         ),
         (
             {"fp8": "e4m3"},

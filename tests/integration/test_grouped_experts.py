@@ -21,7 +21,7 @@ from megatron_setup import build_layer, initialize, make_config
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 GROUPED = EpConfig(experts="grouped")
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
@@ -32,7 +32,7 @@ SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation
 
 def parameters_on_rank(ctx: RankContext) -> None:
     """The same names, in the same order, with the same values from the same random state."""
-    from megatron_ncclep.experts.expert_stack import view_of
+    from megatron_ncclep.integration.experts.expert_stack import view_of
 
     def build(experts: str) -> Any:
         initialize(ep=2)
@@ -67,7 +67,7 @@ def grouped_or_not(experts: str) -> dict[str, Any]:
 
 
 def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
-    from megatron_ncclep.experts.expert_stack import view_of
+    from megatron_ncclep.integration.experts.expert_stack import view_of
 
     adds: list[int] = []  # of how many dimensions what is added to was
     original = torch.Tensor.add_
@@ -221,7 +221,7 @@ def experts_of_users_on_rank(ctx: RankContext) -> None:
     initialize(ep=4)
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from megatron_ncclep.experts.grouped import group_experts
+    from megatron_ncclep.integration.experts.grouped import group_experts
 
     class Own(SequentialMLP):
         pass
@@ -262,7 +262,7 @@ AUTO = EpConfig(experts="auto")
 def choices_on_rank(ctx: RankContext) -> None:
     """By shape; and what grouped experts do not support, or only they do, wins over it."""
     initialize(ep=4)
-    from megatron_ncclep.experts import choice
+    from megatron_ncclep.integration.experts import choice
 
     layer = build_layer(make_config("ncclep", torch.float32, 4))
 
@@ -333,7 +333,7 @@ def test_the_choice(megatron_pool: RankPool) -> None:
 def automatic_layers_on_rank(ctx: RankContext) -> list[str]:
     """What is chosen is built, with its alignment and the engine's options, and logged once."""
     initialize(ep=2)
-    from megatron_ncclep.experts import choice
+    from megatron_ncclep.integration.experts import choice
     from megatron_ncclep.logs import get_logger
 
     lines: list[str] = []
@@ -355,7 +355,7 @@ def automatic_layers_on_rank(ctx: RankContext) -> list[str]:
     ]
     assert [name for name, _ in built] == [*["SequentialMLP"] * 2, "GroupedLocalExperts"]
     assert [found.experts for _, found in built] == ["megatron", "megatron", "grouped"]
-    assert [found.alignment for _, found in built] == [1, 1, 16]
+    assert [found.block_alignment for _, found in built] == [1, 1, 16]
     hidden = torch.randn(SEQUENCE, BATCH, 16)
     outputs = [layer(hidden)[0] for layer in layers]
     torch.testing.assert_close(outputs[2], outputs[0])  # of the same weights
@@ -369,15 +369,14 @@ def test_automatic_layers(megatron_pool: RankPool) -> None:
 
 
 def test_the_option() -> None:
-    assert EpConfig(experts="auto").alignment == 1
-    with pytest.raises(InputError, match="alignment 1: grouped experts need blocks of a multiple"):
-        EpConfig.resolve(experts="auto", alignment=1)
     assert EpConfig().experts == "megatron"
-    assert (EpConfig(experts="grouped").alignment, EpConfig().alignment) == (16, 1)
+    assert EpConfig(experts="auto").alignment is None
     assert EpConfig(experts="grouped", alignment=64).alignment == 64
-    assert EpConfig.resolve(experts="grouped").alignment == 16
-    with pytest.raises(InputError, match="alignment 1: grouped experts need blocks of a multiple"):
-        EpConfig.resolve(experts="grouped", alignment=1)
+    for make in (EpConfig, EpConfig.resolve):
+        assert make(experts="grouped").alignment == 16
+        for experts in ("grouped", "auto"):
+            with pytest.raises(InputError, match="alignment 1: grouped experts need blocks of a"):
+                make(experts=experts, alignment=1)
     with pytest.raises(InputError, match=r"experts 'mine': must be one of \('megatron', 'grouped'"):
         EpConfig(experts="mine")
     with pytest.raises(

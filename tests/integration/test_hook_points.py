@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from megatron_versions import INSTALLED, SUPPORTED, importable, python_path
 
-from megatron_ncclep.support import NEWEST, OLDEST, is_tested
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.integration.support import NEWEST, OLDEST, is_tested
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 HERE = Path(__file__).parent
 

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 import pytest
 from imported import ImportedMegatron
 
-from megatron_ncclep import autoload, integration
+from megatron_ncclep import autoload
+from megatron_ncclep.integration import hooks
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -35,7 +36,7 @@ def run_imported(imported: ImportedMegatron, code: str, **environment: str) -> s
 
 
 def test_autoload_names_the_modules_that_integration_changes() -> None:
-    assert set(autoload.HOOKED_MODULES) == set(integration.HOOKS)
+    assert set(autoload.HOOKED_MODULES) == set(hooks.HOOKS)
 
 
 def test_a_plain_install_is_enough() -> None:
@@ -46,7 +47,7 @@ def test_a_plain_install_is_enough() -> None:
         early = [m for m in sys.modules if m.startswith("megatron.")]
         assert not early, early
         assert "megatron_ncclep.autoload" in sys.modules
-        assert "megatron_ncclep.integration" not in sys.modules
+        assert "megatron_ncclep.integration.hooks" not in sys.modules
         from megatron.core.transformer.transformer_config import TransformerConfig
         made = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
             num_moe_experts=2, moe_token_dispatcher_type="ncclep", add_bias_linear=False)
@@ -65,7 +66,7 @@ def test_off_switches(switch: str) -> None:
         from typing import get_args
         field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
         assert "ncclep" not in get_args(field.type)
-        assert "megatron_ncclep.integration" not in sys.modules
+        assert "megatron_ncclep.integration.hooks" not in sys.modules
         """,
         **{switch: "0"},
     )
@@ -85,7 +86,7 @@ def test_looking_for_a_module_does_not_use_the_hook_up() -> None:
         name = "megatron.core.transformer.transformer_config"
         importlib.util.find_spec(name)
         importlib.util.find_spec(name)
-        from megatron_ncclep.hooked_places import is_changed
+        from megatron_ncclep.integration.hooked_places import is_changed
         module = __import__(name, fromlist=["x"])
         assert is_changed(module.TransformerConfig.__post_init__)
         # The module has the loader it always has: sources and resources are found as ever.
@@ -140,10 +141,10 @@ def test_a_version_outside_the_range_is_a_warning(imported: ImportedMegatron) ->
         imported,
         """
         import pytest, torch, megatron.core
-        from megatron_ncclep import integration
+        from megatron_ncclep.integration import hooks
         megatron.core.__version__ = "0.99.0"
         with pytest.warns(UserWarning, match="0.16.1 to 0.19.2; this is 0.99.0"):
-            integration.install()
+            hooks.install()
         """,
     )
 
@@ -155,14 +156,14 @@ def test_a_changed_hook_point_is_an_error_that_names_it(imported: ImportedMegatr
         import pytest, torch
         import megatron.core.transformer.moe.moe_layer as layer
         import megatron.core.transformer.transformer_config as config
-        from megatron_ncclep import integration
+        from megatron_ncclep.integration import hooks
         from megatron_ncclep.errors import IntegrationError
         layer.MoELayer.__init__ = lambda self, settings: None
         with pytest.raises(IntegrationError, match="moe_layer.MoELayer.__init__ is not .*'config'"):
-            integration.install()
+            hooks.install()
         config.TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"].type = str
         with pytest.raises(IntegrationError, match="moe_token_dispatcher_type is not a Literal"):
-            integration.change_module(config)
+            hooks.change_module(config)
         """,
     )
 

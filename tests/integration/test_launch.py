@@ -13,13 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 from megatron_versions import INSTALLED, importable, python_path
 
 from megatron_ncclep import launch
 from megatron_ncclep.errors import InputError, IntegrationError
 from megatron_ncclep.post_import import after_import
-from megatron_ncclep.testing import processes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -70,14 +70,12 @@ def environment(megatron: str) -> dict[str, str]:
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCLEP_AUTOLOAD": "0"}
 
 
-def run(
-    folder: Path, *arguments: str, megatron: str = INSTALLED
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run this Python with `arguments` in `folder`; stdout and stderr come in one text."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, **environment(megatron)},
+        env={**os.environ, **environment(INSTALLED)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -86,10 +84,10 @@ def run(
     )
 
 
-def run_ranks(folder: Path, megatron: str, *arguments: str) -> str:
+def run_ranks(folder: Path, *arguments: str) -> str:
     """Run `ncclep run --cpu` with `arguments` as two ranks under torchrun; return their output."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run(folder, *torchrun, *RUN, *arguments, megatron=megatron)
+    done = run(folder, *torchrun, *RUN, *arguments)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -113,6 +111,9 @@ def test_pretrain_script_trains_like_alltoall(
     docs/support.md promised it, and this test trained with data parallelism only.  And then with
     `--expert-tensor-parallel-size 1`, without which Megatron gives each rank slices of all experts:
     whoever had not said so before was refused.
+
+    An older release shows that its script starts, takes our options and learns; that its losses are
+    alltoall's is shown by test_gpt_model.py and test_moe_layer.py, with every release.
     """
     shutil.copy(HERE / "pretrain_template.py", tmp_path / "pretrain_gpt.py")
     monkeypatch.chdir(tmp_path)
@@ -130,21 +131,18 @@ def test_pretrain_script_trains_like_alltoall(
         return [float(loss) for loss in re.findall(r"\| lm loss: (\S+)", output)], output
 
     ours, output = losses("ncclep", "--ncclep-engine", "reference")
-    theirs, _ = losses("alltoall")
     assert "engine 'reference' for 2 ranks" in output, "another dispatcher has run"
     assert len(ours) == 10
     assert ours[-1] < ours[0] - 0.3, ours
-    assert ours == pytest.approx(theirs, rel=SAME_LOSS_REL)
+    if megatron == INSTALLED:
+        assert ours == pytest.approx(losses("alltoall")[0], rel=SAME_LOSS_REL)
 
 
-@pytest.mark.parametrize("megatron", sorted({INSTALLED, *WITH_TRAINING}))
-def test_core_script_trains_like_alltoall(
-    tmp_path: Path, megatron: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_core_script_trains_like_alltoall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # a toolkit; without a GPU torch remarks on it
     shutil.copy(HERE / "core_template.py", tmp_path / "train.py")
 
-    output = run_ranks(tmp_path, megatron, "train.py", "ncclep", "alltoall")
+    output = run_ranks(tmp_path, "train.py", "ncclep", "alltoall")
     assert "No CUDA runtime is found" not in output
     assert "engine 'reference' for 2 ranks" in output, "another dispatcher has run"
 
@@ -194,6 +192,21 @@ def test_exceptions_are_the_scripts(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stdout.endswith("Own: its message\n")
     assert "During handling" not in done.stdout
+
+
+def test_a_task_of_slurm_is_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')))"
+    )
+    tasks = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    for name, value in tasks.items():
+        monkeypatch.setenv(name, value)
+    command = ["-m", "megatron_ncclep", "run", "--slurm", "script.py"]
+    assert run(tmp_path, *command).stdout == "5 8 1\n"
+    monkeypatch.delenv("SLURM_LOCALID")
+    done = run(tmp_path, *command)
+    assert done.returncode == 2
+    assert "--slurm: SLURM_LOCALID is not set: start ranks with srun" in done.stdout
 
 
 @pytest.mark.parametrize(("name", "problem"), [("missing.py", "not there"), (".", "a folder")])

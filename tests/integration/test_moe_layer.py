@@ -18,7 +18,7 @@ from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, mak
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
@@ -244,7 +244,12 @@ def over_machines(name: str, **changes: Any) -> LayerCase:
 
 MACHINES = [
     over_machines("uneven", sequences=(3, 6, 1, 9)),
-    over_machines("top-6-bf16", dtype=torch.bfloat16, options={"moe_router_topk": 6}),
+    over_machines(
+        "top-6-bf16-chunks",
+        dtype=torch.bfloat16,
+        ncclep={"network_chunks": 3},
+        options={"moe_router_topk": 6},
+    ),
     over_machines(
         "grouped-static",
         ncclep={"experts": "grouped", "max_recv_rows": "worst"},
@@ -287,7 +292,7 @@ def overflow_on_rank(ctx: RankContext, more: dict[str, Any]) -> tuple[int, bool,
 
 def test_static_overflow_is_counted(megatron_pool: RankPool) -> None:
     results = megatron_pool.run(overflow_on_rank, {})
-    # 4 ranks x 12 tokens x 2 picks = 96 rows for 4 x 8 places, twice.
+    # 4 ranks x 12 tokens x 2 assignments = 96 rows for 4 x 8 places, twice.
     assert sum(dropped for dropped, _, _ in results) >= 2 * (96 - 32)
     for dropped, finite, said in results:
         assert finite
@@ -309,7 +314,5 @@ def rows_on_rank(ctx: RankContext) -> int:
 
 
 def test_slices_make_no_more_room_than_can_be_needed(megatron_pool: RankPool) -> None:
-    """To the engine a token has 4 picks, each other one on another rank: of 4 ranks' 6 tokens no
-    more than 2 rows each can arrive.
-    """
+    """A token has 4 assignments (top-2, 2 slices), 2 for each half of the ranks: 2 rows at most."""
     assert megatron_pool.run(rows_on_rank) == [4 * 6 * 2] * 4

@@ -19,7 +19,7 @@ from schedule_case import differences, train_on_schedule
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import IntegrationError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 CASES: dict[str, dict[str, Any]] = {
     "several-experts": {"ep": 2},
@@ -105,7 +105,7 @@ def test_weight_gradients_beside_the_backward_of_dispatch(megatron_pool: RankPoo
 
 def hook_on_rank(ctx: RankContext) -> str:
     initialize(ep=4)
-    from megatron_ncclep import schedule_support
+    from megatron_ncclep.integration import schedule_support
 
     # Of other types, what is freed stays Megatron's choice.
     config = make_config("ncclep", torch.float32, 4)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from schedule_case import differences, train_on_schedule
 
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
-# One pick a token: a sum of one row is the same in every order.
+# One assignment a token: a sum of one row is the same in every order.
 OPTIONS: dict[str, Any] = {
     "moe_router_topk": 1,
     "moe_router_pre_softmax": True,
@@ -30,7 +30,7 @@ def differences_on_rank(ctx: RankContext) -> list[str]:
     "virtual_pipeline_model_parallel_size",
     "overlap_p2p_comm",
     "deallocate_pipeline_outputs",
-    compared="losses and all gradients with alltoall's, to the bit (one pick a token)",
+    compared="losses and all gradients with alltoall's, to the bit (one assignment a token)",
 )
 def test_virtual_stages_give_alltoalls_bits(megatron_pool: RankPool) -> None:
     """Losses of pretrain_gpt.py with virtual stages and Megatron-Core 0.16.1 were up to 0.094 from

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import re
 from typing import Any
 
 import pytest
 import torch
-from megatron_setup import build_layer, initialize, make_config
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
+from megatron_ncclep import failures
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
-from megatron_ncclep.support import REFUSALS, check_supported
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.integration.support import REFUSALS, check_supported
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 BUILDS = {
     "paged-stash": (
@@ -48,19 +51,40 @@ def refused_on_rank(ctx: RankContext, index: int) -> bool:
     if not hasattr(config, refusal.option):
         return False
     check_supported(config)
-    is_factor = refusal.option == "moe_expert_rank_capacity_factor"
-    setattr(config, refusal.option, 1.5 if is_factor else True)
-    with pytest.raises(UnsupportedError, match=refusal.option):
-        check_supported(config)
+    value = VALUES.get(refusal.option, True)
+    text = re.escape(f"does not support {refusal.option}={value!r}: {refusal.remedy}")
+    # As it is made: before Megatron has checked the value, whose words are not for this dispatcher.
+    with pytest.raises(UnsupportedError, match=text):
+        make_config("ncclep", torch.float32, 4, **{refusal.option: value})
+    setattr(config, refusal.option, value)
+    with pytest.raises(UnsupportedError, match=text):
+        build_layer(config)
     return True
 
 
+# Of options that are no switches.
+VALUES = {
+    "moe_expert_rank_capacity_factor": 1.5,
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_flex_dispatcher_num_sms": 24,
+    "moe_deepep_num_sms": 24,
+    "moe_hybridep_num_sms": 24,
+    "moe_hybridep_num_sms_preprocessing": 24,
+    "moe_hybridep_num_blocks_permute": 24,
+    "moe_hybridep_num_blocks_unpermute": 24,
+}
 # Fields that an older Megatron-Core does not have yet.
 NEWER = {
     "moe_paged_stash",
     "moe_expert_rank_capacity_factor",
     "moe_ncclep_static_shape",
     "moe_ncclep_zero_copy",
+    "moe_flex_dispatcher_num_sms",
+    "moe_hybridep_num_sms_preprocessing",
+    "moe_hybridep_num_blocks_permute",
+    "moe_hybridep_num_blocks_unpermute",
+    "moe_permute_fusion_into_hybridep",
+    "moe_hybridep_pad_uneven_dispatch_inputs",
 }
 
 
@@ -80,10 +104,39 @@ def test_every_refusal_refuses(megatron_pool: RankPool, index: int) -> None:
         assert has_it or REFUSALS[index].option in NEWER
 
 
+def unasked_on_rank(ctx: RankContext) -> None:
+    initialize(ep=4)
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    @dataclasses.dataclass
+    class Provider(TransformerConfig):
+        moe_flex_dispatcher_backend: str = "hybridep"
+        moe_hybridep_num_sms: int = 32
+
+    usual = make_config("ncclep", torch.float32, 4)
+    others = re.compile("deepep|hybridep|flex_dispatcher|moe_ncclep")
+    named = {f.name for f in dataclasses.fields(usual) if others.search(f.name)}
+    assert named <= {refusal.option for refusal in REFUSALS}
+
+    given = {f.name: getattr(usual, f.name) for f in dataclasses.fields(usual) if f.init}
+    del given["moe_flex_dispatcher_backend"], given["moe_hybridep_num_sms"]
+    build_layer(Provider(**given))
+    with pytest.raises(UnsupportedError, match="moe_hybridep_num_sms=31"):
+        Provider(**given, moe_hybridep_num_sms=31)
+    for options in ({"moe_hybridep_num_sms": 16}, {"moe_deepep_num_sms": 20}):
+        build_layer(make_config("ncclep", torch.float32, 4, **options))
+
+
+def test_what_nobody_asked_for_is_not_refused(megatron_pool: RankPool) -> None:
+    """Recipes of Megatron-Bridge with `alltoall` have moe_hybridep_num_sms=16, and 0.19 copies it
+    to moe_flex_dispatcher_num_sms: whoever changes nothing but their dispatcher has to get it.
+    """
+    megatron_pool.run(unasked_on_rank)
+
+
 def layers_on_rank(ctx: RankContext) -> None:
     """What stands around the building of a layer, each as a mistake there would show."""
     initialize(ep=4)
-    import megatron.core
     from megatron.core.transformer.moe import moe_layer
 
     # The layer's config is the user's own object, and says what the user asked for.
@@ -91,6 +144,7 @@ def layers_on_rank(ctx: RankContext) -> None:
     layer = build_layer(config)
     assert layer.config is config
     assert layer.token_dispatcher.config is config
+    assert failures.tell_at_the_end.cache_info().currsize == 1
     assert config.moe_token_dispatcher_type == "ncclep"
 
     # So it does after an error of Megatron's, here in the middle of its constructor.
@@ -103,14 +157,6 @@ def layers_on_rank(ctx: RankContext) -> None:
     assert type(other.token_dispatcher) is moe_layer.MoEAllGatherTokenDispatcher
     assert other.config.moe_token_dispatcher_type == "allgather"
 
-    version = megatron.core.__version__
-    megatron.core.__version__ = "0.99.0"
-    try:
-        with pytest.warns(UserWarning, match="this is 0.99.0"):
-            build_layer(config)
-    finally:
-        megatron.core.__version__ = version
-
 
 class Planted:
     """Submodules in which the constructor of MoELayer fails."""
@@ -122,6 +168,40 @@ class Planted:
 def test_building_a_layer(megatron_pool: RankPool) -> None:
     """Five mistakes in what we wrap around MoELayer's constructor were noticed by no test."""
     megatron_pool.run(layers_on_rank)
+
+
+def newer_on_rank(ctx: RankContext) -> None:
+    initialize(ep=4)
+    import megatron.core
+    from megatron.core.transformer.moe.moe_layer import MoETokenDispatcher
+
+    config = make_config("ncclep", torch.float32, 4)
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
+    known = build_layer(config)
+
+    def more(self: Any, tokens: Any, routing_map: Any, probs: Any, shared: Any = None) -> None:
+        """What a branch of Megatron's has after 0.19."""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron.core, "__version__", "0.20.0")
+        with pytest.warns(UserWarning, match=r"0\.16\.1 to 0\.19\.2; this is 0\.20\.0$"):
+            layer = build_layer(config)
+        layer.load_state_dict(known.state_dict())
+        assert torch.equal(layer(hidden)[0], known(hidden)[0])
+        for name, found in (("dispatch_preprocess", more), ("token_combine", None)):
+            words = rf"MoETokenDispatcher\.{name} is not a method of .*: this Megatron-Core is not"
+            with patch.context() as planted:
+                planted.setattr(MoETokenDispatcher, name, found)
+                with (
+                    pytest.warns(UserWarning, match="this is"),
+                    pytest.raises(IntegrationError, match=words),
+                ):
+                    build_layer(config)
+
+
+def test_a_newer_megatron(megatron_pool: RankPool) -> None:
+    """It works with a warning as long as the places are those that are known."""
+    megatron_pool.run(newer_on_rank)
 
 
 def indivisible_on_rank(ctx: RankContext) -> str:

@@ -2,8 +2,8 @@
 that routers drop or add, ranks with few tokens or none, other sizes in between, rows in a latent
 size, and every router.  Outputs and all gradients, in exact and static mode.
 
-Nearly everywhere they are the same bits: with two picks a sum over a token's rows has two terms,
-and rows of an expert come in the order in which `alltoall` brings them, so that even weight
+Nearly everywhere they are the same bits: with two assignments a sum over a token's rows has two
+terms, and rows of an expert come in the order in which `alltoall` brings them, so that even weight
 gradients add up alike.  Two cases differ in the order of sums, and are compared in fp64 within
 1e-12 (layer_case.py): experts in slices, whose parts `alltoall` adds up first; and static mode,
 where the last expert's product has rows of zeros at its end, which a GEMM may cut in other blocks.
@@ -12,15 +12,15 @@ where the last expert's product has rows of zeros at its end, which a GEMM may c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from layer_case import LayerCase, assert_same_results, train_on_rank
+from layer_case import LayerCase, assert_same_training
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankPool
+from megatron_ncclep.ranks.pool import RankPool
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "ep1": {"ep": 1},
@@ -131,45 +131,31 @@ def make_case(layout: str, name: str, fields: dict[str, Any], mode: str) -> Laye
     return dataclasses.replace(case, options={**case.options, "ncclep": options})
 
 
-CASES = [
-    *(
-        make_case(layout, name, fields, mode)
-        for layout in LAYOUTS
-        for name, fields in SHAPES.items()
-        for mode in ("exact", "static")
-    ),
-    *(
-        make_case(layout, name, fields, mode)
-        for layout, mode in (("ep4", "exact"), ("slices", "static"))
-        for name, fields in ROUTERS.items()
-    ),
-]
+# In which layouts each shape and each router comes with the installed release.  With each of them
+# come both modes, and with each shape both modes; an older release has each shape in one layout.
+SHAPE_LAYOUTS = [("ep1", "ep2"), ("ep4",), ("slices",)]
+ROUTER_LAYOUTS = [("ep4",), ("slices",)]
+MODES = ("exact", "static")
 
 
-@pytest.fixture(scope="module")
-def alltoall(megatron_pool: RankPool) -> Callable[[LayerCase], list[dict[str, Any]]]:
-    """What `alltoall` makes of a case: computed once for both modes, one after the other."""
-    last: list[tuple[LayerCase, list[dict[str, Any]]]] = []
+def cases(kinds: dict[str, dict[str, Any]], layouts: list[tuple[str, ...]]) -> Iterator[Any]:
+    for place, choice in enumerate(layouts):
+        for number, (name, fields) in enumerate(kinds.items()):
+            layout = choice[number % len(choice)]
+            mode = MODES[(place + number // len(choice)) % len(MODES)]
+            case = make_case(layout, name, fields, mode)
+            turn = pytest.mark.turn(place + number, len(layouts))
+            yield pytest.param(case, marks=[pytest.mark.since(case.since), turn], id=case.name)
 
-    def results(case: LayerCase) -> list[dict[str, Any]]:
-        options = {name: value for name, value in case.options.items() if name != "ncclep"}
-        case = dataclasses.replace(case, name="", options=options, same_bits=False)
-        if not last or last[0][0] != case:
-            last[:] = [(case, megatron_pool.run(train_on_rank, case, "alltoall"))]
-        return last[0][1]
 
-    return results
+# Cases with the same groups one after the other: making groups takes longer than most cases.
+CASES = sorted(
+    [*cases(SHAPES, SHAPE_LAYOUTS), *cases(ROUTERS, ROUTER_LAYOUTS)],
+    key=lambda param: (param.values[0].ep, param.values[0].etp),
+)
 
 
 @pytest.mark.supports(compared="outputs and all gradients with alltoall's, mostly to the bit")
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.since(case.since), id=case.name) for case in CASES],
-)
-def test_shape_equals_alltoall(
-    megatron_pool: RankPool,
-    alltoall: Callable[[LayerCase], list[dict[str, Any]]],
-    case: LayerCase,
-) -> None:
-    ours = megatron_pool.run(train_on_rank, case, "ncclep")
-    assert_same_results(case, ours, alltoall(case), "reference")
+@pytest.mark.parametrize("case", CASES)
+def test_shape_equals_alltoall(megatron_pool: RankPool, case: LayerCase) -> None:
+    assert_same_training(megatron_pool, case, "reference")

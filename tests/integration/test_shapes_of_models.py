@@ -7,8 +7,6 @@ leaves room for the steps of training, and none for a row that is missing or ano
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -17,13 +15,11 @@ from model_case import ModelCase, train_model_on_rank
 from packed_case import LENGTHS, train_packed_on_rank
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.testing.launcher import RankPool
+from megatron_ncclep.ranks.pool import RankPool
 
 MODES = {"exact": None, "static": EpConfig(max_recv_rows="worst", alignment=16)}
-each_mode = pytest.mark.parametrize(
-    "mode",
-    ["exact", pytest.param("static", marks=pytest.mark.supports("--ncclep-max-recv-rows"))],
-)
+# The marks of each mode.
+MARKS = {"exact": [], "static": [pytest.mark.supports("--ncclep-max-recv-rows")]}
 
 CASES = [
     ModelCase("dense-and-moe-layers", {"moe_layer_freq": [0, 1, 0, 1]}, {"num_layers": 4}),
@@ -67,28 +63,24 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def alltoall(megatron_pool: RankPool) -> Callable[..., list[dict[str, torch.Tensor]]]:
-    """What a function returns for `alltoall`: called once for both modes, one after the other."""
-
-    @lru_cache(maxsize=1)
-    def results(function: Callable[..., Any], *args: Any) -> list[dict[str, torch.Tensor]]:
-        return megatron_pool.run(function, "alltoall", *args)
-
-    return results
-
-
 @pytest.mark.supports(compared="losses and all gradients with alltoall's, step by step, in fp64")
-@each_mode
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.since(case.since), id=case.name) for case in CASES],
+    ("case", "mode"),
+    [
+        # A release has every model in one of the modes.
+        pytest.param(
+            case,
+            mode,
+            marks=[pytest.mark.since(case.since), pytest.mark.share(number + place, 2), *marks],
+            id=f"{case.name}-{mode}",
+        )
+        for number, case in enumerate(CASES)
+        for place, (mode, marks) in enumerate(MARKS.items())
+    ],
 )
-def test_model_equals_alltoall(
-    megatron_pool: RankPool, alltoall: Callable[..., Any], case: ModelCase, mode: str
-) -> None:
+def test_model_equals_alltoall(megatron_pool: RankPool, case: ModelCase, mode: str) -> None:
     ours = megatron_pool.run(train_model_on_rank, "ncclep", case, MODES[mode])
-    assert_same(ours, alltoall(train_model_on_rank, case, None))
+    assert_same(ours, megatron_pool.run(train_model_on_rank, "alltoall", case, None))
 
 
 @pytest.mark.supports(
@@ -96,7 +88,13 @@ def test_model_equals_alltoall(
     "ranks with different numbers of tokens",
     compared="losses and all gradients with alltoall's, step by step, in fp64",
 )
-@each_mode
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=[pytest.mark.share(place, 2), *marks])
+        for place, (mode, marks) in enumerate(MARKS.items())
+    ],
+)
 def test_packed_sequences_equal_alltoall(megatron_pool: RankPool, mode: str) -> None:
     """Megatron's flex dispatcher with NCCL EP makes room for the first batch, and traps in a longer
     one; and all its ranks must have as many tokens.

@@ -14,7 +14,7 @@ from layer_case import LayerCase, assert_overlap_changes_no_bits
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 OVERLAP = {
     "moe_shared_expert_intermediate_size": 32,
@@ -26,7 +26,7 @@ OVERLAP = {
 def order_on_rank(ctx: RankContext) -> list[str]:
     """What a forward and a backward pass queue, in order; "wait": the shared experts' stream."""
     initialize(ep=4)
-    from megatron_ncclep.cpu import CpuStream
+    from megatron_ncclep.cpu.torch_calls import CpuStream
 
     layer = build_layer(make_config("ncclep", torch.float64, 4, **OVERLAP))
     order: list[str] = []

@@ -12,9 +12,9 @@ import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.errors import EpError, PeerError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 
 class LateFailure:

@@ -17,9 +17,9 @@ import megatron_ncclep
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
-from megatron_ncclep.engines.group import EpGroup
 from megatron_ncclep.engines.reference import ReferenceEngine
 from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.ranks.group import EpGroup
 
 NUM_EXPERTS, TOP_K = 4, 2
 # Every option has another value than its default.
@@ -32,6 +32,9 @@ OPTIONS = EpConfig(
     experts="grouped",
     timeout_s=5.0,
     check_calls=True,
+    network_chunks=3,
+    metrics_interval=9,
+    inference_tokens=11,
 )
 EXACT = dataclasses.replace(OPTIONS, max_recv_rows=None, on_overflow="drop")
 STATIC = dataclasses.replace(OPTIONS, on_overflow="drop")
@@ -90,17 +93,20 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
     entry = engines.EngineEntry(caps, ReferenceEngine, no_obstacle)
     monkeypatch.setitem(engines.ENGINES, "recording", entry)
-    for name, most in (("few-picks", NUM_EXPERTS - 1), ("a-pick-for-each", NUM_EXPERTS)):
+    for name, most in (
+        ("few-assignments", NUM_EXPERTS - 1),
+        ("a-assignment-for-each", NUM_EXPERTS),
+    ):
         limited = dataclasses.replace(caps, name=name, max_top_k=most)
 
-        def with_few_picks(
+        def with_few_assignments(
             group: EpGroup, num_experts: int, config: EpConfig, caps: EngineCaps = limited
         ) -> ReferenceEngine:
             engine = ReferenceEngine(group, num_experts, config)
             engine.caps = caps
             return engine
 
-        entry = engines.EngineEntry(limited, with_few_picks, no_obstacle)
+        entry = engines.EngineEntry(limited, with_few_assignments, no_obstacle)
         monkeypatch.setitem(engines.ENGINES, name, entry)
     monkeypatch.setitem(
         engines.ENGINES, "far", engines.EngineEntry(caps, EngineFarAway, no_obstacle)
@@ -110,7 +116,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     def make(
         ncclep: EpConfig | None = None, pads: bool = True, slices: int = 1, **counts: bool
     ) -> Any:
-        from megatron_ncclep.token_dispatcher import NcclEpTokenDispatcher
+        from megatron_ncclep.integration.token_dispatcher import NcclEpTokenDispatcher
 
         group = dist.group.WORLD
         assert group is not None  # just made
@@ -186,8 +192,8 @@ class OnlyFarAway(TorchDispatchMode):
 @pytest.mark.parametrize("adds_up", [False, True], ids=["", "counts add up"])
 def test_no_hook_reads_the_device(make: Callable[..., Any], pads: bool, adds_up: bool) -> None:
     """In static mode a layer waited for the device three times: for the counts, for what was
-    dropped, and with capacity padding for the number of picks.  No test knew, because on a CPU
-    nobody waits for anything.
+    dropped, and with capacity padding for the number of assignments.  No test knew, because on a
+    CPU nobody waits for anything.
     """
     options = dataclasses.replace(STATIC, engine="far")
     counts = {"counts_on_device": True, "counts_add_up": adds_up}
@@ -235,16 +241,19 @@ def test_how_experts_get_the_counts(make: Callable[..., Any], options: EpConfig)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine": "few-picks"}, "all 4 experts, and engine 'few-picks' takes at most 3 picks"),
+        (
+            {"engine": "few-assignments"},
+            "all 4 experts, and engine 'few-assignments' takes at most 3 assignments",
+        ),
         ({"max_recv_rows": "1.25x"}, "give a number of rows or 'worst'"),
     ],
-    ids=["more experts than picks", "factor"],
+    ids=["more experts than assignments", "factor"],
 )
 def test_capacity_padding_that_static_mode_has_no_room_for(
     make: Callable[..., Any], changes: dict[str, Any], message: str
 ) -> None:
     """When a layer is built, and in a batch that is padded later, as Megatron pads while it decodes
-    (the dispatcher asked its config once, and sent a full batch to a plan for top-k picks).
+    (the dispatcher asked its config once, and sent a full batch to a plan for top-k assignments).
     """
     words = f"moe_pad_expert_input_to_capacity with max_recv_rows=.*{message}"
     with pytest.raises(InputError, match=words):
@@ -257,23 +266,25 @@ def test_capacity_padding_that_static_mode_has_no_room_for(
         dispatcher.token_dispatch(torch.ones(2, 8), routing_map.float())
 
 
-def test_groups_and_picks_that_slices_of_experts_do_not_allow(make: Callable[..., Any]) -> None:
-    """2 ranks are said to share an expert, in a group of one; 2 x 2 picks are more than 3."""
-    few = dataclasses.replace(EXACT, engine="few-picks")
+def test_groups_and_assignments_that_slices_of_experts_do_not_allow(
+    make: Callable[..., Any],
+) -> None:
+    """2 ranks are said to share an expert, in a group of one; 2 x 2 assignments are more than 3."""
+    few = dataclasses.replace(EXACT, engine="few-assignments")
     with pytest.raises(
         InputError,
-        match=r"topk=2 with .* size 2: .* 4 picks, and engine 'few-picks' takes at most 3: set "
-        r"expert_tensor_parallel_size to 1 or less, or choose engine 'reference'",
+        match=r"topk=2 with .* size 2: .* 4 assignments, and engine 'few-assignments' takes at "
+        r"most 3: set expert_tensor_parallel_size to 1 or less, or choose engine 'reference'",
     ):
         make(few, pads=False, slices=2)
     with pytest.raises(
         UnsupportedError, match=r"is rank 0 of 1 in tp_ep, but rank 0 of 2 in expt_tp and rank 0"
     ):
         make(EXACT, pads=False, slices=2)
-    enough = dataclasses.replace(EXACT, engine="a-pick-for-each", max_recv_rows=64)
+    enough = dataclasses.replace(EXACT, engine="a-assignment-for-each", max_recv_rows=64)
     with pytest.raises(
         InputError,
-        match="all 4 experts, each in 2 slices, and engine 'a-pick-for-each' takes at most 4",
+        match="all 4 experts, each in 2 slices, and engine 'a-assignment-for-each' takes at most 4",
     ):
         make(enough, slices=2)
     make(enough)

@@ -234,12 +234,12 @@ int ncclEpCombine(void* handle, const void* inputs, const void* outputs, const v
   tensor("y", pointer(inputs, 8));
   tensor("w", pointer(inputs, 16));
   tensor("out", pointer(outputs, 8));
-  const void* home_w = pointer(outputs, 16);
-  tensor("home_w", home_w);
+  const void* topk_w = pointer(outputs, 16);
+  tensor("topk_w", topk_w);
   CALL("\n");
   // Weights that name their place.
-  for (unsigned i = 0; shows_values && home_w && i < bytes_of(home_w) / 4; ++i) {
-    ((float*)pointer(home_w, 16))[i] = i;
+  for (unsigned i = 0; shows_values && topk_w && i < bytes_of(topk_w) / 4; ++i) {
+    ((float*)pointer(topk_w, 16))[i] = i;
   }
   return result();
 }

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.engines.exchange import HostLink
-from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.ranks.exchange import HostLink
+from megatron_ncclep.ranks.group import EpGroup
 
 
 def compile_fake(path: Path, ep_version: int = 200, nccl_version: int = 23007) -> Path:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from fakes import compile_fake
 
-from megatron_ncclep.engines import extension
 from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.libraries import extension
 
 UNIQUE_ID = bytes([7]) * 128
 
@@ -113,8 +113,8 @@ def test_directions_and_shapes(recorder: Recorder, handle: Any) -> None:
         "UpdateHandle stream=77 topk=4[3,4] counters=4[8] total=4[1]",
         "Dispatch direction=0 layout=none x=9[3,8] w=7[3,4] rows=9[5,8] row_w=7[5]",
         "Dispatch direction=1 layout=none x=6[3,8] w=none rows=6[5,8] row_w=none",
-        "Combine direction=0 y=9[5,8] w=none out=9[3,8] home_w=none",
-        "Combine direction=1 y=7[5,8] w=7[5] out=7[3,8] home_w=7[3,4]",
+        "Combine direction=0 y=9[5,8] w=none out=9[3,8] topk_w=none",
+        "Combine direction=1 y=7[5,8] w=7[5] out=7[3,8] topk_w=7[3,4]",
     ]
 
 
@@ -294,5 +294,5 @@ def test_the_examples_of_the_split(native: ModuleType) -> None:
 def test_whoever_has_windows_lets_them_be_opened_and_checked(owner: str) -> None:
     """What engines/native_windows.py asks of it."""
     found = vars(getattr(extension.load(), owner))
-    asked = {"open", "clear", "drop", "windows", "generation", "load_words", "store_words"}
+    asked = {"open", "clear", "drop", "windows", "generation"}
     assert asked <= found.keys()

@@ -13,11 +13,12 @@ import pytest
 import torch
 from fakes import ThreadGroup, on_threads
 
-from megatron_ncclep.engines import communicator, extension
-from megatron_ncclep.engines.agreement import on_all_ranks
-from megatron_ncclep.engines.communicator import communicator_of
-from megatron_ncclep.engines.libraries import Library
 from megatron_ncclep.errors import EngineUnavailableError, EpError, LibraryError, PeerError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.libraries.search import Library
+from megatron_ncclep.ranks import communicator
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.communicator import communicator_of
 
 NUM_RANKS = 3
 # Far more than anything here takes: a rank that waits for it makes the test fail by its error.

@@ -28,11 +28,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ncclep.engines import extension, shared_memory
-from megatron_ncclep.engines.group import EpGroup
-from megatron_ncclep.engines.shared_memory import open_together
 from megatron_ncclep.errors import LibraryError, PeerError, UnsupportedError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks import shared_memory
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.shared_memory import open_together
 
 if extension.obstacle() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.

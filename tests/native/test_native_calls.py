@@ -16,9 +16,10 @@ import torch
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, native_windows
+from megatron_ncclep.engines import native_windows
 from megatron_ncclep.engines.native import NativeEngine
 from megatron_ncclep.errors import PeerError, RefusedError, RowsDroppedError
+from megatron_ncclep.libraries import extension
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
 STREAM = 7
@@ -40,7 +41,7 @@ class RecordingNative:
         self.failed: Any = None
         self.was_captured = False
         self.timeout_s = 0.0
-        self.sizes = SimpleNamespace(num_rows=5, num_pairs=2, num_picks=3, bad_ranks=0)
+        self.sizes = SimpleNamespace(num_rows=5, num_pairs=2, num_assignments=3, bad_ranks=0)
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
         return [arguments for called, arguments in self.calls if called == name]
@@ -56,8 +57,8 @@ class RecordingNative:
     def max_tokens(self) -> int:
         return self.held[0]
 
-    def routes_size(self, max_pairs: int, max_picks: int, num_chunks: int) -> int:
-        return max_pairs + max_picks
+    def routes_size(self, max_pairs: int, max_assignments: int, most_tokens: int) -> int:
+        return max_pairs + max_assignments
 
     def sums_size(self, *_: Any) -> int:
         return 0
@@ -114,7 +115,7 @@ def on_ranks(function: Callable[[NativeEngine, RecordingNative, int], Any], **op
             raise result
 
 
-def picks(num_tokens: int) -> torch.Tensor:
+def assignments(num_tokens: int) -> torch.Tensor:
     return torch.arange(NUM_EXPERTS).repeat(num_tokens)[: num_tokens * TOP_K].view(-1, TOP_K)
 
 
@@ -124,18 +125,18 @@ def test_windows_and_chunks_are_for_the_rank_with_the_most_tokens(options: dict[
     tokens = (3, 300)
 
     def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
-        made = engine.plan(picks(tokens[rank]))
+        made = engine.plan(assignments(tokens[rank]))
         assert native.named("grow") == [(384, TOP_K, 16)]
-        counts, home, num_chunks, top_k, number = made.handle.made
+        counts, token_routes, most_tokens, top_k, number = made.handle.made
         assert number == made.plan_id
-        assert (num_chunks, top_k) == (3, TOP_K)
-        assert (counts.shape, home.shape) == (
+        assert (most_tokens, top_k) == (made.most_tokens, TOP_K)
+        assert (counts.shape, token_routes.shape) == (
             (NUM_EXPERTS // NUM_RANKS * 2 + 1,),
             (4, tokens[rank]),
         )
-        ((*_, max_pairs, max_picks, _, _, _),) = native.named("plan")
+        ((*_, max_pairs, max_assignments, _, _, _),) = native.named("plan")
         assert max_pairs <= NUM_RANKS * max(tokens)
-        assert max_picks == (64 if options else int(1.25 * max(tokens) * TOP_K))
+        assert max_assignments == (64 if options else int(1.25 * max(tokens) * TOP_K))
         # In static mode as many as there are windows for: no host asks the others.
         assert made.most_tokens == (384 if options else max(tokens))
 
@@ -143,17 +144,19 @@ def test_windows_and_chunks_are_for_the_rank_with_the_most_tokens(options: dict[
 
 
 def test_a_limit_in_words_follows_the_batch() -> None:
-    """Two picks of every token of both ranks, at worst; a plan has room for all of them."""
+    """Two assignments of every token of both ranks, at worst; a plan has room for all of them."""
 
     def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
         for num_tokens, num_rows in ((300, 1200), (10, 40)):
             native.calls.clear()
-            assert engine.plan(picks(num_tokens)).num_rows == num_rows
-            ((_, _, alignment, limit, kept, _, max_pairs, max_picks, *_),) = native.named("plan")
+            assert engine.plan(assignments(num_tokens)).num_rows == num_rows
+            ((_, _, alignment, limit, kept, _, max_pairs, max_assignments, *_),) = native.named(
+                "plan"
+            )
             assert (alignment, limit) == (1, num_rows)
             assert kept is None  # nothing can be dropped
             assert max_pairs >= NUM_RANKS * num_tokens
-            assert max_picks == num_rows
+            assert max_assignments == num_rows
 
     on_ranks(plan, max_recv_rows="worst")
 
@@ -162,7 +165,7 @@ def test_the_kernel_writes_down_what_ranks_lack() -> None:
     """With on_overflow="raise" only: the host asks before an optimizer steps."""
 
     def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
-        engine.plan(picks(10))
+        engine.plan(assignments(10))
         ((_, _, _, _, _, lacked, *_),) = native.named("plan")
         if engine.config.on_overflow == "drop":
             assert lacked is None
@@ -172,7 +175,7 @@ def test_the_kernel_writes_down_what_ranks_lack() -> None:
         with pytest.raises(RowsDroppedError, match="rank 1 needed 80 rows and had 64"):
             shortage.check()
         engine.group.is_rehearsal = True
-        engine.plan(picks(10))
+        engine.plan(assignments(10))
         assert native.named("plan")[-1][5] is None
 
     on_ranks(plan, max_recv_rows=64, on_overflow="raise")
@@ -180,29 +183,29 @@ def test_the_kernel_writes_down_what_ranks_lack() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "num_picks", "times"),
+    ("num_pairs", "num_assignments", "times"),
     [(2, 3, 0), (2, MANY, 1), (MANY, 3, 1), (MANY, MANY, 1)],
-    ids=["all fit", "picks do not fit", "pairs do not fit", "neither fits"],
+    ids=["all fit", "assignments do not fit", "pairs do not fit", "neither fits"],
 )
 def test_routes_that_do_not_fit_are_received_again(
-    num_pairs: int, num_picks: int, times: int
+    num_pairs: int, num_assignments: int, times: int
 ) -> None:
     """The first time the device has written nothing: memory as it was would be taken for routes."""
 
     def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
         native.sizes = SimpleNamespace(
-            num_rows=5, num_pairs=num_pairs, num_picks=num_picks, bad_ranks=0
+            num_rows=5, num_pairs=num_pairs, num_assignments=num_assignments, bad_ranks=0
         )
-        made = engine.plan(picks(10))
+        made = engine.plan(assignments(10))
         received = native.named("plan_receive")
         assert len(received) == times
         # A plan is made with its first routes; those that follow take their place.
-        handle, *_, max_pairs, max_picks, routes, _, _ = (native.named("plan") + received)[-1]
+        handle, *_, max_pairs, max_assignments, routes, _, _ = (native.named("plan") + received)[-1]
         assert handle is made.handle
         assert max_pairs >= num_pairs
-        assert max_picks >= num_picks
+        assert max_assignments >= num_assignments
         assert made.routes is routes
-        assert len(routes) == max_pairs + max_picks
+        assert len(routes) == max_pairs + max_assignments
         assert made.num_rows == 5
 
     on_ranks(plan)
@@ -212,11 +215,13 @@ def test_a_wait_that_failed_on_the_device_is_raised_by_the_next_call() -> None:
     """The kernels end, with NaN: nothing but the next call can say that a rank did not come."""
 
     def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
-        plan = engine.plan(picks(4))
+        plan = engine.plan(assignments(4))
         native.calls.clear()
-        native.failed = SimpleNamespace(reason=1, phase=3, peer=1, epoch=9, deadline_s=2.0)
+        native.failed = SimpleNamespace(
+            reason="late", phase="dispatch", peer=1, epoch=9, deadline_s=2.0
+        )
         for call in (
-            lambda: engine.plan(picks(4)),
+            lambda: engine.plan(assignments(4)),
             lambda: engine.dispatch(plan, torch.zeros(4, HIDDEN)),
             lambda: engine.combine(plan, torch.zeros(5, HIDDEN)),
         ):
@@ -239,7 +244,7 @@ def test_rows_reach_the_kernels_at_multiples_of_16_bytes() -> None:
     """The kernels copy 16 bytes at a time; elsewhere a GPU faults, and the process is lost."""
 
     def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
-        plan = engine.plan(picks(4))
+        plan = engine.plan(assignments(4))
         x, y = misaligned(4), misaligned(5)
         engine.dispatch(plan, x)
         engine.combine(plan, y)
@@ -261,7 +266,7 @@ def test_hosts_meet_only_where_they_must() -> None:
     def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
         def layer(num_tokens: int) -> list[str]:
             engine.group.exchanged.clear()  # type: ignore[attr-defined]
-            plan = engine.plan(picks(num_tokens))
+            plan = engine.plan(assignments(num_tokens))
             engine.dispatch(plan, torch.zeros(num_tokens, HIDDEN))
             engine.combine(plan, torch.zeros(plan.num_rows, HIDDEN))
             return [what.split(",")[0] for what in engine.group.exchanged]  # type: ignore[attr-defined]
@@ -281,14 +286,14 @@ def test_a_refusal_waits_for_nobody() -> None:
     """The other rank hears of it on its device; no call of the two meets on the host."""
 
     def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
-        plan = engine.plan(picks(4))
+        plan = engine.plan(assignments(4))
         engine.dispatch(plan, torch.zeros(4, HIDDEN))
         native.calls.clear()
         engine.group.exchanged.clear()  # type: ignore[attr-defined]
         if rank == 1:
             with pytest.raises(RefusedError, match=r"dispatch: rank 1: x has shape \[5, 8\]"):
                 engine.dispatch(plan, torch.zeros(5, HIDDEN))
-            assert native.calls == [("refuse", (3, STREAM))]
+            assert native.calls == [("refuse", ("dispatch", STREAM))]
         else:
             engine.dispatch(plan, torch.zeros(4, HIDDEN))
         assert engine.group.exchanged == []  # type: ignore[attr-defined]

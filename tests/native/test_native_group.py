@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ncclep.engines import extension
 from megatron_ncclep.engines.native_group import NativeGroup
 from megatron_ncclep.engines.native_plan import NativePlan
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
+from megatron_ncclep.libraries import extension
 
-LATE = SimpleNamespace(reason=1, phase=3, peer=2, epoch=41, deadline_s=1.5, own_call=0, peer_call=0)
+LATE = SimpleNamespace(
+    reason="late", phase="dispatch", peer=2, epoch=41, deadline_s=1.5, own_call=0, peer_call=0
+)
 TEXT = (
     "rank 1 of 4: rank 2 did not come in dispatch, operation 41 of the group (deadline 1.5 s): it "
     "died, is late or left the group's order of calls; look at the other ranks' output. What this "
@@ -36,7 +38,7 @@ class FailingNative:
     def failure(self) -> Any:
         return self.what_failed if self.is_over else None
 
-    def refuse(self, phase: int, stream: int) -> None:
+    def refuse(self, phase: str, stream: int) -> None:
         self.waited_for.append(f"nobody, in phase {phase} on stream {stream}")
 
     def wait_until_idle(self) -> None:
@@ -109,7 +111,7 @@ def test_a_refusal_is_the_error_of_all_later_calls(
             call()
         assert str(caught.value) == "dispatch: rank 1: x is wrong"
     assert capsys.readouterr().out == "dispatch: rank 1: x is wrong\n"  # to the other ranks
-    assert native.waited_for[0] == "nobody, in phase 3 on stream 7"
+    assert native.waited_for[0] == "nobody, in phase dispatch on stream 7"
 
 
 def test_a_group_of_one_rank_goes_on_after_a_refusal(native: FailingNative) -> None:
@@ -121,10 +123,10 @@ def test_a_group_of_one_rank_goes_on_after_a_refusal(native: FailingNative) -> N
     assert native.waited_for == []
 
 
-@pytest.mark.parametrize("reason", [1, 3])
+@pytest.mark.parametrize("reason", ["late", "refused"])
 @pytest.mark.parametrize("said", ["dispatch: rank 2: x is wrong", ""])
 def test_the_refusal_of_another_rank_is_told_in_its_words(
-    native: FailingNative, reason: int, said: str
+    native: FailingNative, reason: str, said: str
 ) -> None:
     """In a capture a rank can only write it down, and the others are late for it; without shared
     memory it can only tell the device.
@@ -134,51 +136,64 @@ def test_the_refusal_of_another_rank_is_told_in_its_words(
     native.is_over = True
     native.what_failed = SimpleNamespace(**{**vars(LATE), "reason": reason})
     expected = {
-        (1, ""): "rank 2 did not come in dispatch",
-        (3, ""): "dispatch: rank 2 has refused a call: look at its output",
+        ("late", ""): "rank 2 did not come in dispatch",
+        ("refused", ""): "dispatch: rank 2 has refused a call: look at its output",
     }.get((reason, said), said)
-    with pytest.raises(PeerError if (reason, said) == (1, "") else RefusedError, match=expected):
+    with pytest.raises(
+        PeerError if (reason, said) == ("late", "") else RefusedError, match=expected
+    ):
         group.raise_failure()
 
 
-ROWS = {"phase": 3, "plan": 5, "dtype": 4, "hidden size": 64, "presence of weights": 1}
-PLAN = {"phase": 1, "top_k": 2, "alignment": 16, "max_recv_rows": 64}
+ROWS = {
+    "phase": "dispatch", "plan": 5, "dtype": "bfloat16", "hidden size": 64, "presence of weights": 1
+}  # fmt: skip
+PLAN = {"phase": "plan", "top_k": 2, "alignment": 16, "max_recv_rows": 64}
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "error", "text"),
     [
         (ROWS, {**ROWS, "hidden size": 128}, InputError, "dispatch: hidden size differs between"),
-        (ROWS, {**ROWS, "dtype": 5}, InputError, "rank 1 has bfloat16, rank 2 has float32. Give"),
+        (
+            ROWS,
+            {**ROWS, "dtype": "float32"},
+            InputError,
+            "rank 1 has bfloat16, rank 2 has float32. Give",
+        ),
         (ROWS, {**ROWS, "plan": 7}, InputError, "plan differs .*: rank 1 has 5, rank 2 has 7"),
-        (ROWS, {**ROWS, "phase": 4}, PeerError, "rank 1 is in dispatch; rank 2 is in combine"),
+        (
+            ROWS,
+            {**ROWS, "phase": "combine"},
+            PeerError,
+            "rank 1 is in dispatch; rank 2 is in combine",
+        ),
         (PLAN, ROWS, PeerError, "rank 1 is in plan; rank 2 is in dispatch. Every rank must run"),
         (PLAN, {**PLAN, "max_recv_rows": 80}, InputError, "max_recv_rows differs .* rank 2 has 80"),
     ],
     ids=str,
 )
 def test_calls_that_differ_say_in_what(
-    native: FailingNative, monkeypatch: pytest.MonkeyPatch, mine: Any, theirs: Any, error: Any,
-    text: str,
+    native: FailingNative, mine: Any, theirs: Any, error: Any, text: str,
 ) -> None:  # fmt: skip
     """The device found it: two numbers, in which the extension finds the values."""
     calls = {11: mine, 22: theirs}
-    module = SimpleNamespace(call_values=lambda call: dict(calls[call]))
-    monkeypatch.setattr(extension, "load", lambda: module)
     native.is_over = True
-    native.what_failed = SimpleNamespace(
-        **{**vars(LATE), "reason": 2, "phase": mine["phase"], "own_call": 11, "peer_call": 22}
-    )
+    failed = {"reason": "differs", "phase": mine["phase"], "own_call": 11, "peer_call": 22}
+    native.what_failed = SimpleNamespace(**{**vars(LATE), **failed})
+    group = group_of(native)
+    group.module = SimpleNamespace(call_values=calls.get)  # type: ignore[assignment]
     with pytest.raises(error, match=text):
-        group_of(native).raise_failure()
+        group.raise_failure()
 
 
 def test_sizes_of_a_plan_that_failed_are_not_given_out(native: FailingNative) -> None:
     """A failed static plan has zero rows for every expert: experts would train on nothing."""
     plan = NativePlan(
         plan_id=1, num_tokens=0, top_k=1, num_experts=4, num_rows=8,
-        counts=torch.zeros(3, dtype=torch.int64), home=torch.zeros(4, 0), routes=torch.zeros(8),
-        most_tokens=0, handle=None, stream=0, shared=group_of(native), rows_on_host=None,
+        counts=torch.zeros(3, dtype=torch.int64), token_routes=torch.zeros(4, 0),
+        routes=torch.zeros(8), most_tokens=0, handle=None, stream=0, shared=group_of(native),
+        rows_on_host=None,
     )  # fmt: skip
     assert plan.tokens_per_expert_on_host().tolist() == [0]
     native.is_over = True

@@ -12,9 +12,11 @@ import torch
 from fakes import on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, libraries, nccl_ep_library, nccl_ep_obstacle
-from megatron_ncclep.engines.libraries import Library, Version
-from megatron_ncclep.engines.nccl_ep_library import FIXED_ORDER, PULL_PUSH, NcclEpLibrary
+from megatron_ncclep.engines import nccl_ep_obstacle
+from megatron_ncclep.libraries import extension, search
+from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
+from megatron_ncclep.libraries.nccl_ep import FIXED_ORDER, PULL_PUSH, NcclEpLibrary
+from megatron_ncclep.libraries.search import Library, Version
 
 NUM_RANKS = 2
 NCCL = Path("/opt/libnccl.so.2")
@@ -43,9 +45,9 @@ class Machine:
             (nccl_ep_library, "find_nccl_ep", lambda: self.library),
             (nccl_ep_library, "installed_nccl_eps", list),
             (nccl_ep_library, "jit_folders", lambda library: headers),
-            (libraries, "loaded_nccl", lambda: Library(NCCL, self.nccl, "loaded")),
-            (libraries, "find_nccl", lambda: Library(self.ours, self.nccl, "")),
-            (libraries, "find_nvcc", lambda: Path("/opt/nvcc") if self.has_nvcc else None),
+            (search, "loaded_nccl", lambda: Library(NCCL, self.nccl, "loaded")),
+            (search, "find_nccl", lambda: Library(self.ours, self.nccl, "")),
+            (search, "find_nvcc", lambda: Path("/opt/nvcc") if self.has_nvcc else None),
             (extension, "obstacle", lambda: None),
             (nccl_ep_obstacle, "communicator_of", self._communicator_of),
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
@@ -178,7 +180,7 @@ def test_pull_push(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "which libnccl_ep of nccl-extensions would ignore" in str(machine.obstacle())
     machine.library, machine.nccl = TRANSFORMER_ENGINE, (2, 32, 3)
     machine.nodes = [1, 1]
-    assert "needs all ranks in one machine" in str(machine.obstacle())
+    assert "needs all ranks in one node" in str(machine.obstacle())
     machine.nodes = [2]
     assert machine.obstacle() is None
 

@@ -5,6 +5,9 @@ Ranks are threads, and their GPUs are `Gpu`s; nothing here needs a GPU or the ex
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,25 +16,23 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import compile_fake, on_threads
+from fakes import ThreadGroup, compile_fake, on_threads
 
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import (
-    create_engine,
-    extension,
-    libraries,
-    native_obstacle,
-    nccl_ep_obstacle,
-)
-from megatron_ncclep.engines.libraries import Library
+from megatron_ncclep.engines import create_engine, native_obstacle, nccl_ep_obstacle
 from megatron_ncclep.engines.native import CAPS
-from megatron_ncclep.engines.native_plan import CHUNK
+from megatron_ncclep.engines.network_rows import VECTOR
 from megatron_ncclep.errors import EngineUnavailableError, InputError, LibraryError
-from megatron_ncclep.testing.launcher import RankContext, RankPool
+from megatron_ncclep.libraries import extension, search
+from megatron_ncclep.libraries.search import Library
+from megatron_ncclep.ranks import nodes
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.nodes import Nodes
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 NUM_RANKS = 3
-FIND_NCCL = libraries.find_nccl
+FIND_NCCL = search.find_nccl
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(extension, "obstacle", lambda: None)
     monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a"])
+    monkeypatch.setattr(extension, "cuda_version", lambda: (13, 0))
+    monkeypatch.setattr(extension, "driver_version", lambda: (13, 0))
     # Another number than any of the extension's, so that nobody has it from elsewhere.
-    monkeypatch.setattr(
-        extension, "load", lambda: SimpleNamespace(native_min_sms=lambda ranks: 5 + ranks // 32)
+    native = SimpleNamespace(
+        MAX_RANKS=32, MAX_EXPERTS=512, native_min_sms=lambda ranks: 5 + ranks // 32
     )
-    monkeypatch.setattr(
-        libraries, "find_nccl", lambda: Library(Path("libnccl.so.2"), (2, 28, 9), "")
-    )
+    monkeypatch.setattr(extension, "load", lambda: native)
+    monkeypatch.setattr(search, "find_nccl", lambda: Library(Path("libnccl.so.2"), (2, 28, 9), ""))
     monkeypatch.setattr(native_obstacle, "communicator_of", machine.communicator_of)
     return machine
 
@@ -159,8 +161,13 @@ OWN = {
     "another architecture": (
         set_gpu(capability=(10, 0), name="NVIDIA B200"),
         "rank 1: the extension is built for sm_90a, which NVIDIA B200 (compute capability 10.0) "
-        "does not run: install the package again with NCCLEP_CUDA_ARCHITECTURES='100a 90a' in the "
+        "does not run: install the package again without NCCLEP_CUDA_ARCHITECTURES in the "
         "environment",
+    ),
+    "an old driver": (
+        on_all(extension, "driver_version", lambda: (12, 4)),
+        "the extension is built with CUDA 13.0, which needs a driver for CUDA 13.0 (580.65) or "
+        "newer, and this machine's serves CUDA up to 12.4: update the driver",
     ),
     "few SMs": (
         set_gpu(multi_processor_count=16),
@@ -168,11 +175,11 @@ OWN = {
     ),
     "no extension": (on_all(extension, "obstacle", lambda: "there is none: build it"), "build it"),
     "no NCCL": (
-        on_all(libraries, "find_nccl", lambda: None),
+        on_all(search, "find_nccl", lambda: None),
         "it needs NCCL 2.28.9 or newer, here is none: pip install 'nvidia-nccl-cu",
     ),
     "an NCCL without a version": (
-        on_all(libraries, "find_nccl", lambda: Library(Path("x.so"), None, "named")),
+        on_all(search, "find_nccl", lambda: Library(Path("x.so"), None, "named")),
         "here is version unknown, x.so (named): pip install 'nvidia-nccl-cu",
     ),
 }
@@ -229,7 +236,7 @@ def test_an_nccl_that_is_too_old(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The library itself is asked for its version."""
-    monkeypatch.setattr(libraries, "find_nccl", FIND_NCCL)
+    monkeypatch.setattr(search, "find_nccl", FIND_NCCL)
     path = compile_fake(tmp_path / "libold.so", nccl_version=22703)
     monkeypatch.setenv("NCCLEP_NCCL_LIBRARY", str(path))
     text = reasons()
@@ -282,23 +289,31 @@ def unavailable_on_rank(ctx: RankContext) -> str:
     extension.obstacle() is not None, reason=f"nothing to call: {extension.obstacle()}"
 )
 def test_the_limits_are_the_kernels_own() -> None:
-    """CAPS and the like need no extension, so they hold a copy; a kernel's limit is the kernel's.
-
-    More than 32 ranks or 512 experts that Python let through would write beyond what is there.
-    """
+    """What Python let through beyond them would write beyond what is there."""
     native = extension.load()
-    assert native.native_limits() == {
-        "max_ranks": native_obstacle.MAX_RANKS,
-        "max_experts": native_obstacle.MAX_EXPERTS,
-        "max_tokens": CAPS.max_tokens,
-        "max_top_k": CAPS.max_top_k,
-        "chunk": CHUNK,
-        "low_latency_tokens": CAPS.low_latency_tokens,
-    }
-    assert CAPS.max_local_experts == native_obstacle.MAX_EXPERTS
+    assert (CAPS.max_tokens, CAPS.max_top_k) == (native.MAX_TOKENS, native.MAX_TOP_K)
+    assert CAPS.max_local_experts == native.MAX_EXPERTS
+    assert CAPS.low_latency_tokens == native.LOW_LATENCY_TOKENS
+    # Ranks on CPUs make the same messages, and have no extension to ask.
+    assert native.MESSAGE_VECTOR == VECTOR
     # What nobody asked for runs wherever the engine does.
-    for num_ranks in range(1, native_obstacle.MAX_RANKS + 1):
+    for num_ranks in range(1, native.MAX_RANKS + 1):
         assert native.native_min_sms(num_ranks) <= native_obstacle.DEFAULT_NUM_SMS
+
+
+def test_without_the_extension_its_engines_have_no_limits() -> None:
+    """The kernels' limits are read from it when engines are imported, which needs no extension."""
+    script = """
+import sys
+sys.modules["megatron_ncclep._C"] = None  # what an import of nothing leaves
+from megatron_ncclep.engines import ENGINES
+caps = ENGINES["native"].caps
+print(caps.max_tokens, caps.max_top_k, caps.max_local_experts, caps.low_latency_tokens)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stdout.split() == ["None", "None", "None", "0"]
 
 
 @pytest.mark.cpu_only  # with GPUs there is nothing in the way
@@ -373,3 +388,72 @@ def test_many_gpus_fit_into_the_message(machine: Machine) -> None:
     machine.gpus = [Gpu(uuid.format(r), "NVIDIA " + "H" * 60) for r in range(64)]
     machine.no_access = {(a, b) for a in range(64) for b in range(64)}
     assert "cannot access" in reasons(32)
+
+
+# --- several machines ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def four_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Four ranks, of which NCCL finds `lsa_size` in each NVLink domain; no library of NVIDIA's."""
+    machine.gpus = [Gpu(f"uuid-{r}") for r in range(4)]
+    monkeypatch.setattr(nodes, "communicator_of", machine.communicator_of)
+    monkeypatch.delenv("NCCLEP_LOCAL_RANKS", raising=False)
+    only = {name: engines.ENGINES[name] for name in ("native", "hierarchical", "reference")}
+    monkeypatch.setattr(engines, "ENGINES", only)
+    meetings: dict[int, tuple[list[bytes], threading.Barrier]] = {}
+    lock = threading.Lock()
+
+    class GridOfThreads:
+        """The grid, with groups of threads for the machines."""
+
+        def __init__(self, group: EpGroup, shape: Nodes, timeout_s: float) -> None:
+            self.nodes = shape
+            size, number = shape.ranks_on_each, shape.node_of(group.rank)
+            with lock:
+                messages, meeting = meetings.setdefault(
+                    number, ([b""] * size, threading.Barrier(size))
+                )
+            self.local = ThreadGroup(shape.local_index(group.rank), messages, meeting)
+            self.local.device = group.device
+
+    monkeypatch.setattr(nodes, "Grid", GridOfThreads)
+    return machine
+
+
+def choices_of_four() -> tuple[str, str]:
+    choices = on_threads(4, lambda group: engines.choose_engine(group, EpConfig(), 8))
+    assert choices == [choices[0]] * 4, choices
+    name, reason = choices[0]
+    return name, reason
+
+
+def test_auto_takes_hierarchical_for_several_nodes(four_gpus: Machine) -> None:
+    four_gpus.lsa_size = 2
+    name, reason = choices_of_four()
+    assert name == "hierarchical"
+    assert reason.startswith("not native: only 2 of 4 ranks, on 1 host(s), are in one NVLink")
+    assert reason.endswith("; hierarchical can run")
+
+
+def test_auto_takes_native_in_one_domain(four_gpus: Machine) -> None:
+    four_gpus.lsa_size = 4
+    assert choices_of_four() == ("native", "native can run")
+
+
+def test_auto_leaves_out_nodes_in_which_native_cannot_run(four_gpus: Machine) -> None:
+    """One node's kernels cannot run: the ranks of the other one hear it, too."""
+    four_gpus.lsa_size = 2
+    four_gpus.no_access = {(2, 3)}
+    name, reason = choices_of_four()
+    assert name == "reference"
+    inside = "; not hierarchical: inside a node, not native: rank 2: the GPU of rank 0 cannot"
+    assert inside in reason
+    assert reason.endswith("; reference can run")
+
+
+def test_auto_leaves_out_a_single_node_without_nvlink(four_gpus: Machine) -> None:
+    four_gpus.lsa_size = 1
+    name, reason = choices_of_four()
+    assert name == "reference"
+    assert "; not hierarchical: all ranks are on one node; reference can run" in reason

@@ -27,13 +27,13 @@ PROGRAM_S = 300.0  # at most, on a slow and busy machine
 ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 COMMON = ("-O0", "-g1", "-fPIC")
 CPP = ("-std=c++17", "-Wall", "-Werror", f"-I{HERE / 'shim'}", f"-I{HERE}", f"-I{CSRC}")
-HOST_SOURCES = sorted(
-    source for source in CSRC.rglob("*.cpp") if source.name not in ("bindings.cpp", "exchange.cpp")
-)
+BINDINGS = sorted((CSRC / "bindings").glob("*.cpp"))
+HOST_SOURCES = sorted({*CSRC.rglob("*.cpp")} - {*BINDINGS, CSRC / "host/exchange.cpp"})
 # Of the memory that ends of one process share, ThreadSanitizer must see one mapping: exchange.cpp.
 ONE_MAPPING = ("-DNCCLEP_ONE_MAPPING", "-Dmmap=mmap_once", "-Dmunmap=munmap_once")
 
 pytestmark = [
+    pytest.mark.any_python("it compiles the host's C++"),
     pytest.mark.skipif(CXX is None or CC is None, reason="no g++ and gcc on PATH"),
     pytest.mark.skipif(sys.platform != "linux", reason="sanitizers as g++ has them on Linux"),
 ]
@@ -104,7 +104,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     here = {name: HERE / f"{name}.cpp" for name in ("cuda", "kernels", "lives", "exchange")}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The slowest first.
-        bindings = pool.submit(compile_one, folder, CSRC / "bindings.cpp", *bindings_options())
+        options = bindings_options()
+        bindings = [pool.submit(compile_one, folder, source, *options) for source in BINDINGS]
         compiled = partial(compile_one, folder)
         objects = {
             source: pool.submit(compiled, source, *ADDRESS)
@@ -112,11 +113,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         }
         library = pool.submit(compiled, fake, *ADDRESS, *versions)
     host = [objects[source].result() for source in (*HOST_SOURCES, here["cuda"], here["kernels"])]
+    extension = [each.result() for each in bindings]
     end = objects[CSRC / "host/exchange.cpp"].result()
     return Built(
         link(folder / "exchange", [objects[here["exchange"]].result(), end], *ADDRESS),
         link(folder / "lives", [objects[here["lives"]].result(), *host], *ADDRESS),
-        link(folder / "_C.so", [bindings.result(), end, *host], "-shared", *ADDRESS),
+        link(folder / "_C.so", [*extension, end, *host], "-shared", *ADDRESS),
         link(folder / "libfake.so", [library.result()], "-shared", *ADDRESS),
     )
 

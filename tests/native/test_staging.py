@@ -20,11 +20,13 @@ import torch
 from fakes import ThreadGroup, compile_fake, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, nccl_ep_library, nccl_ep_staging
+from megatron_ncclep.engines import nccl_ep_staging
 from megatron_ncclep.engines.nccl_ep import NcclEpEngine
-from megatron_ncclep.engines.nccl_ep_library import FIXED_ORDER, PULL_PUSH, NcclEpLibrary
 from megatron_ncclep.engines.nccl_ep_staging import NcclEpPlan, Route, Staging
 from megatron_ncclep.errors import LibraryError, RowsDroppedError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
+from megatron_ncclep.libraries.nccl_ep import FIXED_ORDER, PULL_PUSH, NcclEpLibrary
 
 if extension.obstacle() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
@@ -271,7 +273,7 @@ def dispatch_with_a_limit_in_words(rank: Rank) -> list[tuple[int, int, int]]:
 
 
 def test_limits_in_words_follow_the_batch(run: Callable) -> None:
-    """The library has room for what a full staging memory of tokens would need at worst: two picks
+    """The library has room for what a full staging memory of tokens needs at worst: two assignments
     of every token of both ranks, in 4 experts, of which each wastes at most 15 rows.  It insists on
     as many rows as it has room for, whatever the plan.
     """
@@ -345,27 +347,30 @@ def pull_and_push(rank: Rank) -> tuple[list[str], list[str], list[list[float]]]:
     (update,) = rank.lines("UpdateHandle")
     engine.dispatch(made, torch.zeros(3, 16, dtype=torch.bfloat16), w)
     (dispatch,) = rank.lines("Dispatch")
-    picks = update.partition("topk=4[3,2]")[2].partition(" counters")[0]
+    assignments = update.partition("topk=4[3,2]")[2].partition(" counters")[0]
     weights = dispatch.partition("w=7[3,2]")[2].partition(" rows")[0]
     rows = torch.zeros(made.num_rows, 16, dtype=torch.bfloat16)
-    _, home_w = engine.combine(made, rows, torch.zeros(made.num_rows))
-    assert home_w is not None
-    return picks.split(), weights.split(), home_w.tolist()
+    _, topk_w = engine.combine(made, rows, torch.zeros(made.num_rows))
+    assert topk_w is not None
+    return assignments.split(), weights.split(), topk_w.tolist()
 
 
 @pytest.mark.parametrize("interface", [3])
 @pytest.mark.parametrize("pull_push", [False, True])
-def test_picks_are_in_the_order_of_additions(
+def test_assignments_are_in_the_order_of_additions(
     run: Callable, pull_push: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its push combine adds the ranks' parts in the order of picks, the contract in that of ranks.
+    """Its push combine adds the ranks' parts in the order of top-k slots, the contract in ranks'.
 
     With two ranks the sums are the same, and Megatron's routing maps name experts in order: only
     other callers on more ranks would have got other bits.
     """
     monkeypatch.setenv(PULL_PUSH, str(int(pull_push)))
-    picks, weights = ["1", "7", "2", "5", "-1", "3"], ["0.5", "0.25", "0.75", "1", "1.25", "1.5"]
-    home_w = [[1.0, 0.0], [2.0, 3.0], [4.0, 5.0]]  # of picks as the caller named them
+    assignments, weights = (
+        ["1", "7", "2", "5", "-1", "3"],
+        ["0.5", "0.25", "0.75", "1", "1.25", "1.5"],
+    )
+    topk_w = [[1.0, 0.0], [2.0, 3.0], [4.0, 5.0]]  # of assignments as the caller named them
     if not pull_push:
-        picks[:2], weights[:2], home_w[0] = ["7", "1"], ["0.25", "0.5"], [0.0, 1.0]
-    assert run(pull_and_push) == [(picks, weights, home_w)] * NUM_RANKS
+        assignments[:2], weights[:2], topk_w[0] = ["7", "1"], ["0.25", "0.5"], [0.0, 1.0]
+    assert run(pull_and_push) == [(assignments, weights, topk_w)] * NUM_RANKS

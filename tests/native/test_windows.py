@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import extension, native_windows
-from megatron_ncclep.engines.native import NativeEngine, configuration, tokens_of_windows
+from megatron_ncclep.engines import native_windows
+from megatron_ncclep.engines.native import NativeEngine, configuration
 from megatron_ncclep.engines.native_group import NativeGroup
+from megatron_ncclep.engines.native_windows import tokens_of_windows
 from megatron_ncclep.errors import InputError, LibraryError
+from megatron_ncclep.libraries import extension
 
 NUM_RANKS = 3
 DEADLINE_S = 30.0
@@ -89,11 +93,28 @@ class FakeNative:
         self._forget()
 
 
+class ExtensionOfEachRank:
+    """Loads and stores words as the stand-in of the rank whose thread asks."""
+
+    def __init__(self) -> None:
+        self.here = threading.local()
+
+    def load_words(self, addresses: list[int]) -> list[int]:
+        return list(self.here.native.load_words(addresses))
+
+    def store_words(self, addresses: list[int], words: list[int]) -> None:
+        self.here.native.store_words(addresses, words)
+
+
 def grow(natives: list[FakeNative], *sizes: int) -> list[Any]:
+    stand_in = ExtensionOfEachRank()
+
     def grow_rank(group: ThreadGroup) -> None:
+        stand_in.here.native = natives[group.rank]
         native_windows.grow(group, natives[group.rank], *sizes, DEADLINE_S)
 
-    return on_threads(NUM_RANKS, grow_rank)
+    with mock.patch.object(native_windows, "extension", SimpleNamespace(load=lambda: stand_in)):
+        return on_threads(NUM_RANKS, grow_rank)
 
 
 def natives_with(rank: int, broken: type[FakeNative]) -> list[FakeNative]:

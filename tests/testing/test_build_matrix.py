@@ -10,6 +10,8 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "build_matrix.sh"
 
+pytestmark = pytest.mark.any_python("it runs a shell script")
+
 NVCC = """#!/bin/bash
 echo "Cuda compilation tools, release {version}, V{version}.1"
 """

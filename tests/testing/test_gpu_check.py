@@ -11,6 +11,8 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.sh"
 
+pytestmark = pytest.mark.any_python("it runs a shell script")
+
 # Prints its words; what its folder holds says which engines there are and what fails.
 PYTHON = r"""#!/bin/bash
 here=$(dirname "$0")
@@ -150,24 +152,6 @@ def test_several_gpus_have_virtual_ranks_too(machine: Machine) -> None:
     assert "groups of GPUs" not in rows
 
 
-def test_virtual_ranks_that_fail_fail_the_check(machine: Machine) -> None:
-    machine.has(1, native="")
-    machine.fails("test_random.py --backend virtual")
-    status, rows = machine.check(STEPS="contract random")
-    assert status == 1
-    assert {step for step, result in results(rows).items() if result == "FAIL"} == {
-        "random-virtual"
-    }
-
-
-def test_what_virtual_ranks_leave_out_is_listed(machine: Machine) -> None:
-    machine.has(1, native="")
-    (machine.folder / "left out").touch()
-    machine.check(STEPS="contract")
-    summary = (machine.folder / "results" / "summary.txt").read_text()
-    assert re.search(r"contract-virtual +NOT RUN +-  LEFT OUT a.py::test: one process", summary)
-
-
 def test_an_engine_that_cannot_run_is_listed(machine: Machine) -> None:
     machine.has(2, nccl_ep="no libnccl_ep.so", reference="")
     status, rows = machine.check(STEPS="gpu")
@@ -189,6 +173,7 @@ def test_an_engine_asked_for_by_name_must_run(machine: Machine) -> None:
     [
         ("tests/contract --backend", "contract-reference"),
         ("tests/contract/test_random.py --backend", "random-reference"),
+        ("test_random.py --backend virtual", "random-virtual"),
         ("tests/faults tests/gpu/test_failures.py --backend", "faults-reference"),
         ("tests/gpu --ignore tests/gpu/test_failures.py --backend", "gpu-reference"),
         ("train --ranks", "train-reference"),
@@ -198,14 +183,25 @@ def test_an_engine_asked_for_by_name_must_run(machine: Machine) -> None:
     ],
 )
 def test_a_failure_is_recorded_and_the_rest_runs(machine: Machine, failing: str, step: str) -> None:
-    machine.has(4, reference="")
+    machine.has(4, reference="", **({"native": ""} if "virtual" in step else {}))
     machine.fails(failing)
     status, rows = machine.check()
     assert status == 1
-    assert {name for name, result in results(rows).items() if result != "pass"} == {step}
+    bad = {name for name, result in results(rows).items() if result not in ("pass", "note")}
+    assert bad == {step}
     assert results(rows)[step] == "FAIL"
     assert "exit status 3" in rows[step][2]
     assert "boom" in (machine.folder / "results" / f"{step}.log").read_text()
+
+
+def test_low_latency_mode_is_measured_where_there_is_native(machine: Machine) -> None:
+    machine.has(2, native="")
+    _, rows = machine.check(STEPS="bench")
+    assert results(rows)["bench-low-latency"] == "pass"
+    assert "bench --mode ll --out" in machine.calls("--mode")[0]
+    machine.has(2, reference="")
+    _, rows = machine.check(STEPS="bench")
+    assert "bench-low-latency" not in rows
 
 
 def test_sanitizer_runs_when_asked_for(machine: Machine) -> None:
@@ -259,11 +255,16 @@ def test_a_step_that_hangs_is_ended(machine: Machine) -> None:
     assert rows["gpu-reference"][2].startswith("stopped after 2 s")
 
 
-def test_a_skipped_test_is_listed(machine: Machine) -> None:
-    machine.has(2, reference="")
-    (machine.folder / "skip").touch()
-    _, rows = machine.check(STEPS="gpu")
-    assert rows["gpu-reference"][:1] == ["NOT RUN"]  # the line after the step's own
+@pytest.mark.parametrize(
+    ("marker", "listed"),
+    [("skip", "SKIPPED [1] a.py:1: no library"), ("left out", "LEFT OUT a.py::test: one process")],
+)
+def test_what_pytest_leaves_out_is_listed(machine: Machine, marker: str, listed: str) -> None:
+    machine.has(1, native="")
+    (machine.folder / marker).touch()
+    machine.check(STEPS="contract")
+    summary = (machine.folder / "results" / "summary.txt").read_text()
+    assert re.search(rf"contract-virtual +NOT RUN +-  {re.escape(listed)}", summary)
 
 
 def test_an_unknown_step_is_refused() -> None:

@@ -12,6 +12,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
+pytestmark = pytest.mark.any_python("it starts pytest")
+
 
 def collect(*args: str, plugins: Path | None = None) -> tuple[int, str]:
     """Exit status and output of a pytest that collects but runs nothing."""
@@ -66,30 +68,32 @@ def test_virtual_ranks_list_what_they_leave_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--backend", "virtual"], "--backend virtual runs the engine native, not reference"),
-        (
-            ["--backend", "virtual", "--engine", "native", "--ranks", "9"],
-            "--ranks 9: at most 8 ranks share a GPU",
-        ),
-        (["--engine", "nope"], "--engine nope: the engines are"),
-        (["--engine", "nccl_ep"], "--engine nccl_ep: cannot run over gloo on the CPU: it needs "),
         (["--ranks", "0"], "--ranks 0: must be at least 1"),
         (["--iterations", "0"], "--iterations: must be at least 1"),
-        (
-            ["--backend", "nccl", "--ranks", "1", "--ranks", "999"],
-            "--backend nccl needs a GPU for each of 999 ranks",
-        ),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=" ".join,
 )
-def test_what_cannot_run_is_a_usage_error(args: list[str], message: str) -> None:
+def test_a_wrong_option_is_a_usage_error(args: list[str], message: str) -> None:
     status, text = collect("tests/contract/test_plan.py", *args)
     assert status == pytest.ExitCode.USAGE_ERROR
     assert message in text
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU here")
-def test_virtual_ranks_need_a_gpu() -> None:
-    status, text = collect("tests/gpu", "--backend", "virtual", "--engine", "native")
-    assert status == pytest.ExitCode.USAGE_ERROR
-    assert "--backend virtual needs a GPU, and there is none" in text
+@pytest.mark.parametrize(
+    ("backend", "engine", "ranks", "message"),
+    [
+        ("virtual", "reference", 4, "--backend virtual runs the engine native, not reference"),
+        ("virtual", "native", 9, "--ranks 9: at most 8 ranks share a GPU"),
+        ("virtual", "native", 4, "--backend virtual needs a GPU, and there is none"),
+        ("gloo", "nope", 4, "--engine nope: the engines are"),
+        ("gloo", "nccl_ep", 4, "--engine nccl_ep: cannot run over gloo on the CPU: it needs "),
+        ("nccl", "reference", 999, "--backend nccl needs a GPU for each of 999 ranks"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    pytestconfig: pytest.Config, backend: str, engine: str, ranks: int, message: str
+) -> None:
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    with pytest.raises(pytest.UsageError, match=message):
+        conftest.check_options([engine], [1, ranks], backend)

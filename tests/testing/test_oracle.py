@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
-from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.compare import assert_dispatched, assert_same_bits
-from megatron_ncclep.testing.oracle import (
+from compare import assert_dispatched, assert_same_bits
+from oracle import (
     OraclePlan,
     Slot,
     oracle_combine,
     oracle_dispatch,
     oracle_plan,
 )
+
+from megatron_ncclep.testing.cases import Case
 
 
 def test_the_worked_example_of_the_reference_engine() -> None:
@@ -42,43 +42,35 @@ def test_overflow_drops_the_last_source_and_token_first() -> None:
     assert plan.num_dropped == [1]
 
 
-def test_overflow_counts_whole_stretches_of_the_alignment() -> None:
-    # Expert 0 opens a stretch of 16, expert 1 would open a second one; 16 rows fit only one.
+def test_overflow_counts_whole_blocks_of_the_alignment() -> None:
+    # Expert 0 opens an alignment block of 16, expert 1 would open a second one; 16 rows fit only
+    # one.
     plan = oracle_plan([torch.tensor([[0, 1], [0, -1]])], 2, alignment=16, max_recv_rows=16)
     assert plan.slots[0][:2] == [Slot(0, 0, 0, 0), None]
-    assert plan.num_dropped == [2]  # the pick that did not fit and everything after it
+    assert plan.num_dropped == [2]  # the assignment that did not fit and everything after it
 
 
-def test_combine_rounds_where_the_contract_says() -> None:
-    """bf16 has 8 bits: 256 + 1 rounds to 256, so the order of roundings can be seen.
-
-    One token of rank 0 goes to both experts of rank 0 and both of rank 1.  Home part: 256 + 1 = 257
-    in fp32, not rounded.  Rank 1's part: 1 + 1 = 2, exact.  Sum 259 rounds to 260.  Rounding the
-    home part first would give 256 + 2 = 258.
-    """
-    topk = [torch.tensor([[0, 1, 2, 3]]), torch.empty(0, 4, dtype=torch.long)]
-    plan = oracle_plan(topk, num_experts=4)
-    y = [torch.tensor([[256.0], [1.0]]).bfloat16(), torch.tensor([[1.0], [1.0]]).bfloat16()]
-    out, _ = oracle_combine(plan, y, [torch.zeros(2), torch.zeros(2)])
-    assert out[0].item() == 260.0
-
-
-def test_combine_can_round_the_home_part_too() -> None:
-    """The first example of the other reduction: 257 becomes 256, and 256 + 2 is 258."""
-    topk = [torch.tensor([[0, 1, 2, 3]]), torch.empty(0, 4, dtype=torch.long)]
-    plan = oracle_plan(topk, num_experts=4)
-    y = [torch.tensor([[256.0], [1.0]]).bfloat16(), torch.tensor([[1.0], [1.0]]).bfloat16()]
-    out, _ = oracle_combine(plan, y, [torch.zeros(2), torch.zeros(2)], round_home=True)
-    assert out[0].item() == 258.0
-
-
-def test_combine_rounds_the_other_ranks_parts_for_the_wire() -> None:
-    """Rank 1's 256 + 1 becomes 256 on the wire; with the home part 1 the sum is 257, so 256."""
-    topk = [torch.tensor([[0, 2, 3]]), torch.empty(0, 3, dtype=torch.long)]
-    plan = oracle_plan(topk, num_experts=4)
-    y = [torch.tensor([[1.0]]).bfloat16(), torch.tensor([[256.0], [1.0]]).bfloat16()]
-    out, _ = oracle_combine(plan, y, [torch.zeros(1), torch.zeros(2)])
-    assert out[0].item() == 256.0
+@pytest.mark.parametrize(
+    ("of_source", "of_other", "round_source_part", "total"),
+    [
+        # Source part 256 + 1 = 257 in fp32, not rounded; the other's 2 is exact; 259 rounds to 260.
+        ((256.0, 1.0), (1.0, 1.0), False, 260.0),
+        # Of the other reduction: the source part becomes 256, and 256 + 2 is 258.
+        ((256.0, 1.0), (1.0, 1.0), True, 258.0),
+        # The other's 256 + 1 becomes 256 on the wire; with 1 the sum is 257, so 256.
+        ((1.0,), (256.0, 1.0), False, 256.0),
+    ],
+)
+def test_combine_rounds_where_the_contract_says(
+    of_source: tuple[float, ...], of_other: tuple[float, ...], round_source_part: bool, total: float
+) -> None:
+    """A token of rank 0 with experts on both ranks, in bf16, whose 8 bits round 256 + 1 to 256."""
+    experts = [*range(len(of_source)), *range(2, 2 + len(of_other))]
+    topk = [torch.tensor([experts]), torch.empty(0, len(experts), dtype=torch.long)]
+    y = [torch.tensor(part).bfloat16()[:, None] for part in (of_source, of_other)]
+    weights = [torch.zeros(len(part)) for part in (of_source, of_other)]
+    out, _ = oracle_combine(oracle_plan(topk, num_experts=4), y, weights, round_source_part)
+    assert out[0].item() == total
 
 
 # -- What a bug would produce, made from a right result of rank 0. --------------------------------
@@ -136,7 +128,7 @@ def wrong_local_expert(plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.T
     swap(w, a, b)
 
 
-def one_pick_twice_and_another_never(
+def one_assignment_twice_and_another_never(
     plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.Tensor
 ) -> None:
     a, b = rows_of(plan, local_expert=1)[:2]
@@ -160,7 +152,7 @@ MUTATIONS = [
     another_ranks_row,
     two_weights_of_a_token_swapped,
     wrong_local_expert,
-    one_pick_twice_and_another_never,
+    one_assignment_twice_and_another_never,
     padding_row_not_zero,
     padding_weight_not_zero,
     a_row_too_many,
@@ -182,7 +174,12 @@ def test_dispatch_rejects(mutate: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize(
     "mutate",
-    [two_rows_swapped, another_ranks_row, wrong_local_expert, one_pick_twice_and_another_never],
+    [
+        two_rows_swapped,
+        another_ranks_row,
+        wrong_local_expert,
+        one_assignment_twice_and_another_never,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_combine_rejects(mutate: Callable[..., None]) -> None:
@@ -202,7 +199,7 @@ def test_combine_rejects(mutate: Callable[..., None]) -> None:
         assert_same_bits(torch.cat(wrong), torch.cat(expected), "outputs")
 
 
-def test_weights_back_home_reject_a_swap() -> None:
+def test_returned_weights_reject_a_swap() -> None:
     plan, _, _, (rows, row_w) = right_result()
     other = torch.zeros(len(plan.slots[1]), CASE.hidden)
     y = [rows, other]

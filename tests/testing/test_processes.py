@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_ncclep.testing.processes import Ended, run_ranks
+from processes import Ended, run_ranks
 
 RANK = """
 import os, sys, time

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-
-from megatron_ncclep.testing.processes import Ended
+import torch.distributed as dist
+from processes import Ended
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu" / "sanitize.py"
 
@@ -42,6 +43,33 @@ def test_every_rank_of_a_process_has_to_be_right() -> None:
     ended = Ended(0, "".join(NOTHING.replace("0:", f"{rank}:", 1) + "\n" for rank in range(3)))
     assert script().problem(ended, 3) is None
     assert script().problem(ended, 4) == "exit code 0"
+
+
+def test_rounds_of_low_latency_mode_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over the reference engine: what is run under the tools, and that it can find a difference."""
+    sanitize = script()
+    assert sanitize.rounds_of("native") == ["0", "4", "low-latency"]
+    assert sanitize.rounds_of("nccl_ep") == ["0", "4"]
+    assert sanitize.rounds_of("native", ["--low-latency"]) == ["low-latency"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ctx = sanitize.RankContext(0, 1, dist.group.WORLD, "cpu")
+        assert sanitize.do(ctx, "reference", sanitize.LOW_LATENCY)
+        assert capsys.readouterr().out == f"rank 0: {sanitize.RIGHT}; low-latency mode\n"
+        rounds = sanitize.rounds_on_rank
+
+        def wrong(*arguments: Any, **named: Any) -> Any:
+            results = rounds(*arguments, **named)
+            results[2]["out"][-1, -1] += 1
+            return results
+
+        monkeypatch.setattr(sanitize, "rounds_on_rank", wrong)
+        assert not sanitize.do(ctx, "reference", sanitize.LOW_LATENCY)
+        assert "rank 0: bf16-1ranks: out of rank 0 of 1, round 2" in capsys.readouterr().out
+    finally:
+        dist.destroy_process_group()
 
 
 def script() -> ModuleType:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compare import assert_same_bits
+from contract_cases import contract_cases, rows_limit_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import oracle_combine, oracle_dispatch, oracle_plan
 
 from megatron_ncclep.testing import contents
-from megatron_ncclep.testing.cases import Case, contract_cases
-from megatron_ncclep.testing.compare import assert_same_bits
+from megatron_ncclep.testing.cases import Case
 from megatron_ncclep.testing.contents import rows_of, weights_of
-from megatron_ncclep.testing.oracle import oracle_combine, oracle_dispatch, oracle_plan
 from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
 
 
 def check(case: Case) -> None:
     ranks = range(case.num_ranks)
     topk_idx = [case.topk_idx(rank) for rank in ranks]
-    routing = (topk_idx, case.num_experts, case.alignment, case.rows_limit)
+    routing = (topk_idx, case.num_experts, case.alignment, rows_limit_of(case))
     plan = oracle_plan(*routing)
     tables = [slot_table(rank, *routing) for rank in ranks]
     for rank, table in enumerate(tables):
@@ -41,15 +42,15 @@ def check(case: Case) -> None:
         assert_same_bits(received, rows[rank][middle], f"some rows of rank {rank}")
 
     y = [case.rows(rank, len(plan.slots[rank]), salt=5) for rank in ranks]
-    for round_home in (False, True):
-        out, home_w = oracle_combine(plan, y, row_w, round_home)
+    for round_source_part in (False, True):
+        out, topk_w = oracle_combine(plan, y, row_w, round_source_part)
         for rank in ranks:
             arguments = (tables, list(case.tokens), rank, case.top_k, y)
-            sums, values = table_combine(*arguments, row_w, round_home)
+            sums, values = table_combine(*arguments, row_w, round_source_part)
             assert_same_bits(sums, out[rank], f"output of rank {rank}")
             assert values is not None
-            assert_same_bits(values, home_w[rank], f"weights back at rank {rank}")
-            alone, none = table_combine(*arguments, round_home=round_home)
+            assert_same_bits(values, topk_w[rank], f"weights back at rank {rank}")
+            alone, none = table_combine(*arguments, round_source_part=round_source_part)
             assert none is None
             assert_same_bits(alone, out[rank], f"output of rank {rank}, without weights")
 
@@ -65,7 +66,7 @@ def test_contract_cases(ranks: int) -> None:
     tokens=st.lists(st.integers(0, 20), min_size=1, max_size=4),
     local_experts=st.integers(1, 4),
     alignment=st.sampled_from([1, 1, 2, 16]),
-    stretches=st.none() | st.integers(1, 40),
+    blocks=st.none() | st.integers(1, 40),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     skew=st.sampled_from([0.0, 0.7, 100.0]),
     dropped=st.sampled_from([0.0, 0.3]),
@@ -75,7 +76,7 @@ def test_random_cases(
     tokens: list[int],
     local_experts: int,
     alignment: int,
-    stretches: int | None,
+    blocks: int | None,
     dtype: torch.dtype,
     skew: float,
     dropped: float,
@@ -90,7 +91,7 @@ def test_random_cases(
         hidden=3,
         dtype=dtype,
         alignment=alignment,
-        max_recv_rows=None if stretches is None else alignment * stretches,
+        max_recv_rows=None if blocks is None else alignment * blocks,
         skew=skew,
         dropped=dropped,
         seed=seed,

@@ -20,5 +20,8 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def finished(arguments: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Finished:
     out = tmp_path_factory.mktemp("finished") / "out"
-    output = train(*arguments, "--compare", "alltoall", "--print-every", 1, "--out", out)
+    output = train(
+        *(*arguments, "--compare", "alltoall", "--print-every", 1, "--out", out),
+        *("--ncclep-metrics-interval", 2),
+    )
     return Finished(arguments, out, output)

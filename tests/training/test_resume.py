@@ -31,19 +31,26 @@ def copy(stopped: Path, tmp_path: Path) -> Path:
 
 
 def test_resumed_run_is_the_uninterrupted_one(finished: Finished, stopped: Path, tmp_path: Path):
-    """Also when steps after the checkpoint had been logged: those are done again."""
+    """Also when steps after the checkpoint had been logged, which are done again, and a run died
+    while it wrote a checkpoint.
+    """
     out = copy(stopped, tmp_path)
+    (out / "checkpoint" / "unfinished").mkdir()
+    (out / "checkpoint" / "unfinished" / "old.distcp").touch()
     with (out / "log.jsonl").open("a", encoding="utf-8") as log:
         log.write('{"type": "step", "step": 4, "loss": -1.0}\n')
     train(*finished.arguments, "--out", out, "--resume")
 
     def curve(folder: Path) -> list[tuple[float, ...]]:
-        names = ("step", "loss", "grad_norm", "lr", "balance")
+        names = ("step", "loss", "grad_norm", "lr")
         return [tuple(entry[name] for name in names) for entry in entries(folder, "step")]
 
     assert curve(out) == curve(finished.out)
     assert entries(out, "end") == entries(finished.out, "end")
     assert [entry["resumed_from"] for entry in entries(out, "settings")] == [0, STOP]
+    (kept,) = (out / "checkpoint").iterdir()
+    assert kept.name == f"step-{STEPS:06d}"
+    assert not (kept / "old.distcp").exists()
 
 
 def test_resume_with_another_dispatcher(finished: Finished, stopped: Path, tmp_path: Path):

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.ranks.pool import RankContext
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
@@ -274,7 +274,7 @@ def run(folder: Path, seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), str(ROOT / "tests" / "contract")]
+    sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "contract")]
     verb, target = sys.argv[1], Path(sys.argv[2]).resolve()
     if verb == "build":
         build(target, sys.argv[3:])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from virtual_pool import compile_stand_in, cuda_headers
 
-from megatron_ncclep.engines import extension
+from megatron_ncclep.libraries import extension
 
 FOLDER = Path(__file__).parent
 NUM_RANKS = 3
@@ -24,10 +24,13 @@ GRANULARITY = 2 * 2**20  # of the stand-in for the driver
 HEAD = struct.Struct("<QQiiI4x")  # host side, flat base, LSA rank, world rank, stride / 2^32
 REMOTE_ERROR = 6
 
-pytestmark = pytest.mark.skipif(
-    cuda_headers() is None or extension.obstacle() is not None,
-    reason="there is no CUDA toolkit with cuda.h, or no extension",
-)
+pytestmark = [
+    pytest.mark.any_python("it calls libraries in C++"),
+    pytest.mark.skipif(
+        cuda_headers() is None or extension.obstacle() is not None,
+        reason="there is no CUDA toolkit with cuda.h, or no extension",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

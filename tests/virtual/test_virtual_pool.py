@@ -7,6 +7,7 @@ product's own shared memory where the extension is built.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,15 +24,16 @@ import test_combine
 import test_dispatch
 import test_errors
 import virtual_ranks
+from contract_cases import contract_cases
 from virtual_pool import VirtualPool
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import create_engine, extension
-from megatron_ncclep.engines.group import EpGroup
+from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import PeerError
-from megatron_ncclep.testing.cases import contract_cases
-from megatron_ncclep.testing.launcher import RankContext, RankError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankError
 
 NUM_RANKS = 3
 CASES = ("uneven", "static-overflow", "bfloat16-top-6")
@@ -156,6 +158,17 @@ def hang_on_rank(ctx: RankContext) -> None:
         time.sleep(600)  # where it hangs
 
 
+def wait_for_the_wrong(ctx: RankContext) -> None:
+    assert ctx.rank != 2, "rank 2 is wrong"
+    time.sleep(600)
+
+
+def interrupted_on_rank(ctx: RankContext, pid: int) -> None:
+    if ctx.rank == 1:
+        os.kill(pid, signal.SIGINT)
+        time.sleep(600)  # where it hangs
+
+
 def die_on_rank(ctx: RankContext) -> None:
     if ctx.rank == 2:
         print("the last words", file=sys.stderr, flush=True)
@@ -173,6 +186,16 @@ def test_what_goes_wrong_ends_the_process_and_is_told() -> None:
         assert after != before  # a group of a call that failed is of no use
         with pytest.raises(RankError, match=r"(?s)rank 2 did not answer.*in hang_on_rank"):
             pool.run(hang_on_rank, timeout=1)
+        # It was told that rank 0 does not answer, and not why.
+        with pytest.raises(RankError, match=r"(?s)rank 0 did not answer.*rank 2 is wrong"):
+            pool.run(wait_for_the_wrong, timeout=10)
+        # Workers of pytest-xdist and jobs in a shell's background ignore Ctrl-C.
+        before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt, match=r"in interrupted_on_rank"):
+                pool.run(interrupted_on_rank, os.getpid(), timeout=60)
+        finally:
+            signal.signal(signal.SIGINT, before_test)
         with pytest.raises(RankError, match=r"(?s)rank 0 died.*the last words"):
             pool.run(die_on_rank)
         assert pool.run(os_getpid, ranks=1)[0] != after
@@ -181,7 +204,11 @@ def test_what_goes_wrong_ends_the_process_and_is_told() -> None:
 
 
 def test_everything_that_is_replaced_is_there() -> None:
-    """In a process of its own; without a GPU, and so without what starts CUDA."""
+    """In a process of its own; without a GPU, and so without what starts CUDA.
+
+    A rank that copied to the host behind a kernel that waited for another rank kept that rank from
+    launching: all of tests/contract/test_low_latency.py hung, to the deadline of each wait.
+    """
     code = (
         "import torch, virtual_ranks\n"
         "host = virtual_ranks.Host(1, 'cpu')\n"
@@ -189,6 +216,17 @@ def test_everything_that_is_replaced_is_there() -> None:
         "ctx = virtual_ranks.RankContext(0, 1, host.become(0)[1], 'cpu')\n"
         "print(virtual_ranks.on_rank(ctx, lambda ctx: str(\n"
         "    virtual_ranks.group.EpGroup.of(ctx.group).device)))\n"
+        "class OnGpu(torch.Tensor):\n"
+        "    is_cuda = True\n"
+        "    __torch_function__ = torch._C._disabled_torch_function_impl\n"
+        "class Stream:\n"
+        "    synchronize = staticmethod(lambda: print('waits', end=' '))\n"
+        "torch.cuda.current_stream = Stream\n"
+        "one = torch.ones(1).as_subclass(OnGpu)\n"
+        "for copy in (one.cpu, one.tolist, lambda: one.to('cpu'), lambda: one.to(torch.float16),\n"
+        "             lambda: torch.ones(1).to('cpu', torch.float16), torch.ones(1).cpu):\n"
+        "    copy()\n"
+        "    print('copies')\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -198,7 +236,9 @@ def test_everything_that_is_replaced_is_there() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "cuda:0\n"
+    device, *copies = done.stdout.splitlines()
+    assert device == "cuda:0"
+    assert copies == ["waits copies"] * 3 + ["copies"] * 3
 
 
 def os_getpid(ctx: RankContext) -> int:

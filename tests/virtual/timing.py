@@ -31,7 +31,7 @@ from virtual_pool import compile_stand_in
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.testing.launcher import RankContext
+from megatron_ncclep.ranks.pool import RankContext
 
 RANKS = (4, 8)
 TURNS, WARM_UP, ITERATIONS = 3, 5, 30
@@ -98,8 +98,8 @@ def one(extension: str) -> None:
         of_ranks = [result[num_ranks] for result in results[:num_ranks]]
         found[num_ranks] = {
             step: [
-                median(pick(times[i][s] for times in of_ranks) for i in range(ITERATIONS))
-                for pick in (min, median)
+                median(assignment(times[i][s] for times in of_ranks) for i in range(ITERATIONS))
+                for assignment in (min, median)
             ]
             for s, step in enumerate(STEPS)
         }

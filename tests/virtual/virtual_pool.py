@@ -16,7 +16,7 @@ from typing import Any
 
 from virtual_ranks import on_rank, serve
 
-from megatron_ncclep.testing.launcher import RankError, RankPool
+from megatron_ncclep.ranks.pool import RankError, RankPool
 
 SOURCE = Path(__file__).with_name("virtual_nccl.cpp")
 SIGNAL = signal.SIGUSR1
@@ -46,7 +46,7 @@ class VirtualPool(RankPool):
         ranks: int | None = None,
         timeout: float = 240,
     ) -> list[Any]:
-        """See `RankPool.run`."""
+        """See `RankPool.run`.  Interrupted (`timeout -s INT`), it says what the ranks were at."""
         self._is_running, self._story = True, ""
         try:
             return super().run(on_rank, function, *args, ranks=ranks, timeout=timeout)
@@ -54,6 +54,9 @@ class VirtualPool(RankPool):
             self._is_running = False
             self.close()
             raise RankError(f"{error}{self._story}") from error
+        except KeyboardInterrupt as error:
+            self.close()
+            raise KeyboardInterrupt(self._story) from error  # pytest prints it
         finally:
             self._is_running = False
 

@@ -22,6 +22,10 @@ first one's host:
   windows come only where the ranks have agreed on another call since, so that every kernel that
   those of other ranks wait for has been launched.  Replays of CUDA graphs are not agreed on;
   between them a rank waits for its own streams only.
+- A copy between a tensor and the host's ordinary memory holds a lock of the driver's as long as it
+  waits for its stream, and no other thread can launch a kernel or copy meanwhile: if the stream
+  waits for that thread's kernel, both wait to the deadline.  So a rank waits for its stream first,
+  which holds nothing (`_behind_its_stream`).
 - Captures of several threads at a time are begun and ended one after the other, because torch's
   random generators keep a list of them.
 - Backward runs in the thread that calls it: autograd's own thread for a device would be one for all
@@ -48,15 +52,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from megatron_ncclep.engines import (
-    group,
-    libraries,
-    machines,
-    native,
-    native_low_latency,
-    native_obstacle,
-)
-from megatron_ncclep.testing.launcher import RankContext, answer_jobs
+from megatron_ncclep.engines import native, native_low_latency, native_obstacle
+from megatron_ncclep.libraries import search
+from megatron_ncclep.ranks import group, nodes
+from megatron_ncclep.ranks.pool import RankContext, answer_jobs
 
 MOST_RANKS = 8
 # Fewer than the GPU has: torch's kernels run beside those that wait.
@@ -114,7 +113,7 @@ class Host:
         replace(group, "_groups", PerThread())
         replace(group.EpGroup, "wait", wait)
         replace(multi_threaded_pg.ProcessLocalGroup, "pg_name", property(name_of))
-        replace(machines, "_make_group", GroupOfMachine)
+        replace(nodes, "_make_group", GroupOfNode)
         if device == "cuda":
             self._replace_what_means_the_device()
             self._start_cuda()
@@ -130,11 +129,13 @@ class Host:
         replace(group.EpGroup, "__init__", init)
         replace(native_obstacle, "_group_obstacle", lambda places: None)
         # A process of its own each time, for every rank of every engine.
-        replace(libraries, "_probe", functools.cache(libraries._probe))
+        replace(search, "_probe", functools.cache(search._probe))
         replace(multi_threaded_pg, "Collective", OnOneDevice)
         replace(torch.cuda, "synchronize", self._synchronize(torch.cuda.synchronize))
         replace(torch.cuda, "Stream", self._new_stream(torch.cuda.Stream))
         replace(torch.cuda, "graph", self._capture)
+        for name in ("cpu", "to", "tolist"):
+            replace(torch.Tensor, name, _behind_its_stream(getattr(torch.Tensor, name)))
 
     def _start_cuda(self) -> None:
         assert not torch.cuda.is_initialized(), "the environment comes before CUDA"
@@ -245,6 +246,25 @@ class Host:
                     graph.capture_end()
 
 
+def _behind_its_stream(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """What `copy`, a method of a tensor, does, once its stream has nothing to do any more.
+
+    One that stays where it is, such as `to` with a dtype, waits for nothing: it may be captured.
+    """
+
+    @functools.wraps(copy)
+    def copies(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        moves = tensor.is_cuda
+        if copy.__name__ == "to":
+            device = torch._C._nn._parse_to(*args, **named)[0]
+            moves = device is not None and (device.type == "cuda") != tensor.is_cuda
+        if moves:
+            torch.cuda.current_stream().synchronize()
+        return copy(tensor, *args, **named)
+
+    return copies
+
+
 class OnOneDevice(multi_threaded_pg.Collective):
     """A collective that one thread does for all, after what the others' streams hold."""
 
@@ -277,8 +297,8 @@ def wait(
     start(self.process_group).wait()
 
 
-class GroupOfMachine(multi_threaded_pg.ProcessLocalGroup):
-    """A group that torch does not list: `machines._make_group` for threads."""
+class GroupOfNode(multi_threaded_pg.ProcessLocalGroup):
+    """A group that torch does not list: `nodes._make_group` for threads."""
 
     def __init__(self, device: str, name: str, rank: int, size: int) -> None:
         super().__init__(rank, size)

@@ -112,6 +112,12 @@ class Failing {
               "failure: rank ", rank, " names other calls");
     } else {
       require(reason == Reason::kLate, "failure: rank ", rank, " does not say that it waited");
+      // A plan on which hosts agree compares nothing.
+      const auto phase = static_cast<Phase>(mailbox.failed_phase);
+      const bool compares = phase == Phase::kDispatch || phase == Phase::kCombine;
+      require(!compares || kind_ != kStops || rank == victim_ || mailbox.failed_peer != victim_ ||
+                  world_.state(rank).waited_ns > 0,
+              "failure: rank ", rank, " has not written down that it waited");
     }
   }
 

@@ -24,7 +24,9 @@ float value(int round, int rank, int row, int i) {
   return (static_cast<int>(mixed >> 8) - (1 << 23)) / static_cast<float>((1 + mixed % 997) << 14);
 }
 
-float weight(int round, int rank, int pick) { return value(round + 1'000'000, rank, pick, 0); }
+float weight(int round, int rank, int assignment) {
+  return value(round + 1'000'000, rank, assignment, 0);
+}
 char scale(int round, int rank, int token, int i) {
   return static_cast<char>(round * 7 + rank * 31 + token * 3 + i);
 }
@@ -46,10 +48,10 @@ struct Step {
   bool is_combine, sends, completes;
 };
 
-// A (source rank, token) on the rank where it has experts, and its picks there, by expert.
+// A (source rank, token) on the rank where it has experts, and its assignments there, by expert.
 struct Pair {
   int source, token, place;
-  std::vector<std::pair<int, int>> picks;  // local expert, k
+  std::vector<std::pair<int, int>> assignments;  // local expert, k
 };
 
 // An object of all ranks: windows, states and what it is asked to do.
@@ -144,11 +146,11 @@ class Object {
         for (int k = 0; k < shared_.window.top_k; ++k) {
           const int expert = round.routing.experts[source][token * shared_.window.top_k + k];
           if (expert >= 0 && expert / sizes_.local == rank) {
-            pair.picks.emplace_back(expert % sizes_.local, k);
+            pair.assignments.emplace_back(expert % sizes_.local, k);
           }
         }
-        if (pair.picks.empty()) continue;
-        std::sort(pair.picks.begin(), pair.picks.end());
+        if (pair.assignments.empty()) continue;
+        std::sort(pair.assignments.begin(), pair.assignments.end());
         found.push_back(pair);
         ++place;
       }
@@ -224,7 +226,7 @@ class Object {
       for (const Pair& pair : pairs(round, rank)) {
         ++expected_counts[pair.source];
         const int row = row_of(pair);
-        for (const auto& [expert, k] : pair.picks) {
+        for (const auto& [expert, k] : pair.assignments) {
           expected[row * top_k + k] = expert;
           const float w = weight(salt(number), pair.source, pair.token * top_k + k);
           require(weights[row * top_k + k] == kWeights.bits(w), "ll dispatch: weight of row ", row,
@@ -257,9 +259,9 @@ class Object {
             "ll dispatch: bad ranks where there are none");
   }
 
-  // A number of what the experts of `rank` made of a pair, pick by pick.
-  float made(int number, int rank, const Pair& pair, int pick, int i) const {
-    return value(salt(number) + 500, rank, row_of(pair) * 40 + pick, i);
+  // A number of what the experts of `rank` made of a pair, assignment by assignment.
+  float made(int number, int rank, const Pair& pair, int assignment, int i) const {
+    return value(salt(number) + 500, rank, row_of(pair) * 40 + assignment, i);
   }
 
   // The part of a token that `rank` has made, in fp32; rounded if it crosses.
@@ -271,8 +273,8 @@ class Object {
     }
     if (round.experts == Experts::kRows) return numbers.round(made(number, rank, pair, 0, i));
     float part = 0;
-    for (std::size_t pick = 0; pick < pair.picks.size(); ++pick) {
-      part += numbers.round(made(number, rank, pair, static_cast<int>(pick), i));
+    for (std::size_t assignment = 0; assignment < pair.assignments.size(); ++assignment) {
+      part += numbers.round(made(number, rank, pair, static_cast<int>(assignment), i));
     }
     return is_own ? part : numbers.round(part);
   }
@@ -291,24 +293,24 @@ class Object {
       auto* rows_of = mine.rows_of->data<std::int32_t>();
       if (round.experts == Experts::kOneByOne) {
         num_rows = 0;
-        for (const Pair& pair : here) num_rows += pair.picks.size();
+        for (const Pair& pair : here) num_rows += pair.assignments.size();
       }
       mine.y.emplace(num_rows * window.sum_bytes, kGarbage);
       // The rows of later pairs come first.
       std::size_t next = num_rows;
       for (const Pair& pair : here) {
-        for (int pick = 0; pick < top_k; ++pick) {
+        for (int assignment = 0; assignment < top_k; ++assignment) {
           std::size_t row = row_of(pair);
           if (round.experts == Experts::kOneByOne) {
-            const bool is_one = pick < static_cast<int>(pair.picks.size());
-            rows_of[row * top_k + pick] = is_one ? static_cast<int>(--next) : -1;
+            const bool is_one = assignment < static_cast<int>(pair.assignments.size());
+            rows_of[row * top_k + assignment] = is_one ? static_cast<int>(--next) : -1;
             if (!is_one) continue;
             row = next;
-          } else if (pick > 0) {
+          } else if (assignment > 0) {
             continue;
           }
           for (int i = 0; i < hidden; ++i) {
-            numbers.put(*mine.y, row * hidden + i, made(step.round, rank, pair, pick, i));
+            numbers.put(*mine.y, row * hidden + i, made(step.round, rank, pair, assignment, i));
           }
         }
       }

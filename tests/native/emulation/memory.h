@@ -59,6 +59,7 @@ class Numbers {
  public:
   explicit Numbers(ncclep::DType dtype) : dtype_(dtype) {}
 
+  ncclep::DType dtype() const { return dtype_; }
   int size() const { return ncclep::itemsize_of(dtype_); }
   std::uint32_t bits(float value) const {
     if (dtype_ == ncclep::DType::kBFloat16) return __float2bfloat16_rn(value).bits;

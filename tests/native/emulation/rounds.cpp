@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "between_nodes.h"
 #include "low_latency.h"
 #include "sequence.h"
 
@@ -45,6 +46,10 @@ int main(int argc, char** argv) {
     emu::seed(seed * 16 + ranks);
     if (is_low_latency(kind)) {
       run_low_latency(kind, ranks);
+      continue;
+    }
+    if (kind == "network") {
+      run_network_rows();
       continue;
     }
     const Sizes sizes = draw_sizes(kind, ranks);

@@ -29,7 +29,7 @@ struct Routing {
   bool is_refused() const { return bad_ranks != 0 && limit == 0; }
 
   // What the oracle says.
-  std::vector<std::vector<int>> slots;           // by home rank, [T * K]; -1: nowhere
+  std::vector<std::vector<int>> slots;           // by source rank, [T * K]; -1: nowhere
   std::vector<std::vector<int>> routed, padded;  // by rank, of each of its experts
   std::vector<int> num_rows, num_dropped;        // by rank
   std::vector<int> num_needed;                   // by rank: rows if nothing were dropped
@@ -42,8 +42,8 @@ struct Routing {
   }
 };
 
-// Rows by expert, source rank and token; picks are taken in the order of source rank, token, expert
-// as long as there is room.
+// Rows by expert, source rank and token; assignments are taken in the order of source rank, token,
+// expert as long as there is room.
 inline void find_slots(const Sizes& sizes, Routing& routing) {
   routing.slots.clear();
   for (const auto& experts : routing.experts) routing.slots.emplace_back(experts.size(), -1);
@@ -59,8 +59,8 @@ inline void find_slots(const Sizes& sizes, Routing& routing) {
     for (int source = 0; source < sizes.ranks; ++source) {
       for (int token = 0; token < routing.num_tokens[source]; ++token) {
         for (int local = 0; local < sizes.local; ++local) {
-          for (int pick = token * top_k; pick < (token + 1) * top_k; ++pick) {
-            if (routing.experts[source][pick] != rank * sizes.local + local) continue;
+          for (int assignment = token * top_k; assignment < (token + 1) * top_k; ++assignment) {
+            if (routing.experts[source][assignment] != rank * sizes.local + local) continue;
             const bool is_new = blocks[local].size() % alignment == 0;
             const int rows = routing.num_rows[rank] + (is_new ? alignment : 0);
             is_full = is_full || (routing.limit > 0 && rows > routing.limit);
@@ -69,17 +69,17 @@ inline void find_slots(const Sizes& sizes, Routing& routing) {
               continue;
             }
             routing.num_rows[rank] = rows;
-            blocks[local].push_back(&routing.slots[source][pick]);
+            blocks[local].push_back(&routing.slots[source][assignment]);
           }
         }
       }
     }
     int start = 0;
     for (int local = 0; local < sizes.local; ++local) {
-      const int picks = static_cast<int>(blocks[local].size());
-      for (int i = 0; i < picks; ++i) *blocks[local][i] = start + i;
-      routing.routed[rank][local] = picks;
-      start += routing.padded[rank][local] = (picks + alignment - 1) / alignment * alignment;
+      const int assignments = static_cast<int>(blocks[local].size());
+      for (int i = 0; i < assignments; ++i) *blocks[local][i] = start + i;
+      routing.routed[rank][local] = assignments;
+      start += routing.padded[rank][local] = (assignments + alignment - 1) / alignment * alignment;
     }
   }
 }
@@ -100,7 +100,7 @@ inline void find_experts(const Sizes& sizes, Routing& routing) {
   }
 }
 
-// `bad` of 1000 picks are no good.
+// `bad` of 1000 assignments are no good.
 inline Routing draw_routing(const Sizes& sizes, int bad) {
   Routing routing{};
   routing.top_k = emu::between(1, sizes.max_top_k);

@@ -92,16 +92,16 @@ void Runner::refuse() {
   launch([&] { ncclep::native::refuse(me_, Phase::kPlan, me_.rank); });
 }
 
-HomeRoutes Runner::home(Plan& plan, int num_tokens) {
-  return HomeRoutes::in(plan.home->data<std::int32_t>(), num_tokens);
+TokenRoutes Runner::token_routes_of(Plan& plan, int num_tokens) {
+  return TokenRoutes::in(plan.token_routes->data<std::int32_t>(), num_tokens);
 }
 
-void Runner::receive(Plan& plan, const Routing& routing, std::int64_t pairs, std::int64_t picks,
-                     const PlanScratch& scratch, int sms) {
+void Runner::receive(Plan& plan, const Routing& routing, std::int64_t pairs,
+                     std::int64_t assignments, const PlanScratch& scratch, int sms) {
   const int chunks = routing.most_chunks(), ranks = sizes_.ranks;
-  plan.routes.emplace(4 * ReceivedRoutes::size(ranks, chunks, pairs, picks), kGarbage);
+  plan.routes.emplace(4 * ReceivedRoutes::size(ranks, chunks, pairs, assignments), kGarbage);
   auto* memory = plan.routes->data<std::int32_t>();
-  plan.received = ReceivedRoutes::in(memory, ranks, chunks, pairs, picks);
+  plan.received = ReceivedRoutes::in(memory, ranks, chunks, pairs, assignments);
   launch([&] { plan_receive(me_, plan.received, scratch, sms, me_.rank); });
 }
 
@@ -121,7 +121,7 @@ void Runner::plan(const Step& step) {
     if (!routing.is_int64) plan.named->data<std::int32_t>()[start + i] = static_cast<int>(named[i]);
   }
   plan.counts.emplace(8 * (2 * local + 1), kGarbage);
-  plan.home.emplace(16 * num_tokens, kGarbage);
+  plan.token_routes.emplace(16 * num_tokens, kGarbage);
   Memory scratch(4 * PlanScratch::size(me_.control, kSms), kGarbage);
   Memory kept(4 * num_tokens * top_k, kGarbage);
   const PlanScratch parts(scratch.data<std::int32_t>(), me_.control, kSms);
@@ -139,12 +139,12 @@ void Runner::plan(const Step& step) {
   job.tokens_per_expert = plan.counts->data<std::int64_t>();
   job.routed_per_expert = job.tokens_per_expert + local;
   job.num_dropped = job.routed_per_expert + local;
-  job.home = home(plan, num_tokens);
+  job.token_routes = token_routes_of(plan, num_tokens);
   std::int64_t most_pairs = sizes_.ranks * routing.most_tokens();
-  std::int64_t most_picks = most_pairs * std::min(top_k, local);
+  std::int64_t most_assignments = most_pairs * std::min(top_k, local);
   if (is_static) {
-    most_picks = std::min(most_picks, routing.limit);
-    most_pairs = std::min(most_pairs, most_picks);
+    most_assignments = std::min(most_assignments, routing.limit);
+    most_pairs = std::min(most_pairs, most_assignments);
     set_call(step, Phase::kPlan);
   }
   if (drops) {
@@ -183,15 +183,15 @@ void Runner::plan(const Step& step) {
               "plan: rows of expert ", i, " in the mailbox");
     }
     most_pairs = static_cast<std::uint32_t>(me_.mailbox->sizes[1]);
-    most_picks = static_cast<std::uint32_t>(me_.mailbox->sizes[2]);
+    most_assignments = static_cast<std::uint32_t>(me_.mailbox->sizes[2]);
     if (most_pairs > 0 && between(0, 2) == 0) {
-      receive(plan, routing, most_pairs - 1, most_picks, parts, sms);
+      receive(plan, routing, most_pairs - 1, most_assignments, parts, sms);
     }
   } else if (has_counted) {
     bad_ranks_ |= routing.bad_ranks;
     require(me_.mailbox->bad_ranks == bad_ranks_, "plan: bad ranks of static plans");
   }
-  receive(plan, routing, most_pairs, most_picks, parts, sms);
+  receive(plan, routing, most_pairs, most_assignments, parts, sms);
   plan.is_made = !routing.is_refused();
   if (plan.is_made && !has_failed()) check_routes(plan, routing);
   for (int i = 0; i < local && has_counted; ++i) {
@@ -200,7 +200,7 @@ void Runner::plan(const Step& step) {
             "plan: the block of expert ", i, " of rank ", me_.rank);
   }
   if (has_counted) {
-    require(*job.num_dropped == routing.num_dropped[me_.rank], "plan: dropped picks");
+    require(*job.num_dropped == routing.num_dropped[me_.rank], "plan: dropped assignments");
     for (int rank = 0; rank < sizes_.ranks; ++rank) {
       const std::int64_t rows = is_static ? routing.num_needed[rank] - routing.limit : 0;
       std::int64_t& most = most_lacked_[rank];
@@ -214,7 +214,7 @@ void Runner::plan(const Step& step) {
 void Runner::check_routes(const Plan& plan, const Routing& routing) {
   const ReceivedRoutes& routes = plan.received;
   const int chunks = routing.most_chunks();
-  int pair = 0, pick = 0;
+  int pair = 0, assignment = 0;
   for (int source = 0; source < sizes_.ranks; ++source) {
     require(routes.first_pair[source] == pair, "plan: first pair of rank ", source);
     for (int token = 0; token < chunks * kChunk; ++token) {
@@ -222,27 +222,28 @@ void Runner::check_routes(const Plan& plan, const Routing& routing) {
       require(token % kChunk != 0 || *chunk_pair == pair, "plan: first pair of a chunk of rank ",
               source);
       if (token >= routing.num_tokens[source]) continue;
-      std::vector<std::pair<int, int>> picks;  // expert, and where it is named
+      std::vector<std::pair<int, int>> assignments;  // expert, and where it is named
       for (int i = token * routing.top_k; i < (token + 1) * routing.top_k; ++i) {
         const int expert = routing.experts[source][i];
         const bool is_here = routing.slots[source][i] >= 0 && expert / sizes_.local == me_.rank;
-        if (is_here) picks.emplace_back(expert, i);
+        if (is_here) assignments.emplace_back(expert, i);
       }
-      if (picks.empty()) continue;
-      std::sort(picks.begin(), picks.end());
-      require(routes.pair_token[pair] == token && routes.pair_first[pair] == pick, "plan: pair ",
-              pair, " on rank ", me_.rank, ", of rank ", source);
+      if (assignments.empty()) continue;
+      std::sort(assignments.begin(), assignments.end());
+      require(routes.pair_token[pair] == token && routes.pair_first[pair] == assignment,
+              "plan: pair ", pair, " on rank ", me_.rank, ", of rank ", source);
       ++pair;
-      for (const auto& [expert, i] : picks) {
-        require(routes.pick_slot[pick] == routing.slots[source][i] && routes.pick_home[pick] == i,
-                "plan: pick ", pick, " on rank ", me_.rank, ", of rank ", source);
-        ++pick;
+      for (const auto& [expert, i] : assignments) {
+        require(routes.assignment_slot[assignment] == routing.slots[source][i] &&
+                    routes.assignment_index[assignment] == i,
+                "plan: assignment ", assignment, " on rank ", me_.rank, ", of rank ", source);
+        ++assignment;
       }
     }
     require(routes.chunk_pair[source * (chunks + 1) + chunks] == pair, "plan: end of rank ",
             source);
   }
-  require(routes.first_pair[sizes_.ranks] == pair && routes.pair_first[pair] == pick,
+  require(routes.first_pair[sizes_.ranks] == pair && routes.pair_first[pair] == assignment,
           "plan: end of the routes");
 }
 
@@ -276,7 +277,7 @@ void Runner::dispatch(const Step& step) {
   job.num_rows = num_rows;
   job.tokens_per_expert = plan.counts->data<std::int64_t>();
   job.routed_per_expert = job.tokens_per_expert + sizes_.local;
-  job.token_ranks = home(plan, num_tokens).token_ranks;
+  job.token_ranks = token_routes_of(plan, num_tokens).token_ranks;
   job.routes = plan.received;
   set_call(step, Phase::kDispatch);
   launch([&] { ncclep::native::dispatch(me_, job, between(min_ctas(1), kSms), me_.rank); });
@@ -286,22 +287,23 @@ void Runner::dispatch(const Step& step) {
     if (step.has_weights) require_nan(row_w, "dispatch: weights", me_.rank);
     return;
   }
-  std::vector<std::pair<int, int>> origin(num_rows, {-1, 0});  // rank and pick
+  std::vector<std::pair<int, int>> origin(num_rows, {-1, 0});  // rank and assignment
   for (int source = 0; source < sizes_.ranks; ++source) {
-    for (std::size_t pick = 0; pick < routing.slots[source].size(); ++pick) {
-      const int slot = routing.slots[source][pick];
-      const bool is_here = slot >= 0 && routing.experts[source][pick] / sizes_.local == me_.rank;
-      if (is_here) origin[slot] = {source, static_cast<int>(pick)};
+    for (std::size_t assignment = 0; assignment < routing.slots[source].size(); ++assignment) {
+      const int slot = routing.slots[source][assignment];
+      const bool is_here =
+          slot >= 0 && routing.experts[source][assignment] / sizes_.local == me_.rank;
+      if (is_here) origin[slot] = {source, static_cast<int>(assignment)};
     }
   }
   for (std::int64_t row = 0; row < num_rows; ++row) {
-    const auto [source, pick] = origin[row];
+    const auto [source, assignment] = origin[row];
     for (int i = 0; i < hidden; ++i) {
-      const float expected = source < 0 ? 0 : value(step.number, source, pick / top_k, i);
+      const float expected = source < 0 ? 0 : value(step.number, source, assignment / top_k, i);
       require(numbers.get(rows, row * hidden + i) == numbers.bits(expected), "dispatch: row ", row,
               " of rank ", me_.rank, ", from rank ", source, ", at number ", i, " of ", hidden);
     }
-    const float expected = source < 0 ? 0 : weight(step.number, source, pick);
+    const float expected = source < 0 ? 0 : weight(step.number, source, assignment);
     require(!step.has_weights || kWeights.get(row_w, row) == kWeights.bits(expected),
             "dispatch: weight ", row, " of rank ", me_.rank, ", from rank ", source);
   }
@@ -316,7 +318,7 @@ void Runner::combine(const Step& step) {
   const std::int64_t num_rows = routing.room_of(me_.rank);
   Memory y(num_rows * step.row_bytes, kGarbage), w(4 * num_rows, kGarbage);
   Memory out(std::size_t{1} * num_tokens * step.row_bytes, kGarbage);
-  Memory home_w(4 * num_tokens * top_k, kGarbage);
+  Memory topk_w(4 * num_tokens * top_k, kGarbage);
   for (int row = 0; row < num_rows; ++row) {
     for (int i = 0; i < hidden; ++i) {
       numbers.put(y, std::size_t{1} * row * hidden + i, value(step.number, me_.rank, row, i));
@@ -331,40 +333,40 @@ void Runner::combine(const Step& step) {
   job.sums = sums.data<char>();
   job.w = w.data<float>();
   job.out = out.data<char>();
-  job.home_w = home_w.data<float>();
+  job.topk_w = topk_w.data<float>();
   job.has_weights = step.has_weights;
   job.dtype = step.dtype;
   job.num_tokens = num_tokens;
   job.top_k = top_k;
   job.row_bytes = step.row_bytes;
-  job.home = home(plan, num_tokens);
+  job.token_routes = token_routes_of(plan, num_tokens);
   job.routes = plan.received;
   set_call(step, Phase::kCombine);
   launch([&] { ncclep::native::combine(me_, job, step.sms, me_.rank); });
 
   if (has_failed()) {
     require_nan(out, "combine: tokens", me_.rank);
-    if (step.has_weights) require_nan(home_w, "combine: weights", me_.rank);
+    if (step.has_weights) require_nan(topk_w, "combine: weights", me_.rank);
     return;
   }
   for (int token = 0; token < num_tokens; ++token) {
-    // Picks with a row, by expert: so by rank, too.
-    std::vector<std::pair<int, int>> picks;
-    for (int pick = token * top_k; pick < (token + 1) * top_k; ++pick) {
-      const int slot = routing.slots[me_.rank][pick];
-      const int expert = routing.experts[me_.rank][pick];
-      if (slot >= 0) picks.emplace_back(expert, slot);
+    // Assignments with a row, by expert: so by rank, too.
+    std::vector<std::pair<int, int>> assignments;
+    for (int assignment = token * top_k; assignment < (token + 1) * top_k; ++assignment) {
+      const int slot = routing.slots[me_.rank][assignment];
+      const int expert = routing.experts[me_.rank][assignment];
+      if (slot >= 0) assignments.emplace_back(expert, slot);
       const float expected = slot < 0 ? 0 : weight(step.number, expert / sizes_.local, slot);
-      require(!step.has_weights || kWeights.get(home_w, pick) == kWeights.bits(expected),
-              "combine: weight of pick ", pick, " of rank ", me_.rank);
+      require(!step.has_weights || kWeights.get(topk_w, assignment) == kWeights.bits(expected),
+              "combine: weight of assignment ", assignment, " of rank ", me_.rank);
     }
-    std::sort(picks.begin(), picks.end());
+    std::sort(assignments.begin(), assignments.end());
     for (int i = 0; i < hidden; ++i) {
       float total = 0, part = 0;
-      for (std::size_t p = 0; p < picks.size(); ++p) {
-        const int rank = picks[p].first / sizes_.local;
-        part += numbers.round(value(step.number, rank, picks[p].second, i));
-        if (p + 1 < picks.size() && picks[p + 1].first / sizes_.local == rank) continue;
+      for (std::size_t p = 0; p < assignments.size(); ++p) {
+        const int rank = assignments[p].first / sizes_.local;
+        part += numbers.round(value(step.number, rank, assignments[p].second, i));
+        if (p + 1 < assignments.size() && assignments[p + 1].first / sizes_.local == rank) continue;
         total += rank == me_.rank ? part : numbers.round(part);
         part = 0;
       }

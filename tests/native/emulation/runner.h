@@ -73,7 +73,7 @@ class Runner {
  private:
   struct Plan {
     bool is_made = false;
-    std::optional<Memory> named, counts, home, routes;
+    std::optional<Memory> named, counts, token_routes, routes;
     ncclep::native::ReceivedRoutes received{};
   };
 
@@ -86,8 +86,8 @@ class Runner {
   void set_call(const Step& step, ncclep::native::Phase phase);
   bool has_failed() const { return me_.state->failed != 0; }
   void launch(const std::function<void()>& queue);
-  ncclep::native::HomeRoutes home(Plan& plan, int num_tokens);
-  void receive(Plan& plan, const Routing& routing, std::int64_t pairs, std::int64_t picks,
+  ncclep::native::TokenRoutes token_routes_of(Plan& plan, int num_tokens);
+  void receive(Plan& plan, const Routing& routing, std::int64_t pairs, std::int64_t assignments,
                const ncclep::native::PlanScratch& scratch, int sms);
 
   ncclep::native::Rank me_;

@@ -57,7 +57,7 @@ std::vector<Step> draw_steps(const Sizes& sizes, const Shares& shares, int numbe
                                                           : Step::kCombine;
     if (step.kind == Step::kPlan) {
       step.plan = static_cast<int>(routings.size());
-      routings.push_back(draw_routing(sizes, one_of({0, shares.bad_picks})));
+      routings.push_back(draw_routing(sizes, one_of({0, shares.bad_assignments})));
       if (!routings.back().is_refused()) plans.push_back(step.plan);
     } else {
       step.plan = plans[emu::draw(plans.size())];

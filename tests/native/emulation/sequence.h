@@ -15,16 +15,18 @@ using emu::one_of;
 //   dispatches  one dispatch after the other, of smaller shapes
 //   combines    one combine after the other, of some chunks
 //   chunks      more chunks of tokens than a CTA holds, and many CTAs
-//   experts     more experts of a rank than a warp has lanes, and many picks
-//   plans       one plan after the other, with picks that are no experts
+//   experts     more experts of a rank than a warp has lanes, and many assignments
+//   plans       one plan after the other, with assignments that are no experts
 //   failures    what run_failure takes, with a rank that stops
 //   late        the same, with CTAs that come late
+//
+// And without sequences: "network", what crosses between nodes (between_nodes.h).
 Sizes draw_sizes(const std::string& kind, int ranks);
 
-// What a sequence of that kind is made of: plans and dispatches of 10 steps, and picks of 1000 that
-// are no good.
+// What a sequence of that kind is made of: plans and dispatches of 10 steps, and assignments of
+// 1000 that are no good.
 struct Shares {
-  int plans = 2, dispatches = 4, bad_picks = 0;
+  int plans = 2, dispatches = 4, bad_assignments = 0;
 };
 Shares shares_of(const std::string& kind);
 

@@ -11,7 +11,7 @@ from pathlib import Path
 # The kernels, and what they do not need.
 FILES = (
     *("plan", "plan_receive", "overflow", "dispatch", "combine", "refusal"),
-    *("ll_dispatch", "ll_combine"),
+    *("ll_dispatch", "ll_combine", "network_rows"),
 )
 NOT_NEEDED = ("group.h", "check_windows.h")
 
@@ -30,11 +30,12 @@ SMALLER = {
         "kUnroll = 4;": "kUnroll = 2;",
     },
     "overflow.cu": {"kUnroll = 8;": "kUnroll = 2;"},
-    "plan_receive.cu": {"kPicks = 8, kPairs = 4;": "kPicks = 2, kPairs = 1;"},
+    "plan_receive.cu": {"kAssignments = 8, kPairs = 4;": "kAssignments = 2, kPairs = 1;"},
     "dispatch.cu": {"kUnroll = 8;": "kUnroll = 2;"},
     "low_latency.h": {"kLowLatencyTokens = 512;": "kLowLatencyTokens = 64;"},
     "low_latency.cuh": {"kLlThreads = 512,": "kLlThreads = 96,"},
     "ll_combine.cu": {"kAtOnce = 4;": "kAtOnce = 2;"},
+    "network_rows.cu": {"kVectorsAtOnce = 4;": "kVectorsAtOnce = 2;"},
 }
 
 SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(.+?) (\w+)((?:\[\w+\])*);")

@@ -120,6 +120,16 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t num_bytes, cudaMe
   return cudaSuccess;
 }
 
+// Streams do at once what is queued.
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t num_bytes, cudaStream_t) {
+  return cudaMemset(to, value, num_bytes);
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t num_bytes, cudaMemcpyKind kind,
+                            cudaStream_t) {
+  return cudaMemcpy(to, from, num_bytes, kind);
+}
+
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
   if (const cudaError_t error = result(); error != cudaSuccess) return error;
   void* memory = nullptr;

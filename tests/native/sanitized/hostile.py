@@ -1,4 +1,4 @@
-"""Call everything that `csrc/bindings.cpp` binds with what nobody should pass; run by a test.
+"""Call everything that `csrc/bindings` binds with what nobody should pass; run by a test.
 
     python hostile.py EXTENSION FAKE_LIBRARY LAST_CALL
 
@@ -37,17 +37,17 @@ REFUSALS = (EpError, TypeError, ValueError, OverflowError, AttributeError)
 
 def wrong_plans(module: ModuleType, keep: list[Any]) -> Iterator[Any]:
     """Plans that a group must refuse to use; a plan takes any tensors, and `keep` keeps them."""
-    counts, home = Numbers("int64", 2 * EXPERTS // RANKS + 1), Numbers("int32", 4, TOKENS)
-    pairs = [(wrong, home) for wrong in wrong_tensors(counts)]
-    pairs += [(counts, wrong) for wrong in wrong_tensors(home)]
-    numbers = [(n, TOP_K) for n in (-1, 0, 2, 513, 2**31 - 1, -(2**31))]
-    numbers += [(1, n) for n in (-1, 0, 3, 33, 2**31 - 1, -(2**31))]
-    for first, second, num_chunks, top_k in (
-        *((*pair, 1, TOP_K) for pair in pairs),
-        *((counts, home, *pair) for pair in numbers),
+    counts, token_routes = Numbers("int64", 2 * EXPERTS // RANKS + 1), Numbers("int32", 4, TOKENS)
+    pairs = [(wrong, token_routes) for wrong in wrong_tensors(counts)]
+    pairs += [(counts, wrong) for wrong in wrong_tensors(token_routes)]
+    numbers = [(n, TOP_K) for n in (-1, 0, 129, 65537, 2**31 - 1, -(2**31))]
+    numbers += [(128, n) for n in (-1, 0, 3, 33, 2**31 - 1, -(2**31))]
+    for first, second, most_tokens, top_k in (
+        *((*pair, 128, TOP_K) for pair in pairs),
+        *((counts, token_routes, *pair) for pair in numbers),
     ):
         try:
-            plan = module.NativePlan(first, second, num_chunks, top_k, 1)
+            plan = module.NativePlan(first, second, most_tokens, top_k, 1)
         except REFUSALS:
             continue
         keep.append((first, second))
@@ -166,14 +166,14 @@ class Objects:
         self.rank_counts = Numbers("int32", RANKS)
         self.rows_of = Numbers("int32", RANKS, TOKENS, TOP_K)
         self.counts = Numbers("int64", 2 * EXPERTS // RANKS + 1)
-        self.home = Numbers("int32", 4, TOKENS)
-        self.plan = C.NativePlan(self.counts, self.home, 1, TOP_K, 1)
+        self.token_routes = Numbers("int32", 4, TOKENS)
+        self.plan = C.NativePlan(self.counts, self.token_routes, 128, TOP_K, 1)
         self.lacked = Numbers("int64", RANKS)
         self.topk, self.kept = Numbers("int64", TOKENS, TOP_K), Numbers("int32", TOKENS, TOP_K)
         self.x, self.rows = Numbers("bfloat16", TOKENS, HIDDEN), Numbers("bfloat16", ROWS, HIDDEN)
         self.w, self.row_w = Numbers("float32", TOKENS, TOP_K), Numbers("float32", ROWS)
         self.rows_of_expert = Numbers("int64", EXPERTS // RANKS)
-        self.routes = Numbers("int32", self.group.routes_size(3, 6, 1))
+        self.routes = Numbers("int32", self.group.routes_size(3, 6, 128))
         self.ticket = 0
 
     def close(self) -> None:
@@ -232,23 +232,22 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
         "group": o.ep_group, "alignment": 16, "top_k": TOP_K, "memory": o.memory,
     }  # fmt: skip
     yield "NativePlan", C.NativePlan, {
-        "counts": o.counts, "home": o.home, "num_chunks": 1, "top_k": TOP_K, "number": 1,
+        "counts": o.counts, "token_routes": o.token_routes, "most_tokens": 128,
+        "top_k": TOP_K, "number": 1,
     }  # fmt: skip
     yield "NativeGroup", C.NativeGroup, {
         "communicator": o.communicator, "num_experts": EXPERTS, "timeout_s": 1.0,
     }  # fmt: skip
     yield "NativeLowLatency", C.NativeLowLatency, {"group": o.group, **o.low_latency_sizes()}
-    for owner in ("NativeGroup", "NativeLowLatency"):
-        words = {"addresses": [Address(o.window.address, 8)]}
-        yield f"{owner}.load_words", getattr(C, owner).load_words, words
-        yield f"{owner}.store_words", getattr(C, owner).store_words, {**words, "words": [7]}
+    words = {"addresses": [Address(o.window.address, 8)]}
+    yield "load_words", C.load_words, words
+    yield "store_words", C.store_words, {**words, "words": [7]}
     yield "split_dispatch", C.split_dispatch, {"num_ctas": 8}
     yield "num_phases_of", C.num_phases_of, {"most_tokens": 128, "row_bytes": 64}
     yield "split_combine", C.split_combine, {
         "num_ctas": 8, "num_ranks": RANKS, "top_k": TOP_K, "row_bytes": 64,
     }  # fmt: skip
     yield "native_min_sms", C.native_min_sms, {"num_ranks": RANKS}
-    yield "native_limits", C.native_limits, {}
     yield "call_values", C.call_values, {"call": 0x1234567}
     yield "build_info", C.build_info, {}
     yield "routes_and_weights", C.routes_and_weights, {
@@ -260,12 +259,27 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
         "topk_idx": o.topk, "grad_weights": o.w, "grad_probs": Numbers("float32", TOKENS, EXPERTS),
         "block": 2, "stream": STREAM,
     }  # fmt: skip
+    token_rows, messages = Numbers("float32", TOKENS, HIDDEN), Numbers("uint8", ROWS, 48)
+    yield "pack_messages", C.pack_messages, {
+        "rows": token_rows, "w": o.w, "token": Numbers("int32", ROWS), "tokens_each": 1, "first": 0,
+        "piece_bytes": 32, "messages": messages, "stream": STREAM,
+    }  # fmt: skip
+    yield "unpack_messages", C.unpack_messages, {
+        "messages": messages, "rows": Numbers("uint8", ROWS, 32),
+        "w": Numbers("float32", ROWS, TOP_K), "stream": STREAM,
+    }  # fmt: skip
+    yield "add_up_messages", C.add_up_messages, {
+        "messages": messages, "place": Numbers("int32", 2, TOKENS), "out": token_rows, "first": 0,
+        "piece_bytes": 32, "assignment_node": Numbers("int32", TOKENS, TOP_K), "topk_w": o.w,
+        "stream": STREAM,
+    }  # fmt: skip
     place = Numbers("int32", ROWS)
     yield "copy_rows", C.copy_rows, {
         "direction": "push", "local": Address(o.window.address, 16),
         "peers": [Address(o.window.address, 16)], "peer_of_row": place, "peer_row": place,
         "num_rows": ROWS, "row_bytes": 64, "num_sms": 8, "stream": STREAM,
     }  # fmt: skip
+    yield "stamp", C.stamp, {"times": Numbers("int64", ROWS), "index": 1, "stream": STREAM}
     yield "copy_memory", C.copy_memory, {
         "to": Address(o.window.address, 1), "from_": Address(o.window.address + 64, 1),
         "num_bytes": Address(64, 1),  # the same holds for a length
@@ -314,21 +328,25 @@ def method_calls(
         "x": o.x, "w": o.w, "rows": o.rows, "row_w": o.row_w, "stream": STREAM,
     })  # fmt: skip
     yield of("handle", "combine", lambda o: {
-        "y": o.rows, "w": o.row_w, "out": o.x, "home_w": o.w, "stream": STREAM,
+        "y": o.rows, "w": o.row_w, "out": o.x, "topk_w": o.w, "stream": STREAM,
     })  # fmt: skip
     sizes = {"max_tokens": TOKENS, "top_k": TOP_K, "row_bytes": 64}
     yield of("group", "fits", lambda o: sizes)
     yield of("group", "allocate", lambda o: sizes)
-    yield of("group", "routes_size", lambda o: {"max_pairs": 3, "max_picks": 6, "num_chunks": 1})
+    yield of(
+        "group", "routes_size", lambda o: {"max_pairs": 3, "max_assignments": 6, "most_tokens": 128}
+    )
     yield of("group", "bad_ranks", lambda o: {"forget": True})
+    yield of("group", "copy_waited_ns", lambda o: {"out": Numbers("int64", 1), "stream": STREAM})
+    yield of("group", "bad_low_latency", lambda o: {"forget": True})
     yield of("group", "plan", lambda o: {
         "plan": o.plan, "topk_idx": o.topk, "alignment": 16, "max_recv_rows": 32, "kept": o.kept,
-        "lacked": o.lacked, "max_pairs": 3, "max_picks": 6, "routes": o.routes, "num_sms": 8,
+        "lacked": o.lacked, "max_pairs": 3, "max_assignments": 6, "routes": o.routes, "num_sms": 8,
         "stream": STREAM,
     })  # fmt: skip
-    yield of("group", "refuse", lambda o: {"phase": 3, "stream": STREAM})
+    yield of("group", "refuse", lambda o: {"phase": "dispatch", "stream": STREAM})
     yield of("group", "plan_receive", lambda o: {
-        "plan": o.plan, "max_pairs": 3, "max_picks": 6, "routes": o.routes, "num_sms": 8,
+        "plan": o.plan, "max_pairs": 3, "max_assignments": 6, "routes": o.routes, "num_sms": 8,
         "stream": STREAM,
     })  # fmt: skip
     yield of("group", "wait_for_sizes", lambda o: {
@@ -341,7 +359,7 @@ def method_calls(
     yield of("group", "sums_size", lambda o: {"plan": o.plan, "num_sms": 8, "row_bytes": 16}, True)
     yield of("group", "combine", lambda o: {
         "plan": o.plan, "y": o.rows, "w": o.row_w, "sums": Numbers("bfloat16", 1, HIDDEN),
-        "out": o.x, "home_w": o.w, "num_sms": 8, "stream": STREAM,
+        "out": o.x, "topk_w": o.w, "num_sms": 8, "stream": STREAM,
     }, True)  # fmt: skip
 
     for attribute in ("drop", "clear", "close"):

@@ -4,11 +4,13 @@
 #include <vector>
 
 #include "bench/copy_rows.h"
+#include "bench/stamp.h"
 #include "common/error.h"
 #include "native/check_windows.h"
 #include "native/combine.h"
 #include "native/dispatch.h"
 #include "native/low_latency.h"
+#include "native/network_rows.h"
 #include "native/overflow.h"
 #include "native/plan.h"
 #include "native/refusal.h"
@@ -18,7 +20,7 @@
 
 namespace standin {
 
-Sizes sizes = {/*num_rows*/ 2,  /*num_pairs*/ 1, /*num_picks*/ 2,
+Sizes sizes = {/*num_rows*/ 2,  /*num_pairs*/ 1, /*num_assignments*/ 2,
                /*bad_ranks*/ 0, /*delay_ms*/ 0,
                /*fails*/ false};
 
@@ -71,14 +73,14 @@ void touch_topk(const void* topk_idx, bool is_int64, int num_tokens, int top_k) 
         static_cast<std::size_t>(num_tokens) * top_k * (is_int64 ? 8 : 4));
 }
 
-void touch_home(const HomeRoutes& home, int num_tokens) {
-  touch_all(home.token_ranks, 4 * static_cast<std::int64_t>(num_tokens));
+void touch_token_routes(const TokenRoutes& token_routes, int num_tokens) {
+  touch_all(token_routes.token_ranks, 4 * static_cast<std::int64_t>(num_tokens));
 }
 
 void touch_routes(const Rank& me, const ReceivedRoutes& routes) {
   standin::require(routes.num_chunks <= me.control.max_chunks(), "chunks in the windows");
   touch_all(routes.first_pair, ReceivedRoutes::size(me.control.num_ranks, routes.num_chunks,
-                                                    routes.max_pairs, routes.max_picks));
+                                                    routes.max_pairs, routes.max_assignments));
 }
 
 void touch_rows(const void* rows, std::int64_t num_rows, int row_bytes) {
@@ -110,7 +112,7 @@ void plan_count(const Rank& me, const PlanCount& job, const PlanScratch& scratch
   check_tokens(me, job.num_tokens, job.most_chunks * kChunk, job.top_k);
   touch_topk(job.topk_idx, job.is_int64, job.num_tokens, job.top_k);
   touch_all(job.tokens_per_expert, 2 * me.control.num_local() + 1);
-  touch_home(job.home, job.num_tokens);
+  touch_token_routes(job.token_routes, job.num_tokens);
   if (job.ticket == 0) return;
   standin::run_on_device([mailbox = me.mailbox, ticket = job.ticket,
                           num_local = me.control.num_local(), told = standin::sizes] {
@@ -127,7 +129,7 @@ void plan_count(const Rank& me, const PlanCount& job, const PlanScratch& scratch
     }
     mailbox->sizes[0] = upper | told.num_rows;
     mailbox->sizes[1] = upper | told.num_pairs;
-    mailbox->sizes[2] = upper | told.num_picks;
+    mailbox->sizes[2] = upper | told.num_assignments;
     mailbox->sizes[3] = upper | told.bad_ranks;
   });
 }
@@ -166,14 +168,14 @@ void combine(const Rank& me, const Combine& job, int num_sms, std::uintptr_t) {
   standin::require(itemsize_of(job.dtype) == 4 || itemsize_of(job.dtype) == 2, "dtype");
   touch_rows(job.y, standin::sizes.num_rows, job.row_bytes);
   touch_rows(job.out, job.num_tokens, job.row_bytes);
-  touch_home(job.home, job.num_tokens);
+  touch_token_routes(job.token_routes, job.num_tokens);
   touch_routes(me, job.routes);
   const bool sends =
       split_combine(num_sms, me.control.num_ranks, job.top_k, job.row_bytes).sending > 0;
   touch_rows(job.sums, sends ? standin::sizes.num_pairs : 0, job.row_bytes);
   if (!job.has_weights) return;
   touch_all(job.w, standin::sizes.num_rows);
-  touch_all(job.home_w, static_cast<std::int64_t>(job.num_tokens) * job.top_k);
+  touch_all(job.topk_w, static_cast<std::int64_t>(job.num_tokens) * job.top_k);
 }
 
 namespace {
@@ -234,26 +236,64 @@ void store_words(const std::vector<std::uintptr_t>& addresses,
   }
 }
 
+namespace {
+
+void check_messages(std::int64_t row_bytes, int first, int piece_bytes, int num_weights,
+                    int message_bytes) {
+  standin::require(0 <= first && 0 < piece_bytes && first + piece_bytes <= row_bytes, "piece");
+  standin::require((row_bytes | first | piece_bytes | message_bytes) % kMessageVector == 0,
+                   "vectors of rows");
+  standin::require(0 <= num_weights && piece_bytes + 4 * num_weights <= message_bytes, "weights");
+}
+
+}  // namespace
+
+void pack_messages(const PackMessages& job, std::uintptr_t) {
+  check_messages(job.row_bytes, job.first, job.piece_bytes, job.num_weights, job.message_bytes);
+  standin::require(job.token != nullptr || job.tokens_each > 0 || job.num_messages == 0, "tokens");
+  touch_all(job.rows, job.num_tokens * job.row_bytes);
+  if (job.w != nullptr) touch_all(job.w, job.num_tokens * job.num_weights);
+  if (job.token != nullptr) touch_all(job.token, job.num_messages);
+  touch_all(job.messages, job.num_messages * job.message_bytes);
+}
+
+void unpack_messages(const UnpackMessages& job, std::uintptr_t) {
+  check_messages(job.row_bytes, 0, job.row_bytes, job.num_weights, job.message_bytes);
+  touch_all(job.messages, job.num_messages * job.message_bytes);
+  touch_all(job.rows, job.num_messages * job.row_bytes);
+  touch_all(job.w, job.num_messages * job.num_weights);
+}
+
+void add_up_messages(const AddUpMessages& job, std::uintptr_t) {
+  check_messages(job.row_bytes, job.first, job.piece_bytes, job.num_weights, job.message_bytes);
+  touch_all(job.place, job.num_nodes * job.num_tokens);
+  touch_all(job.out, job.num_tokens * job.row_bytes);
+  if (job.topk_w == nullptr) return;
+  touch_all(job.assignment_node, job.num_tokens * job.num_weights);
+  touch_all(job.topk_w, job.num_tokens * job.num_weights);
+}
+
 }  // namespace ncclep::native
 
 namespace ncclep::routes {
 
 void routes_and_weights(const RoutesAndWeights& job, std::uintptr_t) {
-  standin::require(job.num_experts >= 0 && job.top_k >= 0, "experts and picks");
+  standin::require(job.num_experts >= 0 && job.top_k >= 0, "experts and assignments");
   standin::require(job.itemsize == 2 || job.itemsize == 4 || job.itemsize == 8, "itemsize");
-  const std::size_t maps = job.num_tokens * job.num_experts, picks = job.num_tokens * job.top_k;
+  const std::size_t maps = job.num_tokens * job.num_experts,
+                    assignments = job.num_tokens * job.top_k;
   standin::touch(const_cast<std::uint8_t*>(job.routing_map), maps);
   standin::touch(const_cast<void*>(job.probs), maps * job.itemsize);
-  standin::touch(job.topk_idx, picks * 8);
-  standin::touch(job.weights, picks * job.itemsize);
+  standin::touch(job.topk_idx, assignments * 8);
+  standin::touch(job.weights, assignments * job.itemsize);
 }
 
 void probs_gradient(const ProbsGradient& job, std::uintptr_t) {
-  standin::require(job.num_experts >= 0 && job.top_k >= 0, "experts and picks");
+  standin::require(job.num_experts >= 0 && job.top_k >= 0, "experts and assignments");
   standin::require(job.itemsize == 2 || job.itemsize == 4 || job.itemsize == 8, "itemsize");
-  const std::size_t picks = job.num_tokens * job.top_k;
-  standin::touch(const_cast<std::int64_t*>(job.topk_idx), picks * 8);
-  standin::touch(const_cast<void*>(job.grad_weights), picks * job.itemsize);
+  const std::size_t assignments = job.num_tokens * job.top_k;
+  standin::touch(const_cast<std::int64_t*>(job.topk_idx), assignments * 8);
+  standin::touch(const_cast<void*>(job.grad_weights), assignments * job.itemsize);
   standin::touch(job.grad_probs, job.num_tokens * job.num_experts * job.itemsize);
 }
 
@@ -269,5 +309,7 @@ void copy_rows(const CopyRows& job, int num_sms, std::uintptr_t) {
   standin::touch(const_cast<int*>(job.peer_of_row), job.num_rows * sizeof(int));
   standin::touch(const_cast<int*>(job.peer_row), job.num_rows * sizeof(int));
 }
+
+void stamp(std::int64_t* to, std::uintptr_t) { standin::touch(to, sizeof(*to)); }
 
 }  // namespace ncclep::bench

@@ -223,30 +223,31 @@ std::shared_ptr<ncclep::native::Group> make_group(double timeout_s = 1) {
 
 // What a plan keeps, and what goes through it.
 struct Batch {
-  Owned counts{DType::kInt64, {2 * kExperts / kRanks + 1}}, home{DType::kInt32, {4, kTokens}};
+  Owned counts{DType::kInt64, {2 * kExperts / kRanks + 1}},
+      token_routes{DType::kInt32, {4, kTokens}};
   Owned topk{DType::kInt64, {kTokens, kTopK}}, kept{DType::kInt32, {kTokens, kTopK}};
   Owned x{DType::kFloat32, {kTokens, kHidden}}, rows{DType::kFloat32, {2, kHidden}};
   Owned x_bytes{DType::kUint8, {kTokens, 4 * kHidden}}, rows_bytes{DType::kUint8, {2, 4 * kHidden}};
   Owned w{DType::kFloat32, {kTokens, kTopK}}, row_w{DType::kFloat32, {2}};
   Owned rows_of_expert{DType::kInt64, {kExperts / kRanks}};
   std::vector<Owned> routes;
-  ncclep::native::Plan plan{counts, home, /*num_chunks*/ 1, kTopK, /*number*/ 1};
+  ncclep::native::Plan plan{counts, token_routes, /*num_chunks*/ 1, kTopK, /*number*/ 1};
 
-  Owned& make_routes(ncclep::native::Group& group, int max_pairs, int max_picks) {
-    const std::int64_t size = group.routes_size(max_pairs, max_picks, 1);
+  Owned& make_routes(ncclep::native::Group& group, int max_pairs, int max_assignments) {
+    const std::int64_t size = group.routes_size(max_pairs, max_assignments, 1);
     return routes.emplace_back(DType::kInt32, std::vector<std::int64_t>{size});
   }
 
   std::uint32_t make_plan(ncclep::native::Group& group, bool is_static, int max_pairs,
-                          int max_picks) {
+                          int max_assignments) {
     const auto if_static = is_static ? std::optional(kept.tensor) : std::nullopt;
-    return group.plan(plan, topk, 1, is_static ? 2 : 0, if_static, {}, max_pairs, max_picks,
-                      make_routes(group, max_pairs, max_picks), 8, kStream);
+    return group.plan(plan, topk, 1, is_static ? 2 : 0, if_static, {}, max_pairs, max_assignments,
+                      make_routes(group, max_pairs, max_assignments), 8, kStream);
   }
 
-  void receive(ncclep::native::Group& group, int max_pairs, int max_picks) {
-    group.plan_receive(plan, max_pairs, max_picks, make_routes(group, max_pairs, max_picks), 8,
-                       kStream);
+  void receive(ncclep::native::Group& group, int max_pairs, int max_assignments) {
+    group.plan_receive(plan, max_pairs, max_assignments,
+                       make_routes(group, max_pairs, max_assignments), 8, kStream);
   }
 
   void move(ncclep::native::Group& group) {
@@ -269,8 +270,8 @@ void plan_exactly(ncclep::native::Group& group, Batch& batch) {
   const std::uint32_t ticket = batch.make_plan(group, false, 1, 1);
   REQUIRE(refuses([&] { batch.move(group); }, "not received"));  // nobody knows how much arrives
   const auto sizes = group.wait_for_sizes(batch.plan, ticket, batch.rows_of_expert, kStream, [] {});
-  REQUIRE(sizes && sizes->num_rows == 2 && sizes->num_picks == 2);
-  REQUIRE(refuses([&] { batch.move(group); }, "room for 1 pairs and 1 picks"));
+  REQUIRE(sizes && sizes->num_rows == 2 && sizes->num_assignments == 2);
+  REQUIRE(refuses([&] { batch.move(group); }, "room for 1 pairs and 1 assignments"));
   batch.receive(group, 1, 2);
 }
 
@@ -367,7 +368,7 @@ void sizes() {
   REQUIRE(wait(ticket, [] {})->num_rows == 2);
   // A routing that is refused: nobody may go on with the plan.
   standin::sizes.bad_ranks = 4;
-  batch.plan = {batch.counts, batch.home, 1, kTopK, 1};
+  batch.plan = {batch.counts, batch.token_routes, 1, kTopK, 1};
   REQUIRE(wait(count(), [] {})->bad_ranks == 4);
   batch.receive(*group, 1, 2);
   REQUIRE(refuses([&] { batch.move(*group); }, "not received"));

@@ -25,7 +25,7 @@ void capture(std::uintptr_t stream);
 void run_on_device(std::function<void()> work);
 // What plans find: rows, assignments and so on; and milliseconds until the host is told.
 struct Sizes {
-  std::uint32_t num_rows, num_pairs, num_picks, bad_ranks;
+  std::uint32_t num_rows, num_pairs, num_assignments, bad_ranks;
   int delay_ms;
   bool fails;  // a wait's deadline passes instead
 };

@@ -9,6 +9,7 @@ using cudaEvent_t = struct CUevent_st*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
 enum cudaMemcpyKind {
   cudaMemcpyHostToDevice = 1,
+  cudaMemcpyDeviceToDevice = 3,
   cudaMemcpyDeviceToHost = 2,
   cudaMemcpyDefault = 4
 };
@@ -22,6 +23,9 @@ cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaMemset(void* to, int value, std::size_t num_bytes);
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t num_bytes, cudaStream_t stream);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t num_bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t num_bytes, cudaMemcpyKind kind);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);

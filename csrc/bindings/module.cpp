@@ -1,0 +1,39 @@
+// The extension megatron_ncclep._C: what Python sees of the native code, and nothing else.
+#include "bindings/bindings.h"
+#include "common/error.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// In one piece, for setup.py, which looks for it in the file: a compiler may keep a text as short
+// as "13.0" in its instructions.
+[[gnu::used]] const char kBuiltWith[] = "CUDA " NCCLEP_CUDA_VERSION " for " NCCLEP_ARCHITECTURES;
+
+py::dict build_info() {
+  py::dict info;
+  info["cuda"] = NCCLEP_CUDA_VERSION;
+  info["architectures"] = py::str(NCCLEP_ARCHITECTURES).attr("split")(" ");
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  // The names that the package's errors have; pybind11 keeps a reference for the process.
+  py::register_local_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const ncclep::PeerError& error) {
+      py::object type = py::module_::import("megatron_ncclep.errors").attr("PeerError");
+      PyErr_SetString(type.ptr(), error.what());
+    } catch (const ncclep::Error& error) {
+      py::object type = py::module_::import("megatron_ncclep.errors").attr("LibraryError");
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
+  module.def("build_info", &build_info);
+  ncclep::bindings::bind_libraries(module);
+  ncclep::bindings::bind_native(module);
+  ncclep::bindings::bind_kernels(module);
+}

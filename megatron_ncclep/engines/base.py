@@ -1,0 +1,152 @@
+"""What the engines of this package have in common: a group, options, and how their calls begin.
+
+Before an engine moves anything, all ranks must be in the same call with arguments that fit.  What
+is collective here raises the same on every rank when something is wrong on any.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import checks
+from megatron_ncclep.engines.engine import BYTES, EngineCaps, RoutePlan
+from megatron_ncclep.engines.overflow_report import Shortage
+from megatron_ncclep.engines.rows_limit import agreed_values, rows_limit
+from megatron_ncclep.errors import GroupClosedError
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.hosts import Agreement
+
+# The numbers that stand for dtypes when ranks compare them.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, BYTES)
+OTHER_DTYPE = -2
+
+_Plan = TypeVar("_Plan", bound=RoutePlan)
+
+
+class EngineBase(Generic[_Plan]):
+    """What `Engine` asks for beside plan, dispatch and combine.
+
+    A base class, and not an object that engines hold, because nearly all of it is what `Engine`
+    names: an engine would have to pass on each attribute and method.  Users know `Engine` only.
+
+    Attributes:
+        plan_type: class of the engine's plans.
+        caps, config, ranks_per_expert: see `Engine`.
+        group: the ranks.
+        num_experts: of the whole group.
+        num_local_experts: of each rank.
+    """
+
+    plan_type: type[_Plan]
+    caps: EngineCaps
+    ranks_per_expert = 1
+
+    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+        """Not collective; comes after what may fail on one rank."""
+        self.group = group
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // group.size
+        self.config = config
+        self._shortage = Shortage.shared(group, config)
+        self._closed = False
+
+    def close(self) -> None:
+        """See `Engine.close`.  Collective only where there is something to release."""
+        if self._closed:
+            return
+        self._closed = True
+        self._release()
+        if self._shortage is not None:
+            self.group.release(Shortage.name(self.config), self.config.timeout_s)
+
+    def _release(self) -> None:
+        """Give back what an engine has beside this.  Collective."""
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise GroupClosedError("the engine was closed: create a new one with create_engine()")
+
+    def _agree(
+        self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
+    ) -> _Plan:
+        """Begin dispatch or combine where all ranks' hosts agree on it.  Collective.
+
+        Returns:
+            plan, as what it is.
+        """
+        self._require_open()
+        return self.agree_on_rows(phase, plan, rows, w, self.rows_problem(phase, plan, rows, w))
+
+    def rows_limit(self, num_tokens: int, top_k: int) -> int | None:
+        """How many rows a dispatched tensor has in static mode; None in exact mode."""
+        shape = (self.group.size, num_tokens, top_k, self.num_local_experts)
+        return rows_limit(self.config, *shape, self.ranks_per_expert)
+
+    def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
+        """Say what is wrong with the argument of plan on this rank.  Waits for the device."""
+        return checks.topk_problem(topk_idx, self.num_experts, self.group.device, self.caps)
+
+    def rows_problem(
+        self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
+    ) -> str | None:
+        """Say what is wrong with the arguments of dispatch or combine on this rank."""
+        problem = checks.plan_problem(plan, self.plan_type, self.num_experts)
+        return problem or checks.rows_problem(  # otherwise it need not even be a plan
+            phase == "dispatch", plan, rows, w, self.caps, self.group.device
+        )
+
+    def agree_on_routes(self, topk_idx: torch.Tensor, problem: str | None) -> Agreement:
+        """Check the argument of plan on all ranks; tells every rank all numbers of tokens.
+
+        Collective.  `problem`: what is wrong on this rank, if anything is.
+        """
+        config = self.config
+        return self.group.agree(
+            "plan",
+            {
+                "top_k": topk_idx.shape[-1] if topk_idx.dim() else 0,
+                "num_experts": self.num_experts,
+                "alignment": config.block_alignment,
+                **agreed_values(config, topk_idx),
+                "num_sms": config.num_sms,
+            },
+            problem,
+            config.timeout_s,
+            told=topk_idx.shape[0] if topk_idx.dim() else 0,
+        )
+
+    def agree_on_rows(
+        self,
+        phase: str,
+        plan: RoutePlan,
+        rows: torch.Tensor,
+        w: torch.Tensor | None,
+        problem: str | None,
+    ) -> _Plan:
+        """Check the arguments of dispatch or combine on all ranks.  Collective.
+
+        Args:
+            phase: "dispatch", where `rows` is x at the tokens' source ranks, or "combine", where it
+                is y.
+            plan: what the caller passed as plan.
+            rows: the payload.
+            w: weights beside it, or None.
+            problem: what is wrong on this rank, `rows_problem` included; None if nothing is.
+
+        Returns:
+            plan.
+        """
+        values: dict[str, int | None] = {}
+        if problem is None:
+            values = {
+                "plan": plan.plan_id,
+                "hidden size": rows.shape[-1],
+                "dtype": DTYPES.index(rows.dtype) if rows.dtype in DTYPES else OTHER_DTYPE,
+                "presence of weights": int(w is not None),
+            }
+        self.group.agree(phase, values, problem, self.config.timeout_s)
+        assert isinstance(plan, self.plan_type)  # agreed on
+        return plan

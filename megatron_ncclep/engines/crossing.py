@@ -1,0 +1,102 @@
+"""What crosses the network: which tokens of a rank to which nodes, in what order, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ncclep.engines.engine import NOT_ROUTED
+from megatron_ncclep.ranks.all_to_all import Exchange
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.nodes import Nodes
+
+NO_MESSAGE = -1
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The messages of one plan: by node, then token.
+
+    Attributes:
+        token: int32 [messages]: whose each is; None: all tokens have one to every node.
+        place: int32 [nodes, num_tokens]: see `HierarchicalPlan`.
+        sent: how many go to each node.
+        received: how many come from each node.
+    """
+
+    token: torch.Tensor | None
+    place: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+    def rows_of(self, assignments: torch.Tensor) -> torch.Tensor:
+        """The assignments of the messages, [messages, top_k].
+
+        Args:
+            assignments: of all tokens on all nodes, [nodes, num_tokens, top_k].
+        """
+        count, num_tokens, top_k = assignments.shape
+        if self.token is not None:
+            return assignments[self.place >= 0]
+        padded = assignments.new_full((count, self.sent[0], top_k), NOT_ROUTED)
+        padded[:, :num_tokens] = assignments
+        return padded.view(-1, top_k)
+
+
+def all_cross(needed: torch.Tensor, most_tokens: int) -> Crossing:
+    """Messages of all tokens to all nodes, `most_tokens` to each.  Waits for nothing.
+
+    Args:
+        needed: bool [nodes, num_tokens].
+        most_tokens: at least as many as any rank has.
+    """
+    count, num_tokens = needed.shape
+    start = torch.arange(count, dtype=torch.int32, device=needed.device) * most_tokens
+    token = torch.arange(num_tokens, dtype=torch.int32, device=needed.device)
+    place = torch.where(needed, start[:, None] + token, NO_MESSAGE)
+    sizes = [most_tokens] * count
+    return Crossing(None, place, sizes, sizes)
+
+
+def needed_cross(needed: torch.Tensor, sent: list[int], received: list[int]) -> Crossing:
+    """Messages of tokens to the nodes that need them.  Waits for the device.
+
+    Args:
+        needed: bool [nodes, num_tokens].
+        sent: its sum for each node.
+        received: how many come from each node.
+    """
+    token = needed.nonzero()[:, 1].int()
+    before = needed.reshape(-1).cumsum(0).view_as(needed) - 1
+    return Crossing(token, torch.where(needed, before, NO_MESSAGE).int(), sent, received)
+
+
+def start(
+    group: EpGroup,
+    nodes: Nodes,
+    messages: torch.Tensor,
+    sizes: tuple[list[int], list[int]],
+    what: str,
+    timeout_s: float,
+) -> Exchange:
+    """Start to send `messages` over this rank's rail.  Waits for nobody.
+
+    Collective over the whole group, which has one all-to-all: off the rail nothing is sent.
+
+    Args:
+        group: the ranks.
+        nodes: their grid.
+        messages: by node, this rank's own one included.
+        sizes: how many go to each node, and how many come from each.
+        what: names the call in errors.
+        timeout_s: seconds to wait for the other ranks.
+    """
+    rail = nodes.rail_of(group.rank)
+    splits = []
+    for for_nodes in sizes:
+        for_ranks = [0] * group.size
+        for rank, number in zip(rail, for_nodes, strict=True):
+            for_ranks[rank] = number
+        splits.append(for_ranks)
+    return Exchange(group, messages, splits[0], splits[1], what, timeout_s)

@@ -1,0 +1,44 @@
+"""What a plan of the engine `hierarchical` keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ncclep.engines.engine import Engine, RoutePlan
+
+
+@dataclass(eq=False)
+class HierarchicalPlan(RoutePlan):
+    """Which tokens cross to which node, and the plan inside the node.
+
+    Attributes:
+        inside: of the engine that `engine` is, for the tokens that came over this rank's rail.
+        engine: which of the node's engines made it.
+        most_tokens: the most tokens that any rank has; in static mode, for how many there is room.
+        sent_token: int32 [tokens sent]: by node, then token; None in static mode, where all are.
+        place: int32 [nodes, num_tokens]: which of the messages to all nodes is the one of a
+            token to a node; -1: it has no assignments there.
+        assignment_node: int32 [num_tokens, top_k]: the node of each assignment; -1: not
+            routed.
+        tokens_sent: for each node.
+        tokens_received: from each node.
+    """
+
+    inside: RoutePlan
+    engine: Engine
+    most_tokens: int
+    sent_token: torch.Tensor | None
+    place: torch.Tensor
+    assignment_node: torch.Tensor
+    tokens_sent: list[int]
+    tokens_received: list[int]
+
+    def nbytes(self) -> int:
+        """See `RoutePlan.nbytes`; `counts` are the inner plan's."""
+        return super().nbytes() - self.counts.nbytes + self.inside.nbytes()
+
+    def tokens_per_expert_on_host(self) -> torch.Tensor:
+        """See `RoutePlan.tokens_per_expert_on_host`."""
+        return self.inside.tokens_per_expert_on_host()

@@ -1,0 +1,1 @@
+"""Where Megatron-Core meets the dispatcher: hooks, options, and whatever else goes with MoE."""

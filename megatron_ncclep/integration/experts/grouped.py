@@ -1,0 +1,196 @@
+"""Megatron's experts with another `forward`: grouped GEMMs over offsets on the device.
+
+Megatron builds the experts as ever, so that parameters, their names and values, random states and
+checkpoints are its own; then `group_experts` changes their class to one derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from torch import Tensor
+
+from megatron_ncclep.config import GROUPED_ALIGNMENT
+from megatron_ncclep.integration.experts.activation import activate
+from megatron_ncclep.integration.experts.expert_stack import lay_out
+from megatron_ncclep.integration.experts.grouped_gemm import obstacle
+from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
+from megatron_ncclep.integration.experts.refusals import recomputes_activation, unsupported
+
+
+class GroupedExperts:
+    """The part that both classes below share; each says where its weights are.
+
+    Attributes:
+        takes_counts_on_device: `tokens_per_expert` may be on the device, and is not read there.
+        alignment_needed: blocks have a multiple of so many rows.
+        last_expert_first: the rows' blocks, and `tokens_per_expert`, begin with the rank's last
+            expert, as the dispatcher that was made for these experts has them; expert_stack.py
+            says why.
+    """
+
+    takes_counts_on_device = True
+    alignment_needed = GROUPED_ALIGNMENT
+    last_expert_first = False
+
+    config: Any
+    num_local_experts: int
+
+    def weights_of(self, layer: str) -> list[torch.nn.Parameter]:
+        """The weights of `linear_fc1` or `linear_fc2`, in the blocks' order."""
+        weights = self._weights_of(layer)
+        return weights[::-1] if self.last_expert_first else weights
+
+    def _weights_of(self, layer: str) -> list[torch.nn.Parameter]:
+        """The same in the experts' order."""
+        raise NotImplementedError
+
+    def modules_passed_over(self) -> Iterator[torch.nn.Module]:
+        """Modules that own the weights and whose own `forward` is not called."""
+        raise NotImplementedError
+
+    # Backward adds to main_grad past autograd, which is nothing that could be traced.
+    @torch.compiler.disable
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Apply every expert to its block of rows.
+
+        Args:
+            permuted_local_hidden_states: [num_rows, hidden]; rows after the last block may hold
+                anything.
+            tokens_per_expert: rows of each block, integers [num_local_experts], on the rows' device
+                or on the CPU, in the blocks' order.
+            permuted_probs: [num_rows].
+
+        Returns:
+            [num_rows, hidden], undefined after the last block, and no bias.
+
+        Raises:
+            UnsupportedError: the rows' device or dtype has no grouped GEMM, or the weights are
+                sharded.
+        """
+        rows, probs = permuted_local_hidden_states, permuted_probs
+        fc1, fc2 = self.weights_of("linear_fc1"), self.weights_of("linear_fc2")
+        self._check_when_run(rows, fc1[0])
+        self._run_pre_forward_hooks()
+        # From the CPU the copy is ordered before what follows, and the host does not wait for it.
+        counts = tokens_per_expert.to(rows.device, non_blocking=True)
+        offsets = torch.cumsum(counts, 0, dtype=torch.int32)
+        config = self.config
+        if config.moe_apply_probs_on_input:  # Megatron allows it with top-1 only
+            rows = (probs.unsqueeze(-1) * rows).to(rows.dtype)
+            probs = torch.ones_like(probs)
+
+        into_main_grad = self._adds_to_main_grad(fc1[0])
+        hidden = grouped_linear(rows, offsets, fc1, into_main_grad)
+        activated = activate(config, hidden, probs)
+        again = None
+        if recomputes_activation(config):
+            again = partial(activate, config, hidden.detach(), probs.detach())
+        output = grouped_linear(activated, offsets, fc2, into_main_grad, again)
+        return output, None
+
+    def lay_out_weights(self) -> None:
+        """Put the experts' weights behind one another, as Megatron's buffers do."""
+        for layer in ("linear_fc1", "linear_fc2"):
+            lay_out(self.weights_of(layer))
+
+    def _adds_to_main_grad(self, weight: torch.nn.Parameter) -> bool:
+        """Whether backward adds to main_grad itself, for all experts at once.
+
+        Without `gradient_accumulation_fusion` DDP's hooks do it, expert by expert and with the same
+        result, unless a parameter says that it is done.  Megatron's own CUDA graphs believe that
+        only with the option: without it they would add once more.
+        """
+        config = self.config
+        if config.gradient_accumulation_fusion:
+            return True
+        has_own_graphs = getattr(config, "cuda_graph_impl", None) == "local"
+        return hasattr(weight, "grad_added_to_main_grad") and not has_own_graphs
+
+    def _check_when_run(self, rows: Tensor, weight: torch.nn.Parameter) -> None:
+        """Refuse what can only be seen then."""
+        if problem := obstacle(rows.device, rows.dtype):
+            raise unsupported(problem)
+        if hasattr(weight, "get_main_grad") or hasattr(weight, "device_mesh"):
+            raise unsupported("FSDP: use DistributedDataParallel, with the distributed optimizer")
+
+    def _run_pre_forward_hooks(self) -> None:
+        """Call what waits for the weights: DDP's hooks, with overlap_param_gather."""
+        for module in self.modules_passed_over():
+            for hook in module._forward_pre_hooks.values():
+                if hook(module, ()) is not None:
+                    raise unsupported(f"a hook that changes the input of {type(module).__name__}")
+
+
+class GroupedTEExperts(GroupedExperts, TEGroupedMLP):
+    """TransformerEngine's experts: linear_fc1.weight0, ..., linear_fc2.weight0, ..."""
+
+    def _weights_of(self, layer: str) -> list[torch.nn.Parameter]:
+        parameters = self._modules[layer]._parameters
+        return [parameters[f"weight{i}"] for i in range(self.num_local_experts)]
+
+    def modules_passed_over(self) -> Iterator[torch.nn.Module]:
+        """As in GroupedExperts."""
+        yield self.linear_fc1
+        yield self.linear_fc2
+
+
+class GroupedLocalExperts(GroupedExperts, SequentialMLP):
+    """Megatron's own experts: local_experts.0.linear_fc1.weight, ..."""
+
+    def _weights_of(self, layer: str) -> list[torch.nn.Parameter]:
+        experts = self.local_experts._modules.values()
+        return [expert._modules[layer]._parameters["weight"] for expert in experts]
+
+    def modules_passed_over(self) -> Iterator[torch.nn.Module]:
+        """As in GroupedExperts."""
+        for expert in self.local_experts:
+            yield expert
+            yield expert.linear_fc1
+            yield expert.linear_fc2
+
+
+_GROUPED = {TEGroupedMLP: GroupedTEExperts, SequentialMLP: GroupedLocalExperts}
+
+
+def class_problem(experts: Any) -> str | None:
+    """Say that experts are of a class whose `forward` would be lost, if they are."""
+    if type(experts) in _GROUPED:
+        return None
+    names = " and ".join(known.__name__ for known in _GROUPED)
+    return (
+        f"experts of the class {type(experts).__name__}: it takes the place of {names}, which "
+        "Megatron's own layer specs build"
+    )
+
+
+def group_experts(experts: Any, last_expert_first: bool = False) -> None:
+    """Make experts that Megatron has just built compute with grouped GEMMs.
+
+    Args:
+        experts: TEGroupedMLP or SequentialMLP.
+        last_expert_first: the dispatcher gives them their blocks in descending order.
+
+    Raises:
+        UnsupportedError: they are of a class whose `forward` would be lost, or on a GPU that has no
+            grouped GEMM.
+    """
+    if problem := class_problem(experts):
+        raise unsupported(problem)
+    experts.__class__ = _GROUPED[type(experts)]
+    experts.last_expert_first = last_expert_first
+    weight = experts.weights_of("linear_fc1")[0]
+    if weight.is_cuda:
+        dtype = torch.bfloat16 if experts.config.bf16 else weight.dtype
+        if problem := obstacle(weight.device, dtype):
+            raise unsupported(problem)
+    experts.lay_out_weights()

@@ -1,0 +1,143 @@
+"""What grouped experts refuse when the model is built, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.integration.experts.activation import is_fused
+from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES, MAX_EXPERTS
+from megatron_ncclep.integration.support import Refusal
+
+# Of bf16, so that every row and every weight begins at a multiple of ADDRESS_BYTES.
+WIDTH = ADDRESS_BYTES // 2
+_OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
+
+
+def _is_on(value: Any) -> bool:
+    return bool(value)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+REFUSALS = (
+    Refusal(
+        "add_bias_linear",
+        _is_on,
+        "leave the biases out (add_bias_linear=False, --disable-bias-linear)",
+    ),
+    Refusal(
+        "use_transformer_engine_op_fuser",
+        _is_on,
+        "leave it out: it has TransformerEngine compute the experts in another way",
+    ),
+    Refusal(
+        "moe_single_grouped_weight",
+        _is_on,
+        "leave it out: they keep one parameter for each expert, and need no copy of them",
+    ),
+    Refusal("use_te_activation_func", _is_on, "leave it out: Megatron's own activations are used"),
+    Refusal(
+        "activation_func_fp8_input_store", _is_on, "leave it out: activations are kept as they are"
+    ),
+    Refusal(
+        "moe_mlp_glu_interleave_size",
+        _is_given,
+        "leave it out: gates and values stay in two halves",
+    ),
+    *(
+        Refusal(
+            option,
+            _is_on,
+            "leave it out: they compute in bf16, because scales, their history and what recipes do "
+            "with them are inside TransformerEngine's modules, which they do not call",
+        )
+        for option in ("fp8", "fp4")
+    ),
+    Refusal("quant_recipe", _is_given, "leave it out: quantised experts are not supported yet"),
+    Refusal(
+        "delay_wgrad_compute",
+        _is_on,
+        "leave it out: they compute weight gradients together with those of the rows",
+    ),
+    Refusal(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        _is_on,
+        "leave it out: they compute weight gradients together with those of the rows",
+    ),
+    Refusal("cpu_offloading", _is_on, "leave it out: offloading is not supported"),
+    Refusal(
+        "offload_modules",
+        lambda value: bool(_OFFLOADED & set(value or ())),
+        "leave out expert_fc1, moe_act and fused_group_mlp: offloading what the experts keep is "
+        "not supported; recompute_modules with moe_act saves memory too",
+    ),
+    Refusal(
+        "expert_gtp_weight_remat_size",
+        lambda value: (value or 1) > 1,
+        "leave it out: weights that are gathered for each use are not supported",
+    ),
+)
+
+
+def check_config(config: Any, num_local_experts: int, num_slices: int) -> None:
+    """Refuse a TransformerConfig that grouped experts would get wrong or ignore.
+
+    Raises:
+        UnsupportedError: names the option, its value and the remedy.
+    """
+    if problem := config_problem(config, num_local_experts, num_slices):
+        raise unsupported(problem)
+
+
+def config_problem(config: Any, num_local_experts: int, num_slices: int) -> str | None:
+    """Say what of a TransformerConfig grouped experts would get wrong or ignore, if anything.
+
+    Args:
+        config: a field that this Megatron-Core does not have counts as not set.
+        num_local_experts: experts of this rank.
+        num_slices: ranks that each expert's own hidden size is divided among.
+
+    Returns:
+        the option, its value and the remedy.
+    """
+    for refusal in REFUSALS:
+        value = getattr(config, refusal.option, None)
+        if refusal.is_set(value):
+            return f"{refusal.option}={value!r}: {refusal.remedy}"
+    width_of_input = (
+        "moe_latent_size" if getattr(config, "moe_latent_size", None) else "hidden_size"
+    )
+    for option, parts in ((width_of_input, 1), ("moe_ffn_hidden_size", num_slices)):
+        value = getattr(config, option)
+        if value % (parts * WIDTH):
+            why = "" if parts == 1 else f", {WIDTH} for each of its {parts} slices"
+            return f"{option}={value!r}: it must be a multiple of {parts * WIDTH}{why}"
+    if num_local_experts > MAX_EXPERTS:
+        return (
+            f"{num_local_experts} experts on one rank: at most {MAX_EXPERTS}, so use more "
+            "expert-parallel ranks"
+        )
+    if recomputes_activation(config) and not is_fused(config):
+        return (
+            f"recompute_modules={config.recompute_modules!r} with an activation that is not fused "
+            "with the probabilities: set bias_activation_fusion (SwiGLU, quick GEGLU) or "
+            "use_fused_weighted_squared_relu, or leave out moe_act"
+        )
+    return None
+
+
+def recomputes_activation(config: Any) -> bool:
+    """Whether Megatron's config asks for the experts' activation to be computed again."""
+    modules = getattr(config, "recompute_modules", None) or ()
+    return config.recompute_granularity == "selective" and "moe_act" in modules
+
+
+def unsupported(what: str) -> UnsupportedError:
+    """The error of grouped experts that do not support `what`, which names the remedy."""
+    return UnsupportedError(
+        f"experts='grouped' (--ncclep-experts grouped) does not support {what}; or leave the "
+        "experts to Megatron, with experts='megatron'"
+    )

@@ -1,0 +1,392 @@
+"""Gives Megatron-Core the dispatcher type `ncclep`; the only file that knows Megatron's insides.
+
+These places are changed, each in memory and each without effect on other dispatcher types:
+
+    TransformerConfig, field moe_token_dispatcher_type   accepts the value; command lines offer it
+    TransformerConfig, field ncclep                      is new: one config's options
+    TransformerConfig, field inference_moe_token_d...    accepts it too (inference_support.py)
+    TransformerConfig.__post_init__                      validates the value as 'alltoall'
+    MoELayer.__init__                                    builds our dispatcher, groups experts
+    MoELayer._setup_inference_mode                       builds our dispatcher for generating text
+    DynamicInferenceContext.__init__, update_requests    ready for CUDA graphs; asks for failures
+    TransformerLayer.__init__                            refuses CUDA graphs of a layer's that fail
+    add_megatron_arguments                               offers our options, --ncclep-*
+    parse_args                                           takes their values
+    core_config_from_args                                takes YAML files without the new field
+    MoEMetricsTracker.report, track_moe_metrics          write our metrics too, if asked for
+    OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
+
+and the first layer with our dispatcher has torch ask for failures before any optimizer steps, an
+error that ends the script stand in torchrun's summary (failures.py), and, if asked for
+overlap_moe_expert_parallel_comm, has Megatron's schedule keep what backward needs
+(schedule_support.py).
+
+`HOOKS` says which module has which.  `install()` changes the modules that are imported already and
+hooks the import of the others (post_import.py), so that the order of imports does not matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import megatron_ncclep
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
+from megatron_ncclep.failures import tell_at_the_end
+from megatron_ncclep.integration.command_line import (
+    TYPE_FIELD,
+    change_add_arguments,
+    change_core_config_from_args,
+    change_parse_args,
+)
+from megatron_ncclep.integration.fp8_support import align_for_experts, announce_alignment
+from megatron_ncclep.integration.graph_support import (
+    Captured,
+    captured_by,
+    captured_in,
+    check_captured,
+    check_graph_options,
+)
+from megatron_ncclep.integration.hooked_places import (
+    check_methods,
+    is_changed,
+    marked,
+    not_known,
+    original_of,
+)
+from megatron_ncclep.integration.inference_support import (
+    change_inference_context,
+    change_inference_field,
+    change_inference_setup,
+    check_inference_type,
+    training_options,
+)
+from megatron_ncclep.integration.layer_experts import (
+    check_experts,
+    counts_wanted,
+    need_no_host,
+    settle_experts,
+)
+from megatron_ncclep.integration.metrics_writers import change_report, change_track
+from megatron_ncclep.integration.options_field import NAME as OPTIONS_FIELD
+from megatron_ncclep.integration.options_field import add_options_field, settle_options
+from megatron_ncclep.integration.schedule_support import keep_inputs
+from megatron_ncclep.integration.step_check import check_before_steps
+from megatron_ncclep.integration.support import NEWEST, OLDEST, check_supported, is_tested
+from megatron_ncclep.post_import import after_import
+
+NAME = "ncclep"
+# Megatron validates the configuration and builds the layer as if this type had been asked for.
+STAND_IN = "alltoall"
+_DISPATCHER_MODULE = "megatron_ncclep.integration.token_dispatcher"
+# The hooks of a dispatcher, and how many arguments MoELayer gives them.  After 0.19 a branch of
+# Megatron's gives dispatch_preprocess a fourth, and takes two results of combine_postprocess: of a
+# tensor [2, ...] it would take the halves.
+_DISPATCHER_HOOKS = {
+    "dispatch_preprocess": 3,
+    "token_dispatch": 2,
+    "dispatch_postprocess": 2,
+    "combine_preprocess": 1,
+    "token_combine": 1,
+    "combine_postprocess": 1,
+}
+
+_CONFIG_MODULE = "megatron.core.transformer.transformer_config"
+_LAYER_MODULE = "megatron.core.transformer.moe.moe_layer"
+_TRANSFORMER_LAYER_MODULE = "megatron.core.transformer.transformer_layer"
+_CONTEXT_MODULE = "megatron.core.inference.contexts.dynamic_context"
+_ARGUMENTS_MODULE = "megatron.training.arguments"
+_YAML_MODULE = "megatron.training.yaml_arguments"
+_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
+_LOGGING_MODULE = "megatron.core.transformer.moe.moe_logging"  # from 0.18 on
+_OPTIMIZER_GRAPH_MODULE = "megatron.core.optimizer.optimizer_cuda_graph"  # from 0.17 on
+
+
+def install(**options: Any) -> None:
+    """Make `moe_token_dispatcher_type="ncclep"` work in this process.  Idempotent, not collective.
+
+    Call it before building a model.  Not needed for scripts on a machine where the package is
+    installed with pip: `import torch` does the same there (see autoload.py).
+
+    Args:
+        options: fields of `EpConfig`; they become the defaults of every TransformerConfig.  A
+            config's own `config.ncclep = EpConfig(...)` and the command line win over them, they
+            win over the environment.
+
+    Raises:
+        InputError: an option is unknown or outside its limits.
+        IntegrationError: this Megatron-Core lacks a place that the integration changes, or a model
+            was built before it could take effect.
+    """
+    resolved = EpConfig.resolve(**options) if options else None
+    layer_module = sys.modules.get(_LAYER_MODULE)
+    if layer_module is not None:
+        _require_no_model(layer_module, resolved is not None)
+    for name in HOOKS:
+        after_import(name, change_module)
+    if resolved is not None:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        TransformerConfig.ncclep = resolved
+    if "megatron.core" in sys.modules:
+        warn_if_untested()
+
+
+def change_module(module: ModuleType) -> None:
+    """Change one of the modules that `HOOKS` names; what is changed already stays as it is.
+
+    Raises:
+        IntegrationError: a place is not what the integration expects; names it.
+    """
+    for change in HOOKS[module.__name__]:
+        change(module)
+
+
+def warn_if_untested() -> None:
+    """Warn when this Megatron-Core's version is outside the range that the tests run with."""
+    import megatron.core
+
+    version = megatron.core.__version__
+    if not is_tested(version):
+        warnings.warn(
+            f"megatron_ncclep is tested with Megatron-Core {OLDEST} to {NEWEST}; this is {version}",
+            stacklevel=2,
+        )
+
+
+def check_dispatcher_hooks(layer_module: ModuleType) -> None:
+    """Require Megatron's dispatchers to have the hooks that ours has.
+
+    Not when the module is changed: that would be an error of other dispatchers' users too.
+
+    Raises:
+        IntegrationError: names the hook.
+    """
+    check_methods(layer_module.MoETokenDispatcher, _DISPATCHER_HOOKS)
+
+
+def _change_field(module: ModuleType) -> None:
+    """Let the config's field, from which command lines take their choices, accept the value."""
+    fields = getattr(module.TransformerConfig, "__dataclass_fields__", {})
+    if TYPE_FIELD not in fields or not get_args(fields[TYPE_FIELD].type):
+        raise not_known(
+            f"{module.__name__}.TransformerConfig.{TYPE_FIELD}", "a Literal of type names"
+        )
+    field = fields[TYPE_FIELD]
+    if NAME not in get_args(field.type):
+        field.type = Literal[(*get_args(field.type), NAME)]
+        module.TransformerConfig.__annotations__[TYPE_FIELD] = field.type
+
+
+def _add_options(module: ModuleType) -> None:
+    """Give every config, copies included, options of its own."""
+    add_options_field(module.TransformerConfig)
+
+
+def _change_post_init(module: ModuleType) -> None:
+    """Let the config validate `ncclep` as it validates `alltoall`; the value stays `ncclep`."""
+    config_class = module.TransformerConfig
+    original = original_of(module, config_class, "__post_init__", ["self"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        check_inference_type(self)
+        if getattr(self, TYPE_FIELD) == NAME:
+            check_supported(self)
+            check_graph_options(self)
+        with _as_stand_in(self):
+            original(self)
+
+    config_class.__post_init__ = marked(post_init)
+
+
+def _change_layer(module: ModuleType) -> None:
+    """Let MoELayer build our dispatcher; the class stays the same object."""
+    layer_class = module.MoELayer
+    original = original_of(module, layer_class, "__init__", ["config", "pg_collection"])
+    if original is None:
+        return
+    if not hasattr(module, "get_default_pg_collection"):
+        raise not_known(f"{module.__name__}.get_default_pg_collection", "a function")
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        config = bound.arguments["config"]
+        if getattr(config, TYPE_FIELD) != NAME:
+            _refuse_ignored_experts(config)
+            original(self, *args, **kwargs)
+            return
+        warn_if_untested()
+        check_dispatcher_hooks(module)
+        groups = bound.arguments.get("pg_collection") or module.get_default_pg_collection()
+        check_supported(config)
+        if config.num_moe_experts % groups.ep.size():
+            raise InputError(
+                f"{config.num_moe_experts} experts cannot be divided over "
+                f"{groups.ep.size()} expert-parallel ranks"
+            )
+        options = training_options(config, settle_options(config) or EpConfig.resolve())
+        check_experts(config, options, groups.ep.size(), groups.expt_tp.size())
+        options = align_for_experts(config, options)
+        check_before_steps()
+        tell_at_the_end()
+        if config.overlap_moe_expert_parallel_comm:
+            keep_inputs(NAME)
+        with _as_stand_in(config):
+            original(self, *args, **kwargs)
+        options, choice = settle_experts(self, options, groups.expt_tp.size())
+        # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
+        from megatron_ncclep.integration.token_dispatcher import NcclEpTokenDispatcher
+
+        overlapped = self.token_dispatcher.shared_experts
+        self.token_dispatcher = NcclEpTokenDispatcher(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=config,
+            pg_collection=groups,
+            options=options,
+            **counts_wanted(self.experts),
+            last_expert_first=options.experts == "grouped",
+        )
+        if hasattr(self, "_training_token_dispatcher"):
+            # From 0.18 on, with transformer_impl='inference_optimized': what every pass takes that
+            # does not generate text.
+            self._training_token_dispatcher = self.token_dispatcher
+        if overlapped is not None:
+            self.token_dispatcher.set_shared_experts(overlapped)
+        announce_alignment(config, options, self.token_dispatcher.group)
+        if choice is not None:
+            from megatron_ncclep.integration.experts.choice import announce
+
+            announce(choice, self.token_dispatcher.group)
+        _check_graphs(self, captured_by(config))
+
+    layer_class.__init__ = marked(init)
+
+
+def _check_graphs(layer: Any, captured: Captured) -> None:
+    """Refuse CUDA graphs that would hold what needs the host; the layer's engine is closed then.
+
+    Raises:
+        UnsupportedError: names the option, its value, the reason and the remedy.
+    """
+    if captured == Captured.NOTHING:
+        return
+    engine, experts, config = layer.token_dispatcher.engine, layer.experts, layer.config
+    try:
+        check_captured(
+            config,
+            captured,
+            engine.caps,
+            is_static=engine.config.max_recv_rows is not None,
+            host_experts=None if need_no_host(experts, config) else type(experts).__name__,
+        )
+    except UnsupportedError:
+        engine.close()
+        raise
+
+
+def _change_transformer_layer(module: Any) -> None:
+    """Refuse what Megatron's own graphs of a layer would hold: only the layer decides on that."""
+    layer_class = module.TransformerLayer
+    original = original_of(module, layer_class, "__init__", ["config", "submodules"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        dispatcher = type(getattr(self.mlp, "token_dispatcher", None))
+        if dispatcher.__module__ == _DISPATCHER_MODULE:
+            _check_graphs(self.mlp, captured_in(self))
+
+    layer_class.__init__ = marked(init)
+
+
+def _refuse_ignored_experts(config: Any) -> None:
+    """Refuse grouped experts that a config itself asks for, beside a dispatcher of another type."""
+    given = vars(config).get(OPTIONS_FIELD)
+    options = None if given is None else EpConfig.of(given)
+    if options is not None and options.experts != EpConfig.experts:
+        raise UnsupportedError(
+            f"config.ncclep has experts={options.experts!r}, but the dispatcher is "
+            f"{getattr(config, TYPE_FIELD)!r}, which would ignore it: leave it out, or set "
+            f"{TYPE_FIELD}={NAME!r}"
+        )
+
+
+def _change_optimizer_graph(module: Any) -> None:
+    """Check before a step that is a CUDA graph (`--optimizer-cuda-graph`): no hook runs in one."""
+    wrapper = module.OptimizerCudaGraphWrapper
+    original = original_of(module, wrapper, "__call__", ["self"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        megatron_ncclep.check()  # does nothing where no layer has our dispatcher
+        return original(self, *args, **kwargs)
+
+    wrapper.__call__ = marked(call)
+
+
+# Module -> what is changed in it.
+HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
+    _CONFIG_MODULE: (_change_field, change_inference_field, _add_options, _change_post_init),
+    _LAYER_MODULE: (_change_layer, change_inference_setup),
+    _CONTEXT_MODULE: (change_inference_context,),
+    _TRANSFORMER_LAYER_MODULE: (_change_transformer_layer,),
+    _OPTIMIZER_GRAPH_MODULE: (_change_optimizer_graph,),
+    _UTILS_MODULE: (change_track,),
+    _LOGGING_MODULE: (change_report,),
+    _ARGUMENTS_MODULE: (change_add_arguments, change_parse_args),
+    _YAML_MODULE: (change_core_config_from_args,),
+}
+# Modules of these that an older Megatron-Core lacks, together with what is hooked there.
+NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE, _LOGGING_MODULE)
+
+
+@contextmanager
+def _as_stand_in(config: Any) -> Iterator[None]:
+    """Show `config` to Megatron as if it asked for the stand-in type; the value comes back."""
+    if getattr(config, TYPE_FIELD) != NAME:
+        yield
+        return
+    setattr(config, TYPE_FIELD, STAND_IN)
+    try:
+        yield
+    finally:
+        setattr(config, TYPE_FIELD, NAME)
+
+
+def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
+    """Raise when an MoELayer exists that was built without what `install` is about to set.
+
+    Before the first `install` that is every layer; later only a layer with our dispatcher, whose
+    options are about to change.
+    """
+    is_first = not is_changed(layer_module.MoELayer.__init__)
+    if not is_first and not has_options:
+        return
+    for layer in gc.get_objects():
+        if type(layer) is not layer_module.MoELayer:
+            continue
+        dispatcher = type(layer.token_dispatcher)
+        if is_first or dispatcher.__module__ == _DISPATCHER_MODULE:
+            raise IntegrationError(
+                "megatron_ncclep.install() was called after a model was built: the model's MoE "
+                f"layers already have their dispatcher ({dispatcher.__name__}). Call it before "
+                "building the model"
+            )

@@ -1,0 +1,62 @@
+"""Metrics for Megatron's TensorBoard and W&B writers: written where it reports its own of MoE.
+
+A part of integration.py, whose `HOOKS` say where each function belongs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+from megatron_ncclep.integration.hooked_places import marked, original_of
+
+_PARAMETERS = ["iteration", "writer", "wandb_writer"]
+PREFIX = "ncclep/"
+
+
+def change_report(module: Any) -> None:
+    """From 0.18 on: `MoEMetricsTracker.report`, which every rank calls once a step."""
+    original = original_of(
+        module, module.MoEMetricsTracker, "report", [*_PARAMETERS, "pg_collection"]
+    )
+    if original is not None:
+        module.MoEMetricsTracker.report = marked(_with_ours(original))
+
+
+def change_track(module: Any) -> None:
+    """Until 0.17: `track_moe_metrics`, which every rank calls once a step."""
+    if hasattr(module, "get_moe_metrics_tracker"):  # it has moe_logging, see `change_report`
+        return
+    original = original_of(module, module, "track_moe_metrics", [*_PARAMETERS, "pg_collection"])
+    if original is not None:
+        module.track_moe_metrics = marked(_with_ours(original))
+
+
+def _with_ours(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def report(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        _write(given["iteration"], given.get("writer"), given.get("wandb_writer"))
+        return result
+
+    return report
+
+
+def _write(iteration: int, writer: Any, wandb_writer: Any) -> None:
+    """Write what is known now; only one rank has writers, but all take part."""
+    if "megatron_ncclep.metrics" not in sys.modules:  # no layer of ours has any
+        return
+    from megatron_ncclep import metrics
+
+    for interval in metrics.after_step():
+        values = {PREFIX + name: value for name, value in interval.scalars().items()}
+        if writer is not None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb_writer is not None:
+            wandb_writer.log(values, iteration)

@@ -1,0 +1,129 @@
+"""Which Megatron options the dispatcher refuses, and what to do instead.
+
+A Megatron option that the dispatcher would get wrong or ignore is refused when the model is built.
+docs/support.md shows the same table to users.  Of CUDA graphs: graph_support.py; of FP8 and FP4:
+fp8_support.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from megatron_ncclep.errors import UnsupportedError
+
+# Versions of Megatron-Core that the tests run with.
+OLDEST, NEWEST = "0.16.1", "0.19.2"
+
+
+def is_tested(version: str) -> bool:
+    """Say whether a version of Megatron-Core is in the range that the tests run with.
+
+    What follows a `+` does not count: Megatron-Core 0.18 and later add the commit of whatever git
+    checkout they happen to be installed under.
+    """
+    return Version(OLDEST) <= Version(Version(version).public) <= Version(NEWEST)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One unsupported setting.
+
+    Attributes:
+        option: name of the TransformerConfig field.
+        is_set: says whether a value of it is refused.
+        remedy: what the user can do, as the rest of a sentence.
+    """
+
+    option: str
+    is_set: Callable[[Any], bool]
+    remedy: str
+
+
+def _is_on(value: Any) -> bool:
+    return bool(value)
+
+
+def _other_than(*defaults: Any) -> Callable[[Any], bool]:
+    """Whether a value is set that is the default of no release."""
+    return lambda value: value is not None and value not in defaults
+
+
+_DEEPEP_NUM_SMS, _HYBRIDEP_NUM_SMS = "moe_deepep_num_sms", "moe_hybridep_num_sms"
+_NUM_SMS = "moe_flex_dispatcher_num_sms"
+_OUR_NUM_SMS = "set the option num_sms (--ncclep-num-sms) instead"
+_OUR_ENGINE = (
+    "leave it out: it is for Megatron's flex dispatcher; what moves the tokens here is the option "
+    "engine (--ncclep-engine)"
+)
+_TUNES_HYBRIDEP = "leave it out: it tunes HybridEP, which Megatron's flex dispatcher runs on"
+
+# What only steers other dispatchers.
+TUNES_OTHERS = (
+    Refusal("moe_flex_dispatcher_backend", _other_than("deepep"), _OUR_ENGINE),
+    Refusal(_DEEPEP_NUM_SMS, _other_than(20), f"it is for DeepEP: {_OUR_NUM_SMS}"),
+    Refusal(_HYBRIDEP_NUM_SMS, _other_than(16), f"it is for HybridEP: {_OUR_NUM_SMS}"),
+    Refusal(_NUM_SMS, _other_than(), f"it is for Megatron's flex dispatcher: {_OUR_NUM_SMS}"),
+    Refusal("moe_hybridep_num_sms_preprocessing", _other_than(108), _TUNES_HYBRIDEP),
+    Refusal("moe_hybridep_num_blocks_permute", _other_than(), _TUNES_HYBRIDEP),
+    Refusal("moe_hybridep_num_blocks_unpermute", _other_than(), _TUNES_HYBRIDEP),
+    Refusal("moe_permute_fusion_into_hybridep", _is_on, _TUNES_HYBRIDEP),
+    Refusal("moe_hybridep_pad_uneven_dispatch_inputs", _is_on, _TUNES_HYBRIDEP),
+)
+REFUSALS = (
+    Refusal(
+        "moe_paged_stash", _is_on, "leave it out: it needs the flex dispatcher's over-budget report"
+    ),
+    Refusal(
+        "moe_expert_rank_capacity_factor",
+        lambda value: value is not None,
+        "set the option max_recv_rows (--ncclep-max-recv-rows) instead",
+    ),
+    Refusal(
+        "moe_ncclep_static_shape",
+        _is_on,
+        "it belongs to Megatron's flex dispatcher; set the option max_recv_rows instead",
+    ),
+    Refusal("moe_ncclep_zero_copy", _is_on, "it belongs to Megatron's flex dispatcher"),
+    Refusal("moe_enable_deepep", _is_on, _OUR_ENGINE),
+    *TUNES_OTHERS,
+)
+
+
+def check_supported(config: Any) -> None:
+    """Refuse a TransformerConfig that the dispatcher would get wrong or ignore.
+
+    Args:
+        config: TransformerConfig, before its validation or after; a field that this Megatron-Core
+            does not have counts as not set.
+
+    Raises:
+        UnsupportedError: names the option, its value and the remedy.
+    """
+    for refusal in REFUSALS:
+        value = getattr(config, refusal.option, None)
+        if not refusal.is_set(value):
+            continue
+        if refusal in TUNES_OTHERS and _nobody_asked(config, refusal.option, value):
+            continue
+        raise UnsupportedError(
+            f"moe_token_dispatcher_type='ncclep' does not support {refusal.option}={value!r}: "
+            f"{refusal.remedy}"
+        )
+
+
+def _nobody_asked(config: Any, option: str, value: Any) -> bool:
+    """Whether a value came by itself: the default of a class of configs, such as a framework's or a
+    newer release's; or, from 0.19 on, what Megatron's validation copied from an older name.
+
+    Nobody asked for another release's default either (`_other_than`): Megatron-Bridge's recipes
+    give HybridEP its 16 SMs in every model, those with `alltoall` too.
+    """
+    older = (getattr(config, name, None) for name in (_DEEPEP_NUM_SMS, _HYBRIDEP_NUM_SMS))
+    if option == _NUM_SMS and value in older:
+        return True
+    field = getattr(type(config), "__dataclass_fields__", {}).get(option)
+    return field is not None and bool(value == field.default)

@@ -1,0 +1,168 @@
+"""The extension `megatron_ncclep._C`, which a package built without a CUDA toolkit lacks."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import re
+from types import ModuleType
+
+import torch
+
+NAME = "megatron_ncclep._C"
+# The first release of NVIDIA's driver for each major version of CUDA, of those that we build with.
+OLDEST_DRIVER = {12: "525.60", 13: "580.65"}
+
+
+def obstacle() -> str | None:
+    """Say why there is no extension and what would help; None if it can be used."""
+    if importlib.util.find_spec(NAME) is None:
+        return (
+            "this installation has no extension: install the package again where a CUDA toolkit is "
+            "(CUDA_HOME, or nvcc on PATH)"
+        )
+    try:
+        importlib.import_module(NAME)
+    except ImportError as error:
+        return f"the extension does not load: {error}; install the package again on this machine"
+    return None
+
+
+def load() -> ModuleType:
+    """Return the extension.
+
+    Raises:
+        ImportError: there is none, or it does not load; `obstacle` says so in words.
+    """
+    return importlib.import_module(NAME)
+
+
+def limit(name: str) -> int | None:
+    """A limit of the kernels, MAX_TOP_K say; None without the extension, and so without them."""
+    if obstacle() is not None:
+        return None
+    most: int = getattr(load(), name)
+    return most
+
+
+def current_stream() -> int:
+    """Return torch's current CUDA stream as the extension's functions take it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    return stream
+
+
+class StreamKeeper:
+    """Keeps tensors for kernels on torch's current stream of one GPU.
+
+    torch makes an object for the current stream at each question, from the device's name on, in
+    longer than a kernel takes to be launched; here each stream gets one, once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def keep(self, *tensors: torch.Tensor | None) -> int:
+        """Return what `current_stream` does, on which a kernel is about to use `tensors`.
+
+        Their memory, if it belongs to another stream, is not given to anybody else before the
+        kernel is done with it, even when the caller drops them at once.
+        """
+        handle: int = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = torch.cuda.current_stream(self._index)
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(stream)
+        return handle
+
+
+def architectures() -> list[str]:
+    """Return what the extension has code for: machine code, sm_90 say, or PTX, compute_90 say."""
+    names: list[str] = load().build_info()["architectures"]
+    return names
+
+
+def cuda_version() -> tuple[int, int]:
+    """Return the version of the CUDA toolkit, and so of the runtime, that is in the extension."""
+    major, minor = load().build_info()["cuda"].split(".")
+    return int(major), int(minor)
+
+
+def driver_version() -> tuple[int, int] | None:
+    """Return the newest CUDA that this machine's driver serves; None where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def runs_on(architecture: str, major: int, minor: int) -> bool:
+    """Whether code for `architecture` runs on a GPU of capability major.minor.
+
+    Machine code (sm_90) runs on later GPUs of the same major version, PTX (compute_90) on all later
+    ones.  The letter a ties either to that one GPU, f to its major version.
+    """
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if found is None:
+        return False
+    kind, letter = found[1], found[4]
+    own = int(found[2]), int(found[3])
+    if letter == "a":
+        return own == (major, minor)
+    same_major = own[0] == major
+    return own <= (major, minor) and (same_major or (kind == "compute" and not letter))
+
+
+def gpu_obstacle(gpu: str, major: int, minor: int) -> str | None:
+    """Say why the extension's kernels do not run on a GPU of this machine, and what would help.
+
+    Args:
+        gpu: what the GPU is called in the text.
+        major, minor: its compute capability.
+    """
+    names = architectures()
+    fitting = [name for name in names if runs_on(name, major, minor)]
+    if not fitting:
+        return (
+            f"the extension is built for {', '.join(names)}, which {gpu} (compute capability "
+            f"{major}.{minor}) does not run: install the package again without "
+            "NCCLEP_CUDA_ARCHITECTURES in the environment"
+        )
+    return driver_obstacle(is_compiled=any(name.startswith("sm_") for name in fitting))
+
+
+def driver_obstacle(*, is_compiled: bool = True) -> str | None:
+    """Say why the driver is too old for the extension, and what would help; None if it is not.
+
+    The CUDA runtime in the extension runs with every driver of its major version.  The driver's
+    compiler takes no PTX of a toolkit that is newer than itself, not by a minor version either.
+
+    Args:
+        is_compiled: there is machine code for the GPU, so that the driver compiles nothing.
+    """
+    served = driver_version()
+    if served is None:
+        return None
+    built = cuda_version()
+    needed = (built[0], 0) if is_compiled else built
+    if served >= needed:
+        return None
+    release = OLDEST_DRIVER.get(built[0])
+    return (
+        f"the extension is built with CUDA {_dotted(built)}"
+        f"{'' if is_compiled else ' and has only PTX for this GPU'}, which needs a driver for CUDA "
+        f"{_dotted(needed)}{f' ({release})' if is_compiled and release else ''} or newer, and "
+        f"this machine's serves CUDA up to {_dotted(served)}: update the driver, or install the "
+        f"package again with CUDA_HOME naming a toolkit of CUDA {_dotted(served)} or older"
+    )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

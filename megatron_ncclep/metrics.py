@@ -1,0 +1,227 @@
+"""What users want to know of the routing and of the ranks: counted on the device, read late.
+
+A layer's dispatcher counts in every forward pass, also in a CUDA graph that is replayed.  Every
+so many steps (option `metrics_interval`) the ranks of a group exchange what they have counted, and
+a later step reads it: on a GPU no host waits for it, on a CPU the exchange is the wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.ranks import group as groups
+from megatron_ncclep.ranks.group import EpGroup
+
+_NAME = "metrics"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What a group's ranks have counted between two exchanges; the same on every rank.
+
+    Only forward passes count, evaluation included, and each once: not when it is recomputed.
+
+    Attributes:
+        steps: how many steps it is about; with the first step, what went before it.
+        rows: [num_ranks] lists of [num_ranks]: rows that each rank, first index, has sent to
+            each, itself included, in all layers.  A token goes to a rank once, however many experts
+            there are its own.
+        assignments: [num_ranks]: top-k assignments whose experts are on each rank, in all layers.
+        imbalance: assignments of the busiest rank over the mean of the ranks, in the worst layer;
+            1 is even, num_ranks is one rank doing everything.
+        dropped: assignments that found no room, on all ranks (static mode).
+        wait_s: [num_ranks]: seconds that each rank has waited for others to come to the same call,
+            its host's and its device's.  A rank that waits far less than the others is the one for
+            which they wait.
+    """
+
+    steps: int
+    rows: list[list[int]]
+    assignments: list[int]
+    imbalance: float
+    dropped: int
+    wait_s: list[float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the log of `ncclep train`."""
+        return asdict(self)
+
+    def scalars(self) -> dict[str, float]:
+        """For writers of numbers: name -> value."""
+        values = {
+            "imbalance": self.imbalance,
+            "assignments dropped": float(self.dropped),
+        }
+        for rank, sent in enumerate(self.rows):
+            received = sum(row[rank] for row in self.rows)
+            values[f"rows sent/rank {rank}"] = float(sum(sent))
+            values[f"rows received/rank {rank}"] = float(received)
+            values[f"seconds waited/rank {rank}"] = self.wait_s[rank]
+        return values
+
+
+class LayerCounts:
+    """What one layer's dispatcher has counted since the last exchange, on the group's device.
+
+    Attributes:
+        sent: int64 [num_ranks]: tokens that went to each rank.
+        received: int64, the sum of the plans' `counts`.
+    """
+
+    def __init__(self, group: EpGroup, num_local_experts: int) -> None:
+        self._num_local_experts = num_local_experts
+        self._ranks = torch.arange(group.size, device=group.device)
+        self.sent = torch.zeros(group.size, dtype=torch.int64, device=group.device)
+        self.received = torch.zeros(
+            2 * num_local_experts + 1, dtype=torch.int64, device=group.device
+        )
+
+    def count(self, topk_idx: torch.Tensor, plan: RoutePlan) -> None:
+        """Add one micro-batch.  Waits for nothing.
+
+        Args:
+            topk_idx: [num_tokens, top_k], as the engine's `plan` took it.
+            plan: what it returned.
+        """
+        destinations = topk_idx.div(self._num_local_experts, rounding_mode="floor")
+        self.sent += (destinations.unsqueeze(2) == self._ranks).any(dim=1).sum(dim=0)
+        self.received += plan.counts
+
+    def take(self) -> torch.Tensor:
+        """int64 [num_ranks + 2]: `sent`, assignments received, and dropped; all begin again."""
+        routed = self.received[self._num_local_experts : -1].sum(dim=0, keepdim=True)
+        taken = torch.cat([self.sent, routed, self.received[-1:]])
+        self.sent.zero_()
+        self.received.zero_()
+        return taken
+
+
+@dataclass
+class _Exchanged:
+    """An exchange of which the result may still be on its way.
+
+    Attributes:
+        everything: int64 [num_ranks, num_layers * (num_ranks + 2) + 1], on the CPU.
+        done: recorded after the copy to the CPU; None on a CPU.
+    """
+
+    everything: torch.Tensor
+    done: torch.cuda.Event | None
+
+
+class Metrics:
+    """The counters of a group's layers, and their exchange."""
+
+    def __init__(self, group: EpGroup, interval: int, timeout_s: float) -> None:
+        """Not collective.
+
+        Args:
+            group: its ranks.
+            interval: steps between two exchanges; the same on all ranks.
+            timeout_s: of the exchange, on a CPU.
+        """
+        self._group, self._interval, self._timeout_s = group, interval, timeout_s
+        self._layers: list[LayerCounts] = []
+        self._num_steps = 0
+        self._under_way: deque[_Exchanged] = deque()
+        self._waited_ns = group.waited_ns()
+
+    @classmethod
+    def of(cls, group: EpGroup, interval: int, timeout_s: float) -> Metrics:
+        """The group's.
+
+        Raises:
+            InputError: on every rank, when another layer of the group has another interval.
+        """
+        metrics = group.share(_NAME, lambda: cls(group, interval, timeout_s))
+        if metrics._interval != interval:
+            raise InputError(
+                f"metrics_interval {interval}: other layers of the expert-parallel group have "
+                f"{metrics._interval}, and all are counted together: give all the same"
+            )
+        return metrics
+
+    def add_layer(self, num_local_experts: int) -> LayerCounts:
+        """Make the counters of one more layer; every rank has the same layers."""
+        self._layers.append(LayerCounts(self._group, num_local_experts))
+        return self._layers[-1]
+
+    def after_step(self) -> list[Interval]:
+        """Count a step and exchange what is due.  Collective; on GPUs no host waits.
+
+        Returns:
+            intervals of which all is known now, seldom more than one; on a GPU those of earlier
+            steps.
+
+        Raises:
+            PeerError: on a CPU, when a rank did not come in time.
+            GroupClosedError: the process group was destroyed.
+        """
+        self._num_steps += 1
+        if self._num_steps == self._interval:
+            self._num_steps = 0
+            self._under_way.append(self._exchange())
+        known = []
+        while self._under_way and _is_there(self._under_way[0]):
+            known.append(self._interval_of(self._under_way.popleft()))
+        return known
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _exchange(self) -> _Exchanged:
+        group, before = self._group, self._waited_ns
+        self._waited_ns = group.waited_ns()
+        mine = torch.cat([*(layer.take() for layer in self._layers), self._waited_ns - before])
+        all_ranks = mine.new_empty(group.size, len(mine))
+        into = list(all_ranks.unbind())
+        if not mine.is_cuda:
+            group.wait(
+                lambda torch_group: dist.all_gather(into, mine, group=torch_group, async_op=True),
+                "exchanging metrics",
+                self._timeout_s,
+            )
+            return _Exchanged(all_ranks, None)
+        dist.all_gather(into, mine, group=group.process_group)  # the stream waits, not the host
+        on_host = torch.empty(all_ranks.shape, dtype=torch.int64, pin_memory=True)
+        on_host.copy_(all_ranks, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return _Exchanged(on_host, done)
+
+    def _interval_of(self, exchanged: _Exchanged) -> Interval:
+        new, size = exchanged.everything, self._group.size
+        layers = new[:, :-1].view(size, len(self._layers), size + 2)  # rank, layer, what
+        assignments = layers[:, :, size].double()
+        mean = assignments.mean(dim=0)
+        worst = torch.where(mean > 0, assignments.amax(dim=0) / mean, 1.0).max()
+        return Interval(
+            steps=self._interval,
+            rows=layers[:, :, :size].sum(dim=1).tolist(),
+            assignments=layers[:, :, size].sum(dim=1).tolist(),
+            imbalance=float(worst),
+            dropped=int(layers[:, :, size + 1].sum()),
+            wait_s=(new[:, -1] / 1e9).tolist(),
+        )
+
+
+def after_step() -> list[Interval]:
+    """Count a step for all groups of this process that have metrics.  Collective over each.
+
+    A loop that is not Megatron's calls it once a step, on every rank; Megatron's own reports do.
+
+    Returns:
+        what is known now, see `Metrics.after_step`.
+    """
+    return [known for metrics in groups.all_shared(_NAME) for known in metrics.after_step()]
+
+
+def _is_there(exchanged: _Exchanged) -> bool:
+    return exchanged.done is None or exchanged.done.query()

@@ -1,0 +1,72 @@
+"""What one rank does alone, and all must hear of when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    EpError,
+    InputError,
+    LibraryError,
+    PeerError,
+)
+from megatron_ncclep.ranks.group import EpGroup
+
+# What a step raises on all ranks when it raised it on one; anything else counts as the first.  If
+# ranks differ, the first of these: a rank that was late may have waited for one that failed.
+STEP_ERRORS: tuple[type[EpError], ...] = (
+    LibraryError,
+    InputError,
+    EngineUnavailableError,
+    PeerError,
+)
+
+_Result = TypeVar("_Result")
+
+
+def on_all_ranks(
+    group: EpGroup, what: str, step: Callable[[], _Result], timeout_s: float
+) -> _Result:
+    """Take a step that may fail on one rank alone; when it does on any, raise on all.
+
+    For what a rank does by itself between two exchanges, as opening a library: if it just raised,
+    the others would wait for it in the next exchange, and never hear why it does not come.
+
+    Args:
+        group: the ranks.
+        what: names the step in errors.
+        step: not collective.
+        timeout_s: seconds to wait for the other ranks.
+
+    Returns:
+        what `step` returned here, when it went well on all ranks.
+
+    Raises:
+        one of STEP_ERRORS: on every rank, with the reasons of all that failed.
+        PeerError: a rank did not come in time.
+    """
+    failure: Exception | None = None
+    try:
+        result = step()
+    except Exception as error:  # whatever it is, the other ranks have to know
+        failure = error
+    problem = None if failure is None else _reason(failure)
+    if problems := group.gather_problems(problem, what, timeout_s):
+        kinds = [k for k, kind in enumerate(STEP_ERRORS) if isinstance(failure, kind)]
+        mine = -1 if failure is None else (kinds or [0])[0]
+        all_kinds = group.gather(torch.tensor([mine]), what, timeout_s).flatten().tolist()
+        raised = STEP_ERRORS[min(kind for kind in all_kinds if kind >= 0)]
+        # An error of this package says all there is, and would only be printed twice.
+        cause = None if isinstance(failure, EpError) else failure
+        raise raised(f"{what}: {problems}") from cause
+    return result
+
+
+def _reason(error: Exception) -> str:
+    """What an exception says; for one that is not this package's, its type too."""
+    text = str(error)
+    return text if text and isinstance(error, EpError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,148 @@
+"""The process group's own all-to-all, with a deadline: how engines without kernels move rows."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.errors import PeerError, RefusedError
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.hosts import BUSY_WAIT_S
+
+
+class Exchange:
+    """An all-to-all that has been started: see `exchange`."""
+
+    def __init__(
+        self,
+        group: EpGroup,
+        sent: torch.Tensor,
+        sent_splits: list[int],
+        received_splits: list[int],
+        what: str,
+        timeout_s: float,
+    ) -> None:
+        """Start it.  Collective; waits for nobody.  The arguments are those of `exchange`."""
+        self._group, self._what, self._timeout_s = group, what, timeout_s
+        self._sent = sent.contiguous()  # must stay until it is over
+        self._received = sent.new_empty(sum(received_splits), *sent.shape[1:])
+        self._work: Any = None
+        self._failure: RuntimeError | None = None
+        process_group = group.process_group
+        try:
+            self._work = dist.all_to_all_single(
+                self._received,
+                self._sent,
+                received_splits,
+                sent_splits,
+                group=process_group,
+                async_op=True,
+            )
+        except RuntimeError as error:  # of a peer that is gone; told by `finish`
+            self._failure = error
+
+    def finish(self, on_host: bool = True) -> torch.Tensor:
+        """Return what has come, by source; raises what `EpGroup.wait` does.
+
+        Args:
+            on_host: wait for it, at most until the deadline.  Otherwise only the current stream
+                waits, where the group has one.
+        """
+
+        def work(process_group: dist.ProcessGroup) -> Any:
+            if self._failure is not None:
+                raise self._failure
+            return self._work
+
+        if on_host or self._failure is not None or self._group.device.type != "cuda":
+            self._group.wait(work, self._what, self._timeout_s)
+        else:
+            self._work.wait()
+        return self._received
+
+
+class Unwaited:
+    """Exchanges of a group that no host has waited for: `check` does, with a deadline."""
+
+    def __init__(self, group: EpGroup) -> None:
+        self._group = group
+        self._last: torch.cuda.Event | None = None
+        self._was_captured = False
+        self._what, self._timeout_s = "", 0.0
+
+    def note(self, what: str, timeout_s: float) -> None:
+        """What the current stream holds now has to be over by a later `check`."""
+        if self._group.device.type != "cuda":
+            return
+        self._what, self._timeout_s = what, timeout_s
+        if torch.cuda.is_current_stream_capturing():
+            self._was_captured = True
+            return
+        self._last = torch.cuda.Event()
+        self._last.record()
+
+    def check(self) -> None:
+        """Wait until the last exchange is over.  Not collective.
+
+        Of a CUDA graph that holds exchanges and was replayed on the current stream too.  While that
+        stream is being captured nothing can be waited for.
+
+        Raises:
+            PeerError: it was not over in time.
+            RefusedError: it was not, and a rank that shares memory with this one says why.
+        """
+        if self._last is None and not self._was_captured:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        waited_for = self._last
+        if self._was_captured or waited_for is None:
+            waited_for = torch.cuda.Event()
+            waited_for.record()
+        start = time.monotonic()
+        while not waited_for.query():
+            waited = time.monotonic() - start
+            if waited > BUSY_WAIT_S:
+                self._raise_refusal()
+                time.sleep(BUSY_WAIT_S)
+            if waited > self._timeout_s:
+                raise PeerError(
+                    f"rank {self._group.rank} of {self._group.size}: {self._what} was not over "
+                    f"within the deadline of {self._timeout_s:g} s: a rank died, is late, refused "
+                    "a call or left the group's order of calls; look at the other ranks' output"
+                )
+
+    def _raise_refusal(self) -> None:
+        for rank in range(self._group.size):
+            if refusal := self._group.refusal(rank):
+                raise RefusedError(refusal)
+
+
+def exchange(
+    group: EpGroup,
+    sent: torch.Tensor,
+    sent_splits: list[int],
+    received_splits: list[int],
+    what: str,
+    timeout_s: float,
+) -> torch.Tensor:
+    """Send `sent_splits[r]` entries of dimension 0 to rank r; return what comes, by source.
+
+    As bytes: exact for every dtype, whatever the backend knows.  Collective; raises what
+    `EpGroup.wait` does.
+
+    Args:
+        group: the ranks.
+        sent: [sum(sent_splits), ...].
+        sent_splits: one number for each rank.
+        received_splits: what each rank sends to this one.
+        what: names the call in errors.
+        timeout_s: seconds to wait for the other ranks.
+    """
+    # A dimension more, of which the bytes of a number are the entries.
+    as_bytes = sent.contiguous().unsqueeze(-1).view(torch.uint8)
+    started = Exchange(group, as_bytes, sent_splits, received_splits, what, timeout_s)
+    return started.finish().view(sent.dtype).squeeze(-1)

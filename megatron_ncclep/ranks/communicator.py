@@ -1,0 +1,86 @@
+"""The NCCL communicator of an expert-parallel group: our own, so that torch's stays untouched."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from megatron_ncclep.errors import EngineUnavailableError, EpError, PeerError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.libraries.search import find_nccl
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.group import EpGroup
+
+UNIQUE_ID_BYTES = 128
+
+
+def communicator_of(group: EpGroup, timeout_s: float) -> Any:
+    """Return the `_C.Communicator` over `group`, made at the first call.  Collective.
+
+    All engines and layers of the group share it, until `EpGroup.close`: making one takes a second.
+
+    Raises:
+        EngineUnavailableError: no libnccl.so.2 is to be found.
+        LibraryError: NCCL, or the extension, could not make it.
+        PeerError: the other ranks did not come within `timeout_s` seconds.
+        All but the last on every rank, whichever rank failed, and with its reason.
+    """
+    return group.share("communicator", lambda: _create(group, timeout_s))
+
+
+def _create(group: EpGroup, timeout_s: float) -> Any:
+    nccl, unique_id = on_all_ranks(group, "opening NCCL", lambda: _open(group), timeout_s)
+    theirs = group.exchange(unique_id, "open, exchanging NCCL's unique id", timeout_s)
+    made: list[Any] = []
+    try:
+        # Another rank may take all of its time here before it says that it failed.
+        on_all_ranks(
+            group,
+            "making an NCCL communicator",
+            lambda: made.append(_make(group, nccl, theirs[:UNIQUE_ID_BYTES], timeout_s)),
+            2 * timeout_s,
+        )
+    except EpError:
+        for communicator in made:  # not on all ranks, so it is of no use
+            communicator.abort()
+        raise
+    return made[0]
+
+
+def _open(group: EpGroup) -> tuple[Any, bytes]:
+    """Return the `_C.Nccl`, and NCCL's unique id, which rank 0's is.  Not collective."""
+    native = extension.load()
+    library = find_nccl()
+    if library is None:
+        raise EngineUnavailableError(
+            "no libnccl.so.2 found: install nvidia-nccl-cu13 (or -cu12, whichever torch is for)"
+        )
+    nccl = native.Nccl(str(library.path))
+    return nccl, nccl.unique_id() if group.rank == 0 else bytes(UNIQUE_ID_BYTES)
+
+
+def _make(group: EpGroup, nccl: Any, unique_id: bytes, timeout_s: float) -> Any:
+    """Return the `_C.Communicator`.  Waits for the other ranks' NCCL, but they need not come."""
+    made: list[Any] = []
+
+    def make() -> None:
+        try:
+            torch.cuda.set_device(group.device)  # a thread has a current device of its own
+            made.append(extension.load().Communicator(nccl, unique_id, group.size, group.rank))
+        except Exception as error:
+            made.append(error)
+
+    # NCCL waits for all ranks without a deadline, so a thread does the waiting.
+    thread = threading.Thread(target=make, name="ncclep-communicator", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not made:
+        raise PeerError(
+            f"none over the {group.size} ranks of the expert-parallel group within {timeout_s:g} "
+            "s: look at the other ranks' output, or at NCCL's own with NCCL_DEBUG=INFO"
+        )
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]

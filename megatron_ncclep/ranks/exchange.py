@@ -1,0 +1,156 @@
+"""HostLink: small messages between the hosts of a group, through shared memory where there is some.
+
+The ranks of a group agree several times a layer.  Over NCCL even the smallest message costs a few
+hundred microseconds; through memory that the processes of one node share it costs a few.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ncclep import envs
+from megatron_ncclep.errors import GroupClosedError, InputError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.logs import get_logger
+from megatron_ncclep.ranks.shared_memory import open_together
+
+# A process whose connections are closed is not always dead yet; seconds to wait for that.
+DYING_S = 2.0
+ASK_AGAIN_S = 0.005
+
+
+class HostLink:
+    """The memory through which this rank and the others exchange messages, if they can share some.
+
+    All ranks use shared memory or none does: they use it when the extension loads on every rank, no
+    rank's environment turns it off, and rank 0 can send every other rank the memory that it makes
+    (`shared_memory.open_together`).  The last also tells ranks of several nodes apart, and
+    containers with a network namespace of their own.
+
+    Attributes:
+        rank, size: of this process in the group.
+        is_open: it is known whether they do.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._process = os.getpid()
+        self.is_open = False
+        self._memory: Any = None  # a _C.HostExchange, if the ranks share memory
+
+    def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes | None:
+        """Send `mine` to all ranks; return every rank's, in the order of ranks.  Collective.
+
+        Args:
+            mine: at least one byte; as many on every rank.
+            what: names the call in errors.
+            timeout_s: seconds to wait for the other ranks.
+
+        Returns:
+            None if the link is not open, or if the ranks share no memory; nothing was sent then.
+
+        Raises:
+            GroupClosedError: this process was forked from the rank's.
+            PeerError: a rank did not come in time, died, or sent another number of bytes.
+        """
+        if self.size == 1:
+            return mine
+        self._require_own_process(what)
+        if self._memory is None:
+            return None
+        theirs: bytes = self._memory.exchange(mine, what, timeout_s)
+        return theirs
+
+    def open(self, gather: Callable[[bytes], bytes]) -> None:
+        """Find out whether the ranks can share memory, and share some.  Collective.
+
+        Args:
+            gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
+
+        Raises:
+            what `gather` raises; the link is not open then.
+        """
+        self._memory, obstacle = open_together(self.rank, self.size, _obstacle(), gather)
+        self.is_open = True
+        if self._memory is None:
+            get_logger().debug(
+                "rank %d: hosts agree over the process group: %s",
+                self.rank,
+                obstacle or "another rank cannot share memory",
+            )
+
+    def enter(self, call: int, goes_on: bool, since: int = 0) -> None:
+        """Tell ranks that wait in this call or an earlier one where this one is.  Not collective.
+
+        Without shared memory nobody hears of it, nor of what `refuse` says.
+
+        Args:
+            call: number of the call, which grows.
+            goes_on: this rank exchanges nothing in it.
+            since: what ranks refused in earlier calls does not keep them from coming to this one.
+
+        Raises:
+            GroupClosedError: this process was forked from the rank's.
+        """
+        if self._memory is not None:
+            self._require_own_process(f"call {call}")
+            self._memory.enter(call, goes_on, since)
+
+    def refuse(self, reason: str) -> None:
+        """Write down, for the others to read, why this rank has refused the call that it is in.
+
+        With an empty text it takes that back.
+        """
+        if self._memory is not None:
+            self._memory.refuse(reason.encode())
+
+    def refusal(self, rank: int, since: int = 0) -> str:
+        """What `rank` refused last, in call `since` or later; empty if nothing, or not known."""
+        return "" if self._memory is None else str(self._memory.refusal(rank, since))
+
+    def gone_on(self) -> int | None:
+        """A rank that exchanges nothing where this one does; None if there is none, or unknown."""
+        rank = -1 if self._memory is None else self._memory.gone_on()
+        return None if rank < 0 else rank
+
+    def _require_own_process(self, what: str) -> None:
+        """Raise GroupClosedError in a process that was forked from the rank's."""
+        if os.getpid() != self._process:
+            raise GroupClosedError(
+                f"{what}: this process was forked from process {self._process}, which is rank "
+                f"{self.rank} of {self.size}, and is no rank itself: call the engine there"
+            )
+
+    def close(self) -> None:
+        """Give the memory back; the link can be opened anew.  As collective as that is."""
+        if self._memory is not None:
+            self._memory.close()
+        self._memory, self.is_open = None, False
+
+    def lost(self) -> str:
+        """Say which ranks have died or left, as far as shared memory tells; empty if none has.
+
+        For whoever saw a connection end: it waits a moment for the process behind it to be dead.
+        Not collective.
+        """
+        if self._memory is None:
+            return ""
+        give_up = time.monotonic() + DYING_S
+        while not (text := str(self._memory.lost())) and time.monotonic() < give_up:
+            time.sleep(ASK_AGAIN_S)
+        return text
+
+
+def _obstacle() -> str | None:
+    """Say what keeps this rank from sharing memory, before it tries."""
+    try:
+        is_wanted = envs.get("NCCLEP_HOST_EXCHANGE")
+    except InputError as error:  # without shared memory it can be told; create_engine does
+        return str(error)
+    if not is_wanted:
+        return "NCCLEP_HOST_EXCHANGE turns it off"
+    return extension.obstacle()

@@ -1,0 +1,396 @@
+"""How the hosts of a group's ranks exchange messages, count their calls, and agree on them.
+
+Ranks that move rows must be in the same call with arguments that fit.  So each sends all others a
+message, through shared memory where they have some (`exchange.py`), and otherwise over torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.errors import (
+    EpError,
+    GroupClosedError,
+    InputError,
+    PeerError,
+    RefusedError,
+    UnsupportedError,
+)
+from megatron_ncclep.ranks.exchange import HostLink
+
+PHASES = ("open", "plan", "dispatch", "combine", "close")
+# Values that one call compares across ranks; the message has a fixed size, whatever the call is,
+# so that ranks in different calls can still read each other's.
+MAX_VALUES = 10
+HEADER = 4  # phase, call, whether there is a problem, what is told
+# Values are numbers on the wire; this one says "not given".
+NONE_VALUE = -1
+MESSAGE = struct.Struct(f"<{HEADER + MAX_VALUES}q")
+TEXT_BYTES = 1024
+# A wait for the device asks without pause for this long, and then with pauses of this length.
+BUSY_WAIT_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What `Hosts.agree` found.
+
+    Attributes:
+        call: the number of the call, the same on every rank.
+        told: what each rank told the others, by rank.
+    """
+
+    call: int
+    told: list[int]
+
+
+class Hosts:
+    """The hosts of one process group's ranks, in rank order.  `EpGroup` is one.
+
+    Attributes:
+        process_group: the torch.distributed group.
+        rank, size: of this process in the group.
+        device: where tensors live that the group's backend moves.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, whole: Hosts | None = None) -> None:
+        """Not collective.
+
+        Args:
+            process_group: of torch's; held weakly.
+            whole: the group of which it is a part that torch does not list; lives as long.
+        """
+        self._process_group = weakref.ref(process_group)
+        self._whole = whole
+        if whole is None:
+            require_alive(process_group)
+        self.rank, self.size = process_group.rank(), process_group.size()
+        if whole is None:
+            on_gpu = "nccl" in dist.get_backend_config(process_group) and torch.cuda.is_available()
+            self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
+        else:
+            on_gpu, self.device = whole.device.type == "cuda", whole.device
+        self._num_calls = 0
+        self._since = 0  # what was refused in earlier calls has no part in the present one
+        self._waited_ns = 0  # for other ranks, in `exchange`
+        self._link = HostLink(self.rank, self.size)
+        # Agreement must not wait for what the model has queued on the device.
+        self._stream = torch.cuda.Stream() if on_gpu else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether torch still knows the process group."""
+        if self._whole is not None:
+            return self._whole.is_alive
+        group = self._process_group()
+        return group is not None and _is_alive(group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch group; raises GroupClosedError once it is destroyed."""
+        group = self._process_group()
+        if group is None or not self.is_alive:
+            raise GroupClosedError(_DESTROYED)
+        return group
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def enter(self, goes_on: bool = True, is_fresh: bool = False) -> int:
+        """Count a call in which the hosts need not agree; `agree` counts its own.
+
+        Not collective, but every rank counts the same calls.
+
+        Args:
+            goes_on: this rank exchanges nothing in it.  Ranks that do raise, and are told.
+            is_fresh: ranks come to it that have refused an earlier call.
+
+        Returns:
+            the number of the call, the same on every rank.
+
+        Raises:
+            GroupClosedError: the process group was destroyed.
+        """
+        _ = self.process_group  # raises when torch no longer knows it
+        self._num_calls += 1
+        self._since = self._num_calls if is_fresh else 0
+        self._link.enter(self._num_calls, goes_on, self._since)
+        return self._num_calls
+
+    def refuse(self, reason: str) -> None:
+        """Count a call, and tell the other ranks why this one refuses it.
+
+        Not collective, and waits for nobody.  Ranks that wait in `exchange` for this one raise;
+        who waits on the device is up to the engine to tell, and then asks `refusal`.
+        """
+        self.enter()
+        self._link.refuse(reason)
+
+    def forget_refusal(self) -> None:
+        """Take back what `refuse` said, when what it ended is made anew.  Not collective."""
+        self._link.refuse("")
+
+    def refusal(self, rank: int) -> str:
+        """What `rank` refused last; empty if nothing, or if the ranks share no memory."""
+        return self._link.refusal(rank)
+
+    def gone_on(self) -> int | None:
+        """A rank that exchanges nothing in the call in which this one does, or is in a later one.
+
+        None if there is none, or if the ranks share no memory.
+        """
+        return self._link.gone_on()
+
+    def agree(
+        self,
+        phase: str,
+        values: Mapping[str, int | None],
+        problem: str | None,
+        timeout_s: float,
+        error: type[EpError] = InputError,
+        told: int = 0,
+    ) -> Agreement:
+        """Make sure that every rank is in the same call with matching arguments.  Collective.
+
+        Waits on the host for the other ranks' hosts, but not for what is queued on any device.
+
+        Args:
+            phase: one of `PHASES`.
+            values: what must be equal on all ranks, at most `MAX_VALUES` of them.
+            problem: what is wrong on this rank, if anything is.
+            timeout_s: seconds to wait for the other ranks.
+            error: what to raise for a problem.
+            told: a number that may differ between ranks and is passed on to all of them.
+
+        Raises:
+            InputError: on every rank, when values differ or (unless `error` says otherwise) when
+                any rank has a problem.
+            PeerError: a rank did not come in time, died, or is in another call.
+        """
+        # A rank that has refused a call comes to the end of an engine and to the next one's start.
+        call = self.enter(goes_on=False, is_fresh=phase in ("open", "close"))
+        head = (PHASES.index(phase), call)
+        given = [NONE_VALUE if v is None else v for v in values.values()]
+        given += [0] * (MAX_VALUES - len(given))
+        mine = MESSAGE.pack(*head, problem is not None, told, *given)
+        everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
+        if problem is None and everything == mine * self.size:  # as it should be: no more to do
+            return Agreement(call, [told] * self.size)
+        theirs = list(MESSAGE.iter_unpack(everything))
+
+        if any(row[:2] != head for row in theirs):
+            where = [
+                f"rank {r} is in {PHASES[row[0]]}, call {row[1]}" for r, row in enumerate(theirs)
+            ]
+            raise PeerError(different_calls("; ".join(where)))
+        if any(row[2] for row in theirs):
+            raise error(f"{phase}: {self.gather_problems(problem, phase, timeout_s)}")
+        for i, name in enumerate(values):
+            seen = [row[HEADER + i] for row in theirs]
+            if len(set(seen)) > 1:
+                each = ", ".join(
+                    f"rank {r} has {None if v == NONE_VALUE else v}" for r, v in enumerate(seen)
+                )
+                raise InputError(difference(phase, name, each))
+        return Agreement(call, [row[3] for row in theirs])
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:
+        """Send `mine` to all ranks; return every rank's, in the order of ranks.  Collective.
+
+        Through shared memory where all ranks can share some, and otherwise over the process group
+        (see `HostLink`).  Does not wait for what is queued on any device.
+
+        Args:
+            mine: at least one byte; as many on every rank.
+            what: names the call in errors.
+            timeout_s: seconds to wait for the other ranks.
+
+        Raises:
+            GroupClosedError: the process group was destroyed.
+            RefusedError: a rank has refused a call, and will not come.
+            PeerError: a rank did not come in time, died, went on to a later call, or sent another
+                number of bytes; names this rank and `what`.
+        """
+        _ = self.process_group  # raises when torch no longer knows it
+        begin = time.monotonic_ns()
+        try:
+            theirs = self._link.exchange(mine, what, timeout_s)
+            if theirs is None:
+                theirs = self._exchange_without_memory(mine, what, timeout_s)
+            self._waited_ns += time.monotonic_ns() - begin
+            return theirs
+        except PeerError:
+            for rank in range(self.size):
+                if refusal := self._link.refusal(rank, self._since):
+                    raise RefusedError(refusal) from None
+            raise
+
+    def _exchange_without_memory(self, mine: bytes, what: str, timeout_s: float) -> bytes:
+        """Do what `exchange` does where no memory is shared, or not yet: at the first exchange."""
+        if not self._link.is_open:
+            self._link.open(lambda part: self._exchange_by_torch(part, what, timeout_s))
+            theirs = self._link.exchange(mine, what, timeout_s)
+            if theirs is not None:
+                return theirs
+        return self._exchange_by_torch(mine, what, timeout_s)
+
+    def _exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:
+        """Do what `exchange` does, with an all-gather of the process group.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being captured, which would hold the all-gather and
+                not run it.
+        """
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{what}: the ranks cannot agree while a CUDA graph is captured, because not all "
+                "of them share memory: put them on one node and in one network namespace, and "
+                "leave NCCLEP_HOST_EXCHANGE on"
+            )
+        with torch.cuda.stream(self._stream):  # no effect on a CPU
+            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+            received = sent.new_empty(self.size, len(mine))
+            self.wait(
+                lambda group: dist.all_gather(
+                    list(received.unbind()), sent, group=group, async_op=True
+                ),
+                what,
+                timeout_s,
+            )
+            return _bytes_of(received)
+
+    def exchange_padded(
+        self, mine: bytes, most_bytes: int, what: str, timeout_s: float
+    ) -> list[bytes]:
+        """Exchange messages of up to `most_bytes` bytes that do not end in a zero; by rank.
+
+        Collective, with the same `most_bytes`; raises what `exchange` does.
+        """
+        assert len(mine) <= most_bytes, f"{what}: {len(mine)} bytes, at most {most_bytes}"
+        theirs = self.exchange(mine.ljust(most_bytes, b"\0"), what, timeout_s)
+        return [
+            theirs[start : start + most_bytes].rstrip(b"\0")
+            for start in range(0, len(theirs), most_bytes)
+        ]
+
+    def gather(self, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+        """Gather a 1-D tensor of one length, not 0, from every rank: [size, length] on the CPU.
+
+        Collective; raises what `exchange` does.
+        """
+        theirs = bytearray(self.exchange(_bytes_of(mine), what, timeout_s))
+        return torch.frombuffer(theirs, dtype=mine.dtype).view(self.size, -1)
+
+    def gather_problems(self, problem: str | None, phase: str, timeout_s: float) -> str:
+        """Exchange what is wrong on which rank.  Collective.
+
+        Returns:
+            one text, the same on every rank; empty when nothing is wrong on any.  A problem that
+            all ranks have is said once.
+        """
+        mine = (problem or "").encode()[:TEXT_BYTES]
+        what = f"{phase}, exchanging error messages"
+        theirs = self.exchange_padded(mine, TEXT_BYTES, what, timeout_s)
+        texts = [text.decode(errors="ignore") for text in theirs]
+        if self.size > 1 and len(set(texts)) == 1:
+            return texts[0]
+        return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)
+
+    def wait(self, start: Callable[[dist.ProcessGroup], Any], what: str, timeout_s: float) -> None:
+        """Start a collective on the torch group and wait for it, at most `timeout_s` seconds.
+
+        Raises:
+            GroupClosedError: the process group was destroyed.
+            PeerError: the backend gave up or the time is over; names this rank and `what`.
+        """
+        group = self.process_group
+        try:
+            work = start(group)
+            if self._stream is None:
+                work.wait(timedelta(seconds=timeout_s))
+            else:
+                self._wait_for_device(work, timeout_s)
+        except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
+            # The backend's own words seldom say who it was, and may be those of a consequence.
+            lost = self._link.lost() or "a rank died, is late or left the group's order of calls"
+            raise PeerError(
+                f"rank {self.rank} of {self.size}: no answer from the other ranks of the "
+                f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "
+                f"other ranks' output. {error}"
+            ) from error
+
+    def _wait_for_device(self, work: Any, timeout_s: float) -> None:
+        """Wait until the collective `work` is done on the device.
+
+        NCCL's own wait with a deadline sleeps a millisecond at a time, longer than a whole layer
+        takes; so this asks an event.
+        """
+        work.wait()  # the current stream, not the host
+        done = torch.cuda.Event()
+        done.record()
+        start = time.monotonic()
+        while not done.query():
+            waited = time.monotonic() - start
+            if waited > timeout_s:
+                raise RuntimeError("the collective did not finish")
+            if waited > BUSY_WAIT_S:
+                time.sleep(BUSY_WAIT_S)
+
+
+def different_calls(where: str) -> str:
+    """The text for ranks in different calls; `where` says which rank is in which."""
+    return (
+        f"the ranks of the expert-parallel group are in different calls: {where}. "
+        "Every rank must run the same layers in the same order, backward included"
+    )
+
+
+def difference(phase: str, name: str, each: str) -> str:
+    """The text for a value that ranks must have alike; `each` says which rank has which."""
+    return (
+        f"{phase}: {name} differs between the ranks of the expert-parallel group: {each}. "
+        f"Give every rank the same {name}"
+    )
+
+
+_CPU = torch.device("cpu")
+_DESTROYED = (
+    "the expert-parallel process group was destroyed: make the engine (or the model) anew after "
+    "torch.distributed is initialised again"
+)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    """Copy what a tensor holds; torch itself needs numpy for that."""
+    tensor = tensor.cpu().contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _is_alive(process_group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group.
+
+    Every call of an engine asks; of torch's functions that fail for a group that it does not know,
+    this is the quickest.
+    """
+    try:
+        dist.get_process_group_ranks(process_group)
+    except KeyError:
+        return False
+    return True
+
+
+def require_alive(process_group: dist.ProcessGroup) -> None:
+    """Raise GroupClosedError when torch no longer knows the group."""
+    if not _is_alive(process_group):
+        raise GroupClosedError(_DESTROYED)

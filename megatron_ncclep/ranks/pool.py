@@ -1,0 +1,226 @@
+"""RankPool: processes of this node that stay alive and run functions as ranks of a group."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a function that runs on a rank gets as its first argument.
+
+    Attributes:
+        rank: of this process.
+        num_ranks: R of `group`.
+        group: the process group of the ranks that run the function.
+        device: where the group's backend wants its tensors, "cpu" or "cuda".
+    """
+
+    rank: int
+    num_ranks: int
+    group: dist.ProcessGroup
+    device: str
+
+
+class RankError(AssertionError):
+    """A function raised on a rank, or a rank died or did not answer in time."""
+
+
+class RankPool:
+    """Up to `size` processes under one gloo group, started once because starting is slow.
+
+    A function runs on the first R of them, over a group of just these.  When a rank dies or is late
+    the whole pool is killed; the next `run` starts it anew.  They import what `folders` have before
+    what this process would import, and have the variables of `environment`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        backend: str = "gloo",
+        folders: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.size = size
+        self.backend = backend
+        self.folders = list(folders)
+        self.environment = dict(environment or {})
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._store: TCPStore | None = None
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int | None = None,
+        timeout: float = 240,
+    ) -> list[Any]:
+        """Call `function(context, *args)` on the first `ranks` processes; return what they return.
+
+        Args:
+            function: importable by name (pickled).
+            args: picklable.
+            ranks: R; default: all.
+            timeout: seconds for all of them together.
+
+        Raises:
+            RankError: with the traceback of every rank that failed.
+        """
+        if not self._processes:
+            self._start()
+        ranks = ranks or self.size
+        job = pickle.dumps((function, args, ranks))
+        for pipe in self._pipes[:ranks]:
+            pipe.send_bytes(job)
+        deadline = time.monotonic() + timeout
+        answers: list[Any] = []
+        failures = []
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                failures.append(f"rank {rank} did not answer within {timeout} s")
+                # What another one has raised may be why.
+                failures += _tracebacks_there(self._pipes, rank + 1, ranks)
+                self.close()
+                break
+            try:
+                succeeded, answer = _receive(pipe)
+            except EOFError as error:
+                self.close()
+                raise RankError(f"rank {rank} died") from error
+            answers.append(answer)
+            if not succeeded:
+                failures.append(f"--- rank {rank} ---\n{answer}")
+        if failures:
+            raise RankError("\n" + "\n".join(failures))
+        return answers
+
+    def close(self) -> None:
+        """Kill the processes of this pool.  A later `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._store = [], [], None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        # The store in which ranks meet is here, as it is in torchrun: it takes a free port, which
+        # nobody else can take before rank 0 has started.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(
+                    rank,
+                    self.size,
+                    self.backend,
+                    self._store.port,
+                    theirs,
+                    self.folders + sys.path,
+                    self.environment,
+                ),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _receive(pipe: Connection) -> tuple[bool, Any]:
+    """Whether a rank's function returned, and what, or the traceback.
+
+    Raises:
+        EOFError: the rank is dead.
+    """
+    # Tensors of a GPU arrive on the CPU: this process has no business there.
+    succeeded, answer = torch.load(
+        io.BytesIO(pipe.recv_bytes()), map_location="cpu", weights_only=False
+    )
+    return succeeded, answer
+
+
+def _tracebacks_there(pipes: Sequence[Connection], first: int, end: int) -> list[str]:
+    """What ranks from `first` to `end` - 1 have raised so far; waits for nobody."""
+    raised = []
+    for rank, pipe in list(enumerate(pipes))[first:end]:
+        try:
+            succeeded, answer = _receive(pipe) if pipe.poll(0) else (True, None)
+        except EOFError:
+            succeeded, answer = False, "died"
+        if not succeeded:
+            raised.append(f"--- rank {rank} ---\n{answer}")
+    return raised
+
+
+def _serve(
+    rank: int,
+    size: int,
+    backend: str,
+    port: int,
+    pipe: Connection,
+    path: list[str],
+    environment: dict[str, str],
+) -> None:
+    """Run jobs until the pool closes its end of the pipe."""
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    os.environ.update(
+        environment,
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    device = "cuda" if backend == "nccl" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, timeout=timedelta(seconds=300))
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
+    answer_jobs(rank, groups, device, pipe)
+
+
+def answer_jobs(
+    rank: int, groups: dict[int, dist.ProcessGroup], device: str, pipe: Connection
+) -> None:
+    """Be a rank of a pool: run what comes through the pipe until the pool closes its end.
+
+    Args:
+        rank: of this process.
+        groups: the group of the first N ranks, by N.
+        device: as in `RankContext`.
+        pipe: to the pool.
+    """
+    while True:
+        try:
+            function, args, ranks = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            reply = (True, function(RankContext(rank, ranks, groups[ranks], device), *args))
+        except BaseException:
+            reply = (False, traceback.format_exc())
+        buffer = io.BytesIO()
+        torch.save(reply, buffer)
+        pipe.send_bytes(buffer.getvalue())

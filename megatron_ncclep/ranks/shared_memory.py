@@ -1,0 +1,126 @@
+"""Memory that all ranks of a group map and that has no name, so that no end of them leaves it.
+
+Rank 0 makes it (memfd_create) and sends its file descriptor to the others through sockets whose
+addresses, random ones in the network namespace, go with the sockets.  NCCL hands the memory of its
+windows over in the same way, so that what keeps ranks from this keeps them from the windows too.
+
+    every rank          rank 0              the others
+    says that it can                        have bound a socket
+    ------------------- gather: token and addresses -----------------
+                        makes the memory,
+                        writes the token,
+                        sends the descriptor
+    ------------------- gather: sent ---------------------------------
+                                            receive it, map the memory, find the token
+    ------------------- gather: mapped -------------------------------
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.libraries import extension
+
+# Of the token that tells the group's memory from any other, and of a random address.
+NAME_BYTES = 16
+
+
+def open_together(
+    rank: int, size: int, obstacle: str | None, gather: Callable[[bytes], bytes]
+) -> tuple[Any, str | None]:
+    """Return the `_C.HostExchange` between all ranks, or None on all ranks and why.  Collective.
+
+    Args:
+        rank, size: of this process in the group.
+        obstacle: what keeps this rank from trying.
+        gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
+
+    Returns:
+        the memory's exchange and None; or None and what is in this rank's way, None if it is in
+        another's.
+
+    Raises:
+        what `gather` raises; nothing stays open then.
+    """
+    opening = _Opening(rank, size)
+
+    def do(step: Callable[[], None]) -> bool:
+        """Take a step on every rank; return whether all could."""
+        nonlocal obstacle
+        try:
+            if obstacle is None:
+                step()
+        except (LibraryError, OSError) as error:
+            obstacle = str(error)
+        size = 1 + NAME_BYTES
+        theirs = gather(bytes([obstacle is None]) + opening.names[rank])
+        opening.names = [theirs[start + 1 : start + size] for start in range(0, len(theirs), size)]
+        return all(theirs[::size])
+
+    with opening.on_the_way, opening.undo:
+        if do(opening.bind) and do(opening.send) and do(opening.receive):
+            opening.undo.pop_all()
+            return opening.memory, None
+    return None, obstacle
+
+
+class _Opening:
+    """One attempt.
+
+    Attributes:
+        names: by rank; rank 0's is the token, another rank's its address.
+        memory: a `_C.HostExchange`, once this rank has it.
+        on_the_way: closes what is needed only on the way.
+        undo: closes what is kept if all goes well.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.names = [secrets.token_bytes(NAME_BYTES)] * size  # the others' are not known yet
+        self.memory: Any = None
+        self.on_the_way, self.undo = ExitStack(), ExitStack()
+
+    def bind(self) -> None:
+        """Have an address, except for rank 0, which only sends."""
+        self._socket = self.on_the_way.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        )
+        self._socket.setblocking(False)
+        if self.rank != 0:
+            self._socket.bind(_address(self.names[self.rank]))
+
+    def send(self) -> None:
+        """Rank 0: make the memory and send it to the others."""
+        if self.rank != 0:
+            return
+        file = os.memfd_create("ncclep")
+        self.on_the_way.callback(os.close, file)
+        self._map(file)
+        for name in self.names[1:]:
+            self._socket.connect(_address(name))
+            socket.send_fds(self._socket, [b"memory"], [file])
+
+    def receive(self) -> None:
+        """All but rank 0: take what was sent, which must be here by now, and map it."""
+        if self.rank == 0:
+            return
+        _, files, _, _ = socket.recv_fds(self._socket, len(b"memory"), 1)
+        if not files:
+            raise OSError("no file descriptor came with rank 0's message")
+        self.on_the_way.callback(os.close, files[0])
+        self._map(files[0])
+
+    def _map(self, file: int) -> None:
+        self.memory = extension.load().HostExchange(file, self.names[0], self.size, self.rank)
+        self.undo.callback(self.memory.close)
+
+
+def _address(name: bytes) -> bytes:
+    """An address that is no file: it begins with a zero byte."""
+    return b"\0ncclep-" + name.hex().encode()

@@ -1,0 +1,255 @@
+"""The figures of README.md and docs/, as SVG; scripts/pages.py writes the files.
+
+Text stays text, and nothing depends on an installed font or a plotting library: the same results
+give the same file everywhere, so that a test can tell when a figure is out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+INK, MUTED, LINE, PAPER = "#1f2933", "#5f6b7a", "#c3cad3", "#ffffff"
+GREY, BLUES = "#9aa5b1", ("#8fc1e3", "#4b93c7", "#17609b")
+# Of source rank 0 and 1: fill and border.
+RANKS = (("#fde3c0", "#d9822b"), ("#cfe3f5", "#2f74b5"))
+
+
+@dataclass
+class Canvas:
+    """A drawing of `width` x `height` units, about one pixel each on a page."""
+
+    width: int
+    height: int
+    title: str
+    parts: list[str] = field(default_factory=list)
+
+    def rect(
+        self, x: float, y: float, w: float, h: float, fill: str, edge: str = "none", r: float = 3
+    ) -> None:
+        """Draw a rectangle with corners of radius `r`."""
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{r:g}" fill="{fill}" '
+            f'stroke="{edge}"/>'
+        )
+
+    def text(
+        self, x: float, y: float, what: str, size: float = 13, at: str = "start", fill: str = INK,
+        bold: bool = False,
+    ) -> None:  # fmt: skip
+        """Write `what` on the baseline `y`; `at` is start, middle or end."""
+        weight = ' font-weight="600"' if bold else ""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{at}" '
+            f'fill="{fill}"{weight}>{escape(what)}</text>'
+        )
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = LINE) -> None:
+        """Draw a thin line."""
+        self.parts.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" stroke="{stroke}" fill="none"/>')
+
+    def arrow(self, x1: float, y1: float, x2: float, y2: float, stroke: str) -> None:
+        """Draw a curve that leaves and arrives horizontally, with a head at its end."""
+        middle = (x1 + x2) / 2
+        self.parts.append(
+            f'<path d="M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2 - 6:g} {y2:g}" '
+            f'stroke="{stroke}" stroke-width="1.6" fill="none"/>'
+            f'<path d="M{x2:g} {y2:g}l-8 -4v8z" fill="{stroke}"/>'
+        )
+
+    def svg(self) -> str:
+        """The whole file."""
+        return "\n".join([
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'width="{self.width}" height="{self.height}" role="img" '
+            'font-family="Helvetica, Arial, sans-serif">',
+            f"<title>{escape(self.title)}</title>",
+            f'<rect width="{self.width}" height="{self.height}" rx="8" fill="{PAPER}"/>',
+            *self.parts,
+            "</svg>\n",
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars that compare subjects under one heading, the first of them being the baseline."""
+
+    heading: str
+    rows: Sequence[tuple[str, float, str]]  # what, length relative to the panel, label
+
+
+def gains(steps: Sequence[Bars], hooks: Sequence[Bars], measured: str) -> str:
+    """Training steps on the left, the dispatcher alone on the right.
+
+    Args:
+        steps: lengths are speeds, with the baseline's as 1.
+        hooks: lengths are times.
+        measured: what it was measured on, one line.
+    """
+    canvas = Canvas(900, 420, "ncclep and Megatron's alltoall on 2 H200s")
+    canvas.text(24, 34, "Whole training steps: tokens/s", 16, bold=True)
+    canvas.text(24, 54, "higher is better", 12, fill=MUTED)
+    canvas.text(496, 34, "Dispatcher of one MoE layer: µs", 16, bold=True)
+    canvas.text(496, 54, "forward and backward; lower is better", 12, fill=MUTED)
+    _panel(canvas, steps, left=24, label=156, width=160, colours=(GREY, *BLUES), gap=26)
+    _panel(canvas, hooks, left=496, label=104, width=180, colours=(GREY, BLUES[2]), gap=14)
+    canvas.line(24, 378, 876, 378)
+    canvas.text(24, 400, measured, 12, fill=MUTED)
+    return canvas.svg()
+
+
+def _panel(
+    canvas: Canvas, groups: Sequence[Bars], left: int, label: int, width: int,
+    colours: Sequence[str], gap: int,
+) -> None:  # fmt: skip
+    longest = max(length for bars in groups for _, length, _ in bars.rows)
+    y = 76
+    for bars in groups:
+        canvas.text(left, y + 8, bars.heading, 13, bold=True)
+        y += 18
+        for (what, length, text), colour in zip(bars.rows, colours, strict=True):
+            canvas.text(left + label - 8, y + 13, what, 12, at="end")
+            reach = width * length / longest
+            canvas.rect(left + label, y, reach, 18, colour)
+            canvas.text(left + label + reach + 6, y + 13, text, 12)
+            y += 22
+        y += gap
+
+
+# The example of docs/contract.md: the experts of each token of each rank, two experts on a rank.
+ROUTES = (((0, 1), (3, 0)), ((2, 1),))
+EXPERTS_OF_A_RANK = 2
+
+
+def data_flow() -> str:
+    """Where the rows of the contract's example go."""
+    canvas = Canvas(900, 404, "Data flow of one MoE layer on two ranks")
+    for x, head, foot in (
+        (110, "tokens", "[T, H] on each rank"),
+        (330, "dispatched rows", "expert blocks, [N, H]"),
+        (560, "the experts' output", "the same rows"),
+        (790, "sums", "[T, H] on each rank"),
+    ):
+        canvas.text(x, 34, head, 15, "middle", bold=True)
+        canvas.text(x, 52, foot, 12, "middle", MUTED)
+    for x, step in ((215, "dispatch"), (445, "experts"), (680, "combine")):
+        canvas.text(x, 388, step, 14, "middle", bold=True)
+    tokens = {
+        (rank, token): 96 + 190 * rank + 60 * token
+        for rank, own in enumerate(ROUTES)
+        for token in range(len(own))
+    }
+    for rank, height in enumerate((160, 124)):
+        canvas.rect(14, 66 + 172 * rank, 872, height, "none", LINE, 8)
+        canvas.text(26, 56 + 172 * rank + height, f"rank {rank}", 13, fill=MUTED, bold=True)
+    for (rank, token), y in tokens.items():
+        for x, what in ((110, f"token {token}"), (790, f"sum {token}")):
+            canvas.rect(x - 44, y - 15, 88, 30, *RANKS[rank])
+            canvas.text(x, y + 5, what, 13, "middle")
+    for rank, blocks in enumerate(_blocks()):
+        y = 82 + 172 * rank
+        for expert, rows in blocks:
+            canvas.text(330, y + 8, f"expert {expert}", 11, "middle", MUTED)
+            y += 13
+            for source, token in rows:
+                for x in (330, 560):
+                    canvas.rect(x - 44, y, 88, 24, *RANKS[source], r=0)
+                    canvas.text(x, y + 16, f"r{source} token {token}", 12, "middle")
+                colour = RANKS[source][1]
+                canvas.arrow(156, tokens[source, token], 284, y + 12, colour)
+                canvas.arrow(376, y + 12, 514, y + 12, GREY)
+                canvas.arrow(606, y + 12, 744, tokens[source, token], colour)
+                y += 26
+            y += 8
+    return canvas.svg()
+
+
+def _blocks() -> list[list[tuple[int, list[tuple[int, int]]]]]:
+    """Of each rank: its experts, with (source rank, token) of their rows in slot order."""
+    return [
+        [
+            (
+                expert,
+                [
+                    (source, token)
+                    for source, own in enumerate(ROUTES)
+                    for token, experts in enumerate(own)
+                    if expert in experts
+                ],
+            )
+            for expert in range(rank * EXPERTS_OF_A_RANK, (rank + 1) * EXPERTS_OF_A_RANK)
+        ]
+        for rank in range(len(ROUTES))
+    ]
+
+
+# Parts of a batch in the timeline; how many the kernels make depends on its size.
+PHASES = 4
+
+
+def layer_timeline(us: dict[str, float], measured: str) -> str:
+    """One layer in exact mode, forward and backward, as the host and the GPU see it.
+
+    Args:
+        us: medians of plan, dispatch, combine, bwd_dispatch and bwd_combine.
+        measured: where they are from, one line.
+    """
+    canvas = Canvas(900, 372, "Timeline of one MoE layer")
+    scale, start, experts = 0.8, 120, 132
+    plan, dispatch, combine = (us[name] * scale for name in ("plan", "dispatch", "combine"))
+
+    def box(x: float, y: float, w: float, what: str, time: str, fill: str) -> float:
+        canvas.rect(x, y, w - 2, 34, fill)
+        canvas.text(x + w / 2 - 1, y + (15 if time else 22), what, 12, "middle")
+        if time:
+            canvas.text(x + w / 2 - 1, y + 28, time, 11, "middle", INK)
+        return x + w
+
+    canvas.text(24, 34, "One MoE layer, exact mode", 16, bold=True)
+    for y, name, detail in (
+        (78, "host", "forward"),
+        (132, "GPU", "forward"),
+        (190, "inside", "CTAs of two kinds"),
+        (298, "GPU", "backward"),
+    ):
+        canvas.text(24, y, name, 13, bold=True)
+        canvas.text(24, y + 15, detail, 12, fill=MUTED)
+
+    router = 84
+    x = box(start, 62, 70, "queue plan", "", "#e4e7eb")
+    x = box(x, 62, router + plan - 70, "wait", "counts", "#f3c6c0")
+    box(x, 62, 258, "queue dispatch, experts, combine", "", "#e4e7eb")
+
+    x = box(start, 116, router, "router", "", "#e4e7eb")
+    x = box(x, 116, plan, "plan", f"{us['plan']:.0f}", BLUES[0])
+    begin = x
+    x = box(x, 116, dispatch, "dispatch", f"{us['dispatch']:.0f} µs", BLUES[1])
+    canvas.line(begin, 150, begin, 244)
+    canvas.line(x - 2, 150, x - 2, 244)
+    x = box(x, 116, experts, "experts  (not to scale)", "", "#e4e7eb")
+    second = x
+    x = box(x, 116, combine, "combine", f"{us['combine']:.0f} µs", BLUES[1])
+    canvas.line(second, 150, second, 244)
+    canvas.line(x - 2, 150, x - 2, 244)
+
+    inside = (
+        (begin, dispatch, "source rank: rows into its window", "destination: pulls them"),
+        (second, combine, "expert rank: adds rows, pushes", "source rank: adds the parts"),
+    )
+    for left, width, first, then in inside:
+        canvas.text(left + 6, 178, first, 11)
+        canvas.text(left + 26, 218, then, 11)
+        for k in range(PHASES):
+            part = (width - 30) / PHASES
+            canvas.rect(left + 4 + k * part, 184, part - 2, 14, RANKS[0][1])
+            canvas.rect(left + 24 + k * part, 224, part - 2, 14, RANKS[1][1])
+
+    x = box(start, 282, us["bwd_dispatch"] * scale, "combine's backward: dispatch",
+            f"{us['bwd_dispatch']:.0f} µs", BLUES[1])  # fmt: skip
+    x = box(x, 282, experts, "experts' backward", "(not to scale)", "#e4e7eb")
+    box(x, 282, us["bwd_combine"] * scale, "dispatch's backward: combine",
+        f"{us['bwd_combine']:.0f} µs", BLUES[1])  # fmt: skip
+    canvas.line(24, 334, 876, 334)
+    canvas.text(24, 356, measured, 12, fill=MUTED)
+    return canvas.svg()

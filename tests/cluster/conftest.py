@@ -1,0 +1,23 @@
+"""Leaves out what needs a Slurm on a machine without one: not skipped, and listed by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import slurm_cluster
+from left_out import leave_out
+from slurm_cluster import SlurmCluster
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    reason = slurm_cluster.obstacle()
+    needing = [item for item in items if reason and "slurm" in item.fixturenames]
+    leave_out(config, items, dict.fromkeys(needing, reason or ""))
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmCluster]:
+    cluster = SlurmCluster()
+    yield cluster
+    cluster.close()

@@ -1,0 +1,328 @@
+"""Several nodes: the grid of ranks, and the contract over it with ranks that only count as some.
+
+All of the contract's tests run over a grid with, for 2 x 2:
+
+    NCCLEP_LOCAL_RANKS=2 pytest tests/contract --engine hierarchical --ranks 4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_same_bits
+from contract_cases import config_of, contract_cases, for_engine
+from run_case import caps_of, ranks_on_node
+from test_autograd import step_of_both
+from test_overflow import TOO_MUCH, raised_on_rank
+from test_properties import all_steps_on_rank, assert_steps
+from virtual_pool import VirtualPool
+
+from megatron_ncclep.benchmark.workload import network_rows, tables_of
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine, hierarchical
+from megatron_ncclep.engines.engine import NODE_SUMS_ROUNDED
+from megatron_ncclep.engines.hierarchical import HierarchicalPlan
+from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
+from megatron_ncclep.ranks.all_to_all import Exchange
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.nodes import Nodes, nodes_from
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.testing.cases import Case, refusal
+
+ENGINE = "hierarchical"
+# Ranks of this host that count as several nodes.
+pytestmark = [pytest.mark.needs_ranks(4), pytest.mark.cpu_only]
+
+
+def in_grid(ctx: RankContext, local_ranks: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` returns where so many ranks (of each rank: its own entry) are a node."""
+    own = local_ranks[ctx.rank] if isinstance(local_ranks, tuple) else local_ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCLEP_LOCAL_RANKS", str(own))
+        EpGroup.of(ctx.group).close()  # the grid that another test has found
+        try:
+            return function(ctx, *args)
+        finally:
+            EpGroup.of(ctx.group).close()
+
+
+# --- the grid ------------------------------------------------------------------------------------
+
+
+def test_the_docstrings_grid() -> None:
+    nodes = nodes_from(["a", "a", "a", "b", "b", "b"])
+    assert nodes == Nodes(2, 3)
+    assert nodes.ranks_by_rail() == [0, 3, 1, 4, 2, 5]
+    assert [nodes.rail_of(rank) for rank in (1, 4)] == [[1, 4], [1, 4]]
+    assert nodes.ranks_of(1) == [3, 4, 5]
+    assert (nodes.node_of(4), nodes.local_index(4)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("aaab", "same number of ranks: a has ranks 0 to 2, b has rank 3; choose an expert-"),
+        ("abab", "must follow each other: a has rank 0, b has rank 1, a has rank 2, b has rank 3;"),
+        ("aabbccddeeffgghhiij", "g has ranks 12 to 13, h has ranks 14 to 15, and so on; choose"),
+    ],
+)
+def test_ranks_that_are_no_grid(names: str, text: str) -> None:
+    found = nodes_from(list(names))
+    assert isinstance(found, str)
+    assert text in found
+
+
+def error_on_rank(ctx: RankContext) -> tuple[str, str]:
+    with pytest.raises(EpError) as caught:
+        create_engine(ctx.group, 8, EpConfig(engine=ENGINE))
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "error", "text"),
+    [
+        (3, EngineUnavailableError, "node 0 has ranks 0 to 2, node 1 has rank 3"),
+        ((2, 2, 2, 0), InputError, "rank 3: NCCLEP_LOCAL_RANKS='0': not a positive number"),
+        ((2, 2, 1, 2), EngineUnavailableError, "node 0 has ranks 0 to 1, node 2 has rank 2"),
+    ],
+)
+def test_every_rank_hears_that_there_is_no_grid(
+    pool: RankPool, local_ranks: Any, error: type, text: str
+) -> None:
+    for name, said in pool.run(in_grid, local_ranks, error_on_rank, ranks=4):
+        assert name == error.__name__
+        assert text in said
+
+
+def auto_on_rank(ctx: RankContext) -> str:
+    with closing(create_engine(ctx.group, 8, EpConfig())) as engine:
+        return engine.caps.name
+
+
+def test_auto_leaves_nodes_without_gpus_to_reference(pool: RankPool) -> None:
+    assert pool.run(in_grid, 2, auto_on_rank, ranks=4) == ["reference"] * 4
+
+
+# --- the contract over it ------------------------------------------------------------------------
+
+
+def possible_cases(num_ranks: int) -> list[Case]:
+    return [c for c in contract_cases(num_ranks) if refusal(c, caps_of(ENGINE)) is None]
+
+
+def every_case_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
+    return [all_steps_on_rank(ctx, case, ENGINE) for case in cases]
+
+
+@pytest.mark.parametrize("local_ranks", [1, 2, 4])
+def test_every_step_is_the_oracles(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, local_ranks: int
+) -> None:
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
+    cases = possible_cases(4)
+    results = pool.run(in_grid, local_ranks, every_case_on_rank, cases, ranks=4)
+    assert ranks_on_node(ENGINE, 4) == local_ranks
+    assert len(cases) > 20
+    for i, case in enumerate(cases):
+        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
+
+
+def reference_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
+    results = []
+    for case in cases:
+        group, config = EpGroup.of(ctx.group), config_of(case)
+        nodes = Nodes(2, 2)
+        engine = ReferenceEngine(group, case.num_experts, config, NODE_SUMS_ROUNDED, nodes)
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+        rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
+        y = case.rows(ctx.rank, plan.num_rows, salt=5)
+        results.append([rows, row_w, *engine.combine(plan, y, row_w)])
+    return results
+
+
+def test_the_reference_can_follow_a_grid(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
+    cases = possible_cases(4)
+    results = pool.run(reference_on_rank, cases, ranks=4)
+    for i, case in enumerate(cases):
+        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
+
+
+@pytest.mark.parametrize(("num_ranks", "local_ranks"), [(6, 2), (8, 4)])
+def test_larger_grids(monkeypatch: pytest.MonkeyPatch, num_ranks: int, local_ranks: int) -> None:
+    """3 x 2 and 2 x 4, with ranks that are threads: so many processes would be slow to start."""
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
+    cases = possible_cases(num_ranks)
+    pool = VirtualPool(num_ranks, "cpu")
+    try:
+        results = pool.run(every_case_on_rank, cases)
+    finally:
+        pool.close()
+    for i, case in enumerate(cases):
+        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_are_the_reference_engines(pool: RankPool, dtype: torch.dtype) -> None:
+    """Forward and backward, beside the reference engine as it follows the grid."""
+    case = Case("gradients", (25, 12, 0, 31), 16, 4, dtype=dtype, alignment=16, dropped=0.2)
+    case = for_engine(case, caps_of(ENGINE))
+    for rank, (mine, expected) in enumerate(
+        pool.run(in_grid, 2, step_of_both, case, ENGINE, ranks=4)
+    ):
+        for what, a, b in zip(("out", "x.grad", "w.grad"), mine, expected, strict=True):
+            assert_same_bits(a, b, f"rank {rank}, {what}")
+
+
+@pytest.mark.parametrize("rows", [64, "0.5x"])
+def test_all_nodes_hear_that_rows_were_dropped(pool: RankPool, rows: int | str) -> None:
+    """Rows are dropped on node 0 alone; the other one's ranks must not step on."""
+    case = dataclasses.replace(TOO_MUCH, tokens=(40,) * 4, max_recv_rows=rows)
+    step = dataclasses.replace(case, skew=0.0, dropped=0.9)
+    results = pool.run(in_grid, 2, raised_on_rank, case, ENGINE, step, ranks=4)
+    for first, raised, last in results:
+        assert first == last == ""
+        assert f"with max_recv_rows={rows}, rank 0 needed " in raised
+        assert raised == results[0][1]
+
+
+def wrong_on_rank(ctx: RankContext, culprit: int) -> tuple[str, str]:
+    """What is said of a wrong dispatch on one rank, and whether the group goes on."""
+    with closing(create_engine(ctx.group, 8, EpConfig(engine=ENGINE, timeout_s=60))) as engine:
+        plan = engine.plan(torch.tensor([[0, 7]]))
+        x = torch.ones(1 + (ctx.rank == culprit), 16)
+        with pytest.raises(InputError) as caught:
+            engine.dispatch(plan, x)
+        rows, _ = engine.dispatch(plan, x[:1])
+    return str(caught.value), str(list(rows.shape))
+
+
+def test_all_nodes_hear_of_a_wrong_argument(pool: RankPool) -> None:
+    results = pool.run(in_grid, 2, wrong_on_rank, 3, ranks=4)
+    assert {text for text, _ in results} == {
+        "dispatch: rank 3: x has shape [2, 16]: the plan expects [1, hidden]"
+    }
+    assert [shape for _, shape in results] == ["[4, 16]", "[0, 16]", "[0, 16]", "[4, 16]"]
+
+
+# --- chunks --------------------------------------------------------------------------------------
+
+
+def chunked_on_rank(
+    ctx: RankContext, cases: list[Case], chunks: int
+) -> list[tuple[list[torch.Tensor], list[str]]]:
+    """All steps of each case, and in what order things happened."""
+    events: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    finish, group = Exchange.finish, EpGroup.of(ctx.group)
+
+    def come(exchange: Exchange, on_host: bool = True) -> torch.Tensor:
+        if exchange._group is group:  # not what moves inside
+            events.append("come")
+        return finish(exchange, on_host)
+
+    def all_steps(case: Case) -> tuple[list[torch.Tensor], list[str]]:
+        config = dataclasses.replace(config_of(case, ENGINE), network_chunks=chunks)
+        with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
+            plan = engine.plan(case.topk_idx(ctx.rank))
+            assert isinstance(plan, HierarchicalPlan)
+            x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+            y = case.rows(ctx.rank, plan.num_rows, salt=5)
+            events.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(hierarchical, "start", noted("cross", hierarchical.start))
+                patch.setattr(Exchange, "finish", come)
+                for step in ("dispatch", "combine"):
+                    patch.setattr(plan.engine, step, noted(step, getattr(plan.engine, step)))
+                rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
+                out, topk_w = engine.combine(plan, y, row_w)
+        return [rows, row_w, out, topk_w], list(events)
+
+    return [all_steps(case) for case in cases]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_chunks_change_no_bit(pool: RankPool, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    """All chunks of a dispatch are on their way before the first moves inside, and a combine's
+    first one before the second is added up.
+    """
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
+    cases = possible_cases(4)[::2]
+    results = pool.run(in_grid, 2, chunked_on_rank, cases, chunks, ranks=4)
+    most = 0
+    for i, case in enumerate(cases):
+        assert_steps(case, ENGINE, [of_rank[i][0] for of_rank in results])
+        number = min(chunks, case.hidden * case.dtype.itemsize // 16)
+        expected = ["cross"] * number + ["come", "dispatch"] * number
+        expected += ["combine", "cross"] * number + ["come"] * number
+        assert [of_rank[i][1] for of_rank in results] == [expected] * 4
+        most = max(most, number)
+    assert most == chunks
+
+
+def default_chunks_on_rank(ctx: RankContext) -> list[int]:
+    with closing(create_engine(ctx.group, 4, EpConfig(engine=ENGINE))) as engine:
+        plan = engine.plan(torch.tensor([[0, 3]]))
+        return [
+            len(engine._pieces(dataclasses.replace(plan, most_tokens=tokens), torch.empty(1, 4096)))
+            for tokens in (1, 1023, 1024, 1536, 10**6)
+        ]
+
+
+def test_how_many_chunks_there_are(pool: RankPool) -> None:
+    """Rows of 16 KiB: 1024 of them to a node are two chunks of 8 MiB."""
+    assert pool.run(in_grid, 2, default_chunks_on_rank, ranks=4) == [[1, 1, 2, 3, 4]] * 4
+    assert pool.run(in_grid, 4, default_chunks_on_rank, ranks=4) == [[1] * 5] * 4
+
+
+def ignored_on_rank(ctx: RankContext, chunks: tuple[int, ...], engine_name: str) -> str:
+    config = EpConfig(engine=engine_name, network_chunks=chunks[ctx.rank])
+    with pytest.raises(InputError) as caught:
+        create_engine(ctx.group, 8, config)
+    return str(caught.value)
+
+
+def test_chunks_that_nobody_would_make_or_all_differently(pool: RankPool) -> None:
+    for text in pool.run(ignored_on_rank, (2, 2, 2, 2), "reference", ranks=4):
+        assert "engine 'reference' would ignore network_chunks" in text
+    for text in pool.run(in_grid, 2, ignored_on_rank, (2, 2, 3, 2), ENGINE, ranks=4):
+        assert "network_chunks differs" in text
+        assert "rank 1 has 2, rank 2 has 3" in text
+
+
+# --- what crosses --------------------------------------------------------------------------------
+
+
+# Rank r has expert r.  The assignments of a token that are on one node cross together.
+CROSSING = torch.tensor([[0, 1], [2, 3], [1, 2], [-1, -1], [3, -1]])
+
+
+def crossings_on_rank(ctx: RankContext, max_recv_rows: str | None) -> tuple[list[int], list[int]]:
+    config = EpConfig(engine=ENGINE, max_recv_rows=max_recv_rows)
+    with closing(create_engine(ctx.group, 4, config)) as engine:
+        plan = engine.plan(CROSSING)
+    assert isinstance(plan, HierarchicalPlan)
+    return plan.tokens_sent, plan.tokens_received
+
+
+def test_a_token_crosses_once_for_each_node_that_needs_it(pool: RankPool) -> None:
+    exact = pool.run(in_grid, 2, crossings_on_rank, None, ranks=4)
+    assert exact == [([2, 3], [2, 2]), ([2, 3], [2, 2]), ([2, 3], [3, 3]), ([2, 3], [3, 3])]
+    # What the benchmark prints of it: the busiest ranks, those of node 0, send 3.
+    assert network_rows(tables_of([CROSSING] * 4, 4), [len(CROSSING)] * 4, 2) == (3, 4)
+    static = pool.run(in_grid, 2, crossings_on_rank, "worst", ranks=4)
+    assert static == [([5, 5], [5, 5])] * 4

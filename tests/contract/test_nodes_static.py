@@ -1,0 +1,341 @@
+"""Static mode over several nodes: no call waits, neither for a device nor for another host.
+
+On a CPU an engine inside that waits for nothing is played by `reference`, which may read what it
+likes; whatever `hierarchical` itself reads, or asks other hosts, is an error.  What waits in some
+other way is seen on GPUs: `NCCLEP_LOCAL_RANKS=1 pytest tests/gpu/test_gpu_static_mode.py
+tests/gpu/test_graphs.py --backend nccl --engine hierarchical --ranks 2`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from contract_cases import rows_limit_of
+from run_case import opened
+from test_nodes import ENGINE, in_grid, possible_cases
+from test_properties import assert_steps
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine, hierarchical
+from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.reference import CAPS, ReferenceEngine
+from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
+from megatron_ncclep.ranks import all_to_all
+from megatron_ncclep.ranks.all_to_all import Exchange, Unwaited
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.testing.cases import Case
+
+pytestmark = [pytest.mark.needs_ranks(4), pytest.mark.cpu_only]
+
+# What brings a tensor's numbers to the host, or a size that depends on them.
+METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "bincount", "masked_select", "unique")
+METHODS += ("__bool__", "__int__", "__float__", "__index__", "__contains__")
+OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2")
+
+
+class WaitedError(AssertionError):
+    """A call waited."""
+
+
+class NoMethodReads(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Far.is_on and getattr(func, "__name__", "") in METHODS:
+            raise WaitedError(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class NoOperatorReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if Far.is_on and (name in OPERATORS or by_mask):
+            raise WaitedError(f"aten.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+class Far:
+    """Whether what calls do counts as done for a device far away."""
+
+    is_on = False
+
+
+class InsideWithoutWaits(ReferenceEngine):
+    """May look at what it gets: it stands for kernels."""
+
+    def plan(self, topk_idx: torch.Tensor) -> Any:
+        with near():
+            return super().plan(topk_idx)
+
+    def dispatch(
+        self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with near():
+            return super().dispatch(plan, x, w)
+
+    def combine(
+        self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with near():
+            return super().combine(plan, y, w)
+
+
+@contextmanager
+def near() -> Iterator[None]:
+    was, Far.is_on = Far.is_on, False
+    try:
+        yield
+    finally:
+        Far.is_on = was
+
+
+@contextmanager
+def far(group: EpGroup) -> Iterator[None]:
+    """Whatever waits is an error: reading, agreeing, waiting on the host for an exchange."""
+    finish = Exchange.finish
+
+    def finish_at_once(exchange: Exchange, on_host: bool = True) -> torch.Tensor:
+        if on_host and exchange._group is group:
+            raise WaitedError(f"for {exchange._what}")
+        with near():  # gloo brings it through the host
+            return finish(exchange, on_host)
+
+    def never(*args: Any) -> None:
+        raise WaitedError("for other hosts")
+
+    with pytest.MonkeyPatch.context() as patch, NoMethodReads(), NoOperatorReads():
+        patch.setattr(Exchange, "finish", finish_at_once)
+        patch.setattr(group, "exchange", never)
+        patch.setattr(Far, "is_on", True)
+        yield
+
+
+@contextmanager
+def inside_that_waits_for_nothing() -> Iterator[None]:
+    caps = dataclasses.replace(CAPS, captures_static=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(hierarchical.INSIDE, "reference", (InsideWithoutWaits, caps))
+        yield
+
+
+def steps_on_rank(ctx: RankContext, case: Case) -> list[torch.Tensor]:
+    """All steps, twice: hosts agree on the shapes in the first ones, and go on in the second."""
+    group = EpGroup.of(ctx.group)
+    with inside_that_waits_for_nothing(), opened(ctx, case, ENGINE) as (case, engine):
+        assert engine.caps.captures_static
+
+        def all_steps(case: Case) -> list[torch.Tensor]:
+            # With a number of rows ranks may bring fewer tokens than at first.
+            topk_idx, w = case.topk_idx(ctx.rank), case.weights(ctx.rank)
+            x = case.rows(ctx.rank, len(topk_idx), salt=2)
+            y = case.rows(ctx.rank, plan_rows, salt=5)
+            with far(group) if case is last else near():
+                plan = engine.plan(topk_idx)
+                rows, row_w = engine.dispatch(plan, x, w)
+                return [rows, row_w, *engine.combine(plan, y, row_w)]
+
+        assert rows_limit_of(case) is not None
+        plan_rows, last = rows_limit_of(case), case
+        more = 0 if isinstance(case.max_recv_rows, str) else 3
+        tokens = tuple(count + more for count in case.tokens)
+        all_steps(dataclasses.replace(case, seed=case.seed + 1, tokens=tokens))
+        return all_steps(case)
+
+
+def static_steps_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
+    return [steps_on_rank(ctx, case) for case in cases]
+
+
+def static_cases() -> list[Case]:
+    few = Case("few", (7, 3, 0, 5), 8, 3, hidden=24, dtype=torch.bfloat16, max_recv_rows=8)
+    even = dataclasses.replace(few, name="even", tokens=(6,) * 4, max_recv_rows="1.25x")
+    contract = [case for case in possible_cases(4) if case.max_recv_rows is not None]
+    return [*contract, few, even, dataclasses.replace(even, name="worst", max_recv_rows="worst")]
+
+
+@pytest.mark.parametrize("local_ranks", [1, 2])
+def test_no_call_waits(pool: RankPool, monkeypatch: pytest.MonkeyPatch, local_ranks: int) -> None:
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))  # for the oracle
+    cases = static_cases()
+    results = pool.run(in_grid, local_ranks, static_steps_on_rank, cases, ranks=4)
+    assert len(cases) > 5
+    for i, case in enumerate(cases):
+        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
+
+
+def waits_on_rank(ctx: RankContext) -> list[str]:
+    """What is said of calls that wait."""
+    group, said = EpGroup.of(ctx.group), []
+    assignments = torch.tensor([[0, 7]])
+    with far(group):
+        for call in (
+            lambda: assignments.tolist(),
+            lambda: assignments[0, 0].item(),
+            lambda: assignments[assignments > 0],
+            lambda: bool(assignments.any()),
+            lambda: group.exchange(b"", "a test", 60),
+            lambda: all_to_all.exchange(group, assignments[:0], [0] * 4, [0] * 4, "a test", 60),
+        ):
+            with pytest.raises(WaitedError) as caught:
+                call()
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_wait_would_be_noticed(pool: RankPool) -> None:
+    for said in pool.run(waits_on_rank, ranks=4):
+        assert said == [
+            *("Tensor.tolist", "Tensor.item", "aten.index", "Tensor.__bool__"),
+            *("for other hosts", "for a test"),
+        ]
+
+
+def dropped_on_rank(ctx: RankContext, topk_idx: torch.Tensor) -> str:
+    """What `check` says of a plan whose rows do not fit, and in which no host agreed."""
+    group = EpGroup.of(ctx.group)
+    config = EpConfig(engine=ENGINE, max_recv_rows=4, on_overflow="raise")
+    with inside_that_waits_for_nothing():
+        engine = create_engine(ctx.group, 8, config)
+        engine.plan(torch.full_like(topk_idx, -1))
+        group.check()
+        with far(group):
+            engine.plan(topk_idx)
+        with pytest.raises(EpError) as caught:
+            group.check()
+        engine.close()
+    return str(caught.value)
+
+
+def test_all_nodes_hear_of_dropped_rows_without_waiting(pool: RankPool) -> None:
+    topk_idx = torch.tensor([[0, 1], [1, -1]])  # of each of four ranks: 12 assignments for rank 0
+    for text in pool.run(in_grid, 2, dropped_on_rank, topk_idx, ranks=4):
+        assert "with max_recv_rows=4, rank 0 needed 12 rows and had 4 (" in text
+
+
+def wrong_assignments_on_rank(ctx: RankContext, assignments: list[list[int]]) -> str:
+    """What is said of a bad routing of rank 1 that no host has looked at."""
+    good = torch.tensor([[0, 7]])
+    with inside_that_waits_for_nothing():
+        engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))
+        engine.plan(good)
+        with pytest.raises(InputError) as caught:
+            engine.plan(torch.tensor(assignments) if ctx.rank == 1 else good)
+        engine.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("assignments", [[[0, 8]], [[-2, 0]], [[3, 3]], [[6, 6]]], ids=str)
+def test_all_nodes_hear_of_a_bad_routing(pool: RankPool, assignments: list[list[int]]) -> None:
+    """It crosses to all nodes, whose engine inside finds it on the device."""
+    for rank, text in enumerate(
+        pool.run(in_grid, 2, wrong_assignments_on_rank, assignments, ranks=4)
+    ):
+        first = rank // 2 * 2
+        assert f"inside node {rank // 2}, whose ranks 0 to 1 are ranks {first} to" in text
+        assert "plan: rank 1: " in text  # by its local index, which its rail has
+
+
+def refused_on_rank(ctx: RankContext) -> list[str]:
+    """What one rank says of its own wrong arguments, without asking the others."""
+    group, said = EpGroup.of(ctx.group), []
+    assignments, x = torch.tensor([[0, 7]]), torch.ones(1, 16)
+    for wrong in (
+        lambda engine, plan: engine.plan(assignments.short()),
+        lambda engine, plan: engine.dispatch(plan, torch.ones(2, 16)),
+        lambda engine, plan: engine.dispatch(RoutePlan(1, 1, 2, 8, 64, assignments), x),
+    ):
+        with inside_that_waits_for_nothing():
+            engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))
+            plan = engine.plan(assignments)
+            engine.dispatch(plan, x)
+            with far(group):
+                # The second one is as it should be, and comes too late.
+                for call in (lambda: wrong(engine, plan), lambda: engine.plan(assignments)):  # noqa: B023
+                    with pytest.raises(RefusedError) as caught:
+                        call()
+                    said.append(str(caught.value))
+            engine.close()
+    return said
+
+
+def test_a_rank_refuses_alone(pool: RankPool) -> None:
+    for rank, said in enumerate(pool.run(in_grid, 2, refused_on_rank, ranks=4)):
+        assert [said[0], said[2], said[4]] == [said[1], said[3], said[5]]
+        assert f"plan: rank {rank}: topk_idx is torch.int16" in said[0]
+        assert f"dispatch: rank {rank}: x has shape [2, 16]" in said[2]
+        assert f"dispatch: rank {rank}: the plan is a RoutePlan" in said[4]
+
+
+def refused_alone_on_rank(ctx: RankContext) -> list[int]:
+    """A group of one rank refuses a call, and goes on."""
+    assignments = torch.tensor([[0, 7]])
+    with inside_that_waits_for_nothing():
+        engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))
+        plan = engine.plan(assignments)
+        with pytest.raises(InputError, match=r"plan: rank 0: topk_idx is torch\.int16") as caught:
+            engine.plan(assignments.short())
+        assert caught.type is InputError
+        rows, _ = engine.dispatch(plan, torch.ones(1, 16))
+        engine.close()
+    return list(rows.shape)
+
+
+def test_a_group_of_one_rank_goes_on(pool: RankPool) -> None:
+    assert pool.run(refused_alone_on_rank, ranks=1) == [[64, 16]]
+
+
+# --- what nobody waits for -----------------------------------------------------------------------
+
+
+class Event:
+    """A CUDA event that happens after some looks."""
+
+    looks = 0
+
+    def record(self) -> None:
+        self.left = Event.looks
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize(
+    ("looks", "refusals", "error", "text"),
+    [
+        (3, {}, None, ""),
+        (10**9, {}, PeerError, "rank 0 of 2: dispatch between nodes was not over within"),
+        (10**9, {1: "dispatch: rank 1: x has"}, RefusedError, "dispatch: rank 1: x has"),
+    ],
+)
+def test_what_crosses_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+    looks: int,
+    refusals: dict[int, str],
+    error: type[EpError] | None,
+    text: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Event, "looks", looks)
+    group: Any = SimpleNamespace(
+        rank=0, size=2, device=torch.device("cuda"), refusal=lambda rank: refusals.get(rank, "")
+    )
+    unwaited = Unwaited(group)
+    unwaited.check()  # nothing has crossed
+    unwaited.note("dispatch between nodes", 0.05)
+    if error is None:
+        unwaited.check()
+        return
+    with pytest.raises(error, match=text):
+        unwaited.check()

@@ -1,0 +1,124 @@
+"""What low-latency mode of the native engine asks of the extension, with a stand-in for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import ThreadGroup, on_threads
+from test_native_calls import STREAM, RecordingNative
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import native_low_latency, native_windows
+from megatron_ncclep.engines.low_latency import LowLatency
+from megatron_ncclep.engines.low_latency_rows import LowLatencySizes
+from megatron_ncclep.engines.native import CAPS
+from megatron_ncclep.engines.native_group import NativeGroup
+from megatron_ncclep.engines.native_low_latency import NativeLowLatency
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.libraries import extension
+
+MAX_TOKENS, HIDDEN, TOP_K = 128, 4096, 2  # a row is 8 pieces: half a CTA's number of tokens
+
+
+class Telling(RecordingNative):
+    """Says whose routing the device found bad, until it is told to forget."""
+
+    windows: tuple[Any, ...] = ("there",)
+    bad = 0
+
+    def bad_low_latency(self, forget: bool) -> int:
+        mask, self.bad = self.bad, 0 if forget else self.bad
+        return mask
+
+
+class RecordingLowLatency:
+    """A `_C.NativeLowLatency` that writes down how many CTAs each call has."""
+
+    rows = scales = experts = weights = num_bytes = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.num_ctas: list[tuple[str, int]] = []
+
+    def dispatch(self, *arguments: Any) -> None:
+        self.num_ctas.append(("dispatch", arguments[6]))
+
+    def combine(self, *arguments: Any) -> None:
+        self.num_ctas.append(("combine", arguments[5]))
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(NativeGroup=Telling, NativeLowLatency=RecordingLowLatency)
+    monkeypatch.setattr(extension, "load", lambda: module)
+    monkeypatch.setattr(extension.StreamKeeper, "keep", lambda *_: STREAM)
+    monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name in ("native_group", "native_low_latency"):
+        monkeypatch.setattr(
+            f"megatron_ncclep.engines.{name}.communicator_of", lambda group, timeout_s: None
+        )
+    monkeypatch.setattr(native_windows, "open_checked", lambda *_: None)
+    monkeypatch.setattr(native_low_latency, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(
+        NativeLowLatency, "_view", lambda self, address, dtype, *shape: torch.zeros(shape).to(dtype)
+    )
+
+
+def make(group: ThreadGroup) -> tuple[LowLatency, NativeLowLatency]:
+    group.device = torch.device("cpu")
+    shared = NativeGroup(group, 4, 20.0)
+    sizes = LowLatencySizes(MAX_TOKENS, HIDDEN, TOP_K, torch.bfloat16, torch.bfloat16)
+    calls = NativeLowLatency(shared, 4, EpConfig(engine="native"), sizes, 1)
+    return LowLatency(group, CAPS, sizes, calls), calls
+
+
+def pair(ll: LowLatency, num_tokens: int) -> None:
+    x = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16)
+    assignments = torch.zeros(num_tokens, TOP_K, dtype=torch.int64)
+    rows = ll.dispatch(x, assignments, torch.zeros(num_tokens, TOP_K))
+    ll.combine(rows.rows)
+
+
+def test_a_rank_with_few_tokens_adds_up_what_many_bring() -> None:
+    """On a rank with one token of its own and 128 received rows a combine had 8 CTAs, and took 34
+    us instead of 13: no test had ranks with such different batches.
+    """
+
+    def run(group: ThreadGroup) -> list[tuple[str, int]]:
+        ll, calls = make(group)
+        for num_tokens in (1, 40, 128):
+            pair(ll, num_tokens)
+        return calls._native.num_ctas
+
+    assert on_threads(1, run) == [
+        [
+            *(("dispatch", 8), ("combine", 32)),  # 16 tokens' worth
+            *(("dispatch", 80), ("combine", 80)),
+            *(("dispatch", 120), ("combine", 120)),
+        ]
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_bad_routing_ends_a_group_of_several_ranks_only(num_ranks: int) -> None:
+    """It was told in all later calls of a group of one rank, too."""
+
+    def run(group: ThreadGroup) -> list[str]:
+        ll, calls = make(group)
+        calls._shared.native.bad = 1
+        said = []
+        for _ in range(2):
+            try:
+                pair(ll, 3)
+                said.append("well")
+            except InputError as error:
+                named = "topk_idx of rank 0 named what is not one of the 4 experts" in str(error)
+                said.append(f"{type(error).__name__} {named}")
+        return said
+
+    expected = ["InputError True", "well"] if num_ranks == 1 else ["RefusedError True"] * 2
+    assert on_threads(num_ranks, run) == [expected] * num_ranks

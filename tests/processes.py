@@ -1,0 +1,132 @@
+"""Fresh processes that are the ranks of one job, under nobody's care: how each of them ends.
+
+`RankPool` keeps its processes alive; here every one goes through its own exit, destructors and all,
+as under torchrun, but nobody ends the others when one has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from megatron_ncclep.ranks.pool import RankContext
+
+# What a process that did not end in time gets to write down where it hangs.
+DUMP_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        exit_code: as of subprocess; None: it did not end in time and was killed.
+        output: of both streams; where it hung, when it was killed.
+    """
+
+    exit_code: int | None
+    output: str
+
+
+class Store:
+    """What the ranks of a job meet in; it is here, as it is in torchrun, and outlives any rank."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def variables(self, num_ranks: int) -> dict[str, str]:
+        """Torchrun's variables, except for a rank's own."""
+        return {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(num_ranks),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+
+def run_ranks(
+    command: list[str],
+    num_ranks: int,
+    timeout: float,
+    **environment: str,
+) -> list[Ended]:
+    """Start `command` as every rank of a job, with torchrun's variables, and wait for all to end.
+
+    Args:
+        command: of one rank, which calls `join`.
+        num_ranks: R.
+        timeout: seconds for all of them together; then what is left is killed.
+        environment: more variables.
+    """
+    store = Store()
+    variables = {
+        **os.environ,
+        **store.variables(num_ranks),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **environment,
+    }
+    deadline = time.monotonic() + timeout
+    with ExitStack() as files:
+        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # what it starts ends with it
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        for process in processes:
+            files.callback(_kill, process)
+        codes = [_exit_code(process, deadline) for process in processes]
+        for output in outputs:
+            output.seek(0)
+        return [Ended(code, out.read()) for code, out in zip(codes, outputs, strict=True)]
+
+
+def _exit_code(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Wait for the end of a process, or bring it about."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # the fault handler writes the stacks
+    try:
+        process.wait(DUMP_S)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+    return None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, and what it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def join(backend: str) -> RankContext:
+    """Be a rank of the job that `run_ranks` started this process for.  Collective.
+
+    Args:
+        backend: "gloo", or "nccl" with a GPU for each rank.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = "cuda" if backend == "nccl" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend)
+    assert dist.group.WORLD is not None  # just made
+    return RankContext(rank, size, dist.group.WORLD, device)

@@ -1,0 +1,269 @@
+"""vLLM's prepare/finalize pair over low-latency mode: a layer's output, in vLLM's own sequence.
+
+vLLM is not installed where these tests run: stand_in.py is as much of vLLM 0.26 as the pair uses.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import stand_in
+import torch
+
+from megatron_ncclep.errors import EpError
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+NUM_LOCAL, TOP_K, HIDDEN, MAX_TOKENS = 3, 2, 512, 6
+BLOCK = [128, 128]
+NO_QUANT = SimpleNamespace(quant_dtype=None, block_shape=None)
+FP8 = SimpleNamespace(
+    quant_dtype=torch.float8_e4m3fn, block_shape=BLOCK, a1_scale=None, per_act_token_quant=False
+)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool(2, folders=[str(Path(__file__).parent)])
+    yield pool
+    pool.close()
+
+
+class Experts:
+    """Expert e multiplies a row by e + 1; as vLLM's kernels, it drops what `expert_map` drops."""
+
+    def __init__(self, quant_config: Any, reduces: bool, expects_unquantized: bool) -> None:
+        self.quant_config = quant_config
+        self.expects_unquantized_inputs = expects_unquantized
+        self._reduces = reduces
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        if self._reduces:
+            return stand_in.TopKWeightAndReduceNoOP()
+        return stand_in.TopKWeightAndReduceDelegate()
+
+    def __call__(self, rows, scales, topk_ids, topk_weights, expert_map, first: int, dtype):
+        if scales is not None:
+            blocks = rows.float().view(len(rows), scales.shape[1], -1) * scales[:, :, None]
+            rows = blocks.view(rows.shape)
+        local = torch.where(topk_ids >= 0, expert_map[topk_ids.clamp(min=0).long()], -1)
+        out = torch.zeros(*topk_ids.shape, rows.shape[1], dtype=dtype)
+        place, assignment = (local >= 0).nonzero(as_tuple=True)
+        factor = (local[place, assignment] + first + 1).view(-1, 1)
+        out[place, assignment] = (rows[place].float() * factor).to(dtype)
+        if not self._reduces:
+            return out
+        return (out.float() * topk_weights[:, :, None]).sum(dim=1).to(dtype)
+
+
+def batch(number: int, rank: int, num_ranks: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Numbers whose products and sums are exact in every dtype here."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    num_tokens = (0, MAX_TOKENS, 3, 1)[(number + rank) % 4]
+    x = torch.randint(-2, 3, (num_tokens, HIDDEN), generator=generator).to(dtype) * 4
+    scores = torch.rand(num_tokens, NUM_LOCAL * num_ranks, generator=generator)
+    assignments = scores.argsort(dim=1)[:, :TOP_K].int()
+    assignments[torch.rand(assignments.shape, generator=generator) < 0.2] = -1
+    weights = 0.5 ** torch.randint(0, 3, assignments.shape, generator=generator)
+    return x, assignments, weights
+
+
+def expected(x: torch.Tensor, assignments: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    factors = torch.where(assignments >= 0, (assignments + 1) * weights, 0).sum(dim=1, keepdim=True)
+    return x.float() * factors
+
+
+def moe(num_ranks: int, dtype: torch.dtype, **changed: Any) -> SimpleNamespace:
+    sizes = {
+        "num_experts": NUM_LOCAL * num_ranks, "num_local_experts": NUM_LOCAL,
+        "experts_per_token": TOP_K, "hidden_dim": HIDDEN, "max_num_tokens": MAX_TOKENS,
+        "in_dtype": dtype,
+    }  # fmt: skip
+    return SimpleNamespace(**{**sizes, **changed})
+
+
+def make(ctx: RankContext, registered: dict[str, Any], sizes: Any, **changed: Any) -> Any:
+    """As vLLM's maybe_make_prepare_finalize does."""
+    asked = {
+        "quant_config": None, "routing_tables": None, "allow_new_interface": True,
+        "use_monolithic": False, "eep_stage": False, "all2all_manager": None,
+    }  # fmt: skip
+    return registered["ncclep"].create(moe=sizes, **{**asked, **changed})
+
+
+def layer_on_rank(
+    ctx: RankContext, kind: str, reduces: bool, is_async: bool
+) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+    """Two layers that share what carries them, in turns, as a model has them."""
+    registered = stand_in.install(ctx.group)
+    import megatron_ncclep.vllm as pairs
+
+    pairs.register()
+    dtype = torch.bfloat16 if kind == "fp8" else torch.float32
+    quant_config = NO_QUANT if kind == "plain" else FP8
+    experts = Experts(quant_config, reduces, expects_unquantized=kind == "deferred")
+    layers = [make(ctx, registered, moe(ctx.num_ranks, dtype)) for _ in range(2)]
+    for pair in layers:
+        pair.post_init_setup(experts)
+    assert layers[0]._object is layers[1]._object
+    assert (layers[0].num_dispatchers(), layers[0].max_num_tokens_per_rank()) == (2, MAX_TOKENS)
+    first = ctx.rank * NUM_LOCAL
+    expert_map = torch.full((NUM_LOCAL * ctx.num_ranks,), -1, dtype=torch.int32)
+    expert_map[first : first + NUM_LOCAL] = torch.arange(NUM_LOCAL, dtype=torch.int32)
+    results = []
+    for number in range(4):
+        pair = layers[number % 2]
+        x, assignments, weights = batch(number, ctx.rank, ctx.num_ranks, dtype)
+        arguments = (x, weights, assignments, NUM_LOCAL * ctx.num_ranks, expert_map, False,
+                     quant_config, experts.expects_unquantized_inputs)  # fmt: skip
+        prepared = pair.prepare_async(*arguments)() if is_async else pair.prepare(*arguments)
+        rows, scales, metadata, topk_ids, topk_weights = prepared
+        # All that is not this rank's is dropped, so that nothing is multiplied for it.
+        kept = int((expert_map[topk_ids.long()] >= 0).sum())
+        assert kept == int(metadata.expert_num_tokens.sum()), "assignments of other ranks' experts"
+        out = experts(rows, scales, topk_ids, topk_weights, expert_map, first, dtype)
+        output = torch.full_like(x, float("nan"))
+        arguments = (output, out, topk_weights, topk_ids, False,
+                     experts.finalize_weight_and_reduce_impl())  # fmt: skip
+        if is_async:
+            pair.finalize_async(*arguments)()
+        else:
+            pair.finalize(*arguments)
+        results.append(
+            (output, expected(x, assignments, weights), metadata.expert_num_tokens.tolist())
+        )
+    return results
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("reduces", [False, True], ids=["delegates", "reduces"])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "deferred"])
+def test_a_layers_output(ranks: RankPool, kind: str, reduces: bool, is_async: bool) -> None:
+    results = ranks.run(layer_on_rank, kind, reduces, is_async)
+    for number in range(4):
+        assignments = torch.cat(
+            [batch(number, rank, 2, torch.float32)[1].flatten() for rank in (0, 1)]
+        )
+        counts = [int((assignments == expert).sum()) for expert in range(2 * NUM_LOCAL)]
+        for rank, result in enumerate(results):
+            output, right, num_tokens = result[number]
+            assert torch.equal(output.float(), right), f"rank {rank}, batch {number}"
+            assert num_tokens == counts[rank * NUM_LOCAL : (rank + 1) * NUM_LOCAL]
+
+
+def refused_on_rank(ctx: RankContext) -> list[str]:
+    registered = stand_in.install(ctx.group)
+    import megatron_ncclep.vllm as pairs
+
+    pairs.register()
+    texts = []
+
+    def attempt(function: Any, *arguments: Any, **named: Any) -> None:
+        try:
+            function(*arguments, **named)
+            texts.append("no error")
+        except EpError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
+    sizes, tables = moe(2, torch.bfloat16), (torch.zeros(1),) * 3
+    for asked in ({"routing_tables": tables}, {"use_monolithic": True}, {"eep_stage": True}):
+        attempt(make, ctx, registered, sizes, **asked)
+    attempt(make, ctx, registered, moe(2, torch.bfloat16, num_local_experts=NUM_LOCAL + 1))
+    static = SimpleNamespace(quant_dtype=torch.float8_e4m3fn, block_shape=None)
+    pair = make(ctx, registered, sizes)
+    attempt(pair.post_init_setup, Experts(static, False, False))
+    too_many = make(ctx, registered, moe(2, torch.bfloat16, max_num_tokens=100_000))
+    attempt(too_many.post_init_setup, Experts(NO_QUANT, False, False))
+    pair.post_init_setup(Experts(NO_QUANT, False, False))
+    x, assignments, weights = batch(1, 0, 2, torch.bfloat16)
+    attempt(pair.prepare, x, weights, assignments, 8, None, False, NO_QUANT, False)
+    attempt(pair.prepare, x, weights, assignments, 6, None, True, NO_QUANT, False)
+    stand_in.install(ctx.group, registry=False)
+    attempt(pairs.register)
+    return texts
+
+
+def test_what_the_pair_does_not_do_is_refused(ranks: RankPool) -> None:
+    words = (
+        "InputError: .*redundant experts", "InputError: .*monolithic", "InputError: .*elastic",
+        "InputError: 6 experts, 4 on this rank of 2", "InputError: experts with inputs of .*float8",
+        "InputError: .*max_tokens 100000", "InputError: .*8 experts: this pair was made for 6",
+        "InputError: .*top_k 2: only with top_k 1", "EngineUnavailableError: .*pull/50556",
+    )  # fmt: skip
+    for texts in ranks.run(refused_on_rank):
+        for word, text in zip(words, texts, strict=True):
+            assert re.match(word, text), text
+
+
+# --- whether the stand-in is vLLM's --------------------------------------------------------------
+
+FILES = {
+    "modular_kernel.py": (
+        stand_in.FusedMoEPrepareAndFinalize, stand_in.FusedMoEPrepareAndFinalizeModular,
+    ),
+    "topk_weight_and_reduce.py": (
+        stand_in.TopKWeightAndReduceDelegate, stand_in.TopKWeightAndReduceNoOP,
+        stand_in.TopKWeightAndReduceContiguous,
+    ),
+}  # fmt: skip
+
+
+def vllms_folder() -> Path | None:
+    spec = importlib.util.find_spec("vllm") if "vllm" not in sys.modules else None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(next(iter(spec.submodule_search_locations))) / "model_executor/layers/fused_moe"
+    return folder if (folder / "modular_kernel.py").is_file() else None
+
+
+@pytest.mark.skipif(
+    vllms_folder() is None,
+    reason=f"vLLM is not installed: the stand-in for {stand_in.VERSION} is compared with its "
+    "sources where they are",
+)
+def test_the_stand_in_is_vllms() -> None:
+    folder = vllms_folder()
+    assert folder is not None
+    for file, classes in FILES.items():
+        found = {
+            node.name: node
+            for node in ast.parse((folder / file).read_text()).body
+            if isinstance(node, ast.ClassDef)
+        }
+        for ours in classes:
+            theirs = {
+                node.name: node
+                for node in found[ours.__name__].body
+                if isinstance(node, ast.FunctionDef)
+            }
+            for name, function in vars(ours).items():
+                function = function.fget if isinstance(function, property) else function
+                if not inspect.isfunction(function) or name.startswith("_"):
+                    continue
+                what = f"{ours.__name__}.{name}"
+                arguments = [argument.arg for argument in theirs[name].args.args]
+                assert list(inspect.signature(function).parameters) == arguments, what
+                is_abstract = "abstractmethod" in map(ast.unparse, theirs[name].decorator_list)
+                assert getattr(function, "__isabstractmethod__", False) == is_abstract, what
+            abstract = {
+                name
+                for name, node in theirs.items()
+                if "abstractmethod" in map(ast.unparse, node.decorator_list)
+            }
+            assert abstract <= set(vars(ours)), f"{ours.__name__} lacks {abstract}"
+    tree = ast.parse((folder / "utils.py").read_text())
+    (quantize,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "moe_kernel_quantize_input"
+    ]
+    ours = list(inspect.signature(stand_in.moe_kernel_quantize_input).parameters)
+    assert [argument.arg for argument in quantize.args.args][: len(ours)] == ours
