@@ -198,7 +198,8 @@ class Metrics:
 
     def _interval_of(self, exchanged: _Exchanged) -> Interval:
         new, size = exchanged.everything, self._group.size
-        layers = new[:, :-1].view(size, len(self._layers), size + 2)  # rank, layer, what
+        # Rank, layer, what; layers may have been added since.
+        layers = new[:, :-1].view(size, -1, size + 2)
         assignments = layers[:, :, size].double()
         mean = assignments.mean(dim=0)
         worst = torch.where(mean > 0, assignments.amax(dim=0) / mean, 1.0).max()

@@ -11,6 +11,7 @@
 #include "host/exchange.h"
 #include "nccl/nccl.h"
 #include "nccl/window.h"
+#include "nccl_ep/low_latency.h"
 #include "nccl_ep/nccl_ep.h"
 
 namespace py = pybind11;
@@ -110,6 +111,7 @@ void bind_nccl_ep(py::module_& module) {
   using nccl_ep::GroupOptions;
   using nccl_ep::Handle;
   using nccl_ep::Library;
+  using nccl_ep::LowLatencyHandle;
   py::class_<Library, std::shared_ptr<Library>>(module, "NcclEp")
       .def(py::init<const std::string&>(), "path"_a)
       .def_property_readonly("path", &Library::path)
@@ -117,14 +119,16 @@ void bind_nccl_ep(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "NcclEpGroup")
       .def(py::init([](std::shared_ptr<Library> library, std::shared_ptr<Communicator> communicator,
                        unsigned num_experts, unsigned max_tokens, unsigned max_recv_rows,
-                       unsigned row_bytes, unsigned top_k, unsigned num_sms, double timeout_s) {
+                       unsigned row_bytes, unsigned top_k, unsigned num_sms, double timeout_s,
+                       bool low_latency) {
              const GroupOptions options{num_experts, max_tokens, max_recv_rows, row_bytes,
-                                        top_k,       num_sms,    timeout_s};
+                                        top_k,       num_sms,    timeout_s,     low_latency};
              py::gil_scoped_release unlocked;
              return std::make_shared<Group>(std::move(library), std::move(communicator), options);
            }),
            "library"_a.none(false), "communicator"_a.none(false), py::kw_only(), "num_experts"_a,
-           "max_tokens"_a, "max_recv_rows"_a, "row_bytes"_a, "top_k"_a, "num_sms"_a, "timeout_s"_a)
+           "max_tokens"_a, "max_recv_rows"_a, "row_bytes"_a, "top_k"_a, "num_sms"_a, "timeout_s"_a,
+           "low_latency"_a = false)
       .def("handle_bytes", &Group::handle_bytes, "alignment"_a, "top_k"_a)
       .def("close", &Group::close, Unlocked());
   py::class_<Handle, std::shared_ptr<Handle>>(module, "NcclEpHandle")
@@ -135,6 +139,13 @@ void bind_nccl_ep(py::module_& module) {
       .def("dispatch", &Handle::dispatch, "x"_a, "w"_a, "rows"_a, "row_w"_a, "stream"_a, Unlocked())
       .def("combine", &Handle::combine, "y"_a, "w"_a, "out"_a, "topk_w"_a, "stream"_a, Unlocked())
       .def("close", &Handle::close);
+  py::class_<LowLatencyHandle, std::shared_ptr<LowLatencyHandle>>(module,
+                                                                  "NcclEpLowLatencyHandle")
+      .def(py::init<std::shared_ptr<Group>, int>(), "group"_a.none(false), "top_k"_a, Unlocked())
+      .def("dispatch", &LowLatencyHandle::dispatch, "x"_a, "topk_idx"_a, "w"_a, "rows"_a,
+           "row_topk_idx"_a, "row_w"_a, "counts"_a, "stream"_a, Unlocked())
+      .def("combine", &LowLatencyHandle::combine, "y"_a, "out"_a, "stream"_a, Unlocked())
+      .def("close", &LowLatencyHandle::close);
 }
 
 }  // namespace

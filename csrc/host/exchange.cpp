@@ -190,6 +190,7 @@ void HostExchange::exchange(const char* mine, std::size_t length, char* all,
     }
     done += part;
   } while (done < length);
+  has_met_ = true;
 }
 
 // Writes this rank's next message and waits for everybody's.
@@ -248,6 +249,7 @@ void HostExchange::enter(std::uint64_t call, bool goes_on, std::uint64_t since) 
   const std::lock_guard<std::mutex> alone(mutex_);
   if (segment_ == nullptr) return;
   since_ = since;
+  has_met_ = false;
   segment_->ranks[rank_].call.store(2 * call + goes_on, std::memory_order_release);
 }
 
@@ -277,7 +279,7 @@ std::string HostExchange::reason_of(int rank, std::uint64_t since) const {
 
 int HostExchange::gone_on() {
   const std::lock_guard<std::mutex> alone(mutex_);
-  for (int rank = 0; segment_ != nullptr && rank < num_ranks_; ++rank) {
+  for (int rank = 0; segment_ != nullptr && !has_met_ && rank < num_ranks_; ++rank) {
     if (has_gone_on(rank)) return rank;
   }
   return -1;

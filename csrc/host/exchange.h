@@ -70,7 +70,8 @@ class HostExchange {
   void refuse(const std::string& reason);
   // What `rank` wrote down last, if it was in call `since` or later.
   std::string refusal(int rank, std::uint64_t since);
-  // The first rank that has gone on where this one stands; -1: none.
+  // The first rank that has gone on where this one stands; -1: none, or all have exchanged in this
+  // call, and whoever is in a later one left none of them waiting.
   int gone_on();
 
   // Says which ranks have died, have closed their end or gave up, and will not come to the next
@@ -110,6 +111,7 @@ class HostExchange {
   std::uint64_t sequence_ = 0;  // of the last message that this rank wrote
   std::uint64_t since_ = 0;     // see `enter`
   bool has_given_up_ = false;
+  bool has_met_ = false;  // all ranks have exchanged something in this call
 };
 
 }  // namespace ncclep

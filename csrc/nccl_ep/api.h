@@ -17,8 +17,8 @@ constexpr unsigned kInterfaceVersion = 2;
 constexpr unsigned kMagic = 0xC00FFFEEu;
 constexpr unsigned kTensorMagic = 0xCAFECAFEu;
 
-enum Algorithm : int { kHighThroughput = 1 };
-enum Layout : int { kExpertMajor = 1 };
+enum Algorithm : int { kLowLatency = 0, kHighThroughput = 1 };
+enum Layout : int { kExpertMajor = 1, kRankMajor = 2 };
 enum Overflow : int { kOverflowTrap = 1 };
 enum Direction : int { kForward = 0, kBackward = 1 };
 
@@ -71,7 +71,7 @@ struct LayoutInfo {
   unsigned size = sizeof(LayoutInfo);
   unsigned magic = kMagic;
   TensorArgument* expert_counters = nullptr;  // padded rows of each local expert
-  TensorArgument* src_rank_counters = nullptr;
+  TensorArgument* src_rank_counters = nullptr;   // low-latency mode: rows from each rank
   TensorArgument* expert_offsets = nullptr;
   TensorArgument* recv_total_counter = nullptr;  // their sum
   int recv_topk_idx_kind = 0;

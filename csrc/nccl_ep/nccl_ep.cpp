@@ -2,51 +2,14 @@
 
 #include <initializer_list>
 #include <utility>
-#include <vector>
+
+#include "nccl_ep/argument.h"
 
 namespace ncclep::nccl_ep {
 
 namespace {
 
 constexpr double kMaxTimeout = 1e9;  // seconds
-
-int datatype_of(DType dtype) {
-  switch (dtype) {
-    case DType::kUint8:
-      return kNcclUint8;
-    case DType::kInt32:
-      return kNcclInt32;
-    case DType::kInt64:
-      return kNcclInt64;
-    case DType::kFloat16:
-      return kNcclFloat16;
-    case DType::kBFloat16:
-      return kNcclBFloat16;
-    case DType::kFloat32:
-      return kNcclFloat32;
-    case DType::kFloat64:
-      break;  // the library moves none
-  }
-  fail("no NCCL datatype for dtype ", static_cast<int>(dtype));
-}
-
-// A tensor as the library takes it.  It refuses null even for no elements: `any` is passed instead.
-class Argument {
- public:
-  Argument(const Tensor& tensor, void* any) : sizes_(tensor.shape.begin(), tensor.shape.end()) {
-    argument_.num_dimensions = static_cast<unsigned>(sizes_.size());
-    argument_.datatype = datatype_of(tensor.dtype);
-    argument_.data = tensor.num_elements() == 0 ? any : tensor.data;
-    argument_.sizes = sizes_.data();
-  }
-  Argument(const Argument&) = delete;
-
-  TensorArgument* get() { return &argument_; }
-
- private:
-  std::vector<std::size_t> sizes_;
-  TensorArgument argument_;
-};
 
 std::optional<Argument>& emplace(std::optional<Argument>& slot, const std::optional<Tensor>& tensor,
                                  void* any) {
@@ -127,6 +90,7 @@ Group::Group(std::shared_ptr<Library> library, std::shared_ptr<Communicator> com
     : library_(std::move(library)), communicator_(std::move(communicator)), options_(options) {
   check(options, communicator_->num_ranks());
   GroupConfig config;
+  config.algorithm = options.low_latency ? kLowLatency : kHighThroughput;
   config.num_experts = options.num_experts;
   config.max_dispatch_tokens_per_rank = options.max_tokens;
   config.max_recv_tokens_per_rank = options.max_recv_rows;

@@ -1,4 +1,4 @@
-// NVIDIA's libnccl_ep in HT mode with expert-major rows: its library, a group and a handle.
+// NVIDIA's libnccl_ep: its library, a group, and a handle of HT mode with expert-major rows.
 //
 // A group holds the staging memory for up to `max_tokens` tokens of `row_bytes` on each rank; a
 // handle holds the routes of one micro-batch.  Handles keep their group alive, groups their
@@ -52,6 +52,7 @@ struct GroupOptions {
   unsigned top_k;          // at most
   unsigned num_sms;        // 0: the library's own choice
   double timeout_s;        // of its waits on the device; it traps when it is over
+  bool low_latency;        // for `LowLatencyHandle`, which ignores max_recv_rows; not for `Handle`
 };
 
 // Making and closing it is collective.  An object that nobody closes is left to the end of the

@@ -6,8 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ncclep.benchmark import shapes
-from megatron_ncclep.benchmark.low_latency import engine_names
+from megatron_ncclep.benchmark import low_latency, shapes
 from megatron_ncclep.benchmark.names import (
     default_names,
     is_train,
@@ -93,7 +92,7 @@ class Job(Checked):
             config = args.config or ("low_latency_smoke" if args.smoke else "low_latency")
             file = shapes.load(config)
             # The file's subjects are those of the other mode.
-            names = tuple(subjects or engine_names(device))
+            names = tuple(subjects or low_latency.default_names(device))
             _check_low_latency(names, device, file.shapes)
         else:
             trains = subjects is not None and all(map(is_train, subjects))
@@ -149,12 +148,12 @@ class Job(Checked):
 
 def _check_low_latency(names: tuple[str, ...], device: str, found: tuple[Shape, ...]) -> None:
     """Refuse what has no low-latency mode, and what the mode would ignore."""
-    known = engine_names(device)
+    known = low_latency.known_names(device)
     for name in names:
         if name.partition("@")[0] not in known:
             raise InputError(
-                f"subject {name!r}: --mode {LOW_LATENCY} measures engines that have the mode, on "
-                f"GPUs those that CUDA graphs can hold: {', '.join(known)}"
+                f"subject {name!r}: --mode {LOW_LATENCY} measures what has the mode, on GPUs what "
+                f"CUDA graphs can hold: {', '.join(known)}"
             )
     for shape in found:
         if shape.alignment != 1:

@@ -43,47 +43,15 @@ class LibrarySubject(Subject):
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
         super().__init__(name, setting, workload)
-        base, num_sms = split_name(name)
-        package, on = LIBRARIES[base]
-        choice = {CHOICE: package} if package else {}
-        modes = {variable: str(int(mode in on)) for mode, variable in MODES.items()}
-        group = EpGroup.of(setting.new_group())
-        config = EpConfig(
-            engine="nccl_ep",
-            alignment=workload.case.alignment,
-            num_sms=num_sms,
-            timeout_s=setting.timeout_s,
-        )
         check_limits(workload, nccl_ep.CAPS)
-        # Nothing may stand in the engine's way; it is never without its fixed order.
-        with (
-            excused(EngineUnavailableError, InputError),
-            environment({**choice, **modes, FIXED_ORDER: "1"}),
-        ):
-            choose_engine(group, config, workload.case.num_experts)
-        with environment({**choice, **modes}):
-            self._open(group, config, "pull_push" in on)
+        tokens = -(-max(workload.case.tokens) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
+        self._group, self._staging, self.sms = open_group(name, setting, workload, tokens)
+        self._allocate("pull_push" in LIBRARIES[split_name(name)[0]][1])
 
-    def _open(self, group: EpGroup, config: EpConfig, adds_by_assignment: bool) -> None:
-        """Open the library and allocate all outputs."""
-        self._group, workload = group, self._workload
-        self.sms = str(config.num_sms or DEFAULT_SMS["nccl_ep"])
+    def _allocate(self, adds_by_assignment: bool) -> None:
+        """Make a handle and all outputs."""
+        group, workload, native = self._group, self._workload, extension.load()
         case = workload.case
-        native = extension.load()
-        library = open_library()
-        communicator = communicator_of(group, config.timeout_s)
-        tokens = -(-max(case.tokens) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
-        self._staging = native.NcclEpGroup(
-            library.native,
-            communicator,
-            num_experts=case.num_experts,
-            max_tokens=tokens,
-            max_recv_rows=0,
-            row_bytes=case.hidden * case.dtype.itemsize,
-            top_k=case.top_k,
-            num_sms=config.num_sms or 0,
-            timeout_s=config.timeout_s,
-        )
         topk_idx, w, self._order = workload.topk_idx, workload.w, None
         if adds_by_assignment:
             topk_idx, self._order = workload.topk_idx.sort(dim=1)
@@ -158,7 +126,7 @@ class LibrarySubject(Subject):
         expected, _ = table_dispatch(table, sent)
         block = torch.repeat_interleave(table.padded)
         place = torch.empty_like(block)
-        place[_by_content(block, expected)] = _by_content(block, self._rows[:, :width])
+        place[by_content(block, expected)] = by_content(block, self._rows[:, :width])
         return place
 
     def close(self) -> None:
@@ -168,6 +136,47 @@ class LibrarySubject(Subject):
         self._staging.close()
 
 
+def open_group(
+    name: str, setting: Setting, workload: Workload, max_tokens: int, low_latency: bool = False
+) -> tuple[EpGroup, Any, str]:
+    """Open the library that `name` means over a process group and a communicator of its own.
+
+    Returns:
+        the group of ranks, the library's group, and in words how many SMs its kernels have.
+
+    Raises:
+        UnavailableError: it cannot run here; raised on every rank that knows.
+    """
+    base, num_sms = split_name(name)
+    package, on = LIBRARIES[base]
+    choice = {CHOICE: package} if package else {}
+    modes = {variable: str(int(mode in on)) for mode, variable in MODES.items()}
+    group, case = EpGroup.of(setting.new_group()), workload.case
+    config = EpConfig(
+        engine="nccl_ep", alignment=case.alignment, num_sms=num_sms, timeout_s=setting.timeout_s
+    )
+    # Nothing may stand in the engine's way; it is never without its fixed order.
+    with (
+        excused(EngineUnavailableError, InputError),
+        environment({**choice, **modes, FIXED_ORDER: "1"}),
+    ):
+        choose_engine(group, config, case.num_experts)
+    with environment({**choice, **modes}):
+        made = extension.load().NcclEpGroup(
+            open_library().native,
+            communicator_of(group, config.timeout_s),
+            num_experts=case.num_experts,
+            max_tokens=max_tokens,
+            max_recv_rows=0,
+            row_bytes=case.hidden * case.dtype.itemsize,
+            top_k=case.top_k,
+            num_sms=num_sms or 0,
+            timeout_s=config.timeout_s,
+            low_latency=low_latency,
+        )
+    return group, made, str(num_sms or DEFAULT_SMS["nccl_ep"])
+
+
 def put(rows: torch.Tensor | None, place: torch.Tensor | None) -> torch.Tensor | None:
     """Return `rows` [n, ...], if any, with row i at `place[i]`; None: as they are."""
     if rows is None or place is None:
@@ -175,7 +184,7 @@ def put(rows: torch.Tensor | None, place: torch.Tensor | None) -> torch.Tensor |
     return torch.empty_like(rows).index_copy_(0, place, rows)
 
 
-def _by_content(block: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def by_content(block: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Sort rows by block and then by content; returns their numbers, int64 [n].
 
     Args:

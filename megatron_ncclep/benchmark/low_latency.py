@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_ncclep.benchmark.check import difference
-from megatron_ncclep.benchmark.names import split_name
+from megatron_ncclep.benchmark.names import LIBRARIES, LIBRARY, split_name
 from megatron_ncclep.benchmark.subjects import PAIR, Setting, Subject, excused
 from megatron_ncclep.benchmark.timing import Clock, Timer, Times, clock_of
 from megatron_ncclep.benchmark.workload import WEIGHTS, Workload, X, Y, payload
@@ -26,6 +26,16 @@ MAX_TOKENS = 128
 PAIRS = 20
 
 
+def default_names(device: str) -> list[str]:
+    """What is measured unless something is asked for."""
+    return [*engine_names(device), *([LIBRARY] if device == "cuda" else [])]
+
+
+def known_names(device: str) -> list[str]:
+    """What can be measured: engines, and NVIDIA's libraries in the one mode that they have here."""
+    return [*engine_names(device), *(name for name, (_, modes) in LIBRARIES.items() if not modes)]
+
+
 def engine_names(device: str) -> list[str]:
     """The engines that have the mode; on "cuda" those that a CUDA graph can be part of."""
     return [
@@ -40,9 +50,17 @@ class LowLatencySubject(Subject):
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
         super().__init__(name, setting, workload)
-        engine, num_sms = split_name(name)
         case = workload.case
         self.max_tokens = max(MAX_TOKENS, *case.tokens)
+        self._y = self._rows(self._rank).view(case.num_ranks, self.max_tokens, -1)
+        self._on_gpu = setting.device == "cuda"
+        self.passes = {"dispatch": self.dispatch, "combine": self.combine}
+        self._open(setting)
+
+    def _open(self, setting: Setting) -> None:
+        """Make the engine, and the object for this workload."""
+        engine, num_sms = split_name(self.name)
+        case = self._workload.case
         with excused(EngineUnavailableError, InputError):
             config = EpConfig(engine=engine, num_sms=num_sms, timeout_s=setting.timeout_s)
             self._engine = create_engine(setting.new_group(), case.num_experts, config)
@@ -53,11 +71,8 @@ class LowLatencySubject(Subject):
                 top_k=case.top_k,
                 dtype=case.dtype,
             )
-        self._y = self._rows(self._rank).view(case.num_ranks, self.max_tokens, -1)
         nbytes = getattr(self._object, "nbytes", None)
         self.window_bytes = nbytes() if nbytes is not None else None
-        self.passes = {"dispatch": self.dispatch, "combine": self.combine}
-        self._on_gpu = setting.device == "cuda"
 
     def clock(self, timer: Timer) -> Clock:
         """See `Subject.clock`."""
@@ -128,8 +143,12 @@ class LowLatencySubject(Subject):
             place = rank * self.max_tokens + here.cumsum(0)[here] - 1
             # A row for each place is its sum already: rounding it changes nothing.
             total[here] += self._rows(peer)[place].float()
-        problem = difference(out, total.to(case.dtype), "out")
+        problem = self._sum_problem(out, total)
         return f"combine: rank {rank}: {problem}" if problem else None
+
+    def _sum_problem(self, out: torch.Tensor, total: torch.Tensor) -> str | None:
+        """Compare with the fp32 sums of the contract's order."""
+        return difference(out, total.to(out.dtype), "out")
 
     def _rows(self, rank: int) -> torch.Tensor:
         """[R * max_tokens, H]: what `rank` combines."""

@@ -50,8 +50,8 @@ LOW_LATENCY_NOTE = (
     "replay of a CUDA graph of dispatches and combines in turns, without experts, in which a "
     "kernel writes down the device's clock after each operation; its launch, half a microsecond, "
     'counts; of "pair" after each pair only. MB window is memory on each rank that the others '
-    "write to. NVIDIA's low-latency mode is not measured: its combine multiplies by the weights, "
-    "and this package's binding of libnccl_ep has the other mode only."
+    "write to. NVIDIA's library is called directly, with rows by rank, as ours: its dispatch is "
+    "preceded by the update of its handle, which takes new routes, and both count."
 )
 NO_GPU_NOTE = (
     "NO GPU TOOK PART: the times of low-latency mode are those of hosts and of gloo, and say "

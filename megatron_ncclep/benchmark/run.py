@@ -16,6 +16,7 @@ from megatron_ncclep.benchmark.job import LOW_LATENCY, Job
 from megatron_ncclep.benchmark.layer import LayerSubject
 from megatron_ncclep.benchmark.library_subject import LibrarySubject
 from megatron_ncclep.benchmark.low_latency import LowLatencySubject
+from megatron_ncclep.benchmark.low_latency_library import LibraryLowLatencySubject
 from megatron_ncclep.benchmark.megatron_subject import MegatronSubject
 from megatron_ncclep.benchmark.names import kind_of
 from megatron_ncclep.benchmark.ranks import DeviceMemory, Ranks
@@ -73,7 +74,8 @@ def make_subject(
         UnavailableError: it cannot be measured here; raised on every rank that knows.
     """
     if mode == LOW_LATENCY:
-        return LowLatencySubject(name, setting, workload)
+        ours = kind_of(name) == "engine"
+        return (LowLatencySubject if ours else LibraryLowLatencySubject)(name, setting, workload)
     if (kind := kind_of(name)) == "layer":
         return LayerSubject(name, setting, workload, max_recv_rows)
     return SUBJECTS[kind](name, setting, workload)

@@ -117,11 +117,11 @@ class NativeGroup:
             calls = sorted([(me, failure.own_call), (peer, failure.peer_call)])
             return _difference({r: self.module.call_values(call) for r, call in calls}, phase)
         whose = "its low-latency object" if phase.startswith("low-latency") else "the group"
+        lost = self.group.lost(0) or "it died, is late or left the group's order of calls"
         return PeerError(
             f"rank {me} of {self.group.size}: rank {peer} did not come in {phase}, operation "
-            f"{failure.epoch} of {whose} (deadline {failure.deadline_s:g} s): it died, is late "
-            "or left the group's order of calls; look at the other ranks' output. What this group "
-            "has returned since is NaN"
+            f"{failure.epoch} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at the "
+            "other ranks' output. What this group has returned since is NaN"
         )
 
     def bad_routings(self) -> str | None:

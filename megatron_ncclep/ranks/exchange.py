@@ -131,15 +131,15 @@ class HostLink:
             self._memory.close()
         self._memory, self.is_open = None, False
 
-    def lost(self) -> str:
+    def lost(self, wait_s: float = DYING_S) -> str:
         """Say which ranks have died or left, as far as shared memory tells; empty if none has.
 
-        For whoever saw a connection end: it waits a moment for the process behind it to be dead.
-        Not collective.
+        For whoever saw a connection end: it waits up to `wait_s` seconds for the process behind it
+        to be dead.  Not collective.
         """
         if self._memory is None:
             return ""
-        give_up = time.monotonic() + DYING_S
+        give_up = time.monotonic() + wait_s
         while not (text := str(self._memory.lost())) and time.monotonic() < give_up:
             time.sleep(ASK_AGAIN_S)
         return text

@@ -159,7 +159,7 @@ def lost_ranks() -> str:
 
     Not collective.  Empty if none is known: only ranks that share memory know of each other.
     """
-    found = [(group, group._link.lost()) for group in list(_groups.values())]
+    found = [(group, group.lost()) for group in list(_groups.values())]
     return "; ".join(
         f"rank {group.rank} of {group.size} of an expert-parallel group: {lost}"
         for group, lost in found

@@ -26,7 +26,7 @@ from megatron_ncclep.errors import (
     RefusedError,
     UnsupportedError,
 )
-from megatron_ncclep.ranks.exchange import HostLink
+from megatron_ncclep.ranks.exchange import DYING_S, HostLink
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
 # Values that one call compares across ranks; the message has a fixed size, whatever the call is,
@@ -146,9 +146,14 @@ class Hosts:
     def gone_on(self) -> int | None:
         """A rank that exchanges nothing in the call in which this one does, or is in a later one.
 
-        None if there is none, or if the ranks share no memory.
+        None if there is none, if all have exchanged something in this call, or if the ranks share
+        no memory.
         """
         return self._link.gone_on()
+
+    def lost(self, wait_s: float = DYING_S) -> str:
+        """Say which ranks have died or left; empty if none is known.  See `HostLink.lost`."""
+        return self._link.lost(wait_s)
 
     def agree(
         self,
@@ -323,7 +328,7 @@ class Hosts:
                 self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
             # The backend's own words seldom say who it was, and may be those of a consequence.
-            lost = self._link.lost() or "a rank died, is late or left the group's order of calls"
+            lost = self.lost() or "a rank died, is late or left the group's order of calls"
             raise PeerError(
                 f"rank {self.rank} of {self.size}: no answer from the other ranks of the "
                 f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "

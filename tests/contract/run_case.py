@@ -27,6 +27,7 @@ from megatron_ncclep.engines.engine import (
     EngineCaps,
 )
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
+from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case, refusal
 
@@ -80,11 +81,15 @@ def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
 
 @contextmanager
 def opened(ctx: RankContext, case: Case, engine_name: str) -> Iterator[tuple[Case, Engine]]:
-    """The case with its tensors on this rank's device, and its engine, closed in the end."""
+    """The case with its tensors on this rank's device, and its engine, closed in the end.
+
+    What a wait of the device left as NaN is an error, and not a wrong result.
+    """
     case = case.on(ctx.device)
     engine = create_engine(ctx.group, case.num_experts, config_of(case, engine_name))
     try:
         yield case, engine
+        EpGroup.of(ctx.group).check()
     finally:
         engine.close()
 

@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 from processes import join
 
+import megatron_ncclep
 from megatron_ncclep.combine import combine
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.engines.native import NativeEngine
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
@@ -37,8 +39,9 @@ LATE_CYCLES = 9_000_000_000
 # For gloo's threads to let go of what they had.
 GLOO_S = 0.2
 NUM_TOKENS, HIDDEN = 3, 64
-# Hidden size of rows that need more memory than there is, and bytes that there are.
-LARGE_HIDDEN, ROOM_BYTES = 2**19, 2**23
+# Hidden size of rows that need more memory than there is, and bytes that there are.  On GPUs what a
+# rank dispatches takes more than the 10 MiB up to which torch's allocator has room to spare.
+LARGE_HIDDEN, ROOM_BYTES = 2**20, 2**23
 
 
 class Job:
@@ -46,17 +49,19 @@ class Job:
 
     Attributes:
         is_culprit: whether this rank is the one that goes wrong.
+        has_entry: no host waits for the others' in dispatch and combine: devices do.
     """
 
     def __init__(self, ctx: RankContext, engine: Engine, is_culprit: bool) -> None:
         self.ctx, self.engine, self.is_culprit = ctx, engine, is_culprit
+        self.has_entry = isinstance(engine, NativeEngine)
 
     def plan(self) -> RoutePlan:
         experts = 4 * torch.arange(self.ctx.num_ranks, device=self.ctx.device)
         return self.engine.plan(experts.repeat(NUM_TOKENS, 1))
 
-    def dispatch(self, plan: RoutePlan, hidden: int = HIDDEN) -> None:
-        self.engine.dispatch(plan, torch.ones(NUM_TOKENS, hidden, device=self.ctx.device))
+    def dispatch(self, plan: RoutePlan) -> None:
+        self.engine.dispatch(plan, torch.ones(NUM_TOKENS, HIDDEN, device=self.ctx.device))
 
     def combine(self, plan: RoutePlan) -> None:
         self.engine.combine(plan, torch.ones(plan.num_rows, HIDDEN, device=self.ctx.device))
@@ -75,16 +80,20 @@ class Job:
 
     @contextmanager
     def inside(self, phase: str, act: Callable[[], None]) -> Iterator[None]:
-        """Have the culprit act when the hosts have agreed on a `phase`, before its own part."""
-        agree = EpGroup.agree
+        """Have the culprit act when it has entered a `phase`, before its own part.
 
-        def agree_and_act(group: EpGroup, of: str, *args: Any, **kwargs: Any) -> Any:
-            agreement = agree(group, of, *args, **kwargs)
+        The others count on it by then: the hosts have agreed, or, with `native`, do without.
+        """
+        owner, name = (NativeEngine, "_enter") if self.has_entry else (EpGroup, "agree")
+        enter = getattr(owner, name)
+
+        def enter_and_act(of_whom: Any, of: str, *args: Any, **kwargs: Any) -> Any:
+            entered = enter(of_whom, of, *args, **kwargs)
             if self.is_culprit and of == phase:
                 act()
-            return agreement
+            return entered
 
-        with mock.patch.object(EpGroup, "agree", agree_and_act):
+        with mock.patch.object(owner, name, enter_and_act):
             yield
 
 
@@ -165,8 +174,11 @@ def raises(job: Job) -> None:
 def runs_out_of_memory(job: Job) -> None:
     """A rank has no room for the rows that it receives."""
     plan = job.plan()
+    x = torch.ones(NUM_TOKENS, LARGE_HIDDEN, device=job.ctx.device)
+    if job.is_culprit and job.has_entry:
+        take_memory_away()  # what comes after the entry needs no more
     with job.inside("dispatch", take_memory_away):
-        job.dispatch(plan, LARGE_HIDDEN)
+        job.engine.dispatch(plan, x)
     job.wait()
     job.combine(plan)
 
@@ -205,6 +217,8 @@ def comes_late(job: Job) -> None:
     if job.is_culprit:
         time.sleep(2 * DEADLINE_S)
     job.dispatch(plan)
+    megatron_ncclep.check()
+    job.plan()
 
 
 def all_get(job: Job, number: int) -> None:
@@ -330,6 +344,7 @@ def main(backend: str, engine_name: str, name: str) -> None:
     start = time.monotonic()
     try:
         fault.happens(job)
+        megatron_ncclep.check()  # as before an optimizer takes the gradients
     finally:
         print(f"over after {time.monotonic() - start:.1f} s", flush=True)
         if backend == "gloo":

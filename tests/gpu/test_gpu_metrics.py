@@ -45,6 +45,8 @@ def steps_on_rank(
     """
     layer = MeteredLayer(ctx, case, engine_name)
     with closing(layer.dispatcher.engine):
+        metrics.after_step()  # what is still under way is about this one, and not about another layer
+        torch.cuda.synchronize()
         layer.step()  # windows grow, and kernels are loaded
         torch.cuda.synchronize()
         known = metrics.after_step()
@@ -83,13 +85,14 @@ def test_metrics(pool: RankPool, engine_name: str, rows: int | str, replays: boo
             wanted += sum(token)
             for rank in range(num_ranks):
                 expected[source][rank] += any(token[rank * num_local : (rank + 1) * num_local])
-    known = results[0][1]
-    assert len(known) >= 5
-    assert all(theirs == known for _, theirs in results), "the same on every rank"
-    for interval in known[1:4]:
+    # What the last call began may be there already, on some ranks.
+    known = results[0][1][:6]
+    assert len(known) == 6
+    assert all(theirs[:6] == known for _, theirs in results), "the same on every rank"
+    for interval in known[2:5]:
         assert interval.rows == expected
         assert sum(interval.assignments) + interval.dropped == wanted
         if num_ranks > 1:
             late = interval.wait_s[-1]
             assert min(interval.wait_s[:-1]) > late, "the late one waits least"
-    assert known[4].rows == [[0] * num_ranks] * num_ranks, "nothing happened since"
+    assert known[5].rows == [[0] * num_ranks] * num_ranks, "nothing happened since"

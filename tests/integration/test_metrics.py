@@ -144,13 +144,19 @@ def test_megatrons_reports_have_the_metrics(megatron_pool: RankPool) -> None:
     assert num_dropped > 0, "or the case shows nothing of it"
 
 
-def test_an_even_load_and_no_load_at_all(single: EpGroup) -> None:
+def test_an_even_load_and_no_load_at_all(
+    single: EpGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second model's layers come while an exchange may be under way: it used to be misread."""
     metered = metrics.Metrics.of(single, 1, 5.0)
     metered.add_layer(4)
     (nothing,) = metrics.after_step()
     assert nothing == Interval(1, [[0]], [0], 1.0, 0, nothing.wait_s)
-    metered.add_layer(2)  # of a second model
-    assert len(metrics.after_step()) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics, "_is_there", lambda exchanged: False)
+        assert metrics.after_step() == []
+    metered.add_layer(2)
+    assert len(metrics.after_step()) == 2
     with pytest.raises(InputError, match=r"metrics_interval 2: other layers .* have 1"):
         metrics.Metrics.of(single, 2, 5.0)
 

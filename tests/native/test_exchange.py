@@ -185,6 +185,9 @@ def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
         assert (
             on_all([lambda end=end: end.exchange(b"2", "", LONG_S) for end in ends]) == [b"222"] * 3
         )
+        # A rank that was quicker to go on after they had met kept nobody waiting.
+        ends[2].enter(9, True, 0)
+        assert [end.gone_on() for end in ends] == [-1] * 3
     with opened(2) as ends:
         assert [ends[0].refusal(rank, 0) for rank in range(2)] == ["", ""]
         for end in ends:

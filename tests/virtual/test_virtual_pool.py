@@ -223,7 +223,7 @@ def test_everything_that_is_replaced_is_there() -> None:
         "    synchronize = staticmethod(lambda: print('waits', end=' '))\n"
         "torch.cuda.current_stream = Stream\n"
         "one = torch.ones(1).as_subclass(OnGpu)\n"
-        "for copy in (one.cpu, one.tolist, lambda: one.to('cpu'), lambda: one.to(torch.float16),\n"
+        "for copy in (one.cpu, one.item, one.tolist, lambda: one.to('cpu'), lambda: one.to(torch.float16),\n"
         "             lambda: torch.ones(1).to('cpu', torch.float16), torch.ones(1).cpu):\n"
         "    copy()\n"
         "    print('copies')\n"
@@ -238,7 +238,7 @@ def test_everything_that_is_replaced_is_there() -> None:
     assert done.returncode == 0, done.stderr
     device, *copies = done.stdout.splitlines()
     assert device == "cuda:0"
-    assert copies == ["waits copies"] * 3 + ["copies"] * 3
+    assert copies == ["waits copies"] * 4 + ["copies"] * 3
 
 
 def os_getpid(ctx: RankContext) -> int:

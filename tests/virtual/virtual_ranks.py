@@ -134,7 +134,7 @@ class Host:
         replace(torch.cuda, "synchronize", self._synchronize(torch.cuda.synchronize))
         replace(torch.cuda, "Stream", self._new_stream(torch.cuda.Stream))
         replace(torch.cuda, "graph", self._capture)
-        for name in ("cpu", "to", "tolist"):
+        for name in ("cpu", "item", "to", "tolist"):
             replace(torch.Tensor, name, _behind_its_stream(getattr(torch.Tensor, name)))
 
     def _start_cuda(self) -> None:

@@ -1,0 +1,109 @@
+#include "nccl_ep/low_latency.h"
+
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "nccl_ep/argument.h"
+
+namespace ncclep::nccl_ep {
+
+namespace {
+
+void* stream_of(std::uintptr_t stream) { return reinterpret_cast<void*>(stream); }
+
+}  // namespace
+
+LowLatencyHandle::LowLatencyHandle(std::shared_ptr<Group> group, int top_k)
+    : group_(std::move(group)), top_k_(top_k) {
+  const GroupOptions& options = group_->options();
+  require(options.low_latency, "the NCCL EP group is not of low-latency mode");
+  require(0 < top_k && static_cast<unsigned>(top_k) <= options.top_k, "top-k ", top_k,
+          ": the group is for ", options.top_k, " at most");
+  group_->nccl().check(
+      group_->library().init_handle(&handle_, group_->get(), kRankMajor, nullptr, top_k, nullptr),
+      "ncclEpInitHandle");
+}
+
+LowLatencyHandle::~LowLatencyHandle() {
+  // A closed group took its handles with it.
+  if (handle_ != nullptr && !group_->is_closed()) group_->library().destroy_handle(handle_);
+}
+
+void LowLatencyHandle::close() {
+  if (handle_ == nullptr || group_->is_closed()) return;
+  group_->nccl().check(group_->library().destroy_handle(std::exchange(handle_, nullptr)),
+                       "ncclEpHandleDestroy");
+}
+
+void* LowLatencyHandle::get() const {
+  require(handle_ != nullptr && !group_->is_closed(), "the NCCL EP handle was closed");
+  return handle_;
+}
+
+void LowLatencyHandle::require_rows(const char* call, const Tensor& tokens,
+                                    const Tensor& rows) const {
+  const GroupOptions& options = group_->options();
+  require(tokens.shape.size() == 2 && 0 < tokens.shape[0] &&
+              tokens.shape[0] <= options.max_tokens &&
+              static_cast<std::uint64_t>(tokens.shape[1]) * itemsize_of(tokens.dtype) <=
+                  options.row_bytes,
+          call, " needs 1 to ", options.max_tokens, " tokens in rows of at most ",
+          options.row_bytes, " bytes");
+  require(rows.dtype == tokens.dtype &&
+              rows.shape == std::vector<std::int64_t>{group_->num_ranks(), options.max_tokens,
+                                                      tokens.shape[1]},
+          call, " needs rows [", group_->num_ranks(), ", ", options.max_tokens, ", ",
+          tokens.shape[1], "] of the tokens' dtype");
+}
+
+void LowLatencyHandle::dispatch(const Tensor& x, const Tensor& topk_idx, const Tensor& w,
+                                const Tensor& rows, const Tensor& row_topk_idx, const Tensor& row_w,
+                                const Tensor& counts, std::uintptr_t stream) {
+  require_rows("ncclEpDispatch", x, rows);
+  const std::vector<std::int64_t> own{x.shape[0], top_k_},
+      all{group_->num_ranks(), group_->options().max_tokens, top_k_};
+  require(topk_idx.dtype == DType::kInt64 && topk_idx.shape == own &&
+              w.dtype == DType::kFloat32 && w.shape == own,
+          "ncclEpDispatch needs topk_idx int64 and weights fp32 [", own[0], ", ", top_k_, "]");
+  require(row_topk_idx.dtype == DType::kInt32 && row_topk_idx.shape == all &&
+              row_w.dtype == DType::kFloat32 && row_w.shape == all &&
+              counts.dtype == DType::kInt32 && counts.shape.size() == 1 &&
+              counts.shape[0] == group_->num_ranks(),
+          "ncclEpDispatch writes experts int32 and weights fp32 [", all[0], ", ", all[1], ", ",
+          top_k_, "], and counts int32 [", all[0], "]");
+  Argument routes(topk_idx, nullptr), in(x, nullptr), in_w(w, nullptr);
+  Argument out(rows, nullptr), out_topk(row_topk_idx, nullptr), out_w(row_w, nullptr);
+  Argument from(counts, nullptr);
+  group_->nccl().check(
+      group_->library().update_handle(get(), routes.get(), nullptr, stream_of(stream)),
+      "ncclEpUpdateHandle");
+  DispatchInputs inputs;
+  inputs.tokens = in.get();
+  inputs.topk_weights = in_w.get();
+  DispatchOutputs outputs;
+  outputs.tokens = out.get();
+  outputs.topk_weights = out_w.get();
+  outputs.topk_idx = out_topk.get();
+  LayoutInfo layout;
+  layout.src_rank_counters = from.get();
+  const DispatchConfig config;
+  group_->nccl().check(
+      group_->library().dispatch(get(), &inputs, &outputs, &layout, &config, stream_of(stream)),
+      "ncclEpDispatch");
+}
+
+void LowLatencyHandle::combine(const Tensor& y, const Tensor& out, std::uintptr_t stream) {
+  require_rows("ncclEpCombine", out, y);
+  Argument in(y, nullptr), sum(out, nullptr);
+  CombineInputs inputs;
+  inputs.tokens = in.get();
+  CombineOutputs outputs;
+  outputs.tokens = sum.get();
+  const CombineConfig config;
+  group_->nccl().check(
+      group_->library().combine(get(), &inputs, &outputs, &config, stream_of(stream)),
+      "ncclEpCombine");
+}
+
+}  // namespace ncclep::nccl_ep
