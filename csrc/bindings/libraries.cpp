@@ -139,8 +139,7 @@ void bind_nccl_ep(py::module_& module) {
       .def("dispatch", &Handle::dispatch, "x"_a, "w"_a, "rows"_a, "row_w"_a, "stream"_a, Unlocked())
       .def("combine", &Handle::combine, "y"_a, "w"_a, "out"_a, "topk_w"_a, "stream"_a, Unlocked())
       .def("close", &Handle::close);
-  py::class_<LowLatencyHandle, std::shared_ptr<LowLatencyHandle>>(module,
-                                                                  "NcclEpLowLatencyHandle")
+  py::class_<LowLatencyHandle, std::shared_ptr<LowLatencyHandle>>(module, "NcclEpLowLatencyHandle")
       .def(py::init<std::shared_ptr<Group>, int>(), "group"_a.none(false), "top_k"_a, Unlocked())
       .def("dispatch", &LowLatencyHandle::dispatch, "x"_a, "topk_idx"_a, "w"_a, "rows"_a,
            "row_topk_idx"_a, "row_w"_a, "counts"_a, "stream"_a, Unlocked())

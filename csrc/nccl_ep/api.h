@@ -70,8 +70,8 @@ static_assert(sizeof(HandleConfig) == 16);
 struct LayoutInfo {
   unsigned size = sizeof(LayoutInfo);
   unsigned magic = kMagic;
-  TensorArgument* expert_counters = nullptr;  // padded rows of each local expert
-  TensorArgument* src_rank_counters = nullptr;   // low-latency mode: rows from each rank
+  TensorArgument* expert_counters = nullptr;    // padded rows of each local expert
+  TensorArgument* src_rank_counters = nullptr;  // low-latency mode: rows from each rank
   TensorArgument* expert_offsets = nullptr;
   TensorArgument* recv_total_counter = nullptr;  // their sum
   int recv_topk_idx_kind = 0;

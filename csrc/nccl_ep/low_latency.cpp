@@ -44,11 +44,12 @@ void* LowLatencyHandle::get() const {
 void LowLatencyHandle::require_rows(const char* call, const Tensor& tokens,
                                     const Tensor& rows) const {
   const GroupOptions& options = group_->options();
-  require(tokens.shape.size() == 2 && 0 < tokens.shape[0] &&
-              tokens.shape[0] <= options.max_tokens &&
+  // The library ends the process over a type that it does not expect; bf16 it is known to take.
+  require(tokens.dtype == DType::kBFloat16 && tokens.shape.size() == 2 && 0 < tokens.shape[0] &&
+              tokens.shape[0] <= options.max_tokens && 0 < tokens.shape[1] &&
               static_cast<std::uint64_t>(tokens.shape[1]) * itemsize_of(tokens.dtype) <=
                   options.row_bytes,
-          call, " needs 1 to ", options.max_tokens, " tokens in rows of at most ",
+          call, " needs 1 to ", options.max_tokens, " tokens of bf16 in rows of at most ",
           options.row_bytes, " bytes");
   require(rows.dtype == tokens.dtype &&
               rows.shape == std::vector<std::int64_t>{group_->num_ranks(), options.max_tokens,
@@ -63,8 +64,8 @@ void LowLatencyHandle::dispatch(const Tensor& x, const Tensor& topk_idx, const T
   require_rows("ncclEpDispatch", x, rows);
   const std::vector<std::int64_t> own{x.shape[0], top_k_},
       all{group_->num_ranks(), group_->options().max_tokens, top_k_};
-  require(topk_idx.dtype == DType::kInt64 && topk_idx.shape == own &&
-              w.dtype == DType::kFloat32 && w.shape == own,
+  require(topk_idx.dtype == DType::kInt64 && topk_idx.shape == own && w.dtype == DType::kFloat32 &&
+              w.shape == own,
           "ncclEpDispatch needs topk_idx int64 and weights fp32 [", own[0], ", ", top_k_, "]");
   require(row_topk_idx.dtype == DType::kInt32 && row_topk_idx.shape == all &&
               row_w.dtype == DType::kFloat32 && row_w.shape == all &&

@@ -112,6 +112,8 @@ void* Group::get() const {
 }
 
 std::size_t Group::handle_bytes(std::size_t alignment, int top_k) const {
+  require(!options_.low_latency,
+          "the NCCL EP group is of low-latency mode: it has no such handles");
   require(0 < alignment && alignment <= INT32_MAX, "alignment ", alignment,
           ": positive, less than 2^31");
   require(0 < top_k && static_cast<unsigned>(top_k) <= options_.top_k, "top-k ", top_k,

@@ -9,7 +9,7 @@ import torch
 from megatron_ncclep.benchmark.check import deviation
 from megatron_ncclep.benchmark.library_subject import by_content, open_group, put
 from megatron_ncclep.benchmark.low_latency import LowLatencySubject
-from megatron_ncclep.benchmark.subjects import Setting, excused
+from megatron_ncclep.benchmark.subjects import Setting, UnavailableError, excused
 from megatron_ncclep.benchmark.workload import X
 from megatron_ncclep.engines.low_latency_rows import LowLatencyRows
 from megatron_ncclep.errors import LibraryError
@@ -30,6 +30,11 @@ class LibraryLowLatencySubject(LowLatencySubject):
         """Open the library and allocate all outputs."""
         work = self._workload
         case, module = work.case, extension.load()
+        if case.dtype != torch.bfloat16:
+            dtype = str(case.dtype).removeprefix("torch.")
+            raise UnavailableError(
+                f"{self.name} is measured with rows of bfloat16 only, not of {dtype}"
+            )
         self._group, self._staging, self.sms = open_group(
             self.name, setting, work, self.max_tokens, low_latency=True
         )
@@ -102,7 +107,7 @@ class LibraryLowLatencySubject(LowLatencySubject):
         return place
 
     def _sum_problem(self, out: torch.Tensor, total: torch.Tensor) -> str | None:
-        """Sums of two ranks have one order; of more, the library's own, so that rounding differs."""
+        """Sums of two ranks have one order; of more, the library has its own, and rounds so."""
         if self._workload.case.num_ranks <= 2:
             return super()._sum_problem(out, total)
         bound = torch.finfo(out.dtype).eps * (1 + total.abs())

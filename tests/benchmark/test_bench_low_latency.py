@@ -61,8 +61,9 @@ def test_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--subjects", "alltoall"), "graphs can hold: native, reference"),
-        (("--subjects", "nccl_ep"), "measures engines that have the mode"),
+        (("--subjects", "alltoall"), "graphs can hold: native, reference, nccl_ep_library,"),
+        (("--subjects", "nccl_ep"), "measures what has the mode"),
+        (("--subjects", "nccl_ep_library:transformer-engine+pull_push"), "what has the mode"),
         (("--max-recv-rows", "worst"), "no subject has a fixed number of received rows"),
         (("--config", "training"), "has trainings only"),
         (("--config", "smoke"), "alignment 16: low-latency mode has no blocks"),
@@ -81,9 +82,10 @@ def test_on_gpus_graphs_hold_what_is_measured() -> None:
     """A host that waits would have failed in the capture, with every shape."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    assert Job.make(parser.parse_args(["--mode", "ll"]), 2, "cuda").subjects == ("native",)
+    job = Job.make(parser.parse_args(["--mode", "ll"]), 2, "cuda")
+    assert job.subjects == ("native", "nccl_ep_library")
     wrong = parser.parse_args(["--mode", "ll", "--subjects", "reference"])
-    with pytest.raises(InputError, match=r"graphs can hold: native$"):
+    with pytest.raises(InputError, match=r"graphs can hold: native, nccl_ep_library,"):
         Job.make(wrong, 2, "cuda")
 
 

@@ -238,11 +238,15 @@ def test_a_name_decides_what_the_library_finds(
     before = dict(os.environ)
     seen: list[tuple[Any, ...]] = []
 
-    def look(*arguments: Any) -> None:
+    def look(*arguments: Any, **options: Any) -> None:
         seen.append(tuple(os.environ.get(v) for v in (CHOICE, PULL_PUSH, FIXED_ORDER)))
 
     monkeypatch.setattr(library_subject, "choose_engine", look)
-    monkeypatch.setattr(LibrarySubject, "_open", look)
+    native = SimpleNamespace(NcclEpGroup=look)
+    monkeypatch.setattr(library_subject.extension, "load", lambda: native)
+    monkeypatch.setattr(library_subject, "communicator_of", lambda *_: None)
+    monkeypatch.setattr(library_subject, "open_library", lambda: SimpleNamespace(native=None))
+    monkeypatch.setattr(LibrarySubject, "_allocate", lambda *_: None)
     monkeypatch.setattr(library_subject.EpGroup, "of", lambda group: group)
     setting: Any = SimpleNamespace(rank=RANK, new_group=lambda: None, timeout_s=60)
     LibrarySubject(name, setting, _work())

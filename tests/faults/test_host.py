@@ -47,7 +47,9 @@ def assert_no_answer(
             rf"expert-parallel group in {phase}(, call \d+| between nodes)? |{on_device})"
             rf"\(deadline ({DEADLINE_S:g}|{LONG_S:g}) s\): "
         )
-        assert re.match(pattern + (r"(rank \d+|it died)" if reason else "(a rank|it) died"), text), text
+        assert re.match(
+            pattern + (r"(rank \d+|it died)" if reason else "(a rank|it) died"), text
+        ), text
     if reason:
         # A device gives up before a process that takes its time to end is gone.
         of_culprit = rf"rank {culprit} ({reason}|did not come in {phase}, operation)"
@@ -111,9 +113,7 @@ def test_a_rank_that_dies_while_memory_is_shared_leaves_none(
     assert_no_answer(others(texts, 0), len(texts), "open", 0, "")
 
 
-def test_a_rank_that_leaves_out_a_call(
-    end_of: Callable[..., list[str]], engine_name: str
-) -> None:
+def test_a_rank_that_leaves_out_a_call(end_of: Callable[..., list[str]], engine_name: str) -> None:
     *others, last = texts = end_of("skips")
     assert all(text.startswith("PeerError: ") for text in texts), texts
     if ENGINES[engine_name].caps.device_deadline:

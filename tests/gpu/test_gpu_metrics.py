@@ -45,7 +45,7 @@ def steps_on_rank(
     """
     layer = MeteredLayer(ctx, case, engine_name)
     with closing(layer.dispatcher.engine):
-        metrics.after_step()  # what is still under way is about this one, and not about another layer
+        metrics.after_step()  # ends the interval of other layers
         torch.cuda.synchronize()
         layer.step()  # windows grow, and kernels are loaded
         torch.cuda.synchronize()

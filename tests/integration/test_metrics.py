@@ -144,9 +144,7 @@ def test_megatrons_reports_have_the_metrics(megatron_pool: RankPool) -> None:
     assert num_dropped > 0, "or the case shows nothing of it"
 
 
-def test_an_even_load_and_no_load_at_all(
-    single: EpGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_even_load_and_no_load_at_all(single: EpGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second model's layers come while an exchange may be under way: it used to be misread."""
     metered = metrics.Metrics.of(single, 1, 5.0)
     metered.add_layer(4)

@@ -199,9 +199,10 @@ static void tensor(const char* name, const void* argument) {
 
 int ncclEpInitHandle(void** handle, void* group, int layout, const void* config, int top_k,
                      const void* memory) {
-  CALL("InitHandle layout=%d alignment=%lu topk=%d", layout, (unsigned long)u64(config, 8), top_k);
+  CALL("InitHandle layout=%d alignment=%lu topk=%d", layout,
+       config ? (unsigned long)u64(config, 8) : 0, top_k);
   tensor("memory", memory);
-  memset(pointer(memory, 16), 0, HANDLE_BYTES);
+  if (memory != NULL) memset(pointer(memory, 16), 0, HANDLE_BYTES);
   CALL("\n");
   *handle = calls + 2;
   return result();
@@ -209,8 +210,8 @@ int ncclEpInitHandle(void** handle, void* group, int layout, const void* config,
 int ncclEpUpdateHandle(void* handle, const void* topk, const void* layout, void* stream) {
   CALL("UpdateHandle stream=%lu", (unsigned long)stream);
   tensor("topk", topk);
-  tensor("counters", pointer(layout, 8));
-  tensor("total", pointer(layout, 32));
+  if (layout != NULL) tensor("counters", pointer(layout, 8));
+  if (layout != NULL) tensor("total", pointer(layout, 32));
   CALL("\n");
   return result();
 }
@@ -225,6 +226,8 @@ int ncclEpDispatch(void* handle, const void* inputs, const void* outputs, const 
   tensor("w", pointer(inputs, 16));
   tensor("rows", pointer(outputs, 8));
   tensor("row_w", pointer(outputs, 16));
+  if (layout != NULL) tensor("row_topk", pointer(outputs, 32));
+  if (layout != NULL) tensor("counts", pointer(layout, 16));
   CALL("\n");
   return result();
 }

@@ -129,6 +129,59 @@ def test_an_empty_tensor_has_an_address(recorder: Recorder, handle: Any) -> None
     ]
 
 
+def test_low_latency(native: ModuleType, fake: Path, recorder: Recorder, communicator: Any) -> None:
+    """Rank-major rows, layout 2; the routes come with the dispatch."""
+    recorder.lines()
+    group = native.NcclEpGroup(
+        native.NcclEp(str(fake)), communicator, num_experts=16, max_tokens=6, max_recv_rows=0,
+        row_bytes=16, top_k=4, num_sms=0, timeout_s=1.5, low_latency=True,
+    )  # fmt: skip
+    assert "algorithm=0 experts=16 tokens=6" in recorder.lines()[-1]
+    handle = native.NcclEpLowLatencyHandle(group, 4)
+    x, rows = (torch.zeros(*shape, 8, dtype=torch.bfloat16) for shape in ((3,), (2, 6)))
+    topk_idx, w = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4)
+    experts, row_w = torch.zeros(2, 6, 4, dtype=torch.int32), torch.zeros(2, 6, 4)
+    counts = torch.zeros(2, dtype=torch.int32)
+    handle.dispatch(x, topk_idx, w, rows, experts, row_w, counts, 77)
+    handle.combine(rows, x, 77)
+    assert recorder.lines() == [
+        "InitHandle layout=2 alignment=0 topk=4 memory=none",
+        "UpdateHandle stream=77 topk=4[3,4]",
+        "Dispatch direction=0 layout=some x=9[3,8] w=7[3,4] rows=9[2,6,8] row_w=7[2,6,4] "
+        "row_topk=2[2,6,4] counts=2[2]",
+        "Combine direction=0 y=9[2,6,8] w=none out=9[3,8] topk_w=none",
+    ]
+    for wrong in (rows[:, :5].contiguous(), rows.float(), rows[:1]):
+        with pytest.raises(LibraryError, match=r"needs rows \[2, 6, 8\] of the tokens' dtype"):
+            handle.combine(wrong, x, 0)
+    for wrong in (x[:0], x.repeat(3, 1), x.float(), x.repeat(1, 2)):
+        with pytest.raises(LibraryError, match=r"1 to 6 tokens of bf16 in rows of at most 16 byte"):
+            handle.combine(rows, wrong, 0)
+    with pytest.raises(LibraryError, match=r"topk_idx int64 and weights fp32 \[3, 4\]"):
+        handle.dispatch(x, topk_idx.int(), w, rows, experts, row_w, counts, 0)
+    with pytest.raises(LibraryError, match=r"int32 and weights fp32 \[2, 6, 4\], and counts int32"):
+        handle.dispatch(x, topk_idx, w, rows, experts.long(), row_w, counts, 0)
+    assert recorder.lines() == []  # nothing of that reached the library
+    handle.close()
+    group.close()
+    assert recorder.lines() == ["HandleDestroy 1", "GroupDestroy 1"]
+
+
+def test_a_handle_is_of_its_groups_mode(
+    native: ModuleType, fake: Path, communicator: Any, group: Any
+) -> None:
+    with pytest.raises(LibraryError, match="not of low-latency mode"):
+        native.NcclEpLowLatencyHandle(group, 4)
+    low_latency = native.NcclEpGroup(
+        native.NcclEp(str(fake)), communicator, num_experts=16, max_tokens=6, max_recv_rows=0,
+        row_bytes=16, top_k=4, num_sms=0, timeout_s=1.5, low_latency=True,
+    )  # fmt: skip
+    with pytest.raises(LibraryError, match="is of low-latency mode"):
+        native.NcclEpHandle(low_latency, 16, 4, torch.empty(4096, dtype=torch.uint8))
+    with pytest.raises(LibraryError, match="top-k 5: the group is for 4 at most"):
+        native.NcclEpLowLatencyHandle(low_latency, 5)
+
+
 def test_order_of_closing(recorder: Recorder, communicator: Any, group: Any, handle: Any) -> None:
     recorder.lines()
     handle.close()

@@ -62,7 +62,11 @@ def native(monkeypatch: pytest.MonkeyPatch) -> FailingNative:
 def group_of(native: FailingNative, lost: str = "") -> NativeGroup:
     group = object.__new__(NativeGroup)
     group.group = SimpleNamespace(  # type: ignore[assignment]
-        rank=1, size=4, device=torch.device("cuda", 1), refusal=lambda rank: "", refuse=print,
+        rank=1,
+        size=4,
+        device=torch.device("cuda", 1),
+        refusal=lambda rank: "",
+        refuse=print,
         lost=lambda wait_s: lost,
     )
     group.native = native

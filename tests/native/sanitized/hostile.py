@@ -27,6 +27,7 @@ from megatron_ncclep.errors import EpError
 
 # So many ranks that others than those that add send, from scratch.
 RANKS, RANK, EXPERTS, TOKENS, TOP_K, HIDDEN, ROWS = 8, 1, 16, 5, 2, 8, 2
+EP_TOKENS = 16  # of an NCCL EP group
 STREAM = 0x100
 TOKEN = b"0123456789abcdef"
 UNIQUE_ID = bytes([7]) * 128
@@ -154,6 +155,10 @@ class Objects:
         self.window = C.Window(self.communicator, 4096)
         self.ep = C.NcclEp(self.library)
         self.ep_group = C.NcclEpGroup(self.ep, self.communicator, **self.ep_options())
+        self.ep_low_latency = C.NcclEpGroup(
+            self.ep, self.communicator, **{**self.ep_options(), "low_latency": True}
+        )
+        self.ep_ll_handle = C.NcclEpLowLatencyHandle(self.ep_low_latency, TOP_K)
         self.memory = Numbers("uint8", self.ep_group.handle_bytes(16, TOP_K))
         self.handle = C.NcclEpHandle(self.ep_group, 16, TOP_K, self.memory)
         self.group = C.NativeGroup(self.communicator, EXPERTS, 1.0)
@@ -179,14 +184,15 @@ class Objects:
     def close(self) -> None:
         """Close all that can be closed, twice."""
         for _ in range(2):
-            for each in (self.handle, self.ep_group, self.low_latency, self.group, self.window,
+            for each in (self.handle, self.ep_group, self.ep_ll_handle, self.ep_low_latency,
+                         self.low_latency, self.group, self.window,
                          self.communicator):  # fmt: skip
                 each.close()
 
     def ep_options(self) -> dict[str, Any]:
         return {
-            "num_experts": EXPERTS, "max_tokens": 16, "max_recv_rows": 0, "row_bytes": 64,
-            "top_k": TOP_K, "num_sms": 0, "timeout_s": 1.0,
+            "num_experts": EXPERTS, "max_tokens": EP_TOKENS, "max_recv_rows": 0, "row_bytes": 64,
+            "top_k": TOP_K, "num_sms": 0, "timeout_s": 1.0, "low_latency": False,
         }  # fmt: skip
 
     def low_latency_sizes(self) -> dict[str, Any]:
@@ -230,6 +236,9 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
     }  # fmt: skip
     yield "NcclEpHandle", C.NcclEpHandle, {
         "group": o.ep_group, "alignment": 16, "top_k": TOP_K, "memory": o.memory,
+    }  # fmt: skip
+    yield "NcclEpLowLatencyHandle", C.NcclEpLowLatencyHandle, {
+        "group": o.ep_low_latency, "top_k": TOP_K,
     }  # fmt: skip
     yield "NativePlan", C.NativePlan, {
         "counts": o.counts, "token_routes": o.token_routes, "most_tokens": 128,
@@ -314,9 +323,9 @@ def method_calls(
 
     for names, attribute in (
         ("communicator", "close"), ("communicator", "abort"), ("window", "close"),
-        ("ep_group", "close"), ("handle", "close"), ("group", "close"), ("group", "drop"),
-        ("group", "clear"), ("group", "failure"), ("group", "wait_until_idle"),
-        ("nccl", "unique_id"),
+        ("ep_group", "close"), ("handle", "close"), ("ep_ll_handle", "close"),
+        ("group", "close"), ("group", "drop"), ("group", "clear"), ("group", "failure"),
+        ("group", "wait_until_idle"), ("nccl", "unique_id"),
     ):  # fmt: skip
         yield of(names, attribute, lambda o: {})
     yield of("ep_group", "handle_bytes", lambda o: {"alignment": 16, "top_k": TOP_K})
@@ -329,6 +338,15 @@ def method_calls(
     })  # fmt: skip
     yield of("handle", "combine", lambda o: {
         "y": o.rows, "w": o.row_w, "out": o.x, "topk_w": o.w, "stream": STREAM,
+    })  # fmt: skip
+    places = (RANKS, EP_TOKENS)
+    yield of("ep_ll_handle", "dispatch", lambda o: {
+        "x": o.x, "topk_idx": o.topk, "w": o.w, "rows": Numbers("bfloat16", *places, HIDDEN),
+        "row_topk_idx": Numbers("int32", *places, TOP_K),
+        "row_w": Numbers("float32", *places, TOP_K), "counts": o.rank_counts, "stream": STREAM,
+    })  # fmt: skip
+    yield of("ep_ll_handle", "combine", lambda o: {
+        "y": Numbers("bfloat16", *places, HIDDEN), "out": o.x, "stream": STREAM,
     })  # fmt: skip
     sizes = {"max_tokens": TOKENS, "top_k": TOP_K, "row_bytes": 64}
     yield of("group", "fits", lambda o: sizes)
@@ -433,8 +451,8 @@ def bound_names(module: ModuleType) -> set[str]:
 
 
 CLASSES = {"communicator": "Communicator", "window": "Window", "ep_group": "NcclEpGroup",
-           "handle": "NcclEpHandle", "group": "NativeGroup", "nccl": "Nccl",
-           "low_latency": "NativeLowLatency",
+           "handle": "NcclEpHandle", "ep_ll_handle": "NcclEpLowLatencyHandle",
+           "group": "NativeGroup", "nccl": "Nccl", "low_latency": "NativeLowLatency",
            "exchange": "HostExchange"}  # fmt: skip
 
 

@@ -15,6 +15,7 @@
 #include "native/split.h"
 #include "nccl/nccl.h"
 #include "nccl/window.h"
+#include "nccl_ep/low_latency.h"
 #include "nccl_ep/nccl_ep.h"
 #include "standin.h"
 
@@ -28,6 +29,7 @@ using ncclep::Window;
 
 // So many ranks that others than those that add send, from scratch.
 constexpr int kRanks = 8, kExperts = 16, kTokens = 5, kTopK = 2, kHidden = 8;
+constexpr int kEpTokens = 16;  // of an NCCL EP group
 constexpr std::uintptr_t kStream = 0x100, kOtherStream = 0x200;
 constexpr int kMostCalls = 500;  // of one life
 
@@ -175,10 +177,9 @@ void any_bytes() {
 
 // --- NCCL EP -------------------------------------------------------------------------------------
 
-ncclep::nccl_ep::GroupOptions ep_options() {
-  return {kExperts,       /*max_tokens*/ 16, /*max_recv_rows*/ 0, /*row_bytes*/ 64,
-          kTopK,          /*num_sms*/ 0,
-          /*timeout_s*/ 1};
+ncclep::nccl_ep::GroupOptions ep_options(bool low_latency = false) {
+  return {kExperts,        kEpTokens,  /*max_recv_rows*/ 0, /*row_bytes*/ 64, kTopK, /*num_sms*/ 0,
+          /*timeout_s*/ 1, low_latency};
 }
 
 void live_with_nccl_ep() {
@@ -210,9 +211,39 @@ void live_with_nccl_ep() {
   communicator->close();
 }
 
+void live_with_nccl_ep_low_latency() {
+  const auto communicator = make_communicator();
+  const auto library = std::make_shared<ncclep::nccl_ep::Library>(library_path());
+  const auto group =
+      std::make_shared<ncclep::nccl_ep::Group>(library, communicator, ep_options(true));
+  ncclep::nccl_ep::LowLatencyHandle handle(group, kTopK), forgotten(group, 1);
+  const Owned x(DType::kBFloat16, {kTokens, kHidden}), topk(DType::kInt64, {kTokens, kTopK}),
+      w(DType::kFloat32, {kTokens, kTopK}), rows(DType::kBFloat16, {kRanks, kEpTokens, kHidden}),
+      experts(DType::kInt32, {kRanks, kEpTokens, kTopK}),
+      row_w(DType::kFloat32, {kRanks, kEpTokens, kTopK}), counts(DType::kInt32, {kRanks});
+  handle.dispatch(x, topk, w, rows, experts, row_w, counts, kStream);
+  handle.combine(rows, x, kStream);
+  REQUIRE(refuses([&] { handle.combine(x, x, kStream); }, "needs rows"));
+  REQUIRE(refuses([&] { handle.combine(rows, rows, kStream); }, "needs 1 to"));
+  const auto dispatch_to = [&](const Owned& to, const Owned& number) {
+    handle.dispatch(x, topk, w, rows, to, row_w, number, kStream);
+  };
+  REQUIRE(refuses([&] { dispatch_to(topk, counts); }, "writes experts"));
+  REQUIRE(refuses([&] { dispatch_to(experts, topk); }, "writes experts"));
+  handle.close();
+  handle.close();
+  REQUIRE(refuses([&] { handle.combine(rows, x, kStream); }, "handle was closed"));
+  group->close();
+  REQUIRE(refuses([&] { forgotten.combine(rows, x, kStream); }, "handle was closed"));
+  REQUIRE(refuses([&] { ncclep::nccl_ep::LowLatencyHandle(group, 1); }, "group was closed"));
+  communicator->close();
+}
+
 void nccl_ep() {
   live_with_nccl_ep();
+  live_with_nccl_ep_low_latency();
   with_every_call_failing(fail_nccl_after, live_with_nccl_ep);
+  with_every_call_failing(fail_nccl_after, live_with_nccl_ep_low_latency);
 }
 
 // --- the native engine's group -------------------------------------------------------------------
