@@ -86,6 +86,13 @@ def test_a_check_waits_for_the_device_before_it_says_that_all_is_well(
     assert native.waited_for == ["what is queued"]
 
 
+def test_a_rank_that_has_died_is_named(native: FailingNative) -> None:
+    """Where ranks share a host's memory it is known."""
+    native.is_over = True
+    with pytest.raises(PeerError, match=r"1\.5 s\): rank 2 \(process 7\) has died; look at the"):
+        group_of(native, lost="rank 2 (process 7) has died").raise_failure()
+
+
 def test_a_check_waits_for_a_replayed_graph(native: FailingNative) -> None:
     """A replay makes no call of the engine: nothing but the caller's stream knows of it."""
     native.was_captured = True

@@ -59,7 +59,7 @@ def is_nonsense(name: str, argument: str, value: Any) -> bool:
     """Whether this must be refused: a negative number, or none at all, where one says how much."""
     says_nothing = (
         *("not_routed", "too_many_experts", "forget", "goes_on"),
-        *("generation", "sends", "completes"),
+        *("generation", "sends", "completes", "low_latency"),
     )
     # A plan is looked at when it is used; `fits` says no.
     if argument in says_nothing or name in ("NativePlan", "group.fits"):
