@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +91,44 @@ def gather_and_scatter_unevenly(context: RankContext) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_of_uneven_lengths(megatron_pool: RankPool, ranks: int) -> None:
     megatron_pool.run(gather_and_scatter_unevenly, ranks=ranks, timeout=300)
+
+
+def share_a_device(context: RankContext) -> None:
+    """Groups of a size come and go, and are in use at the same time; each has its own deadline."""
+    cpu.enable()
+    first = dist.new_group()
+    before = gloo_threads()
+    groups = [dist.new_group(timeout=timedelta(seconds=1 + 60 * n)) for n in range(5)]
+    assert gloo_threads() == before  # torch gives each group one of its own
+    sums = [torch.full((1000,), float(10**n)) for n in range(5)]
+    works = [
+        dist.all_reduce(tensor, group=group, async_op=True)
+        for tensor, group in zip(sums, groups, strict=True)
+    ]
+    for n, (work, total) in enumerate(zip(works, sums, strict=True)):
+        work.wait()
+        assert bool((total == context.num_ranks * 10**n).all())
+    dist.barrier()
+    if context.rank == 0:
+        with pytest.raises(RuntimeError, match="1000ms"):  # nobody sends
+            dist.recv(torch.zeros(1), src=1, group=groups[0])
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+    one = torch.ones(1)
+    dist.all_reduce(one, group=first)
+    assert one.item() == context.num_ranks
+    dist.destroy_process_group(first)
+
+
+def gloo_threads() -> int:
+    """How many threads of this process move bytes for gloo."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("gloo_tcp_loop") for name in names)
+
+
+def test_groups_share_one_thread(megatron_pool: RankPool) -> None:
+    megatron_pool.run(share_a_device)
 
 
 def fork_the_generator(context: RankContext) -> list[float]:

@@ -57,6 +57,7 @@ def test_virtual_ranks_list_what_they_leave_out(tmp_path: Path) -> None:
     assert "test_every_rank_raises_the_same_error[native-index_too_large" in text
     left_out = [line for line in text.splitlines() if line.startswith("LEFT OUT ")]
     assert [line.partition("::")[2].partition(":")[0] for line in left_out] == [
+        "test_every_rank_raises_the_same_error",  # two environments: of processes alone
         "test_an_engine_that_cannot_run_is_never_replaced_silently",
         "test_auto_takes_the_first_that_can_run_and_says_why",
         "test_layer_equals_alltoall",
