@@ -257,11 +257,9 @@ def _share_gloo_device() -> None:
     alone.  Each would have a gloo device of its own, whose thread wakes up a hundred times a second
     for as long as the group lives; on two cores they would take half the time.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return  # one or more devices, which torch makes as it says
-    group_class = dist.ProcessGroupGloo
+    group_class: Any = dist.ProcessGroupGloo
     make = group_class.__init__
-    made: list[Any] = []
+    made: list[Any] = []  # the options of the first group, which torch makes as it does
 
     @functools.wraps(make)
     def make_with_device(
@@ -271,13 +269,16 @@ def _share_gloo_device() -> None:
         size: int,
         timeout: Any = dist.constants.default_pg_timeout,
     ) -> None:
-        options = timeout
-        if not isinstance(timeout, group_class._Options):
-            if not made:
-                made.append(group_class.create_default_device())
+        if isinstance(timeout, group_class._Options):  # with devices that the caller has chosen
+            make(self, store, rank, size, timeout)
+        elif not made:
+            make(self, store, rank, size, timeout)
+            made.append(self.options)
+        else:
             options = group_class._Options()
-            options._timeout, options._devices = timeout, made
-        make(self, store, rank, size, options)
+            options._timeout = timeout
+            options._devices, options._threads = made[0]._devices, made[0]._threads
+            make(self, store, rank, size, options)
 
     replace(group_class, __init__=make_with_device)
 

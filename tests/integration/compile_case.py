@@ -143,7 +143,9 @@ def compiled_model_on_rank(ctx: RankContext, compiler: Compiler = AS_IT_IS) -> l
     positions = torch.arange(SEQUENCE, device=ctx.device).expand(BATCH, -1)
     for is_compiled, found in enumerate(results):
         torch.manual_seed(1)
-        config = make_config("ncclep", compiler.dtype, ctx.num_ranks, num_layers=compiler.num_layers)
+        config = make_config(
+            "ncclep", compiler.dtype, ctx.num_ranks, num_layers=compiler.num_layers
+        )
         layer = gpt_layer_specs.get_gpt_layer_local_spec(config.num_moe_experts, False)
         model = GPTModel(config, layer, VOCABULARY, SEQUENCE)
         model.to(ctx.device, compiler.dtype)
