@@ -258,6 +258,8 @@ def _share_gloo_device() -> None:
     for as long as the group lives; on two cores they would take half the time.
     """
     group_class: Any = dist.ProcessGroupGloo
+    if not hasattr(group_class, "options"):
+        return  # a torch that tells nobody of a group's device: only slower
     make = group_class.__init__
     made: list[Any] = []  # the options of the first group, which torch makes as it does
 
