@@ -43,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=MODES,
         default=HIGH_THROUGHPUT,
-        help=f"{LOW_LATENCY}: low-latency mode, of the engines that have it and of NVIDIA's library, "
-        "with few tokens: p50 and p99 of dispatch, combine and both, in replayed CUDA graphs (default: "
+        help=f"{LOW_LATENCY}: low-latency mode, of the engines that have it and of NVIDIA's "
+        "library, with few tokens: p50 and p99 of dispatch, combine and both, in replayed CUDA "
+        "graphs (default: "
         f"{HIGH_THROUGHPUT}, for all else)",
     )
     parser.add_argument(
