@@ -38,13 +38,11 @@ class Compiler:
         inductor: torch's own compiler gets them; otherwise they run as they are, to eager's bits.
         dtype: of the model.
         bound: of differences from eager, as a part of a tensor's largest value; 0: none.
-        num_layers: of a model.
     """
 
     inductor: bool = False
     dtype: torch.dtype = torch.bfloat16
     bound: float = 0.0
-    num_layers: int = 2
 
     def compile(self, graph: Any, inputs: Any) -> Any:
         """The function that torch calls in the place of a graph."""
@@ -143,9 +141,7 @@ def compiled_model_on_rank(ctx: RankContext, compiler: Compiler = AS_IT_IS) -> l
     positions = torch.arange(SEQUENCE, device=ctx.device).expand(BATCH, -1)
     for is_compiled, found in enumerate(results):
         torch.manual_seed(1)
-        config = make_config(
-            "ncclep", compiler.dtype, ctx.num_ranks, num_layers=compiler.num_layers
-        )
+        config = make_config("ncclep", compiler.dtype, ctx.num_ranks, num_layers=2)
         layer = gpt_layer_specs.get_gpt_layer_local_spec(config.num_moe_experts, False)
         model = GPTModel(config, layer, VOCABULARY, SEQUENCE)
         model.to(ctx.device, compiler.dtype)

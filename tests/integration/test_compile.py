@@ -32,7 +32,7 @@ def test_compiled_layer(megatron_pool: RankPool, name: str) -> None:
 
 # Its kernels add in other orders and have exponentials of their own.  Megatron's router and loss
 # take theirs in fp32 whatever the model's dtype: off by some 1e-7; a wrong row by 0.1 and more.
-INDUCTOR = Compiler(inductor=True, dtype=torch.float64, bound=1e-5, num_layers=1)
+INDUCTOR = Compiler(inductor=True, dtype=torch.float64, bound=1e-5)
 
 
 @pytest.mark.any_python("it compiles C++; test_compiled_layer shows what torch makes of bytecode")
@@ -41,9 +41,9 @@ def test_inductor(megatron_pool: RankPool) -> None:
     """What users have by default: graphs become kernels, those of backward too, and autograd nodes
     of ours stand in between.
     """
-    # Four ranks compile some fifty graphs each, with few cores.
+    # Four ranks compile a hundred graphs each, with few cores.
     for num_graphs in megatron_pool.run(compiled_model_on_rank, INDUCTOR, timeout=900):
         assert 0 < num_graphs[0] <= num_graphs[-3] == num_graphs[-1], num_graphs
         # Where two experts have as many rows in the first step, torch takes the number for one and
-        # compiles once more.
-        assert num_graphs[-1] <= num_graphs[0] + 1, num_graphs
+        # compiles once more; each of the two layers has experts.  Traced into, our code added 4.
+        assert num_graphs[-1] <= num_graphs[0] + 2, num_graphs
