@@ -85,8 +85,8 @@ def forks_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
             me.new_engine,
         ]
         read, write = os.pipe()
-        # A process group of an earlier test that only a cycle holds would be destroyed in the child,
-        # and wait there for gloo's threads, which are not forked.
+        # A process group of an earlier test that only a cycle holds would be destroyed in the
+        # child, and wait there for gloo's threads, which are not forked.
         gc.collect()
         child = os.fork()
         if child == 0:
