@@ -30,7 +30,7 @@ from megatron_ncclep.testing.table_oracle import table_dispatch
 MODES = {"pull_push": PULL_PUSH, "fixed_order": FIXED_ORDER}
 # The library's staging memory is made for a multiple of this many tokens.
 TOKENS_MULTIPLE = 64
-# Columns of a row that tell it from the other rows of an expert.
+# Columns of a row that tell it from the other rows of an expert, or of a source rank.
 KEY_COLUMNS = 8
 
 

@@ -7,16 +7,13 @@ import dataclasses
 import torch
 
 from megatron_ncclep.benchmark.check import deviation
-from megatron_ncclep.benchmark.library_subject import by_content, open_group, put
+from megatron_ncclep.benchmark.library_subject import KEY_COLUMNS, by_content, open_group, put
 from megatron_ncclep.benchmark.low_latency import LowLatencySubject
 from megatron_ncclep.benchmark.subjects import Setting, UnavailableError, excused
 from megatron_ncclep.benchmark.workload import X
 from megatron_ncclep.engines.low_latency_rows import LowLatencyRows
 from megatron_ncclep.errors import LibraryError
 from megatron_ncclep.libraries import extension
-
-# Columns of a row that tell it from the other rows of its source rank.
-KEY_COLUMNS = 8
 
 
 class LibraryLowLatencySubject(LowLatencySubject):

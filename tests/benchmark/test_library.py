@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_stand_in import play_library
 
 from megatron_ncclep.benchmark import library_subject
 from megatron_ncclep.benchmark.library_subject import LibrarySubject
@@ -138,18 +139,12 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[LibrarySubj
     ) -> tuple[LibrarySubject, Handle]:
         work = Workload(replace(CASE, dtype=dtype), RANK)
         handle = Handle(work, place)
-        native = SimpleNamespace(
+        setting = play_library(
+            monkeypatch,
+            RANK,
             NcclEpGroup=lambda *_, **options: SimpleNamespace(handle_bytes=lambda *_: 1),
             NcclEpHandle=lambda *_: handle,
         )
-        monkeypatch.setattr(library_subject.extension, "load", lambda: native)
-        monkeypatch.setattr(library_subject.extension, "current_stream", lambda: 0)
-        monkeypatch.setattr(library_subject, "communicator_of", lambda *_: None)
-        monkeypatch.setattr(library_subject, "open_library", lambda: SimpleNamespace(native=None))
-        monkeypatch.setattr(library_subject, "choose_engine", lambda *_: None)
-        monkeypatch.setattr(library_subject.EpGroup, "of", lambda group: group)
-        group = SimpleNamespace(rank=RANK, device=torch.device("cpu"))
-        setting: Any = SimpleNamespace(rank=RANK, timeout_s=60, new_group=lambda: group)
         mode = "+pull_push" if adds_by_pick else ""
         name = f"nccl_ep_library:transformer-engine{mode}"
         return LibrarySubject(name, setting, work), handle
@@ -241,14 +236,9 @@ def test_a_name_decides_what_the_library_finds(
     def look(*arguments: Any, **options: Any) -> None:
         seen.append(tuple(os.environ.get(v) for v in (CHOICE, PULL_PUSH, FIXED_ORDER)))
 
+    setting = play_library(monkeypatch, RANK, NcclEpGroup=look)
     monkeypatch.setattr(library_subject, "choose_engine", look)
-    native = SimpleNamespace(NcclEpGroup=look)
-    monkeypatch.setattr(library_subject.extension, "load", lambda: native)
-    monkeypatch.setattr(library_subject, "communicator_of", lambda *_: None)
-    monkeypatch.setattr(library_subject, "open_library", lambda: SimpleNamespace(native=None))
     monkeypatch.setattr(LibrarySubject, "_allocate", lambda *_: None)
-    monkeypatch.setattr(library_subject.EpGroup, "of", lambda group: group)
-    setting: Any = SimpleNamespace(rank=RANK, new_group=lambda: None, timeout_s=60)
     LibrarySubject(name, setting, _work())
     assert seen == [(package, modes[0], "1"), (package, *modes)]
     assert dict(os.environ) == before

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from library_stand_in import play_library
 
-from megatron_ncclep.benchmark import library_subject
 from megatron_ncclep.benchmark.low_latency_library import LibraryLowLatencySubject
 from megatron_ncclep.benchmark.subjects import UnavailableError
 from megatron_ncclep.benchmark.workload import WEIGHTS, Workload, X
@@ -95,16 +95,8 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LibraryLowLatencyS
                 raise LibraryError(error)
             return SimpleNamespace()
 
-        native = SimpleNamespace(NcclEpGroup=lambda *_, **o: None, NcclEpLowLatencyHandle=handle)
-        monkeypatch.setattr(library_subject.extension, "load", lambda: native)
-        monkeypatch.setattr(library_subject.extension, "current_stream", lambda: 0)
-        monkeypatch.setattr(library_subject, "communicator_of", lambda *_: None)
-        monkeypatch.setattr(library_subject, "open_library", lambda: SimpleNamespace(native=None))
-        monkeypatch.setattr(library_subject, "choose_engine", lambda *_: None)
-        monkeypatch.setattr(library_subject.EpGroup, "of", lambda group: group)
-        group = SimpleNamespace(rank=RANK, device=torch.device("cpu"))
-        setting: Any = SimpleNamespace(
-            rank=RANK, timeout_s=60, device="cpu", new_group=lambda: group
+        setting = play_library(
+            monkeypatch, RANK, NcclEpGroup=lambda *_, **o: None, NcclEpLowLatencyHandle=handle
         )
         subject = LibraryLowLatencySubject("nccl_ep_library", setting, work)
         subject._handle = Handle(subject, work)
