@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from contract_cases import contract_cases, for_engine
 from left_out import leave_out, print_left_out, tell_the_printer, told_by
+from megatron_versions import INSTALLED, SUPPORTED
+from small_job import Trainer
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankPool
 
+OLDEST = SUPPORTED[0]
 GPU_TESTS = Path(__file__).parent / "gpu"
 sys.path.append(str(Path(__file__).parent / "virtual"))
 VIRTUAL = "virtual"  # ranks that are threads and share one GPU: tests/virtual/virtual_ranks.py
@@ -88,9 +91,14 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if config.getoption("--iterations") < 1:
         raise pytest.UsageError("--iterations: must be at least 1")
-    if getattr(config.option, "lists_only", False):  # by tests/support_table.py, and nothing runs
+    if lists_only(config):
         return
     check_options(chosen_engines(config), chosen_ranks(config), config.getoption("--backend"))
+
+
+def lists_only(config: pytest.Config) -> bool:
+    """Whether tests/support_table.py wants to know all tests, and nothing runs."""
+    return getattr(config.option, "lists_only", False)
 
 
 def chosen_engines(config: pytest.Config) -> list[str]:
@@ -166,6 +174,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_inside and not on_gpu else None
 
 
+def release_of(item: pytest.Function) -> str | None:
+    """The release of Megatron-Core that a test is about, if it is about one of several."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    names = ("megatron_release", "megatron_version", "megatron", "release")
+    return next((params[name] for name in names if name in params), None)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     most, backend = chosen_ranks(config)[-1], config.getoption("--backend")
     reasons: dict[pytest.Function, str] = {}
@@ -184,6 +199,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
             reasons[item] = needs_processes.args[0]
         elif any_python is not None and sys.version_info < (3, 12):
             reasons[item] = f"{any_python.args[0]}; with Python 3.12 it is run"
+        elif OLDEST != INSTALLED and release_of(item) == OLDEST and not lists_only(config):
+            reasons[item] = (
+                f"with Megatron-Core {OLDEST}: before Python 3.12 it is the installed release, and "
+                "all cases are run"
+            )
     leave_out(config, items, reasons)
 
 
@@ -254,6 +274,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def rank_counts(request: pytest.FixtureRequest) -> list[int]:
     return chosen_ranks(request.config)
+
+
+@pytest.fixture(scope="session")
+def trainer() -> Iterator[Trainer]:
+    """What runs `ncclep train` on a CPU."""
+    trainer = Trainer()
+    yield trainer
+    trainer.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import queue
 import random
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from fork_server import ForkServer
+from imports import import_megatron_on_cpu
 from megatron_versions import INSTALLED, python_path
 
 TESTS = Path(__file__).resolve().parent
@@ -51,21 +55,19 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "megatron_ncclep", "train", *map(str, arguments)]
 
 
-def environment(release: str = INSTALLED) -> dict[str, str]:
-    """Variables for this package and that release of Megatron-Core."""
-    folders = [*python_path(release), str(ROOT), os.environ.get("PYTHONPATH")]
+def environment() -> dict[str, str]:
+    """Variables for this package."""
+    folders = [str(ROOT), os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(filter(None, folders))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def run(
-    *arguments: object, cwd: Path | None = None, release: str = INSTALLED
-) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run `ncclep train`; stdout and stderr come in one text."""
     return subprocess.run(
         command(*arguments),
         cwd=cwd,
-        env=environment(release),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -73,11 +75,58 @@ def run(
     )
 
 
-def train(*arguments: object, release: str = INSTALLED) -> str:
+def train(*arguments: object) -> str:
     """Run `ncclep train`, which must succeed, and return its output."""
-    done = run(*arguments, release=release)
+    done = run(*arguments)
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+class Trainer:
+    """Runs `ncclep train` in forks of a process that has imported Megatron-Core, as torchrun would.
+
+    Two ranks of their own, torchrun and the command that starts it take 20 seconds of a core to
+    import what they need: more than most jobs here.
+    """
+
+    def __init__(self, release: str = INSTALLED) -> None:
+        self._server = ForkServer("small_job:prepare", python_path(release))
+
+    def train(self, *arguments: object, ranks: int = 2, **environment: str) -> str:
+        """Run a job, which must succeed, and return its output.
+
+        Args:
+            arguments: of `ncclep train`.
+            ranks: to start, whatever the arguments say.
+            environment: more variables.
+        """
+        command = list(map(str, (*arguments, "--ranks", ranks)))
+        ended = self._server.run("small_job:be_rank", command, ranks, TIMEOUT_S, **environment)
+        assert [rank.exit_code for rank in ended] == [0] * ranks, ended
+        return "".join(rank.output for rank in ended)
+
+    def close(self) -> None:
+        """End the process that forks."""
+        self._server.close()
+
+
+def prepare() -> None:
+    """Import what a rank of `ncclep train` needs on a CPU."""
+    import_megatron_on_cpu()
+    for name in ("matplotlib.figure", "megatron_ncclep.training.loop"):
+        importlib.import_module(name)
+    # Checkpoints of asynchronous runs pass through a process, which imports torch for each rank;
+    # ours are written by the rank itself, as the whole runs of `train` show.
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    assert writer._results_queue is None
+    writer._results_queue = queue.SimpleQueue()
+
+
+def be_rank(*arguments: str) -> int:
+    """Be a rank of `ncclep train`."""
+    from megatron_ncclep.cli import main
+
+    return main(["train", *arguments])
 
 
 def entries(folder: Path, kind: str) -> list[dict[str, Any]]:

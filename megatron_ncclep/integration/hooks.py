@@ -381,7 +381,8 @@ def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
     if not is_first and not has_options:
         return
     for layer in gc.get_objects():
-        if type(layer) is not layer_module.MoELayer:
+        # Without a dispatcher: one that was refused while it was built, and not yet collected.
+        if type(layer) is not layer_module.MoELayer or not hasattr(layer, "token_dispatcher"):
             continue
         dispatcher = type(layer.token_dispatcher)
         if is_first or dispatcher.__module__ == _DISPATCHER_MODULE:

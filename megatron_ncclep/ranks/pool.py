@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -42,11 +43,14 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Up to `size` processes under one gloo group, started once because starting is slow.
+    """Up to `size` processes under one group, started once because starting is slow.
 
     A function runs on the first R of them, over a group of just these.  When a rank dies or is late
-    the whole pool is killed; the next `run` starts it anew.  They import what `folders` have before
-    what this process would import, and have the variables of `environment`.
+    the whole pool is killed; the next `run` starts it anew.
+
+    The ranks are forks of one process, so that they share what it has imported.  It imports what
+    `folders` have before what this process would import, has the variables of `environment`, and
+    calls `prepare`, which must not use CUDA.
     """
 
     def __init__(
@@ -55,12 +59,14 @@ class RankPool:
         backend: str = "gloo",
         folders: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         self.size = size
         self.backend = backend
         self.folders = list(folders)
         self.environment = dict(environment or {})
-        self._processes: list[Any] = []
+        self.prepare = prepare
+        self._process: Any = None
         self._pipes: list[Connection] = []
         self._store: TCPStore | None = None
 
@@ -82,7 +88,7 @@ class RankPool:
         Raises:
             RankError: with the traceback of every rank that failed.
         """
-        if not self._processes:
+        if self._process is None:
             self._start()
         ranks = ranks or self.size
         job = pickle.dumps((function, args, ranks))
@@ -112,38 +118,38 @@ class RankPool:
 
     def close(self) -> None:
         """Kill the processes of this pool.  A later `run` starts new ones."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        if self._process is not None:
+            self._process.terminate()
+            self._process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes, self._store = [], [], None
+        self._process, self._pipes, self._store = None, [], None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         # The store in which ranks meet is here, as it is in torchrun: it takes a free port, which
         # nobody else can take before rank 0 has started.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(
-                    rank,
-                    self.size,
-                    self.backend,
-                    self._store.port,
-                    theirs,
-                    self.folders + sys.path,
-                    self.environment,
-                ),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        self._start_process(
+            _fork_ranks,
+            self.backend,
+            self._store.port,
+            self.folders + sys.path,
+            self.environment,
+            self.prepare,
+        )
+
+    def _start_process(self, target: Callable[..., None], *args: Any) -> None:
+        """Start a process that calls `target(pipes, *args)`, with a pipe for each rank.
+
+        At SIGTERM it ends, and with it whatever it has started.
+        """
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = zip(*(context.Pipe() for _ in range(self.size)), strict=True)
+        self._process = context.Process(target=target, args=(theirs, *args), daemon=True)
+        self._process.start()
+        for pipe in theirs:
+            pipe.close()
+        self._pipes = list(ours)
 
 
 def _receive(pipe: Connection) -> tuple[bool, Any]:
@@ -172,33 +178,75 @@ def _tracebacks_there(pipes: Sequence[Connection], first: int, end: int) -> list
     return raised
 
 
-def _serve(
-    rank: int,
-    size: int,
+def _fork_ranks(
+    pipes: Sequence[Connection],
     backend: str,
     port: int,
-    pipe: Connection,
     path: list[str],
     environment: dict[str, str],
+    prepare: Callable[[], None] | None,
 ) -> None:
-    """Run jobs until the pool closes its end of the pipe."""
+    """Import what the ranks need, fork them, and wait for their end or for SIGTERM."""
     sys.path[:] = path
     torch.set_num_threads(1)
     os.environ.update(
         environment,
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(len(pipes)),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    device = "cuda" if backend == "nccl" else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, timeout=timedelta(seconds=300))
-    groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
-    answer_jobs(rank, groups, device, pipe)
+    if prepare is not None:
+        prepare()
+    ranks: list[int] = []
+
+    def end(number: int, frame: Any) -> None:
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+
+    # Until all ranks are forked and known a signal waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGTERM, end)
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
+    for rank, pipe in enumerate(pipes):
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, interrupt)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            for other in pipes:
+                if other is not pipe:
+                    other.close()  # so that the pool hears when that rank dies
+            _be_rank(rank, len(pipes), backend, pipe)
+        ranks.append(child)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    for pipe in pipes:
+        pipe.close()
+    for rank in ranks:  # none is reaped while `end` might still mean it
+        os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for rank in ranks:
+        os.waitpid(rank, 0)
+
+
+def _be_rank(rank: int, size: int, backend: str, pipe: Connection) -> None:
+    """Run jobs until the pool closes its end of the pipe, and end this process."""
+    status = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        device = "cuda" if backend == "nccl" else "cpu"
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, timeout=timedelta(seconds=300))
+        groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
+        answer_jobs(rank, groups, device, pipe)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # what is to happen at exit is the business of the process that forked
 
 
 def answer_jobs(

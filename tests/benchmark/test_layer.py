@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from dispatcher_bugs import put_into, setting_of
+from imports import import_megatron_on_cpu
 
 from megatron_ncclep.benchmark import layer as layers
 from megatron_ncclep.benchmark.layer import Results, route, shared_layer
@@ -146,7 +147,7 @@ def share_on_rank(context: RankContext) -> list[Any]:
 @pytest.fixture(scope="module")
 def two_ranks() -> Any:
     """Two processes of their own: Megatron on a CPU needs patches that last."""
-    pool = RankPool(2)
+    pool = RankPool(2, prepare=import_megatron_on_cpu)
     yield pool
     pool.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dispatcher_bugs import put_into
+from imports import import_megatron_on_cpu
 
 from megatron_ncclep.benchmark import train_profile
 from megatron_ncclep.benchmark.megatron_setup import initialize
@@ -73,7 +74,7 @@ def problems_on_rank(context: RankContext, folder: str) -> dict[str, str | None]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
     """What the check says on each of two ranks, by bug."""
-    pool = RankPool(2)
+    pool = RankPool(2, prepare=import_megatron_on_cpu)
     try:
         return pool.run(problems_on_rank, str(tmp_path_factory.mktemp("data")))
     finally:

@@ -27,6 +27,9 @@ from verdict_report import write_report
 
 from megatron_ncclep.ranks.pool import RankError, RankPool
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from imports import import_megatron_on_cpu
+
 ROOT = Path(__file__).resolve().parents[2]
 RANKS_OF_A_LANE = 2
 # TransformerEngine's attention gives the same bits in every run only then.  Multicast does not work
@@ -86,7 +89,9 @@ def run_lane(args: argparse.Namespace, index: int, until: float) -> None:
         until: of the clock `time.time()`: when everything must have ended.
     """
     ranks = max(1, torch.cuda.device_count()) if args.device == "cuda" else RANKS_OF_A_LANE
-    pool = RankPool(ranks, "nccl" if args.device == "cuda" else "gloo")
+    on_gpu = args.device == "cuda"
+    prepare = None if on_gpu else import_megatron_on_cpu
+    pool = RankPool(ranks, "nccl" if on_gpu else "gloo", prepare=prepare)
     claims = args.work / BEGUN
     claims.mkdir(parents=True, exist_ok=True)
     known: dict[str, float] = {}

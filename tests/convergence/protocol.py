@@ -11,6 +11,7 @@ import platform
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,20 @@ class Curve:
     valid_loss: float
 
 
-def train(seed: int, folder: Path) -> dict[str, Curve]:
+def train(seed: int, folder: Path, run: Callable[..., str] = small_job.train) -> dict[str, Curve]:
     """Train the test (ncclep) and the control (alltoall) with one seed, on 2 ranks.
+
+    Args:
+        seed: of weights and data order.
+        folder: for text and results.
+        run: runs `ncclep train` with the arguments that it gets.
 
     Returns:
         dict: dispatcher -> curve.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text(text(), encoding="utf-8")
-    small_job.train(
+    run(
         *("--ranks", 2, "--device", "cpu", "--seed", seed, "--compare", "alltoall"),
         *("--model", HERE / "model.yaml", "--text", folder / "text.txt", "--out", folder / "out"),
     )

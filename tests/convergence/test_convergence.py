@@ -10,6 +10,7 @@ import platform
 import protocol
 import pytest
 from protocol import SEEDS, Curve
+from small_job import Trainer
 
 # fp32 losses near 5 are 4.8e-7 apart.  The first forward adds the same numbers in another order.
 FIRST_STEP_NATS = 1e-6
@@ -33,9 +34,12 @@ Curves = dict[int, dict[str, Curve]]
 
 
 @pytest.fixture(scope="session")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
+def curves(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Curves:
     """Seed -> dispatcher -> curve."""
-    return {seed: protocol.train(seed, tmp_path_factory.mktemp(f"seed{seed}")) for seed in SEEDS}
+    return {
+        seed: protocol.train(seed, tmp_path_factory.mktemp(f"seed{seed}"), trainer.train)
+        for seed in SEEDS
+    }
 
 
 def largest(a: list[float], b: list[float]) -> float:

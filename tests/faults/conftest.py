@@ -17,7 +17,7 @@ def num_ranks(backend: str, rank_counts: list[int]) -> int:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer()
+    server = ForkServer("rank")
     yield server
     server.close()
 

@@ -29,7 +29,7 @@ def outcome(
     is killed, and nothing is left of the job: no process, no shared memory.
     """
     before = shared_memory()
-    everyone = server.run([backend, engine, fault], num_ranks, JOB_S, **environment)
+    everyone = server.run("rank:main", [backend, engine, fault], num_ranks, JOB_S, **environment)
     story = "\n".join(
         f"--- rank {rank}: exit code {ended.exit_code} ---\n{ended.output}"
         for rank, ended in enumerate(everyone)

@@ -328,6 +328,7 @@ FAULTS = {
 
 
 def main(backend: str, engine_name: str, name: str) -> None:
+    """Be a rank in the job with the fault `name`."""
     ctx = join(backend)
     fault = FAULTS[name]
     is_culprit = ctx.rank == fault.culprit % ctx.num_ranks

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from imported import ImportedMegatron
+from imports import import_megatron_on_cpu
 from left_out import leave_out
 from megatron_versions import INSTALLED, SUPPORTED, importable, python_path
 from packaging.version import Version
@@ -57,7 +58,7 @@ def megatron_pool(megatron_release: str) -> Iterator[RankPool]:
     # The kernels with which Megatron generates text are Triton's, which runs them on a CPU if told
     # so before they are imported.
     environment = {"TRITON_INTERPRET": "1"}
-    pool = RankPool(4, folders=python_path(megatron_release), environment=environment)
+    pool = RankPool(4, "gloo", python_path(megatron_release), environment, import_megatron_on_cpu)
     yield pool
     pool.close()
 

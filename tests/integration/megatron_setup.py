@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import os
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from imports import import_megatron
 from te_stand_ins import latent_projections
 from torch.distributed.distributed_c10d import _world
 
@@ -34,12 +35,17 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
 
         cpu.enable()
 
-    gc.collect()  # the layers of the last test: install() refuses to come after a model
+    for kind in ("FLASH", "FUSED", "UNFUSED"):  # another model's choice, which Megatron keeps
+        os.environ.pop(f"NVTE_{kind}_ATTN", None)
+    if device != "cpu":
+        gc.collect()  # gives back what the last test's models had of the GPU
     megatron_ncclep.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    if not parallel_state.model_parallel_is_initialized():
+        import_megatron()
     wanted = {
         "tensor_model_parallel_size": tp,
         "expert_model_parallel_size": ep,
@@ -47,11 +53,6 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": 2 if pp > 1 else None,
     }
-    if not parallel_state.model_parallel_is_initialized():
-        # No model yet.  To search what imports have made would take longer than most cases do.
-        importlib.import_module("megatron.core.models.gpt.gpt_model")
-        importlib.import_module("megatron.core.optimizer")
-        gc.freeze()
     if not parallel_state.model_parallel_is_initialized() or wanted != {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
@@ -61,6 +62,9 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
             parallel_state.get_virtual_pipeline_model_parallel_world_size()
         ),
     }:
+        # Layers go before their groups do.  Not in every test: where torch.compile has been, to
+        # search all objects takes most of the time.
+        gc.collect()
         parallel_state.destroy_model_parallel()
         dist.barrier()  # no rank uses them any more
         while MADE:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,8 +59,6 @@ class ScheduledModel:
             pp: ranks of a pipeline.
         """
         initialize(ep, device=ctx.device, pp=pp)
-        for kind in ("FLASH", "FUSED", "UNFUSED"):  # another model's choice, which Megatron keeps
-            os.environ.pop(f"NVTE_{kind}_ATTN", None)
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import gpt_layer_specs

@@ -79,7 +79,12 @@ def test_ranks_have_the_release(megatron_pool: RankPool, megatron_release: str) 
 @pytest.mark.parametrize("megatron_version", importable())
 def test_hook_points(megatron_version: str) -> None:
     environment = dict(os.environ, NCCLEP_AUTOLOAD="0", OMP_NUM_THREADS="1")
-    folders = [str(HERE), *python_path(megatron_version), environment.get("PYTHONPATH")]
+    folders = [
+        str(HERE),
+        str(HERE.parent),
+        *python_path(megatron_version),
+        environment.get("PYTHONPATH"),
+    ]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, "-c", CHECK.format(version=megatron_version)],

@@ -223,6 +223,10 @@ def install_too_late(ctx: RankContext) -> None:
     import megatron_ncclep
 
     megatron_ncclep.install()  # nothing new to set: harmless at any time
+    with pytest.raises(InputError) as refused:  # its traceback holds a layer that is half built
+        build_layer(make_config("ncclep", torch.float32, 4, num_moe_experts=6))
+    megatron_ncclep.install(alignment=1)
+    assert refused.value
     layer = build_layer(make_config("ncclep", torch.float32, 4))
     megatron_ncclep.install()
     with pytest.raises(IntegrationError, match=r"after a model was built.*NcclEpTokenDispatcher"):

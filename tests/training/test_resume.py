@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_job import MODEL, Finished, entries, losses, train
+from small_job import MODEL, Finished, Trainer, entries, losses
 
 from megatron_ncclep import cli
 
@@ -17,10 +17,12 @@ OTHER_ORDER_NATS = 1e-5
 
 
 @pytest.fixture(scope="session")
-def stopped(arguments: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(
+    arguments: tuple[str, ...], trainer: Trainer, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A run of the small job that stopped after `STOP` steps; copy it before going on."""
     out = tmp_path_factory.mktemp("stopped") / "out"
-    train(*arguments, "--out", out, "--exit-at-step", STOP)
+    trainer.train(*arguments, "--out", out, "--exit-at-step", STOP)
     assert len(losses(out)) == STOP
     assert not entries(out, "end")
     return out
@@ -30,7 +32,9 @@ def copy(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "out"))
 
 
-def test_resumed_run_is_the_uninterrupted_one(finished: Finished, stopped: Path, tmp_path: Path):
+def test_resumed_run_is_the_uninterrupted_one(
+    finished: Finished, stopped: Path, trainer: Trainer, tmp_path: Path
+):
     """Also when steps after the checkpoint had been logged, which are done again, and a run died
     while it wrote a checkpoint.
     """
@@ -39,7 +43,7 @@ def test_resumed_run_is_the_uninterrupted_one(finished: Finished, stopped: Path,
     (out / "checkpoint" / "unfinished" / "old.distcp").touch()
     with (out / "log.jsonl").open("a", encoding="utf-8") as log:
         log.write('{"type": "step", "step": 4, "loss": -1.0}\n')
-    train(*finished.arguments, "--out", out, "--resume")
+    trainer.train(*finished.arguments, "--out", out, "--resume")
 
     def curve(folder: Path) -> list[tuple[float, ...]]:
         names = ("step", "loss", "grad_norm", "lr")
@@ -53,9 +57,11 @@ def test_resumed_run_is_the_uninterrupted_one(finished: Finished, stopped: Path,
     assert not (kept / "old.distcp").exists()
 
 
-def test_resume_with_another_dispatcher(finished: Finished, stopped: Path, tmp_path: Path):
+def test_resume_with_another_dispatcher(
+    finished: Finished, stopped: Path, trainer: Trainer, tmp_path: Path
+):
     out = copy(stopped, tmp_path)
-    train(*finished.arguments, "--out", out, "--resume", "--dispatcher", "alltoall")
+    trainer.train(*finished.arguments, "--out", out, "--resume", "--dispatcher", "alltoall")
     for ours, whole in zip(losses(out), losses(finished.out), strict=True):
         assert abs(ours - whole) <= OTHER_ORDER_NATS
     classes = [entry["dispatcher_classes"] for entry in entries(out, "settings")]
@@ -63,7 +69,7 @@ def test_resume_with_another_dispatcher(finished: Finished, stopped: Path, tmp_p
 
 
 def test_resume_on_more_ranks(
-    arguments: tuple[str, ...], finished: Finished, stopped: Path, tmp_path: Path
+    arguments: tuple[str, ...], finished: Finished, stopped: Path, trainer: Trainer, tmp_path: Path
 ):
     """Four ranks with two experts each go on from two ranks with four.
 
@@ -72,7 +78,7 @@ def test_resume_on_more_ranks(
     nats that a step makes here or the 1.5 that lost weights would make.
     """
     out = copy(stopped, tmp_path)
-    train(*arguments[:-2], "--ranks", 4, "--out", out, "--resume", "--steps", STOP + 1)
+    trainer.train(*arguments, "--out", out, "--resume", "--steps", STOP + 1, ranks=4)
     assert len(losses(out)) == STOP + 1
     assert abs(losses(out)[STOP] - losses(finished.out)[STOP]) < 0.1
     assert entries(out, "settings")[-1]["expert_parallel"] == 4

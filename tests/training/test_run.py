@@ -17,12 +17,12 @@ from megatron_versions import INSTALLED, importable
 from small_job import (
     MODEL,
     Finished,
+    Trainer,
     command,
     entries,
     environment,
     losses,
     run,
-    train,
     write_text,
 )
 
@@ -119,13 +119,15 @@ def test_curves_of_two_dispatchers_agree(finished: Finished):
 
 
 def test_two_nodes_have_the_losses_of_alltoall(
-    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path
 ):
     """Four ranks that count as two nodes with two each."""
-    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
-    monkeypatch.setenv("NCCLEP_ENGINE", "hierarchical")
-    job = (*arguments[:-2], "--ranks", 4, "--out", tmp_path / "out", "--steps", 3)
-    output = train(*job, "--compare", "alltoall")
+    output = trainer.train(
+        *(*arguments, "--out", tmp_path / "out", "--steps", 3, "--compare", "alltoall"),
+        ranks=4,
+        NCCLEP_LOCAL_RANKS="2",
+        NCCLEP_ENGINE="hierarchical",
+    )
     assert "hierarchical: 2 x 2 (nodes x ranks), 'reference' inside a node" in output
     ours = entries(tmp_path / "out", "step")
     other = entries(tmp_path / "out" / "alltoall", "step")
@@ -136,7 +138,9 @@ def test_two_nodes_have_the_losses_of_alltoall(
 @pytest.mark.parametrize("release", [name for name in importable() if name != INSTALLED])
 def test_other_releases_train(arguments: tuple[str, ...], tmp_path: Path, release: str):
     """That losses are alltoall's with every release is shown by integration/test_gpt_model.py."""
-    train(*arguments, "--out", tmp_path / "out", release=release)
+    trainer = Trainer(release)
+    trainer.train(*arguments, "--out", tmp_path / "out")
+    trainer.close()
     (settings,) = entries(tmp_path / "out", "settings")
     # In a git checkout newer ones add "+" and the checkout's commit.
     assert settings["versions"]["megatron_core"].partition("+")[0] == release
@@ -154,11 +158,8 @@ def test_output_has_progress_and_summary(finished: Finished):
     assert f"{losses(finished.out)[-1]:.4f}" in finished.output
 
 
-def test_indexed_prefix_under_torchrun(arguments: tuple[str, ...], tmp_path: Path):
-    """A .bin/.idx pair with tokens above 256.
-
-    Under torchrun each process is a rank, and prepares the text itself.
-    """
+def test_indexed_prefix(arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path):
+    """A .bin/.idx pair with tokens above 256."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -169,19 +170,10 @@ def test_indexed_prefix_under_torchrun(arguments: tuple[str, ...], tmp_path: Pat
         builder.end_document()
     builder.finalize(str(tmp_path / "corpus.idx"))
     out = tmp_path / "out"
-    python, *rest = command(
-        "--model", arguments[1], "--text", tmp_path / "corpus", "--out", out, "--steps", 2,
-        "--dispatcher", "allgather", "--set", "global-batch-size=4",
-    )  # fmt: skip
-    done = subprocess.run(
-        [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *rest],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
+    trainer.train(
+        *("--model", arguments[1], "--text", tmp_path / "corpus", "--out", out, "--steps", 2),
+        *("--dispatcher", "allgather", "--set", "global-batch-size=4"),
     )
-    assert done.returncode == 0, done.stdout
     (settings,) = entries(out, "settings")
     assert settings["ranks"] == 2
     assert settings["dispatcher_classes"] == ["MoEAllGatherTokenDispatcher"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -63,9 +62,9 @@ class VirtualPool(RankPool):
     def close(self) -> None:
         """See `RankPool.close`; in the middle of a run, keep what the threads were doing."""
         stacks = self._stacks()
-        if self._processes and stacks is not None:
-            if self._is_running and self._processes[0].is_alive():
-                os.kill(self._processes[0].pid, SIGNAL)
+        if self._process is not None and stacks is not None:
+            if self._is_running and self._process.is_alive():
+                os.kill(self._process.pid, SIGNAL)
                 wait_for_text(stacks)
             if said := stacks.read_text(errors="replace").strip():
                 self._story = f"\n--- stderr and stacks ---\n{said[-MOST_STACKS:]}"
@@ -86,15 +85,7 @@ class VirtualPool(RankPool):
         stacks = self._stacks()
         assert stacks is not None
         stacks.touch()
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(self.size)]
-        theirs = [pipe for _, pipe in pipes]
-        arguments = (self.size, self.device, library, stacks, SIGNAL, theirs, sys.path)
-        process = context.Process(target=serve, args=arguments, daemon=True)
-        process.start()
-        for pipe in theirs:
-            pipe.close()
-        self._processes, self._pipes = [process], [pipe for pipe, _ in pipes]
+        self._start_process(serve, self.device, library, stacks, SIGNAL, sys.path)
 
 
 def wait_for_text(file: Path) -> None:

@@ -42,7 +42,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -341,19 +341,18 @@ def on_rank(ctx: RankContext, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def serve(
-    size: int,
+    pipes: Sequence[Connection],
     device: str,
     library: Path | None,
     stacks: Path,
     signal_number: int,
-    pipes: list[Connection],
     path: list[str],
 ) -> None:
     """The process of a `VirtualPool`.
 
     Args:
-        stacks: file for the stacks of all threads, when `signal_number` comes or it crashes.
         pipes: of the ranks.
+        stacks: file for the stacks of all threads, when `signal_number` comes or it crashes.
         path: Python's.
     """
     sys.path[:] = path
@@ -362,7 +361,7 @@ def serve(
     faulthandler.enable(file)
     faulthandler.register(signal_number, file, all_threads=True)
     torch.set_num_threads(1)
-    host = Host(size, device, library)
+    host = Host(len(pipes), device, library)
     threads = [
         threading.Thread(target=host.serve, args=(rank, pipe), name=f"rank {rank}", daemon=True)
         for rank, pipe in enumerate(pipes)

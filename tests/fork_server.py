@@ -1,15 +1,17 @@
-"""Processes that are the ranks of one job, forked from one that has imported torch already.
+"""Processes that are the ranks of one job, forked from one that has imported what they need.
 
-Starting a rank takes seconds, most of them to import; a fork takes none, and goes through its own
-exit, destructors and all, like a process of its own.  CUDA must not be in use before the fork.
+Starting a rank takes seconds, most of them to import: two and a half for torch, five more for
+Megatron-Core.  A fork takes none, and goes through its own exit, destructors and all, like a
+process of its own.  What imports do is tested in interpreters of their own.
 
-python tests/faults/fork_server.py: reads jobs from stdin, one JSON object a line, and answers each
+python tests/fork_server.py PREPARE: reads jobs from stdin, one JSON object a line, and answers each
 with its processes, and with their exit codes when all have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -18,33 +20,55 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parent))
 from processes import DUMP_S, Ended, Store
 
 
 class ForkServer:
-    """The process that forks; it is started once, and ends with `close`."""
+    """The process that forks; it is started once, and ends with `close`.
 
-    def __init__(self) -> None:
+    Args:
+        prepare: "module", imported before the first fork, or "module:function", called before it.
+            It must not use CUDA.
+        folders: in front of this process's import path.
+        environment: more variables.
+    """
+
+    def __init__(self, prepare: str, folders: Sequence[str] = (), **environment: str) -> None:
+        path = os.pathsep.join([*folders, *filter(None, sys.path)])
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            # read while torch is imported; the handler of faults lives on in forks
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+            [sys.executable, "-W", "ignore", __file__, prepare],
+            # OMP_NUM_THREADS is read while torch is imported; the handler of faults lives on in
+            # forks.
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONFAULTHANDLER": "1",
+                **environment,
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
         )
 
     def run(
-        self, arguments: list[str], num_ranks: int, timeout: float, **environment: str
+        self,
+        function: str,
+        arguments: Sequence[Any],
+        num_ranks: int,
+        timeout: float,
+        **environment: str,
     ) -> list[Ended]:
-        """Run `rank.main(*arguments)` as every rank of a job, and wait for all to end.
+        """Run `function(*arguments)` as every rank of a job, and wait for all to end.
 
         Args:
-            arguments: of `rank.main`.
+            function: "module:function"; what it returns, if anything, is the exit status.
+            arguments: anything that JSON knows.
             num_ranks: R.
             timeout: seconds for all of them together; then what is left is killed.
             environment: more variables.
@@ -56,7 +80,8 @@ class ForkServer:
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder, str(rank)) for rank in range(num_ranks)]
             self._send({
-                "arguments": arguments,
+                "function": function,
+                "arguments": list(arguments),
                 "outputs": [str(path) for path in outputs],
                 "environment": {**store.variables(num_ranks), **environment},
             })  # fmt: skip
@@ -112,8 +137,15 @@ def kill_sessions(leaders: list[int], number: int) -> None:
             os.kill(process, number)
 
 
-def serve() -> list[str] | None:
-    """Fork the ranks of one job after another; in a fork, return the arguments of its main."""
+def named(function: str) -> Callable[..., Any]:
+    """The function that "module:function" means; of "module", imported, one that does nothing."""
+    module, _, name = function.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else lambda: None
+
+
+def serve() -> dict[str, Any] | None:
+    """Fork the ranks of one job after another; in a fork, return the job."""
     for line in sys.stdin:
         job = json.loads(line)
         children = []
@@ -121,7 +153,7 @@ def serve() -> list[str] | None:
             child = os.fork()
             if child == 0:
                 become(rank, output, job["environment"])
-                return job["arguments"]
+                return job
             children.append(child)
         print(json.dumps(children), flush=True)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -140,8 +172,7 @@ def become(rank: int, output: str, environment: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    import rank as ranks
-
-    arguments = serve()
-    if arguments is not None:
-        ranks.main(*arguments)
+    named(sys.argv[1])()
+    job = serve()
+    if job is not None:
+        sys.exit(named(job["function"])(*job["arguments"]))

@@ -1,0 +1,74 @@
+"""RankPool: one process imports, its forks are the ranks, and nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
+
+PREPARED: list[int] = []
+
+
+def prepare() -> None:
+    PREPARED.append(os.getpid())
+
+
+def whereabouts(ctx: RankContext) -> tuple[int, int, list[int]]:
+    return os.getpid(), os.getppid(), PREPARED
+
+
+def end(ctx: RankContext) -> None:
+    if ctx.rank == 1:
+        os._exit(3)
+
+
+def hang(ctx: RankContext) -> None:
+    while ctx.rank == 1:
+        time.sleep(1)
+
+
+def fail(ctx: RankContext) -> None:
+    if ctx.rank == 1:
+        raise ZeroDivisionError("a bug")
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2, prepare=prepare)
+    yield pool
+    pool.close()
+
+
+def test_ranks_are_forks_of_one_process(pool: RankPool) -> None:
+    (first, parent, prepared), (second, same, _) = pool.run(whereabouts)
+    assert first != second
+    assert prepared == [parent] == [same]
+    pool.close()
+    assert not [pid for pid in (first, second, parent) if psutil.pid_exists(pid)]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [(end, "rank 1 died"), (hang, "rank 1 did not answer within 3 s")],
+)
+def test_a_rank_that_is_gone_costs_all_processes(
+    pool: RankPool, mistake: Callable[[RankContext], None], told: str
+) -> None:
+    before = pool.run(whereabouts)
+    with pytest.raises(RankError, match=told):
+        pool.run(mistake, timeout=3)
+    after = pool.run(whereabouts)
+    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in after)
+    assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
+
+
+def test_an_exception_costs_nothing(pool: RankPool) -> None:
+    before = pool.run(whereabouts)
+    with pytest.raises(RankError, match=r"(?s)--- rank 1 ---.*ZeroDivisionError: a bug"):
+        pool.run(fail)
+    assert pool.run(whereabouts) == before
