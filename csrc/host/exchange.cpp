@@ -30,7 +30,9 @@ constexpr std::uint64_t kLayout = 0x6e63636c65700003;
 // usual in a training step must not last until kYieldTime.
 constexpr int kSpins = 100;
 constexpr std::chrono::microseconds kYieldTime{5000};
-constexpr std::chrono::microseconds kSleep{50};
+// A sleep is a hundredth of what has been waited, within these: a rank that compiles, or reads
+// data, for seconds has the cores for that, and the others lose 1 %.
+constexpr std::chrono::duration<double> kShortestSleep{50e-6}, kLongestSleep{1e-3};
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -223,7 +225,8 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
       if (waited < std::chrono::duration<double>(kYieldTime).count()) {
         sched_yield();
       } else {
-        std::this_thread::sleep_for(kSleep);
+        const std::chrono::duration<double> share{waited / 100};
+        std::this_thread::sleep_for(std::clamp(share, kShortestSleep, kLongestSleep));
       }
     }
     // A rank may come so late that another one has given up: then the call has failed for all.

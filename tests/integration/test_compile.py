@@ -41,9 +41,9 @@ def test_inductor(megatron_pool: RankPool) -> None:
     """What users have by default: graphs become kernels, those of backward too, and autograd nodes
     of ours stand in between.
     """
-    # Four ranks compile a hundred graphs each, with few cores.
-    for num_graphs in megatron_pool.run(compiled_model_on_rank, INDUCTOR, timeout=900):
-        assert 0 < num_graphs[0] <= num_graphs[-3] == num_graphs[-1], num_graphs
-        # Where two experts have as many rows in the first step, torch takes the number for one and
-        # compiles once more; each of the two layers has experts.  Traced into, our code added 4.
-        assert num_graphs[-1] <= num_graphs[0] + 2, num_graphs
+    # A hundred graphs.
+    num_graphs, *_ = megatron_pool.run(compiled_model_on_rank, INDUCTOR, timeout=600)
+    assert 0 < num_graphs[0] <= num_graphs[-3] == num_graphs[-1], num_graphs
+    # Where two experts have as many rows in the first step, torch takes the number for one and
+    # compiles once more; each of the two layers has experts.  Traced into, our code added 4.
+    assert num_graphs[-1] <= num_graphs[0] + 2, num_graphs
