@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract_cases import contract_cases, for_engine
+from imports import import_dynamo
 from left_out import leave_out, print_left_out, tell_the_printer, told_by
 from megatron_versions import INSTALLED, SUPPORTED
 from small_job import Trainer
@@ -292,6 +293,8 @@ def pool(backend: str, rank_counts: list[int]) -> Iterator[RankPool]:
         from virtual_pool import VirtualPool
 
         pool: RankPool = VirtualPool(size)
+    elif backend == "gloo":
+        pool = RankPool(size, prepare=import_dynamo)
     else:
         pool = RankPool(size, backend)
     yield pool

@@ -8,6 +8,11 @@ import importlib
 MEGATRON = ("megatron.core.models.gpt.gpt_model", "megatron.core.optimizer")
 
 
+def import_dynamo() -> None:
+    """Import what torch imports when it is first told not to compile something."""
+    importlib.import_module("torch._dynamo")
+
+
 def import_megatron() -> None:
     """Import Megatron-Core as it comes."""
     for name in MEGATRON:

@@ -166,10 +166,14 @@ def _measure_in_pool(job: Job) -> list[Measured]:
 
     Ranks that die, in a library that aborts say, cost their shape only: the next one gets new ones.
     """
+    from megatron_ncclep.benchmark.megatron_setup import import_on_cpu
     from megatron_ncclep.benchmark.run import run
     from megatron_ncclep.ranks.pool import RankError, RankPool
 
-    pool = RankPool(job.ranks, "nccl" if job.device == "cuda" else "gloo")
+    if job.device == "cuda":
+        pool = RankPool(job.ranks, "nccl")
+    else:
+        pool = RankPool(job.ranks, prepare=import_on_cpu if job.needs_megatron else None)
     measured: list[Measured] = []
     try:
         for shape in job.everything:

@@ -10,6 +10,7 @@ from megatron_ncclep.benchmark import low_latency, shapes
 from megatron_ncclep.benchmark.names import (
     default_names,
     is_train,
+    kind_of,
     obstacle,
     split_name,
     variant_of,
@@ -75,6 +76,11 @@ class Job(Checked):
     def trained(self) -> tuple[str, ...]:
         """The subjects that train."""
         return tuple(filter(is_train, self.subjects))
+
+    @property
+    def needs_megatron(self) -> bool:
+        """Whether some subjects are Megatron-Core's, or have models of it."""
+        return not {"engine", "library"}.issuperset(map(kind_of, self.subjects))
 
     @classmethod
     def make(cls, args: argparse.Namespace, ranks: int, device: str) -> Job:

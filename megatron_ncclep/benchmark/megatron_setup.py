@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_ncclep import cpu
 from megatron_ncclep.benchmark.names import INSTALL_MEGATRON, DispatcherChoice
 from megatron_ncclep.benchmark.subjects import Setting, UnavailableError
 from megatron_ncclep.benchmark.workload import Workload
@@ -24,6 +25,18 @@ CLASSES = {
 }
 
 
+def is_installed() -> bool:
+    """Whether Megatron-Core is."""
+    names = ("megatron", "megatron.core")
+    return all(importlib.util.find_spec(name) is not None for name in names)
+
+
+def import_on_cpu() -> None:
+    """Import Megatron-Core, if it is installed, for ranks without GPUs that are forks of this."""
+    if is_installed():
+        cpu.enable()
+
+
 def initialize(setting: Setting) -> None:
     """Set up Megatron's process groups with all ranks in one expert-parallel group.  Collective.
 
@@ -32,13 +45,9 @@ def initialize(setting: Setting) -> None:
     Raises:
         UnavailableError: Megatron-Core is not installed.
     """
-    if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
-        "megatron.core"
-    ):
+    if not is_installed():
         raise UnavailableError(INSTALL_MEGATRON)
     if setting.device == "cpu":
-        from megatron_ncclep import cpu
-
         cpu.enable()
     from megatron.core import parallel_state
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
@@ -80,8 +79,8 @@ class RankPool:
         """Call `function(context, *args)` on the first `ranks` processes; return what they return.
 
         Args:
-            function: importable by name (pickled).
-            args: picklable.
+            function: importable by name.
+            args: that `torch.save` can write.
             ranks: R; default: all.
             timeout: seconds for all of them together.
 
@@ -91,7 +90,7 @@ class RankPool:
         if self._process is None:
             self._start()
         ranks = ranks or self.size
-        job = pickle.dumps((function, args, ranks))
+        job = _packed((function, args, ranks))
         for pipe in self._pipes[:ranks]:
             pipe.send_bytes(job)
         deadline = time.monotonic() + timeout
@@ -105,7 +104,8 @@ class RankPool:
                 self.close()
                 break
             try:
-                succeeded, answer = _receive(pipe)
+                # Tensors of a GPU arrive on the CPU: this process has no business there.
+                succeeded, answer = _receive(pipe, "cpu")
             except EOFError as error:
                 self.close()
                 raise RankError(f"rank {rank} died") from error
@@ -152,17 +152,24 @@ class RankPool:
         self._pipes = list(ours)
 
 
-def _receive(pipe: Connection) -> tuple[bool, Any]:
-    """Whether a rank's function returned, and what, or the traceback.
+def _packed(values: tuple[Any, ...]) -> bytes:
+    """A job, or its answer: whether the function returned, and what, or the traceback.
+
+    By torch.save: where Megatron-Core was imported, a tensor that is pickled without it names a
+    function of Megatron-Core, which every rank would then import.
+    """
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    return buffer.getvalue()
+
+
+def _receive(pipe: Connection, device: str | None = None) -> Any:
+    """What was `_packed` and sent, its tensors on `device` (None: where they were).
 
     Raises:
-        EOFError: the rank is dead.
+        EOFError: the other end is dead, or was closed.
     """
-    # Tensors of a GPU arrive on the CPU: this process has no business there.
-    succeeded, answer = torch.load(
-        io.BytesIO(pipe.recv_bytes()), map_location="cpu", weights_only=False
-    )
-    return succeeded, answer
+    return torch.load(io.BytesIO(pipe.recv_bytes()), map_location=device, weights_only=False)
 
 
 def _tracebacks_there(pipes: Sequence[Connection], first: int, end: int) -> list[str]:
@@ -170,7 +177,7 @@ def _tracebacks_there(pipes: Sequence[Connection], first: int, end: int) -> list
     raised = []
     for rank, pipe in list(enumerate(pipes))[first:end]:
         try:
-            succeeded, answer = _receive(pipe) if pipe.poll(0) else (True, None)
+            succeeded, answer = _receive(pipe, "cpu") if pipe.poll(0) else (True, None)
         except EOFError:
             succeeded, answer = False, "died"
         if not succeeded:
@@ -262,13 +269,11 @@ def answer_jobs(
     """
     while True:
         try:
-            function, args, ranks = pickle.loads(pipe.recv_bytes())
+            function, args, ranks = _receive(pipe)
         except EOFError:
             return
         try:
             reply = (True, function(RankContext(rank, ranks, groups[ranks], device), *args))
         except BaseException:
             reply = (False, traceback.format_exc())
-        buffer = io.BytesIO()
-        torch.save(reply, buffer)
-        pipe.send_bytes(buffer.getvalue())
+        pipe.send_bytes(_packed(reply))

@@ -122,8 +122,8 @@ def compiled_on_rank(
 
 
 def compiled_model_on_rank(ctx: RankContext, compiler: Compiler = AS_IT_IS) -> list[int]:
-    """Train a GPTModel eagerly, and compiled as a whole on rank 0; returns how many graphs torch had
-    made there after each step, and nothing elsewhere.
+    """Train a GPTModel eagerly, and compiled as a whole on rank 0; returns how many graphs torch
+    had made there after each step, and nothing elsewhere.
 
     Ranks compile for themselves, and there are few cores: the others run eagerly again, and are
     there while rank 0 is late.

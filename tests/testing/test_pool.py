@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import psutil
 import pytest
+import torch
 
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
@@ -20,6 +23,10 @@ def prepare() -> None:
 
 def whereabouts(ctx: RankContext) -> tuple[int, int, list[int]]:
     return os.getpid(), os.getppid(), PREPARED
+
+
+def has_imported(ctx: RankContext, tensor: torch.Tensor, module: str) -> tuple[float, bool]:
+    return tensor.item(), module in sys.modules
 
 
 def end(ctx: RankContext) -> None:
@@ -37,7 +44,7 @@ def fail(ctx: RankContext) -> None:
         raise ZeroDivisionError("a bug")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     pool = RankPool(2, prepare=prepare)
     yield pool
@@ -50,6 +57,16 @@ def test_ranks_are_forks_of_one_process(pool: RankPool) -> None:
     assert prepared == [parent] == [same]
     pool.close()
     assert not [pid for pid in (first, second, parent) if psutil.pid_exists(pid)]
+
+
+def test_tensors_import_nothing(pool: RankPool) -> None:
+    """Megatron-Core replaces the function that pickled tensors name: the ranks of other tests all
+    imported Megatron-Core, once this process had.
+    """
+    import tabnanny  # here: what this file imports is imported with the ranks' function
+
+    with mock.patch("torch.storage._load_from_bytes", tabnanny.check):
+        assert pool.run(has_imported, torch.tensor(2.0), "tabnanny") == [(2.0, False)] * 2
 
 
 @pytest.mark.parametrize(
