@@ -8,37 +8,13 @@
 
 namespace ncclep::nccl_ep {
 
-namespace {
-
-void* stream_of(std::uintptr_t stream) { return reinterpret_cast<void*>(stream); }
-
-}  // namespace
-
 LowLatencyHandle::LowLatencyHandle(std::shared_ptr<Group> group, int top_k)
-    : group_(std::move(group)), top_k_(top_k) {
+    : HandleOwner(std::move(group), top_k) {
   const GroupOptions& options = group_->options();
   require(options.low_latency, "the NCCL EP group is not of low-latency mode");
   require(0 < top_k && static_cast<unsigned>(top_k) <= options.top_k, "top-k ", top_k,
           ": the group is for ", options.top_k, " at most");
-  group_->nccl().check(
-      group_->library().init_handle(&handle_, group_->get(), kRankMajor, nullptr, top_k, nullptr),
-      "ncclEpInitHandle");
-}
-
-LowLatencyHandle::~LowLatencyHandle() {
-  // A closed group took its handles with it.
-  if (handle_ != nullptr && !group_->is_closed()) group_->library().destroy_handle(handle_);
-}
-
-void LowLatencyHandle::close() {
-  if (handle_ == nullptr || group_->is_closed()) return;
-  group_->nccl().check(group_->library().destroy_handle(std::exchange(handle_, nullptr)),
-                       "ncclEpHandleDestroy");
-}
-
-void* LowLatencyHandle::get() const {
-  require(handle_ != nullptr && !group_->is_closed(), "the NCCL EP handle was closed");
-  return handle_;
+  init(kRankMajor, nullptr, nullptr);
 }
 
 void LowLatencyHandle::require_rows(const char* call, const Tensor& tokens,
@@ -76,9 +52,7 @@ void LowLatencyHandle::dispatch(const Tensor& x, const Tensor& topk_idx, const T
   Argument routes(topk_idx, nullptr), in(x, nullptr), in_w(w, nullptr);
   Argument out(rows, nullptr), out_topk(row_topk_idx, nullptr), out_w(row_w, nullptr);
   Argument from(counts, nullptr);
-  group_->nccl().check(
-      group_->library().update_handle(get(), routes.get(), nullptr, stream_of(stream)),
-      "ncclEpUpdateHandle");
+  update(routes.get(), nullptr, stream);
   DispatchInputs inputs;
   inputs.tokens = in.get();
   inputs.topk_weights = in_w.get();
@@ -88,10 +62,7 @@ void LowLatencyHandle::dispatch(const Tensor& x, const Tensor& topk_idx, const T
   outputs.topk_idx = out_topk.get();
   LayoutInfo layout;
   layout.src_rank_counters = from.get();
-  const DispatchConfig config;
-  group_->nccl().check(
-      group_->library().dispatch(get(), &inputs, &outputs, &layout, &config, stream_of(stream)),
-      "ncclEpDispatch");
+  HandleOwner::dispatch(inputs, outputs, &layout, DispatchConfig(), stream);
 }
 
 void LowLatencyHandle::combine(const Tensor& y, const Tensor& out, std::uintptr_t stream) {
@@ -101,10 +72,7 @@ void LowLatencyHandle::combine(const Tensor& y, const Tensor& out, std::uintptr_
   inputs.tokens = in.get();
   CombineOutputs outputs;
   outputs.tokens = sum.get();
-  const CombineConfig config;
-  group_->nccl().check(
-      group_->library().combine(get(), &inputs, &outputs, &config, stream_of(stream)),
-      "ncclEpCombine");
+  HandleOwner::combine(inputs, outputs, CombineConfig(), stream);
 }
 
 }  // namespace ncclep::nccl_ep

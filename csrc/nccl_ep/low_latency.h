@@ -11,13 +11,10 @@ namespace ncclep::nccl_ep {
 
 // Rows [R, M, H], where M is the group's max_tokens: a place for each token of each rank, of which
 // a rank fills the first ones, in any order.  `stream` is a cudaStream_t.
-class LowLatencyHandle {
+class LowLatencyHandle : public HandleOwner {
  public:
   // Collective.  The group must be of low-latency mode.
   LowLatencyHandle(std::shared_ptr<Group> group, int top_k);
-  ~LowLatencyHandle();
-  LowLatencyHandle(const LowLatencyHandle&) = delete;
-  LowLatencyHandle& operator=(const LowLatencyHandle&) = delete;
 
   // x [T, H], topk_idx [T, K] int64 and w [T, K] fp32 -> rows [R, M, H]; their experts, local
   // numbers or -1, int32 [R, M, K]; fp32 weights [R, M, K]; and how many came from each rank, int32
@@ -28,15 +25,8 @@ class LowLatencyHandle {
   // y [R, M, H], a row for each place -> out [T, H]: the sums over ranks.
   void combine(const Tensor& y, const Tensor& out, std::uintptr_t stream);
 
-  void close();
-
  private:
-  void* get() const;
   void require_rows(const char* call, const Tensor& tokens, const Tensor& rows) const;
-
-  std::shared_ptr<Group> group_;
-  void* handle_ = nullptr;
-  int top_k_;
 };
 
 }  // namespace ncclep::nccl_ep

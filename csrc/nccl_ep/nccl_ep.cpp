@@ -126,8 +126,51 @@ std::size_t Group::handle_bytes(std::size_t alignment, int top_k) const {
   return bytes;
 }
 
+HandleOwner::~HandleOwner() {
+  // A closed group took its handles with it.
+  if (handle_ != nullptr && !group_->is_closed()) group_->library().destroy_handle(handle_);
+}
+
+void HandleOwner::close() {
+  if (handle_ == nullptr || group_->is_closed()) return;
+  group_->nccl().check(group_->library().destroy_handle(std::exchange(handle_, nullptr)),
+                       "ncclEpHandleDestroy");
+}
+
+void HandleOwner::init(int layout, const HandleConfig* config, const TensorArgument* memory) {
+  group_->nccl().check(
+      group_->library().init_handle(&handle_, group_->get(), layout, config, top_k_, memory),
+      "ncclEpInitHandle");
+}
+
+void* HandleOwner::get() const {
+  require(handle_ != nullptr && !group_->is_closed(), "the NCCL EP handle was closed");
+  return handle_;
+}
+
+void HandleOwner::update(const TensorArgument* topk_idx, const LayoutInfo* layout,
+                         std::uintptr_t stream) {
+  group_->nccl().check(group_->library().update_handle(get(), topk_idx, layout, stream_of(stream)),
+                       "ncclEpUpdateHandle");
+}
+
+void HandleOwner::dispatch(const DispatchInputs& inputs, const DispatchOutputs& outputs,
+                           const LayoutInfo* layout, const DispatchConfig& config,
+                           std::uintptr_t stream) {
+  group_->nccl().check(
+      group_->library().dispatch(get(), &inputs, &outputs, layout, &config, stream_of(stream)),
+      "ncclEpDispatch");
+}
+
+void HandleOwner::combine(const CombineInputs& inputs, const CombineOutputs& outputs,
+                          const CombineConfig& config, std::uintptr_t stream) {
+  group_->nccl().check(
+      group_->library().combine(get(), &inputs, &outputs, &config, stream_of(stream)),
+      "ncclEpCombine");
+}
+
 Handle::Handle(std::shared_ptr<Group> group, std::size_t alignment, int top_k, const Tensor& memory)
-    : group_(std::move(group)), memory_(memory.data), top_k_(top_k) {
+    : HandleOwner(std::move(group), top_k), memory_(memory.data) {
   const std::size_t needed = group_->handle_bytes(alignment, top_k);
   require(memory.dtype == DType::kUint8 && memory.shape.size() == 1 &&
               static_cast<std::size_t>(memory.num_elements()) >= needed,
@@ -136,25 +179,7 @@ Handle::Handle(std::shared_ptr<Group> group, std::size_t alignment, int top_k, c
   HandleConfig config;
   config.alignment = alignment;
   Argument memory_argument(memory, nullptr);
-  group_->nccl().check(group_->library().init_handle(&handle_, group_->get(), kExpertMajor, &config,
-                                                     top_k, memory_argument.get()),
-                       "ncclEpInitHandle");
-}
-
-Handle::~Handle() {
-  // A closed group took its handles with it.
-  if (handle_ != nullptr && !group_->is_closed()) group_->library().destroy_handle(handle_);
-}
-
-void Handle::close() {
-  if (handle_ == nullptr || group_->is_closed()) return;
-  group_->nccl().check(group_->library().destroy_handle(std::exchange(handle_, nullptr)),
-                       "ncclEpHandleDestroy");
-}
-
-void* Handle::get() const {
-  require(handle_ != nullptr && !group_->is_closed(), "the NCCL EP handle was closed");
-  return handle_;
+  init(kExpertMajor, &config, memory_argument.get());
 }
 
 void Handle::update(const Tensor& topk_idx, const Tensor& expert_counts, const Tensor& num_rows,
@@ -174,9 +199,7 @@ void Handle::update(const Tensor& topk_idx, const Tensor& expert_counts, const T
   LayoutInfo layout;
   layout.expert_counters = counts.get();
   layout.recv_total_counter = total.get();
-  group_->nccl().check(
-      group_->library().update_handle(get(), topk.get(), &layout, stream_of(stream)),
-      "ncclEpUpdateHandle");
+  HandleOwner::update(topk.get(), &layout, stream);
 }
 
 void Handle::dispatch(const Tensor& x, const std::optional<Tensor>& w, const Tensor& rows,
@@ -192,9 +215,7 @@ void Handle::dispatch(const Tensor& x, const std::optional<Tensor>& w, const Ten
   outputs.topk_weights = nccl_ep::get(emplace(out_w, row_w, memory_));
   DispatchConfig config;
   config.direction = w ? kForward : kBackward;
-  group_->nccl().check(
-      group_->library().dispatch(get(), &inputs, &outputs, nullptr, &config, stream_of(stream)),
-      "ncclEpDispatch");
+  HandleOwner::dispatch(inputs, outputs, nullptr, config, stream);
 }
 
 void Handle::combine(const Tensor& y, const std::optional<Tensor>& w, const Tensor& out,
@@ -210,9 +231,7 @@ void Handle::combine(const Tensor& y, const std::optional<Tensor>& w, const Tens
   outputs.topk_weights = nccl_ep::get(emplace(out_w, topk_w, memory_));
   CombineConfig config;
   config.direction = w ? kBackward : kForward;
-  group_->nccl().check(
-      group_->library().combine(get(), &inputs, &outputs, &config, stream_of(stream)),
-      "ncclEpCombine");
+  HandleOwner::combine(inputs, outputs, config, stream);
 }
 
 }  // namespace ncclep::nccl_ep

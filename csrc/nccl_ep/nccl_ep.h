@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "common/shared_library.h"
 #include "common/tensor.h"
@@ -81,16 +82,41 @@ class Group {
   void* group_ = nullptr;
 };
 
+// Keeps the library's handle of `group`, and the group alive.
+class HandleOwner {
+ public:
+  ~HandleOwner();
+  HandleOwner(const HandleOwner&) = delete;
+  HandleOwner& operator=(const HandleOwner&) = delete;
+
+  void close();
+
+ protected:
+  HandleOwner(std::shared_ptr<Group> group, int top_k) : group_(std::move(group)), top_k_(top_k) {}
+  // Makes the handle: what the group's mode and `layout` need.
+  void init(int layout, const HandleConfig* config, const TensorArgument* memory);
+  // The handle, which nobody has closed.
+  void* get() const;
+  void update(const TensorArgument* topk_idx, const LayoutInfo* layout, std::uintptr_t stream);
+  void dispatch(const DispatchInputs& inputs, const DispatchOutputs& outputs,
+                const LayoutInfo* layout, const DispatchConfig& config, std::uintptr_t stream);
+  void combine(const CombineInputs& inputs, const CombineOutputs& outputs,
+               const CombineConfig& config, std::uintptr_t stream);
+
+  std::shared_ptr<Group> group_;
+  int top_k_;
+
+ private:
+  void* handle_ = nullptr;
+};
+
 // The routes of one micro-batch.  `stream` is a cudaStream_t; update, dispatch and combine are
 // collective and return when their work is queued there (dispatch with exact sizes waits for
 // `update` to be done).
-class Handle {
+class Handle : public HandleOwner {
  public:
   // `memory`: uint8 [at least group.handle_bytes(alignment, top_k)], kept alive by the caller.
   Handle(std::shared_ptr<Group> group, std::size_t alignment, int top_k, const Tensor& memory);
-  ~Handle();
-  Handle(const Handle&) = delete;
-  Handle& operator=(const Handle&) = delete;
 
   // topk_idx [T, K] int32 or int64, -1 for an assignment that goes nowhere; expert_counts [experts
   // of this rank] and num_rows [1] int64 are written: padded rows of each local expert and their
@@ -105,15 +131,8 @@ class Handle {
   void combine(const Tensor& y, const std::optional<Tensor>& w, const Tensor& out,
                const std::optional<Tensor>& topk_w, std::uintptr_t stream);
 
-  void close();
-
  private:
-  void* get() const;
-
-  std::shared_ptr<Group> group_;
-  void* handle_ = nullptr;
   void* memory_;  // stands in for the address of an empty tensor, which has none
-  int top_k_;
 };
 
 }  // namespace ncclep::nccl_ep

@@ -165,6 +165,7 @@ def wait_for_the_wrong(ctx: RankContext) -> None:
 
 def interrupted_on_rank(ctx: RankContext, pid: int) -> None:
     if ctx.rank == 1:
+        time.sleep(0.5)  # until no thread runs: Python may crash when it writes the stack of one
         os.kill(pid, signal.SIGINT)
         time.sleep(600)  # where it hangs
 
