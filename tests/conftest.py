@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -19,23 +20,29 @@ from small_job import Trainer
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
+from megatron_ncclep.libraries import search
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankPool
 
 OLDEST = SUPPORTED[0]
 GPU_TESTS = Path(__file__).parent / "gpu"
-sys.path.append(str(Path(__file__).parent / "virtual"))
-VIRTUAL = "virtual"  # ranks that are threads and share one GPU: tests/virtual/virtual_ranks.py
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend",
         default="gloo",
-        choices=("gloo", "nccl", VIRTUAL),
-        help="of the contract tests: gloo on the CPU, nccl with a GPU for each rank, or virtual, "
-        "for the engine native: ranks that are threads and share one GPU.  The last two also "
-        "collect tests/gpu",
+        choices=("gloo", "nccl"),
+        help="of the contract tests: gloo on the CPU, or nccl on GPUs, which ranks share where "
+        "there are fewer; with it tests/gpu is collected too",
+    )
+    parser.addoption(
+        "--hosts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --backend nccl: as how many hosts the largest --ranks appear (default: 1)",
     )
     parser.addoption(
         "--engine",
@@ -75,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "cpu_only: left out on GPUs; a comment says why")
     config.addinivalue_line(
-        "markers", "needs_processes(reason): left out with --backend virtual, and listed"
+        "markers", "own_gpus(reason): left out when ranks share GPUs, and listed"
     )
     config.addinivalue_line(
         "markers",
@@ -94,7 +101,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--iterations: must be at least 1")
     if lists_only(config):
         return
-    check_options(chosen_engines(config), chosen_ranks(config), config.getoption("--backend"))
+    over, hosts = config.getoption("--backend"), config.getoption("--hosts")
+    check_options(chosen_engines(config), chosen_ranks(config), over, hosts)
 
 
 def lists_only(config: pytest.Config) -> bool:
@@ -112,8 +120,8 @@ def chosen_ranks(config: pytest.Config) -> list[int]:
     return sorted(set(config.getoption("--ranks") or [1, 2, 3, 4]))
 
 
-def check_options(engine_names: list[str], ranks: list[int], backend: str) -> None:
-    """Refuse what cannot run at all, before the first test.
+def check_options(engine_names: list[str], ranks: list[int], backend: str, hosts: int = 1) -> None:
+    """Refuse what cannot run at all, before the first test; let ranks share GPUs if they must.
 
     An engine that cannot run on this machine's GPUs is not refused: its tests fail, and say why.
 
@@ -131,29 +139,23 @@ def check_options(engine_names: list[str], ranks: list[int], backend: str) -> No
             )
     if ranks[0] < 1:
         raise pytest.UsageError(f"--ranks {ranks[0]}: must be at least 1")
-    if backend == VIRTUAL:
-        check_virtual(engine_names, ranks)
-    if backend == "nccl" and ranks[-1] > torch.cuda.device_count():
-        fitting = " ".join(f"--ranks {n}" for n in ranks if n <= torch.cuda.device_count())
+    if hosts < 1 or ranks[-1] % hosts or (hosts > 1 and backend != "nccl"):
         raise pytest.UsageError(
-            f"--backend nccl needs a GPU for each of {ranks[-1]} ranks, and there are "
-            f"{torch.cuda.device_count()}: {f'use {fitting}' if fitting else 'use --backend gloo'}"
+            f"--hosts {hosts}: must divide the largest --ranks, {ranks[-1]}, and with more "
+            "than one --backend must be nccl"
         )
+    if backend == "nccl" and shares_gpus(ranks[-1]):
+        os.environ[place.ENABLE] = "1"
+        if torch.cuda.device_count() == 0 or not place.may_share_gpu():
+            raise pytest.UsageError(
+                f"--backend nccl: {ranks[-1]} ranks on {torch.cuda.device_count()} GPU(s) with "
+                f"NCCL {search.find_nccl()}: {place.HOW_TO_SHARE}"
+            )
 
 
-def check_virtual(engine_names: list[str], ranks: list[int]) -> None:
-    """Refuse what ranks that share one GPU cannot run; raises as `check_options`."""
-    from virtual_ranks import MOST_RANKS  # here and below: nobody else needs torch's test code
-
-    if engine_names != ["native"]:
-        raise pytest.UsageError(
-            f"--backend virtual runs the engine native, not {', '.join(engine_names)}: add "
-            "--engine native"
-        )
-    if ranks[-1] > MOST_RANKS:
-        raise pytest.UsageError(f"--ranks {ranks[-1]}: at most {MOST_RANKS} ranks share a GPU")
-    if torch.cuda.device_count() == 0:
-        raise pytest.UsageError("--backend virtual needs a GPU, and there is none: use gloo")
+def shares_gpus(num_ranks: int) -> bool:
+    """Whether there are fewer GPUs than ranks."""
+    return num_ranks > torch.cuda.device_count()
 
 
 def obstacle_without_gpus(name: str) -> str | None:
@@ -192,12 +194,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
             for mark in item.iter_markers("needs_caps")
         )
         on_cpu_only = item.get_closest_marker("cpu_only") is not None
-        needs_processes = item.get_closest_marker("needs_processes")
+        own_gpus = item.get_closest_marker("own_gpus")
         any_python = item.get_closest_marker("any_python")
         if too_few or lacks_caps or (backend != "gloo" and on_cpu_only):
             reasons[item] = ""
-        elif backend == VIRTUAL and needs_processes is not None:
-            reasons[item] = needs_processes.args[0]
+        elif backend == "nccl" and own_gpus is not None and shares_gpus(most):
+            reasons[item] = own_gpus.args[0]
         elif any_python is not None and sys.version_info < (3, 12):
             reasons[item] = f"{any_python.args[0]}; with Python 3.12 it is run"
         elif OLDEST != INSTALLED and release_of(item) == OLDEST and not lists_only(config):
@@ -286,16 +288,15 @@ def trainer() -> Iterator[Trainer]:
 
 
 @pytest.fixture(scope="session")
-def pool(backend: str, rank_counts: list[int]) -> Iterator[RankPool]:
+def hosts(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--hosts")
+
+
+@pytest.fixture(scope="session")
+def pool(backend: str, rank_counts: list[int], hosts: int) -> Iterator[RankPool]:
     """As many ranks as the largest --ranks; a test that needs fewer uses the first ones."""
     size = rank_counts[-1]
-    if backend == VIRTUAL:
-        from virtual_pool import VirtualPool
-
-        pool: RankPool = VirtualPool(size)
-    elif backend == "gloo":
-        pool = RankPool(size, prepare=import_dynamo)
-    else:
-        pool = RankPool(size, backend)
+    prepare = import_dynamo if backend == "gloo" else None
+    pool = RankPool(size, backend, prepare=prepare, hosts=hosts)
     yield pool
     pool.close()

@@ -49,6 +49,6 @@ def told_by(config: pytest.Config, worker: Any) -> None:
 
 
 def print_left_out(reporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """One line for each test: scripts/gpu_check.sh reads them."""
+    """One line for each test."""
     for name, reason in config.stash.get(LEFT_OUT, {}).items():
         reporter.write_line(f"LEFT OUT {name}: {reason}")

@@ -14,10 +14,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.pool import RankContext
 
 # What a process that did not end in time gets to write down where it hangs.
@@ -121,12 +121,12 @@ def join(backend: str) -> RankContext:
     """Be a rank of the job that `run_ranks` started this process for.  Collective.
 
     Args:
-        backend: "gloo", or "nccl" with a GPU for each rank.
+        backend: "gloo", or "nccl": ranks share GPUs where there are fewer.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = "cuda" if backend == "nccl" else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        place.use_gpu(rank)
     dist.init_process_group(backend)
     assert dist.group.WORLD is not None  # just made
     return RankContext(rank, size, dist.group.WORLD, device)

@@ -150,14 +150,19 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
+    from megatron_ncclep.ranks import place
+
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     if device == "cuda" and not gpus:
         raise InputError("--device cuda: no GPU is visible; leave it out to measure on the CPU")
     ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
-    if device == "cuda" and world_size is None and ranks > gpus:
-        raise InputError(f"--ranks {ranks}: each needs a GPU of its own, and {gpus} are visible")
+    if device == "cuda" and world_size is None and ranks > gpus and not place.may_share_gpu():
+        raise InputError(
+            f"--ranks {ranks}: each needs a GPU of its own, and {gpus} are visible; "
+            f"{place.HOW_TO_SHARE}"
+        )
     return Job.make(args, ranks, device)
 
 
@@ -207,20 +212,14 @@ def _summary(error: Exception) -> str:
 
 def _measure_as_rank(job: Job) -> list[Measured]:
     """Measure every shape as one rank of torchrun's; only rank 0 gets results."""
-    import torch
     import torch.distributed as dist
 
     from megatron_ncclep.benchmark.run import run
+    from megatron_ncclep.ranks import place
     from megatron_ncclep.ranks.pool import RankContext
 
     if job.device == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
-            raise InputError(
-                f"rank {local_rank} of this machine has no GPU: {torch.cuda.device_count()} are "
-                "visible; start fewer processes, or give --device cpu"
-            )
-        torch.cuda.set_device(local_rank)
+        place.use_gpu(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         "nccl" if job.device == "cuda" else "gloo", timeout=timedelta(seconds=2 * job.timeout_s)
     )

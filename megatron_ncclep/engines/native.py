@@ -21,7 +21,7 @@ from megatron_ncclep.engines.engine import SOURCE_PART_UNROUNDED, EngineCaps, Ro
 from megatron_ncclep.engines.low_latency_rows import LowLatencySizes
 from megatron_ncclep.engines.native_group import BAD_ROUTING, NativeGroup, aligned
 from megatron_ncclep.engines.native_low_latency import NativeLowLatency
-from megatron_ncclep.engines.native_obstacle import DEFAULT_NUM_SMS
+from megatron_ncclep.engines.native_obstacle import default_num_sms
 from megatron_ncclep.engines.native_plan import NativePlan, Room, no_room, plan_memory
 from megatron_ncclep.engines.rows_limit import can_drop
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
@@ -71,7 +71,11 @@ class NativeEngine(EngineBase[NativePlan]):
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; makes the group's communicator, if need be."""
-        self.num_sms = config.num_sms or DEFAULT_NUM_SMS
+        ranks_per_gpu = group.ranks_per_gpu(config.timeout_s)
+        self.num_sms = config.num_sms or default_num_sms(group.device, ranks_per_gpu)
+        if ranks_per_gpu > 1 and group.rank == 0:
+            text = f"up to {ranks_per_gpu} ranks share a GPU: a test, whose timings mean nothing"
+            group.log_once(logging.WARNING, text, text)
         self._is_static = config.max_recv_rows is not None
         self._may_drop = can_drop(config)
         self._name = f"native {num_experts}"

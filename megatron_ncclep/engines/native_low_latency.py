@@ -15,6 +15,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import native_windows
 from megatron_ncclep.engines.low_latency_rows import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.engines.native_group import NativeGroup, aligned
+from megatron_ncclep.engines.native_obstacle import most_sms
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 
@@ -77,7 +78,8 @@ class NativeLowLatency:
         except Exception:
             group.release("communicator", timeout_s)
             raise
-        self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, _num_sms(group.device))
+        room = most_sms(_num_sms(group.device), group.ranks_per_gpu(timeout_s))
+        self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, room)
         self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         places = (group.size, sizes.max_tokens)
         scales = None

@@ -7,7 +7,6 @@ NCCL says, of a communicator that the engine uses afterwards, who reaches whose 
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import EngineUnavailableError, LibraryError
 from megatron_ncclep.libraries import extension, search
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
@@ -38,13 +38,14 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
     """
 
     def look() -> tuple[str | None, _Place]:
-        problem = _own_obstacle(group, config, num_experts)
+        problem = _own_obstacle(group, config, num_experts, ranks_per_gpu)
         return problem, _Place() if problem else _own_place(group.device)
 
     what = "open, looking for what keeps the engine 'native' from running"
+    ranks_per_gpu = group.ranks_per_gpu(config.timeout_s)
     problem, mine = on_all_ranks(group, what, look, config.timeout_s)
     places = _exchange(group, mine, config.timeout_s)
-    if any(place.gpu == "" for place in places):
+    if any(each.gpu == "" for each in places):
         return problem
     return _group_obstacle(places) or _lsa_obstacle(group, places, config.timeout_s)
 
@@ -52,7 +53,9 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
 # --- one rank ------------------------------------------------------------------------------------
 
 
-def _own_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+def _own_obstacle(
+    group: EpGroup, config: EpConfig, num_experts: int | None, ranks_per_gpu: int
+) -> str | None:
     """Say what is in the way on this rank.  Not collective."""
     if group.device.type != "cuda":
         return "it needs GPUs and a process group with the nccl backend"
@@ -78,30 +81,47 @@ def _own_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> 
             f"it takes at most {native.MAX_EXPERTS} experts in all: there are {num_experts}, each "
             "slice of an expert counted (expert tensor parallelism)"
         )
-    return _sms_obstacle(group.size, config.num_sms or DEFAULT_NUM_SMS, gpu)
+    num_sms = config.num_sms or default_num_sms(group.device, ranks_per_gpu)
+    return _sms_obstacle(group.size, num_sms, gpu, ranks_per_gpu)
 
 
-def _sms_obstacle(num_ranks: int, num_sms: int, gpu: Any) -> str | None:
+def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
+    """How many SMs the kernels of one rank may have, at most.
+
+    They stay on their SMs while they wait for other ranks.  Were they all of a GPU's, NCCL's kernel
+    of another group could not start there, nor ours where that one was first: two groups would wait
+    for each other in a ring.  Ranks that share a GPU have to fit on it together.
+    """
+    return max(0, sms_of_gpu - SMS_FOR_NCCL) // ranks_per_gpu
+
+
+def default_num_sms(device: torch.device, ranks_per_gpu: int) -> int:
+    """How many SMs the kernels of one rank use unless `num_sms` says otherwise."""
+    if ranks_per_gpu == 1:
+        return DEFAULT_NUM_SMS
+    gpu = torch.cuda.get_device_properties(device)
+    return min(DEFAULT_NUM_SMS, most_sms(gpu.multi_processor_count, ranks_per_gpu))
+
+
+def _sms_obstacle(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:
     """Say what is wrong with the number of SMs, if anything is.
-
-    Our kernels stay on their SMs while they wait for other ranks.  Were they all of a GPU's, NCCL's
-    kernel of another group could not start there, nor ours where that one was first: two groups
-    would wait for each other in a ring.
 
     Args:
         num_ranks: of the group.
         num_sms: that the kernels are to use.
         gpu: properties of the device, as torch gives them.
+        ranks_per_gpu: the most that share one.
     """
     least: int = extension.load().native_min_sms(num_ranks)
-    most = gpu.multi_processor_count - SMS_FOR_NCCL
+    most = most_sms(gpu.multi_processor_count, ranks_per_gpu)
     if num_sms < least:
         return f"num_sms {num_sms}: its kernels need at least {least} for {num_ranks} ranks"
     if num_sms > most:
+        shared = f" for each of {ranks_per_gpu} ranks" if ranks_per_gpu > 1 else ""
         return (
-            f"num_sms {num_sms}: at most {max(most, 0)} on {gpu.name} with "
-            f"{gpu.multi_processor_count} SMs: {SMS_FOR_NCCL} are left to NCCL's kernels, without "
-            "which two groups can wait for each other for ever"
+            f"num_sms {num_sms}: at most {most}{shared} on {gpu.name} with "
+            f"{gpu.multi_processor_count} SMs: {SMS_FOR_NCCL} are left to NCCL's kernels, "
+            "otherwise two groups can deadlock"
         )
     return None
 
@@ -117,6 +137,7 @@ class _Place:
         host: name of the node.
         gpu: UUID, which no other GPU in the world has; "": something is in the way on this rank.
         name: the GPU's model.
+        may_share: NCCL would run another rank on it.
         capability: its compute capability.
         unreachable: UUIDs of those GPUs visible to this process whose memory its own cannot access.
     """
@@ -124,6 +145,7 @@ class _Place:
     host: str = ""
     gpu: str = ""
     name: str = ""
+    may_share: bool = False
     capability: Sequence[int] = ()
     unreachable: Sequence[str] = ()
 
@@ -133,9 +155,10 @@ def _own_place(device: torch.device) -> _Place:
     own = torch.cuda.get_device_properties(device)
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     return _Place(
-        host=socket.gethostname()[:64],
+        host=place.host_name()[:64],
         gpu=str(own.uuid),
         name=own.name,
+        may_share=place.may_share_gpu(),
         capability=torch.cuda.get_device_capability(device),
         unreachable=[
             str(torch.cuda.get_device_properties(other).uuid)
@@ -151,20 +174,21 @@ def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
     theirs = group.exchange_padded(
         message, PLACE_BYTES, "open, exchanging which GPUs the ranks have", timeout_s
     )
-    return [_Place(**json.loads(place)) for place in theirs]
+    return [_Place(**json.loads(each)) for each in theirs]
 
 
 def _group_obstacle(places: Sequence[_Place]) -> str | None:
     """Say what of the ranks' GPUs together is in the way; the same on every rank."""
     rank_of: dict[str, int] = {}
-    for rank, place in enumerate(places):
-        if place.gpu in rank_of:
+    may_share = all(each.may_share for each in places)
+    for rank, each in enumerate(places):
+        if each.gpu in rank_of and not may_share:
             return (
-                f"ranks {rank_of[place.gpu]} and {rank} share one GPU ({place.name}, UUID "
-                f"{place.gpu}): give every rank its own, with torch.cuda.set_device(LOCAL_RANK) "
-                "before the process group is made"
+                f"ranks {rank_of[each.gpu]} and {rank} share one GPU ({each.name}, UUID "
+                f"{each.gpu}): give every rank its own, with torch.cuda.set_device(LOCAL_RANK) "
+                f"before the process group is made; {place.HOW_TO_SHARE} on every rank"
             )
-        rank_of[place.gpu] = rank
+        rank_of[each.gpu] = rank
     models = [f"{p.name} (sm_{''.join(map(str, p.capability))})" for p in places]
     for rank, model in enumerate(models):
         if model != models[0]:
@@ -172,8 +196,8 @@ def _group_obstacle(places: Sequence[_Place]) -> str | None:
                 f"the ranks have different GPUs, rank 0 {models[0]} and rank {rank} {model}: it "
                 "needs the same on all"
             )
-    for rank, place in enumerate(places):
-        for gpu in place.unreachable:
+    for rank, each in enumerate(places):
+        for gpu in each.unreachable:
             if gpu in rank_of:
                 return (
                     f"the GPU of rank {rank} cannot access the memory of rank {rank_of[gpu]}'s by "
@@ -194,7 +218,7 @@ def _lsa_obstacle(group: EpGroup, places: Sequence[_Place], timeout_s: float) ->
         return f"NCCL made no communicator: {error}"
     if communicator.lsa_size == group.size:
         return None
-    num_hosts = len({place.host for place in places})
+    num_hosts = len({each.host for each in places})
     return (
         f"only {communicator.lsa_size} of {group.size} ranks, on {num_hosts} host(s), are in one "
         "NVLink domain (NCCL's LSA team): make the expert-parallel group smaller, or see that "

@@ -15,6 +15,7 @@ from megatron_ncclep import envs
 from megatron_ncclep.errors import GroupClosedError, InputError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.logs import get_logger
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.shared_memory import open_together
 
 # A process whose connections are closed is not always dead yet; seconds to wait for that.
@@ -74,7 +75,12 @@ class HostLink:
         Raises:
             what `gather` raises; the link is not open then.
         """
-        self._memory, obstacle = open_together(self.rank, self.size, _obstacle(), gather)
+        # Ranks that NCCL takes to be on different hosts are not to meet in memory either.
+        host_ids = gather(place.host_id())
+        obstacle = _obstacle()
+        if host_ids != place.host_id() * self.size:
+            obstacle = f"{place.HOST_ID} puts them on different hosts"
+        self._memory, obstacle = open_together(self.rank, self.size, obstacle, gather)
         self.is_open = True
         if self._memory is None:
             get_logger().debug(

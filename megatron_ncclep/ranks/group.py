@@ -6,7 +6,6 @@ All layers of a model share the group's one EpGroup, and through it what its eng
 from __future__ import annotations
 
 import hashlib
-import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.logs import get_logger
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.hosts import Hosts, require_alive
 
 _Thing = TypeVar("_Thing")
@@ -39,6 +39,7 @@ class EpGroup(Hosts):
         self._logged: set[str] = set()
         self._shared: dict[str, _Shared] = {}
         self._ranks_per_node: list[int] | None = None
+        self._ranks_per_gpu: int | None = None
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> EpGroup:
@@ -132,11 +133,26 @@ class EpGroup(Hosts):
     def ranks_per_node(self, timeout_s: float) -> list[int]:
         """How many ranks of the group each node has.  Collective the first time it is asked."""
         if self._ranks_per_node is None:
-            name = hashlib.sha256(socket.gethostname().encode()).digest()
-            mine = torch.tensor([int.from_bytes(name[:7], "big")])
+            mine = torch.tensor([_number_of(place.host_name())])
             hosts = self.gather(mine, "open, exchanging the names of nodes", timeout_s)
             self._ranks_per_node = list(Counter(hosts.flatten().tolist()).values())
         return self._ranks_per_node
+
+    def ranks_per_gpu(self, timeout_s: float) -> int:
+        """The most ranks that share a GPU, also with other groups; 1 as a rule.
+
+        Collective the first time it is asked.
+        """
+        if self._ranks_per_gpu is None:
+            if self.device.type != "cuda":
+                self._ranks_per_gpu = 1
+                return 1
+            gpu = _number_of(str(torch.cuda.get_device_properties(self.device).uuid))
+            mine = torch.tensor([gpu, place.most_ranks_per_gpu()])
+            theirs = self.gather(mine, "open, exchanging which GPUs the ranks have", timeout_s)
+            inside = max(Counter(theirs[:, 0].tolist()).values())
+            self._ranks_per_gpu = max(inside, int(theirs[:, 1].max()))
+        return self._ranks_per_gpu
 
 
 def check_all() -> None:
@@ -165,6 +181,11 @@ def lost_ranks() -> str:
         for group, lost in found
         if lost
     )
+
+
+def _number_of(name: str) -> int:
+    """A number for a name, which other names do not have."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 @dataclass

@@ -17,7 +17,6 @@ has the rails 0 3, 1 4 and 2 5; by rail the ranks are 0 3 1 4 2 5.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore
 from megatron_ncclep import envs
 from megatron_ncclep.errors import EngineUnavailableError, PeerError
 from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.all_to_all import Unwaited
 from megatron_ncclep.ranks.communicator import communicator_of
@@ -178,7 +178,7 @@ def _own_node(group: EpGroup) -> tuple[str, bool]:
     ranks_on_each = envs.get("NCCLEP_LOCAL_RANKS")
     if ranks_on_each is not None:
         return f"node {group.rank // ranks_on_each}", False
-    return socket.gethostname(), group.device.type == "cuda" and extension.obstacle() is None
+    return place.host_name(), group.device.type == "cuda" and extension.obstacle() is None
 
 
 def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.ProcessGroup:

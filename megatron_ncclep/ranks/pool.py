@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from megatron_ncclep.ranks import place
+
 
 @dataclass(frozen=True)
 class RankContext:
@@ -50,6 +52,10 @@ class RankPool:
     The ranks are forks of one process, so that they share what it has imported.  It imports what
     `folders` have before what this process would import, has the variables of `environment`, and
     calls `prepare`, which must not use CUDA.
+
+    With the backend nccl ranks share GPUs where there are fewer of them and NCCL allows it
+    (`place.use_gpu`).  With `hosts` above 1, NCCL and this package take the ranks to be on so many
+    hosts, an equal number of neighbours on each.
     """
 
     def __init__(
@@ -59,8 +65,10 @@ class RankPool:
         folders: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
+        hosts: int = 1,
     ) -> None:
         self.size = size
+        self.hosts = hosts
         self.backend = backend
         self.folders = list(folders)
         self.environment = dict(environment or {})
@@ -132,6 +140,7 @@ class RankPool:
         self._start_process(
             _fork_ranks,
             self.backend,
+            self.hosts,
             self._store.port,
             self.folders + sys.path,
             self.environment,
@@ -188,6 +197,7 @@ def _tracebacks_there(pipes: Sequence[Connection], first: int, end: int) -> list
 def _fork_ranks(
     pipes: Sequence[Connection],
     backend: str,
+    hosts: int,
     port: int,
     path: list[str],
     environment: dict[str, str],
@@ -199,6 +209,7 @@ def _fork_ranks(
     os.environ.update(
         environment,
         WORLD_SIZE=str(len(pipes)),
+        LOCAL_WORLD_SIZE=str(len(pipes)),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
@@ -224,6 +235,8 @@ def _fork_ranks(
             for other in pipes:
                 if other is not pipe:
                     other.close()  # so that the pool hears when that rank dies
+            if hosts > 1:
+                os.environ[place.HOST_ID] = place.host_of(rank, len(pipes), hosts)
             _be_rank(rank, len(pipes), backend, pipe)
         ranks.append(child)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -243,7 +256,7 @@ def _be_rank(rank: int, size: int, backend: str, pipe: Connection) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         device = "cuda" if backend == "nccl" else "cpu"
         if device == "cuda":
-            torch.cuda.set_device(rank)
+            place.use_gpu(rank)
         dist.init_process_group(backend, timeout=timedelta(seconds=300))
         groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
         answer_jobs(rank, groups, device, pipe)

@@ -16,6 +16,7 @@ from megatron_ncclep import metrics
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.training import checkpoint, corpus, data, log, report
 from megatron_ncclep.training.job import Job
@@ -54,14 +55,8 @@ def _start(job: Job) -> torch.device:
     """Join the process group, make this rank's device ready, and return it.  Collective."""
     use_gpu = job.device == "cuda" or (job.device == "auto" and torch.cuda.is_available())
     if use_gpu:
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
-            raise InputError(
-                f"rank {local_rank} of this machine has no GPU: {torch.cuda.device_count()} are "
-                "visible; use fewer --ranks, or --device cpu"
-            )
-        torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+        gpu = place.use_gpu(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", gpu))
     else:
         from megatron_ncclep import cpu
 

@@ -58,7 +58,6 @@ ON_CPU = Sizes(tokens=60, experts=32, hidden=(8, 64), elements=2**16)
 ON_GPUS = Sizes(tokens=3000, experts=128, hidden=(128, 4096), elements=2**26)
 # Every rank makes all ranks' tensors, and all of them on one GPU.
 ON_ONE_GPU = Sizes(tokens=1500, experts=64, hidden=(128, 2048), elements=2**21)
-SIZES = {"gloo": ON_CPU, "nccl": ON_GPUS, "virtual": ON_ONE_GPU}  # by backend
 
 
 @dataclass(frozen=True)

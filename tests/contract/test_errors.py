@@ -288,11 +288,7 @@ MISTAKES = [
     ),
     (num_sms_differs, "open: num_sms differs.*rank 0 has 24, rank 1 has 25"),
     (metrics_interval_differs, "open: metrics_interval differs.*rank 0 has 0, rank 1 has 1"),
-    pytest.param(
-        environment_is_wrong,
-        "rank 1: timeout_s inf: must be a number of seconds from 0.001 to 1e",
-        marks=pytest.mark.needs_processes("it changes the environment, which is one per process"),
-    ),
+    (environment_is_wrong, "rank 1: timeout_s inf: must be a number of seconds from 0.001 to 1e"),
     (unknown_engine, r"rank 1: engine 'deepep' is unknown: this version has 'auto' and \[.*'refer"),
     (option_that_would_be_ignored, "engine 'reference' would ignore num_sms"),
 ]
@@ -386,9 +382,6 @@ def test_more_rows_than_numbers_for_them(pool: RankPool) -> None:
     assert "micro-batches" in texts[0]
 
 
-ALONE = pytest.mark.needs_processes("it changes the registry of engines, which is one per process")
-
-
 def unavailable_on_rank(ctx: RankContext) -> str:
     entry = engines.ENGINES["reference"]
     engines.ENGINES["broken"] = engines.EngineEntry(
@@ -404,7 +397,6 @@ def unavailable_on_rank(ctx: RankContext) -> str:
         del engines.ENGINES["broken"]
 
 
-@ALONE
 def test_an_engine_that_cannot_run_is_never_replaced_silently(pool: RankPool) -> None:
     for text in pool.run(unavailable_on_rank, ranks=2):
         assert "engine 'broken' cannot run here: rank 1: no such GPU: buy one" in text
@@ -430,7 +422,6 @@ def auto_on_rank(ctx: RankContext) -> str:
         engines.ENGINES.update(before)
 
 
-@ALONE
 def test_auto_takes_the_first_that_can_run_and_says_why(pool: RankPool) -> None:
     assert pool.run(auto_on_rank, ranks=2) == ["reference"] * 2
 

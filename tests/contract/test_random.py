@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from random_round import ROUTINGS, SIZES, round_on_rank, rounds
+import torch
+from random_round import ON_CPU, ON_GPUS, ON_ONE_GPU, ROUTINGS, round_on_rank, rounds
 from run_case import caps_of
 
 from megatron_ncclep.ranks.pool import RankError, RankPool
@@ -24,15 +25,15 @@ def test_random_batches_are_the_oracles(
 ) -> None:
     caps = caps_of(engine_name)
     numbers = [n for n in rank_counts if n >= caps.min_ranks]
+    on_gpus = ON_GPUS if numbers[-1] <= torch.cuda.device_count() else ON_ONE_GPU
+    sizes = ON_CPU if backend == "gloo" else on_gpus
     features: Counter[str] = Counter()
     for round_seed, count in rounds(seed, iterations):
         ranks = random.Random(round_seed).choice(numbers)
         again = f"run it again with --seed {round_seed} --iterations {count} --ranks "
         again += " --ranks ".join(map(str, rank_counts))
         try:
-            results = pool.run(
-                round_on_rank, engine_name, round_seed, count, SIZES[backend], ranks=ranks
-            )
+            results = pool.run(round_on_rank, engine_name, round_seed, count, sizes, ranks=ranks)
         except RankError as error:
             pool.close()  # the group of a call that failed is of no use to the next test
             raise AssertionError(f"{again}\n{error}") from error

@@ -14,7 +14,6 @@ from rank import DEADLINE_S
 
 pytestmark = [
     pytest.mark.needs_ranks(2),
-    pytest.mark.needs_processes("its ranks end, each by itself: see tests/gpu/test_failures.py"),
     pytest.mark.needs_caps(test=lambda caps: caps.device_deadline),
 ]
 

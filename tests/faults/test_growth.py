@@ -14,7 +14,6 @@ from megatron_ncclep.ranks.pool import RankPool
 
 pytestmark = [
     pytest.mark.needs_ranks(2),
-    pytest.mark.needs_processes("what a process holds would be that of all ranks"),
 ]
 
 NUM_ROUNDS, NUM_ENGINES = 300, 50

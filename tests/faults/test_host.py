@@ -17,7 +17,6 @@ from megatron_ncclep.engines import ENGINES
 
 pytestmark = [
     pytest.mark.needs_ranks(2),
-    pytest.mark.needs_processes("its ranks end, each by itself: see tests/gpu/test_failures.py"),
 ]
 
 # How the hosts agree: through shared memory, or over the process group.

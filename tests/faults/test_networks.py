@@ -42,7 +42,6 @@ def can_make_networks() -> bool:
 pytestmark = [
     pytest.mark.needs_ranks(4),
     pytest.mark.cpu_only,  # nothing of it depends on the device
-    pytest.mark.needs_processes("its ranks have networks of their own"),
     pytest.mark.skipif(
         not can_make_networks(),
         reason="network namespaces take root that may make them, iproute2 and util-linux",

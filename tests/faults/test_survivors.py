@@ -24,7 +24,6 @@ from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [
     pytest.mark.needs_ranks(2),
-    pytest.mark.needs_processes("it is about processes, and groups within them"),
 ]
 
 # Seconds that a rank waits for one that does not come.

@@ -15,8 +15,9 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("contract", 
 
 
 @pytest.fixture(scope="session")
-def megatron_pool(backend: str, rank_counts: list[int]) -> Iterator[RankPool]:
+def megatron_pool(backend: str, rank_counts: list[int], hosts: int) -> Iterator[RankPool]:
     """Processes of their own for Megatron: as many of the ranks asked for as divide 16 experts."""
-    pool = RankPool(next(n for n in range(rank_counts[-1], 0, -1) if 16 % n == 0), backend)
+    size = next(n for n in range(rank_counts[-1], 0, -1) if 16 % n == 0)
+    pool = RankPool(size, backend, hosts=hosts)
     yield pool
     pool.close()

@@ -27,7 +27,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [
-    pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process"),
     pytest.mark.skipif(
         importlib.util.find_spec("transformer_engine") is None,
         reason="TransformerEngine, which computes in FP8, is not installed",

@@ -21,7 +21,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [
-    pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process"),
     pytest.mark.skipif(
         importlib.util.find_spec("transformer_engine") is None,
         reason="TransformerEngine, whose experts are compared, is not installed",

@@ -22,7 +22,6 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [
-    pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process"),
     pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens > 0 and caps.captures_static),
     pytest.mark.skipif(
         importlib.util.find_spec("transformer_engine") is None,

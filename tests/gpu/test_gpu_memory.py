@@ -24,7 +24,6 @@ from schedule_case import differences, train_on_schedule
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
-pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 needs_te = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
     reason="TransformerEngine, whose layers are trained, is not installed",

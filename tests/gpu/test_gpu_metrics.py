@@ -21,7 +21,6 @@ from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 
 NO_WAIT = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
-ONE_MODE = pytest.mark.needs_processes("torch's mode that finds waits is one per process")
 LATE_CYCLES = 200_000_000  # about a tenth of a second
 
 
@@ -74,7 +73,6 @@ def steps_on_rank(
 
 
 @NO_WAIT
-@ONE_MODE
 @pytest.mark.parametrize("replays", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("rows", ["worst", 1024])
 def test_metrics(pool: RankPool, engine_name: str, rows: int | str, replays: bool) -> None:

@@ -39,7 +39,6 @@ CASES = [
 ALIGNMENT = {"aligned": 32}
 
 
-@pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 @pytest.mark.supports(compared="outputs and all gradients with alltoall's, within rounding")
 @pytest.mark.parametrize(
     "dtype",
@@ -85,7 +84,6 @@ EXPERTS = {
 }
 
 
-@pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 @pytest.mark.needs_ranks(2)
 @pytest.mark.supports(
     "expert_tensor_parallel_size",

@@ -18,8 +18,6 @@ from packed_case import train_packed_on_rank
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankPool
 
-pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
-
 # One size of rows nearly everywhere: an engine that compiles at run time does so for each.
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,8 +15,6 @@ from megatron_ncclep.benchmark.kernel_kinds import Interval, kind_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
-pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
-
 # About 100 ms: the host has queued a whole pass when the device begins with it.
 SLOW_CYCLES = 200_000_000
 SEQUENCE, BATCH = 4096, 2

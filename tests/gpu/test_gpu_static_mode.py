@@ -27,7 +27,6 @@ from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 
 NO_WAIT = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
-ONE_MODE = pytest.mark.needs_processes("torch's mode that finds waits is one per process")
 
 # The first assignments of each token are for rank 0's experts: with fewer rows some are dropped.
 CASE = Case("static", (200,) * 4, 16, 4, hidden=64, alignment=16, skew=100.0)
@@ -97,7 +96,6 @@ def hooks_on_rank(
 
 
 @NO_WAIT
-@ONE_MODE
 @pytest.mark.parametrize("counts_add_up", [False, True], ids=["", "counts add up"])
 @pytest.mark.parametrize("rows", LIMITS)
 def test_no_hook_waits_for_the_gpu(
@@ -116,7 +114,6 @@ def test_no_hook_waits_for_the_gpu(
         assert dropped == oracle.num_dropped[rank]
 
 
-@ONE_MODE
 def test_the_check_finds_what_waits(pool: RankPool) -> None:
     """The test above would see nothing if torch did not tell."""
     for text in pool.run(wait_on_rank, ranks=1):
@@ -150,7 +147,6 @@ def counted_on_rank(ctx: RankContext, case: Case, engine_name: str) -> tuple[int
 
 
 @NO_WAIT
-@pytest.mark.needs_processes("Megatron's dispatchers ask torch for the ranks of a real group")
 def test_replays_go_on_counting(pool: RankPool, engine_name: str) -> None:
     case = fitted(dataclasses.replace(CASE, max_recv_rows=64), pool, engine_name)
     results = pool.run(counted_on_rank, case, engine_name, ranks=case.num_ranks)
@@ -225,7 +221,6 @@ def warned_on_rank(ctx: RankContext) -> list[list[str]]:
     return by_check
 
 
-@ONE_MODE
 def test_a_warning_of_dropped_rows_waits_for_nothing(pool: RankPool) -> None:
     for first, second, third in pool.run(warned_on_rank, ranks=1):
         assert first == []

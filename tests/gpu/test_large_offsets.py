@@ -22,7 +22,7 @@ from megatron_ncclep.testing.table_oracle import slot_table, table_combine, tabl
 NUM_RANKS, NUM_EXPERTS, TOP_K = 2, 32, 8
 NUM_TOKENS, HIDDEN, DTYPE = 65536, 8192, torch.bfloat16
 PIECE = 2**15  # rows that are compared at once
-# Of the tensors of a rank; virtual ranks have one GPU for both.
+# Of the tensors of a rank.
 GIB_OF_A_RANK = 45
 
 
@@ -70,19 +70,12 @@ def steps_on_rank(
     return "", table.num_rows
 
 
-def gib_of_the_gpu(ctx: RankContext) -> float:
-    return torch.cuda.get_device_properties(0).total_memory / 2**30
-
-
+@pytest.mark.own_gpus(f"{GIB_OF_A_RANK} GiB are needed for each rank")
 @pytest.mark.needs_ranks(NUM_RANKS)
 @pytest.mark.needs_caps(test=takes_so_many)
-def test_more_elements_than_32_bits_count(pool: RankPool, engine_name: str, backend: str) -> None:
+def test_more_elements_than_32_bits_count(pool: RankPool, engine_name: str) -> None:
     # The pool's processes would keep what they have allocated.
     pool.close()
-    if backend == "virtual":
-        (has, *_) = pool.run(gib_of_the_gpu)
-        if has < NUM_RANKS * GIB_OF_A_RANK:
-            pytest.skip(f"{NUM_RANKS * GIB_OF_A_RANK} GiB are needed on one GPU, it has {has:.0f}")
     results = pool.run(steps_on_rank, engine_name, NUM_TOKENS, HIDDEN, ranks=NUM_RANKS)
     pool.close()
     for difference, num_rows in results:

@@ -22,7 +22,6 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [
-    pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process"),
     pytest.mark.needs_caps(test=lambda caps: caps.captures_static),
 ]
 

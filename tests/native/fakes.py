@@ -33,6 +33,8 @@ def compile_fake(path: Path, ep_version: int = 200, nccl_version: int = 23007) -
 class ThreadGroup(EpGroup):
     """A rank that is a thread of this process, and has the GPU of its number."""
 
+    _ranks_per_gpu: int | None = 1  # None: the ranks find out
+
     def __init__(self, rank: int, messages: list[bytes], meeting: threading.Barrier) -> None:
         self.rank, self.size = rank, len(messages)
         self.device = torch.device("cuda", rank)

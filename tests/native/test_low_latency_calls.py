@@ -98,7 +98,7 @@ def test_a_rank_with_few_tokens_adds_up_what_many_bring() -> None:
         [
             *(("dispatch", 8), ("combine", 32)),  # 16 tokens' worth
             *(("dispatch", 80), ("combine", 80)),
-            *(("dispatch", 120), ("combine", 120)),
+            *(("dispatch", 100), ("combine", 100)),
         ]
     ]
 

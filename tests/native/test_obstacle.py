@@ -69,6 +69,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
+    monkeypatch.setattr(ThreadGroup, "_ranks_per_gpu", None)
 
     def index(device: torch.device | int) -> int:
         return device if isinstance(device, int) else device.index
@@ -124,6 +125,41 @@ def test_auto_says_why_not(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
     assert name == "reference"
     assert reason.startswith("not native: ranks 0 and 1 share one GPU (NVIDIA H200, UUID uuid-0)")
     assert reason.endswith("; reference can run")
+
+
+def test_ranks_share_a_gpu_where_nccl_allows_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus = [machine.gpus[0]] * NUM_RANKS
+    assert "for tests, NCCL 2.30.0 or newer lets ranks share a GPU with NCCL_MULTI" in reasons()
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert "share one GPU" in reasons()  # NCCL 2.28.9
+    library = Library(Path("libnccl.so.2"), (2, 30, 7), "")
+    monkeypatch.setattr(search, "find_nccl", lambda: library)
+    config = EpConfig(engine="native")
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, config))
+    assert choices == [("native", "asked for by name")] * NUM_RANKS
+    assert "num_sms 34: at most 33 for each of 3 ranks on NVIDIA H200" in reasons(num_sms=34)
+
+
+@pytest.mark.parametrize(
+    ("sms_of_gpu", "ranks_per_gpu", "num_sms"),
+    [
+        (132, 1, 32),
+        (132, 3, 32),
+        (132, 4, 25),
+        (132, 8, 12),
+        (148, 8, 14),
+        (78, 2, 23),
+        (78, 1, 32),
+    ],
+)
+def test_kernels_of_ranks_that_share_a_gpu_fit_on_it(
+    machine: Machine, sms_of_gpu: int, ranks_per_gpu: int, num_sms: int
+) -> None:
+    machine.gpus[0] = replace(machine.gpus[0], multi_processor_count=sms_of_gpu)
+    device = torch.device("cuda", 0)
+    assert native_obstacle.default_num_sms(device, ranks_per_gpu) == num_sms
 
 
 def test_auto_is_the_same_on_all_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +291,7 @@ def test_an_nccl_that_is_too_old(
             None,
             {"num_sms": 101},
             "num_sms 101: at most 100 on NVIDIA H200 with 132 SMs: 32 are left to NCCL's kernels, "
-            "without which two groups can wait for each other for ever",
+            "otherwise two groups can deadlock",
         ),
         (33, None, {}, "it takes at most 32 ranks, the group has 33"),
     ],

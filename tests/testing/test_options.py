@@ -47,30 +47,12 @@ def test_gpu_tests_are_not_collected_without_gpus() -> None:
     assert "tests/gpu" not in text
 
 
-def test_virtual_ranks_list_what_they_leave_out(tmp_path: Path) -> None:
-    (tmp_path / "one_gpu.py").write_text("import torch\ntorch.cuda.device_count = lambda: 1\n")
-    over = ("--backend", "virtual", "--engine", "native", "--ranks", "2", "-p", "one_gpu")
-    files = ("contract/test_errors.py", "gpu/test_failures.py", "gpu/test_gpu_moe_layer.py")
-    status, text = collect(*(f"tests/{file}" for file in files), *over, plugins=tmp_path)
-    assert status == 0, text
-    assert "tests/gpu/test_failures.py::test_a_late_device_is_nan_and_an_error" in text
-    assert "test_every_rank_raises_the_same_error[native-index_too_large" in text
-    left_out = [line for line in text.splitlines() if line.startswith("LEFT OUT ")]
-    assert [line.partition("::")[2].partition(":")[0] for line in left_out] == [
-        "test_every_rank_raises_the_same_error",  # two environments: of processes alone
-        "test_an_engine_that_cannot_run_is_never_replaced_silently",
-        "test_auto_takes_the_first_that_can_run_and_says_why",
-        "test_layer_equals_alltoall",
-        "test_experts_in_slices_equal_alltoall",
-    ]
-    assert left_out[-1].endswith(": Megatron keeps its groups of ranks once per process")
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--ranks", "0"], "--ranks 0: must be at least 1"),
         (["--iterations", "0"], "--iterations: must be at least 1"),
+        (["--hosts", "2"], "--hosts 2: must divide the largest --ranks, 4, and with more"),
     ],
     ids=" ".join,
 )
@@ -84,12 +66,9 @@ def test_a_wrong_option_is_a_usage_error(args: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "engine", "ranks", "message"),
     [
-        ("virtual", "reference", 4, "--backend virtual runs the engine native, not reference"),
-        ("virtual", "native", 9, "--ranks 9: at most 8 ranks share a GPU"),
-        ("virtual", "native", 4, "--backend virtual needs a GPU, and there is none"),
         ("gloo", "nope", 4, "--engine nope: the engines are"),
         ("gloo", "nccl_ep", 4, "--engine nccl_ep: cannot run over gloo on the CPU: it needs "),
-        ("nccl", "reference", 999, "--backend nccl needs a GPU for each of 999 ranks"),
+        ("nccl", "reference", 999, r"999 ranks on 0 GPU\(s\).*: for tests, NCCL 2.30.0 or newer"),
     ],
 )
 def test_what_cannot_run_is_refused(

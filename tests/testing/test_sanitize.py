@@ -39,12 +39,6 @@ def test_what_passes(exit_code: int | None, output: str, problem: str | None) ->
     assert script().problem(Ended(exit_code, output)) == problem
 
 
-def test_every_rank_of_a_process_has_to_be_right() -> None:
-    ended = Ended(0, "".join(NOTHING.replace("0:", f"{rank}:", 1) + "\n" for rank in range(3)))
-    assert script().problem(ended, 3) is None
-    assert script().problem(ended, 4) == "exit code 0"
-
-
 def test_rounds_of_low_latency_mode_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

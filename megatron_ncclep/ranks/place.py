@@ -1,0 +1,86 @@
+"""Where a rank runs: its host and its GPU, also where ranks share one GPU.
+
+NCCL 2.30 and newer run several ranks on one GPU when `NCCL_MULTI_RANK_GPU_ENABLE=1` asks for it,
+and take ranks whose `NCCL_HOSTID` differs to be on different hosts.  Both are for tests: ranks
+that share a GPU take turns on it, so that their timings mean nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+
+import torch
+
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.libraries import search
+
+ENABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+HOST_ID = "NCCL_HOSTID"
+OLDEST_NCCL = (2, 30, 0)
+# For error messages.
+HOW_TO_SHARE = (
+    f"for tests, NCCL {search.version_text(OLDEST_NCCL)} or newer lets ranks share a GPU with "
+    f"{ENABLE}=1"
+)
+# Ranks on one GPU need these too, unless the environment says otherwise: few CTAs of NCCL's, which
+# all have to fit on the GPU, no multicast, and a network between their "hosts".
+DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def host_name() -> str:
+    """Name of the host that this process is on, as NCCL sees it."""
+    return os.environ.get(HOST_ID) or socket.gethostname()
+
+
+def host_id() -> bytes:
+    """32 bytes that differ where `NCCL_HOSTID` does."""
+    return hashlib.sha256(os.environ.get(HOST_ID, "").encode()).digest()
+
+
+def may_share_gpu() -> bool:
+    """Whether NCCL runs several ranks of this process's groups on one GPU."""
+    if os.environ.get(ENABLE) != "1":
+        return False
+    nccl = search.find_nccl()
+    return nccl is not None and (nccl.version or (0, 0, 0)) >= OLDEST_NCCL
+
+
+def use_gpu(local_rank: int) -> int:
+    """Make a GPU of this machine the current one of a rank, before it uses CUDA or NCCL.
+
+    Ranks beyond the number of GPUs share them in turn, where NCCL allows it.
+
+    Args:
+        local_rank: of the machine's ranks.
+
+    Returns:
+        the GPU's index.
+
+    Raises:
+        InputError: there is no GPU for it.
+    """
+    num_gpus = torch.cuda.device_count()
+    shares = most_ranks_per_gpu() > 1 or local_rank >= num_gpus > 0
+    if shares and may_share_gpu():
+        for name, value in DEFAULTS.items():
+            os.environ.setdefault(name, value)
+    elif local_rank >= num_gpus:
+        raise InputError(
+            f"rank {local_rank} of this machine has no GPU: {num_gpus} are visible; start fewer "
+            f"ranks, or run on the CPU with --device cpu; {HOW_TO_SHARE}"
+        )
+    torch.cuda.set_device(local_rank % num_gpus)
+    return local_rank % num_gpus
+
+
+def most_ranks_per_gpu() -> int:
+    """How many ranks share a GPU of this machine, as far as the launcher's environment says."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return -(-num_ranks // max(1, torch.cuda.device_count())) if may_share_gpu() else 1
+
+
+def host_of(rank: int, num_ranks: int, num_hosts: int) -> str:
+    """Which of `num_hosts` made-up hosts a rank is on; neighbours are on the same one."""
+    return f"host{rank * num_hosts // num_ranks}"
