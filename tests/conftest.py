@@ -16,6 +16,7 @@ from contract_cases import contract_cases, for_engine
 from imports import import_dynamo
 from left_out import leave_out, print_left_out, tell_the_printer, told_by
 from megatron_versions import INSTALLED, SUPPORTED
+from processes import LOCAL_RANKS
 from small_job import Trainer
 
 from megatron_ncclep.config import EpConfig
@@ -103,6 +104,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     over, hosts = config.getoption("--backend"), config.getoption("--hosts")
     check_options(chosen_engines(config), chosen_ranks(config), over, hosts)
+    if hosts > 1:
+        os.environ[LOCAL_RANKS] = str(chosen_ranks(config)[-1] // hosts)
 
 
 def lists_only(config: pytest.Config) -> bool:

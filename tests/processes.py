@@ -20,6 +20,9 @@ from torch._C._distributed_c10d import TCPStore
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.pool import RankContext
 
+# How many ranks are on each of the hosts that --hosts makes up: for processes of their own, and for
+# the oracle, while engines have to find out.
+LOCAL_RANKS = "TESTED_LOCAL_RANKS"
 # What a process that did not end in time gets to write down where it hangs.
 DUMP_S = 5.0
 
@@ -49,6 +52,7 @@ class Store:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
@@ -126,6 +130,8 @@ def join(backend: str) -> RankContext:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = "cuda" if backend == "nccl" else "cpu"
     if device == "cuda":
+        if ranks_on_each := os.environ.get(LOCAL_RANKS):
+            place.pretend_host(rank, int(ranks_on_each))
         place.use_gpu(rank)
     dist.init_process_group(backend)
     assert dist.group.WORLD is not None  # just made

@@ -81,6 +81,6 @@ def most_ranks_per_gpu() -> int:
     return -(-num_ranks // max(1, torch.cuda.device_count())) if may_share_gpu() else 1
 
 
-def host_of(rank: int, num_ranks: int, num_hosts: int) -> str:
-    """Which of `num_hosts` made-up hosts a rank is on; neighbours are on the same one."""
-    return f"host{rank * num_hosts // num_ranks}"
+def pretend_host(rank: int, ranks_on_each: int) -> None:
+    """Make this process, a rank, appear on one of several hosts; before it uses NCCL."""
+    os.environ[HOST_ID] = f"host{rank // ranks_on_each}"

@@ -236,7 +236,7 @@ def _fork_ranks(
                 if other is not pipe:
                     other.close()  # so that the pool hears when that rank dies
             if hosts > 1:
-                os.environ[place.HOST_ID] = place.host_of(rank, len(pipes), hosts)
+                place.pretend_host(rank, len(pipes) // hosts)
             _be_rank(rank, len(pipes), backend, pipe)
         ranks.append(child)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

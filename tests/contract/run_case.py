@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from contract_cases import (
     rows_limit_of,
 )
 from oracle import OraclePlan, oracle_plan
+from processes import LOCAL_RANKS
 
 from megatron_ncclep import envs
 from megatron_ncclep.engines import ENGINES, create_engine
@@ -36,24 +38,30 @@ def caps_of(engine_name: str) -> EngineCaps:
     return ENGINES[engine_name].caps
 
 
+def local_ranks() -> int | None:
+    """How many ranks a node has; None: one host has them all."""
+    made_up = os.environ.get(LOCAL_RANKS)
+    return int(made_up) if made_up else envs.get("NCCLEP_LOCAL_RANKS")
+
+
 def rounds_source_part(engine_name: str) -> bool:
     """What the oracle's `round_source_part` must be for the engine.
 
     With nodes of one rank each, sums of nodes are parts of ranks, all of them rounded.
     """
     if caps_of(engine_name).reduction == NODE_SUMS_ROUNDED:
-        return envs.get("NCCLEP_LOCAL_RANKS") == 1
+        return local_ranks() == 1
     return caps_of(engine_name).reduction == EVERY_PART_ROUNDED
 
 
 def ranks_on_node(engine_name: str, num_ranks: int) -> int | None:
     """What the oracle's `ranks_on_node` must be for the engine in a group of `num_ranks`.
 
-    Ranks of one host, which NCCLEP_LOCAL_RANKS may divide into nodes.
+    Ranks of one host, which NCCLEP_LOCAL_RANKS may divide into nodes, or of several.
     """
     if caps_of(engine_name).slot_order == BY_RANK:
         return None
-    return min(envs.get("NCCLEP_LOCAL_RANKS") or num_ranks, num_ranks)
+    return min(local_ranks() or num_ranks, num_ranks)
 
 
 def oracle_of(case: Case, engine_name: str = "reference") -> OraclePlan:

@@ -36,6 +36,7 @@ class Training:
         dispatcher: str = "ncclep",
         layout: Layout = Layout(),
         distributed: bool = True,
+        device: str = "cpu",
         **of_experts: Any,
     ) -> None:
         """Build everything; collective.
@@ -46,6 +47,7 @@ class Training:
             dispatcher: value of moe_token_dispatcher_type.
             layout: how the ranks share the model.
             distributed: the data-parallel ranks share the optimizer's state.
+            device: "cpu" or "cuda".
             of_experts: options that only the experts are to see.
         """
         from megatron.core.distributed import (
@@ -57,7 +59,7 @@ class Training:
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        initialize(layout.ep, layout.tp, "cpu", layout.etp)
+        initialize(layout.ep, layout.tp, device, layout.etp)
         config = make_config(
             dispatcher,
             torch.float32,
@@ -71,7 +73,8 @@ class Training:
             transformer_layer_spec=get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
-        )
+        ).to(device)
+        self._device = device
         make_experts_differ(self.gpt)
         with torch.no_grad():  # a checkpoint that is loaded has to bring everything
             for parameter in self.gpt.parameters():
@@ -113,7 +116,7 @@ class Training:
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=batches(),
+            data_iterator=batches(self._device),
             model=[self.model],
             num_microbatches=2,
             seq_length=SEQUENCE,
@@ -183,19 +186,20 @@ def checkpoints_written() -> Iterator[None]:
         filesystem_async._results_queue = None
 
 
-def batches() -> Any:
+def batches(device: str) -> Any:
     """The same in every step, so that the loss goes down."""
     from megatron.core import parallel_state
 
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     while True:
-        yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        yield tokens.to(device)
 
 
 def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     tokens = next(data)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+    positions = torch.arange(SEQUENCE, device=tokens.device).expand(BATCH, -1)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=tokens.device).triu(1)
     losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
 
     def mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

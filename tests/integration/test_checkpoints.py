@@ -26,7 +26,7 @@ def losses_on_rank(ctx: RankContext, folder: Path) -> tuple[list[float], list[fl
     def build(part: int, seed: int) -> Training:
         # Megatron's distributed optimizer does not load torch's Adam in another layout (KeyError:
         # 'step'), with any dispatcher; the fused ones need a GPU.
-        return Training({}, seed, *PARTS[part], distributed=False)
+        return Training({}, seed, *PARTS[part], distributed=False, device=ctx.device)
 
     first = build(part=0, seed=0)
     losses = [first.step()[0] for _ in range(STEPS)]

@@ -1,0 +1,250 @@
+"""Run what only GPUs can show, and write down what passed: `make gpu`.
+
+    python scripts/gpu.py [PART ...] [--out FOLDER] [--list]
+
+A part takes at most ten minutes on one GPU, which the ranks share.  Each step is one command with a
+log of its own; `summary.txt` says what ran, with date, machine and versions, and can be committed
+as it is.  Parts that run again in the same folder replace their lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP_S = 300  # at most, for one step
+RANDOM = "tests/contract/test_random.py --iterations"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pytest.
+
+    Attributes:
+        engine: whose tests run.
+        ranks: of its pools; with several numbers contract cases come with each.
+        tests: paths, and more arguments.
+        hosts: as how many hosts the ranks appear.
+        mps: ranks that share a GPU run at the same time.  Not where ranks are killed: under MPS
+            that harms the others.
+    """
+
+    engine: str
+    ranks: tuple[int, ...]
+    tests: str
+    hosts: int = 1
+    mps: bool = True
+
+    @property
+    def name(self) -> str:
+        """Unique among all steps."""
+        grid = "+".join(map(str, self.ranks))
+        if self.hosts > 1:
+            grid = f"{self.hosts}x{self.ranks[-1] // self.hosts}"
+        return f"{self.engine} {grid}: {self.tests}"
+
+    def command(self, report: Path) -> list[str]:
+        """What runs it."""
+        options = ["--backend", "nccl", "--engine", self.engine, "--hosts", str(self.hosts)]
+        for number in self.ranks:
+            options += ["--ranks", str(number)]
+        run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        return [*run, f"--junitxml={report}", *self.tests.split(), *options]
+
+
+LAYERS = (
+    "tests/gpu/test_gpu_moe_layer.py tests/gpu/test_gpu_shapes.py tests/gpu/test_gpu_experts.py"
+)
+GRAPHS = "tests/gpu/test_graphs.py tests/gpu/test_gpu_static_mode.py"
+PARTS: dict[str, list[Step]] = {
+    "contract": [
+        Step("native", (2, 4, 8), "tests/contract"),
+        Step("hierarchical", (4,), "tests/contract", hosts=2),
+        Step("hierarchical", (8,), "tests/contract", hosts=2),
+        Step("hierarchical", (8,), "tests/contract", hosts=4),
+        Step("reference", (4,), "tests/contract"),
+        Step("nccl_ep", (2,), "tests/contract", mps=False),
+    ],
+    "random": [
+        Step("native", (2, 4, 8), f"{RANDOM} 1000"),
+        Step("hierarchical", (4,), f"{RANDOM} 200", hosts=2),
+        Step("hierarchical", (8,), f"{RANDOM} 100", hosts=2),
+        Step("hierarchical", (8,), f"{RANDOM} 100", hosts=4),
+    ],
+    "gpu": [
+        Step("native", (4,), "tests/gpu --ignore tests/gpu/test_failures.py"),
+        Step("native", (8,), f"{GRAPHS} tests/gpu/test_gpu_low_latency.py"),
+        Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
+    ],
+    "train": [
+        Step("native", (2,), "tests/gpu/test_gpu_gpt.py tests/gpu/test_gpu_train_command.py"),
+        Step("native", (8,), "tests/gpu/test_gpu_gpt.py tests/gpu/test_gpu_train_command.py"),
+        Step("hierarchical", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2),
+    ],
+    "faults": [
+        Step("native", (4,), "tests/faults tests/gpu/test_failures.py", mps=False),
+        Step("native", (8,), "tests/faults/test_host.py", mps=False),
+        Step("hierarchical", (4,), "tests/faults/test_host.py", hosts=2, mps=False),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a step: `counts` of tests, and why tests were left out."""
+
+    part: str
+    step: str
+    passed: bool
+    seconds: int
+    counts: str
+    left_out: list[str]
+
+
+def run_step(part: str, step: Step, number: int, out: Path) -> Outcome:
+    """Run a step, its output into a log in `out`."""
+    log = out / f"{part}-{number}.log"
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
+        report = Path(folder) / "report.xml"
+        try:
+            status = subprocess.run(
+                step.command(report),
+                cwd=ROOT,
+                env={**os.environ, "NCCL_NVLS_ENABLE": "0"},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=STEP_S,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+        counts, left_out = read_report(report)
+    lines = log.read_text(errors="replace").splitlines()
+    left_out += [line.removeprefix("LEFT OUT ") for line in lines if line.startswith("LEFT OUT ")]
+    if status:
+        counts += f"; stopped after {STEP_S} s" if status < 0 else f"; exit status {status}, {log}"
+    seconds = round(time.monotonic() - start)
+    return Outcome(part, step.name, status == 0, seconds, counts, left_out)
+
+
+def read_report(report: Path) -> tuple[str, list[str]]:
+    """How many tests passed, failed and were skipped, and why those were."""
+    if not report.is_file():
+        return "no report", []
+    suite = next(ElementTree.parse(report).iter("testsuite"))
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    skipped = int(suite.get("skipped", 0))
+    passed = int(suite.get("tests", 0)) - failed - skipped
+    reasons = [
+        f"{case.get('classname')}.{case.get('name')}: {mark.get('message')}"
+        for case in suite.iter("testcase")
+        for mark in case.iter("skipped")
+    ]
+    return f"{passed} passed, {failed} failed, {skipped} skipped", reasons
+
+
+@contextmanager
+def mps(is_wanted: bool) -> Iterator[None]:
+    """Let processes that share a GPU run on it at the same time, by NVIDIA's MPS."""
+    if not is_wanted:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        places = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), folder)
+        os.environ.update(places)
+        control = "nvidia-cuda-mps-control"
+        subprocess.run([control, "-d"], check=True, timeout=30)
+        try:
+            yield
+        finally:
+            subprocess.run([control], input="quit\n", text=True, timeout=60)
+            for name in places:
+                del os.environ[name]
+
+
+def versions() -> str:
+    """The machine and what it runs."""
+    import torch
+
+    import megatron_ncclep
+    from megatron_ncclep.libraries import search
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, text=True, capture_output=True).stdout.split("\n")[0]
+    found = {
+        "GPUs": ", ".join(gpus) or "none",
+        "driver": driver,
+        "Python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "NCCL": str(search.find_nccl()),
+        "megatron_ncclep": megatron_ncclep.__version__,
+    }
+    for name in ("megatron-core", "transformer-engine", "nccl-extensions"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return "\n".join(f"{name}: {value}" for name, value in found.items())
+
+
+def write_summary(out: Path, outcomes: list[Outcome]) -> str:
+    """Write `summary.txt` and what it is made of; earlier parts in the same folder stay."""
+    kept = out / "outcomes.json"
+    earlier = [Outcome(**each) for each in json.loads(kept.read_text())] if kept.is_file() else []
+    parts = {each.part for each in outcomes}
+    everything = [each for each in earlier if each.part not in parts] + outcomes
+    everything.sort(key=lambda each: [*PARTS].index(each.part))
+    kept.write_text(json.dumps([asdict(each) for each in everything]))
+    lines = [datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), versions(), ""]
+    for each in everything:
+        result = "pass" if each.passed else "FAIL"
+        lines.append(f"{each.part:9} {result} {each.seconds:4} s  {each.step}: {each.counts}")
+        lines += [f"          NOT RUN      {reason}" for reason in each.left_out]
+    left = [part for part in PARTS if part not in {each.part for each in everything}]
+    lines += [f"{part:9} NOT RUN" for part in left]
+    text = "\n".join(lines) + "\n"
+    (out / "summary.txt").write_text(text)
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {[*PARTS]}")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="default: runs/gpu")
+    parser.add_argument("--list", action="store_true", help="print parts and steps, and run none")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"unknown parts: {sorted(unknown)}; there are {[*PARTS]}")
+    outcomes: list[Outcome] = []
+    if not args.list:
+        args.out.mkdir(parents=True, exist_ok=True)
+    for part in args.parts or PARTS:
+        for number, step in enumerate(PARTS[part]):
+            print(f"--- {part}: {step.name}", flush=True)
+            if args.list:
+                continue
+            with mps(step.mps):
+                outcomes.append(run_step(part, step, number, args.out))
+            print(outcomes[-1].counts, f"{outcomes[-1].seconds} s", flush=True)
+    if outcomes:
+        print(write_summary(args.out, outcomes))
+    return 0 if all(each.passed for each in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
