@@ -25,7 +25,6 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-STEP_S = 300  # at most, for one step
 RANDOM = "tests/contract/test_random.py --iterations"
 
 
@@ -114,7 +113,7 @@ class Outcome:
     left_out: list[str]
 
 
-def run_step(part: str, step: Step, number: int, out: Path) -> Outcome:
+def run_step(part: str, step: Step, number: int, out: Path, limit_s: int) -> Outcome:
     """Run a step, its output into a log in `out`."""
     log = out / f"{part}-{number}.log"
     start = time.monotonic()
@@ -128,7 +127,7 @@ def run_step(part: str, step: Step, number: int, out: Path) -> Outcome:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                timeout=STEP_S,
+                timeout=limit_s,
             ).returncode
         except subprocess.TimeoutExpired:
             status = -1
@@ -136,7 +135,7 @@ def run_step(part: str, step: Step, number: int, out: Path) -> Outcome:
     lines = log.read_text(errors="replace").splitlines()
     left_out += [line.removeprefix("LEFT OUT ") for line in lines if line.startswith("LEFT OUT ")]
     if status:
-        counts += f"; stopped after {STEP_S} s" if status < 0 else f"; exit status {status}, {log}"
+        counts += f"; stopped after {limit_s} s" if status < 0 else f"; exit status {status}, {log}"
     seconds = round(time.monotonic() - start)
     return Outcome(part, step.name, status == 0, seconds, counts, left_out)
 
@@ -223,9 +222,12 @@ def write_summary(out: Path, outcomes: list[Outcome]) -> str:
 
 
 def main() -> int:
+    """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {[*PARTS]}")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="default: runs/gpu")
+    parser.add_argument("--step-s", type=int, default=300, help="limit of one step (default: 300)")
+    parser.add_argument("--steps", help="only steps whose name contains this")
     parser.add_argument("--list", action="store_true", help="print parts and steps, and run none")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -235,11 +237,13 @@ def main() -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     for part in args.parts or PARTS:
         for number, step in enumerate(PARTS[part]):
+            if args.steps and args.steps not in step.name:
+                continue
             print(f"--- {part}: {step.name}", flush=True)
             if args.list:
                 continue
             with mps(step.mps):
-                outcomes.append(run_step(part, step, number, args.out))
+                outcomes.append(run_step(part, step, number, args.out, args.step_s))
             print(outcomes[-1].counts, f"{outcomes[-1].seconds} s", flush=True)
     if outcomes:
         print(write_summary(args.out, outcomes))
