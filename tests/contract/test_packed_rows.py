@@ -106,7 +106,8 @@ def backward_on_rank(ctx: RankContext, case: Case, engine_name: str) -> str:
 
 def test_bytes_have_no_backward(pool: RankPool, engine_name: str) -> None:
     """Gradients of weights would come back with those of the rows, which bytes have not."""
-    for text in pool.run(backward_on_rank, fitted(CASES[0], pool, engine_name), engine_name):
+    case = fitted(CASES[0], pool, engine_name)
+    for text in pool.run(backward_on_rank, case, engine_name, ranks=case.num_ranks):
         assert "y is torch.uint8: combine adds rows up, and bytes are no numbers" in text
 
 
