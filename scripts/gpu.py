@@ -12,19 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+DUMP_S = 20  # for what was stopped to say why
 RANDOM = "tests/contract/test_random.py --iterations"
 
 
@@ -119,18 +121,24 @@ def run_step(part: str, step: Step, number: int, out: Path, limit_s: int) -> Out
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
         report = Path(folder) / "report.xml"
+        process = subprocess.Popen(
+            step.command(report),
+            cwd=ROOT,
+            env={**os.environ, "NCCL_NVLS_ENABLE": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            status = subprocess.run(
-                step.command(report),
-                cwd=ROOT,
-                env={**os.environ, "NCCL_NVLS_ENABLE": "0"},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=limit_s,
-            ).returncode
+            status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             status = -1
+            process.send_signal(signal.SIGINT)  # pytest then tells what has failed so far
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(DUMP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         counts, left_out = read_report(report)
     lines = log.read_text(errors="replace").splitlines()
     left_out += [line.removeprefix("LEFT OUT ") for line in lines if line.startswith("LEFT OUT ")]
