@@ -11,7 +11,7 @@ export PYTHON
 SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help train test lint types support pages site builds wheel format setup clean
+.PHONY: help train test gpu lint types support pages site builds wheel format setup clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -28,6 +28,9 @@ train: $(READY)  ## train a small mixture-of-experts GPT on this machine's CPU
 # Tests take turns at both cores: what one process does is seldom work for more than one.
 test: $(READY)  ## run the tests; ARGS="-k NAME" picks some
 	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS))
+
+gpu: $(READY)  ## run what only GPUs can show, into runs/gpu; ARGS="contract faults" picks parts
+	$(BIN)/python scripts/gpu.py $(ARGS)
 
 lint: $(READY)  ## check style: Python, shell scripts, native sources
 	$(BIN)/ruff check .

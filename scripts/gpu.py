@@ -70,6 +70,9 @@ LAYERS = (
     "tests/gpu/test_gpu_moe_layer.py tests/gpu/test_gpu_shapes.py tests/gpu/test_gpu_experts.py"
 )
 GRAPHS = "tests/gpu/test_graphs.py tests/gpu/test_gpu_static_mode.py"
+ENGINE = f"{GRAPHS} tests/gpu/test_gpu_stream_order.py tests/gpu/test_gpu_streams.py " + (
+    "tests/gpu/test_gpu_route_plan.py tests/gpu/test_gpu_metrics.py"
+)
 PARTS: dict[str, list[Step]] = {
     "contract": [
         Step("native", (2, 4, 8), "tests/contract"),
@@ -85,15 +88,25 @@ PARTS: dict[str, list[Step]] = {
         Step("hierarchical", (8,), f"{RANDOM} 100", hosts=2),
         Step("hierarchical", (8,), f"{RANDOM} 100", hosts=4),
     ],
-    "gpu": [
-        Step("native", (4,), "tests/gpu --ignore tests/gpu/test_failures.py"),
+    "engine": [
+        Step("native", (4,), f"{ENGINE} tests/gpu/test_gpu_low_latency.py"),
         Step("native", (8,), f"{GRAPHS} tests/gpu/test_gpu_low_latency.py"),
         Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
     ],
+    "layers": [
+        Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
+        Step("native", (4,), "tests/gpu/test_gpu_moe_layer.py tests/gpu/test_gpu_shapes.py"),
+        Step(
+            "native", (2,), "tests/gpu/test_gpu_shared_experts.py tests/gpu/test_gpu_inference.py"
+        ),
+    ],
     "train": [
-        Step("native", (2,), "tests/gpu/test_gpu_gpt.py tests/gpu/test_gpu_train_command.py"),
+        Step("native", (4,), "tests/gpu/test_gpu_gpt.py tests/gpu/test_gpu_train_command.py"),
         Step("native", (8,), "tests/gpu/test_gpu_gpt.py tests/gpu/test_gpu_train_command.py"),
         Step("hierarchical", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2),
+        Step("native", (2,), "tests/gpu/test_gpu_overlapped_schedule.py"),
+        Step("native", (2,), "tests/gpu/test_gpu_memory.py tests/gpu/test_megatron_graphs.py"),
+        Step("native", (2,), "tests/gpu/test_fp8_training.py"),
     ],
     "faults": [
         Step("native", (4,), "tests/faults tests/gpu/test_failures.py", mps=False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ from test_pipeline import OPTIONS
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="TransformerEngine, whose layers are trained, is not installed",
+)
 
 STEPS = 6
 # Both add the same two numbers for each token, but gradients of weights in another order of rows:
@@ -38,6 +44,7 @@ def layouts(num_ranks: int) -> list[Layout]:
     return found
 
 
+@needs_te
 @pytest.mark.needs_ranks(2)
 @pytest.mark.supports(
     "expert_model_parallel_size",
@@ -89,6 +96,7 @@ def test_pipeline_stages_give_alltoalls_bits(megatron_pool: RankPool, engine_nam
     assert found == [[]] * megatron_pool.size
 
 
+@needs_te
 @pytest.mark.needs_ranks(4)
 @pytest.mark.supports(
     "ckpt_format=torch_dist",

@@ -55,7 +55,7 @@ class Training:
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt import gpt_layer_specs
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -68,9 +68,15 @@ class Training:
             expert_tensor_parallel_size=layout.etp,
             **options,
         )
+        if device == "cpu":
+            spec = gpt_layer_specs.get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False)
+        else:  # torch's norms know no sequence parallelism
+            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+                num_experts=EXPERTS, moe_grouped_gemm=False
+            )
         self.gpt = GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(EXPERTS, moe_grouped_gemm=False),
+            transformer_layer_spec=spec,
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
         ).to(device)
