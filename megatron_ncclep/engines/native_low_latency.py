@@ -15,6 +15,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import native_windows
 from megatron_ncclep.engines.low_latency_rows import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.engines.native_group import NativeGroup, aligned
+from megatron_ncclep.engines.native_obstacle import most_sms
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 
@@ -77,7 +78,14 @@ class NativeLowLatency:
         except Exception:
             group.release("communicator", timeout_s)
             raise
-        self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, _num_sms(group.device))
+        # A combine is no cooperative launch, although each of its CTAs waits for all ranks and a
+        # rank's word comes after all of its CTAs have sent: NCCL's SMs stay free, so all CTAs, one
+        # to an SM, run at once unless others hold more than that.  Such others are kernels that end
+        # by themselves, and those of another NativeGroup, which may wait for the same ranks; with
+        # these a cooperative launch would only wait for SMs in place of its CTAs, in the same ring.
+        # The group's own kernels run one after the other.
+        most = most_sms(_num_sms(group.device))
+        self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, most)
         self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         places = (group.size, sizes.max_tokens)
         scales = None
@@ -181,7 +189,7 @@ class NativeLowLatency:
         return max(self._num_tokens, -(-self._sizes.max_tokens // LEAST_SHARE))
 
     def _num_ctas(self, num_tokens: int, itemsize: int) -> int:
-        """CTAs for so many tokens; all of them run at once, as combine needs."""
+        """CTAs for so many tokens; all of them fit on the GPU at once, as combine needs."""
         pieces = num_tokens * -(-self._sizes.hidden * itemsize // PIECE_BYTES)
         return min(self._most_ctas, max(LEAST_CTAS, -(-pieces // PIECES_PER_CTA)))
 

@@ -81,6 +81,11 @@ def _own_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> 
     return _sms_obstacle(group.size, config.num_sms or DEFAULT_NUM_SMS, gpu)
 
 
+def most_sms(sms_of_gpu: int) -> int:
+    """How many SMs kernels may hold while they wait for other ranks; NCCL's get the others."""
+    return max(sms_of_gpu - SMS_FOR_NCCL, 0)
+
+
 def _sms_obstacle(num_ranks: int, num_sms: int, gpu: Any) -> str | None:
     """Say what is wrong with the number of SMs, if anything is.
 
@@ -94,12 +99,12 @@ def _sms_obstacle(num_ranks: int, num_sms: int, gpu: Any) -> str | None:
         gpu: properties of the device, as torch gives them.
     """
     least: int = extension.load().native_min_sms(num_ranks)
-    most = gpu.multi_processor_count - SMS_FOR_NCCL
+    most = most_sms(gpu.multi_processor_count)
     if num_sms < least:
         return f"num_sms {num_sms}: its kernels need at least {least} for {num_ranks} ranks"
     if num_sms > most:
         return (
-            f"num_sms {num_sms}: at most {max(most, 0)} on {gpu.name} with "
+            f"num_sms {num_sms}: at most {most} on {gpu.name} with "
             f"{gpu.multi_processor_count} SMs: {SMS_FOR_NCCL} are left to NCCL's kernels, without "
             "which two groups can wait for each other for ever"
         )

@@ -11,7 +11,7 @@ from fakes import ThreadGroup, on_threads
 from test_native_calls import STREAM, RecordingNative
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import native_low_latency, native_windows
+from megatron_ncclep.engines import native_low_latency, native_obstacle, native_windows
 from megatron_ncclep.engines.low_latency import LowLatency
 from megatron_ncclep.engines.low_latency_rows import LowLatencySizes
 from megatron_ncclep.engines.native import CAPS
@@ -68,11 +68,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def make(group: ThreadGroup) -> tuple[LowLatency, NativeLowLatency]:
+def make(group: ThreadGroup, **options: Any) -> tuple[LowLatency, NativeLowLatency]:
     group.device = torch.device("cpu")
     shared = NativeGroup(group, 4, 20.0)
     sizes = LowLatencySizes(MAX_TOKENS, HIDDEN, TOP_K, torch.bfloat16, torch.bfloat16)
-    calls = NativeLowLatency(shared, 4, EpConfig(engine="native"), sizes, 1)
+    calls = NativeLowLatency(shared, 4, EpConfig(engine="native", **options), sizes, 1)
     return LowLatency(group, CAPS, sizes, calls), calls
 
 
@@ -98,9 +98,32 @@ def test_a_rank_with_few_tokens_adds_up_what_many_bring() -> None:
         [
             *(("dispatch", 8), ("combine", 32)),  # 16 tokens' worth
             *(("dispatch", 80), ("combine", 80)),
-            *(("dispatch", 120), ("combine", 120)),
+            *(("dispatch", 100), ("combine", 100)),
         ]
     ]
+
+
+@pytest.mark.parametrize(
+    ("sms", "num_sms", "most"),
+    [(78, None, 46), (114, None, 82), (132, None, 100), (148, None, 116), (160, None, 120),
+     (132, 24, 24)],
+)  # fmt: skip
+def test_sms_are_left_to_nccl(
+    monkeypatch: pytest.MonkeyPatch, sms: int, num_sms: int | None, most: int
+) -> None:
+    """Combine took every SM of GPUs with up to 120.  While it waited for another rank, whose NCCL
+    kernel had started first, NCCL found none here: each waited for the other.  `num_sms` is limited
+    when the engine is made, by the same function.
+    """
+    monkeypatch.setattr(native_low_latency, "_num_sms", lambda device: sms)
+    assert native_obstacle.most_sms(sms) == sms - native_obstacle.SMS_FOR_NCCL
+
+    def run(group: ThreadGroup) -> list[tuple[str, int]]:
+        ll, calls = make(group, num_sms=num_sms)
+        pair(ll, MAX_TOKENS)
+        return calls._native.num_ctas
+
+    assert on_threads(1, run) == [[("dispatch", most), ("combine", most)]]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
