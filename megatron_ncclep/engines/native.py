@@ -93,7 +93,7 @@ class NativeEngine(EngineBase[NativePlan]):
         The device checks the values of `topk_idx`.  In static mode nobody waits for it, nor for
         other ranks' hosts unless windows have to grow or the ranks have brought different numbers
         of tokens before: what is no expert, or named twice, counts as not routed, and a later call
-        of `plan` raises InputError on all ranks.
+        of `plan`, or `megatron_ncclep.check()`, raises InputError on all ranks.
         """
         call, room, memory = self._enter_plan(topk_idx)
         num_tokens, top_k = topk_idx.shape
@@ -218,7 +218,7 @@ class NativeEngine(EngineBase[NativePlan]):
                 "plan", lambda: self._agree_on_plan(topk_idx, problem, allocate, memory)
             )
             return *agreed, memory
-        problem = problem or self._shared.bad_routings()
+        problem = problem or self._shared.bad_routings(forget=self.group.size == 1)
         if problem is None:
             room = self._room(self._native.max_tokens, topk_idx)
             problem = allocate(room)

@@ -48,7 +48,7 @@ class NativeLowLatency:
         Raises:
             LibraryError: on every rank, when one has no memory for its window or NCCL makes none.
         """
-        self._group, self._num_experts, self._sizes = shared.group, num_experts, sizes
+        self._group, self._sizes = shared.group, sizes
         self._shared, self._config = shared, config
         self._num_tokens = 0  # of the last dispatch
         group, native, timeout_s = self._group, shared.native, config.timeout_s
@@ -106,7 +106,8 @@ class NativeLowLatency:
         """See `LowLatencyCalls.begin`."""
         self._shared.raise_failure()
         self._shared.native.timeout_s = self._config.timeout_s
-        problem = problem or self._bad_routings()
+        # Told once where the group can be used afterwards: several ranks are at their end.
+        problem = problem or self._shared.bad_routings(forget=self._group.size == 1)
         if problem is not None:
             self._shared.refuse(f"low-latency {phase}", problem)
         if sends:
@@ -115,19 +116,6 @@ class NativeLowLatency:
     def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
         """None: the device looks."""
         return None
-
-    def _bad_routings(self) -> str | None:
-        """Say whose routing was bad in earlier dispatches, as far as the device has come."""
-        # Told once where the group can be used afterwards: several ranks are at their end.
-        mask = self._shared.native.bad_low_latency(forget=self._group.size == 1)
-        if not mask:
-            return None
-        bad = ", ".join(str(rank) for rank in range(self._group.size) if mask >> rank & 1)
-        return (
-            f"in an earlier low-latency dispatch, topk_idx of rank {bad} named what is not one of "
-            f"the {self._num_experts} experts, or an expert twice for a token: those assignments "
-            "were not routed"
-        )
 
     def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
         """See `LowLatencyCalls.dispatch`."""

@@ -23,15 +23,8 @@ from megatron_ncclep.libraries import extension
 MAX_TOKENS, HIDDEN, TOP_K = 128, 4096, 2  # a row is 8 pieces: half a CTA's number of tokens
 
 
-class Telling(RecordingNative):
-    """Says whose routing the device found bad, until it is told to forget."""
-
+class WithWindows(RecordingNative):
     windows: tuple[Any, ...] = ("there",)
-    bad = 0
-
-    def bad_low_latency(self, forget: bool) -> int:
-        mask, self.bad = self.bad, 0 if forget else self.bad
-        return mask
 
 
 class RecordingLowLatency:
@@ -51,7 +44,7 @@ class RecordingLowLatency:
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(NativeGroup=Telling, NativeLowLatency=RecordingLowLatency)
+    module = SimpleNamespace(NativeGroup=WithWindows, NativeLowLatency=RecordingLowLatency)
     monkeypatch.setattr(extension, "load", lambda: module)
     monkeypatch.setattr(extension.StreamKeeper, "keep", lambda *_: STREAM)
     monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
@@ -132,7 +125,7 @@ def test_a_bad_routing_ends_a_group_of_several_ranks_only(num_ranks: int) -> Non
 
     def run(group: ThreadGroup) -> list[str]:
         ll, calls = make(group)
-        calls._shared.native.bad = 1
+        calls._shared.native.bad["low latency"] = 1
         said = []
         for _ in range(2):
             try:

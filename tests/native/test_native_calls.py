@@ -18,7 +18,7 @@ from fakes import ThreadGroup, on_threads
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import native_windows
 from megatron_ncclep.engines.native import NativeEngine
-from megatron_ncclep.errors import PeerError, RefusedError, RowsDroppedError
+from megatron_ncclep.errors import InputError, PeerError, RefusedError, RowsDroppedError
 from megatron_ncclep.libraries import extension
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
@@ -32,6 +32,7 @@ class RecordingNative:
 
     Attributes:
         calls: name and arguments of each call that queues work or makes windows.
+        bad: whose routing the device found bad, one bit each, until it is told to forget.
         sizes: what the device says of the next plan.
     """
 
@@ -39,6 +40,7 @@ class RecordingNative:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.held = (0, 0, 0)
         self.failed: Any = None
+        self.bad = {"static": 0, "low latency": 0}
         self.was_captured = False
         self.timeout_s = 0.0
         self.sizes = SimpleNamespace(num_rows=5, num_pairs=2, num_assignments=3, bad_ranks=0)
@@ -64,7 +66,15 @@ class RecordingNative:
         return 0
 
     def bad_ranks(self, forget: bool) -> int:
-        return 0
+        return self.tell("static", forget)
+
+    def bad_low_latency(self, forget: bool) -> int:
+        return self.tell("low latency", forget)
+
+    def tell(self, what: str, forget: bool) -> int:
+        mask = self.bad[what]
+        self.bad[what] = 0 if forget else mask
+        return mask
 
     def failure(self) -> Any:
         return self.failed
@@ -102,7 +112,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def on_ranks(function: Callable[[NativeEngine, RecordingNative, int], Any], **options: Any) -> None:
+def on_ranks(
+    function: Callable[[NativeEngine, RecordingNative, int], Any],
+    num_ranks: int = NUM_RANKS,
+    **options: Any,
+) -> None:
     """Call `function` with the engine, the stand-in and the number of each rank, on the CPU."""
 
     def run(group: ThreadGroup) -> None:
@@ -110,7 +124,7 @@ def on_ranks(function: Callable[[NativeEngine, RecordingNative, int], Any], **op
         engine = NativeEngine(group, NUM_EXPERTS, EpConfig(engine="native", **options))
         function(engine, engine._shared.native, group.rank)
 
-    for result in on_threads(NUM_RANKS, run):
+    for result in on_threads(num_ranks, run):
         if result is not None:
             raise result
 
@@ -230,6 +244,30 @@ def test_a_wait_that_failed_on_the_device_is_raised_by_the_next_call() -> None:
         assert native.calls == []  # and nothing is queued after it
 
     on_ranks(use)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "agree", "errors"),
+    [(1, False, [InputError, None]), (2, True, [InputError, None]), (2, False, [RefusedError] * 2)],
+    ids=["one rank", "hosts agree", "several ranks"],
+)
+def test_a_later_plan_tells_of_a_bad_routing(
+    num_ranks: int, agree: bool, errors: list[type[Exception] | None]
+) -> None:
+    """Once where the group can go on; a group of one rank was told in all later plans."""
+
+    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        engine.plan(assignments(4))
+        native.bad["static"] = 1
+        for error in errors:
+            if error is None:
+                engine.plan(assignments(4))
+                continue
+            with pytest.raises(InputError, match=r"plan.* topk_idx of rank 0 named what") as caught:
+                engine.plan(assignments(4))
+            assert caught.type is error
+
+    on_ranks(use, num_ranks, max_recv_rows=64, check_calls=agree)
 
 
 def misaligned(num_rows: int) -> torch.Tensor:
