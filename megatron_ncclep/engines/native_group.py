@@ -22,6 +22,9 @@ from megatron_ncclep.ranks.hosts import difference, different_calls
 
 # What a rank says that has learnt of a bad routing; the whole story comes after it.
 BAD_ROUTING = "the routing of an earlier plan was bad"
+# Hosts agree on so many static plans more after one to which ranks brought different numbers of
+# tokens.
+EVEN_PLANS = 100
 # What ranks must have alike, beside the phase, in the order in which differences are told.
 VALUES = (
     *("top_k", "alignment", "max_recv_rows"),
@@ -37,9 +40,8 @@ class NativeGroup:
         num_experts: of the whole group.
         native: the `_C.NativeGroup`.
         module: `_C`.
-        streams: keeps tensors for the group's kernels.
-        is_uneven: ranks have brought different numbers of tokens to a plan on which their hosts
-            agreed; the same on all ranks.
+        plans_to_meet: static plans in which hosts are still to agree, because ranks have brought
+            different numbers of tokens to one; the same on all ranks.
     """
 
     def __init__(self, group: EpGroup, num_experts: int, timeout_s: float) -> None:
@@ -50,9 +52,8 @@ class NativeGroup:
         """
         self.group = group
         self.num_experts = num_experts
-        self.is_uneven = False
+        self.plans_to_meet = 0
         self._refusal: str | None = None  # this rank's own
-        self.streams = extension.StreamKeeper(group.device)
         self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
         self.native: Any = on_all_ranks(
@@ -124,6 +125,18 @@ class NativeGroup:
             f"{failure.epoch} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at the "
             "other ranks' output. What this group has returned since is NaN"
         )
+
+    def note_batches(self, told: list[int]) -> None:
+        """Have hosts meet in the plans after a static one to which ranks brought different batches.
+
+        One of these may be the first that is too large for the windows, on some ranks only.  A
+        batch that all ranks have alike by chance says nothing of the next one; many in a row do.
+
+        Args:
+            told: tokens of each rank, in a static plan on which all hosts agreed.
+        """
+        is_even = len(set(told)) == 1
+        self.plans_to_meet = max(0, self.plans_to_meet - 1) if is_even else EVEN_PLANS
 
     def bad_routings(self, *, forget: bool) -> str | None:
         """Say whose routing was bad in earlier calls in which no host looked at it.

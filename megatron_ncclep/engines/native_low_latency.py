@@ -16,6 +16,7 @@ from megatron_ncclep.engines import native_windows
 from megatron_ncclep.engines.low_latency_rows import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.engines.native_group import NativeGroup, aligned
 from megatron_ncclep.engines.native_obstacle import most_sms
+from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 
@@ -38,6 +39,7 @@ class NativeLowLatency:
     def __init__(
         self,
         shared: NativeGroup,
+        streams: extension.StreamKeeper,
         num_experts: int,
         config: EpConfig,
         sizes: LowLatencySizes,
@@ -49,7 +51,7 @@ class NativeLowLatency:
             LibraryError: on every rank, when one has no memory for its window or NCCL makes none.
         """
         self._group, self._sizes = shared.group, sizes
-        self._shared, self._config = shared, config
+        self._shared, self._streams, self._config = shared, streams, config
         self._num_tokens = 0  # of the last dispatch
         group, native, timeout_s = self._group, shared.native, config.timeout_s
         shared.raise_failure()
@@ -121,7 +123,7 @@ class NativeLowLatency:
         """See `LowLatencyCalls.dispatch`."""
         self._num_tokens = tokens.x.shape[0]
         x, scales = tokens.x, tokens.scales
-        stream = self._shared.streams.keep(x, tokens.topk_idx, tokens.weights, scales)
+        stream = self._streams.keep(x, tokens.topk_idx, tokens.weights, scales)
         given = aligned(x.view(_carried(x.dtype)))
         scales = None if scales is None else aligned(scales)
         assignments, w = tokens.topk_idx.contiguous(), tokens.weights.contiguous()
@@ -134,7 +136,7 @@ class NativeLowLatency:
 
     def complete_dispatch(self) -> LowLatencyRows:
         """See `LowLatencyCalls.complete_dispatch`."""
-        self._native.complete_dispatch(self._counts, self._shared.streams.keep(*self._arguments))
+        self._native.complete_dispatch(self._counts, self._streams.keep(*self._arguments))
         self._arguments = ()
         return self._received
 
@@ -142,7 +144,7 @@ class NativeLowLatency:
         self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
     ) -> torch.Tensor:
         """See `LowLatencyCalls.combine`."""
-        stream = self._shared.streams.keep(y, rows_of)
+        stream = self._streams.keep(y, rows_of)
         y = aligned(y).view(-1, self._sizes.hidden)
         rows_of = None if rows_of is None else rows_of.contiguous()
         out = y.new_empty(self._num_tokens, self._sizes.hidden)
@@ -154,7 +156,7 @@ class NativeLowLatency:
     def complete_combine(self) -> torch.Tensor:
         """See `LowLatencyCalls.complete_combine`."""
         y, rows_of, out = self._arguments
-        stream = self._shared.streams.keep(*self._arguments)
+        stream = self._streams.keep(*self._arguments)
         num_ctas = self._num_ctas(self._num_tokens, y.element_size())
         self._native.combine(y, rows_of, out, False, True, num_ctas, stream)
         self._arguments = ()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import ThreadGroup, on_threads
-from test_native_calls import STREAM, RecordingNative
+from test_native_calls import STREAM, RecordingKeeper, RecordingNative
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import native_low_latency, native_obstacle, native_windows
@@ -46,7 +46,7 @@ class RecordingLowLatency:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(NativeGroup=WithWindows, NativeLowLatency=RecordingLowLatency)
     monkeypatch.setattr(extension, "load", lambda: module)
-    monkeypatch.setattr(extension.StreamKeeper, "keep", lambda *_: STREAM)
+    monkeypatch.setattr(extension, "StreamKeeper", RecordingKeeper)
     monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -65,7 +65,8 @@ def make(group: ThreadGroup, **options: Any) -> tuple[LowLatency, NativeLowLaten
     group.device = torch.device("cpu")
     shared = NativeGroup(group, 4, 20.0)
     sizes = LowLatencySizes(MAX_TOKENS, HIDDEN, TOP_K, torch.bfloat16, torch.bfloat16)
-    calls = NativeLowLatency(shared, 4, EpConfig(engine="native", **options), sizes, 1)
+    streams, config = extension.StreamKeeper(group.device), EpConfig(engine="native", **options)
+    calls = NativeLowLatency(shared, streams, 4, config, sizes, 1)
     return LowLatency(group, CAPS, sizes, calls), calls
 
 
