@@ -80,12 +80,12 @@ class NativeLowLatency:
         except Exception:
             group.release("communicator", timeout_s)
             raise
-        # A combine is no cooperative launch, although each of its CTAs waits for all ranks and a
-        # rank's word comes after all of its CTAs have sent: NCCL's SMs stay free, so all CTAs, one
-        # to an SM, run at once unless others hold more than that.  Such others are kernels that end
-        # by themselves, and those of another NativeGroup, which may wait for the same ranks; with
-        # these a cooperative launch would only wait for SMs in place of its CTAs, in the same ring.
-        # The group's own kernels run one after the other.
+        # Every CTA of a combine waits for all ranks, and a rank's word comes after all of its CTAs
+        # have sent: all must get an SM.  With NCCL's SMs left alone an ordinary launch sees to
+        # that.  The group's own kernels run one after the other, and others end by themselves,
+        # except for those of another NativeGroup.  If these hold SMs and wait in a ring with this
+        # combine, a cooperative launch, which waits until all SMs are free, would be in that ring
+        # too.
         most = most_sms(_num_sms(group.device))
         self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, most)
         self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
