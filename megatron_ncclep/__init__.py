@@ -41,18 +41,26 @@ __all__ = [
 def check() -> None:
     """Raise what went wrong on the device and no call of an engine has raised.  Not collective.
 
+
     An engine whose kernels wait for other ranks cannot raise when such a wait passes its deadline:
     it delivers NaN, and its next call raises.  For what no call follows, the last layer of a step
     before the optimizer or a checkpoint takes its gradients, or a replayed CUDA graph, call this on
     every rank, on the stream that replays the graph.  It waits for what is queued in groups with
     such an engine, and costs nothing where there is none.
 
-    Nor does an engine in static mode wait to hear of rows that did not fit.  With
+    Nor does it wait, in static and low-latency mode, to hear of a routing that names what is no
+    expert, or an expert twice: such assignments are not routed, and this raises it.  When all ranks
+    of a group call it after the same calls, all raise the same.
+
+    The same engine does not wait to hear of rows that did not fit in static mode either.  With
     `on_overflow="raise"` this raises it, and waits for the current stream; with "drop" it logs a
     warning, once for each group, without waiting: on a GPU at the next call but one.
 
     Raises:
         PeerError: results since then are NaN, wholly or in part: use none of them, and stop.
+        RefusedError: the same, because a rank has refused a call; says which, and why.
+        InputError: a routing since the last call was wrong, with the same text on all ranks of the
+            group, which can go on: outputs and gradients since then lack those assignments.
         RowsDroppedError: rows did not fit since the last call; the same on all ranks of the group,
             which can go on: gradients since then are wrong on all of them.
     """

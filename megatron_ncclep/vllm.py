@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
+import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import NOT_ROUTED
@@ -34,6 +35,10 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     each token that has an expert here.  Assignments that are not this rank's, and all assignments
     of rows that nothing came for, name an expert of another rank, so that `expert_map` drops them:
     that is what vLLM's kernels know.  No call waits for a host, so CUDA graphs can hold them.
+
+    Outside of graphs each half first looks, without waiting, for what has failed on the device, and
+    raises it as `LowLatency` does.  What fails in a graph, or in the last layers of a step, no call
+    of the pair can raise: the model runner calls `check`.
 
     Layers of the same sizes share one object: they take turns.
 
@@ -284,6 +289,22 @@ def payload_of(quant_config: Any, hidden: int, defer_input_quant: bool) -> Paylo
             "choose experts that quantise themselves, or another --all2all-backend"
         )
     return Payload(quant_config.quant_dtype, -(-hidden // quant_config.block_shape[1]))
+
+
+def check() -> None:
+    """Raise what has gone wrong on this rank's device up to now.  Not collective.
+
+    Each rank's model runner calls it once in each step, after the forward pass and before tokens
+    are sampled, on the stream of the forward pass: from a failed dispatch or combine on, hidden
+    states and logits are NaN, and a replayed CUDA graph calls nothing that could raise.  It waits
+    for the forward pass.  docs/vllm.md has a worker that does so.
+
+    Raises:
+        PeerError, RefusedError: a rank did not come, or refused a call.  Serve nothing of this
+            step; the group is at its end.
+        InputError: a routing named what is no expert; the same on all ranks.
+    """
+    megatron_ncclep.check()
 
 
 def register() -> type[Any]:

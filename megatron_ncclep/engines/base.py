@@ -16,6 +16,7 @@ from megatron_ncclep.engines.engine import BYTES, EngineCaps, RoutePlan
 from megatron_ncclep.engines.overflow_report import Shortage
 from megatron_ncclep.engines.rows_limit import agreed_values, rows_limit
 from megatron_ncclep.errors import GroupClosedError
+from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import Agreement
 
@@ -38,6 +39,7 @@ class EngineBase(Generic[_Plan]):
         group: the ranks.
         num_experts: of the whole group.
         num_local_experts: of each rank.
+        streams: keeps tensors for kernels on streams that the tensors do not belong to.
     """
 
     plan_type: type[_Plan]
@@ -50,6 +52,7 @@ class EngineBase(Generic[_Plan]):
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
         self.config = config
+        self.streams = StreamKeeper(group.device)
         self._shortage = Shortage.shared(group, config)
         self._closed = False
 
@@ -78,7 +81,10 @@ class EngineBase(Generic[_Plan]):
             plan, as what it is.
         """
         self._require_open()
-        return self.agree_on_rows(phase, plan, rows, w, self.rows_problem(phase, plan, rows, w))
+        problem = self.rows_problem(phase, plan, rows, w)
+        agreed = self.agree_on_rows(phase, plan, rows, w, problem)
+        self.streams.keep(*agreed.tensors(), rows, w)
+        return agreed
 
     def rows_limit(self, num_tokens: int, top_k: int) -> int | None:
         """How many rows a dispatched tensor has in static mode; None in exact mode."""

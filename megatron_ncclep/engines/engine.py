@@ -123,10 +123,14 @@ class RoutePlan:
         """int64 scalar: assignments for this rank's experts that did not fit; 0 in exact mode."""
         return self.counts[-1]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What the plan itself keeps; a plan in it has its own."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return [v for v in values if isinstance(v, torch.Tensor)]
+
     def nbytes(self) -> int:
         """Bytes of device memory that the plan keeps alive."""
-        values = (getattr(self, f.name) for f in fields(self))
-        return sum(v.nbytes for v in values if isinstance(v, torch.Tensor))
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def tokens_per_expert_on_host(self) -> torch.Tensor:
         """Return `tokens_per_expert` as a CPU tensor; waits for the plan, not for other work."""

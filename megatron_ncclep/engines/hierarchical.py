@@ -132,6 +132,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         """
         self._require_open()
         call, most_tokens = self._calls.enter_plan(topk_idx)
+        self.streams.keep(topk_idx)
         top_k = topk_idx.shape[1]
         is_expert = (topk_idx >= 0) & (topk_idx < self.num_experts)
         assignment_node = topk_idx.div(self._experts_of_node, rounding_mode="floor")
@@ -184,6 +185,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         """See `Engine.dispatch`."""
         self._require_open()
         plan = self._calls.enter("dispatch", plan, x, w)
+        self.streams.keep(*plan.tensors(), x, w)
         pieces = self._pieces(plan, x)
         sizes = (plan.tokens_sent, plan.tokens_received)
         num_sent = sum(plan.tokens_sent)
@@ -222,6 +224,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         """
         self._require_open()
         plan = self._calls.enter("combine", plan, y, w)
+        self.streams.keep(*plan.tensors(), y, w)
         pieces = self._pieces(plan, y)
         crossing = []
         for piece in pieces:

@@ -22,7 +22,14 @@ from megatron_ncclep.engines.low_latency_rows import LowLatencySizes
 from megatron_ncclep.engines.native_group import BAD_ROUTING, NativeGroup, aligned
 from megatron_ncclep.engines.native_low_latency import NativeLowLatency
 from megatron_ncclep.engines.native_obstacle import default_num_sms
-from megatron_ncclep.engines.native_plan import NativePlan, Room, no_room, plan_memory
+from megatron_ncclep.engines.native_plan import (
+    ROOM,
+    NativePlan,
+    Room,
+    next_crowding,
+    no_room,
+    plan_memory,
+)
 from megatron_ncclep.engines.rows_limit import can_drop
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
 from megatron_ncclep.libraries import extension
@@ -47,8 +54,6 @@ CAPS = EngineCaps(
     compares_on_device=True,
     low_latency_tokens=extension.limit("LOW_LATENCY_TOKENS") or 0,
 )
-# A plan has room for this many times the assignments that are expected to arrive.
-ROOM = 1.25
 
 
 class NativeEngine(EngineBase[NativePlan]):
@@ -85,8 +90,7 @@ class NativeEngine(EngineBase[NativePlan]):
         self._native = self._shared.native
         self._row_bytes = 16  # of the longest row so far
         self._most_tokens = 0  # of any rank so far
-        # Assignments that the next plan may bring, as a multiple of what a rank without imbalance
-        # gets.
+        # Assignments that the next plan has room for, as a multiple of a balanced load.
         self._crowding = ROOM
         self._described: set[tuple[int, int]] = set()
         super().__init__(group, num_experts, config)
@@ -95,14 +99,14 @@ class NativeEngine(EngineBase[NativePlan]):
         """See `Engine.plan`.
 
         The device checks the values of `topk_idx`.  In static mode nobody waits for it, nor for
-        other ranks' hosts unless windows have to grow or the ranks have brought different numbers
-        of tokens before: what is no expert, or named twice, counts as not routed, and a later call
-        of `plan` raises InputError on all ranks.
+        other ranks' hosts unless windows have to grow or the ranks have lately brought different
+        numbers of tokens: what is no expert, or named twice, counts as not routed, and a later call
+        of `plan`, or `megatron_ncclep.check()`, raises InputError on all ranks.
         """
         call, room, memory = self._enter_plan(topk_idx)
         num_tokens, top_k = topk_idx.shape
         limit, native, num_sms = room.limit, self._native, self.num_sms
-        stream = self._shared.streams.keep(topk_idx)
+        stream = self.streams.keep(topk_idx)
         assignments = topk_idx.contiguous()
         counts, token_routes, kept, routes = memory
         lacked = None if self._shortage is None else self._shortage.for_kernel()
@@ -139,9 +143,15 @@ class NativeEngine(EngineBase[NativePlan]):
             plan.num_rows = sizes.num_rows
             if sizes.num_pairs > room.max_pairs or sizes.num_assignments > room.max_assignments:
                 needed = (sizes.num_pairs, sizes.num_assignments)
-                plan.routes = routes.new_empty(native.routes_size(*needed, room.most_tokens))
+                more: list[torch.Tensor] = []
+                size = native.routes_size(*needed, room.most_tokens)
+                problem = no_room("a plan's routes", more, lambda: (routes.new_empty(size),))
+                if problem is not None:  # the other ranks have gone on
+                    self._shared.refuse("plan", problem)
+                (plan.routes,) = more
                 native.plan_receive(handle, *needed, plan.routes, num_sms, stream)
-                self._crowding = ROOM * sizes.num_assignments / (room.most_tokens * top_k)
+            balanced = room.most_tokens * top_k
+            self._crowding = next_crowding(self._crowding, sizes.num_assignments, balanced)
         return plan
 
     def dispatch(
@@ -179,7 +189,8 @@ class NativeEngine(EngineBase[NativePlan]):
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> NativeLowLatency:
         """See `create_low_latency`."""
         self._begin()
-        return NativeLowLatency(self._shared, self.num_experts, self.config, sizes, number)
+        arguments = (self.num_experts, self.config, sizes, number)
+        return NativeLowLatency(self._shared, self.streams, *arguments)
 
     def _release(self) -> None:
         """The last engine of the group frees the windows."""
@@ -214,7 +225,7 @@ class NativeEngine(EngineBase[NativePlan]):
             self._is_static
             and not self.config.check_calls
             # Where batches differ, one may be the first that is too large for the windows.
-            and not self._shared.is_uneven
+            and self._shared.plans_to_meet == 0
             and (problem is not None or self._native.fits(*topk_idx.shape, self._row_bytes))
         )
         if not is_known:
@@ -222,7 +233,7 @@ class NativeEngine(EngineBase[NativePlan]):
                 "plan", lambda: self._agree_on_plan(topk_idx, problem, allocate, memory)
             )
             return *agreed, memory
-        problem = problem or self._shared.bad_routings()
+        problem = problem or self._shared.bad_routings(forget=self.group.size == 1)
         if problem is None:
             room = self._room(self._native.max_tokens, topk_idx)
             problem = allocate(room)
@@ -252,7 +263,8 @@ class NativeEngine(EngineBase[NativePlan]):
         try:
             agreement = self.agree_on_routes(topk_idx, problem)
             most_tokens = max(agreement.told)
-            self._shared.is_uneven |= len(set(agreement.told)) > 1
+            if self._is_static:  # in exact plans hosts meet anyway
+                self._shared.note_batches(agreement.told)
             self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
@@ -267,9 +279,10 @@ class NativeEngine(EngineBase[NativePlan]):
         except InputError as error:
             self._shared.raise_bad_routings(error, timeout_s)
             raise
-        if most_tokens < expected:  # no plan keeps more than it needs
-            memory.clear()
-            memory += plan_memory(self._native, room, topk_idx, self._may_drop)
+        if most_tokens < expected:
+            # No plan keeps more than it needs, as long as there is memory for both; all ranks go on
+            # now, so that this one must not fail.
+            allocate(room)
         self._most_tokens = max(self._most_tokens, most_tokens)
         return agreement.call, room
 
@@ -325,9 +338,9 @@ class NativeEngine(EngineBase[NativePlan]):
         if not is_known:
             self._reserve(plan.most_tokens, plan.top_k, row_bytes)
         self._describe(row_bytes, plan.top_k)
-        stream = self._shared.streams.keep(rows, w)
+        stream = self.streams.keep(rows, w)
         if stream != plan.stream:
-            self._shared.streams.keep(plan.counts, plan.token_routes, plan.routes)
+            self.streams.keep(*plan.tensors())
         return plan, memory, stream
 
     def _together(self, phase: str, agree: Callable[[], _Result]) -> _Result:

@@ -3,7 +3,8 @@
 Kernels wait for other ranks, and compare their calls.  When such a wait passes its deadline, or
 when a rank is in another call or has refused one, no call is there that could raise: the kernel
 makes its outputs NaN, later kernels of the group do nothing else, and the host raises at the next
-occasion: the engine's next call, or `NativeGroup.check`.
+occasion: the engine's next call, or `NativeGroup.check`.  Kernels also tell of routings that no
+host has looked at: of these the group goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from megatron_ncclep.ranks.hosts import difference, different_calls
 
 # What a rank says that has learnt of a bad routing; the whole story comes after it.
 BAD_ROUTING = "the routing of an earlier plan was bad"
+# Hosts agree on so many static plans more after one to which ranks brought different numbers of
+# tokens.
+EVEN_PLANS = 100
 # What ranks must have alike, beside the phase, in the order in which differences are told.
 VALUES = (
     *("top_k", "alignment", "max_recv_rows"),
@@ -36,9 +40,8 @@ class NativeGroup:
         num_experts: of the whole group.
         native: the `_C.NativeGroup`.
         module: `_C`.
-        streams: keeps tensors for the group's kernels.
-        is_uneven: ranks have brought different numbers of tokens to a plan on which their hosts
-            agreed; the same on all ranks.
+        plans_to_meet: static plans in which hosts are still to agree, because ranks have brought
+            different numbers of tokens to one; the same on all ranks.
     """
 
     def __init__(self, group: EpGroup, num_experts: int, timeout_s: float) -> None:
@@ -49,9 +52,8 @@ class NativeGroup:
         """
         self.group = group
         self.num_experts = num_experts
-        self.is_uneven = False
+        self.plans_to_meet = 0
         self._refusal: str | None = None  # this rank's own
-        self.streams = extension.StreamKeeper(group.device)
         self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
         self.native: Any = on_all_ranks(
@@ -124,10 +126,33 @@ class NativeGroup:
             "other ranks' output. What this group has returned since is NaN"
         )
 
-    def bad_routings(self) -> str | None:
-        """Say whose routing was bad in earlier static plans, as far as the device has come."""
-        mask = self.native.bad_ranks(forget=False)
-        return self._bad_routings_of([mask]) if mask else None
+    def note_batches(self, told: list[int]) -> None:
+        """Have hosts meet in the plans after a static one to which ranks brought different batches.
+
+        One of these may be the first that is too large for the windows, on some ranks only.  A
+        batch that all ranks have alike by chance says nothing of the next one; many in a row do.
+
+        Args:
+            told: tokens of each rank, in a static plan on which all hosts agreed.
+        """
+        is_even = len(set(told)) == 1
+        self.plans_to_meet = max(0, self.plans_to_meet - 1) if is_even else EVEN_PLANS
+
+    def bad_routings(self, *, forget: bool) -> str | None:
+        """Say whose routing was bad in earlier calls in which no host looked at it.
+
+        As far as the device has come: what was queued on all ranks before they waited for their
+        devices, all ranks know.
+
+        Args:
+            forget: it will be raised, once.  Where there are other ranks nothing may be under way.
+        """
+        masks = {
+            "plan (static mode)": self.native.bad_ranks(forget=forget),
+            "low-latency dispatch": self.native.bad_low_latency(forget=forget),
+        }
+        said = [self._bad_routings_of(call, [mask]) for call, mask in masks.items() if mask]
+        return "; ".join(said) or None
 
     def raise_bad_routings(self, error: InputError, timeout_s: float) -> None:
         """Raise `error` with what static plans had wrong so far, once.  Collective, as `error` is.
@@ -144,29 +169,39 @@ class NativeGroup:
             return
         if not is_captured:
             self.native.bad_ranks(forget=True)
-        raise InputError(f"{error}: {self._bad_routings_of(theirs)}") from None
+        text = self._bad_routings_of("plan (static mode)", theirs)
+        raise InputError(f"{error}: {text}") from None
 
-    def _bad_routings_of(self, masks: list[int]) -> str:
-        """The text for bad routings; `masks` have a bit for each rank."""
+    def _bad_routings_of(self, call: str, masks: list[int]) -> str:
+        """The text for bad routings in a `call`; `masks` have a bit for each rank."""
         bad = [str(r) for r in range(self.group.size) if any(mask >> r & 1 for mask in masks)]
         return (
-            f"in an earlier plan (static mode), topk_idx of rank {', '.join(bad)} named "
-            f"what is not one of the {self.num_experts} experts, or an expert twice for a token, "
-            "or a routing map named more than top_k: those assignments were not routed; without "
-            "max_recv_rows the error comes in time and says which"
+            f"in an earlier {call}, topk_idx of rank {', '.join(bad)} named what is not one of the "
+            f"{self.num_experts} experts, or an expert twice for a token, or a routing map named "
+            "more than top_k: those assignments were not routed; a plan without max_recv_rows "
+            "raises the error in time and says which"
         )
 
     def check(self) -> None:
-        """Wait for what is queued in this group; raise as `raise_failure`.  Not collective.
+        """Wait for what is queued in this group; raise what is wrong with it.  Not collective.
 
         A CUDA graph that holds calls of the group is waited for if it was replayed on the current
-        stream.  While that stream is being captured nothing can be waited for.
+        stream.  While that stream is being captured nothing can be waited for, and only failures
+        that are known are raised.
+
+        Raises:
+            InputError: a routing was bad, in calls since the last check.  Ranks that check after
+                the same calls all raise it, and the group can go on.
+            RefusedError, PeerError: as `raise_failure`.
         """
-        if not torch.cuda.is_current_stream_capturing():
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        if not is_capturing:
             self.native.wait_until_idle()
             if self.native.was_captured:
                 torch.cuda.current_stream(self.group.device).synchronize()
         self.raise_failure()
+        if not is_capturing and (problem := self.bad_routings(forget=True)):
+            raise InputError(problem)
 
     def device_waited_ns(self) -> torch.Tensor:
         """For how long kernels here have waited for other ranks to enter the same call: int64 [1].

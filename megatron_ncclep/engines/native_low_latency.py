@@ -16,6 +16,7 @@ from megatron_ncclep.engines import native_windows
 from megatron_ncclep.engines.low_latency_rows import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.engines.native_group import NativeGroup, aligned
 from megatron_ncclep.engines.native_obstacle import most_sms
+from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 
@@ -38,6 +39,7 @@ class NativeLowLatency:
     def __init__(
         self,
         shared: NativeGroup,
+        streams: extension.StreamKeeper,
         num_experts: int,
         config: EpConfig,
         sizes: LowLatencySizes,
@@ -48,8 +50,8 @@ class NativeLowLatency:
         Raises:
             LibraryError: on every rank, when one has no memory for its window or NCCL makes none.
         """
-        self._group, self._num_experts, self._sizes = shared.group, num_experts, sizes
-        self._shared, self._config = shared, config
+        self._group, self._sizes = shared.group, sizes
+        self._shared, self._streams, self._config = shared, streams, config
         self._num_tokens = 0  # of the last dispatch
         group, native, timeout_s = self._group, shared.native, config.timeout_s
         shared.raise_failure()
@@ -78,8 +80,14 @@ class NativeLowLatency:
         except Exception:
             group.release("communicator", timeout_s)
             raise
-        room = most_sms(_num_sms(group.device), group.ranks_per_gpu(timeout_s))
-        self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, room)
+        # Every CTA of a combine waits for all ranks, and a rank's word comes after all of its CTAs
+        # have sent: all must get an SM.  With NCCL's SMs left alone an ordinary launch sees to
+        # that.  The group's own kernels run one after the other, and others end by themselves,
+        # except for those of another NativeGroup.  If these hold SMs and wait in a ring with this
+        # combine, a cooperative launch, which waits until all SMs are free, would be in that ring
+        # too.
+        most = most_sms(_num_sms(group.device), group.ranks_per_gpu(timeout_s))
+        self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, most)
         self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         places = (group.size, sizes.max_tokens)
         scales = None
@@ -100,7 +108,8 @@ class NativeLowLatency:
         """See `LowLatencyCalls.begin`."""
         self._shared.raise_failure()
         self._shared.native.timeout_s = self._config.timeout_s
-        problem = problem or self._bad_routings()
+        # Told once where the group can be used afterwards: several ranks are at their end.
+        problem = problem or self._shared.bad_routings(forget=self._group.size == 1)
         if problem is not None:
             self._shared.refuse(f"low-latency {phase}", problem)
         if sends:
@@ -110,24 +119,11 @@ class NativeLowLatency:
         """None: the device looks."""
         return None
 
-    def _bad_routings(self) -> str | None:
-        """Say whose routing was bad in earlier dispatches, as far as the device has come."""
-        # Told once where the group can be used afterwards: several ranks are at their end.
-        mask = self._shared.native.bad_low_latency(forget=self._group.size == 1)
-        if not mask:
-            return None
-        bad = ", ".join(str(rank) for rank in range(self._group.size) if mask >> rank & 1)
-        return (
-            f"in an earlier low-latency dispatch, topk_idx of rank {bad} named what is not one of "
-            f"the {self._num_experts} experts, or an expert twice for a token: those assignments "
-            "were not routed"
-        )
-
     def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
         """See `LowLatencyCalls.dispatch`."""
         self._num_tokens = tokens.x.shape[0]
         x, scales = tokens.x, tokens.scales
-        stream = self._shared.streams.keep(x, tokens.topk_idx, tokens.weights, scales)
+        stream = self._streams.keep(x, tokens.topk_idx, tokens.weights, scales)
         given = aligned(x.view(_carried(x.dtype)))
         scales = None if scales is None else aligned(scales)
         assignments, w = tokens.topk_idx.contiguous(), tokens.weights.contiguous()
@@ -140,7 +136,7 @@ class NativeLowLatency:
 
     def complete_dispatch(self) -> LowLatencyRows:
         """See `LowLatencyCalls.complete_dispatch`."""
-        self._native.complete_dispatch(self._counts, self._shared.streams.keep(*self._arguments))
+        self._native.complete_dispatch(self._counts, self._streams.keep(*self._arguments))
         self._arguments = ()
         return self._received
 
@@ -148,7 +144,7 @@ class NativeLowLatency:
         self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
     ) -> torch.Tensor:
         """See `LowLatencyCalls.combine`."""
-        stream = self._shared.streams.keep(y, rows_of)
+        stream = self._streams.keep(y, rows_of)
         y = aligned(y).view(-1, self._sizes.hidden)
         rows_of = None if rows_of is None else rows_of.contiguous()
         out = y.new_empty(self._num_tokens, self._sizes.hidden)
@@ -160,7 +156,7 @@ class NativeLowLatency:
     def complete_combine(self) -> torch.Tensor:
         """See `LowLatencyCalls.complete_combine`."""
         y, rows_of, out = self._arguments
-        stream = self._shared.streams.keep(*self._arguments)
+        stream = self._streams.keep(*self._arguments)
         num_ctas = self._num_ctas(self._num_tokens, y.element_size())
         self._native.combine(y, rows_of, out, False, True, num_ctas, stream)
         self._arguments = ()
@@ -183,7 +179,7 @@ class NativeLowLatency:
         return max(self._num_tokens, -(-self._sizes.max_tokens // LEAST_SHARE))
 
     def _num_ctas(self, num_tokens: int, itemsize: int) -> int:
-        """CTAs for so many tokens; all of them run at once, as combine needs."""
+        """CTAs for so many tokens; all of them fit on the GPU at once, as combine needs."""
         pieces = num_tokens * -(-self._sizes.hidden * itemsize // PIECE_BYTES)
         return min(self._most_ctas, max(LEAST_CTAS, -(-pieces // PIECES_PER_CTA)))
 

@@ -11,6 +11,11 @@ import torch
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.native_group import NativeGroup
 
+# An exact plan has room for this many times the assignments that are expected to arrive.
+ROOM = 1.25
+# What a plan takes back of the room that it did not need, for the plans after it.
+TAKEN_BACK = 1 / 8
+
 
 @dataclass(eq=False)
 class NativePlan(RoutePlan):
@@ -67,6 +72,23 @@ class Room(NamedTuple):
     max_pairs: int
     max_assignments: int
     limit: int | None
+
+
+def next_crowding(crowding: float, num_assignments: int, balanced: int) -> float:
+    """For which multiple of a balanced load the next plan of a layer has room.
+
+    `ROOM` times what came last, and at least of what is balanced: at once where that is more than
+    before.  Where it is less, room is given up step by step, because batches alternate.  Example:
+    after a plan with five times a balanced load, 6.25; then, with balanced plans, 5.625, 5.078 and
+    so on down to 1.25.
+
+    Args:
+        crowding: what the last plan had room for.
+        num_assignments: that it received.
+        balanced: assignments that each rank receives in a balanced plan.
+    """
+    needed = ROOM * max(1.0, num_assignments / max(balanced, 1))
+    return max(needed, crowding - TAKEN_BACK * (crowding - needed))
 
 
 def plan_memory(

@@ -31,7 +31,8 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Called by torch before a step.
 
     Raises:
-        PeerError: what the gradients were made of is NaN.
+        PeerError, RefusedError: what the gradients were made of is NaN.
+        InputError: a routing was wrong, and what they were made of lacks some assignments.
         RowsDroppedError: what they were made of lacks rows, and `on_overflow` is "raise".
     """
     import torch

@@ -53,28 +53,31 @@ def current_stream() -> int:
 
 
 class StreamKeeper:
-    """Keeps tensors for kernels on torch's current stream of one GPU.
+    """Keeps tensors for kernels on torch's current stream of one GPU; on a CPU it does nothing.
 
     torch makes an object for the current stream at each question, from the device's name on, in
     longer than a kernel takes to be launched; here each stream gets one, once.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._index = device.index
+        self._is_gpu, self._index = device.type == "cuda", device.index
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def keep(self, *tensors: torch.Tensor | None) -> int:
         """Return what `current_stream` does, on which a kernel is about to use `tensors`.
 
         Their memory, if it belongs to another stream, is not given to anybody else before the
-        kernel is done with it, even when the caller drops them at once.
+        kernel is done with it, even when the caller drops them at once.  Tensors of the host are
+        passed over.
         """
+        if not self._is_gpu:
+            return 0
         handle: int = torch._C._cuda_getCurrentRawStream(self._index)
         stream = self._streams.get(handle)
         if stream is None:
             stream = self._streams[handle] = torch.cuda.current_stream(self._index)
         for tensor in tensors:
-            if tensor is not None:
+            if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)
         return handle
 

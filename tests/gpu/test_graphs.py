@@ -14,6 +14,8 @@ from run_case import caps_of, fitted, rounds_source_part
 
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.integration import step_check
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 from megatron_ncclep.testing.contents import rows_of, weights_of
@@ -185,3 +187,52 @@ def test_graphs_replayed_with_a_changed_routing(
     assert not differences, "\n".join(differences)
     dropped = sum(count for _, count in results)
     assert (dropped > 0) == ("overflow" in case.name)
+
+
+def bad_routing_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[tuple[str, bool]]:
+    """An optimizer's steps after replays, of which the second has a bad routing on rank 0.
+
+    Returns:
+        what each step raised, and whether it changed the weight.
+    """
+    case = case.on(ctx.device)
+    weight = torch.nn.Parameter(torch.zeros(1, device=ctx.device))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.register_step_pre_hook(step_check._check_step)
+    steps = []
+    config = config_of(case, engine_name)
+    with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
+        layer = Layer(ctx, case, engine)
+        layer.step()  # windows that grow cannot be captured
+        torch.cuda.synchronize()
+        replay, kept = captured(layer)
+        for number in range(3):
+            layer.fill(number)
+            if number == 1 and ctx.rank == 0:
+                layer.topk_idx[7, 1] = case.num_experts
+            before = weight.item()
+            replay()
+            raised = ""
+            try:
+                optimizer.step()
+            except InputError as error:
+                raised = str(error)
+            steps.append((raised, weight.item() != before))
+        del kept
+        layer.step()  # the group can go on
+    return steps
+
+
+def test_a_bad_routing_in_a_replay_reaches_no_weight(pool: RankPool, engine_name: str) -> None:
+    """Only calls asked whether a routing was bad, and a replay makes none: training went on without
+    those assignments, and nobody heard of it.
+    """
+    case = fitted(CASE, pool, engine_name)
+    first, bad, last = zip(
+        *pool.run(bad_routing_on_rank, case, engine_name, ranks=case.num_ranks), strict=True
+    )
+    assert set(first) == set(last) == {("", True)}
+    ((text, has_stepped),) = set(bad)  # the same on all ranks
+    assert "in an earlier plan (static mode), topk_idx of rank 0 named what is not one" in text
+    assert not has_stepped

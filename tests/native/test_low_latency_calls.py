@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from fakes import ThreadGroup, on_threads
-from test_native_calls import STREAM, RecordingNative
+from test_native_calls import STREAM, RecordingKeeper, RecordingNative
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import native_low_latency, native_windows
+from megatron_ncclep.engines import native_low_latency, native_obstacle, native_windows
 from megatron_ncclep.engines.low_latency import LowLatency
 from megatron_ncclep.engines.low_latency_rows import LowLatencySizes
 from megatron_ncclep.engines.native import CAPS
@@ -23,15 +23,8 @@ from megatron_ncclep.libraries import extension
 MAX_TOKENS, HIDDEN, TOP_K = 128, 4096, 2  # a row is 8 pieces: half a CTA's number of tokens
 
 
-class Telling(RecordingNative):
-    """Says whose routing the device found bad, until it is told to forget."""
-
+class WithWindows(RecordingNative):
     windows: tuple[Any, ...] = ("there",)
-    bad = 0
-
-    def bad_low_latency(self, forget: bool) -> int:
-        mask, self.bad = self.bad, 0 if forget else self.bad
-        return mask
 
 
 class RecordingLowLatency:
@@ -51,9 +44,9 @@ class RecordingLowLatency:
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(NativeGroup=Telling, NativeLowLatency=RecordingLowLatency)
+    module = SimpleNamespace(NativeGroup=WithWindows, NativeLowLatency=RecordingLowLatency)
     monkeypatch.setattr(extension, "load", lambda: module)
-    monkeypatch.setattr(extension.StreamKeeper, "keep", lambda *_: STREAM)
+    monkeypatch.setattr(extension, "StreamKeeper", RecordingKeeper)
     monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -68,11 +61,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def make(group: ThreadGroup) -> tuple[LowLatency, NativeLowLatency]:
+def make(group: ThreadGroup, **options: Any) -> tuple[LowLatency, NativeLowLatency]:
     group.device = torch.device("cpu")
     shared = NativeGroup(group, 4, 20.0)
     sizes = LowLatencySizes(MAX_TOKENS, HIDDEN, TOP_K, torch.bfloat16, torch.bfloat16)
-    calls = NativeLowLatency(shared, 4, EpConfig(engine="native"), sizes, 1)
+    streams, config = extension.StreamKeeper(group.device), EpConfig(engine="native", **options)
+    calls = NativeLowLatency(shared, streams, 4, config, sizes, 1)
     return LowLatency(group, CAPS, sizes, calls), calls
 
 
@@ -103,13 +97,36 @@ def test_a_rank_with_few_tokens_adds_up_what_many_bring() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("sms", "num_sms", "most"),
+    [(78, None, 46), (114, None, 82), (132, None, 100), (148, None, 116), (160, None, 120),
+     (132, 24, 24)],
+)  # fmt: skip
+def test_sms_are_left_to_nccl(
+    monkeypatch: pytest.MonkeyPatch, sms: int, num_sms: int | None, most: int
+) -> None:
+    """Combine took every SM of GPUs with up to 120.  While it waited for another rank, whose NCCL
+    kernel had started first, NCCL found none here: each waited for the other.  `num_sms` is limited
+    when the engine is made, by the same function.
+    """
+    monkeypatch.setattr(native_low_latency, "_num_sms", lambda device: sms)
+    assert native_obstacle.most_sms(sms) == sms - native_obstacle.SMS_FOR_NCCL
+
+    def run(group: ThreadGroup) -> list[tuple[str, int]]:
+        ll, calls = make(group, num_sms=num_sms)
+        pair(ll, MAX_TOKENS)
+        return calls._native.num_ctas
+
+    assert on_threads(1, run) == [[("dispatch", most), ("combine", most)]]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_bad_routing_ends_a_group_of_several_ranks_only(num_ranks: int) -> None:
     """It was told in all later calls of a group of one rank, too."""
 
     def run(group: ThreadGroup) -> list[str]:
         ll, calls = make(group)
-        calls._shared.native.bad = 1
+        calls._shared.native.bad["low latency"] = 1
         said = []
         for _ in range(2):
             try:

@@ -16,15 +16,18 @@ import torch
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import native_windows
+from megatron_ncclep.engines import base, native_group, native_windows
 from megatron_ncclep.engines.native import NativeEngine
-from megatron_ncclep.errors import PeerError, RefusedError, RowsDroppedError
+from megatron_ncclep.engines.native_plan import next_crowding
+from megatron_ncclep.errors import InputError, PeerError, RefusedError, RowsDroppedError
 from megatron_ncclep.libraries import extension
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
 STREAM = 7
 # More than the engine has room for when nobody has told it what comes.
 MANY = 10**4
+# What a stand-in for torch's allocator takes for more than there is.
+NO_MEMORY = 2**40
 
 
 class RecordingNative:
@@ -32,6 +35,8 @@ class RecordingNative:
 
     Attributes:
         calls: name and arguments of each call that queues work or makes windows.
+        num_allocations: of routes, for which there is memory.
+        bad: whose routing the device found bad, one bit each, until it is told to forget.
         sizes: what the device says of the next plan.
     """
 
@@ -39,6 +44,8 @@ class RecordingNative:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.held = (0, 0, 0)
         self.failed: Any = None
+        self.num_allocations = MANY
+        self.bad = {"static": 0, "low latency": 0}
         self.was_captured = False
         self.timeout_s = 0.0
         self.sizes = SimpleNamespace(num_rows=5, num_pairs=2, num_assignments=3, bad_ranks=0)
@@ -58,13 +65,23 @@ class RecordingNative:
         return self.held[0]
 
     def routes_size(self, max_pairs: int, max_assignments: int, most_tokens: int) -> int:
-        return max_pairs + max_assignments
+        self.num_allocations -= 1
+        size = max_pairs + max_assignments
+        return size if self.num_allocations >= 0 else NO_MEMORY
 
     def sums_size(self, *_: Any) -> int:
         return 0
 
     def bad_ranks(self, forget: bool) -> int:
-        return 0
+        return self.tell("static", forget)
+
+    def bad_low_latency(self, forget: bool) -> int:
+        return self.tell("low latency", forget)
+
+    def tell(self, what: str, forget: bool) -> int:
+        mask = self.bad[what]
+        self.bad[what] = 0 if forget else mask
+        return mask
 
     def failure(self) -> Any:
         return self.failed
@@ -83,13 +100,47 @@ class RecordingNative:
         return record
 
 
+class RecordingKeeper:
+    """A `StreamKeeper` that writes down what it is to keep.
+
+    Attributes:
+        current: handle of the current stream.
+        kept: tensors, for whatever stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.current = STREAM
+        self.kept: list[torch.Tensor | None] = []
+
+    def keep(self, *tensors: torch.Tensor | None) -> int:
+        self.kept += tensors
+        return self.current
+
+    def lacks(self, *tensors: torch.Tensor) -> bool:
+        return not all(any(kept is tensor for kept in self.kept) for tensor in tensors)
+
+
+def allocator(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.empty` or `Tensor.new_empty` on a GPU that has no room for NO_MEMORY."""
+
+    def allocated(*arguments: Any, **options: Any) -> torch.Tensor:
+        if any(isinstance(size, int) and size == NO_MEMORY for size in arguments):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 TiB")
+        return allocate(*arguments, **options)
+
+    return allocated
+
+
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", allocator(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", allocator(torch.Tensor.new_empty))
     module = SimpleNamespace(
         NativeGroup=RecordingNative, NativePlan=lambda *arguments: SimpleNamespace(made=arguments)
     )
     monkeypatch.setattr(extension, "load", lambda: module)
-    monkeypatch.setattr(extension.StreamKeeper, "keep", lambda *_: STREAM)
+    monkeypatch.setattr(extension, "StreamKeeper", RecordingKeeper)
+    monkeypatch.setattr(base, "StreamKeeper", RecordingKeeper)
     monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -102,7 +153,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def on_ranks(function: Callable[[NativeEngine, RecordingNative, int], Any], **options: Any) -> None:
+def on_ranks(
+    function: Callable[[NativeEngine, RecordingNative, int], Any],
+    num_ranks: int = NUM_RANKS,
+    **options: Any,
+) -> None:
     """Call `function` with the engine, the stand-in and the number of each rank, on the CPU."""
 
     def run(group: ThreadGroup) -> None:
@@ -110,7 +165,7 @@ def on_ranks(function: Callable[[NativeEngine, RecordingNative, int], Any], **op
         engine = NativeEngine(group, NUM_EXPERTS, EpConfig(engine="native", **options))
         function(engine, engine._shared.native, group.rank)
 
-    for result in on_threads(NUM_RANKS, run):
+    for result in on_threads(num_ranks, run):
         if result is not None:
             raise result
 
@@ -211,6 +266,69 @@ def test_routes_that_do_not_fit_are_received_again(
     on_ranks(plan)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_without_memory_for_routes_tells_the_others(num_ranks: int) -> None:
+    """They had gone on, and waited for it in their next plan until the deadline."""
+
+    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        if rank != num_ranks - 1:
+            engine.plan(assignments(10))
+            return
+        native.sizes.num_assignments, native.num_allocations = MANY, 1
+        with pytest.raises(InputError, match="no GPU memory for a plan's routes: CUDA out") as told:
+            engine.plan(assignments(10))
+        assert native.named("plan_receive") == []
+        assert native.named("refuse") == [("plan", STREAM)] * (num_ranks - 1)
+        if num_ranks == 1:
+            native.num_allocations = MANY
+            engine.plan(assignments(10))
+            return
+        assert told.type is RefusedError
+        with pytest.raises(RefusedError, match="no GPU memory for a plan's routes"):
+            engine.plan(assignments(10))
+
+    on_ranks(plan, num_ranks)
+
+
+def test_a_plan_needs_no_more_memory_once_ranks_have_agreed() -> None:
+    """A batch that is smaller than earlier ones gets smaller memory, and that failed on one rank
+    alone.
+    """
+
+    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        engine.plan(assignments(300))
+        first, small = engine.plan(assignments(10)), native.named("plan")[-1]
+        native.num_allocations = 1 if rank == 1 else MANY
+        second, large = engine.plan(assignments(10)), native.named("plan")[-1]
+        assert small[6:8] == large[6:8]  # room for as many pairs and assignments
+        assert len(first.routes) == sum(small[6:8])
+        assert (len(second.routes) > len(first.routes)) == (rank == 1)
+
+    on_ranks(plan)
+
+
+def test_room_for_a_skewed_batch_is_given_up() -> None:
+    """One such batch, and all later plans of the layer had room for it."""
+    crowding = [6.25]
+    for _ in range(2):
+        crowding.append(next_crowding(crowding[-1], 100, 100))
+    assert crowding == [6.25, 5.625, 5.078125]  # the docstring's
+
+    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        for num_assignments in (400, *[200] * 60):
+            native.sizes = SimpleNamespace(
+                num_rows=5, num_pairs=2, num_assignments=num_assignments, bad_ranks=0
+            )
+            engine.plan(assignments(100))
+        rooms = [arguments[7] for arguments in native.named("plan")]
+        assert rooms[:2] == [250, 400]  # a quarter more than balanced; all that can come
+        assert rooms[1:] == sorted(rooms[1:], reverse=True)
+        assert rooms[-1] == 250
+        assert len(native.named("plan_receive")) == 1
+
+    on_ranks(plan)
+
+
 def test_a_wait_that_failed_on_the_device_is_raised_by_the_next_call() -> None:
     """The kernels end, with NaN: nothing but the next call can say that a rank did not come."""
 
@@ -230,6 +348,54 @@ def test_a_wait_that_failed_on_the_device_is_raised_by_the_next_call() -> None:
         assert native.calls == []  # and nothing is queued after it
 
     on_ranks(use)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "agree", "errors"),
+    [(1, False, [InputError, None]), (2, True, [InputError, None]), (2, False, [RefusedError] * 2)],
+    ids=["one rank", "hosts agree", "several ranks"],
+)
+def test_a_later_plan_tells_of_a_bad_routing(
+    num_ranks: int, agree: bool, errors: list[type[Exception] | None]
+) -> None:
+    """Once where the group can go on; a group of one rank was told in all later plans."""
+
+    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        engine.plan(assignments(4))
+        native.bad["static"] = 1
+        for error in errors:
+            if error is None:
+                engine.plan(assignments(4))
+                continue
+            with pytest.raises(InputError, match=r"plan.* topk_idx of rank 0 named what") as caught:
+                engine.plan(assignments(4))
+            assert caught.type is error
+
+    on_ranks(use, num_ranks, max_recv_rows=64, check_calls=agree)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_recv_rows": 64}], ids=["exact", "static"])
+def test_memory_is_kept_for_the_stream_that_uses_it(options: dict[str, int]) -> None:
+    """A plan made on one stream, used on another and dropped: its routes were overwritten."""
+
+    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        keeper: Any = engine.streams
+        topk_idx = assignments(4)
+        plan = engine.plan(topk_idx)
+        assert not keeper.lacks(topk_idx)
+        rows_w = torch.zeros(plan.num_rows)
+        for call, rows, w in (
+            (engine.dispatch, torch.zeros(4, HIDDEN), torch.zeros(4, TOP_K)),
+            (engine.combine, torch.zeros(plan.num_rows, HIDDEN), rows_w),
+        ):
+            routes = (plan.counts, plan.token_routes, plan.routes)
+            for stream, lacks_routes in ((STREAM, True), (STREAM + 1, False)):
+                keeper.current, keeper.kept = stream, []
+                call(plan, rows, w)
+                assert not keeper.lacks(rows, w)
+                assert keeper.lacks(*routes) == lacks_routes  # they belong to the plan's stream
+
+    on_ranks(use, **options)
 
 
 def misaligned(num_rows: int) -> torch.Tensor:
@@ -280,6 +446,30 @@ def test_hosts_meet_only_where_they_must() -> None:
     for options in ({}, {"max_recv_rows": 64}):
         for check_calls in (False, True):
             on_ranks(use, check_calls=check_calls, **options)
+
+
+def test_hosts_meet_in_some_plans_after_uneven_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One uneven batch, of an exact plan too, and they met in all later static plans."""
+    monkeypatch.setattr(native_group, "EVEN_PLANS", 3)
+
+    def use(static: NativeEngine, native: RecordingNative, rank: int) -> None:
+        group: Any = static.group
+        exact = NativeEngine(group, NUM_EXPERTS, EpConfig(engine="native"))
+
+        def meet(engine: NativeEngine, num_tokens: int) -> bool:
+            group.exchanged.clear()
+            engine.plan(assignments(num_tokens))
+            return bool(group.exchanged)
+
+        assert meet(static, 300)  # windows grow, for 384 tokens
+        assert meet(exact, 300 - rank)
+        assert not meet(static, 300)
+        assert meet(static, 500 - rank)  # windows grow
+        assert [meet(static, n) for n in (300, 300)] == [True] * 2
+        assert meet(static, 900 * rank)  # on rank 1 only, which others would know nothing of
+        assert [meet(static, 300) for _ in range(5)] == [True] * 3 + [False] * 2
+
+    on_ranks(use, max_recv_rows=64)
 
 
 def test_a_refusal_waits_for_nobody() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,18 @@ class FailingNative:
         self.what_failed = LATE
         self.waited_for: list[str] = []
         self.is_over = False
+        self.bad = {"static": 0, "low latency": 0}  # what the kernels under way will tell
+
+    def bad_ranks(self, forget: bool) -> int:
+        return self.tell("static", forget)
+
+    def bad_low_latency(self, forget: bool) -> int:
+        return self.tell("low latency", forget)
+
+    def tell(self, what: str, forget: bool) -> int:
+        mask = self.bad[what] if self.is_over else 0
+        self.bad[what] = 0 if forget else self.bad[what]
+        return mask
 
     def failure(self) -> Any:
         return self.what_failed if self.is_over else None
@@ -111,6 +124,46 @@ def test_a_check_in_a_capture_waits_for_nothing(
     with pytest.raises(PeerError):
         group.check()
     assert native.waited_for == []
+
+
+@pytest.mark.parametrize("was_captured", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [("static", "plan (static mode)"), ("low latency", "low-latency dispatch")],
+)
+def test_a_check_tells_of_a_bad_routing_once(
+    native: FailingNative,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    call: str,
+    was_captured: bool,
+) -> None:
+    """Only calls asked for it: with replayed graphs, which make none, nobody ever heard of it."""
+    group = group_of(native)
+    group.num_experts = 8
+    native.what_failed, native.was_captured = None, was_captured
+    for mask, ranks in ((2, "rank 1"), (0, ""), (5, "rank 0, 2")):
+        native.is_over, native.waited_for = False, []
+        native.bad[kind] = mask
+        with monkeypatch.context() as patch:  # the ranks may not know the same yet
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            group.check()
+        assert native.waited_for == []
+        if mask == 0:
+            group.check()
+            continue
+        with pytest.raises(InputError, match=f"^in an earlier {re.escape(call)}, .* of {ranks} na"):
+            group.check()
+        assert ("the current stream" in native.waited_for) == was_captured
+        group.raise_failure()  # the group can go on
+        group.check()
+
+
+def test_a_failure_is_told_before_a_bad_routing(native: FailingNative) -> None:
+    native.bad["static"] = 2
+    for _ in range(2):
+        with pytest.raises(PeerError):
+            group_of(native).check()
 
 
 def test_a_refusal_is_the_error_of_all_later_calls(

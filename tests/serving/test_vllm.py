@@ -19,7 +19,8 @@ import pytest
 import stand_in
 import torch
 
-from megatron_ncclep.errors import EpError
+from megatron_ncclep.errors import EpError, PeerError
+from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 NUM_LOCAL, TOP_K, HIDDEN, MAX_TOKENS = 3, 2, 512, 6
@@ -157,6 +158,77 @@ def test_a_layers_output(ranks: RankPool, kind: str, reduces: bool, is_async: bo
             output, right, num_tokens = result[number]
             assert torch.equal(output.float(), right), f"rank {rank}, batch {number}"
             assert num_tokens == counts[rank * NUM_LOCAL : (rank + 1) * NUM_LOCAL]
+
+
+class Device:
+    """Belongs to the group as what native engines share does, and knows of kernels that failed."""
+
+    has_failed = False
+
+    def check(self) -> None:
+        if self.has_failed:
+            raise PeerError("rank 0 of 1: rank 1 did not come in low-latency combine")
+
+    def close(self) -> None:
+        pass
+
+
+def failed_on_rank(ctx: RankContext) -> list[str]:
+    """What a layer's calls and the runner's check raise, before and after a kernel has failed."""
+    registered = stand_in.install(ctx.group)
+    import megatron_ncclep.vllm as pairs
+
+    pairs.register()
+    group = EpGroup.of(ctx.group)
+    device = group.share("device", Device)
+    pair = make(ctx, registered, moe(1, torch.float32))
+    pair.post_init_setup(Experts(NO_QUANT, True, False))
+    calls = pair._object._calls
+    begin, dispatch, sent = calls.begin, calls.dispatch, []
+
+    def begin_as_native_does(*arguments: Any) -> None:
+        device.check()
+        begin(*arguments)
+
+    def dispatch_seen(*arguments: Any, **named: Any) -> Any:
+        sent.append("dispatch")
+        return dispatch(*arguments, **named)
+
+    calls.begin, calls.dispatch = begin_as_native_does, dispatch_seen
+    x, assignments, weights = batch(1, 0, 1, torch.float32)
+    said = []
+
+    def attempt(function: Any, *arguments: Any) -> Any:
+        try:
+            result = function(*arguments)
+            said.append("")
+            return result
+        except PeerError as error:
+            said.append(str(error))
+            return None
+
+    to_prepare = (x, weights, assignments, NUM_LOCAL, None, False, NO_QUANT, False)
+    rows, _, _, topk_ids, topk_weights = attempt(pair.prepare, *to_prepare)
+    attempt(pairs.check)
+    device.has_failed = True  # in the middle of a step
+    how = stand_in.TopKWeightAndReduceNoOP()
+    attempt(pair.finalize, torch.empty_like(x), rows, topk_weights, topk_ids, False, how)
+    attempt(pair.prepare, *to_prepare)
+    attempt(pairs.check)  # where the step is a CUDA graph, nothing else is called
+    device.has_failed = False
+    assert sent == ["dispatch"]
+    group.close()
+    return said
+
+
+def test_a_failure_is_raised_before_tokens_are_sampled(ranks: RankPool) -> None:
+    """Nothing of the pair said that a step was NaN when layers were in CUDA graphs, and tokens of
+    such steps were served.
+    """
+    (said,) = ranks.run(failed_on_rank, ranks=1)
+    assert said[:2] == ["", ""]
+    assert all("rank 1 did not come in low-latency combine" in text for text in said[2:])
+    assert len(said) == 5
 
 
 def refused_on_rank(ctx: RankContext) -> list[str]:
