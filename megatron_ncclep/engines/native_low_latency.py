@@ -7,6 +7,7 @@ into which the other ranks write: nothing is copied, and its addresses never cha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron_ncclep.engines import native_windows
 from megatron_ncclep.engines.low_latency_rows import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.engines.native_group import NativeGroup, aligned
 from megatron_ncclep.engines.native_obstacle import most_sms
+from megatron_ncclep.engines.native_plan import no_room
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
@@ -124,14 +126,16 @@ class NativeLowLatency:
         self._num_tokens = tokens.x.shape[0]
         x, scales = tokens.x, tokens.scales
         stream = self._streams.keep(x, tokens.topk_idx, tokens.weights, scales)
-        given = aligned(x.view(_carried(x.dtype)))
-        scales = None if scales is None else aligned(scales)
-        assignments, w = tokens.topk_idx.contiguous(), tokens.weights.contiguous()
+
+        def allocate() -> tuple[Any, ...]:
+            packed = None if scales is None else aligned(scales)
+            of_tokens = tokens.topk_idx.contiguous(), tokens.weights.contiguous()
+            return aligned(x.view(_carried(x.dtype))), packed, *of_tokens
+
+        arguments = self._allocated("dispatch", allocate)
         num_ctas = self._num_ctas(self._num_tokens, x.element_size())
-        self._native.dispatch(
-            given, scales, assignments, w, self._counts, completes, num_ctas, stream
-        )
-        self._arguments = () if completes else (given, scales, assignments, w)
+        self._native.dispatch(*arguments, self._counts, completes, num_ctas, stream)
+        self._arguments = () if completes else tuple(arguments)
         return self._received
 
     def complete_dispatch(self) -> LowLatencyRows:
@@ -145,13 +149,18 @@ class NativeLowLatency:
     ) -> torch.Tensor:
         """See `LowLatencyCalls.combine`."""
         stream = self._streams.keep(y, rows_of)
-        y = aligned(y).view(-1, self._sizes.hidden)
-        rows_of = None if rows_of is None else rows_of.contiguous()
-        out = y.new_empty(self._num_tokens, self._sizes.hidden)
+
+        def allocate() -> tuple[Any, ...]:
+            places = None if rows_of is None else rows_of.contiguous()
+            out = y.new_empty(self._num_tokens, self._sizes.hidden)
+            return aligned(y).view(-1, self._sizes.hidden), places, out
+
+        arguments = self._allocated("combine", allocate)
         num_ctas = self._num_ctas(self._tokens_of_combine(), y.element_size())
-        self._native.combine(y, rows_of, out, True, completes, num_ctas, stream)
-        self._arguments = () if completes else (y, rows_of, out)
-        return out
+        self._native.combine(*arguments, True, completes, num_ctas, stream)
+        self._arguments = () if completes else tuple(arguments)
+        result: torch.Tensor = arguments[-1]
+        return result
 
     def complete_combine(self) -> torch.Tensor:
         """See `LowLatencyCalls.complete_combine`."""
@@ -169,6 +178,13 @@ class NativeLowLatency:
             self._group.agree("close", {}, None, self._config.timeout_s)
             self._native.close()
             self._group.release("communicator", self._config.timeout_s)
+
+    def _allocated(self, phase: str, allocate: Callable[[], tuple[Any, ...]]) -> list[Any]:
+        """What `allocate` returns; without memory for it the call is refused, for all ranks."""
+        memory: list[Any] = []
+        if problem := no_room(f"a low-latency {phase}", memory, allocate):
+            self._shared.refuse(f"low-latency {phase}", problem)
+        return memory
 
     def _tokens_of_combine(self) -> int:
         """As many tokens as CTAs are for: what other ranks' tokens bring, only the device knows.

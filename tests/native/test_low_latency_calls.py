@@ -120,6 +120,27 @@ def test_sms_are_left_to_nccl(
     assert on_threads(1, run) == [[("dispatch", most), ("combine", most)]]
 
 
+def test_a_rank_without_memory_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have waited for it in their kernels until the deadline."""
+
+    def run(group: ThreadGroup) -> tuple[str, Any]:
+        ll, _ = make(group)
+        x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+        assignments = torch.zeros(1, TOP_K, dtype=torch.int64)
+        rows = ll.dispatch(x, assignments, torch.zeros(1, TOP_K))
+        with pytest.raises(InputError) as caught:
+            ll.combine(rows.rows.as_subclass(NoMemory))
+        return str(caught.value), ll._calls._shared.native.named("refuse")
+
+    class NoMemory(torch.Tensor):
+        def new_empty(self, *_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 TiB")
+
+    for rank, (text, told) in enumerate(on_threads(2, run)):
+        assert text.startswith(f"low-latency combine: rank {rank}: no GPU memory for a low-latency")
+        assert told == [("low-latency combine", STREAM)]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_bad_routing_ends_a_group_of_several_ranks_only(num_ranks: int) -> None:
     """It was told in all later calls of a group of one rank, too."""
