@@ -239,7 +239,7 @@ def _finish(job: Job, measured: list[Measured]) -> int:
     result: dict[str, Any] = {
         "format": results.FORMAT,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": machine(job.device),
+        "machine": machine(job.device, job.ranks),
         "versions": versions(job.device),
         # Where the results go says nothing about them.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from megatron_ncclep.libraries import nccl_ep, search
+from megatron_ncclep.ranks import place
 from megatron_ncclep.version import __version__
 
 PACKAGES = ("megatron-core", "transformer-engine", "nccl-extensions", "deep-ep")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def machine(device: str) -> dict[str, Any]:
-    """The devices of this machine, as plain data."""
+def machine(device: str, ranks: int) -> dict[str, Any]:
+    """The devices of this machine, as plain data, and how many of the `ranks` share one."""
     described: dict[str, Any] = {
         "device": device,
         "platform": platform.platform(),
@@ -31,6 +32,7 @@ def machine(device: str) -> dict[str, Any]:
         described |= {
             "gpu": properties.name,
             "gpus": torch.cuda.device_count(),
+            "ranks_per_gpu": place.most_ranks_per_gpu(ranks),
             "sms": properties.multi_processor_count,
             "driver": _driver(),
         }

@@ -18,6 +18,10 @@ from megatron_ncclep.benchmark.subjects import BOTH, LAUNCHED, PAIR, STEPS, WHOL
 from megatron_ncclep.ranks.nodes import Nodes
 
 WIDTH = 140
+SHARED = (
+    "RANKS SHARE A GPU, up to {} of them: this checks results. Ranks take turns, so that the times "
+    "say nothing of speed, and no ratios are shown."
+)
 # A subject of the result, as read.
 Subject = dict[str, Any]
 # Head of a column -> its cell for a subject.
@@ -54,10 +58,13 @@ def render(result: dict[str, Any]) -> str:
         f"{options['samples']} samples after {options['warmup']} warm-up rounds",
     ]
     rows = options.get("max_recv_rows")  # older results have none
+    shared = machine.get("ranks_per_gpu", 1) > 1
+    if shared:
+        head += wrap(SHARED.format(machine["ranks_per_gpu"]))
     blocks = [
         head,
-        *(_shape(shape, rows) for shape in result["shapes"]),
-        *map(_training, result["trainings"]),
+        *(_shape(shape, rows, not shared) for shape in result["shapes"]),
+        *(_training(training, not shared) for training in result["trainings"]),
         *map(_low_latency, same_sizes(result["low_latency"])),
     ]
     blocks.append([line for note in notes(result) for line in wrap(note)])
@@ -126,8 +133,8 @@ def _held(subject: Subject) -> str:
 # --- passes of a layer's routing -----------------------------------------------------------------
 
 
-def _shape(result: dict[str, Any], max_recv_rows: Any) -> list[str]:
-    shape, limit = result["shape"], result["limit_us"]
+def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> list[str]:
+    shape, limit = result["shape"], result["limit_us"] if with_ratios else None
     usual = {"skew": 0, "alignment": 1}
     extras = "".join(f", {name} {shape[name]}" for name in usual if shape[name] != usual[name])
     lines = [
@@ -142,7 +149,7 @@ def _shape(result: dict[str, Any], max_recv_rows: Any) -> list[str]:
     dispatchers = [s for s in measured if s["kind"] == "megatron"]
     layers = [s for s in measured if s["kind"] == "layer"]
     if engines:
-        lines += ["", *_passes("", engines, STEPS, limit)]
+        lines += ["", *_passes("", engines, STEPS, limit, with_ratios)]
     if dispatchers:
         lines += ["", *_passes("through Megatron's hooks", dispatchers, WHOLE, limit)]
     if layers:
@@ -186,12 +193,16 @@ def _ceiling(result: dict[str, Any]) -> str:
 
 
 def _passes(
-    head: str, subjects: Sequence[Subject], names: Sequence[str], limit_us: float | None
+    head: str,
+    subjects: Sequence[Subject],
+    names: Sequence[str],
+    limit_us: float | None,
+    with_ratios: bool = True,
 ) -> list[str]:
     """A block, under `head`, of subjects with the passes `names`; of STEPS with rates."""
-    rates = names is STEPS
+    rates = names is STEPS and with_ratios
     library = min((s["sum_us"] for s in subjects if s["kind"] == "library"), default=None)
-    columns: Columns = {"SMs": lambda s: str(s["sms"])} if rates else {}
+    columns: Columns = {"SMs": lambda s: str(s["sms"])} if names is STEPS else {}
     columns |= {name: _median(name) for name in names}
     columns["sum"] = lambda s: _time(s["sum_us"])
     if rates:
@@ -199,7 +210,7 @@ def _passes(
         columns["disp GB/s"] = lambda s: _rate(s["passes"]["dispatch"])
         columns["comb GB/s"] = lambda s: _rate(s["passes"]["combine"])
     columns |= {"GB held": _held, "check": lambda s: "ok"}
-    blanks = [""] * rates
+    blanks = [""] * (names is STEPS)
 
     def below(subject: Subject) -> list[str]:
         passes = subject["passes"]
@@ -236,7 +247,7 @@ def _rate(times: dict[str, float]) -> str:
 # --- training steps ------------------------------------------------------------------------------
 
 
-def _training(result: dict[str, Any]) -> list[str]:
+def _training(result: dict[str, Any], with_ratios: bool) -> list[str]:
     settings, name, subjects = result["settings"], result["shape"]["name"], result["subjects"]
     headline = f"{name}: model {result['shape']['model']}"
     if settings:
@@ -249,7 +260,7 @@ def _training(result: dict[str, Any]) -> list[str]:
     profiled = [subject for subject in measured if subject["kinds_us"]]
     lines = [headline]
     if measured:
-        lines += ["", *_steps(measured, is_busy_known(result), bool(profiled))]
+        lines += ["", *_steps(measured, is_busy_known(result), bool(profiled), with_ratios)]
     if profiled:
         lines += ["", *_kinds(profiled, is_busy_known(result))]
     return lines + _problems(subjects)
@@ -266,15 +277,18 @@ def model_sizes(result: dict[str, Any]) -> str:
     )
 
 
-def _steps(subjects: list[Subject], busy_known: bool, profiled: bool) -> list[str]:
+def _steps(
+    subjects: list[Subject], busy_known: bool, profiled: bool, with_ratios: bool
+) -> list[str]:
     """Time, speed, memory and losses."""
     first = subjects[0]["step"]["median_us"]
     columns: Columns = {
         "ms": lambda s: _ms(s["step"]["median_us"]),
         "turns": lambda s: " ".join(map(_ms, s["turns_us"])),
         "tokens/s": lambda s: f"{s['tokens_per_s']:,.0f}",
-        "speed": lambda s: f"{first / s['step']['median_us']:.2f}",
     }
+    if with_ratios:
+        columns["speed"] = lambda s: f"{first / s['step']['median_us']:.2f}"
     if profiled and busy_known:
         columns["busy"] = lambda s: f"{100 * busy_us(s) / s['step']['median_us']:.0f}%"
     if profiled:

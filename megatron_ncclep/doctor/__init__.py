@@ -20,7 +20,7 @@ from megatron_ncclep.doctor.report import Finding, render
 from megatron_ncclep.errors import EpError
 
 # In the order in which it matters.
-SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
+SECTIONS: dict[str, Callable[..., Iterator[Finding]]] = {
     "Package": package,
     "torch and GPUs": torch_and_gpus,
     "NCCL": nccl,
@@ -32,7 +32,14 @@ SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`."""
+    """Add `--json` and `--ranks`."""
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ask engines for 1 to N ranks of this machine (default: one for each GPU); more ranks "
+        "than GPUs share them, for tests",
+    )
     parser.add_argument(
         "--json",
         action="store_true",
@@ -45,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     report = []
     num_problems = 0
     for title in SECTIONS:
-        findings = examine(title)
+        findings = examine(title, args.ranks)
         num_problems += sum(finding.problem is not None for finding in findings)
         if args.json:
             report += [{"section": title, **dataclasses.asdict(finding)} for finding in findings]
@@ -60,11 +67,15 @@ def main(args: argparse.Namespace) -> int:
     return 1 if num_problems else 0
 
 
-def examine(title: str) -> list[Finding]:
-    """Return what the section `title` has to say; an error in it is one more problem."""
+def examine(title: str, num_ranks: int | None = None) -> list[Finding]:
+    """Return what the section `title` has to say; an error in it is one more problem.
+
+    `num_ranks`: for how many ranks engines are asked; None: one for each GPU.
+    """
     findings = []
+    section = SECTIONS[title]
     try:
-        for finding in SECTIONS[title]():
+        for finding in section(num_ranks) if section is engines else section():
             findings.append(finding)
     except EpError as error:
         findings.append(Finding(f"{title}, the rest", "not examined", str(error)))

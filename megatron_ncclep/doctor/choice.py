@@ -12,7 +12,9 @@ import torch.distributed as dist
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.doctor.report import Finding, by_num_ranks
 from megatron_ncclep.engines import ENGINES, choose_engine
+from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import find_nodes
@@ -39,15 +41,24 @@ class Answer:
     nodes: str = "not known"
 
 
-def engines() -> Iterator[Finding]:
+def engines(num_ranks: int | None = None) -> Iterator[Finding]:
     """Each engine and what keeps it from running, and which one `auto` takes.
 
-    With GPUs for 1 to N ranks, in N processes with one GPU each; without, for this process alone.
+    With GPUs for 1 to N ranks, in N processes with one GPU each, or `num_ranks` of them that share
+    GPUs; without, for this process alone.
+
+    Raises:
+        InputError: there are fewer GPUs than `num_ranks`, and NCCL does not let ranks share them.
     """
+    num_gpus = torch.cuda.device_count()
+    if num_ranks is not None and num_ranks > num_gpus and not place.may_share_gpu():
+        raise InputError(
+            f"--ranks {num_ranks}: {num_gpus} GPU(s) are visible; {place.HOW_TO_SHARE}"
+        )
     if not torch.cuda.is_available():
         yield from describe({1: answer_alone()}, "gloo")
         return
-    pool = RankPool(torch.cuda.device_count(), "nccl")
+    pool = RankPool(num_ranks or num_gpus, "nccl")
     try:
         yield from lsa_domain(pool)
         yield from answers_of_ranks(pool)

@@ -41,7 +41,7 @@ def host_id() -> bytes:
 
 def may_share_gpu() -> bool:
     """Whether NCCL runs several ranks of this process's groups on one GPU."""
-    if os.environ.get(ENABLE) != "1":
+    if os.environ.get(ENABLE) != "1" or torch.cuda.device_count() == 0:
         return False
     nccl = search.find_nccl()
     return nccl is not None and (nccl.version or (0, 0, 0)) >= OLDEST_NCCL
@@ -75,9 +75,13 @@ def use_gpu(local_rank: int) -> int:
     return local_rank % num_gpus
 
 
-def most_ranks_per_gpu() -> int:
-    """How many ranks share a GPU of this machine, as far as the launcher's environment says."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def most_ranks_per_gpu(num_ranks: int = 1) -> int:
+    """How many ranks share a GPU of this machine.
+
+    Args:
+        num_ranks: on this machine, where no launcher has said so in LOCAL_WORLD_SIZE.
+    """
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     return -(-num_ranks // max(1, torch.cuda.device_count())) if may_share_gpu() else 1
 
 

@@ -45,6 +45,18 @@ def test_numbers_of_the_table() -> None:
     assert max(len(line) for line in text.splitlines()) <= WIDTH
 
 
+def test_ranks_that_share_a_gpu_have_no_ratios() -> None:
+    result = sample_result()
+    assert {"of lib.", "speed", "limit"} <= set(render(result).replace("  ", "\n").split("\n"))
+    result["machine"]["ranks_per_gpu"] = 4
+    text = render(result)
+    assert "RANKS SHARE A GPU, up to 4 of them" in text
+    assert row(text, "native@24")[:7] == ["native@24", "24", "20", "500", "530", "510", "540"]
+    tables = text.partition("Times are microseconds")[0].partition("NVIDIA H")[2]
+    for ratio in ("of lib.", "disp GB/s", "(91%)", "  speed", "\nlimit"):
+        assert ratio not in tables, ratio
+
+
 def test_what_crosses_the_network_stands_beside_the_times() -> None:
     result = sample_result()
     assert "over the network" not in render(result)

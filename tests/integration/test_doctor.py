@@ -12,7 +12,7 @@ import pytest
 import torch
 from imported import ImportedMegatron
 
-from megatron_ncclep.doctor import SECTIONS, choice
+from megatron_ncclep.doctor import SECTIONS, choice, examine
 from megatron_ncclep.doctor.report import Finding, by_num_ranks, ranges, render
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.ranks.pool import RankError, RankPool
@@ -214,3 +214,10 @@ def test_ranks_that_see_different_obstacles() -> None:
 
     merged = choice.merge([answer("no GPU", None), answer("no GPU", "no library")])
     assert merged == answer("no GPU", "rank 1: no library")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_more_ranks_than_gpus_are_a_problem() -> None:
+    (finding,) = examine("Engines", 4)
+    assert finding.problem is not None
+    assert "--ranks 4: 0 GPU(s) are visible; for tests, NCCL 2.30.0 or newer" in finding.problem
