@@ -63,6 +63,9 @@ LAUNCHER_VARIABLES = {
     "MASTER_ADDR",
     "MASTER_PORT",
     "TORCHELASTIC_ERROR_FILE",
+    # Of NCCL: ranks that share a GPU, or appear on hosts of their own.
+    "NCCL_HOSTID",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
     "SLURM_LOCALID",

@@ -31,17 +31,17 @@ DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME":
 
 def host_name() -> str:
     """Name of the host that this process is on, as NCCL sees it."""
-    return os.environ.get(HOST_ID) or socket.gethostname()
+    return os.environ.get("NCCL_HOSTID") or socket.gethostname()
 
 
 def host_id() -> bytes:
     """32 bytes that differ where `NCCL_HOSTID` does."""
-    return hashlib.sha256(os.environ.get(HOST_ID, "").encode()).digest()
+    return hashlib.sha256(os.environ.get("NCCL_HOSTID", "").encode()).digest()
 
 
 def may_share_gpu() -> bool:
     """Whether NCCL runs several ranks of this process's groups on one GPU."""
-    if os.environ.get(ENABLE) != "1" or torch.cuda.device_count() == 0:
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1" or torch.cuda.device_count() == 0:
         return False
     nccl = search.find_nccl()
     return nccl is not None and (nccl.version or (0, 0, 0)) >= OLDEST_NCCL
@@ -64,8 +64,7 @@ def use_gpu(local_rank: int) -> int:
     num_gpus = torch.cuda.device_count()
     shares = most_ranks_per_gpu() > 1 or local_rank >= num_gpus > 0
     if shares and may_share_gpu():
-        for name, value in DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        os.environ.update({**DEFAULTS, **os.environ})
     elif local_rank >= num_gpus:
         raise InputError(
             f"rank {local_rank} of this machine has no GPU: {num_gpus} are visible; start fewer "
