@@ -167,10 +167,8 @@ class NativeLowLatency:
 
     def close(self) -> None:
         """See `LowLatencyCalls.close`."""
-        if self._group.is_alive:
-            self._group.agree("close", {}, None, self._config.timeout_s)
-            self._native.close()
-            self._group.release("communicator", self._config.timeout_s)
+        self._native.close()
+        self._group.release("communicator", self._config.timeout_s)
 
     def _tokens_of_combine(self) -> int:
         """As many tokens as CTAs are for: what other ranks' tokens bring, only the device knows.

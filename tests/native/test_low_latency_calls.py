@@ -73,7 +73,7 @@ def make(group: ThreadGroup) -> tuple[LowLatency, NativeLowLatency]:
     shared = NativeGroup(group, 4, 20.0)
     sizes = LowLatencySizes(MAX_TOKENS, HIDDEN, TOP_K, torch.bfloat16, torch.bfloat16)
     calls = NativeLowLatency(shared, 4, EpConfig(engine="native"), sizes, 1)
-    return LowLatency(group, CAPS, sizes, calls), calls
+    return LowLatency(group, CAPS, sizes, calls, calls.close), calls
 
 
 def pair(ll: LowLatency, num_tokens: int) -> None:

@@ -41,7 +41,7 @@ import os
 import sys
 import threading
 import traceback
-import weakref
+from collections import UserList
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -72,8 +72,8 @@ ENVIRONMENT = {
 DEFAULT_NUM_SMS = native_obstacle.DEFAULT_NUM_SMS
 
 
-class PerThread(threading.local, weakref.WeakKeyDictionary):  # type: ignore[misc]
-    """A table of groups for every thread: `check_all` must not raise what another rank has met."""
+class PerThread(threading.local, UserList):  # type: ignore[misc, type-arg]
+    """A list of groups for every thread: `check_all` must not raise what another rank has met."""
 
 
 class Mine(threading.local):
