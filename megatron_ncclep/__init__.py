@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ncclep.version import __version__
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from megatron_ncclep.config import EpConfig
     from megatron_ncclep.engines import create_engine
     from megatron_ncclep.engines.engine import Engine, RoutePlan
@@ -33,6 +35,7 @@ __all__ = [
     "RoutePlan",
     "__version__",
     "check",
+    "close",
     "create_engine",
     "install",
 ]
@@ -64,10 +67,46 @@ def check() -> None:
         RowsDroppedError: rows did not fit since the last call; the same on all ranks of the group,
             which can go on: gradients since then are wrong on all of them.
     """
-    # Where nobody has imported engines there are no groups; importing them would import torch.
-    groups = sys.modules.get(f"{__name__}.ranks.group")
-    if groups is not None:
+    if groups := _groups():
         groups.check_all()
+
+
+def close(process_group: ProcessGroup | None = None) -> None:
+    """Free all that the engines of an expert-parallel group hold.  Collective over the group.
+
+    That is the communicator, the windows and other GPU memory, the memory that hosts share, and the
+    threads and descriptors of these.  Call it on every rank before a model is built anew in the
+    same process.  Megatron's `destroy_model_parallel()` calls it for its expert-parallel groups.
+    Idempotent: does nothing for a group without engines.
+
+    Engines, dispatchers and low-latency objects that were made before raise GroupClosedError from
+    then on.  New ones can be made for the same process group at once.  CUDA graphs that hold calls
+    of the old ones must not be replayed any more.
+
+    Waits at most `timeout_s` seconds, of the engine that was made last, for the other ranks.  If
+    they do not come, have died, or if the process group was destroyed, this rank frees its own part
+    without them.  If its device is busy until the deadline, it is freed when that is over.  Both
+    are logged as warnings; nothing is raised.
+
+    Args:
+        process_group: the expert-parallel group; None: all groups for which this process has made
+            engines, in the order in which it has made the first of each.
+    """
+    groups = _groups()
+    if groups is None:
+        return
+    if process_group is None:
+        groups.close_all()
+    else:
+        groups.close_group(process_group)
+
+
+def _groups() -> Any:
+    """The module that knows the groups of this process; None if there can be none.
+
+    Where nobody has imported engines there are no groups; importing them would import torch.
+    """
+    return sys.modules.get(f"{__name__}.ranks.group")
 
 
 def __getattr__(name: str) -> Any:

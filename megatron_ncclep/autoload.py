@@ -19,6 +19,7 @@ from megatron_ncclep.post_import import after_import
 # The modules that hooks.HOOKS changes; named here too, because importing integration for them
 # would cost every `import torch` its time.  A test compares the two.
 HOOKED_MODULES = (
+    "megatron.core.parallel_state",
     "megatron.core.transformer.transformer_config",
     "megatron.core.transformer.moe.moe_layer",
     "megatron.core.transformer.transformer_layer",

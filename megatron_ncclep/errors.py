@@ -43,7 +43,7 @@ class EngineUnavailableError(EpError, RuntimeError):
 
 
 class GroupClosedError(EpError, RuntimeError):
-    """The engine was closed, or its process group was destroyed."""
+    """The engine or its group was closed, or its process group was destroyed."""
 
 
 class PeerError(EpError, RuntimeError):

@@ -7,6 +7,7 @@ a later step reads it: on a GPU no host waits for it, on a CPU the exchange is t
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -128,7 +129,8 @@ class Metrics:
             timeout_s: of the exchange, on a CPU.
         """
         self._group, self._interval, self._timeout_s = group, interval, timeout_s
-        self._layers: list[LayerCounts] = []
+        # Whose they are, which this does not keep alive.  As many on every rank, always.
+        self._layers: list[tuple[weakref.ref[Any], LayerCounts]] = []
         self._num_steps = 0
         self._under_way: deque[_Exchanged] = deque()
         self._waited_ns = group.waited_ns()
@@ -144,14 +146,35 @@ class Metrics:
         if metrics._interval != interval:
             raise InputError(
                 f"metrics_interval {interval}: other layers of the expert-parallel group have "
-                f"{metrics._interval}, and all are counted together: give all the same"
+                f"{metrics._interval}, and all are counted together: give all the same, or close "
+                "those of an earlier model with megatron_ncclep.close()"
             )
         return metrics
 
-    def add_layer(self, num_local_experts: int) -> LayerCounts:
-        """Make the counters of one more layer; every rank has the same layers."""
-        self._layers.append(LayerCounts(self._group, num_local_experts))
-        return self._layers[-1]
+    def add_layer(self, owner: Any, num_local_experts: int) -> LayerCounts:
+        """Make the counters of one more layer.  Collective: every rank has the same layers.
+
+        Here, and nowhere else, the counters of layers go that do not exist any more.  Ranks collect
+        garbage when they like, so they tell each other: a layer that is gone on any rank makes no
+        more calls on the others either.
+
+        Args:
+            owner: what ends the layer when it is garbage.
+            num_local_experts: of each rank.
+
+        Raises:
+            PeerError: a rank did not come in time.
+        """
+        if self._layers:
+            here = torch.tensor([owner() is not None for owner, _ in self._layers])
+            what = "open, exchanging which layers there are"
+            everywhere = self._group.gather(here, what, self._timeout_s).all(dim=0).tolist()
+            self._layers = [
+                layer for layer, stays in zip(self._layers, everywhere, strict=True) if stays
+            ]
+        counts = LayerCounts(self._group, num_local_experts)
+        self._layers.append((weakref.ref(owner), counts))
+        return counts
 
     def after_step(self) -> list[Interval]:
         """Count a step and exchange what is due.  Collective; on GPUs no host waits.
@@ -179,7 +202,7 @@ class Metrics:
     def _exchange(self) -> _Exchanged:
         group, before = self._group, self._waited_ns
         self._waited_ns = group.waited_ns()
-        mine = torch.cat([*(layer.take() for layer in self._layers), self._waited_ns - before])
+        mine = torch.cat([*(counts.take() for _, counts in self._layers), self._waited_ns - before])
         all_ranks = mine.new_empty(group.size, len(mine))
         into = list(all_ranks.unbind())
         if not mine.is_cuda:
@@ -198,7 +221,7 @@ class Metrics:
 
     def _interval_of(self, exchanged: _Exchanged) -> Interval:
         new, size = exchanged.everything, self._group.size
-        # Rank, layer, what; layers may have been added since.
+        # Rank, layer, what; there may be other layers by now.
         layers = new[:, :-1].view(size, -1, size + 2)
         assignments = layers[:, :, size].double()
         mean = assignments.mean(dim=0)

@@ -53,6 +53,7 @@ class EngineBase(Generic[_Plan]):
         self.num_local_experts = num_experts // group.size
         self.config = config
         self.streams = StreamKeeper(group.device)
+        group.timeout_s = config.timeout_s
         self._shortage = Shortage.shared(group, config)
         self._closed = False
 
@@ -69,6 +70,7 @@ class EngineBase(Generic[_Plan]):
         """Give back what an engine has beside this.  Collective."""
 
     def _require_open(self) -> None:
+        self.group.require_open()
         if self._closed:
             raise GroupClosedError("the engine was closed: create a new one with create_engine()")
 

@@ -71,7 +71,7 @@ class LowLatencyCalls(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what it holds.  Collective; called once."""
+        """Release what it holds.  Called once, when all ranks have agreed or will not come."""
         ...
 
 
@@ -88,11 +88,16 @@ class LowLatency:
     """
 
     def __init__(
-        self, group: EpGroup, caps: EngineCaps, sizes: LowLatencySizes, calls: LowLatencyCalls
+        self,
+        group: EpGroup,
+        caps: EngineCaps,
+        sizes: LowLatencySizes,
+        calls: LowLatencyCalls,
+        release: Callable[[], None],
     ) -> None:
-        """Not collective; `calls` are the engine's, which has these `caps`."""
+        """Not collective; `calls` are the engine's, which has these `caps`; `release` ends them."""
         self.group, self.sizes = group, sizes
-        self._caps, self._calls = caps, calls
+        self._caps, self._calls, self._release = caps, calls, release
         self._last = _Last.COMBINED
         self._closed = False
 
@@ -186,7 +191,7 @@ class LowLatency:
         """Release what the object holds.  Collective; idempotent."""
         if not self._closed:
             self._closed = True
-            self._calls.close()
+            self._release()
 
     def _start_dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
         self._require_open()
@@ -207,6 +212,7 @@ class LowLatency:
         return self._calls.combine(y, rows_of, completes)
 
     def _require_open(self) -> None:
+        self.group.require_open()
         if self._closed:
             raise GroupClosedError("the low-latency object was closed: make another one")
 
@@ -311,6 +317,8 @@ def create_low_latency(
     if problem is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         problem = "a low-latency object cannot be made while a CUDA graph is captured"
     values = {} if problem else sizes.values()
-    agreed = maker.group.agree("open", values, problem, engine.config.timeout_s)
-    calls = maker.make_low_latency(sizes, agreed.call)
-    return LowLatency(maker.group, engine.caps, sizes, calls)
+    group, timeout_s = maker.group, engine.config.timeout_s
+    number = group.agree("open", values, problem, timeout_s).call
+    name = f"low-latency {number}"  # the group's too, so that it is closed with the group
+    calls = group.share(name, lambda: maker.make_low_latency(sizes, number))
+    return LowLatency(group, engine.caps, sizes, calls, lambda: group.release(name, timeout_s))

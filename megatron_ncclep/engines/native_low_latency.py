@@ -174,10 +174,8 @@ class NativeLowLatency:
 
     def close(self) -> None:
         """See `LowLatencyCalls.close`."""
-        if self._group.is_alive:
-            self._group.agree("close", {}, None, self._config.timeout_s)
-            self._native.close()
-            self._group.release("communicator", self._config.timeout_s)
+        self._native.close()
+        self._group.release("communicator", self._config.timeout_s)
 
     def _allocated(self, phase: str, allocate: Callable[[], tuple[Any, ...]]) -> list[Any]:
         """What `allocate` returns; without memory for it the call is refused, for all ranks."""

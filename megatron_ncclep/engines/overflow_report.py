@@ -8,6 +8,7 @@ that what a replayed CUDA graph adds is seen too.
 from __future__ import annotations
 
 import logging
+import weakref
 
 import torch
 
@@ -76,7 +77,7 @@ class Shortage:
         Raises:
             RowsDroppedError: a rank lacked rows; with the same text on all ranks.
         """
-        if _is_capturing(self.words):
+        if _is_capturing(self.words.device):
             return
         words = self.words.tolist()
         if not any(words):
@@ -105,7 +106,8 @@ class DropWarning:
 
     def __init__(self, group: EpGroup) -> None:
         self._group = group
-        self._counters: list[torch.Tensor] = []
+        self._watched: list[tuple[weakref.ref[torch.Tensor], int | str | None]] = []
+        # What was watched when the counters were copied, and the copy on its way to the host.
         self._options: list[int | str | None] = []
         self._on_host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
@@ -119,19 +121,21 @@ class DropWarning:
     def watch(self, counter: torch.Tensor, config: EpConfig) -> None:
         """Warn when `counter`, an int64 scalar on the group's device, is more than 0.
 
+        It is not kept alive: it goes with its dispatcher.
+
         Args:
             counter: what was dropped in static mode.
             config: options of the dispatcher that counts.
         """
-        self._counters.append(counter)
-        self._options.append(config.max_recv_rows)
+        self._watched = [(c, option) for c, option in self._watched if c() is not None]
+        self._watched.append((weakref.ref(counter), config.max_recv_rows))
 
     def check(self) -> None:
         """Warn of what is known to have been dropped.  Waits for nothing; not collective.
 
         On a GPU the numbers are copied to the host at one call, and read at a later one.
         """
-        if self._has_spoken or _is_capturing(self._counters[0]):
+        if self._has_spoken or _is_capturing(self._group.device):
             return
         counts = self._known_counts()
         if counts is None or not counts.any():
@@ -151,10 +155,15 @@ class DropWarning:
 
     def _known_counts(self) -> torch.Tensor | None:
         """The counters as they were at this call or an earlier one, on the CPU; None: not yet."""
-        if not self._counters[0].is_cuda:
-            return torch.stack(self._counters)
         if self._copied is None:
-            counts = torch.stack(self._counters)
+            watched = [(c(), option) for c, option in self._watched]
+            counters = [counter for counter, _ in watched if counter is not None]
+            self._options = [option for counter, option in watched if counter is not None]
+            if not counters:
+                return None
+            counts = torch.stack(counters)
+            if not counts.is_cuda:
+                return counts
             self._on_host = torch.empty(len(counts), dtype=torch.int64, pin_memory=True)
             self._on_host.copy_(counts, non_blocking=True)
             self._copied = torch.cuda.Event()
@@ -166,5 +175,5 @@ class DropWarning:
         return self._on_host
 
 
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

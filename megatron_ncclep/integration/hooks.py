@@ -15,6 +15,7 @@ These places are changed, each in memory and each without effect on other dispat
     core_config_from_args                                takes YAML files without the new field
     MoEMetricsTracker.report, track_moe_metrics          write our metrics too, if asked for
     OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
+    parallel_state.destroy_model_parallel                closes our groups first
 
 and the first layer with our dispatcher has torch ask for failures before any optimizer steps, an
 error that ends the script stand in torchrun's summary (failures.py), and, if asked for
@@ -81,6 +82,7 @@ from megatron_ncclep.integration.options_field import add_options_field, settle_
 from megatron_ncclep.integration.schedule_support import keep_inputs
 from megatron_ncclep.integration.step_check import check_before_steps
 from megatron_ncclep.integration.support import NEWEST, OLDEST, check_supported, is_tested
+from megatron_ncclep.integration.teardown import change_destroy
 from megatron_ncclep.post_import import after_import
 
 NAME = "ncclep"
@@ -107,6 +109,7 @@ _ARGUMENTS_MODULE = "megatron.training.arguments"
 _YAML_MODULE = "megatron.training.yaml_arguments"
 _UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _LOGGING_MODULE = "megatron.core.transformer.moe.moe_logging"  # from 0.18 on
+_GROUPS_MODULE = "megatron.core.parallel_state"
 _OPTIMIZER_GRAPH_MODULE = "megatron.core.optimizer.optimizer_cuda_graph"  # from 0.17 on
 
 
@@ -344,6 +347,7 @@ def _change_optimizer_graph(module: Any) -> None:
 
 # Module -> what is changed in it.
 HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
+    _GROUPS_MODULE: (change_destroy,),
     _CONFIG_MODULE: (_change_field, change_inference_field, _add_options, _change_post_init),
     _LAYER_MODULE: (_change_layer, change_inference_setup),
     _CONTEXT_MODULE: (change_inference_context,),

@@ -85,8 +85,8 @@ class InferenceExchange:
     ) -> InferenceExchange:
         """Return the group's exchange for these arguments, made if there is none.  Collective.
 
-        It stays until the group is closed (`EpGroup.close`), or until the process ends: CUDA graphs
-        go on using its memory.
+        It stays until the group is closed (`megatron_ncclep.close`): CUDA graphs go on using its
+        memory.
 
         Raises:
             InputError, EngineUnavailableError: see `create_engine`; the engine has no low-latency

@@ -120,7 +120,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                 self.engine.close()
                 raise
             self._counts = metrics.add_layer(
-                config.num_moe_experts * self._num_slices // self._ranks.size
+                self, config.num_moe_experts * self._num_slices // self._ranks.size
             )
         # int64 scalar on the device: assignments dropped so far in static mode, in forward passes
         # only, each once.  It stays the same tensor, so that a CUDA graph that is replayed goes on

@@ -6,7 +6,9 @@ All layers of a model share the group's one EpGroup, and through it what its eng
 from __future__ import annotations
 
 import hashlib
-import weakref
+import logging
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +17,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import EpError, GroupClosedError
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.hosts import Hosts, require_alive
 
 _Thing = TypeVar("_Thing")
 
-# The only association from a torch group to its EpGroup; it holds neither alive.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, EpGroup] = weakref.WeakKeyDictionary()
+# The groups of this process that are open, in the order in which they were made, which is the same
+# on all ranks that share some.  It does not hold the torch groups.
+_groups: list[EpGroup] = []
+# Seconds that freeing may take when waiting for the other ranks has used up the deadline.
+FREE_S = 5.0
+_CLOSED = (
+    "the expert-parallel group was closed, by megatron_ncclep.close() or by Megatron's "
+    "destroy_model_parallel(): make the engine (or build the model) anew"
+)
 
 
 class EpGroup(Hosts):
@@ -30,12 +41,17 @@ class EpGroup(Hosts):
 
     Attributes:
         is_rehearsal: calls have made-up arguments: what they drop does not count.
+        is_closed: `close` was called.
+        timeout_s: seconds that `close` waits; those of the engine that was made last.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, whole: EpGroup | None = None) -> None:
         """Not collective; the arguments are those of `Hosts`."""
         super().__init__(process_group, whole)
         self.is_rehearsal = False
+        self.is_closed = False
+        self.timeout_s = EpConfig.timeout_s
+        self._left_alone = False  # closed without the other ranks
         self._logged: set[str] = set()
         self._shared: dict[str, _Shared] = {}
         self._ranks_per_node: list[int] | None = None
@@ -43,15 +59,36 @@ class EpGroup(Hosts):
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> EpGroup:
-        """Return the EpGroup of `process_group`, made at the first call.  Not collective.
+        """Return the open EpGroup of `process_group`, made if there is none.  Not collective.
+
+        When it makes one, it frees what groups hold that torch has destroyed since.
 
         Raises:
             GroupClosedError: the process group was destroyed.
         """
-        if process_group not in _groups:
-            _groups[process_group] = cls(process_group)
         require_alive(process_group)
-        return _groups[process_group]
+        if found := _find(process_group):
+            return found
+        for group in [group for group in _groups if not group.is_alive]:
+            group.close()
+        _groups.append(cls(process_group))
+        return _groups[-1]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the group is open and torch still knows the process group."""
+        return not self.is_closed and super().is_alive
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch group; raises GroupClosedError once it is destroyed, or this one closed."""
+        self.require_open()
+        return super().process_group
+
+    def require_open(self) -> None:
+        """Raise GroupClosedError once the group is closed."""
+        if self.is_closed:
+            raise GroupClosedError(_CLOSED)
 
     def share(self, name: str, make: Callable[[], _Thing]) -> _Thing:
         """Return the group's thing called `name`, made by `make` when there is none yet.
@@ -70,29 +107,82 @@ class EpGroup(Hosts):
     def release(self, name: str, timeout_s: float) -> None:
         """Give back what `share` returned; the last user closes it.  Collective.
 
-        When torch has destroyed the group there is nobody to agree with, and the thing stays until
-        the process ends.
+        Does nothing when the group is closed, or when torch has destroyed it: there is nobody to
+        agree with then, and `close` frees the thing.
         """
         if not self.is_alive:
             return
         self.agree("close", {}, None, timeout_s)
-        if name not in self._shared:  # the group was closed before its engines
-            return
         shared = self._shared[name]
         shared.num_users -= 1
         if shared.num_users == 0:
             del self._shared[name]
             shared.thing.close()
 
-    def close(self) -> None:
-        """Close what engines share, the last made first.  Collective; they cannot be used any more.
+    def close(self, alone: bool = False) -> None:
+        """Close what engines share, the last made first, and what the hosts share.  Idempotent.
 
-        Without it, a communicator and its memory stay until the process ends.
+        Collective, unless torch has destroyed the group.  Waits at most `timeout_s` seconds for the
+        other ranks.  If they do not come, or if they have died, this rank frees its part without
+        them, and logs the reason: the memory of a window stays as long as any rank maps it, so that
+        nothing is taken away from a kernel that still runs elsewhere.
+
+        Args:
+            alone: do not wait for the other ranks.
         """
+        if self.is_closed:
+            return
+        give_up = time.monotonic() + self.timeout_s
+        if self._whole is None:
+            self._left_alone = alone or not self._agree_to_close()
+        else:  # a part goes with the whole group, whose ranks have agreed
+            assert isinstance(self._whole, EpGroup)
+            self._left_alone = self._whole._left_alone
+        # From here on nothing that is closed waits for another rank.
+        self.is_closed = True
+        if self in _groups:
+            _groups.remove(self)
+        # Freeing waits for the device, which may be waiting for a rank that is gone.
+        thread = threading.Thread(target=self._free, name="ncclep-close", daemon=True)
+        thread.start()
+        thread.join(max(give_up - time.monotonic(), FREE_S))
+        if thread.is_alive():
+            self._log_close(
+                logging.WARNING,
+                "the device is still busy; what the group holds is freed when that is over",
+            )
+
+    def _agree_to_close(self) -> bool:
+        """Whether all ranks close the group now.  Collective."""
+        if not self.is_alive:
+            self._log_close(logging.DEBUG, "closed after torch has destroyed the process group")
+            return False
+        try:
+            self.agree("close", {}, None, self.timeout_s)
+        except EpError as error:
+            self._log_close(logging.WARNING, f"closed without the other ranks: {error}")
+            return False
+        return True
+
+    def _free(self) -> None:
+        """Free what this rank holds.  Not collective, but may wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread has a current device of its own
         while self._shared:
-            _, shared = self._shared.popitem()
-            shared.thing.close()
+            name, shared = self._shared.popitem()
+            try:
+                if self._left_alone and hasattr(shared.thing, "abort"):
+                    shared.thing.abort()  # a communicator, which must not wait for its other ranks
+                else:
+                    shared.thing.close()
+            except Exception as error:  # the rest is freed all the same
+                self._log_close(logging.WARNING, f"{name} could not be freed: {error}")
         self._link.close()
+
+    def _log_close(self, level: int, text: str) -> None:
+        get_logger().log(
+            level, "rank %d of %d of an expert-parallel group: %s", self.rank, self.size, text
+        )
 
     def check(self) -> None:
         """Raise what went wrong on the device and no call has raised yet.  Not collective.
@@ -155,19 +245,36 @@ class EpGroup(Hosts):
         return self._ranks_per_gpu
 
 
+def _find(process_group: dist.ProcessGroup) -> EpGroup | None:
+    """The open group of `process_group`, if there is one."""
+    return next((group for group in _groups if group._process_group() is process_group), None)
+
+
+def close_group(process_group: dist.ProcessGroup, alone: bool = False) -> None:
+    """Close the open group of `process_group`, if there is one; see `EpGroup.close`."""
+    if group := _find(process_group):
+        group.close(alone)
+
+
+def close_all() -> None:
+    """Close all groups in the order in which they were made; see `EpGroup.close`."""
+    for group in list(_groups):
+        group.close()
+
+
 def check_all() -> None:
     """Call `EpGroup.check` of every group of this process.  Not collective.
 
     Raises:
         PeerError, RowsDroppedError: see `EpGroup.check`.
     """
-    for group in list(_groups.values()):
+    for group in list(_groups):
         group.check()
 
 
 def all_shared(name: str) -> list[Any]:
     """What groups of this process share as `name` (`EpGroup.share`).  Not collective."""
-    return [group._shared[name].thing for group in _groups.values() if name in group._shared]
+    return [group._shared[name].thing for group in _groups if name in group._shared]
 
 
 def lost_ranks() -> str:
@@ -175,7 +282,7 @@ def lost_ranks() -> str:
 
     Not collective.  Empty if none is known: only ranks that share memory know of each other.
     """
-    found = [(group, group.lost()) for group in list(_groups.values())]
+    found = [(group, group.lost()) for group in list(_groups)]
     return "; ".join(
         f"rank {group.rank} of {group.size} of an expert-parallel group: {lost}"
         for group, lost in found

@@ -5,16 +5,24 @@ In a group of this process alone, with stand-ins for what engines share.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import InputError, PeerError
+from megatron_ncclep.engines.low_latency import create_low_latency
+from megatron_ncclep.engines.reference_low_latency import ReferenceLowLatency
+from megatron_ncclep.errors import GroupClosedError, InputError, LibraryError, PeerError
+from megatron_ncclep.ranks import group as ranks_group
 from megatron_ncclep.ranks.exchange import HostLink
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -131,7 +139,123 @@ def test_a_group_closes_the_last_made_first(process_group: dist.ProcessGroup) ->
     group.close()
     assert log == ["close other windows", "close windows", "close communicator"]
     group.release("windows", DEADLINE_S)  # an engine that is closed after its group
+    group.close()
     assert len(log) == 3
+
+
+class Communicator(Thing):
+    """A thing that can also end without the other ranks."""
+
+    def abort(self) -> None:
+        self.log.append(f"abort {self.name}")
+
+
+def test_all_groups_are_closed_in_the_order_of_their_making(
+    process_group: dist.ProcessGroup,
+) -> None:
+    """Ranks that close two groups in different orders wait for each other."""
+    log: list[str] = []
+    groups = [dist.new_group([0]) for _ in range(3)]
+    for number in (2, 0, 1):
+        EpGroup.of(groups[number]).share("thing", lambda n=number: Thing(f"thing {n}", log))
+    megatron_ncclep.close(groups[0])
+    megatron_ncclep.close(dist.new_group([0]))  # one without engines
+    megatron_ncclep.close()
+    megatron_ncclep.close()
+    assert log == ["close thing 0", "close thing 2", "close thing 1"]
+
+
+def test_a_closed_group_says_what_to_do_and_can_be_used_anew(
+    process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(ReferenceLowLatency, "close", lambda calls: ended.append("low latency"))
+    config = EpConfig(engine="reference")
+    sizes: Any = {"max_tokens": 1, "hidden": 8, "top_k": 1}
+    routing = torch.zeros(1, 1, dtype=torch.int64)
+    engine = megatron_ncclep.create_engine(process_group, 4, config)
+    low_latency = create_low_latency(engine, **sizes)
+    plan = engine.plan(routing)
+    x, w = torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(1, 1)
+    low_latency.send_dispatch(x, routing, w)
+    megatron_ncclep.close(process_group)
+    for call in (
+        lambda: engine.plan(routing),
+        lambda: engine.dispatch(plan, x),
+        lambda: engine.combine(plan, x),
+        low_latency.complete_dispatch,
+        lambda: low_latency.dispatch(x, routing, w),
+        lambda: create_low_latency(engine, **sizes),
+    ):
+        with pytest.raises(GroupClosedError, match=r"closed, by megatron_ncclep\.close.*anew"):
+            call()
+    assert ended == ["low latency"]
+    low_latency.close()
+    engine.close()
+    assert ended == ["low latency"]
+    again = megatron_ncclep.create_engine(process_group, 4, config)
+    assert again.plan(routing).num_rows == 1
+    again.close()
+
+
+def test_what_is_over_a_destroyed_process_group_is_freed(
+    process_group: dist.ProcessGroup,
+) -> None:
+    """There is nobody to agree with any more: by `close`, and when the next group is made."""
+    log: list[str] = []
+    first, second = dist.new_group([0]), dist.new_group([0])
+    for number, each in enumerate((first, second)):
+        name = f"communicator {number}"
+        EpGroup.of(each).share("communicator", lambda name=name: Communicator(name, log))
+        EpGroup.of(each).share("windows", lambda: Thing("windows", log))
+    old = EpGroup.of(first)
+    dist.destroy_process_group(first)
+    old.close()
+    assert log == ["close windows", "abort communicator 0"]
+    dist.destroy_process_group(second)
+    del first, second, each  # nor does torch's object have to be there
+    gc.collect()
+    EpGroup.of(dist.new_group([0]))
+    assert log[2:] == ["close windows", "abort communicator 1"]
+
+
+def test_what_cannot_be_freed_keeps_nothing_else(
+    process_group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise LibraryError("ncclCommWindowDeregister failed")
+
+    log: list[str] = []
+    group = EpGroup.of(process_group)
+    group.share("communicator", lambda: Thing("communicator", log))
+    group.share("windows", lambda: SimpleNamespace(close=fail))
+    megatron_ncclep.close()
+    assert log == ["close communicator"]
+    assert "rank 0 of 1 of an expert-parallel group: windows could not be freed: nccl" in (
+        caplog.text
+    )
+
+
+def test_a_busy_device_does_not_keep_the_host(
+    process_group: dist.ProcessGroup,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Freeing waits for the device, which may wait for a rank that is gone for many minutes."""
+    monkeypatch.setattr(ranks_group, "FREE_S", 0.0)
+    is_idle, is_freed = threading.Event(), threading.Event()
+    group = EpGroup.of(process_group)
+    group.timeout_s = 0.0
+    group.share("communicator", lambda: SimpleNamespace(close=is_freed.set))
+    group.share("windows", lambda: SimpleNamespace(close=is_idle.wait))
+    megatron_ncclep.close()
+    assert "the device is still busy; what the group holds is freed when that is over" in (
+        caplog.text
+    )
+    assert group.is_closed
+    assert not is_freed.is_set()
+    is_idle.set()
+    assert is_freed.wait(DEADLINE_S)
 
 
 # --- an environment that is wrong on one rank ----------------------------------------------------

@@ -38,6 +38,7 @@ from megatron_ncclep import EpConfig
 from megatron_ncclep.benchmark import train_graphs
 from megatron_ncclep.errors import (
     EngineUnavailableError,
+    GroupClosedError,
     InputError,
     PeerError,
     UnsupportedError,
@@ -75,6 +76,7 @@ def check_places():
     """The places are changed; the value is accepted and stays."""
     assert is_changed(layer_module.MoELayer.__init__)
     assert is_changed(TransformerConfig.__post_init__)
+    assert is_changed(parallel_state.destroy_model_parallel)
     made = TransformerConfig(moe_token_dispatcher_type="ncclep", **OPTIONS)
     assert made.moe_token_dispatcher_type == "ncclep"
     hooks.install()
@@ -347,6 +349,46 @@ def check_graphs_of_the_benchmark():
     assert wrapper.curr_iteration == {"training": 0, "validation": 0}
 
 
+class Ending:
+    """What engines share; notes whether Megatron still has its groups when it goes, and how."""
+
+    def __init__(self, ended):
+        self.ended = ended
+
+    def close(self, how="close"):
+        self.ended.append((how, parallel_state.model_parallel_is_initialized()))
+
+    def abort(self):
+        self.close("abort")
+
+
+def check_rebuilding():
+    """Our groups are closed before Megatron forgets its own; after an error, without waiting."""
+    for how in ("close", "abort"):
+        layer, ended = build_layer("ncclep"), []
+        other = torch.distributed.new_group([0])
+        for process_group in (
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_expert_tensor_and_model_parallel_group(),
+            other,
+        ):
+            EpGroup.of(process_group).share("ending", lambda ended=ended: Ending(ended))
+        if how == "close":
+            parallel_state.destroy_model_parallel()
+        else:
+            try:
+                raise ZeroDivisionError
+            except ZeroDivisionError:
+                parallel_state.destroy_model_parallel()
+        assert ended == [(how, True)] * 2, "and the one that is not Megatron's stays"
+        with pytest.raises(GroupClosedError, match=r"build the model\) anew"):
+            layer(torch.zeros(1, 1, 8))
+        parallel_state.destroy_model_parallel()  # there is nothing any more
+        megatron_ncclep.close(other)
+        assert ended[2:] == [("close", False)]
+        parallel_state.initialize_model_parallel()
+
+
 def check_all():
     """Check what this version has."""
     check_places()
@@ -363,4 +405,5 @@ def check_all():
     assert (find_spec(name) is None) == megatron.core.__version__.startswith("0.16")
     if find_spec(name) is not None:
         check_optimizer_graphs()
+    check_rebuilding()
     check_overlapped_schedule()

@@ -147,13 +147,13 @@ def test_megatrons_reports_have_the_metrics(megatron_pool: RankPool) -> None:
 def test_an_even_load_and_no_load_at_all(single: EpGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second model's layers come while an exchange may be under way: it used to be misread."""
     metered = metrics.Metrics.of(single, 1, 5.0)
-    metered.add_layer(4)
+    metered.add_layer(single, 4)
     (nothing,) = metrics.after_step()
     assert nothing == Interval(1, [[0]], [0], 1.0, 0, nothing.wait_s)
     with monkeypatch.context() as patch:
         patch.setattr(metrics, "_is_there", lambda exchanged: False)
         assert metrics.after_step() == []
-    metered.add_layer(2)
+    metered.add_layer(single, 2)
     assert len(metrics.after_step()) == 2
     with pytest.raises(InputError, match=r"metrics_interval 2: other layers .* have 1"):
         metrics.Metrics.of(single, 2, 5.0)
@@ -178,7 +178,8 @@ def test_the_host_counts_how_long_it_waits(
     monkeypatch.setattr(time, "monotonic_ns", lambda: next(clock))
     before = int(single.waited_ns())
     single.exchange(b"x", "a test", 5.0)
-    on_device = SimpleNamespace(device_waited_ns=lambda: torch.tensor([250_000_000]))
+    waited = torch.tensor([250_000_000])
+    on_device = SimpleNamespace(device_waited_ns=lambda: waited, close=lambda: None)
     single.share("kernels", lambda: on_device)
     assert int(single.waited_ns()) == before + 2_750_000_000
 

@@ -497,10 +497,12 @@ def link_on_rank(ctx: RankContext, rank: int, obstacle: str) -> tuple[bool, str]
         assert group.agree("plan", {"top_k": 2}, None, LONG_S, told=ctx.rank).told == ranks
         assert (group._link._memory is not None) == uses_memory  # chosen once
         problems = group.gather_problems("too large" if ctx.rank == 1 else None, "plan", LONG_S)
+        process_group = group.process_group
         group.close()
         assert open_files() == before
-        assert group.gather(mine, "test", LONG_S).tolist() == expected  # chosen anew
-        assert group._link._memory is not None
+        again = EpGroup.of(process_group)  # which is open, and chooses anew
+        assert again.gather(mine, "test", LONG_S).tolist() == expected
+        assert again._link._memory is not None
     return uses_memory, problems
 
 

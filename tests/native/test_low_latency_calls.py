@@ -67,7 +67,7 @@ def make(group: ThreadGroup, **options: Any) -> tuple[LowLatency, NativeLowLaten
     sizes = LowLatencySizes(MAX_TOKENS, HIDDEN, TOP_K, torch.bfloat16, torch.bfloat16)
     streams, config = extension.StreamKeeper(group.device), EpConfig(engine="native", **options)
     calls = NativeLowLatency(shared, streams, 4, config, sizes, 1)
-    return LowLatency(group, CAPS, sizes, calls), calls
+    return LowLatency(group, CAPS, sizes, calls, calls.close), calls
 
 
 def pair(ll: LowLatency, num_tokens: int) -> None:

@@ -19,7 +19,13 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import base, native_group, native_windows
 from megatron_ncclep.engines.native import NativeEngine
 from megatron_ncclep.engines.native_plan import next_crowding
-from megatron_ncclep.errors import InputError, PeerError, RefusedError, RowsDroppedError
+from megatron_ncclep.errors import (
+    GroupClosedError,
+    InputError,
+    PeerError,
+    RefusedError,
+    RowsDroppedError,
+)
 from megatron_ncclep.libraries import extension
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
@@ -489,3 +495,21 @@ def test_a_refusal_waits_for_nobody() -> None:
         assert engine.group.exchanged == []  # type: ignore[attr-defined]
 
     on_ranks(use)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_recv_rows": 64}], ids=["exact", "static"])
+def test_nothing_is_asked_of_a_group_that_was_closed(options: dict[str, int]) -> None:
+    """What the extension keeps for it is freed."""
+
+    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+        plan, x = engine.plan(assignments(3)), torch.zeros(3, HIDDEN)
+        engine.group.is_closed, engine._shared.native, engine._native = True, None, None
+        for call in (
+            lambda: engine.plan(assignments(3)),
+            lambda: engine.dispatch(plan, x),
+            lambda: engine.combine(plan, x),
+        ):
+            with pytest.raises(GroupClosedError, match="anew"):
+                call()
+
+    on_ranks(use, **options)

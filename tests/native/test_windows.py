@@ -336,7 +336,8 @@ def test_growth_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_engines_of_a_group_have_deadlines_of_their_own() -> None:
     native = SimpleNamespace(failure=lambda: None, timeout_s=0.0)
-    engines = [engine_on(None, native, timeout_s) for timeout_s in (2.0, 5.0)]
+    group = SimpleNamespace(require_open=lambda: None)
+    engines = [engine_on(group, native, timeout_s) for timeout_s in (2.0, 5.0)]
     for engine in (*engines, engines[0]):
         engine._begin()
         assert native.timeout_s == engine.config.timeout_s

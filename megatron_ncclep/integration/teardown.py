@@ -1,0 +1,42 @@
+"""Frees what the layers of a model hold when Megatron forgets its process groups.
+
+A part of integration.py, whose `HOOKS` say where each function belongs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from megatron_ncclep.integration.hooked_places import marked, not_known, original_of
+
+_GETTERS = ("get_expert_model_parallel_group", "get_expert_tensor_and_model_parallel_group")
+
+
+def change_destroy(module: Any) -> None:
+    """`destroy_model_parallel`: close the groups first over which Megatron's layers dispatch.
+
+    Megatron then only forgets its process groups, in every release: torch keeps them.  No other
+    groups are closed: one of the user's own, or of vLLM in the same process, may live longer.
+    """
+    original = original_of(module, module, "destroy_model_parallel", [])
+    if original is None:
+        return
+    for name in _GETTERS:
+        if not callable(getattr(module, name, None)):
+            raise not_known(f"{module.__name__}.{name}", "a function")
+
+    @functools.wraps(original)
+    def destroy(*args: Any, **kwargs: Any) -> Any:
+        groups = sys.modules.get("megatron_ncclep.ranks.group")
+        if groups is not None:
+            # After an error of this rank's own the others may never come here.
+            alone = sys.exc_info()[0] is not None
+            for name in _GETTERS:
+                process_group = getattr(module, name)(check_initialized=False)
+                if process_group is not None:
+                    groups.close_group(process_group, alone)
+        return original(*args, **kwargs)
+
+    module.destroy_model_parallel = marked(destroy)

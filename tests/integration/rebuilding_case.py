@@ -1,0 +1,39 @@
+"""What a process holds while it builds one model after the other, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+MODELS = 20
+# Models after which nothing is new any more: pools of threads, caches, what is imported late.
+SETTLED = 3
+
+
+def mapped() -> int:
+    """How much memory this process maps that the hosts of ranks share."""
+    return Path("/proc/self/maps").read_text().count("/memfd:ncclep")
+
+
+def held() -> dict[str, int]:
+    """What this process has of threads and descriptors, and of ours."""
+    gc.collect()
+    ours = (type(thing) for thing in gc.get_objects())
+    counts = Counter(kind.__name__ for kind in ours if kind.__module__.startswith("megatron_ncc"))
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "mappings": mapped(),
+        "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
+    } | {f"{name}s": number for name, number in counts.items()}
+
+
+def growth(seen: list[dict[str, int]]) -> dict[str, tuple[int, int]]:
+    """What there is more of after the last model than after any of the first ones."""
+    first, last = seen[:SETTLED], seen[-1]
+    most = {name: max(one.get(name, 0) for one in first) for name in last}
+    return {name: (most[name], n) for name, n in last.items() if n > most[name]}
