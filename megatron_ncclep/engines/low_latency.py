@@ -311,6 +311,7 @@ def create_low_latency(
     if problem is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         problem = "a low-latency object cannot be made while a CUDA graph is captured"
     values = {} if problem else sizes.values()
-    agreed = maker.group.agree("open", values, problem, engine.config.timeout_s)
+    timeout_s = maker.group.deadline_s(engine.config)
+    agreed = maker.group.agree("open", values, problem, timeout_s)
     calls = maker.make_low_latency(sizes, agreed.call)
     return LowLatency(maker.group, engine.caps, sizes, calls)

@@ -50,7 +50,8 @@ class NativeLowLatency:
         self._group, self._num_experts, self._sizes = shared.group, num_experts, sizes
         self._shared, self._config = shared, config
         self._num_tokens = 0  # of the last dispatch
-        group, native, timeout_s = self._group, shared.native, config.timeout_s
+        group, native = shared.group, shared.native
+        timeout_s = group.deadline_s(config)
         shared.raise_failure()
         torch.cuda.synchronize(group.device)
         if not native.windows:
@@ -97,7 +98,7 @@ class NativeLowLatency:
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """See `LowLatencyCalls.begin`."""
         self._shared.raise_failure()
-        self._shared.native.timeout_s = self._config.timeout_s
+        self._shared.native.timeout_s = self._group.deadline_s(self._config)
         problem = problem or self._bad_routings()
         if problem is not None:
             self._shared.refuse(f"low-latency {phase}", problem)
@@ -168,9 +169,10 @@ class NativeLowLatency:
     def close(self) -> None:
         """See `LowLatencyCalls.close`."""
         if self._group.is_alive:
-            self._group.agree("close", {}, None, self._config.timeout_s)
+            timeout_s = self._group.deadline_s(self._config)
+            self._group.agree("close", {}, None, timeout_s)
             self._native.close()
-            self._group.release("communicator", self._config.timeout_s)
+            self._group.release("communicator", timeout_s)
 
     def _tokens_of_combine(self) -> int:
         """As many tokens as CTAs are for: what other ranks' tokens bring, only the device knows.

@@ -42,11 +42,11 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
         return problem, _Place() if problem else _own_place(group.device)
 
     what = "open, looking for what keeps the engine 'native' from running"
-    problem, mine = on_all_ranks(group, what, look, config.timeout_s)
-    places = _exchange(group, mine, config.timeout_s)
+    problem, mine = on_all_ranks(group, what, look, group.deadline_s(config))
+    places = _exchange(group, mine, group.deadline_s(config))
     if any(place.gpu == "" for place in places):
         return problem
-    return _group_obstacle(places) or _lsa_obstacle(group, places, config.timeout_s)
+    return _group_obstacle(places) or _lsa_obstacle(group, places, group.deadline_s(config))
 
 
 # --- one rank ------------------------------------------------------------------------------------
