@@ -59,6 +59,9 @@ def check() -> None:
     `on_overflow="raise"` this raises it, and waits for the current stream; with "drop" it logs a
     warning, once for each group, without waiting: on a GPU at the next call but one.
 
+    The first check after an engine's first calls ends its first step, in which ranks wait for each
+    other for longer (the option `first_timeout_s`): call it in every step.
+
     Raises:
         PeerError: results since then are NaN, wholly or in part: use none of them, and stop.
         RefusedError: the same, because a rank has refused a call; says which, and why.

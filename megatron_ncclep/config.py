@@ -22,6 +22,10 @@ MAX_COUNT = 2**31 - 1
 # Deadlines are compared in nanoseconds, in 64 bits; torch's backends take milliseconds, and none of
 # them for no deadline at all.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
+# Of timeout_s; and of first_timeout_s where timeout_s has its default.
+DEFAULT_TIMEOUT_S, FIRST_TIMEOUT_S = 60.0, 600.0
+# Options in which ranks may differ: how long a rank waits changes no message and no size.
+OWN_OPTIONS = ("timeout_s", "first_timeout_s")
 OPTION_PREFIX = "ncclep_"
 # Of max_recv_rows, beside a number of rows: room for all that can come,
 WORST = "worst"
@@ -109,9 +113,17 @@ class EpConfig:
         "'megatron': as ever",
     )
     timeout_s: float = _option(
-        60.0,
+        DEFAULT_TIMEOUT_S,
         float,
         "seconds that a rank waits for the others before it raises an error; ranks may differ",
+    )
+    first_timeout_s: float | None = _option(
+        None,
+        float,
+        "the same in the first step, in which a rank may compile for minutes: until the first "
+        "megatron_ncclep.check(), which precedes the optimizer's first step; at least timeout_s "
+        f"(default: {FIRST_TIMEOUT_S:g}, or timeout_s where that is not "
+        f"{DEFAULT_TIMEOUT_S:g})",
     )
     metrics_interval: int = _option(
         0,
@@ -191,12 +203,30 @@ class EpConfig:
                 f"on_overflow {RAISE!r} without max_recv_rows: nothing can overflow, since every "
                 "tensor has the rows that the routing needs; leave it out, or set max_recv_rows"
             )
-        is_number = isinstance(self.timeout_s, int | float)
-        if not (is_number and MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S):  # nan is neither
+        for name, seconds in (
+            ("timeout_s", self.timeout_s),
+            ("first_timeout_s", self.first_deadline_s),
+        ):
+            is_number = isinstance(seconds, int | float)
+            if not (is_number and MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S):  # nan is neither
+                raise InputError(
+                    f"{name} {seconds!r}: must be a number of seconds from {MIN_TIMEOUT_S:g} to "
+                    f"{MAX_TIMEOUT_S:g}; there is no waiting without a deadline"
+                )
+        if self.first_deadline_s < self.timeout_s:
             raise InputError(
-                f"timeout_s {self.timeout_s!r}: must be a number of seconds from {MIN_TIMEOUT_S:g} "
-                f"to {MAX_TIMEOUT_S:g}; there is no waiting without a deadline"
+                f"first_timeout_s {self.first_timeout_s!r}: must be at least timeout_s, "
+                f"{self.timeout_s:g}: the first step takes longer than others; leave it out, or "
+                "lower timeout_s"
             )
+
+    @property
+    def first_deadline_s(self) -> float:
+        """Seconds that a rank waits for the others in the first step."""
+        if self.first_timeout_s is not None:
+            return self.first_timeout_s
+        # Who asks for one deadline gets it from the first call on.
+        return FIRST_TIMEOUT_S if self.timeout_s == DEFAULT_TIMEOUT_S else self.timeout_s
 
     @property
     def block_alignment(self) -> int:
@@ -257,6 +287,11 @@ class EpConfig:
         Without the name of a class, which they would make anew only if it is on a list of theirs.
         """
         return dataclasses.asdict(self)
+
+    def common(self) -> dict[str, int | str | None]:
+        """The options that must be the same on all ranks, as they count, by name."""
+        options = dataclasses.asdict(self) | {"alignment": self.block_alignment}
+        return {name: value for name, value in options.items() if name not in OWN_OPTIONS}
 
     def non_default(self) -> dict[str, Any]:
         """The options whose value is not the default, by name."""

@@ -81,6 +81,7 @@ VARIABLES = {
         EnvVar("NCCLEP_NETWORK_CHUNKS", int, None, "chunks in which rows cross the network"),
         EnvVar("NCCLEP_EXPERTS", str, None, "megatron, grouped or auto: how experts compute"),
         EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds a rank waits for the others"),
+        EnvVar("NCCLEP_FIRST_TIMEOUT_S", float, None, "the same in the first step"),
         EnvVar("NCCLEP_METRICS_INTERVAL", int, None, "steps between two metrics; 0: none"),
         EnvVar("NCCLEP_INFERENCE_TOKENS", int, None, "tokens of a rank in low-latency mode"),
         EnvVar("NCCLEP_CHECK_CALLS", switch, None, "1: the ranks' hosts agree in every call"),

@@ -88,7 +88,8 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
         def make() -> LowLatency:
             name = "native" if group.device.type == "cuda" else "reference"
-            config = EpConfig(engine=name, timeout_s=TIMEOUT_S)
+            # No step of vLLM's ends with a check, so that the first one would last for ever.
+            config = EpConfig(engine=name, timeout_s=TIMEOUT_S, first_timeout_s=TIMEOUT_S)
             engine = create_engine(group.process_group, self._num_experts, config)
             return create_low_latency(engine, **sizes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
                 "all cases are run"
             )
     leave_out(config, items, reasons)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Start the pools of a failed test anew: a group that gave up on a rank does so for good."""
+    report = yield
+    if report.failed:
+        for value in getattr(item, "funcargs", {}).values():
+            if isinstance(value, RankPool):
+                value.close()
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -33,6 +33,7 @@ class EngineSubject(Subject):
                 alignment=case.alignment,
                 num_sms=num_sms,
                 timeout_s=setting.timeout_s,
+                first_timeout_s=setting.timeout_s,
             )
             engine = create_engine(setting.new_group(), case.num_experts, config)
         self._engine = engine

@@ -153,7 +153,11 @@ def open_group(
     modes = {variable: str(int(mode in on)) for mode, variable in MODES.items()}
     group, case = EpGroup.of(setting.new_group()), workload.case
     config = EpConfig(
-        engine="nccl_ep", alignment=case.alignment, num_sms=num_sms, timeout_s=setting.timeout_s
+        engine="nccl_ep",
+        alignment=case.alignment,
+        num_sms=num_sms,
+        timeout_s=setting.timeout_s,
+        first_timeout_s=setting.timeout_s,
     )
     # Nothing may stand in the engine's way; it is never without its fixed order.
     with (

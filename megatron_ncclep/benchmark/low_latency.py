@@ -62,7 +62,12 @@ class LowLatencySubject(Subject):
         engine, num_sms = split_name(self.name)
         case = self._workload.case
         with excused(EngineUnavailableError, InputError):
-            config = EpConfig(engine=engine, num_sms=num_sms, timeout_s=setting.timeout_s)
+            config = EpConfig(
+                engine=engine,
+                num_sms=num_sms,
+                timeout_s=setting.timeout_s,
+                first_timeout_s=setting.timeout_s,
+            )
             self._engine = create_engine(setting.new_group(), case.num_experts, config)
             self._object = create_low_latency(
                 self._engine,

@@ -106,6 +106,7 @@ def make_config(
             # Without one, experts have what they need.
             alignment=None if case.alignment == 1 else case.alignment,
             timeout_s=setting.timeout_s,
+            first_timeout_s=setting.timeout_s,
             **(ep_options or {}),
         )
     return config

@@ -139,6 +139,7 @@ class SubjectModel(TrainedModel):
             options = EpConfig(
                 engine=str(choice.dispatcher.engine),
                 timeout_s=setting.timeout_s,
+                first_timeout_s=setting.timeout_s,
                 **choice.options(max_recv_rows),
             )
         config = transformer_config(

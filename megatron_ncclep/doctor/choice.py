@@ -114,7 +114,7 @@ def describe(answers: dict[int, Answer], backend: str) -> Iterator[Finding]:
 
 def answer(group: EpGroup) -> Answer:
     """Look at every engine as this rank of `group` sees it.  Collective."""
-    config = EpConfig(engine="auto", timeout_s=WAIT_S)
+    config = EpConfig(engine="auto", timeout_s=WAIT_S, first_timeout_s=WAIT_S)
     obstacles: dict[str, str | None] = {}
     for name, entry in ENGINES.items():
         obstacles[name] = entry.obstacle(group, config, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_ncclep import envs
-from megatron_ncclep.config import EXPERTS, MAX_COUNT, RAISE, EpConfig
+from megatron_ncclep.config import MAX_COUNT, EpConfig
 from megatron_ncclep.engines import hierarchical_obstacle, native_obstacle, nccl_ep_obstacle
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.hierarchical import CAPS as HIERARCHICAL_CAPS
@@ -21,9 +20,9 @@ from megatron_ncclep.engines.nccl_ep import CAPS as NCCL_EP_CAPS
 from megatron_ncclep.engines.nccl_ep import NcclEpEngine
 from megatron_ncclep.engines.reference import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference import ReferenceEngine
-from megatron_ncclep.engines.rows_limit import agreed_values
 from megatron_ncclep.errors import EngineUnavailableError, InputError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.version import __version__
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def create_engine(
         process_group: the expert-parallel group; its rank order is the experts' order.
         num_experts: E, experts of the whole group.
         config: options; default: those of the environment.  The same on all ranks, except for
-            timeout_s: how long a rank waits is its own affair.
+            timeout_s and first_timeout_s: how long a rank waits is its own affair.
         ranks_per_expert: topk_idx will have so many copies of each assignment, every one for
             another rank (expert_slices.py).  It makes the limit "worst" of max_recv_rows as small
             as it can be then, and changes nothing else; other routings are not allowed with it.
@@ -96,21 +95,16 @@ def create_engine(
     except InputError as error:
         config, problem = EpConfig(), str(error)
     problem = problem or _problem(group, num_experts, config)
-    values: dict[str, int | None] = {}
-    if problem is None:  # otherwise they need not even be numbers
+    group.begin_first_step()
+    values: dict[str, int | str | None] = {}
+    if problem is None:  # otherwise num_experts need not even be a number
         values = {
+            "version of megatron_ncclep": __version__,
             "num_experts": num_experts,
-            "engine": [AUTO, *ENGINES].index(config.engine),
-            "alignment": config.block_alignment,
-            **agreed_values(config),
-            "num_sms": config.num_sms,
-            "on_overflow (drop: 0, raise: 1)": int(config.on_overflow == RAISE),
-            # Whose blocks come last expert first, so that ranks number them differently.
-            "experts (0: megatron, 1: grouped)": EXPERTS.index(config.experts),
-            "metrics_interval": config.metrics_interval,
-            "network_chunks": config.network_chunks,
+            **config.common(),
+            "ranks_per_expert": ranks_per_expert,
         }
-    group.agree("open", values, problem, config.timeout_s)
+    group.agree("open", values, problem, group.deadline_s(config))
     name, reason = choose_engine(group, config, num_experts)
     _announce(group, name, reason, config)
     engine = ENGINES[name].build(group, num_experts, config)
@@ -135,7 +129,7 @@ def choose_engine(
     """
     if config.engine != AUTO:
         obstacle = group.gather_problems(
-            _obstacle(config.engine, group, config, num_experts), "open", config.timeout_s
+            _obstacle(config.engine, group, config, num_experts), "open", group.deadline_s(config)
         )
         if obstacle:
             raise EngineUnavailableError(f"engine {config.engine!r} cannot run here: {obstacle}")
@@ -143,7 +137,7 @@ def choose_engine(
     reasons: list[str] = []
     for name in ENGINES:
         obstacle = group.gather_problems(
-            _obstacle(name, group, config, num_experts), "open", config.timeout_s
+            _obstacle(name, group, config, num_experts), "open", group.deadline_s(config)
         )
         if not obstacle:
             return name, "; ".join([*reasons, f"{name} can run"])
@@ -192,7 +186,8 @@ def _ignored_options(caps: EngineCaps, config: EpConfig) -> str | None:
 
 def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     """Log the engine and the effective options, once per group and only on its first rank."""
-    values = {**dataclasses.asdict(config), "alignment": config.block_alignment}
+    own = {"timeout_s": config.timeout_s, "first_timeout_s": config.first_deadline_s}
+    values = config.common() | own
     options = ", ".join(f"{k}={values[k]}" for k in sorted(ENGINES[name].caps.options))
     text = f"engine {name!r} for {group.size} ranks ({reason}); {options}"
     if group.rank == 0:

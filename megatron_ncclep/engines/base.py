@@ -12,17 +12,13 @@ import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
-from megatron_ncclep.engines.engine import BYTES, EngineCaps, RoutePlan
+from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
 from megatron_ncclep.engines.overflow_report import Shortage
-from megatron_ncclep.engines.rows_limit import agreed_values, rows_limit
+from megatron_ncclep.engines.rows_limit import rows_limit
 from megatron_ncclep.errors import GroupClosedError
 from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import Agreement
-
-# The numbers that stand for dtypes when ranks compare them.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, BYTES)
-OTHER_DTYPE = -2
 
 _Plan = TypeVar("_Plan", bound=RoutePlan)
 
@@ -36,6 +32,8 @@ class EngineBase(Generic[_Plan]):
     Attributes:
         plan_type: class of the engine's plans.
         caps, config, ranks_per_expert: see `Engine`.
+        num_nodes: of a grid.  This engine serves one of its nodes, and each of the ranks brings as
+            many tokens for each node as a rank of the grid has.
         group: the ranks.
         num_experts: of the whole group.
         num_local_experts: of each rank.
@@ -45,6 +43,7 @@ class EngineBase(Generic[_Plan]):
     plan_type: type[_Plan]
     caps: EngineCaps
     ranks_per_expert = 1
+    num_nodes = 1
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Not collective; comes after what may fail on one rank."""
@@ -57,6 +56,11 @@ class EngineBase(Generic[_Plan]):
         self._shortage = Shortage.shared(group, config)
         self._closed = False
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a call waits for other ranks: see `EpGroup.deadline_s`."""
+        return self.group.deadline_s(self.config)
+
     def close(self) -> None:
         """See `Engine.close`.  Collective only where there is something to release."""
         if self._closed:
@@ -64,7 +68,7 @@ class EngineBase(Generic[_Plan]):
         self._closed = True
         self._release()
         if self._shortage is not None:
-            self.group.release(Shortage.name(self.config), self.config.timeout_s)
+            self.group.release(Shortage.name(self.config), self.timeout_s)
 
     def _release(self) -> None:
         """Give back what an engine has beside this.  Collective."""
@@ -89,8 +93,12 @@ class EngineBase(Generic[_Plan]):
         return agreed
 
     def rows_limit(self, num_tokens: int, top_k: int) -> int | None:
-        """How many rows a dispatched tensor has in static mode; None in exact mode."""
-        shape = (self.group.size, num_tokens, top_k, self.num_local_experts)
+        """How many rows a dispatched tensor has in static mode; None in exact mode.
+
+        Inside a node as many as a rank of the whole grid has.
+        """
+        ranks, tokens = self.group.size * self.num_nodes, num_tokens // self.num_nodes
+        shape = (ranks, tokens, top_k, self.num_local_experts)
         return rows_limit(self.config, *shape, self.ranks_per_expert)
 
     def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
@@ -112,19 +120,18 @@ class EngineBase(Generic[_Plan]):
         Collective.  `problem`: what is wrong on this rank, if anything is.
         """
         config = self.config
-        return self.group.agree(
-            "plan",
-            {
-                "top_k": topk_idx.shape[-1] if topk_idx.dim() else 0,
-                "num_experts": self.num_experts,
-                "alignment": config.block_alignment,
-                **agreed_values(config, topk_idx),
-                "num_sms": config.num_sms,
-            },
-            problem,
-            config.timeout_s,
-            told=topk_idx.shape[0] if topk_idx.dim() else 0,
-        )
+        num_tokens = topk_idx.shape[0] if topk_idx.dim() else 0
+        values: dict[str, int | str | None] = {
+            "top_k": topk_idx.shape[-1] if topk_idx.dim() else 0,
+            "num_experts": self.num_experts,
+            "alignment": config.block_alignment,
+            "max_recv_rows": config.max_recv_rows,
+            "num_sms": config.num_sms,
+        }
+        if isinstance(rows := config.max_recv_rows, str):
+            name = f"number of tokens (max_recv_rows={rows!r} depends on it, a number does not)"
+            values[name] = num_tokens
+        return self.group.agree("plan", values, problem, self.timeout_s, told=num_tokens)
 
     def agree_on_rows(
         self,
@@ -147,14 +154,14 @@ class EngineBase(Generic[_Plan]):
         Returns:
             plan.
         """
-        values: dict[str, int | None] = {}
+        values: dict[str, int | str | None] = {}
         if problem is None:
             values = {
                 "plan": plan.plan_id,
                 "hidden size": rows.shape[-1],
-                "dtype": DTYPES.index(rows.dtype) if rows.dtype in DTYPES else OTHER_DTYPE,
+                "dtype": str(rows.dtype).removeprefix("torch."),
                 "presence of weights": int(w is not None),
             }
-        self.group.agree(phase, values, problem, self.config.timeout_s)
+        self.group.agree(phase, values, problem, self.timeout_s)
         assert isinstance(plan, self.plan_type)  # agreed on
         return plan

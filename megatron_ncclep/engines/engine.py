@@ -73,7 +73,7 @@ class EngineCaps:
     compiles_at_run_time: bool = False
     # In static mode no call waits for the device: a CUDA graph can capture all of them.
     captures_static: bool = False
-    # Its kernels wait for those of other ranks at most timeout_s; then the next call says for whom.
+    # Its kernels wait for those of other ranks until a deadline; then the next call says for whom.
     device_deadline: bool = False
     # Dispatch and combine, and plan in static mode, wait for no other host unless the option
     # check_calls is set: the devices compare arguments, and errors come with a later call.

@@ -43,12 +43,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from megatron_ncclep.config import DROP, WORST, EpConfig
+from megatron_ncclep.config import DROP, EpConfig
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.crossing import Crossing, all_cross, needed_cross, start
 from megatron_ncclep.engines.engine import (
@@ -91,7 +91,7 @@ CAPS = EngineCaps(
 # Bytes to each node from which on a chunk is worth its messages, and the most chunks that nobody
 # has asked for: each costs launches, and writes its columns of the rows once more.
 CHUNK_BYTES, MOST_CHUNKS = 8 * 2**20, 4
-INSIDE: dict[str, tuple[Callable[[EpGroup, int, EpConfig], Engine], EngineCaps]] = {
+INSIDE: dict[str, tuple[type[NativeEngine] | type[ReferenceEngine], EngineCaps]] = {
     "native": (NativeEngine, NATIVE_CAPS),
     "reference": (ReferenceEngine, REFERENCE_CAPS),
 }
@@ -108,7 +108,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; finds the nodes and makes the group of each one's ranks, if need be."""
-        self._grid = grid_of(group, config.timeout_s)
+        self._grid = grid_of(group, group.deadline_s(config))
         self.nodes = self._grid.nodes
         self._experts_of_node = num_experts // self.nodes.count
         self.inside, reason = engine_inside(group, self._grid, config, num_experts)
@@ -117,8 +117,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         super().__init__(group, num_experts, config)
         self._calls = Calls(self)
         self._waits = not self._calls.go_on
-        # By their limit of rows: a factor of a balanced load means another one for each batch.
-        self._engines: dict[int | str | None, Engine] = {}
+        self._engine: NativeEngine | ReferenceEngine | None = None  # this node's
         text = f"hierarchical: {self.nodes}, {self.inside!r} inside a node"
         if group.rank == 0:
             group.log_once(logging.INFO, text, f"{text}{reason and f' ({reason})'}")
@@ -148,7 +147,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             crossing.rows_of(assignments), (crossing.sent, crossing.received), what
         )
         received = crossed.finish(self._waits)
-        engine = self._engine_for(most_tokens, top_k)
+        engine = self._engine_inside()
 
         def plan_inside() -> RoutePlan:
             with self._inside():
@@ -156,7 +155,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
 
         if self._waits:
             what = "plan inside the nodes"
-            inside = on_all_ranks(self.group, what, plan_inside, self.config.timeout_s)
+            inside = on_all_ranks(self.group, what, plan_inside, self.timeout_s)
         else:
             inside = plan_inside()
         self._note_shortage(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)
@@ -250,9 +249,8 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _release(self) -> None:
         """The grid stays, for other engines of the group."""
         self._calls.close()
-        if self.group.is_alive:
-            for engine in self._engines.values():
-                engine.close()
+        if self.group.is_alive and self._engine is not None:
+            self._engine.close()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -279,7 +277,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             return all_cross(needed, most_tokens)
         sent = needed.sum(dim=1).cpu()
         what = "plan, exchanging how many tokens cross"
-        counts = self.group.gather(sent, what, self.config.timeout_s)
+        counts = self.group.gather(sent, what, self.timeout_s)
         rank = self.group.rank
         rail, node = self.nodes.rail_of(rank), self.nodes.node_of(rank)
         return needed_cross(needed, sent.tolist(), counts[rail, node].tolist())
@@ -295,20 +293,15 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         wrong = is_wrong.any(dim=1, keepdim=True)
         return torch.where(wrong, TOO_MANY_EXPERTS, NOT_ROUTED).to(topk_idx.dtype)
 
-    def _engine_for(self, num_tokens: int, top_k: int) -> Engine:
-        """The node's engine with room for as many rows as a rank of the whole group has."""
-        config = self.config
-        # "worst" means the same inside, a factor does not.
-        rows = WORST if config.max_recv_rows == WORST else self.rows_limit(num_tokens, top_k)
-        if rows not in self._engines:
+    def _engine_inside(self) -> Engine:
+        """The node's engine, made at the first plan.  Collective then."""
+        if self._engine is None:
             # Where not all fits, this engine tells, because all of its ranks must hear it.
-            inside = dataclasses.replace(
-                config, engine=self.inside, max_recv_rows=rows, on_overflow=DROP
-            )
-            experts = self._experts_of_node
-            self._engines[rows] = self._make_inside(self._grid.local, experts, inside)
-            self._engines[rows].ranks_per_expert = self.ranks_per_expert
-        return self._engines[rows]
+            inside = dataclasses.replace(self.config, engine=self.inside, on_overflow=DROP)
+            self._engine = self._make_inside(self._grid.local, self._experts_of_node, inside)
+            self._engine.ranks_per_expert = self.ranks_per_expert
+            self._engine.num_nodes = self.nodes.count
+        return self._engine
 
     def _note_shortage(self, topk_idx: torch.Tensor, most_tokens: int) -> None:
         """Write down how many rows each rank needs, for `on_overflow="raise"`.  Collective."""
@@ -326,7 +319,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         each = [1] * self.group.size
         what = "plan, exchanging how many rows each rank needs"
         sent = counts[:-1].expand(self.group.size, -1)
-        exchange = Exchange(self.group, sent, each, each, what, self.config.timeout_s)
+        exchange = Exchange(self.group, sent, each, each, what, self.timeout_s)
         needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
         self._shortage.note(needed, limit)
 
@@ -342,9 +335,9 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _start(
         self, messages: torch.Tensor, sizes: tuple[list[int], list[int]], what: str
     ) -> Exchange:
-        return start(self.group, self.nodes, messages, sizes, what, self.config.timeout_s)
+        return start(self.group, self.nodes, messages, sizes, what, self.timeout_s)
 
     def _leave(self, phase: str) -> None:
         """What comes last in each call: have `check` wait for what no host has waited for."""
         if not self._waits:
-            self._grid.unwaited.note(f"{phase} between nodes", self.config.timeout_s)
+            self._grid.unwaited.note(f"{phase} between nodes", self.timeout_s)

@@ -19,6 +19,9 @@ from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.hierarchical_plan import HierarchicalPlan
 from megatron_ncclep.errors import InputError, RefusedError
 
+# Shapes on which hosts have agreed and that are remembered, of a batch size each.
+MOST_AGREED = 1024
+
 
 class Calls:
     """The calls of one engine.
@@ -35,7 +38,7 @@ class Calls:
         # All ranks bring equally many tokens to each plan, on which the limit of rows depends.
         self._is_even = isinstance(config.max_recv_rows, str)
         self._is_free = is_static and not self._is_even
-        self._agreed: set[Hashable] = set()
+        self._agreed: dict[Hashable, None] = {}  # the oldest first
         self._most_tokens = 0  # of any rank in a plan on which hosts agreed
         self._refusal: str | None = None
 
@@ -55,7 +58,7 @@ class Calls:
                 self.refuse("plan", problem)
             return self._group.enter(), num_tokens if self._is_even else self._most_tokens
         agreement = self._engine.agree_on_routes(topk_idx, self._plan_problem(topk_idx))
-        self._agreed.add(key)
+        self._remember(key)
         self._most_tokens = max(self._most_tokens, *agreement.told)
         return agreement.call, self._most_tokens if self._is_free else max(agreement.told)
 
@@ -73,7 +76,7 @@ class Calls:
             assert isinstance(plan, HierarchicalPlan)
             return plan
         agreed = self._engine.agree_on_rows(phase, plan, rows, w, problem)
-        self._agreed.add(key)
+        self._remember(key)
         return agreed
 
     def refuse(self, phase: str, problem: str) -> NoReturn:
@@ -101,6 +104,15 @@ class Calls:
         """Forget it: an engine that is made anew starts anew.  Not collective."""
         if self._refusal is not None:
             self._group.forget_refusal()
+
+    def _remember(self, key: Hashable) -> None:
+        """Do not agree on such a call again, unless many others come in between.
+
+        All ranks agree on the same calls in the same order, and so they forget the same.
+        """
+        self._agreed[key] = None
+        if len(self._agreed) > MOST_AGREED:
+            del self._agreed[next(iter(self._agreed))]
 
     def _plan_problem(self, topk_idx: torch.Tensor) -> str | None:
         """Say what is wrong with the arguments of a plan on which the hosts agree."""

@@ -30,7 +30,7 @@ def engine_inside(
     inside = None if num_experts is None else num_experts // grid.nodes.count
     obstacle = native_obstacle.obstacle(grid.local, config, inside)
     what = "open, choosing the engine inside a node"
-    if problems := group.gather_problems(obstacle, what, config.timeout_s):
+    if problems := group.gather_problems(obstacle, what, group.deadline_s(config)):
         return "reference", f"not native: {problems}"
     return "native", ""
 
@@ -41,7 +41,7 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
     if is_auto and group.device.type != "cuda":
         return "it needs GPUs, unless it is asked for by name"
     try:
-        grid = grid_of(group, config.timeout_s)
+        grid = grid_of(group, group.deadline_s(config))
     except EngineUnavailableError as error:  # on all ranks
         return str(error)
     if is_auto and grid.nodes.count == 1:

@@ -15,7 +15,7 @@ class HierarchicalPlan(RoutePlan):
 
     Attributes:
         inside: of the engine that `engine` is, for the tokens that came over this rank's rail.
-        engine: which of the node's engines made it.
+        engine: the node's, which made it.
         most_tokens: the most tokens that any rank has; in static mode, for how many there is room.
         sent_token: int32 [tokens sent]: by node, then token; None in static mode, where all are.
         place: int32 [nodes, num_tokens]: which of the messages to all nodes is the one of a

@@ -317,8 +317,12 @@ def create_low_latency(
     if problem is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         problem = "a low-latency object cannot be made while a CUDA graph is captured"
     values = {} if problem else sizes.values()
-    group, timeout_s = maker.group, engine.config.timeout_s
-    number = group.agree("open", values, problem, timeout_s).call
+    group, config = maker.group, engine.config
+    number = group.agree("open", values, problem, group.deadline_s(config)).call
     name = f"low-latency {number}"  # the group's too, so that it is closed with the group
     calls = group.share(name, lambda: maker.make_low_latency(sizes, number))
-    return LowLatency(group, engine.caps, sizes, calls, lambda: group.release(name, timeout_s))
+
+    def release() -> None:
+        group.release(name, group.deadline_s(config))
+
+    return LowLatency(group, engine.caps, sizes, calls, release)

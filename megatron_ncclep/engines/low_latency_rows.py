@@ -64,14 +64,14 @@ class LowLatencySizes:
                 )
         return None
 
-    def values(self) -> dict[str, int | None]:
+    def values(self) -> dict[str, int | str | None]:
         """What the ranks compare."""
         return {
             "max_tokens": self.max_tokens,
             "hidden size": self.hidden,
             "top_k": self.top_k,
-            "dtype": DTYPES.index(self.dtype),
-            "payload dtype": (*DTYPES, *ONE_BYTE).index(self.payload),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "payload dtype": str(self.payload).removeprefix("torch."),
             "num_scales": self.num_scales,
         }
 

@@ -43,7 +43,10 @@ CAPS = EngineCaps(
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
     options=frozenset(
-        {"alignment", "check_calls", "max_recv_rows", "num_sms", "on_overflow", "timeout_s"}
+        {
+            *("alignment", "check_calls", "first_timeout_s", "max_recv_rows", "num_sms"),
+            *("on_overflow", "timeout_s"),
+        }
     ),
     moves_bytes=True,
     max_tokens=extension.limit("MAX_TOKENS"),
@@ -76,7 +79,7 @@ class NativeEngine(EngineBase[NativePlan]):
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; makes the group's communicator, if need be."""
-        ranks_per_gpu = group.ranks_per_gpu(config.timeout_s)
+        ranks_per_gpu = group.ranks_per_gpu(group.deadline_s(config))
         self.num_sms = config.num_sms or default_num_sms(group.device, ranks_per_gpu)
         if ranks_per_gpu > 1 and group.rank == 0:
             text = f"up to {ranks_per_gpu} ranks share a GPU: a test, whose timings mean nothing"
@@ -85,7 +88,7 @@ class NativeEngine(EngineBase[NativePlan]):
         self._may_drop = can_drop(config)
         self._name = f"native {num_experts}"
         self._shared = group.share(
-            self._name, lambda: NativeGroup(group, num_experts, config.timeout_s)
+            self._name, lambda: NativeGroup(group, num_experts, group.deadline_s(config))
         )
         self._native = self._shared.native
         self._row_bytes = 16  # of the longest row so far
@@ -194,7 +197,7 @@ class NativeEngine(EngineBase[NativePlan]):
 
     def _release(self) -> None:
         """The last engine of the group frees the windows."""
-        self.group.release(self._name, self.config.timeout_s)
+        self.group.release(self._name, self.timeout_s)
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds; all engines of the group share it."""
@@ -205,7 +208,7 @@ class NativeEngine(EngineBase[NativePlan]):
         """What comes first in each call: raise what there is to raise, set the deadline."""
         self._require_open()
         self._shared.raise_failure()
-        self._native.timeout_s = self.config.timeout_s  # the group's other engines have theirs
+        self._native.timeout_s = self.timeout_s  # the group's other engines have theirs
 
     def _enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, Room, list[Any]]:
         """Check the arguments of plan, and have memory and windows for it.
@@ -253,7 +256,7 @@ class NativeEngine(EngineBase[NativePlan]):
         Windows grow when they are too small, and `allocate` has put what the plan needs into
         `memory`.  Returns the number of the call, and what the memory is for.
         """
-        timeout_s = self.config.timeout_s
+        timeout_s = self.timeout_s
         # Allocated before the ranks agree, so that one without memory can still tell the others.
         problem = problem or self._plan_problem()
         if problem is None:
@@ -367,7 +370,7 @@ class NativeEngine(EngineBase[NativePlan]):
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
         """Have windows for this much, the same on all ranks.  Collective when they grow."""
         needed = (num_tokens, top_k, row_bytes)
-        native_windows.reserve(self.group, self._native, *needed, self.config.timeout_s)
+        native_windows.reserve(self.group, self._native, *needed, self.timeout_s)
 
     def _describe(self, row_bytes: int, top_k: int) -> None:
         """Log at level DEBUG how the kernels are set up for such rows, once for each kind."""
@@ -391,9 +394,7 @@ class NativeEngine(EngineBase[NativePlan]):
     def _raise_bad_routing(self, topk_idx: torch.Tensor) -> None:
         """Raise the same InputError on all ranks, which know that a routing is bad.  Collective."""
         problem = checks.topk_value_problem(topk_idx, self.num_experts)
-        raise InputError(
-            f"plan: {self.group.gather_problems(problem, 'plan', self.config.timeout_s)}"
-        )
+        raise InputError(f"plan: {self.group.gather_problems(problem, 'plan', self.timeout_s)}")
 
 
 def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:

@@ -55,7 +55,8 @@ class NativeLowLatency:
         self._group, self._sizes = shared.group, sizes
         self._shared, self._streams, self._config = shared, streams, config
         self._num_tokens = 0  # of the last dispatch
-        group, native, timeout_s = self._group, shared.native, config.timeout_s
+        group, native = shared.group, shared.native
+        timeout_s = group.deadline_s(config)
         shared.raise_failure()
         torch.cuda.synchronize(group.device)
         if not native.windows:
@@ -109,7 +110,7 @@ class NativeLowLatency:
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """See `LowLatencyCalls.begin`."""
         self._shared.raise_failure()
-        self._shared.native.timeout_s = self._config.timeout_s
+        self._shared.native.timeout_s = self._group.deadline_s(self._config)
         # Told once where the group can be used afterwards: several ranks are at their end.
         problem = problem or self._shared.bad_routings(forget=self._group.size == 1)
         if problem is not None:
@@ -175,7 +176,7 @@ class NativeLowLatency:
     def close(self) -> None:
         """See `LowLatencyCalls.close`."""
         self._native.close()
-        self._group.release("communicator", self._config.timeout_s)
+        self._group.release("communicator", self._group.deadline_s(self._config))
 
     def _allocated(self, phase: str, allocate: Callable[[], tuple[Any, ...]]) -> list[Any]:
         """What `allocate` returns; without memory for it the call is refused, for all ranks."""

@@ -42,12 +42,13 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
         return problem, _Place() if problem else _own_place(group.device)
 
     what = "open, looking for what keeps the engine 'native' from running"
-    ranks_per_gpu = group.ranks_per_gpu(config.timeout_s)
-    problem, mine = on_all_ranks(group, what, look, config.timeout_s)
-    places = _exchange(group, mine, config.timeout_s)
+    timeout_s = group.deadline_s(config)
+    ranks_per_gpu = group.ranks_per_gpu(timeout_s)
+    problem, mine = on_all_ranks(group, what, look, timeout_s)
+    places = _exchange(group, mine, timeout_s)
     if any(each.gpu == "" for each in places):
         return problem
-    return _group_obstacle(places) or _lsa_obstacle(group, places, config.timeout_s)
+    return _group_obstacle(places) or _lsa_obstacle(group, places, timeout_s)
 
 
 # --- one rank ------------------------------------------------------------------------------------

@@ -35,7 +35,10 @@ CAPS = EngineCaps(
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
     options=frozenset(
-        {"alignment", "check_calls", "max_recv_rows", "num_sms", "on_overflow", "timeout_s"}
+        {
+            *("alignment", "check_calls", "first_timeout_s", "max_recv_rows", "num_sms"),
+            *("on_overflow", "timeout_s"),
+        }
     ),
     moves_bytes=True,
     max_tokens=MAX_TOKENS,
@@ -159,7 +162,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
 
     def _release(self) -> None:
         """The last engine of the group frees the staging memory."""
-        self.group.release(self._staging_name, self.config.timeout_s)
+        self.group.release(self._staging_name, self.timeout_s)
 
     def _bind(self, plan: NcclEpPlan, rows: torch.Tensor) -> Any:
         """Return the library's handle of `plan`, for rows as long as those of `rows`."""
@@ -172,7 +175,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         expert = torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).reshape(-1)
         mine = expert.new_zeros(self.num_experts + 1)
         mine = mine.scatter_add(0, expert, torch.ones_like(expert))[: self.num_experts]
-        return self.group.gather(mine.cpu(), "plan, exchanging counts", self.config.timeout_s)
+        return self.group.gather(mine.cpu(), "plan, exchanging counts", self.timeout_s)
 
     def _local(self, counts: torch.Tensor) -> torch.Tensor:
         """Assignments of all ranks for each expert of this rank."""

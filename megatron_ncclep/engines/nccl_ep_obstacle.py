@@ -28,7 +28,8 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
 
     `CAPS` has what depends on `num_experts`.  What this rank alone finds, only this rank says.
     """
-    nodes, timeout_s = group.ranks_per_node(config.timeout_s), config.timeout_s
+    timeout_s = group.deadline_s(config)
+    nodes = group.ranks_per_node(timeout_s)
     what = "open, looking for what keeps the engine 'nccl_ep' from running"
     problem = on_all_ranks(group, what, lambda: _own_obstacle(group, config, nodes), timeout_s)
     if group.gather_problems(problem, what, timeout_s):

@@ -116,8 +116,9 @@ class Staging:
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         self._group, self._num_experts, self._config = group, num_experts, config
-        self._communicator = communicator_of(group, config.timeout_s)
-        self._library = on_all_ranks(group, "opening libnccl_ep", open_library, config.timeout_s)
+        timeout_s = group.deadline_s(config)
+        self._communicator = communicator_of(group, timeout_s)
+        self._library = on_all_ranks(group, "opening libnccl_ep", open_library, timeout_s)
         self._staged: Any = None
         self._limits = (0, 0, 0)  # tokens, bytes of a row, assignments of a token
         self._num_rows = 0  # static mode: of every dispatched tensor
@@ -184,7 +185,8 @@ class Staging:
         # A route that moved rows since then is bound to the memory that came after.
         bound = [sum(r.staged is staged for r in routes) for staged, routes in self._retired]
         what = "freeing outgrown staging memory of nccl_ep"
-        bound_anywhere = self._group.gather(torch.tensor(bound), what, self._config.timeout_s)
+        timeout_s = self._group.deadline_s(self._config)
+        bound_anywhere = self._group.gather(torch.tensor(bound), what, timeout_s)
         in_use = bound_anywhere.sum(dim=0).tolist()
         if not all(in_use):
             torch.cuda.synchronize(self._group.device)
@@ -224,11 +226,14 @@ class Staging:
                     row_bytes=row_bytes,
                     top_k=top_k,
                     num_sms=self._config.num_sms or 0,
+                    # Kept for good.  Hosts have met before its kernels wait for each other, in the
+                    # first step too.
                     timeout_s=self._config.timeout_s,
                 )
 
         what = f"nccl_ep: making staging memory for {tokens} tokens of {row_bytes} bytes"
-        self._staged = on_all_ranks(self._group, what, make, self._config.timeout_s)
+        timeout_s = self._group.deadline_s(self._config)
+        self._staged = on_all_ranks(self._group, what, make, timeout_s)
         self._limits, self._num_rows = (tokens, row_bytes, top_k), num_rows
         if self._group.rank == 0:
             text = (

@@ -46,7 +46,12 @@ CAPS = EngineCaps(
     reduction=SOURCE_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     row_bytes_multiple=1,
-    options=frozenset({"alignment", "check_calls", "max_recv_rows", "on_overflow", "timeout_s"}),
+    options=frozenset(
+        {
+            *("alignment", "check_calls", "first_timeout_s", "max_recv_rows", "on_overflow"),
+            "timeout_s",
+        }
+    ),
     moves_bytes=True,
     low_latency_tokens=65536,
 )
@@ -133,7 +138,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         counts = self.group.gather(
             torch.stack([pairs_sent, assignments_sent]).reshape(-1).cpu(),
             "plan, exchanging counts",
-            self.config.timeout_s,
+            self.timeout_s,
         ).view(num_ranks, 2, num_ranks)  # [source, pairs or assignments, destination]
         self._check_row_counts(counts[:, 1].sum(dim=0).tolist())
         pairs_received = counts[:, 0, self.group.rank]
@@ -270,7 +275,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> ReferenceLowLatency:
         """See `create_low_latency`."""
         self._require_open()
-        return ReferenceLowLatency(self.group, self.num_experts, sizes, self.config.timeout_s)
+        return ReferenceLowLatency(self.group, self.num_experts, sizes, self.config)
 
     def _check_row_counts(self, assignments_per_rank: list[int]) -> None:
         """Refuse more rows than row numbers can name; every rank knows all counts, so all raise."""
@@ -327,12 +332,12 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         """Rows that each rank needs, int64 [num_ranks]; `rows`: up to each assignment here."""
         mine = rows[-1:].sum().reshape(1)  # 0 without assignments
         what = "plan, exchanging how many rows each rank needs"
-        return self.group.gather(mine, what, self.config.timeout_s).flatten()
+        return self.group.gather(mine, what, self.timeout_s).flatten()
 
     def _exchange(
         self, sent: torch.Tensor, sent_splits: list[int], received_splits: list[int], what: str
     ) -> torch.Tensor:
-        return exchange(self.group, sent, sent_splits, received_splits, what, self.config.timeout_s)
+        return exchange(self.group, sent, sent_splits, received_splits, what, self.timeout_s)
 
 
 @dataclass(frozen=True)

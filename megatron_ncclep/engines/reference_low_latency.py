@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.engine import NOT_ROUTED
 from megatron_ncclep.engines.low_latency_rows import LowLatencyRows, LowLatencySizes, Tokens
@@ -22,10 +23,10 @@ class ReferenceLowLatency:
     """
 
     def __init__(
-        self, group: EpGroup, num_experts: int, sizes: LowLatencySizes, timeout_s: float
+        self, group: EpGroup, num_experts: int, sizes: LowLatencySizes, config: EpConfig
     ) -> None:
         self._group, self._num_experts, self._sizes = group, num_experts, sizes
-        self._timeout_s = timeout_s
+        self._config = config
         self._num_tokens = 0  # of the last dispatch
         self._received: LowLatencyRows | None = None
         self._tokens_of = torch.zeros(0)  # bool [R, T]: this rank's tokens that go to each rank
@@ -34,7 +35,7 @@ class ReferenceLowLatency:
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """See `LowLatencyCalls.begin`."""
         if sends:
-            self._group.agree(phase, {}, problem, self._timeout_s)
+            self._group.agree(phase, {}, problem, self._group.deadline_s(self._config))
         elif problem is not None:
             raise InputError(f"{phase}: {problem}")
 
@@ -128,5 +129,5 @@ class ReferenceLowLatency:
 
     def _exchange(self, sent: torch.Tensor) -> torch.Tensor:
         """Send sent[r] to rank r; return what comes, by source."""
-        each = [1] * self._group.size
-        return exchange(self._group, sent, each, each, "a low-latency call", self._timeout_s)
+        each, timeout_s = [1] * self._group.size, self._group.deadline_s(self._config)
+        return exchange(self._group, sent, each, each, "a low-latency call", timeout_s)

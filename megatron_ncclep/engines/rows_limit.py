@@ -21,8 +21,6 @@ blocks, 64 rows.
 
 from __future__ import annotations
 
-import torch
-
 from megatron_ncclep.config import MAX_COUNT, WORST, EpConfig, thousandths
 
 
@@ -36,7 +34,7 @@ def rows_limit(
 ) -> int | None:
     """How many rows every dispatched tensor has; None in exact mode.  Not collective.
 
-    The same on all ranks when they bring the same number of tokens, which `agreed_values` sees to.
+    The same on all ranks when they bring the same number of tokens, on which they agree.
 
     Args:
         config: options of the engine.
@@ -65,25 +63,3 @@ def rows_limit(
 def can_drop(config: EpConfig) -> bool:
     """Whether anything may not fit: not in exact mode, nor with room for all that can come."""
     return config.max_recv_rows not in (None, WORST)
-
-
-def agreed_values(config: EpConfig, topk_idx: torch.Tensor | None = None) -> dict[str, int | None]:
-    """What all ranks must have the same, for `EpGroup.agree`, so that their limits are the same.
-
-    Args:
-        config: options of the engine.
-        topk_idx: [num_tokens, top_k] of a plan; None when an engine is made.
-    """
-    rows = config.max_recv_rows
-    if not isinstance(rows, str):
-        return {"max_recv_rows": rows, FACTOR: None}
-    values = {"max_recv_rows": None, FACTOR: 0 if rows == WORST else thousandths(rows)}
-    if topk_idx is not None:
-        num_tokens = topk_idx.shape[0] if topk_idx.dim() else 0
-        values[f"number of tokens (max_recv_rows={rows!r} depends on it, a number does not)"] = (
-            num_tokens
-        )
-    return values
-
-
-FACTOR = "max_recv_rows as a factor (in thousandths; worst: 0)"

@@ -25,7 +25,10 @@ from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, 
 from megatron_ncclep.ranks.group import EpGroup
 
 # Of EpConfig, what counts while text is generated.
-OPTIONS = ("check_calls", "engine", "inference_tokens", "num_sms", "timeout_s")
+OPTIONS = (
+    *("check_calls", "engine", "first_timeout_s", "inference_tokens", "num_sms"),
+    "timeout_s",
+)
 # Of a rank in low-latency mode, where nobody says how many.
 DEFAULT_TOKENS = 128
 # What the inference experts of Megatron-Core take.
@@ -148,7 +151,7 @@ class InferenceExchange:
                     "before the first batch: run the model once before, as Megatron-Core does"
                 )
             return self._low_latency
-        timeout_s = self.engine.config.timeout_s
+        timeout_s = self.group.deadline_s(self.engine.config)
         told = self.group.agree("dispatch", {}, problem, timeout_s, told=num_tokens).told
         low_latency = self._open()
         return low_latency if max(told) <= self.max_tokens else None

@@ -304,7 +304,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         all_ranks = self._ranks.gather(
             torch.tensor([mine]),
             "plan, exchanging how many experts capacity padding gives a token",
-            self.engine.config.timeout_s,
+            self._ranks.deadline_s(self.engine.config),
         )
         return max(top_k, int(all_ranks.max()))
 
@@ -321,7 +321,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                 f"is rank {group.rank} of {group.size} in tp_ep, but rank {tp.rank()} of "
                 f"{tp.size()} in expt_tp and rank {ep.rank()} of {ep.size()} in ep"
             )
-        problems = group.gather_problems(problem, "open", self.engine.config.timeout_s)
+        problems = group.gather_problems(problem, "open", group.deadline_s(self.engine.config))
         if problems:
             self.engine.close()
             raise UnsupportedError(

@@ -52,6 +52,7 @@ class EpGroup(Hosts):
         self.is_closed = False
         self.timeout_s = EpConfig.timeout_s
         self._left_alone = False  # closed without the other ranks
+        self._is_first_step = True
         self._logged: set[str] = set()
         self._shared: dict[str, _Shared] = {}
         self._ranks_per_node: list[int] | None = None
@@ -198,6 +199,27 @@ class EpGroup(Hosts):
         for shared in list(self._shared.values()):
             if check := getattr(shared.thing, "check", None):
                 check()
+        if self._is_used:  # otherwise another model's optimizer steps before this one's first call
+            self._is_first_step = False
+
+    def begin_first_step(self) -> None:
+        """Let ranks be as late as in a first step: there is a new engine.  Not collective."""
+        self._is_first_step, self._is_used = True, False
+
+    def deadline_s(self, config: EpConfig) -> float:
+        """Seconds for which an engine with these options waits now.  Not collective.
+
+        `config.first_deadline_s` in the first step of the group's newest engine, which ends with
+        the first `check` after a call: a rank that compiles is late, and not dead.
+        `config.timeout_s` afterwards, and always for what a CUDA graph captures, because its
+        kernels keep the deadline.  The ranks of a node follow the whole group.
+        """
+        if isinstance(self._whole, EpGroup):
+            return self._whole.deadline_s(config)
+        if not self._is_first_step:
+            return config.timeout_s
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return config.timeout_s if is_captured else config.first_deadline_s
 
     def waited_ns(self) -> torch.Tensor:
         """For how long this rank has waited so far for others to come to the same call: int64 [1].

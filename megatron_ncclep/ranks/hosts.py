@@ -6,11 +6,13 @@ message, through shared memory where they have some (`exchange.py`), and otherwi
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import hashlib
 import struct
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,13 +31,10 @@ from megatron_ncclep.errors import (
 from megatron_ncclep.ranks.exchange import DYING_S, HostLink
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
-# Values that one call compares across ranks; the message has a fixed size, whatever the call is,
-# so that ranks in different calls can still read each other's.
-MAX_VALUES = 10
-HEADER = 4  # phase, call, whether there is a problem, what is told
-# Values are numbers on the wire; this one says "not given".
-NONE_VALUE = -1
-MESSAGE = struct.Struct(f"<{HEADER + MAX_VALUES}q")
+# Phase, call, whether there is a problem, what is told; length and hash of the values' text.  The
+# same size for every call, so that ranks in different calls can still read each other's.
+HASH_BYTES = 8
+MESSAGE = struct.Struct(f"<5q{HASH_BYTES}s")
 TEXT_BYTES = 1024
 # A wait for the device asks without pause for this long, and then with pauses of this length.
 BUSY_WAIT_S = 1e-3
@@ -81,6 +80,7 @@ class Hosts:
         else:
             on_gpu, self.device = whole.device.type == "cuda", whole.device
         self._num_calls = 0
+        self._is_used = False  # a call was made that neither opens nor closes anything
         self._since = 0  # what was refused in earlier calls has no part in the present one
         self._waited_ns = 0  # for other ranks, in `exchange`
         self._link = HostLink(self.rank, self.size)
@@ -122,6 +122,7 @@ class Hosts:
         """
         _ = self.process_group  # raises when torch no longer knows it
         self._num_calls += 1
+        self._is_used |= not is_fresh
         self._since = self._num_calls if is_fresh else 0
         self._link.enter(self._num_calls, goes_on, self._since)
         return self._num_calls
@@ -158,7 +159,7 @@ class Hosts:
     def agree(
         self,
         phase: str,
-        values: Mapping[str, int | None],
+        values: dict[str, int | str | None],
         problem: str | None,
         timeout_s: float,
         error: type[EpError] = InputError,
@@ -167,10 +168,11 @@ class Hosts:
         """Make sure that every rank is in the same call with matching arguments.  Collective.
 
         Waits on the host for the other ranks' hosts, but not for what is queued on any device.
+        The ranks compare a hash of the values, and exchange the values only if it differs.
 
         Args:
             phase: one of `PHASES`.
-            values: what must be equal on all ranks, at most `MAX_VALUES` of them.
+            values: what must be equal on all ranks, by the names that errors give them.
             problem: what is wrong on this rank, if anything is.
             timeout_s: seconds to wait for the other ranks.
             error: what to raise for a problem.
@@ -184,9 +186,9 @@ class Hosts:
         # A rank that has refused a call comes to the end of an engine and to the next one's start.
         call = self.enter(goes_on=False, is_fresh=phase in ("open", "close"))
         head = (PHASES.index(phase), call)
-        given = [NONE_VALUE if v is None else v for v in values.values()]
-        given += [0] * (MAX_VALUES - len(given))
-        mine = MESSAGE.pack(*head, problem is not None, told, *given)
+        text = repr(values).encode()  # a third of the time that JSON takes
+        text_hash = hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
+        mine = MESSAGE.pack(*head, problem is not None, told, len(text), text_hash)
         everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
         if problem is None and everything == mine * self.size:  # as it should be: no more to do
             return Agreement(call, [told] * self.size)
@@ -199,14 +201,24 @@ class Hosts:
             raise PeerError(different_calls("; ".join(where)))
         if any(row[2] for row in theirs):
             raise error(f"{phase}: {self.gather_problems(problem, phase, timeout_s)}")
-        for i, name in enumerate(values):
-            seen = [row[HEADER + i] for row in theirs]
-            if len(set(seen)) > 1:
-                each = ", ".join(
-                    f"rank {r} has {None if v == NONE_VALUE else v}" for r, v in enumerate(seen)
-                )
-                raise InputError(difference(phase, name, each))
+        if len({row[4:] for row in theirs}) > 1:
+            most_bytes = max(row[4] for row in theirs)
+            raise InputError(self._what_differs(text, most_bytes, phase, timeout_s))
         return Agreement(call, [row[3] for row in theirs])
+
+    def _what_differs(self, text: bytes, most_bytes: int, phase: str, timeout_s: float) -> str:
+        """Exchange texts of values; say what each rank has of the first that differs.  Collective.
+
+        `most_bytes`: of the longest text of any rank.
+        """
+        what = f"{phase}, exchanging what differs"
+        texts = self.exchange_padded(text, most_bytes, what, timeout_s)
+        theirs = [ast.literal_eval(text.decode()) for text in texts]
+        names = dict.fromkeys(name for values in theirs for name in values)
+        seen = {name: [str(values.get(name)) for values in theirs] for name in names}
+        first = next(name for name in names if len(set(seen[name])) > 1)
+        each = ", ".join(f"rank {r} has {value}" for r, value in enumerate(seen[first]))
+        return difference(phase, first, each)
 
     # --- messages ---------------------------------------------------------------------------------
 

@@ -38,6 +38,41 @@ def test_deadlines_of_the_environment(text: str, monkeypatch: pytest.MonkeyPatch
         EpConfig.resolve()
 
 
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        ({}, 600.0),
+        ({"timeout_s": 5}, 5),
+        ({"timeout_s": 90.0}, 90.0),
+        ({"timeout_s": 1e4}, 1e4),
+        ({"timeout_s": 5, "first_timeout_s": 7.5}, 7.5),
+        ({"first_timeout_s": 60}, 60),
+    ],
+)
+def test_the_deadline_of_the_first_step(given: dict[str, float], first: float) -> None:
+    """One that is asked for holds from the first call on, unless another is asked for too."""
+    assert EpConfig(**given).first_deadline_s == first
+
+
+def test_a_first_step_is_not_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCLEP_FIRST_TIMEOUT_S", "59.5")
+    with pytest.raises(InputError, match=r"first_timeout_s 59\.5: must be at least timeout_s, 60:"):
+        EpConfig.resolve()
+    assert EpConfig.resolve(timeout_s=5).first_deadline_s == 59.5
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 0, "60"])
+def test_first_deadlines_that_are_none(value: Any) -> None:
+    with pytest.raises(InputError, match=r"first_timeout_s .*: must be a number of seconds from"):
+        EpConfig(timeout_s=MIN_TIMEOUT_S, first_timeout_s=value)
+
+
+def test_ranks_compare_all_options_but_deadlines() -> None:
+    """check_calls was forgotten: ranks with and without it waited for each other."""
+    names = {f.name for f in dataclasses.fields(EpConfig)}
+    assert set(EpConfig().common()) == names - {"timeout_s", "first_timeout_s"}
+
+
 @pytest.mark.parametrize("value", [MIN_TIMEOUT_S, 1, 60.0, MAX_TIMEOUT_S])
 def test_deadlines_that_every_clock_takes(value: float) -> None:
     timeout_s = EpConfig(timeout_s=value).timeout_s

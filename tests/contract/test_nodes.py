@@ -27,7 +27,7 @@ from megatron_ncclep.engines import create_engine, hierarchical
 from megatron_ncclep.engines.engine import NODE_SUMS_ROUNDED
 from megatron_ncclep.engines.hierarchical import HierarchicalPlan
 from megatron_ncclep.engines.reference import ReferenceEngine
-from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
+from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, PeerError
 from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.all_to_all import Exchange
 from megatron_ncclep.ranks.group import EpGroup
@@ -207,6 +207,49 @@ def test_all_nodes_hear_of_a_wrong_argument(pool: RankPool) -> None:
         "dispatch: rank 3: x has shape [2, 16]: the plan expects [1, hidden]"
     }
     assert [shape for _, shape in results] == ["[4, 16]", "[0, 16]", "[0, 16]", "[4, 16]"]
+
+
+class Failed:
+    """What engines of a group share, after a wait on its device that passed its deadline."""
+
+    def check(self) -> None:
+        raise PeerError("rank 1 did not come in dispatch")
+
+    def close(self) -> None:
+        pass
+
+
+def failed_inside_on_rank(ctx: RankContext) -> None:
+    engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE))
+    assert isinstance(engine, hierarchical.HierarchicalEngine)
+    group = EpGroup.of(ctx.group)
+    group.check()
+    engine._grid.local.share("planted", Failed)
+    with pytest.raises(PeerError, match="rank 1 did not come in dispatch"):
+        group.check()
+
+
+def test_what_fails_inside_a_node_is_told_before_an_optimizer_steps(pool: RankPool) -> None:
+    """The group of a node's ranks is not in torch's list, and nobody else checks it."""
+    pool.run(in_grid, 2, failed_inside_on_rank, ranks=4)
+
+
+def deadlines_on_rank(ctx: RankContext) -> list[float]:
+    """Of a node's ranks: in the first step of an engine, after it, and in another engine's."""
+    config = EpConfig(engine=ENGINE, timeout_s=50.0, first_timeout_s=70.0)
+    engine = create_engine(ctx.group, 8, config)
+    assert isinstance(engine, hierarchical.HierarchicalEngine)
+    inside, found = engine._grid.local, []
+    found.append(inside.deadline_s(config))
+    engine.plan(torch.tensor([[0, 7]]))
+    EpGroup.of(ctx.group).check()
+    found.append(inside.deadline_s(config))
+    create_engine(ctx.group, 8, config)
+    return [*found, inside.deadline_s(config)]
+
+
+def test_the_ranks_of_a_node_are_in_the_step_of_the_group(pool: RankPool) -> None:
+    assert pool.run(in_grid, 2, deadlines_on_rank, ranks=4) == [[70.0, 50.0, 70.0]] * 4
 
 
 # --- chunks --------------------------------------------------------------------------------------

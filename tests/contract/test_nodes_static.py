@@ -9,7 +9,7 @@ tests/gpu/test_graphs.py --backend nccl --engine hierarchical --ranks 2`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import create_engine, hierarchical
+from megatron_ncclep.engines import create_engine, hierarchical, hierarchical_calls
 from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.hierarchical_plan import HierarchicalPlan
 from megatron_ncclep.engines.reference import CAPS, ReferenceEngine
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks import all_to_all
@@ -171,6 +172,74 @@ def test_no_call_waits(pool: RankPool, monkeypatch: pytest.MonkeyPatch, local_ra
     assert len(cases) > 5
     for i, case in enumerate(cases):
         assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
+
+
+def new_calls_on_rank(ctx: RankContext) -> list[str]:
+    """What waits for other hosts, of calls that are like earlier ones but for one thing each."""
+    group, said = EpGroup.of(ctx.group), []
+    assignments, x, w = torch.tensor([[0, 7]]), torch.ones(1, 16), torch.ones(1, 2)
+    with inside_that_waits_for_nothing():
+        engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows="worst"))
+        plan = engine.plan(assignments)
+        rows, _ = engine.dispatch(plan, x)
+        engine.combine(plan, rows)
+        calls: dict[str, Callable[[], Any]] = {
+            "the same plan": lambda: engine.plan(assignments + 0),
+            "more tokens": lambda: engine.plan(assignments.repeat(2, 1)),
+            "top-k": lambda: engine.plan(assignments[:, :1]),
+            "the same dispatch": lambda: engine.dispatch(plan, x + 1),
+            "dispatched dtype": lambda: engine.dispatch(plan, x.bfloat16()),
+            "dispatched hidden size": lambda: engine.dispatch(plan, x.repeat(1, 2)),
+            "dispatched weights": lambda: engine.dispatch(plan, x, w),
+            "the same combine": lambda: engine.combine(plan, rows + 1),
+            "combined dtype": lambda: engine.combine(plan, rows.bfloat16()),
+        }
+        with far(group):
+            for name, call in calls.items():
+                try:
+                    call()
+                except WaitedError as error:
+                    said.append(f"{name}: {error}")
+        engine.close()
+    return said
+
+
+def test_hosts_agree_on_whatever_is_new(pool: RankPool) -> None:
+    """Sizes of messages follow from it: rows of bf16 on one rank and of fp32 on another would cross
+    the network as numbers of the wrong kind, or not at all.
+    """
+    for waited in pool.run(in_grid, 2, new_calls_on_rank, ranks=4):
+        assert waited == [
+            *("more tokens: for other hosts", "top-k: for other hosts"),
+            "dispatched dtype: for other hosts",
+            "dispatched hidden size: for other hosts",
+            "dispatched weights: for other hosts",
+            "combined dtype: for other hosts",
+        ]
+
+
+def many_batch_sizes_on_rank(ctx: RankContext) -> list[int]:
+    """Rows of each plan."""
+    group = EpGroup.of(ctx.group)
+    batches = [torch.tensor([[0, 7]]).repeat(n, 1) for n in (1, 2, 3, 4)]
+    with inside_that_waits_for_nothing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hierarchical_calls, "MOST_AGREED", 3)
+        engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows="1.5x"))
+        plans = [engine.plan(topk_idx) for topk_idx in batches]
+        assert isinstance(plans[0], HierarchicalPlan)
+        assert len({id(plan.engine) for plan in plans}) == 1  # type: ignore[attr-defined]
+        with far(group):
+            engine.plan(batches[-1])
+            with pytest.raises(WaitedError, match="for other hosts"):
+                engine.plan(batches[0])
+        engine.close()
+    return [plan.num_rows for plan in plans]
+
+
+def test_batches_of_many_sizes_leave_nothing_behind(pool: RankPool) -> None:
+    """Each new number of tokens made another engine inside, and an entry that stayed."""
+    results = pool.run(in_grid, 2, many_batch_sizes_on_rank, ranks=4)
+    assert results == [[3, 6, 9, 12]] * 4
 
 
 def waits_on_rank(ctx: RankContext) -> list[str]:

@@ -334,12 +334,13 @@ def main(backend: str, engine_name: str, name: str) -> None:
     is_culprit = ctx.rank == fault.culprit % ctx.num_ranks
     num_experts = 4 * ctx.num_ranks
     # The first engine makes and compiles what the second finds.
-    engine = create_engine(ctx.group, num_experts, EpConfig(engine=engine_name, timeout_s=LONG_S))
+    patient = EpConfig(engine=engine_name, timeout_s=LONG_S, first_timeout_s=LONG_S)
+    engine = create_engine(ctx.group, num_experts, patient)
     Job(ctx, engine, is_culprit).steps()
     engine.close()
     # On a CPU ranks that wait are told of one that ends: on a busy machine it takes its time to.
     is_told = fault.ends_all or (backend == "gloo" and fault.happens is not comes_late)
-    config = EpConfig(engine=engine_name, timeout_s=LONG_S if is_told else DEADLINE_S)
+    config = patient if is_told else EpConfig(engine=engine_name, timeout_s=DEADLINE_S)
     job = Job(ctx, create_engine(ctx.group, num_experts, config), is_culprit)
     job.steps()
     start = time.monotonic()

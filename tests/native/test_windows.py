@@ -334,13 +334,30 @@ def test_growth_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_engines_of_a_group_have_deadlines_of_their_own() -> None:
+def test_engines_of_a_group_have_deadlines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And longer ones in the first step, but not in a graph, which would keep them for good."""
+    is_captured = False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
     native = SimpleNamespace(failure=lambda: None, timeout_s=0.0)
-    group = SimpleNamespace(require_open=lambda: None)
-    engines = [engine_on(group, native, timeout_s) for timeout_s in (2.0, 5.0)]
-    for engine in (*engines, engines[0]):
-        engine._begin()
-        assert native.timeout_s == engine.config.timeout_s
+    (group,) = on_threads(1, lambda group: group)
+    engines = [engine_on(group, native, timeout_s) for timeout_s in (2.0, 60.0)]
+
+    def deadlines() -> list[float]:
+        given = []
+        for engine in (*engines, engines[0]):
+            engine._begin()
+            given.append(native.timeout_s)
+        return given
+
+    assert deadlines() == [2.0, 600.0, 2.0]
+    is_captured = True
+    assert deadlines() == [2.0, 60.0, 2.0]
+    is_captured = False
+    group.enter()
+    assert deadlines() == [2.0, 600.0, 2.0]
+    group.check()
+    assert deadlines() == [2.0, 60.0, 2.0]
 
 
 def test_an_engine_says_what_it_holds() -> None:

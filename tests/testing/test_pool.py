@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -89,3 +91,12 @@ def test_an_exception_costs_nothing(pool: RankPool) -> None:
     with pytest.raises(RankError, match=r"(?s)--- rank 1 ---.*ZeroDivisionError: a bug"):
         pool.run(fail)
     assert pool.run(whereabouts) == before
+
+
+def test_a_failed_test_costs_later_ones_nothing() -> None:
+    """A rank that compiled for too long failed its test, and then every other one of its pool."""
+    planted = str(Path(__file__).with_name("planted_failure.py"))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--ranks", "2", planted]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert "PeerError: rank 0 of 2: no answer from the other ranks" in done.stdout, done
+    assert "1 failed, 1 passed" in done.stdout, done
