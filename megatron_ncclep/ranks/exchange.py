@@ -68,6 +68,8 @@ class HostLink:
     def open(self, gather: Callable[[bytes], bytes]) -> None:
         """Find out whether the ranks can share memory, and share some.  Collective.
 
+        If they cannot, rank 0 logs why.
+
         Args:
             gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
 
@@ -76,11 +78,11 @@ class HostLink:
         """
         self._memory, obstacle = open_together(self.rank, self.size, _obstacle(), gather)
         self.is_open = True
-        if self._memory is None:
-            get_logger().debug(
-                "rank %d: hosts agree over the process group: %s",
-                self.rank,
-                obstacle or "another rank cannot share memory",
+        if self._memory is None and self.rank == 0:
+            get_logger().info(
+                "hosts agree over the process group, some hundred microseconds a call, because "
+                "the ranks share no memory: %s",
+                obstacle,
             )
 
     def enter(self, call: int, goes_on: bool, since: int = 0) -> None:
