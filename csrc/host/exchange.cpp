@@ -1,7 +1,6 @@
 #include "host/exchange.h"
 
 #include <fcntl.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -11,8 +10,9 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <thread>
 #include <utility>
+
+#include "common/pause.h"
 
 namespace ncclep {
 
@@ -24,15 +24,8 @@ constexpr std::size_t kCacheLine = 64;
 // Says that the memory is laid out as below; change it with the layout.
 constexpr std::uint64_t kLayout = 0x6e63636c65700003;
 
-// A wait asks without pause this often (a few microseconds), then gives its core away until
-// kYieldTime, then sleeps, so that the ranks it waits for run where there are fewer cores than
-// ranks.  A rank that sleeps comes late to what follows, and the others then wait for it: what is
-// usual in a training step must not last until kYieldTime.
+// A wait asks without pause this often (a few microseconds); see `pause_in_wait`.
 constexpr int kSpins = 100;
-constexpr std::chrono::microseconds kYieldTime{5000};
-// A sleep is a hundredth of what has been waited, within these: a rank that compiles, or reads
-// data, for seconds has the cores for that, and the others lose 1 %.
-constexpr std::chrono::duration<double> kShortestSleep{50e-6}, kLongestSleep{1e-3};
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -222,12 +215,7 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
         raise_if_lost(is_late, what, timeout_s);
         poll();
       }
-      if (waited < std::chrono::duration<double>(kYieldTime).count()) {
-        sched_yield();
-      } else {
-        const std::chrono::duration<double> share{waited / 100};
-        std::this_thread::sleep_for(std::clamp(share, kShortestSleep, kLongestSleep));
-      }
+      pause_in_wait(waited);
     }
     // A rank may come so late that another one has given up: then the call has failed for all.
     for (int rank = 0; rank < num_ranks_; ++rank) {

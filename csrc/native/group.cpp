@@ -1,4 +1,4 @@
-// What a group holds for as long as it lives, and in which order its operations run.
+// What a group holds for as long as it lives.
 #include "native/group.h"
 
 #include <cuda_runtime.h>
@@ -13,24 +13,6 @@
 #include "native/refusal.h"
 
 namespace ncclep::native {
-
-namespace {
-
-// The number of the capture that the stream takes part in, which no other capture has; 0: none.
-unsigned long long capture_of(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long number = 0;
-  cuda_check(cudaStreamGetCaptureInfo(stream, &status, &number), "cudaStreamGetCaptureInfo");
-  return status == cudaStreamCaptureStatusNone ? 0 : number;
-}
-
-cudaEvent_t make_event() {
-  cudaEvent_t event = nullptr;
-  cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
-  return event;
-}
-
-}  // namespace
 
 Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s)
     : communicator_(std::move(communicator)),
@@ -59,8 +41,8 @@ void Group::allocate_state() {
   std::memset(static_cast<void*>(mailbox_), 0, sizeof(Mailbox));
   cuda_check(cudaHostGetDevicePointer(&mailbox_on_device_, mailbox_, 0),
              "cudaHostGetDevicePointer");
-  last_.done = make_event();
-  last_captured_.done = make_event();
+  order_ = communicator_->order();
+  reached_.emplace();
 }
 
 Group::~Group() = default;  // see the class comment
@@ -131,10 +113,8 @@ int Group::free_state() {
   note(cudaFree(std::exchange(state_, nullptr)));
   note(cudaFree(std::exchange(plan_scratch_, nullptr)));
   note(cudaFreeHost(std::exchange(mailbox_, nullptr)));
-  for (Last* last : {&last_, &last_captured_}) {
-    const auto done = static_cast<cudaEvent_t>(std::exchange(last->done, nullptr));
-    if (done != nullptr) note(cudaEventDestroy(done));
-  }
+  order_.reset();
+  reached_.reset();
   return first;
 }
 
@@ -168,26 +148,9 @@ Rank Group::rank(std::uint64_t call) const {
   return rank;
 }
 
-void Group::queue(std::uintptr_t stream_handle, const std::function<void()>& launch) {
-  const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
-  const unsigned long long capture = capture_of(stream);
-  // While it is captured a stream has no number to ask for, and waiting for itself costs nothing.
-  unsigned long long number = 0;
-  if (capture == 0) cuda_check(cudaStreamGetId(stream, &number), "cudaStreamGetId");
-  // An event must not lead into a graph that is being captured, or out of one.
-  Last& last = capture != 0 ? last_captured_ : last_;
-  const auto done = static_cast<cudaEvent_t>(last.done);
-  if (last.is_some && last.capture == capture && (capture != 0 || last.stream != number)) {
-    cuda_check(cudaStreamWaitEvent(stream, done, 0), "cudaStreamWaitEvent");
-  }
-  launch();
-  was_captured_ = was_captured_ || capture != 0;
-  // Now, not when the next operation comes: that one must not wait for what the caller queues here
-  // in between, which may itself wait for another rank.
-  cuda_check(cudaEventRecord(done, stream), "cudaEventRecord");
-  last.is_some = true;
-  last.stream = number;
-  last.capture = capture;
+void Group::queue(std::uintptr_t stream, const std::function<void()>& launch) {
+  require_open();
+  if (order_->queue(stream, launch)) was_captured_ = true;
 }
 
 void Group::check_num_ctas(int num_ctas) const {

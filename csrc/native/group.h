@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/stream_order.h"
 #include "common/tensor.h"
 #include "native/plan.h"
 #include "native/state.h"
@@ -110,8 +111,9 @@ class Group {
   // of those that it had.
   void plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
                     const Tensor& routes, int num_sms, std::uintptr_t stream);
-  // Waits on the host, not for the stream's other work, until the device has counted.  Empty when a
-  // wait on the device failed meanwhile.  `poll` is called now and then, and may throw.
+  // Waits on the host until the device has counted, as long as it takes the stream to come to the
+  // plan, and then for at most twice the deadline.  Empty when a wait on the device failed
+  // meanwhile.  `poll` is called now and then, and may throw.
   std::optional<PlanSizes> wait_for_sizes(Plan& plan, std::uint32_t ticket,
                                           const Tensor& rows_of_expert, std::uintptr_t stream,
                                           const std::function<void()>& poll) const;
@@ -134,18 +136,16 @@ class Group {
   // that is queued from now on does anything here.  Not collective.  Without windows nobody waits.
   void refuse(Phase phase, std::uintptr_t stream);
   std::optional<Failure> failure() const;
-  // Waits on the host until all that was queued here, and not captured, is over.  `poll` is called
-  // now and then, and may throw.
+  // Waits on the host until all that was queued for windows of the communicator, and not captured,
+  // is over.  `poll` is called now and then, and may throw.
   void wait_until_idle(const std::function<void()>& poll) const;
 
   // For operations beside plans (low_latency_host.h).
-  //
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   // What kernels get; `call` is that of call.h.
   Rank rank(std::uint64_t call = 0) const;
-  // Operations of a group run one after the other, whatever streams they are queued on: `launch`
-  // queues one on `stream`, after the last one.  Between a graph and what is queued without one
-  // this is up to the caller: a graph must not run beside other work of the group.
+  // Queues an operation with `launch`; see StreamOrder.  A graph must not run beside other work of
+  // the communicator's groups.
   void queue(std::uintptr_t stream, const std::function<void()>& launch);
   void check_num_ctas(int num_ctas) const;
   // Whose routing was bad in a low-latency dispatch, one bit each, as far as the device has come;
@@ -153,14 +153,6 @@ class Group {
   std::uint32_t bad_low_latency(bool forget);
 
  private:
-  // The last operation that was queued, or captured.
-  struct Last {
-    void* done = nullptr;  // cudaEvent_t, recorded right after it
-    bool is_some = false;
-    unsigned long long stream = 0;   // its number, which no later stream has
-    unsigned long long capture = 0;  // the number of the capture; 0: none
-  };
-
   void allocate_state();
   // All of it that there is; returns 0 or the first error, a cudaError_t.
   int free_state();
@@ -174,7 +166,8 @@ class Group {
   double timeout_s_;
   std::uint32_t ticket_ = 0;  // of the last plan that the host waits for
   bool was_captured_ = false;
-  Last last_, last_captured_;
+  std::shared_ptr<StreamOrder> order_;
+  std::optional<Event> reached_;  // the stream has come to the last plan that the host waits for
   std::shared_ptr<Window> control_window_, rows_window_;
   int generation_ = 0;
   State* state_ = nullptr;

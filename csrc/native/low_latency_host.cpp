@@ -98,11 +98,6 @@ void LowLatency::require_open() const {
   require(window_ != nullptr, "the low-latency object was closed");
 }
 
-void LowLatency::require_last(Last needed, const char* what) const {
-  require_open();
-  require(last_ == needed, what, " out of turn: dispatch and combine take turns, and halves too");
-}
-
 std::uintptr_t LowLatency::address(std::size_t offset) const {
   require_open();
   require(window_->is_open(), "the low-latency window is not open");
@@ -123,7 +118,7 @@ LowLatencyRank LowLatency::rank() const {
 void LowLatency::dispatch(const Tensor& x, const std::optional<Tensor>& scales,
                           const Tensor& topk_idx, const Tensor& weights, const Tensor& counts,
                           bool completes, int num_ctas, std::uintptr_t stream) {
-  require_last(Last::kCombined, "a dispatch");
+  require_open();
   const std::int64_t num_tokens = x.shape.empty() ? 0 : x.shape[0];
   require(num_tokens <= sizes_.max_tokens, num_tokens, " tokens: at most ", sizes_.max_tokens);
   require_shape("x", x, sizes_.payload, {num_tokens, sizes_.hidden});
@@ -149,24 +144,21 @@ void LowLatency::dispatch(const Tensor& x, const std::optional<Tensor>& scales,
   group_->queue(stream,
                 [&] { low_latency_dispatch(group_->rank(), rank(), job, num_ctas, stream); });
   num_tokens_ = num_tokens;
-  last_ = completes ? Last::kDispatched : Last::kDispatchSent;
 }
 
 void LowLatency::complete_dispatch(const Tensor& counts, std::uintptr_t stream) {
-  require_last(Last::kDispatchSent, "the second half of a dispatch");
+  require_open();
   require_shape("counts", counts, DType::kInt32, {layout_.num_ranks});
   LowLatencyDispatch job{};
   job.completes = true;
   job.counts = static_cast<std::int32_t*>(counts.data);
   group_->queue(stream, [&] { low_latency_dispatch(group_->rank(), rank(), job, 1, stream); });
-  last_ = Last::kDispatched;
 }
 
 void LowLatency::combine(const Tensor& y, const std::optional<Tensor>& rows_of, const Tensor& out,
                          bool sends, bool completes, int num_ctas, std::uintptr_t stream) {
+  require_open();
   require(sends || completes, "half of a combine at least");
-  require_last(sends ? Last::kDispatched : Last::kCombineSent,
-               sends ? "a combine" : "the second half of a combine");
   const std::int64_t num_rows =
       rows_of && !y.shape.empty() ? y.shape[0] : static_cast<std::int64_t>(layout_.places());
   require(num_rows <= INT32_MAX, num_rows, " rows: at most 2^31 - 1");
@@ -188,7 +180,6 @@ void LowLatency::combine(const Tensor& y, const std::optional<Tensor>& rows_of, 
   job.dtype = sizes_.dtype;
   group_->queue(stream,
                 [&] { low_latency_combine(group_->rank(), rank(), job, num_ctas, stream); });
-  last_ = completes ? Last::kCombined : Last::kCombineSent;
 }
 
 }  // namespace ncclep::native

@@ -24,6 +24,10 @@ struct LowLatencySizes {
 // Made by all ranks of a group that has windows, with the same sizes, in three steps as the group's
 // own windows are: the constructor allocates, `open` is collective, `clear` makes it fit for use.
 // An object that nobody closes is left to the end of the process.
+//
+// The caller sees to it that dispatch, combine and their halves take turns (LowLatency in
+// engines/low_latency.py), and the device refuses to send out of turn.  Out of turn, results are
+// undefined, but no memory is touched that is not the object's or an argument.
 class LowLatency {
  public:
   // `generation` tells its window apart from others there were.  Not collective.
@@ -59,13 +63,9 @@ class LowLatency {
                bool completes, int num_ctas, std::uintptr_t stream);
 
  private:
-  // What the last call was, or half of one.
-  enum class Last { kCombined, kDispatchSent, kDispatched, kCombineSent };
-
   std::uintptr_t address(std::size_t offset) const;
   LowLatencyRank rank() const;
   void require_open() const;
-  void require_last(Last needed, const char* what) const;
 
   std::shared_ptr<Group> group_;
   LowLatencySizes sizes_;
@@ -73,7 +73,6 @@ class LowLatency {
   int generation_;
   std::shared_ptr<Window> window_;
   LowLatencyState* state_ = nullptr;
-  Last last_ = Last::kCombined;
   std::int64_t num_tokens_ = 0;  // of the last dispatch
 };
 

@@ -103,6 +103,7 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
     // In static mode the first kernel compares the ranks' calls.
     const Rank first = rank(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
     const Rank me = rank();
+    if (count.ticket != 0) reached_->record(stream);
     if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream);
     native::plan_count(kept ? me : first, count, scratch, num_sms, stream);
     native::plan_receive(me, received_routes(plan, control_.num_ranks), scratch, num_sms, stream);

@@ -3,9 +3,9 @@
 
 #include <atomic>
 #include <chrono>
-#include <thread>
 
 #include "common/cuda.h"
+#include "common/pause.h"
 #include "native/group.h"
 
 namespace ncclep::native {
@@ -18,22 +18,24 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Something that a host which waits does at times, in seconds from the start of its wait.
-class Every {
- public:
-  explicit Every(double interval) : interval_(interval), next_(interval) {}
-  bool is_due(double waited) {
-    if (waited < next_) return false;
-    next_ = waited + interval_;
-    return true;
+// How often a host that waits calls `poll`, and asks the driver how the stream is getting on.
+constexpr double kPollInterval = 0.05, kQueryInterval = 1e-3;
+
+// Asks whether it `is_over`, which may throw, until it is.  `poll` is called now and then, and may
+// throw.
+template <typename IsOver>
+void wait_until(const IsOver& is_over, const std::function<void()>& poll) {
+  const auto start = Clock::now();
+  double next_poll = kPollInterval;
+  while (!is_over()) {
+    const double waited = seconds_since(start);
+    if (waited >= next_poll) {
+      poll();
+      next_poll = waited + kPollInterval;
+    }
+    pause_in_wait(waited);
   }
-
- private:
-  double interval_, next_;
-};
-
-// How often a host that waits asks the driver how the stream is getting on, and calls `poll`.
-constexpr double kQueryInterval = 1e-3, kPollInterval = 0.05;
+}
 
 }  // namespace
 
@@ -46,7 +48,6 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
   require(rows_of_expert.dtype == DType::kInt64 && rows_of_expert.num_elements() == num_local,
           "rows_of_expert must be int64 [", num_local, "] on the CPU");
   auto* rows = static_cast<std::int64_t*>(rows_of_expert.data);
-  const auto start = Clock::now();
   PlanSizes sizes{};
   const auto is_told = [&] {
     std::uint64_t words[4];
@@ -64,29 +65,36 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
              static_cast<std::int64_t>(words[2]), static_cast<std::uint32_t>(words[3])};
     return true;
   };
-  // The device has a deadline of its own and knows who was late, so this one is longer; it is for
-  // when the plan's kernel lies behind other work of the stream.
+  const auto has_failed = [&] { return mailbox_->failed_phase != 0; };
+  // What is queued before the plan, such as a receive from a pipeline stage that compiles, may take
+  // any time, and no rank of this group is late.  From then on the device has a deadline of its own
+  // and knows who was late, so this one is longer: it is for a kernel that cannot start.
   const double limit = 2 * timeout_s_;
-  Every query(kQueryInterval), signals(kPollInterval);
-  for (std::uint64_t turn = 1; !is_told(); ++turn) {
-    if (turn % 1024 != 0) continue;
-    if (mailbox_->failed_phase != 0) return std::nullopt;
-    const double waited = seconds_since(start);
-    if (query.is_due(waited)) {
-      // A fault of any kernel before this one shows here; the mailbox would never say so.
-      const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
-      if (status == cudaSuccess && !is_told()) {
-        if (mailbox_->failed_phase != 0) return std::nullopt;
-        fail("the device is done with a plan and has not counted its rows");
+  std::optional<Clock::time_point> reached;
+  const auto is_over = [&] {
+    const auto start = Clock::now();
+    do {
+      for (int turn = 0; turn < 1024; ++turn) {
+        if (is_told()) return true;
       }
-      if (status != cudaErrorNotReady) cuda_check(status, "waiting for a plan's rows");
+      if (has_failed()) return true;
+    } while (seconds_since(start) < kQueryInterval);
+    // A fault of any kernel before this one shows here; the mailbox would never say so.
+    const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
+    if (status != cudaErrorNotReady) {
+      cuda_check(status, "waiting for a plan's rows");
+      require(is_told() || has_failed(),
+              "the device is done with a plan and has not counted its rows");
+      return true;
     }
-    if (signals.is_due(waited)) poll();
-    if (waited > limit) {
-      fail("the device did not count the rows of a plan within ", limit,
-           " s: it is busy with what was queued before");
-    }
-  }
+    if (!reached && reached_->is_over()) reached = Clock::now();
+    require(!reached || seconds_since(*reached) <= limit,
+            "the device did not count the rows of a plan within ", limit,
+            " s after its stream had come to it: other work keeps its kernel from the GPU's SMs");
+    return false;
+  };
+  wait_until(is_over, poll);
+  if (!is_told()) return std::nullopt;
   plan.num_pairs = sizes.num_pairs;
   plan.num_assignments = sizes.num_assignments;
   if (sizes.bad_ranks == 0) plan.num_rows = sizes.num_rows;
@@ -94,18 +102,8 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
 }
 
 void Group::wait_until_idle(const std::function<void()>& poll) const {
-  if (!last_.is_some || last_.done == nullptr) return;
-  const auto start = Clock::now();
-  Every signals(kPollInterval);
-  for (;;) {
-    const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(last_.done));
-    if (status == cudaSuccess) return;
-    if (status != cudaErrorNotReady) cuda_check(status, "waiting for the group's last operation");
-    const double waited = seconds_since(start);
-    if (signals.is_due(waited)) poll();
-    // Soon over as a rule; a rank that waits for another one can take as long as the deadline.
-    if (waited > kQueryInterval) std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
+  if (order_ == nullptr) return;
+  wait_until([&] { return order_->is_idle(); }, poll);
 }
 
 std::optional<Failure> Group::failure() const {

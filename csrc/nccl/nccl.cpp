@@ -51,12 +51,20 @@ NcclComm Communicator::get() const {
   return comm_;
 }
 
+const std::shared_ptr<StreamOrder>& Communicator::order() {
+  require(comm_ != nullptr, "the communicator was closed");
+  if (order_ == nullptr) order_ = std::make_shared<StreamOrder>();
+  return order_;
+}
+
 void Communicator::close() {
+  order_.reset();
   if (comm_ == nullptr) return;
   nccl_->check(nccl_->comm_destroy(std::exchange(comm_, nullptr)), "ncclCommDestroy");
 }
 
 void Communicator::abort() {
+  order_.reset();
   if (comm_ != nullptr) nccl_->comm_abort(std::exchange(comm_, nullptr));
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/shared_library.h"
+#include "common/stream_order.h"
 
 namespace ncclep {
 
@@ -77,9 +78,12 @@ class Communicator {
   int rank() const { return rank_; }
   // Ranks that reach each other's memory by load and store (NVLink), this one included.
   int lsa_size() const { return lsa_size_; }
+  // In which kernels run that use this communicator's windows; made at the first call.
+  const std::shared_ptr<StreamOrder>& order();
 
  private:
   std::shared_ptr<Nccl> nccl_;
+  std::shared_ptr<StreamOrder> order_;
   NcclComm comm_ = nullptr;
   int num_ranks_, rank_, lsa_size_ = 1;
 };

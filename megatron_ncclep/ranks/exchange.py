@@ -69,6 +69,8 @@ class HostLink:
     def open(self, gather: Callable[[bytes], bytes]) -> None:
         """Find out whether the ranks can share memory, and share some.  Collective.
 
+        If they cannot, rank 0 logs why.
+
         Args:
             gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
 
@@ -82,11 +84,11 @@ class HostLink:
             obstacle = f"{place.HOST_ID} puts them on different hosts"
         self._memory, obstacle = open_together(self.rank, self.size, obstacle, gather)
         self.is_open = True
-        if self._memory is None:
-            get_logger().debug(
-                "rank %d: hosts agree over the process group: %s",
-                self.rank,
-                obstacle or "another rank cannot share memory",
+        if self._memory is None and self.rank == 0:
+            get_logger().info(
+                "hosts agree over the process group, some hundred microseconds a call, because "
+                "the ranks share no memory: %s",
+                obstacle,
             )
 
     def enter(self, call: int, goes_on: bool, since: int = 0) -> None:

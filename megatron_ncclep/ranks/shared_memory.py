@@ -13,6 +13,8 @@ windows over in the same way, so that what keeps ranks from this keeps them from
     ------------------- gather: sent ---------------------------------
                                             receive it, map the memory, find the token
     ------------------- gather: mapped -------------------------------
+
+If a step failed on any rank, one more gather tells all ranks why.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from megatron_ncclep.libraries import extension
 
 # Of the token that tells the group's memory from any other, and of a random address.
 NAME_BYTES = 16
+# Of a reason that is told to the other ranks.
+REASON_BYTES = 256
 
 
 def open_together(
@@ -42,8 +46,8 @@ def open_together(
         gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
 
     Returns:
-        the memory's exchange and None; or None and what is in this rank's way, None if it is in
-        another's.
+        the memory's exchange and None; or None and what is in the way of which rank, the same text
+        on all ranks.
 
     Raises:
         what `gather` raises; nothing stays open then.
@@ -67,7 +71,20 @@ def open_together(
         if do(opening.bind) and do(opening.send) and do(opening.receive):
             opening.undo.pop_all()
             return opening.memory, None
-    return None, obstacle
+    return None, _reasons(obstacle, gather)
+
+
+def _reasons(obstacle: str | None, gather: Callable[[bytes], bytes]) -> str:
+    """What is in the way of which rank; what is in the way of all is said once."""
+    mine = (obstacle or "").encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+    theirs = gather(mine)
+    texts = [
+        theirs[start : start + REASON_BYTES].rstrip(b"\0").decode(errors="ignore")
+        for start in range(0, len(theirs), REASON_BYTES)
+    ]
+    if len(set(texts)) == 1:
+        return texts[0]
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 class _Opening:
@@ -102,8 +119,13 @@ class _Opening:
         file = os.memfd_create("ncclep")
         self.on_the_way.callback(os.close, file)
         self._map(file)
-        for name in self.names[1:]:
-            self._socket.connect(_address(name))
+        for rank, name in enumerate(self.names[1:], start=1):
+            try:
+                self._socket.connect(_address(name))
+            except ConnectionRefusedError as error:
+                raise OSError(
+                    f"rank {rank} is on another node, or in a network namespace of its own: {error}"
+                ) from error
             socket.send_fds(self._socket, [b"memory"], [file])
 
     def receive(self) -> None:

@@ -18,7 +18,10 @@ static char calls[16384];
 static int next_result = 0, calls_before_it = 0;
 // Whether there is memory, and windows in it: what the communicator's ranks have on GPUs.
 static int has_windows = 0, num_ranks_now = 2, rank_now = 0;
+// Communicators, windows and pieces of memory.
+static int num_alive = 0;
 
+int fake_num_alive(void) { return num_alive; }
 const char* fake_calls(void) { return calls; }
 void fake_reset(int result_of_next_call) {
   calls[0] = 0;
@@ -73,13 +76,17 @@ int ncclCommInitRank(void** comm, int num_ranks, UniqueId id, int rank) {
   num_ranks_now = num_ranks;
   rank_now = rank;
   *comm = calls;
-  return result();
+  const int failed = result();
+  num_alive += !failed;
+  return failed;
 }
 int ncclCommDestroy(void* comm) {
+  --num_alive;
   CALL("CommDestroy %d\n", comm == calls);
   return result();
 }
 int ncclCommAbort(void* comm) {
+  --num_alive;
   CALL("CommAbort %d\n", comm == calls);
   return 0;
 }
@@ -91,11 +98,13 @@ int ncclMemAlloc(void** memory, size_t bytes) {
   CALL("MemAlloc %lu\n", (unsigned long)bytes);
   const int failed = result();
   *memory = failed ? NULL : has_windows ? aligned_alloc(4096, bytes) : calls + 3;
+  num_alive += *memory != NULL;
   return failed;
 }
 int ncclMemFree(void* memory) {
   CALL("MemFree %d\n", memory == calls + 3);
   if (has_windows) free(memory);
+  --num_alive;
   return result();
 }
 // What NCCL keeps in device memory for a window.
@@ -115,10 +124,12 @@ int ncclCommWindowRegister(void* comm, void* memory, size_t bytes, void** window
   const Window made = {calls, (char*)memory - ((uint64_t)rank_now << 32), rank_now, rank_now, 1, 0};
   *window = malloc(sizeof(made));
   memcpy(*window, &made, sizeof(made));
+  ++num_alive;
   return 0;
 }
 int ncclCommWindowDeregister(void* comm, void* window) {
   free(window);
+  --num_alive;
   return result();
 }
 const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "other"; }

@@ -6,6 +6,7 @@ the interpreter.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import random
@@ -30,6 +31,7 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import LibraryError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension
+from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -442,30 +444,46 @@ def foreign_memory() -> Iterator[None]:
 
 
 FIRST, LAST = 0, -1
-# What keeps one rank from sharing memory: on which, and what is replaced there.
-IN_THE_WAY: dict[str, tuple[tuple[int, ...], Callable[[], Any]]] = {
-    "nothing": ((FIRST,), nullcontext),
+# What keeps one rank from sharing memory: on which, what is replaced there, and what rank 0 says.
+IN_THE_WAY: dict[str, tuple[tuple[int, ...], Callable[[], Any], str]] = {
+    "nothing": ((FIRST,), nullcontext, ""),
     "turned off": (
         (FIRST, LAST),
         lambda: mock.patch.dict("os.environ", NCCLEP_HOST_EXCHANGE="0"),
+        "rank {rank}: NCCLEP_HOST_EXCHANGE turns it off",
     ),
     "no extension": (
         (FIRST, LAST),
         lambda: mock.patch.object(extension, "obstacle", return_value="there is none"),
+        "rank {rank}: there is none",
     ),
-    "no room": ((FIRST, LAST), lambda: mock.patch.object(extension, "load", return_value=NoRoom())),
-    "no sockets": ((FIRST, LAST), lambda: refusing(socket, "socket")),
-    "no nameless files": ((FIRST,), lambda: refusing(os, "memfd_create")),
+    "no room": (
+        (FIRST, LAST),
+        lambda: mock.patch.object(extension, "load", return_value=NoRoom()),
+        "rank {rank}: no room for shared memory",
+    ),
+    "no sockets": (
+        (FIRST, LAST),
+        lambda: refusing(socket, "socket"),
+        "rank {rank}: [Errno 1] not permitted",
+    ),
+    "no nameless files": (
+        (FIRST,),
+        lambda: refusing(os, "memfd_create"),
+        "rank {rank}: [Errno 1] not permitted",
+    ),
     # On another machine, or in another network namespace.
     "out of reach": (
         (LAST,),
         lambda: mock.patch.object(shared_memory, "_address", return_value=b""),
+        "rank 0: rank {rank} is on another node, or in a network namespace of its own",
     ),
     "too many files": (
         (LAST,),
         lambda: mock.patch.object(socket, "recv_fds", return_value=(b"memory", [], 0, None)),
+        "rank {rank}: no file descriptor came with rank 0's message",
     ),
-    "foreign memory": ((LAST,), foreign_memory),
+    "foreign memory": ((LAST,), foreign_memory, "rank {rank}: "),
 }
 
 
@@ -482,16 +500,29 @@ def open_files() -> list[str]:
     )
 
 
-def link_on_rank(ctx: RankContext, rank: int, obstacle: str) -> tuple[bool, str]:
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """What this process logs at level INFO and above."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = get_logger()
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def link_on_rank(ctx: RankContext, rank: int, obstacle: str) -> tuple[bool, str, list[str]]:
     mine = torch.tensor([ctx.rank, 10 * ctx.rank])
     ranks = list(range(ctx.num_ranks))
     expected = [[r, 10 * r] for r in ranks]
     with new_group(ctx) as group:
         before = open_files()
-        with ExitStack() as stack:
+        with ExitStack() as stack, log_lines() as lines:
             if ctx.rank == rank % ctx.num_ranks:
                 stack.enter_context(IN_THE_WAY[obstacle][1]())
-            assert group.gather(mine, "test", LONG_S).tolist() == expected
+            for _ in range(2):
+                assert group.gather(mine, "test", LONG_S).tolist() == expected
         uses_memory = group._link._memory is not None
         assert len(open_files()) == len(before) + uses_memory
         assert group.agree("plan", {"top_k": 2}, None, LONG_S, told=ctx.rank).told == ranks
@@ -503,17 +534,22 @@ def link_on_rank(ctx: RankContext, rank: int, obstacle: str) -> tuple[bool, str]
         again = EpGroup.of(process_group)  # which is open, and chooses anew
         assert again.gather(mine, "test", LONG_S).tolist() == expected
         assert again._link._memory is not None
-    return uses_memory, problems
+    return uses_memory, problems, lines
 
 
 @pytest.mark.needs_ranks(2)
 @pytest.mark.parametrize(
     ("obstacle", "rank"),
-    [(obstacle, rank) for obstacle, (ranks, _) in IN_THE_WAY.items() for rank in ranks],
+    [(obstacle, rank) for obstacle, (ranks, *_) in IN_THE_WAY.items() for rank in ranks],
 )
 def test_all_ranks_share_memory_or_none_does(pool: RankPool, obstacle: str, rank: int) -> None:
+    """Ranks of one node went over the process group in silence, a hundred times as slow."""
     answers = pool.run(link_on_rank, rank, obstacle)
-    assert answers == [(obstacle == "nothing", "rank 1: too large")] * pool.size
+    for one, (uses_memory, problems, lines) in enumerate(answers):
+        assert (uses_memory, problems) == (obstacle == "nothing", "rank 1: too large")
+        assert len(lines) == (one == 0 and obstacle != "nothing"), lines  # once
+        said = IN_THE_WAY[obstacle][2].format(rank=rank % pool.size)
+        assert all(said in line and "over the process group" in line for line in lines), lines
 
 
 def test_ranks_without_shared_memory_refuse_to_agree_in_a_cuda_graph(

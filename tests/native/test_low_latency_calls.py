@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +39,9 @@ class RecordingLowLatency:
 
     def dispatch(self, *arguments: Any) -> None:
         self.num_ctas.append(("dispatch", arguments[6]))
+
+    def complete_dispatch(self, *arguments: Any) -> None:
+        pass
 
     def combine(self, *arguments: Any) -> None:
         self.num_ctas.append(("combine", arguments[5]))
@@ -160,3 +165,39 @@ def test_a_bad_routing_ends_a_group_of_several_ranks_only(num_ranks: int) -> Non
 
     expected = ["InputError True", "well"] if num_ranks == 1 else ["RefusedError True"] * 2
     assert on_threads(num_ranks, run) == [expected] * num_ranks
+
+
+# Calls from the start on, and the calls that may come next.
+TURNS = {
+    (): {"dispatch", "send_dispatch"},
+    ("send_dispatch",): {"complete_dispatch"},
+    ("send_dispatch", "complete_dispatch"): {"combine", "send_combine"},
+    ("dispatch",): {"combine", "send_combine"},
+    ("dispatch", "send_combine"): {"complete_combine"},
+    ("dispatch", "send_combine", "complete_combine"): {"dispatch", "send_dispatch"},
+    ("dispatch", "combine"): {"dispatch", "send_dispatch"},
+}
+
+
+def test_calls_take_turns() -> None:
+    """Only here does a host look whose turn it is, and the device does at first halves only."""
+    x, weights = torch.zeros(3, HIDDEN, dtype=torch.bfloat16), torch.zeros(3, TOP_K)
+    batch = (x, torch.zeros(3, TOP_K, dtype=torch.int64), weights)
+    y = torch.zeros(1, MAX_TOKENS, HIDDEN, dtype=torch.bfloat16)
+    arguments = {
+        "dispatch": batch, "send_dispatch": batch, "complete_dispatch": (),
+        "combine": (y,), "send_combine": (y,), "complete_combine": (),
+    }  # fmt: skip
+
+    def run(group: ThreadGroup) -> None:
+        for before, call in itertools.product(TURNS, arguments):
+            ll, _ = make(group)
+            for step in before:
+                getattr(ll, step)(*arguments[step])
+            is_refused = call not in TURNS[before]
+            with (
+                pytest.raises(InputError, match="must come after") if is_refused else nullcontext()
+            ):
+                getattr(ll, call)(*arguments[call])
+
+    assert on_threads(1, run) == [None]

@@ -43,13 +43,16 @@ EXCHANGE_CASES = (
     "a_process_dies",
 )  # fmt: skip
 LIVES_CASES = (
-    "windows", "windows_refused", "any_bytes", "nccl_ep", "native_group", "closed_group", "sizes",
+    "windows", "windows_refused", "any_bytes", "nccl_ep", "native_group", "native_low_latency",
+    "closed_group", "order", "calls", "sizes",
 )  # fmt: skip
 # A program that makes a mistake on purpose, and what must be said of it.
 MISTAKES = {
     "mistake_out_of_bounds": "heap-buffer-overflow",
     "mistake_undefined": "signed integer overflow",
     "mistake_leak": "detected memory leaks",
+    "mistake_without_order": "a kernel does not wait for the one before",
+    "mistake_across_captures": "an event of another capture",
 }
 
 
@@ -101,7 +104,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("sanitized")
     fake = HERE.parent / "fake_nccl.c"
     versions = ("-DFAKE_EP_VERSION=200", "-DFAKE_NCCL_VERSION=23007")
-    here = {name: HERE / f"{name}.cpp" for name in ("cuda", "kernels", "lives", "exchange")}
+    here = {
+        name: HERE / f"{name}.cpp" for name in ("cuda", "kernels", "lives", "native", "exchange")
+    }
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The slowest first.
         options = bindings_options()
@@ -117,7 +122,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     end = objects[CSRC / "host/exchange.cpp"].result()
     return Built(
         link(folder / "exchange", [objects[here["exchange"]].result(), end], *ADDRESS),
-        link(folder / "lives", [objects[here["lives"]].result(), *host], *ADDRESS),
+        link(
+            folder / "lives",
+            [*(objects[here[n]].result() for n in ("lives", "native")), *host],
+            *ADDRESS,
+        ),
         link(folder / "_C.so", [*extension, end, *host], "-shared", *ADDRESS),
         link(folder / "libfake.so", [library.result()], "-shared", *ADDRESS),
     )

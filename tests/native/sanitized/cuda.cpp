@@ -1,34 +1,73 @@
 #include <cuda_runtime.h>
 
-#include <atomic>
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <set>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "standin.h"
 
+// Which of the kernels that were noted, in one capture or outside of any, are over or come before.
+struct Seen {
+  unsigned long long capture = 0;
+  int kernels = 0;
+};
+
 struct CUevent_st {
-  std::uintptr_t recorded_on;
+  Seen seen;
+  int held_until = 0;  // the number of the release that ends its work
 };
 
 namespace standin {
 
 namespace {
 
+struct Stream {
+  unsigned long long number;
+  std::map<unsigned long long, int> seen;  // kernels, by capture
+  int held_until = 0;
+};
+
 struct Device {
   std::set<void*> allocated;
-  std::vector<std::thread> working;
-  std::uintptr_t captured = 0;
-  std::atomic<int> num_working{0};
   int num_calls = 0, left_until_failure = -1;
+
+  std::map<std::uintptr_t, Stream> streams;
+  std::map<std::uintptr_t, unsigned long long> captures;  // by stream
+  std::map<unsigned long long, int> kernels;              // by capture; 0: of none
+  unsigned long long num_streams = 0, num_captures = 0;
+  int num_releases = 0, num_over = 0;  // kernels, as the host knows
+  std::vector<std::function<void()>> waiting;
 };
 
 Device& device() {
   static Device one;
   return one;
+}
+
+Stream& stream_of(std::uintptr_t handle) {
+  const auto found = device().streams.find(handle);
+  if (found != device().streams.end()) return found->second;
+  Stream made{++device().num_streams, {{0, device().num_over}}};
+  return device().streams.emplace(handle, std::move(made)).first->second;
+}
+
+Stream& stream_of(cudaStream_t stream) {
+  return stream_of(reinterpret_cast<std::uintptr_t>(stream));
+}
+
+// 0: the stream is not being captured.
+unsigned long long capture_of(std::uintptr_t stream) {
+  const auto found = device().captures.find(stream);
+  return found == device().captures.end() ? 0 : found->second;
+}
+
+unsigned long long capture_of(cudaStream_t stream) {
+  return capture_of(reinterpret_cast<std::uintptr_t>(stream));
 }
 
 // Counts a call; an error when it is the one that fails.
@@ -44,14 +83,38 @@ void fail_after(int num_calls) { device().left_until_failure = num_calls; }
 int num_calls() { return device().num_calls; }
 int num_allocations() { return static_cast<int>(device().allocated.size()); }
 void forget(void* memory) { device().allocated.erase(memory); }
-void capture(std::uintptr_t stream) { device().captured = stream; }
 
-void run_on_device(std::function<void()> work) {
-  ++device().num_working;
-  device().working.emplace_back([work = std::move(work)] {
+void capture(const std::vector<std::uintptr_t>& streams) {
+  device().captures.clear();
+  if (streams.empty()) return;
+  ++device().num_captures;
+  for (const std::uintptr_t stream : streams) device().captures[stream] = device().num_captures;
+}
+
+void remake(std::uintptr_t stream) { device().streams.erase(stream); }
+
+void hold(std::uintptr_t stream) { stream_of(stream).held_until = device().num_releases + 1; }
+
+bool is_held(std::uintptr_t stream) { return stream_of(stream).held_until > device().num_releases; }
+
+void release() {
+  for (const std::function<void()>& work : std::exchange(device().waiting, {})) work();
+  ++device().num_releases;
+}
+
+void run_on_device(std::uintptr_t stream, std::function<void()> work) {
+  if (is_held(stream)) {
+    device().waiting.push_back(std::move(work));
+  } else {
     work();
-    --device().num_working;
-  });
+  }
+}
+
+void note_kernel(std::uintptr_t stream) {
+  const unsigned long long capture = capture_of(stream);
+  int &last = device().kernels[capture], &seen = stream_of(stream).seen[capture];
+  require(seen == last, "a kernel does not wait for the one before, which is on another stream");
+  seen = ++last;
 }
 
 void require(bool holds, const char* text) {
@@ -85,8 +148,10 @@ cudaError_t free(void* memory) {
 
 }  // namespace standin
 
+using standin::capture_of;
 using standin::device;
 using standin::result;
+using standin::stream_of;
 
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "the stand-in was told to fail";
@@ -103,8 +168,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
-  for (std::thread& work : device().working) work.join();
-  device().working.clear();
+  standin::release();
+  device().num_over = device().kernels[0];
+  for (auto& [handle, stream] : device().streams) stream.seen[0] = device().num_over;
   return result();
 }
 
@@ -120,7 +186,6 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t num_bytes, cudaMe
   return cudaSuccess;
 }
 
-// Streams do at once what is queued.
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t num_bytes, cudaStream_t) {
   return cudaMemset(to, value, num_bytes);
 }
@@ -141,34 +206,43 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return standin::free(event); }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  event->recorded_on = reinterpret_cast<std::uintptr_t>(stream);
+  const unsigned long long capture = capture_of(stream);
+  event->seen = {capture, stream_of(stream).seen[capture]};
+  event->held_until = stream_of(stream).held_until;
   return result();
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned int) {
-  standin::touch(event, sizeof(*event));
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  const unsigned long long capture = capture_of(stream);
+  // CUDA takes the first, and the stream is then part of the capture.
+  standin::require(event->seen.capture == capture,
+                   "a stream waits for an event of another capture, or across a capture's border");
+  int& seen = stream_of(stream).seen[capture];
+  seen = std::max(seen, event->seen.kernels);
+  int& held_until = stream_of(stream).held_until;
+  held_until = std::max(held_until, event->held_until);
   return result();
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  standin::touch(event, sizeof(*event));
-  return result(device().num_working > 0 ? cudaErrorNotReady : cudaSuccess);
+  standin::require(event->seen.capture == 0, "an event of a capture is asked whether it is over");
+  return result(event->held_until > device().num_releases ? cudaErrorNotReady : cudaSuccess);
 }
 
-cudaError_t cudaStreamQuery(cudaStream_t) {
-  return result(device().num_working > 0 ? cudaErrorNotReady : cudaSuccess);
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  const bool is_held = standin::is_held(reinterpret_cast<std::uintptr_t>(stream));
+  return result(is_held ? cudaErrorNotReady : cudaSuccess);
 }
 
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* number) {
-  *number = reinterpret_cast<std::uintptr_t>(stream);
+  standin::require(capture_of(stream) == 0, "a stream that is captured has no number to ask for");
+  *number = stream_of(stream).number;
   return result();
 }
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* number) {
-  const auto handle = reinterpret_cast<std::uintptr_t>(stream);
-  const bool is_captured = handle != 0 && handle == device().captured;
-  *status = is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  *number = handle;
+  *number = capture_of(stream);
+  *status = *number != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return result();
 }

@@ -1,6 +1,5 @@
 // In place of the kernels: they touch what the real ones may, and require what those assume.
-#include <chrono>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "bench/copy_rows.h"
@@ -21,8 +20,15 @@
 namespace standin {
 
 Sizes sizes = {/*num_rows*/ 2,  /*num_pairs*/ 1, /*num_assignments*/ 2,
-               /*bad_ranks*/ 0, /*delay_ms*/ 0,
-               /*fails*/ false};
+               /*bad_ranks*/ 0, /*fails*/ false, /*late_words*/ 0};
+
+namespace {
+
+std::vector<std::uint64_t> calls;
+
+}  // namespace
+
+std::vector<std::uint64_t> take_calls() { return std::exchange(calls, {}); }
 
 }  // namespace standin
 
@@ -38,8 +44,11 @@ void touch_all(T* memory, std::int64_t count) {
   touch(const_cast<std::remove_const_t<T>*>(memory), count * sizeof(T));
 }
 
-// Of this rank only: the others' windows are on other machines' GPUs, so to speak.
-void check_rank(const Rank& me, int num_sms) {
+// A kernel of a group.  It has this rank's memory only: the others' windows are on other machines'
+// GPUs, so to speak.
+void check_rank(const Rank& me, int num_sms, std::uintptr_t stream) {
+  standin::note_kernel(stream);
+  if (me.call != 0) standin::calls.push_back(me.call);
   const Control& control = me.control;
   standin::require(0 < control.num_ranks && control.num_ranks <= kMaxRanks, "ranks");
   standin::require(0 <= me.rank && me.rank < control.num_ranks, "rank");
@@ -92,8 +101,8 @@ void touch_rows(const void* rows, std::int64_t num_rows, int row_bytes) {
 }  // namespace
 
 void drop_what_does_not_fit(const Rank& me, const Drop& job, const PlanScratch& scratch,
-                            int num_sms, std::uintptr_t) {
-  check_rank(me, num_sms);
+                            int num_sms, std::uintptr_t stream) {
+  check_rank(me, num_sms, stream);
   check_scratch(me, scratch);
   check_alignment(job.alignment);
   check_tokens(me, job.num_tokens, me.control.max_tokens, job.top_k);
@@ -105,8 +114,8 @@ void drop_what_does_not_fit(const Rank& me, const Drop& job, const PlanScratch& 
 }
 
 void plan_count(const Rank& me, const PlanCount& job, const PlanScratch& scratch, int num_sms,
-                std::uintptr_t) {
-  check_rank(me, num_sms);
+                std::uintptr_t stream) {
+  check_rank(me, num_sms, stream);
   check_scratch(me, scratch);
   check_alignment(job.alignment);
   check_tokens(me, job.num_tokens, job.most_chunks * kChunk, job.top_k);
@@ -114,39 +123,47 @@ void plan_count(const Rank& me, const PlanCount& job, const PlanScratch& scratch
   touch_all(job.tokens_per_expert, 2 * me.control.num_local() + 1);
   touch_token_routes(job.token_routes, job.num_tokens);
   if (job.ticket == 0) return;
-  standin::run_on_device([mailbox = me.mailbox, ticket = job.ticket,
-                          num_local = me.control.num_local(), told = standin::sizes] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(told.delay_ms));
-    if (told.fails) {
+  const int num_local = me.control.num_local();
+  const auto tell = [mailbox = me.mailbox, ticket = job.ticket, num_local,
+                     found = standin::sizes](bool is_late) {
+    if (found.fails && is_late == (found.late_words != 0)) {
       mailbox->failed_peer = 1;
       mailbox->failed_epoch = 7;
       mailbox->failed_phase = static_cast<std::uint32_t>(Phase::kPlan);
-      return;
     }
-    const std::uint64_t upper = static_cast<std::uint64_t>(ticket) << 32;
-    for (int local = 0; local < num_local; ++local) {
-      mailbox->rows_of_expert[local] = upper | told.num_rows / num_local;
+    if (found.fails) return;
+    const std::uint32_t words[] = {found.num_rows, found.num_pairs, found.num_assignments,
+                                   found.bad_ranks};
+    for (int i = 0; i < 4 + num_local; ++i) {
+      if ((found.late_words >> i & 1) != is_late) continue;
+      const std::uint64_t upper = static_cast<std::uint64_t>(ticket) << 32;
+      if (i < 4) {
+        mailbox->sizes[i] = upper | words[i];
+      } else {
+        mailbox->rows_of_expert[i - 4] = upper | (found.num_rows / num_local);
+      }
     }
-    mailbox->sizes[0] = upper | told.num_rows;
-    mailbox->sizes[1] = upper | told.num_pairs;
-    mailbox->sizes[2] = upper | told.num_assignments;
-    mailbox->sizes[3] = upper | told.bad_ranks;
-  });
+  };
+  standin::run_on_device(stream, [tell] { tell(false); });
+  if (standin::sizes.late_words == 0) return;
+  standin::hold(stream);
+  standin::run_on_device(stream, [tell] { tell(true); });
 }
 
-void refuse(const Rank& me, Phase phase, std::uintptr_t) {
+void refuse(const Rank& me, Phase phase, std::uintptr_t stream) {
+  standin::note_kernel(stream);
   standin::require(me.control_of[me.rank] != nullptr && phase != Phase::kNone, "a refusal");
 }
 
 void plan_receive(const Rank& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
-                  int num_sms, std::uintptr_t) {
-  check_rank(me, num_sms);
+                  int num_sms, std::uintptr_t stream) {
+  check_rank(me, num_sms, stream);
   check_scratch(me, scratch);
   touch_routes(me, routes);
 }
 
-void dispatch(const Rank& me, const Dispatch& job, int num_sms, std::uintptr_t) {
-  check_rank(me, num_sms);
+void dispatch(const Rank& me, const Dispatch& job, int num_sms, std::uintptr_t stream) {
+  check_rank(me, num_sms, stream);
   check_tokens(me, job.num_tokens, job.most_tokens, job.top_k);
   standin::require(0 < job.num_phases && job.num_phases <= kPhases, "phases");
   const std::size_t staged = static_cast<std::size_t>(job.num_tokens) * job.row_bytes;
@@ -162,8 +179,8 @@ void dispatch(const Rank& me, const Dispatch& job, int num_sms, std::uintptr_t) 
   touch_all(job.row_w, job.num_rows);
 }
 
-void combine(const Rank& me, const Combine& job, int num_sms, std::uintptr_t) {
-  check_rank(me, num_sms);
+void combine(const Rank& me, const Combine& job, int num_sms, std::uintptr_t stream) {
+  check_rank(me, num_sms, stream);
   check_tokens(me, job.num_tokens, me.control.max_tokens, job.top_k);
   standin::require(itemsize_of(job.dtype) == 4 || itemsize_of(job.dtype) == 2, "dtype");
   touch_rows(job.y, standin::sizes.num_rows, job.row_bytes);
@@ -180,8 +197,9 @@ void combine(const Rank& me, const Combine& job, int num_sms, std::uintptr_t) {
 
 namespace {
 
-void check_low_latency(const Rank& me, const LowLatencyRank& ll, int num_tokens, int num_ctas) {
-  check_rank(me, 32);
+void check_low_latency(const Rank& me, const LowLatencyRank& ll, int num_tokens, int num_ctas,
+                       std::uintptr_t stream) {
+  check_rank(me, 32, stream);
   const LowLatencyWindow& window = ll.window;
   standin::require(window.num_ranks == me.control.num_ranks, "ranks of the window");
   standin::require(0 < window.max_tokens && window.max_tokens <= kLowLatencyTokens, "tokens");
@@ -198,8 +216,8 @@ void check_low_latency(const Rank& me, const LowLatencyRank& ll, int num_tokens,
 }  // namespace
 
 void low_latency_dispatch(const Rank& me, const LowLatencyRank& ll, const LowLatencyDispatch& job,
-                          int num_ctas, std::uintptr_t) {
-  check_low_latency(me, ll, job.num_tokens, num_ctas);
+                          int num_ctas, std::uintptr_t stream) {
+  check_low_latency(me, ll, job.num_tokens, num_ctas, stream);
   const LowLatencyWindow& window = ll.window;
   touch_all(job.counts, window.num_ranks);
   if (!job.sends) return;
@@ -210,8 +228,8 @@ void low_latency_dispatch(const Rank& me, const LowLatencyRank& ll, const LowLat
 }
 
 void low_latency_combine(const Rank& me, const LowLatencyRank& ll, const LowLatencyCombine& job,
-                         int num_ctas, std::uintptr_t) {
-  check_low_latency(me, ll, job.num_tokens, num_ctas);
+                         int num_ctas, std::uintptr_t stream) {
+  check_low_latency(me, ll, job.num_tokens, num_ctas, stream);
   const LowLatencyWindow& window = ll.window;
   standin::require(itemsize_of(job.dtype) == 4 || itemsize_of(job.dtype) == 2, "dtype");
   if (job.rows_of != nullptr) touch_all(job.rows_of, window.places() * window.top_k);

@@ -6,14 +6,12 @@
 #include <cstring>
 #include <memory>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "cases.h"
-#include "common/shared_library.h"
-#include "native/group.h"
-#include "native/split.h"
-#include "nccl/nccl.h"
+#include "common/stream_order.h"
+#include "fixtures.h"
+#include "native.h"
 #include "nccl/window.h"
 #include "nccl_ep/low_latency.h"
 #include "nccl_ep/nccl_ep.h"
@@ -21,77 +19,9 @@
 
 namespace {
 
-using ncclep::Communicator;
-using ncclep::DType;
-using ncclep::Nccl;
-using ncclep::Tensor;
 using ncclep::Window;
 
-// So many ranks that others than those that add send, from scratch.
-constexpr int kRanks = 8, kExperts = 16, kTokens = 5, kTopK = 2, kHidden = 8;
 constexpr int kEpTokens = 16;  // of an NCCL EP group
-constexpr std::uintptr_t kStream = 0x100, kOtherStream = 0x200;
-constexpr int kMostCalls = 500;  // of one life
-
-// The stand-in for libnccl and libnccl_ep.
-const char* library_path() { return std::getenv("NCCLEP_FAKE_LIBRARY"); }
-
-struct Fake {
-  Fake() : library(library_path()) {
-    library.find("fake_fail_after", fail_after);
-    library.find("fake_make_windows", make_windows);
-  }
-  ncclep::SharedLibrary library;
-  void (*fail_after)(int, int);
-  void (*make_windows)(int);
-};
-
-Fake& fake() {
-  static Fake one;
-  return one;
-}
-
-std::shared_ptr<Communicator> make_communicator(int num_ranks = kRanks, int rank = 1) {
-  fake().make_windows(1);
-  auto nccl = std::make_shared<Nccl>(library_path());
-  return std::make_shared<Communicator>(nccl, nccl->unique_id(), num_ranks, rank);
-}
-
-// A tensor with memory of its very size.
-struct Owned {
-  Owned(DType dtype, std::vector<std::int64_t> shape) {
-    tensor.dtype = dtype;
-    tensor.shape = std::move(shape);
-    memory.reset(new char[tensor.num_elements() * itemsize_of(dtype)]());
-    tensor.data = memory.get();
-  }
-  operator const Tensor&() const { return tensor; }
-  Tensor tensor;
-  std::unique_ptr<char[]> memory;
-};
-
-// Lives `life` again and again, with call number 0, 1, 2, ... of what `fail_after` counts failing,
-// until it does not come to that call any more.
-template <typename FailAfter, typename Life>
-void with_every_call_failing(FailAfter&& fail_after, Life&& life) {
-  for (int call = 0; call < kMostCalls; ++call) {
-    fail_after(call);
-    bool has_failed = false;
-    try {
-      life();
-    } catch (const ncclep::Error&) {
-      has_failed = true;
-    }
-    fail_after(-1);
-    if (!has_failed) {
-      REQUIRE(call > 3);
-      return;
-    }
-  }
-  REQUIRE(!"it never comes to an end");
-}
-
-void fail_nccl_after(int calls) { fake().fail_after(calls < 0 ? 0 : calls, calls < 0 ? 0 : 3); }
 
 // --- NCCL ----------------------------------------------------------------------------------------
 
@@ -246,177 +176,6 @@ void nccl_ep() {
   with_every_call_failing(fail_nccl_after, live_with_nccl_ep_low_latency);
 }
 
-// --- the native engine's group -------------------------------------------------------------------
-
-std::shared_ptr<ncclep::native::Group> make_group(double timeout_s = 1) {
-  return std::make_shared<ncclep::native::Group>(make_communicator(), kExperts, timeout_s);
-}
-
-// What a plan keeps, and what goes through it.
-struct Batch {
-  Owned counts{DType::kInt64, {2 * kExperts / kRanks + 1}},
-      token_routes{DType::kInt32, {4, kTokens}};
-  Owned topk{DType::kInt64, {kTokens, kTopK}}, kept{DType::kInt32, {kTokens, kTopK}};
-  Owned x{DType::kFloat32, {kTokens, kHidden}}, rows{DType::kFloat32, {2, kHidden}};
-  Owned x_bytes{DType::kUint8, {kTokens, 4 * kHidden}}, rows_bytes{DType::kUint8, {2, 4 * kHidden}};
-  Owned w{DType::kFloat32, {kTokens, kTopK}}, row_w{DType::kFloat32, {2}};
-  Owned rows_of_expert{DType::kInt64, {kExperts / kRanks}};
-  std::vector<Owned> routes;
-  ncclep::native::Plan plan{counts, token_routes, /*num_chunks*/ 1, kTopK, /*number*/ 1};
-
-  Owned& make_routes(ncclep::native::Group& group, int max_pairs, int max_assignments) {
-    const std::int64_t size = group.routes_size(max_pairs, max_assignments, 1);
-    return routes.emplace_back(DType::kInt32, std::vector<std::int64_t>{size});
-  }
-
-  std::uint32_t make_plan(ncclep::native::Group& group, bool is_static, int max_pairs,
-                          int max_assignments) {
-    const auto if_static = is_static ? std::optional(kept.tensor) : std::nullopt;
-    return group.plan(plan, topk, 1, is_static ? 2 : 0, if_static, {}, max_pairs, max_assignments,
-                      make_routes(group, max_pairs, max_assignments), 8, kStream);
-  }
-
-  void receive(ncclep::native::Group& group, int max_pairs, int max_assignments) {
-    group.plan_receive(plan, max_pairs, max_assignments,
-                       make_routes(group, max_pairs, max_assignments), 8, kStream);
-  }
-
-  void move(ncclep::native::Group& group) {
-    group.dispatch(plan, x, w.tensor, rows, row_w.tensor, 8, kStream);
-    group.dispatch(plan, x, std::nullopt, rows, std::nullopt, 8, kOtherStream);
-    group.dispatch(plan, x_bytes, w.tensor, rows_bytes, row_w.tensor, 8, kStream);
-    const Owned sums(DType::kFloat32, {group.sums_size(plan, 8, kHidden * 4), kHidden});
-    group.combine(plan, rows, row_w.tensor, sums, x, w.tensor, 8, kStream);
-    const std::optional<Tensor> none_needed =
-        sums.tensor.shape[0] > 0 ? std::optional<Tensor>(sums.tensor) : std::nullopt;
-    group.combine(plan, rows, std::nullopt, none_needed, x, std::nullopt, 8, kOtherStream);
-    const auto add_bytes = [&] {
-      group.combine(plan, rows_bytes, std::nullopt, {}, x_bytes, std::nullopt, 8, kStream);
-    };
-    REQUIRE(refuses(add_bytes, "combine: rows must be bf16, fp16 or fp32"));
-  }
-};
-
-void plan_exactly(ncclep::native::Group& group, Batch& batch) {
-  const std::uint32_t ticket = batch.make_plan(group, false, 1, 1);
-  REQUIRE(refuses([&] { batch.move(group); }, "not received"));  // nobody knows how much arrives
-  const auto sizes = group.wait_for_sizes(batch.plan, ticket, batch.rows_of_expert, kStream, [] {});
-  REQUIRE(sizes && sizes->num_rows == 2 && sizes->num_assignments == 2);
-  REQUIRE(refuses([&] { batch.move(group); }, "room for 1 pairs and 1 assignments"));
-  batch.receive(group, 1, 2);
-}
-
-void live_with_group() {
-  const auto group = make_group();
-  // A caller lets go of everything after an error: the windows, then the group.
-  struct Closing {
-    ncclep::native::Group& group;
-    ~Closing() {
-      standin::fail_after(-1);
-      fail_nccl_after(-1);
-      group.close();
-      group.close();
-    }
-  } closing{*group};
-  Batch batch, fixed;
-  REQUIRE(refuses([&] { batch.move(*group); }, "windows"));
-  for (int turn = 0; turn < 2; ++turn) {  // windows, and larger ones
-    try {
-      group->allocate(kTokens + 200 * turn, kTopK, 32);
-      group->open();
-      group->clear();
-    } catch (...) {
-      // Windows that are open stay so, on purpose: here they go, so that other leaks are seen.
-      const auto left = group->windows();
-      group->drop();
-      standin::fail_after(-1);
-      fail_nccl_after(-1);
-      for (const auto& window : left) window->close();
-      throw;
-    }
-    REQUIRE(group->fits(kTokens, kTopK, 32) && group->windows().size() == 2);
-  }
-  plan_exactly(*group, batch);
-  batch.move(*group);
-  fixed.make_plan(*group, true, 2, 2);
-  fixed.move(*group);
-  standin::capture(kOtherStream);
-  fixed.move(*group);
-  standin::capture(0);
-  REQUIRE(group->was_captured() && !group->failure() && group->bad_ranks(true) == 0);
-  group->refuse(ncclep::native::Phase::kCombine, kStream);
-  group->wait_until_idle([] {});
-  group->close();
-}
-
-void native_group() {
-  live_with_group();
-  with_every_call_failing(standin::fail_after, live_with_group);
-  with_every_call_failing(fail_nccl_after, live_with_group);
-  REQUIRE(standin::num_allocations() == 0);
-}
-
-void closed_group() {
-  const auto group = make_group();
-  Batch batch;
-  group->allocate(kTokens, kTopK, 32);
-  group->open();
-  group->clear();
-  plan_exactly(*group, batch);
-  group->close();
-  group->drop();
-  for (const auto& call : std::vector<std::function<void()>>{
-           [&] { group->allocate(kTokens, kTopK, 32); }, [&] { group->clear(); },
-           [&] { batch.move(*group); }, [&] { batch.make_plan(*group, false, 1, 2); },
-           [&] { batch.make_plan(*group, true, 1, 2); },
-           [&] { group->refuse(ncclep::native::Phase::kDispatch, kStream); },
-           [&] { batch.receive(*group, 1, 2); },
-           [&] { group->wait_for_sizes(batch.plan, 1, batch.rows_of_expert, kStream, [] {}); }}) {
-    error_of(call);
-  }
-  group->open();  // nothing is there to open
-  group->close();
-  REQUIRE(group->windows().empty() && group->num_bytes() == 0 && !group->failure());
-  REQUIRE(group->bad_ranks(true) == 0);
-  group->wait_until_idle([] {});
-  REQUIRE(standin::num_allocations() == 0);
-}
-
-void sizes() {
-  const auto group = make_group(/*timeout_s*/ 5);
-  group->allocate(kTokens, kTopK, 32);
-  group->open();
-  group->clear();
-  Batch batch;
-  const auto wait = [&](std::uint32_t ticket, const std::function<void()>& poll) {
-    return group->wait_for_sizes(batch.plan, ticket, batch.rows_of_expert, kStream, poll);
-  };
-  const auto count = [&] { return batch.make_plan(*group, false, 1, 2); };
-  standin::sizes.delay_ms = 20;  // a thread tells it while the host waits
-  std::uint32_t ticket = count();
-  REQUIRE(refuses([&] { wait(ticket + 1, [] {}); }, "not that of the last plan"));
-  REQUIRE(refuses([&] { wait(0, [] {}); }, "not that of the last plan"));
-  REQUIRE(wait(ticket, [] {})->num_rows == 2);
-  // A routing that is refused: nobody may go on with the plan.
-  standin::sizes.bad_ranks = 4;
-  batch.plan = {batch.counts, batch.token_routes, 1, kTopK, 1};
-  REQUIRE(wait(count(), [] {})->bad_ranks == 4);
-  batch.receive(*group, 1, 2);
-  REQUIRE(refuses([&] { batch.move(*group); }, "not received"));
-  standin::sizes.bad_ranks = 0;
-  // Ctrl-C.
-  standin::sizes.delay_ms = 300;
-  ticket = count();
-  REQUIRE(refuses([&] { wait(ticket, [] { ncclep::fail("Ctrl-C"); }); }, "Ctrl-C"));
-  cudaDeviceSynchronize();
-  REQUIRE(wait(ticket, [] {}).has_value());  // it has come meanwhile
-  standin::sizes.delay_ms = 20;
-  standin::sizes.fails = true;
-  REQUIRE(!wait(count(), [] {}) && group->failure()->peer == 1);
-  standin::sizes.fails = false;
-  group->close();
-}
-
 // --- what the sanitizers must report -------------------------------------------------------------
 
 void out_of_bounds() {
@@ -435,6 +194,21 @@ void leak() {
   standin::forget(memory);
 }
 
+// --- what the stand-in must report ---------------------------------------------------------------
+
+void without_order() {
+  standin::note_kernel(kStream);
+  standin::note_kernel(kOtherStream);
+}
+
+void across_captures() {
+  ncclep::Event event;
+  standin::capture({kStream});
+  event.record(kStream);
+  standin::capture({kOtherStream});
+  event.hold_back(kOtherStream);
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -444,9 +218,14 @@ int main(int count, char** words) {
                    {"any_bytes", any_bytes},
                    {"nccl_ep", nccl_ep},
                    {"native_group", native_group},
+                   {"native_low_latency", native_low_latency},
                    {"closed_group", closed_group},
+                   {"order", order},
+                   {"calls", calls},
                    {"sizes", sizes},
                    {"mistake_out_of_bounds", out_of_bounds},
                    {"mistake_undefined", undefined},
-                   {"mistake_leak", leak}});
+                   {"mistake_leak", leak},
+                   {"mistake_without_order", without_order},
+                   {"mistake_across_captures", across_captures}});
 }

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 namespace standin {
 
@@ -19,17 +20,39 @@ int num_calls();
 int num_allocations();
 // Loses this one: nobody has its address any more.
 void forget(void* memory);
-// Says that this stream is being captured.
-void capture(std::uintptr_t stream);
-// Work that a kernel does on its own thread; cudaDeviceSynchronize waits for it.
-void run_on_device(std::function<void()> work);
-// What plans find: rows, assignments and so on; and milliseconds until the host is told.
+
+// --- streams -------------------------------------------------------------------------------------
+// They do at once what is queued, unless they are held.
+
+// From now on these streams are being captured, together, and no others.
+void capture(const std::vector<std::uintptr_t>& streams);
+// Makes a stream that has the handle of one that is gone.
+void remake(std::uintptr_t stream);
+// Queues work on the stream that is not over before `release`.
+void hold(std::uintptr_t stream);
+// Whether the stream has such work, its own or that of a stream that it waits for.
+bool is_held(std::uintptr_t stream);
+// Ends the work of all streams; cudaDeviceSynchronize does, too.
+void release();
+// Does `work` when the stream comes to it.
+void run_on_device(std::uintptr_t stream, std::function<void()> work);
+// Notes a kernel that may run only after all that were noted before, in the same capture or outside
+// of any; ends the process if nothing has this stream wait for them.
+void note_kernel(std::uintptr_t stream);
+
+// --- kernels -------------------------------------------------------------------------------------
+
+// What plans find: rows, assignments and so on.
 struct Sizes {
   std::uint32_t num_rows, num_pairs, num_assignments, bad_ranks;
-  int delay_ms;
   bool fails;  // a wait's deadline passes instead
+  // The words that the host is told only after `release`: a bit for each of the four above, and
+  // then for each expert of the rank.
+  std::uint32_t late_words;
 };
 extern Sizes sizes;
+// `Rank::call` of the kernels since the last time, where it is not 0.
+std::vector<std::uint64_t> take_calls();
 // Ends the process with the text, unless `holds`.
 void require(bool holds, const char* text);
 // Reads and writes every byte.

@@ -1,0 +1,66 @@
+#include "common/stream_order.h"
+
+#include <cuda_runtime.h>
+
+#include "common/cuda.h"
+
+namespace ncclep {
+
+namespace {
+
+cudaStream_t stream_of(std::uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+
+cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
+
+// The number of the capture that the stream takes part in, which no other capture has; 0: none.
+unsigned long long capture_of(std::uintptr_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long number = 0;
+  cuda_check(cudaStreamGetCaptureInfo(stream_of(stream), &status, &number),
+             "cudaStreamGetCaptureInfo");
+  return status == cudaStreamCaptureStatusNone ? 0 : number;
+}
+
+}  // namespace
+
+Event::Event() {
+  cudaEvent_t event = nullptr;
+  cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  event_ = event;
+}
+
+// An event may go before its work is over; the only errors are those of a CUDA that is shutting
+// down.
+Event::~Event() { cudaEventDestroy(event_of(event_)); }
+
+void Event::record(std::uintptr_t stream) {
+  cuda_check(cudaEventRecord(event_of(event_), stream_of(stream)), "cudaEventRecord");
+}
+
+void Event::hold_back(std::uintptr_t stream) const {
+  cuda_check(cudaStreamWaitEvent(stream_of(stream), event_of(event_), 0), "cudaStreamWaitEvent");
+}
+
+bool Event::is_over() const {
+  const cudaError_t status = cudaEventQuery(event_of(event_));
+  if (status != cudaErrorNotReady) cuda_check(status, "waiting for the device");
+  return status == cudaSuccess;
+}
+
+bool StreamOrder::queue(std::uintptr_t stream, const std::function<void()>& launch) {
+  const unsigned long long capture = capture_of(stream);
+  // While it is captured a stream has no number to ask for, and waiting for itself costs nothing.
+  unsigned long long number = 0;
+  if (capture == 0) cuda_check(cudaStreamGetId(stream_of(stream), &number), "cudaStreamGetId");
+  Last& last = capture != 0 ? last_captured_ : last_;
+  if (capture != 0 ? last.capture == capture : last.stream != number) last.done.hold_back(stream);
+  launch();
+  // Now, not when the next operation comes: that one must not wait for what the caller queues here
+  // in between, which may itself wait for another rank.
+  last.done.record(stream);
+  last.stream = number;
+  last.capture = capture;
+  return capture != 0;
+}
+
+}  // namespace ncclep
