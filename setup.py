@@ -1,7 +1,7 @@
 """Builds the package; everything declarative is in pyproject.toml.
 
 `configs/` lives at the top of the tree, where people look for it, and is installed as package data
-under `megatron_ncclep/configs`, where `megatron_ncclep.render` finds it again.
+under `megatron_ncclep/configs`, where `megatron_ncclep.cli.render` finds it again.
 
 The extension `megatron_ncclep._C` (csrc/) is built where there is a CUDA toolkit; elsewhere the
 package is pure Python and has the reference engine only.  It needs no GPU and no torch to build.
@@ -138,12 +138,21 @@ setup(
     packages=[
         "megatron_ncclep",
         "megatron_ncclep.benchmark",
+        "megatron_ncclep.cli",
         "megatron_ncclep.cpu",
         "megatron_ncclep.doctor",
         "megatron_ncclep.engines",
+        "megatron_ncclep.engines.hierarchical",
+        "megatron_ncclep.engines.native",
+        "megatron_ncclep.engines.nccl_ep",
+        "megatron_ncclep.engines.reference",
         "megatron_ncclep.integration",
+        "megatron_ncclep.integration.checks",
         "megatron_ncclep.integration.experts",
+        "megatron_ncclep.integration.inference",
+        "megatron_ncclep.integration.options",
         "megatron_ncclep.libraries",
+        "megatron_ncclep.ops",
         "megatron_ncclep.ranks",
         "megatron_ncclep.testing",
         "megatron_ncclep.training",

@@ -1,8 +1,7 @@
 """megatron_ncclep: the Megatron-Core MoE token dispatcher `ncclep`.
 
 Importing this package has no side effects and needs neither CUDA nor Megatron-Core: the names below
-are loaded when they are first used.  The two differentiable steps are
-`megatron_ncclep.dispatch.dispatch` and `megatron_ncclep.combine.combine`.
+are loaded when they are first used.  `dispatch` and `combine` are the two differentiable steps.
 """
 
 from __future__ import annotations
@@ -20,12 +19,16 @@ if TYPE_CHECKING:
     from megatron_ncclep.engines import create_engine
     from megatron_ncclep.engines.engine import Engine, RoutePlan
     from megatron_ncclep.integration.hooks import install
+    from megatron_ncclep.ops.combine import combine
+    from megatron_ncclep.ops.dispatch import dispatch
 
 _HOME = {
     "EpConfig": "config",
     "Engine": "engines.engine",
     "RoutePlan": "engines.engine",
+    "combine": "ops.combine",
     "create_engine": "engines",
+    "dispatch": "ops.dispatch",
     "install": "integration.hooks",
 }
 
@@ -36,7 +39,9 @@ __all__ = [
     "__version__",
     "check",
     "close",
+    "combine",
     "create_engine",
+    "dispatch",
     "install",
 ]
 

@@ -14,7 +14,7 @@ import warnings
 from types import ModuleType
 
 from megatron_ncclep import envs
-from megatron_ncclep.post_import import after_import
+from megatron_ncclep.integration.import_hook import after_import
 
 # The modules that hooks.HOOKS changes; named here too, because importing integration for them
 # would cost every `import torch` its time.  A test compares the two.

@@ -20,7 +20,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import NOT_ROUTED
 from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
-from megatron_ncclep.engines.low_latency_rows import LowLatencyRows
+from megatron_ncclep.engines.low_latency_types import LowLatencyRows
 from megatron_ncclep.errors import EngineUnavailableError, InputError
 from megatron_ncclep.ranks.group import EpGroup
 

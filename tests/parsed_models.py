@@ -12,7 +12,8 @@ import os
 import shlex
 import sys
 
-from megatron_ncclep import autoload, cpu, render
+from megatron_ncclep import autoload, cpu
+from megatron_ncclep.cli import render
 
 # RoPE's fused kernel is TransformerEngine's, which is not here.
 HERE = shlex.split("--mock-data --tokenizer-type NullTokenizer --vocab-size 63 --no-rope-fusion")

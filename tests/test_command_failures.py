@@ -15,8 +15,8 @@ import pytest
 import torch
 from processes import run_ranks
 
+from megatron_ncclep.error_reporting import run_told, tell_at_the_end
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
-from megatron_ncclep.failures import run_told, tell_at_the_end
 from megatron_ncclep.libraries import extension
 
 
@@ -67,7 +67,7 @@ A_RANK_DIES = """
 import os, signal, sys
 import torch, torch.distributed as dist
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.failures import tell_at_the_end
+from megatron_ncclep.error_reporting import tell_at_the_end
 
 dist.init_process_group("gloo")
 if "alone" in sys.argv:
@@ -110,7 +110,7 @@ def test_what_a_dead_rank_s_collective_held_is_never_freed(capfd, monkeypatch) -
     """Gloo's thread frees it otherwise, and aborts where the interpreter is ending: one run in 15
     ended with SIGABRT after the right line.
     """
-    monkeypatch.setattr("megatron_ncclep.failures._lost_ranks", lambda: "rank 1 has died")
+    monkeypatch.setattr("megatron_ncclep.error_reporting._lost_ranks", lambda: "rank 1 has died")
     held: list[weakref.ref[torch.Tensor]] = []
 
     def all_reduce() -> int:

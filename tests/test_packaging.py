@@ -24,21 +24,14 @@ LAYER_OF = {
     "errors": "base",
     "envs": "base",
     "logs": "base",
-    "post_import": "base",
     "config": "base",
-    "config_files": "base",
-    "failures": "base",
+    "error_reporting": "base",
     "libraries": "libraries",
     "ranks": "ranks",
     "engines": "engines",
-    "route_plan": "steps",
-    "expert_slices": "steps",
-    "packed_rows": "steps",
-    "dispatch": "steps",
-    "combine": "steps",
-    "metrics": "steps",
-    "step_ranges": "steps",
     "autoload": "integration",
+    "ops": "steps",
+    "metrics": "steps",
     "integration": "integration",
     # What people run.  The package's own file only loads names when they are used.
     "__init__": "tools",
@@ -47,8 +40,6 @@ LAYER_OF = {
     "cli": "tools",
     "cpu": "tools",
     "doctor": "tools",
-    "launch": "tools",
-    "render": "tools",
     "testing": "tools",
     "training": "tools",
     "vllm": "tools",
@@ -301,7 +292,8 @@ def test_installed_package_finds_its_configs(tmp_path: Path):
     shutil.copytree(PACKAGE, tmp_path / "megatron_ncclep")
     shutil.copytree(ROOT / "configs", tmp_path / "megatron_ncclep" / "configs")
     (tmp_path / "configs" / "cluster").mkdir(parents=True)
-    code = "from megatron_ncclep import config_files as c; print(c.folder(), *c.names('cluster'))"
+    code = "from megatron_ncclep.cli.config_files import folder, names; "
+    code += "print(folder(), *names('cluster'))"
     done = subprocess.run(
         [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
         text=True, capture_output=True, timeout=60,

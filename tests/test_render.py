@@ -16,7 +16,7 @@ import pytest
 from megatron_versions import importable, python_path
 from packaging.version import Version
 
-from megatron_ncclep import config_files, render
+from megatron_ncclep.cli import config_files, render
 from megatron_ncclep.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]

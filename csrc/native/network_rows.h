@@ -2,7 +2,7 @@
 //
 // A message is a piece of the row (the same columns of all rows) and after it the weights, fp32,
 // filled up with zeros to a multiple of kMessageVector bytes.  What travels between nodes is up
-// to others (megatron_ncclep/engines/network_rows.py says what these kernels do).
+// to others (megatron_ncclep/engines/hierarchical/message_packing.py says what these kernels do).
 #pragma once
 
 #include <cstdint>

@@ -17,12 +17,12 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron_ncclep import config_files
 from megatron_ncclep.benchmark import network_model, plot, table
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.job import HIGH_THROUGHPUT, LOW_LATENCY, MAX_RECV_ROWS, MODES, Job
 from megatron_ncclep.benchmark.result import LISTS, Measured, ShapeResult, TrainingResult
 from megatron_ncclep.benchmark.shapes import TrainingShape
+from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import EpError, InputError
 

@@ -17,8 +17,9 @@ from megatron_ncclep.benchmark.names import LIBRARIES, split_name
 from megatron_ncclep.benchmark.subjects import STEPS, Setting, Subject, check_limits, excused
 from megatron_ncclep.benchmark.workload import Workload, X
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import choose_engine, nccl_ep
-from megatron_ncclep.engines.nccl_ep_staging import open_library
+from megatron_ncclep.engines import choose_engine
+from megatron_ncclep.engines.nccl_ep import engine as nccl_ep
+from megatron_ncclep.engines.nccl_ep.staging import open_library
 from megatron_ncclep.errors import EngineUnavailableError, InputError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH, environment

@@ -16,7 +16,7 @@ from megatron_ncclep.benchmark.workload import WEIGHTS, Workload, X, Y, payload
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, create_engine
 from megatron_ncclep.engines.low_latency import create_low_latency
-from megatron_ncclep.engines.low_latency_rows import LowLatencyRows
+from megatron_ncclep.engines.low_latency_types import LowLatencyRows
 from megatron_ncclep.errors import EngineUnavailableError, InputError
 from megatron_ncclep.libraries import extension
 

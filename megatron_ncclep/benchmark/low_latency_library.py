@@ -11,7 +11,7 @@ from megatron_ncclep.benchmark.library_subject import KEY_COLUMNS, by_content, o
 from megatron_ncclep.benchmark.low_latency import LowLatencySubject
 from megatron_ncclep.benchmark.subjects import Setting, UnavailableError, excused
 from megatron_ncclep.benchmark.workload import X
-from megatron_ncclep.engines.low_latency_rows import LowLatencyRows
+from megatron_ncclep.engines.low_latency_types import LowLatencyRows
 from megatron_ncclep.errors import LibraryError
 from megatron_ncclep.libraries import extension
 

@@ -21,7 +21,7 @@ CLASSES = {
     "alltoall": (MEGATRONS, "MoEAlltoAllTokenDispatcher"),
     "allgather": (MEGATRONS, "MoEAllGatherTokenDispatcher"),
     "flex": (MEGATRONS, "MoEFlexTokenDispatcher"),
-    "ncclep": ("megatron_ncclep.integration.token_dispatcher", "NcclEpTokenDispatcher"),
+    "ncclep": ("megatron_ncclep.integration.dispatcher", "NcclEpTokenDispatcher"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep import config_files
+from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import ALIGNMENTS, MIN_TIMEOUT_S
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.testing.cases import Case

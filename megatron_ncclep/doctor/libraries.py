@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_ncclep.doctor.report import Finding
-from megatron_ncclep.engines.native_obstacle import MIN_COMPUTE_CAPABILITY
+from megatron_ncclep.engines.native.availability import MIN_COMPUTE_CAPABILITY
 from megatron_ncclep.libraries import extension as native_extension
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
 from megatron_ncclep.libraries import search

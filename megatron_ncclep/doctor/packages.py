@@ -59,7 +59,7 @@ def _autoload() -> Finding:
 def megatron_core() -> Iterator[Finding]:
     """Megatron-Core's version and the places in it that the integration changes."""
     from megatron_ncclep.integration import hooks
-    from megatron_ncclep.integration.support import NEWEST, OLDEST, is_tested
+    from megatron_ncclep.integration.checks.unsupported import NEWEST, OLDEST, is_tested
 
     if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
         "megatron.core"

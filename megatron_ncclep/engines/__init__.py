@@ -10,16 +10,18 @@ import torch.distributed as dist
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import MAX_COUNT, EpConfig
-from megatron_ncclep.engines import hierarchical_obstacle, native_obstacle, nccl_ep_obstacle
 from megatron_ncclep.engines.engine import Engine, EngineCaps
-from megatron_ncclep.engines.hierarchical import CAPS as HIERARCHICAL_CAPS
-from megatron_ncclep.engines.hierarchical import HierarchicalEngine
-from megatron_ncclep.engines.native import CAPS as NATIVE_CAPS
-from megatron_ncclep.engines.native import NativeEngine
-from megatron_ncclep.engines.nccl_ep import CAPS as NCCL_EP_CAPS
-from megatron_ncclep.engines.nccl_ep import NcclEpEngine
-from megatron_ncclep.engines.reference import CAPS as REFERENCE_CAPS
-from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.engines.hierarchical import availability as hierarchical_availability
+from megatron_ncclep.engines.hierarchical.engine import CAPS as HIERARCHICAL_CAPS
+from megatron_ncclep.engines.hierarchical.engine import HierarchicalEngine
+from megatron_ncclep.engines.native import availability as native_availability
+from megatron_ncclep.engines.native.engine import CAPS as NATIVE_CAPS
+from megatron_ncclep.engines.native.engine import NativeEngine
+from megatron_ncclep.engines.nccl_ep import availability as nccl_ep_availability
+from megatron_ncclep.engines.nccl_ep.engine import CAPS as NCCL_EP_CAPS
+from megatron_ncclep.engines.nccl_ep.engine import NcclEpEngine
+from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
+from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, InputError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.version import __version__
@@ -47,11 +49,11 @@ AUTO = "auto"
 _OF_THE_LAYER = ("experts", "metrics_interval")
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
-    "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_obstacle.obstacle),
+    "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_availability.obstacle),
     "hierarchical": EngineEntry(
-        HIERARCHICAL_CAPS, HierarchicalEngine, hierarchical_obstacle.obstacle
+        HIERARCHICAL_CAPS, HierarchicalEngine, hierarchical_availability.obstacle
     ),
-    "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_obstacle.obstacle),
+    "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_availability.obstacle),
     "reference": EngineEntry(
         REFERENCE_CAPS, ReferenceEngine, lambda group, config, num_experts: None
     ),

@@ -21,7 +21,7 @@ import torch
 
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.engine import Engine, EngineCaps
-from megatron_ncclep.engines.low_latency_rows import LowLatencyRows, LowLatencySizes, Tokens
+from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError
 from megatron_ncclep.ranks.group import EpGroup
 

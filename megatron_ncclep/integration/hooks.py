@@ -40,55 +40,60 @@ from typing import Any, Literal, get_args
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.error_reporting import tell_at_the_end
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
-from megatron_ncclep.failures import tell_at_the_end
-from megatron_ncclep.integration.command_line import (
-    TYPE_FIELD,
-    change_add_arguments,
-    change_core_config_from_args,
-    change_parse_args,
-)
-from megatron_ncclep.integration.fp8_support import align_for_experts, announce_alignment
-from megatron_ncclep.integration.graph_support import (
+from megatron_ncclep.integration.checks.cuda_graphs import (
     Captured,
     captured_by,
     captured_in,
     check_captured,
     check_graph_options,
 )
-from megatron_ncclep.integration.hooked_places import (
-    check_methods,
-    is_changed,
-    marked,
-    not_known,
-    original_of,
+from megatron_ncclep.integration.checks.fp8 import align_for_experts, announce_alignment
+from megatron_ncclep.integration.checks.optimizer_step import check_before_steps
+from megatron_ncclep.integration.checks.schedule import keep_inputs
+from megatron_ncclep.integration.checks.unsupported import (
+    NEWEST,
+    OLDEST,
+    check_supported,
+    is_tested,
 )
-from megatron_ncclep.integration.inference_support import (
+from megatron_ncclep.integration.experts.layer_experts import (
+    check_experts,
+    counts_wanted,
+    need_no_host,
+    settle_experts,
+)
+from megatron_ncclep.integration.import_hook import after_import
+from megatron_ncclep.integration.inference.support import (
     change_inference_context,
     change_inference_field,
     change_inference_setup,
     check_inference_type,
     training_options,
 )
-from megatron_ncclep.integration.layer_experts import (
-    check_experts,
-    counts_wanted,
-    need_no_host,
-    settle_experts,
-)
 from megatron_ncclep.integration.metrics_writers import change_report, change_track
-from megatron_ncclep.integration.options_field import NAME as OPTIONS_FIELD
-from megatron_ncclep.integration.options_field import add_options_field, settle_options
-from megatron_ncclep.integration.schedule_support import keep_inputs
-from megatron_ncclep.integration.step_check import check_before_steps
-from megatron_ncclep.integration.support import NEWEST, OLDEST, check_supported, is_tested
+from megatron_ncclep.integration.options.command_line import (
+    TYPE_FIELD,
+    change_add_arguments,
+    change_core_config_from_args,
+    change_parse_args,
+)
+from megatron_ncclep.integration.options.field import NAME as OPTIONS_FIELD
+from megatron_ncclep.integration.options.field import add_options_field, settle_options
+from megatron_ncclep.integration.patching import (
+    check_methods,
+    is_changed,
+    marked,
+    not_known,
+    original_of,
+)
 from megatron_ncclep.integration.teardown import change_destroy
-from megatron_ncclep.post_import import after_import
 
 NAME = "ncclep"
 # Megatron validates the configuration and builds the layer as if this type had been asked for.
 STAND_IN = "alltoall"
-_DISPATCHER_MODULE = "megatron_ncclep.integration.token_dispatcher"
+_DISPATCHER_MODULE = "megatron_ncclep.integration.dispatcher"
 # The hooks of a dispatcher, and how many arguments MoELayer gives them.  After 0.19 a branch of
 # Megatron's gives dispatch_preprocess a fourth, and takes two results of combine_postprocess: of a
 # tensor [2, ...] it would take the halves.
@@ -251,7 +256,7 @@ def _change_layer(module: ModuleType) -> None:
             original(self, *args, **kwargs)
         options, choice = settle_experts(self, options, groups.expt_tp.size())
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
-        from megatron_ncclep.integration.token_dispatcher import NcclEpTokenDispatcher
+        from megatron_ncclep.integration.dispatcher import NcclEpTokenDispatcher
 
         overlapped = self.token_dispatcher.shared_experts
         self.token_dispatcher = NcclEpTokenDispatcher(
@@ -271,7 +276,7 @@ def _change_layer(module: ModuleType) -> None:
             self.token_dispatcher.set_shared_experts(overlapped)
         announce_alignment(config, options, self.token_dispatcher.group)
         if choice is not None:
-            from megatron_ncclep.integration.experts.choice import announce
+            from megatron_ncclep.integration.experts.selection import announce
 
             announce(choice, self.token_dispatcher.group)
         _check_graphs(self, captured_by(config))

@@ -10,7 +10,7 @@ import inspect
 import sys
 from typing import Any
 
-from megatron_ncclep.integration.hooked_places import marked, original_of
+from megatron_ncclep.integration.patching import marked, original_of
 
 _PARAMETERS = ["iteration", "writer", "wandb_writer"]
 PREFIX = "ncclep/"

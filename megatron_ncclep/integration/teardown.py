@@ -9,7 +9,7 @@ import functools
 import sys
 from typing import Any
 
-from megatron_ncclep.integration.hooked_places import marked, not_known, original_of
+from megatron_ncclep.integration.patching import marked, not_known, original_of
 
 _GETTERS = ("get_expert_model_parallel_group", "get_expert_tensor_and_model_parallel_group")
 

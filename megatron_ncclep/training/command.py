@@ -14,7 +14,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from megatron_ncclep import config_files
+from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import add_option_arguments
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden

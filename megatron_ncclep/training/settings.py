@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ncclep import config_files
+from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 
 MOST = 2**31 - 1  # of an int

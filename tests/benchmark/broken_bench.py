@@ -15,7 +15,7 @@ import torch
 
 from megatron_ncclep import cli
 from megatron_ncclep.engines import ENGINES
-from megatron_ncclep.engines.reference import CAPS, ReferenceEngine
+from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 
 # Experts of the shape with which the engines go wrong; another one goes well.
 UNLUCKY = 8

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ncclep import cli, config_files
+from megatron_ncclep import cli
 from megatron_ncclep.benchmark import command, shapes
 from megatron_ncclep.benchmark.job import Job
 from megatron_ncclep.benchmark.names import TRAININGS, default_names, obstacle, split_name
+from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 
 

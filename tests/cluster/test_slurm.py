@@ -15,7 +15,7 @@ import yaml
 from packaging.version import Version
 from slurm_cluster import SlurmCluster, wait_until
 
-from megatron_ncclep import render
+from megatron_ncclep.cli import render
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -10,10 +10,10 @@ from compare import assert_same_bits
 from contract_cases import config_of, for_engine
 from run_case import caps_of, fitted, most_ranks, opened, run_case
 
-from megatron_ncclep.combine import combine
-from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines.engine import Engine
-from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.engines.reference.engine import ReferenceEngine
+from megatron_ncclep.ops.combine import combine
+from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case

@@ -10,7 +10,7 @@ from oracle import oracle_combine
 from run_case import fitted, opened, oracle_of, ranks_on_node, rounds_source_part, run_case
 
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED
-from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case

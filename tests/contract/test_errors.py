@@ -24,8 +24,8 @@ from megatron_ncclep.errors import (
     InputError,
     PeerError,
 )
+from megatron_ncclep.ops.routing import routes_and_weights
 from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.route_plan import routes_and_weights
 
 pytestmark = pytest.mark.needs_ranks(2)
 

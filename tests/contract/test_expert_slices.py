@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_ncclep.engines.engine import TOO_MANY_EXPERTS
-from megatron_ncclep.expert_slices import to_all_slices
-from megatron_ncclep.route_plan import Routes
+from megatron_ncclep.ops.expert_slices import to_all_slices
+from megatron_ncclep.ops.routing import Routes
 
 
 def test_the_docstrings_example_and_its_gradient() -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency import create_low_latency
-from megatron_ncclep.engines.reference_low_latency import ReferenceLowLatency
+from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 from megatron_ncclep.errors import GroupClosedError, InputError, LibraryError, PeerError
 from megatron_ncclep.ranks import group as ranks_group
 from megatron_ncclep.ranks.exchange import HostLink

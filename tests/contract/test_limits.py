@@ -24,7 +24,7 @@ from test_properties import cases as random_cases
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, EngineEntry
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, EngineCaps, RoutePlan
-from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool

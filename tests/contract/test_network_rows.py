@@ -16,7 +16,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 
-from megatron_ncclep.engines.network_rows import (
+from megatron_ncclep.engines.hierarchical.message_packing import (
     Piece,
     add_up,
     message_bytes,

@@ -23,10 +23,11 @@ from test_properties import all_steps_on_rank, assert_steps
 
 from megatron_ncclep.benchmark.workload import network_rows, tables_of
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import create_engine, hierarchical
+from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import NODE_SUMS_ROUNDED
-from megatron_ncclep.engines.hierarchical import HierarchicalPlan
-from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.engines.hierarchical import engine as hierarchical
+from megatron_ncclep.engines.hierarchical.engine import HierarchicalPlan
+from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, PeerError
 from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.all_to_all import Exchange

@@ -24,10 +24,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import create_engine, hierarchical, hierarchical_calls
+from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.engines.hierarchical_plan import HierarchicalPlan
-from megatron_ncclep.engines.reference import CAPS, ReferenceEngine
+from megatron_ncclep.engines.hierarchical import agreement as hierarchical_calls
+from megatron_ncclep.engines.hierarchical import engine as hierarchical
+from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
+from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks import all_to_all
 from megatron_ncclep.ranks.all_to_all import Exchange, Unwaited

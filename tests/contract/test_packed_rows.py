@@ -11,12 +11,12 @@ from compare import assert_same_bits
 from oracle import oracle_dispatch
 from run_case import config_of, fitted, opened, oracle_of, run_case
 
-from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.checks import rows_problem
 from megatron_ncclep.engines.engine import BYTES, SOURCE_PART_UNROUNDED, EngineCaps
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.packed_rows import pack_rows, unpack_rows
+from megatron_ncclep.ops.dispatch import dispatch
+from megatron_ncclep.ops.packed_rows import pack_rows, unpack_rows
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 

@@ -8,7 +8,7 @@ from compare import assert_same_bits
 
 from megatron_ncclep.engines.engine import TOO_MANY_EXPERTS
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.route_plan import routes_and_weights
+from megatron_ncclep.ops.routing import routes_and_weights
 
 F, T = False, True
 NAN = float("nan")

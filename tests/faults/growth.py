@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from contract_cases import deadline_s
 
-from megatron_ncclep.combine import combine
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine
+from megatron_ncclep.ops.combine import combine
+from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ranks.pool import RankContext
 
 MOST_TOKENS, MOST_HIDDEN, LOCAL_EXPERTS = 60, 64, 4

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from processes import join
 
 import megatron_ncclep
-from megatron_ncclep.combine import combine
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
-from megatron_ncclep.engines.native import NativeEngine
+from megatron_ncclep.engines.native.engine import NativeEngine
+from megatron_ncclep.ops.combine import combine
+from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext

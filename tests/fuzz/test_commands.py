@@ -37,7 +37,7 @@ OPTIONS = {
         "--device cpu --out d",
     ),
     "plot": ("-o --out --subjects", "bench.json"),
-    "doctor": ("--json", ""),
+    "doctor": ("--json --ranks", ""),
     "env": ("", ""),
 }
 RESULT = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-2xH200-native/bench.json"
@@ -64,9 +64,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_ncclep.training.corpus._write", write)
     monkeypatch.setattr("megatron_ncclep.training.corpus._describe", describe)
     monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_pool", lambda job: [])
-    monkeypatch.setattr("megatron_ncclep.doctor.examine", lambda title: [])
-    monkeypatch.setattr("megatron_ncclep.launch._move_to_cpu", lambda: None)
-    monkeypatch.setattr("megatron_ncclep.launch.after_import", lambda *_: None)
+    monkeypatch.setattr("megatron_ncclep.doctor.examine", lambda title, ranks: [])
+    monkeypatch.setattr("megatron_ncclep.cli.run._move_to_cpu", lambda: None)
+    monkeypatch.setattr("megatron_ncclep.cli.run.after_import", lambda *_: None)
     monkeypatch.setattr("megatron_ncclep.autoload.hook_imports", lambda: None)
     monkeypatch.setattr("runpy.run_path", lambda *_, **__: {})
     # What a command may change for the rest of its process.

@@ -12,8 +12,8 @@ from anything import FUZZ, attempt, documents, numbers, scalars, words, yaml_byt
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_ncclep import config_files, render
 from megatron_ncclep.benchmark import shapes
+from megatron_ncclep.cli import config_files, render
 from megatron_ncclep.training.settings import TYPES, Settings, layer_pattern, parse_changes
 
 KEYS = st.sampled_from(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit
-from megatron_ncclep.route_plan import routes_and_weights
+from megatron_ncclep.ops.routing import routes_and_weights
 
 NAN = float("nan")
 probabilities = st.sampled_from([0.0, -0.0, 1.0, 0.25, NAN, float("inf"), -1e30, 1e-40])

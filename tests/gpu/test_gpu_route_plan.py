@@ -6,8 +6,8 @@ import pytest
 import torch
 from compare import assert_same_bits
 
-from megatron_ncclep import route_plan
-from megatron_ncclep.route_plan import routes_and_weights
+from megatron_ncclep.ops import routing as route_plan
+from megatron_ncclep.ops.routing import routes_and_weights
 
 # Tokens, experts, top_k: warps that are not full, one assignment, more assignments than lanes, no
 # tokens.

@@ -48,7 +48,7 @@ class Layer:
     """A dispatcher between a router and experts that stay the same."""
 
     def __init__(self, ctx: RankContext, case: Case, engine_name: str, **counts: bool) -> None:
-        from megatron_ncclep.integration.token_dispatcher import NcclEpTokenDispatcher
+        from megatron_ncclep.integration.dispatcher import NcclEpTokenDispatcher
 
         num_local = case.num_experts // ctx.num_ranks
         config = SimpleNamespace(

@@ -15,7 +15,7 @@ from run_case import caps_of, fitted, rounds_source_part
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.integration import step_check
+from megatron_ncclep.integration.checks import optimizer_step as step_check
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 from megatron_ncclep.testing.contents import rows_of, weights_of

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.integration.options_field import settle_options
+from megatron_ncclep.integration.options.field import settle_options
 
 OWN = EpConfig(alignment=32, max_recv_rows="1.25x", timeout_s=7.5, on_overflow="raise")
 MOE = {**OPTIONS, "moe_token_dispatcher_type": "ncclep", "use_cpu_initialization": True}

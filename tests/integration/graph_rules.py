@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 
 import megatron_ncclep
 from megatron_ncclep import EpConfig, engines
-from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import GroupClosedError, RowsDroppedError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
 

@@ -44,7 +44,7 @@ from megatron_ncclep.errors import (
     UnsupportedError,
 )
 from megatron_ncclep.integration import hooks
-from megatron_ncclep.integration.hooked_places import is_changed
+from megatron_ncclep.integration.patching import is_changed
 from megatron_ncclep.ranks.group import EpGroup
 
 OPTIONS: dict[str, Any] = {

@@ -17,8 +17,8 @@ from megatron_setup import HIDDEN, build_layer, initialize, make_config
 
 from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.integration.fp8_support import align_for_experts
-from megatron_ncclep.integration.layer_experts import need_no_host
+from megatron_ncclep.integration.checks.fp8 import align_for_experts
+from megatron_ncclep.integration.experts.layer_experts import need_no_host
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 PLAIN = EpConfig(engine="reference")

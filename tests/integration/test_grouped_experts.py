@@ -262,7 +262,7 @@ AUTO = EpConfig(experts="auto")
 def choices_on_rank(ctx: RankContext) -> None:
     """By shape; and what grouped experts do not support, or only they do, wins over it."""
     initialize(ep=4)
-    from megatron_ncclep.integration.experts import choice
+    from megatron_ncclep.integration.experts import selection as choice
 
     layer = build_layer(make_config("ncclep", torch.float32, 4))
 
@@ -333,7 +333,7 @@ def test_the_choice(megatron_pool: RankPool) -> None:
 def automatic_layers_on_rank(ctx: RankContext) -> list[str]:
     """What is chosen is built, with its alignment and the engine's options, and logged once."""
     initialize(ep=2)
-    from megatron_ncclep.integration.experts import choice
+    from megatron_ncclep.integration.experts import selection as choice
     from megatron_ncclep.logs import get_logger
 
     lines: list[str] = []

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from megatron_versions import INSTALLED, SUPPORTED, importable, python_path
 
-from megatron_ncclep.integration.support import NEWEST, OLDEST, is_tested
+from megatron_ncclep.integration.checks.unsupported import NEWEST, OLDEST, is_tested
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 HERE = Path(__file__).parent
@@ -22,7 +22,8 @@ HERE = Path(__file__).parent
 CHECK = """
 import warnings
 warnings.filterwarnings("error", message="megatron_ncclep")  # hook_imports warns, here it raises
-from megatron_ncclep import autoload, cpu
+from megatron_ncclep import autoload
+from megatron_ncclep import cpu
 autoload.hook_imports()
 import megatron.core
 # In a git checkout 0.18 and later add "+" and the checkout's commit.

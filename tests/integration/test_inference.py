@@ -201,7 +201,7 @@ def refusals_on_rank(ctx: RankContext) -> dict[str, str]:
     from megatron.core.inference.moe import InferenceGroupedGemmBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_ncclep.integration import inference_exchange
+    from megatron_ncclep.integration.inference import session as inference_exchange
 
     def build(case: InferenceCase = CASE, **changes: Any) -> str:
         config = make_inference_config(case)
@@ -374,8 +374,8 @@ class Planted:
 
 
 def context_on_rank(ctx: RankContext) -> None:
-    from megatron_ncclep.integration.hooked_places import is_changed
-    from megatron_ncclep.integration.inference_support import change_inference_context
+    from megatron_ncclep.integration.inference.support import change_inference_context
+    from megatron_ncclep.integration.patching import is_changed
 
     # An exchange of its own.
     graphs = {**CASE.options, "cuda_graph_impl": "local"}

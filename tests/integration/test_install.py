@@ -86,7 +86,7 @@ def test_looking_for_a_module_does_not_use_the_hook_up() -> None:
         name = "megatron.core.transformer.transformer_config"
         importlib.util.find_spec(name)
         importlib.util.find_spec(name)
-        from megatron_ncclep.integration.hooked_places import is_changed
+        from megatron_ncclep.integration.patching import is_changed
         module = __import__(name, fromlist=["x"])
         assert is_changed(module.TransformerConfig.__post_init__)
         # The module has the loader it always has: sources and resources are found as ever.

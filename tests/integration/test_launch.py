@@ -17,9 +17,9 @@ import processes
 import pytest
 from megatron_versions import INSTALLED, importable, python_path
 
-from megatron_ncclep import launch
+from megatron_ncclep.cli import run as launch
 from megatron_ncclep.errors import InputError, IntegrationError
-from megatron_ncclep.post_import import after_import
+from megatron_ncclep.integration.import_hook import after_import
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron_setup import build_layer, initialize, make_config
 
-from megatron_ncclep import metrics, step_ranges
+from megatron_ncclep import metrics
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.dispatch import dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.metrics import Interval, LayerCounts
+from megatron_ncclep.ops import nvtx as step_ranges
+from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -200,9 +201,9 @@ def test_ranges_have_the_names_of_the_steps(
     names: list[str] = []
     always = type("Range", (step_ranges.step_range,), {"__init__": lambda s, n, t: names.append(n)})
     always._name = None
-    monkeypatch.setattr("megatron_ncclep.dispatch.step_range", always)
-    monkeypatch.setattr("megatron_ncclep.combine.step_range", always)
-    from megatron_ncclep.combine import combine
+    monkeypatch.setattr("megatron_ncclep.ops.dispatch.step_range", always)
+    monkeypatch.setattr("megatron_ncclep.ops.combine.step_range", always)
+    from megatron_ncclep.ops.combine import combine
 
     engine = create_engine(single.process_group, 4, EpConfig(engine="reference", timeout_s=5))
     plan = engine.plan(torch.tensor([[0, 1]]))

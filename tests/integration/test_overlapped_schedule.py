@@ -105,7 +105,7 @@ def test_weight_gradients_beside_the_backward_of_dispatch(megatron_pool: RankPoo
 
 def hook_on_rank(ctx: RankContext) -> str:
     initialize(ep=4)
-    from megatron_ncclep.integration import schedule_support
+    from megatron_ncclep.integration.checks import schedule as schedule_support
 
     # Of other types, what is freed stays Megatron's choice.
     config = make_config("ncclep", torch.float32, 4)

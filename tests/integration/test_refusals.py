@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
-from megatron_ncclep import failures
+from megatron_ncclep import error_reporting as failures
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
-from megatron_ncclep.integration.support import REFUSALS, check_supported
+from megatron_ncclep.integration.checks.unsupported import REFUSALS, check_supported
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 BUILDS = {

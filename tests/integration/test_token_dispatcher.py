@@ -17,7 +17,7 @@ import megatron_ncclep
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
-from megatron_ncclep.engines.reference import ReferenceEngine
+from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -117,7 +117,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     def make(
         ncclep: EpConfig | None = None, pads: bool = True, slices: int = 1, **counts: bool
     ) -> Any:
-        from megatron_ncclep.integration.token_dispatcher import NcclEpTokenDispatcher
+        from megatron_ncclep.integration.dispatcher import NcclEpTokenDispatcher
 
         group = dist.group.WORLD
         assert group is not None  # just made

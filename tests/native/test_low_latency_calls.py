@@ -13,12 +13,14 @@ from fakes import ThreadGroup, on_threads
 from test_native_calls import STREAM, RecordingKeeper, RecordingNative
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import native_low_latency, native_obstacle, native_windows
 from megatron_ncclep.engines.low_latency import LowLatency
-from megatron_ncclep.engines.low_latency_rows import LowLatencySizes
-from megatron_ncclep.engines.native import CAPS
-from megatron_ncclep.engines.native_group import NativeGroup
-from megatron_ncclep.engines.native_low_latency import NativeLowLatency
+from megatron_ncclep.engines.low_latency_types import LowLatencySizes
+from megatron_ncclep.engines.native import availability as native_availability
+from megatron_ncclep.engines.native import low_latency as native_low_latency
+from megatron_ncclep.engines.native import windows as native_windows
+from megatron_ncclep.engines.native.engine import CAPS
+from megatron_ncclep.engines.native.group import NativeGroup
+from megatron_ncclep.engines.native.low_latency import NativeLowLatency
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries import extension
 
@@ -115,7 +117,7 @@ def test_sms_are_left_to_nccl(
     when the engine is made, by the same function.
     """
     monkeypatch.setattr(native_low_latency, "_num_sms", lambda device: sms)
-    assert native_obstacle.most_sms(sms) == sms - native_obstacle.SMS_FOR_NCCL
+    assert native_availability.most_sms(sms) == sms - native_availability.SMS_FOR_NCCL
 
     def run(group: ThreadGroup) -> list[tuple[str, int]]:
         ll, calls = make(group, num_sms=num_sms)

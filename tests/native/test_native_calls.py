@@ -16,9 +16,11 @@ import torch
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import base, native_group, native_windows
-from megatron_ncclep.engines.native import NativeEngine
-from megatron_ncclep.engines.native_plan import next_crowding
+from megatron_ncclep.engines import base
+from megatron_ncclep.engines.native import group as native_group
+from megatron_ncclep.engines.native import windows as native_windows
+from megatron_ncclep.engines.native.engine import NativeEngine
+from megatron_ncclep.engines.native.plan import next_crowding
 from megatron_ncclep.errors import (
     GroupClosedError,
     InputError,
@@ -151,7 +153,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(
-        "megatron_ncclep.engines.native_group.communicator_of", lambda group, timeout_s: None
+        "megatron_ncclep.engines.native.group.communicator_of", lambda group, timeout_s: None
     )
     monkeypatch.setattr(NativeEngine, "_describe", lambda *_: None)
     monkeypatch.setattr(

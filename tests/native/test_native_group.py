@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ncclep.engines.native_group import NativeGroup
-from megatron_ncclep.engines.native_plan import NativePlan
+from megatron_ncclep.engines.native.group import NativeGroup
+from megatron_ncclep.engines.native.plan import NativePlan
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
 from megatron_ncclep.libraries import extension
 

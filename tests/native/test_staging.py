@@ -20,9 +20,9 @@ import torch
 from fakes import ThreadGroup, compile_fake, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import nccl_ep_staging
-from megatron_ncclep.engines.nccl_ep import NcclEpEngine
-from megatron_ncclep.engines.nccl_ep_staging import NcclEpPlan, Route, Staging
+from megatron_ncclep.engines.nccl_ep import staging as nccl_ep_staging
+from megatron_ncclep.engines.nccl_ep.engine import NcclEpEngine
+from megatron_ncclep.engines.nccl_ep.staging import NcclEpPlan, Route, Staging
 from megatron_ncclep.errors import LibraryError, RowsDroppedError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library

@@ -19,10 +19,10 @@ import torch
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import native_windows
-from megatron_ncclep.engines.native import NativeEngine, configuration
-from megatron_ncclep.engines.native_group import NativeGroup
-from megatron_ncclep.engines.native_windows import tokens_of_windows
+from megatron_ncclep.engines.native import windows as native_windows
+from megatron_ncclep.engines.native.engine import NativeEngine, configuration
+from megatron_ncclep.engines.native.group import NativeGroup
+from megatron_ncclep.engines.native.windows import tokens_of_windows
 from megatron_ncclep.errors import InputError, LibraryError
 from megatron_ncclep.libraries import extension
 

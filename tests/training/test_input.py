@@ -13,7 +13,8 @@ import pytest
 import yaml
 from small_job import MODEL, ROOT, environment, write_text
 
-from megatron_ncclep import cli, config_files
+from megatron_ncclep import cli
+from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import corpus
 from megatron_ncclep.training.command import NEEDED

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.integration.checks.unsupported import Refusal
 from megatron_ncclep.integration.experts.activation import is_fused
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES, MAX_EXPERTS
-from megatron_ncclep.integration.support import Refusal
 
 # Of bf16, so that every row and every weight begins at a multiple of ADDRESS_BYTES.
 WIDTH = ADDRESS_BYTES // 2

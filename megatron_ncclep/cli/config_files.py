@@ -1,0 +1,166 @@
+"""The files under configs/: found by kind and name, read and checked.
+
+There are three kinds of which a run is one each (`ncclep render` composes them), and one more:
+
+    model       sizes and training: Megatron-LM arguments
+    dispatcher  which token dispatcher moves the tokens: Megatron-LM arguments
+    cluster     how processes are started: see megatron_ncclep/cli/render.py
+    benchmark   what `ncclep bench` measures: see megatron_ncclep/benchmark/shapes.py
+
+A model or dispatcher file is a flat mapping of Megatron-LM argument names without the leading
+dashes: `num-layers: 4`, a boolean for a flag, a list for an argument that takes several values.
+With `base: NAME` it says only in what it differs from that shipped file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_ncclep.errors import InputError
+
+KINDS = ("model", "dispatcher", "cluster")  # of a run
+BENCHMARK = "benchmark"
+FLAT_KINDS = ("model", "dispatcher")
+BASE = "base"
+
+
+def folder() -> Path:
+    """The folder that holds `model/`, `dispatcher/`, `cluster/` and `benchmark/`.
+
+    An installed package carries it as `megatron_ncclep/configs`.  In a checkout, also when it is
+    installed as editable, that folder does not exist and `configs/` lies beside the package.  The
+    installed place is looked at first because beside an installed package lies all of
+    site-packages, where a `configs` would be somebody else's.
+    """
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def names(kind: str) -> list[str]:
+    """The names of the shipped files of `kind`, sorted.
+
+    Raises:
+        InputError: `kind` is not one of `KINDS` or `BENCHMARK`.
+    """
+    if kind not in (*KINDS, BENCHMARK):
+        known = ", ".join((*KINDS, BENCHMARK))
+        raise InputError(f"configuration kind {kind!r}: must be one of {known}")
+    return sorted(path.stem for path in (folder() / kind).glob("*.yaml"))
+
+
+def path_of(kind: str, name_or_path: str) -> Path:
+    """The file that `name_or_path` means: a path that ends in .yaml, or else a shipped name.
+
+    Raises:
+        InputError: there is no such file; the message lists the names that exist.
+    """
+    shipped = names(kind)
+    is_path = name_or_path.endswith(".yaml")
+    path = Path(name_or_path) if is_path else folder() / kind / f"{name_or_path}.yaml"
+    # os.path takes for missing what pathlib raises an OSError for, such as a name too long.
+    if not (os.path.isfile(path) if is_path else name_or_path in shipped):
+        raise InputError(
+            f"no {kind} configuration {name_or_path!r}: give a path that ends in .yaml, or one of "
+            f"the names {', '.join(shipped)}"
+        )
+    return path
+
+
+def load(kind: str, name_or_path: str) -> dict[str, object]:
+    """Read one configuration file.
+
+    Args:
+        kind: model, dispatcher, cluster or benchmark.
+        name_or_path: a bare name looks in configs/KIND/NAME.yaml; what ends in .yaml is a path.
+
+    Returns:
+        The mapping, in the file's order.  For a model or dispatcher every value is a bool, int,
+        float, str, or a list of int, float or str.
+
+    Raises:
+        InputError: no such file, not YAML, not a mapping, or a key or value of the wrong form.
+    """
+    path = path_of(kind, name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    content = parse_yaml(str(path), text)
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: must be a mapping of names to values, is {content!r:.60}")
+    if kind not in FLAT_KINDS:
+        return content
+    base = content.pop(BASE, None)
+    check_arguments(str(path), content)
+    if base is None:
+        return content
+    if base == path.stem or base not in names(kind):
+        raise InputError(
+            f"{path}: {BASE}: {base!r} must be another of the names {', '.join(names(kind))}"
+        )
+    return load(kind, base) | content
+
+
+def parse_yaml(where: str, text: str) -> Any:
+    """Read one YAML document.
+
+    Args:
+        where: what the text is called in errors.
+        text: the document.
+
+    Raises:
+        InputError: it is not YAML.
+    """
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:
+        # Not only YAMLError: PyYAML lets through what its conversions raise, such as a KeyError for
+        # `!!bool x`, a ValueError for 2001-99-99, a RecursionError for a thousand brackets.
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"{where}: not valid YAML: {reason}") from error
+
+
+def check_arguments(where: str, mapping: dict[str, object]) -> None:
+    """Refuse names and values that have no single meaning as command-line arguments.
+
+    Args:
+        where: what the mapping is called in errors.
+        mapping: argument names without their dashes, and their values.
+
+    Raises:
+        InputError: the first name or value of the wrong form.
+    """
+    for name, value in mapping.items():
+        if not isinstance(name, str) or name.startswith("-"):
+            raise InputError(f"{where}: {name!r}: write an argument's name without its dashes")
+        items = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and (not value or any(isinstance(v, bool) for v in value)):
+            raise InputError(
+                f"{where}: {name}: {value!r} must hold numbers or texts; leave out a list without "
+                "any, and write a flag as true or false"
+            )
+        for item in items:
+            if not isinstance(item, (bool, int, float, str)):
+                raise InputError(
+                    f"{where}: {name}: {item!r} must be a number, a text, a boolean or a list of "
+                    "numbers or texts"
+                )
+            if isinstance(item, str) and is_number(item):
+                raise InputError(
+                    f"{where}: {name}: {item!r} is a text to YAML; write the number without quotes "
+                    "and with a point, such as 1.0e-4"
+                )
+
+
+def is_number(text: str) -> bool:
+    """Whether Python reads `text` as a number; YAML 1.1 takes 1e-4 for a text."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The engine for several nodes: torch.distributed between them, another engine inside."""

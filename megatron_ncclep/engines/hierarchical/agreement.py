@@ -1,0 +1,130 @@
+"""How a call of the engine `hierarchical` begins: what is wrong with it, and whether hosts agree.
+
+Where no call may wait, in static mode over an engine that waits for nothing either, hosts agree on
+shapes when they are new: the sizes of all messages follow from them.  From then on a rank checks
+its own arguments and goes on.  What it refuses then the others hear from shared memory, if they
+have some with it, and otherwise by their deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NoReturn
+
+import torch
+
+from megatron_ncclep.engines import checks
+from megatron_ncclep.engines.base import EngineBase
+from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
+from megatron_ncclep.errors import InputError, RefusedError
+
+# Shapes on which hosts have agreed and that are remembered, of a batch size each.
+MOST_AGREED = 1024
+
+
+class Calls:
+    """The calls of one engine.
+
+    Attributes:
+        go_on: hosts agree on shapes that are new only.
+    """
+
+    def __init__(self, engine: EngineBase[HierarchicalPlan]) -> None:
+        self._engine, self._group = engine, engine.group
+        config = engine.config
+        is_static = config.max_recv_rows is not None
+        self.go_on = is_static and engine.caps.captures_static and not config.check_calls
+        # All ranks bring equally many tokens to each plan, on which the limit of rows depends.
+        self._is_even = isinstance(config.max_recv_rows, str)
+        self._is_free = is_static and not self._is_even
+        self._agreed: dict[Hashable, None] = {}  # the oldest first
+        self._most_tokens = 0  # of any rank in a plan on which hosts agreed
+        self._refusal: str | None = None
+
+    def enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, int]:
+        """Check the arguments of plan.  Collective.
+
+        Returns:
+            the number of the call, and the most tokens of any rank or, in static mode with a number
+            of rows, of any plan so far: ranks may bring fewer then, each its own number.
+        """
+        self.raise_refusal()
+        num_tokens = topk_idx.shape[0] if topk_idx.dim() else 0
+        key = ("plan", topk_idx.shape[-1:], num_tokens if self._is_even else None)
+        fits = self._is_even or num_tokens <= self._most_tokens
+        if self.go_on and key in self._agreed and fits:
+            if problem := self._shape_problem(topk_idx):
+                self.refuse("plan", problem)
+            return self._group.enter(), num_tokens if self._is_even else self._most_tokens
+        agreement = self._engine.agree_on_routes(topk_idx, self._plan_problem(topk_idx))
+        self._remember(key)
+        self._most_tokens = max(self._most_tokens, *agreement.told)
+        return agreement.call, self._most_tokens if self._is_free else max(agreement.told)
+
+    def enter(
+        self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
+    ) -> HierarchicalPlan:
+        """Check the arguments of dispatch or combine; return the plan, typed.  Collective."""
+        self.raise_refusal()
+        key = (phase, rows.shape[1:], rows.dtype, w is None)
+        problem = self._engine.rows_problem(phase, plan, rows, w)
+        if self.go_on and key in self._agreed:
+            if problem is not None:
+                self.refuse(phase, problem)
+            self._group.enter()
+            assert isinstance(plan, HierarchicalPlan)
+            return plan
+        agreed = self._engine.agree_on_rows(phase, plan, rows, w, problem)
+        self._remember(key)
+        return agreed
+
+    def refuse(self, phase: str, problem: str) -> NoReturn:
+        """Raise for what is wrong on this rank, in a call in which hosts do not agree.
+
+        Not collective: the others are told (`EpGroup.refuse`), and the engine is at its end.  A
+        group of one rank goes on as if nothing had been called.
+
+        Raises:
+            InputError: always; where there are other ranks, a RefusedError.
+        """
+        refusal = f"{phase}: rank {self._group.rank}: {problem}"
+        if self._group.size == 1:
+            raise InputError(refusal)
+        self._refusal = refusal
+        self._group.refuse(refusal)
+        raise RefusedError(refusal)
+
+    def raise_refusal(self) -> None:
+        """Raise again what this rank has refused, if anything."""
+        if self._refusal is not None:
+            raise RefusedError(self._refusal)
+
+    def close(self) -> None:
+        """Forget it: an engine that is made anew starts anew.  Not collective."""
+        if self._refusal is not None:
+            self._group.forget_refusal()
+
+    def _remember(self, key: Hashable) -> None:
+        """Do not agree on such a call again, unless many others come in between.
+
+        All ranks agree on the same calls in the same order, and so they forget the same.
+        """
+        self._agreed[key] = None
+        if len(self._agreed) > MOST_AGREED:
+            del self._agreed[next(iter(self._agreed))]
+
+    def _plan_problem(self, topk_idx: torch.Tensor) -> str | None:
+        """Say what is wrong with the arguments of a plan on which the hosts agree."""
+        if self.go_on:
+            return self._shape_problem(topk_idx)
+        if self._group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return (
+                "a CUDA graph cannot hold a plan whose sizes the hosts must know: set "
+                "max_recv_rows (--ncclep-max-recv-rows), have engine 'native' inside the nodes, "
+                "and leave check_calls off; or leave the plan out of the graph"
+            )
+        return self._engine.topk_problem(topk_idx)
+
+    def _shape_problem(self, topk_idx: torch.Tensor) -> str | None:
+        return checks.topk_shape_problem(topk_idx, self._group.device, self._engine.caps)

@@ -1,0 +1,354 @@
+"""The engine for several nodes: the process group's all-to-all between them, another one inside.
+
+No network code of our own: between nodes rows go the way that NCCL (on CPUs gloo) knows.  Inside
+a node `native` moves them, and where that cannot run `reference`.  `nodes.py` has the grid.
+
+    plan       the source rank finds out which nodes each of its tokens needs; each of these tokens
+               goes, as its assignments there, to the rank with the source rank's local index on
+               that node (its rail).  The node's engine plans what has come as if it were that
+               rank's own batch.
+    dispatch   a token's row crosses the network once for each other node that needs it; then the
+               node's engine dispatches the rows of all nodes' tokens among its ranks.
+    combine    the other way round: the node's engine adds up a token's rows at its rail's rank,
+               one sum goes back over the network, and the source rank adds the nodes' sums,
+               upwards.
+
+A worked example.  Two nodes with two ranks each, four experts (rank r has expert r), top-2:
+
+    rank 0: token 0 -> experts 1, 2    crosses to rank 2, which has expert 2 itself
+            token 1 -> experts 0, 1    stays on its node
+    rank 3: token 0 -> experts 3, 0    crosses to rank 1, which dispatches it to rank 0
+
+    rank 0's rows, all of expert 0: (rank 0, token 1), (rank 3, token 0)
+
+What a node's engine gets from one rank is ordered by node, then token: so the rows of an
+expert come in the order of (local index, node, token), BY_RAIL.  The order of ranks would cost a
+pass over all rows.  In static mode the same order decides what is dropped.
+
+A node's part of a sum is the contract's for that node, with the rail's rank as source rank:
+its own part unrounded, the sum rounded to the payload's dtype.  The source rank adds these sums in
+fp32, its own node's like the others, and rounds once: NODE_SUMS_ROUNDED.
+
+In exact mode only the tokens that a node needs cross, and a plan exchanges how many they are.
+In static mode all tokens cross to all nodes, those without assignments there for nothing: then
+sizes follow from the batch, and with an engine inside that waits for nothing no call does: neither
+for a device nor, from the second call with such shapes on, for another host.
+
+Rows cross in chunks of columns, each of which moves inside its node while the next one crosses;
+in combine it crosses while the next one is added up inside.  An engine inside sees a smaller hidden
+size and the same plan, so that chunks change no bit, and no order of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron_ncclep.config import DROP, EpConfig
+from megatron_ncclep.engines.base import EngineBase
+from megatron_ncclep.engines.engine import (
+    BY_RAIL,
+    NODE_SUMS_ROUNDED,
+    NOT_ROUTED,
+    TOO_MANY_EXPERTS,
+    Engine,
+    EngineCaps,
+    RoutePlan,
+)
+from megatron_ncclep.engines.hierarchical.agreement import Calls
+from megatron_ncclep.engines.hierarchical.availability import NAME, engine_inside
+from megatron_ncclep.engines.hierarchical.internode_routes import (
+    Crossing,
+    all_cross,
+    needed_cross,
+    start,
+)
+from megatron_ncclep.engines.hierarchical.message_packing import (
+    Piece,
+    add_up,
+    pack,
+    pieces_of,
+    unpack,
+)
+from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
+from megatron_ncclep.engines.native.engine import CAPS as NATIVE_CAPS
+from megatron_ncclep.engines.native.engine import NativeEngine
+from megatron_ncclep.engines.overflow import rows_needed
+from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
+from megatron_ncclep.engines.reference.engine import ReferenceEngine
+from megatron_ncclep.errors import InputError, PeerError
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.all_to_all import Exchange
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.nodes import grid_of
+
+# Those of `native`, also where `reference` is inside: what runs on a CPU runs on GPUs.
+CAPS = EngineCaps(
+    name=NAME,
+    reduction=NODE_SUMS_ROUNDED,
+    slot_order=BY_RAIL,
+    payload_dtypes=NATIVE_CAPS.payload_dtypes,
+    row_bytes_multiple=NATIVE_CAPS.row_bytes_multiple,
+    options=NATIVE_CAPS.options | {"network_chunks"},
+    moves_bytes=NATIVE_CAPS.moves_bytes,
+    max_top_k=NATIVE_CAPS.max_top_k,
+    max_local_experts=NATIVE_CAPS.max_local_experts,
+    captures_static=True,  # where `native` is inside
+)
+# Bytes to each node from which on a chunk is worth its messages, and the most chunks that nobody
+# has asked for: each costs launches, and writes its columns of the rows once more.
+CHUNK_BYTES, MOST_CHUNKS = 8 * 2**20, 4
+INSIDE: dict[str, tuple[type[NativeEngine] | type[ReferenceEngine], EngineCaps]] = {
+    "native": (NativeEngine, NATIVE_CAPS),
+    "reference": (ReferenceEngine, REFERENCE_CAPS),
+}
+
+
+class HierarchicalEngine(EngineBase[HierarchicalPlan]):
+    """See `Engine`.
+
+    In static mode, with an engine inside that waits for nothing, hosts agree on a call only when
+    its shapes are new; otherwise they agree in every call and wait for what crosses the network.
+    """
+
+    plan_type = HierarchicalPlan
+
+    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+        """Collective; finds the nodes and makes the group of each one's ranks, if need be."""
+        self._grid = grid_of(group, group.deadline_s(config))
+        self.nodes = self._grid.nodes
+        self._experts_of_node = num_experts // self.nodes.count
+        self.inside, reason = engine_inside(group, self._grid, config, num_experts)
+        self._make_inside, inside_caps = INSIDE[self.inside]
+        self.caps = dataclasses.replace(CAPS, captures_static=inside_caps.captures_static)
+        super().__init__(group, num_experts, config)
+        self._calls = Calls(self)
+        self._waits = not self._calls.go_on
+        self._engine: NativeEngine | ReferenceEngine | None = None  # this node's
+        text = f"hierarchical: {self.nodes}, {self.inside!r} inside a node"
+        if group.rank == 0:
+            group.log_once(logging.INFO, text, f"{text}{reason and f' ({reason})'}")
+
+    @torch.no_grad()
+    def plan(self, topk_idx: torch.Tensor) -> HierarchicalPlan:
+        """See `Engine.plan`.
+
+        Where hosts do not agree, what is no expert, or named twice, counts as not routed, and a
+        later call of `plan` raises InputError, as `native` inside has it.
+        """
+        self._require_open()
+        call, most_tokens = self._calls.enter_plan(topk_idx)
+        self.streams.keep(topk_idx)
+        top_k = topk_idx.shape[1]
+        is_expert = (topk_idx >= 0) & (topk_idx < self.num_experts)
+        assignment_node = topk_idx.div(self._experts_of_node, rounding_mode="floor")
+        assignment_node = assignment_node.where(is_expert, NOT_ROUTED)
+        node = torch.arange(self.nodes.count, device=topk_idx.device)[:, None, None]
+        is_there = assignment_node == node  # [nodes, num_tokens, top_k]
+        crossing = self._crossing(is_there.any(dim=2), most_tokens)
+
+        assignments = topk_idx - node * self._experts_of_node
+        assignments = assignments.where(is_there, self._assignments_elsewhere(topk_idx)).int()
+        what = "plan, exchanging assignments between nodes"
+        crossed = self._start(
+            crossing.rows_of(assignments), (crossing.sent, crossing.received), what
+        )
+        received = crossed.finish(self._waits)
+        engine = self._engine_inside()
+
+        def plan_inside() -> RoutePlan:
+            with self._inside():
+                return engine.plan(received)
+
+        if self._waits:
+            what = "plan inside the nodes"
+            inside = on_all_ranks(self.group, what, plan_inside, self.timeout_s)
+        else:
+            inside = plan_inside()
+        self._note_shortage(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)
+        self._leave("plan")
+        return HierarchicalPlan(
+            plan_id=call,
+            num_tokens=len(topk_idx),
+            top_k=top_k,
+            num_experts=self.num_experts,
+            num_rows=inside.num_rows,
+            counts=inside.counts,
+            inside=inside,
+            engine=engine,
+            most_tokens=most_tokens,
+            sent_token=crossing.token,
+            place=crossing.place,
+            assignment_node=assignment_node.int(),
+            tokens_sent=crossing.sent,
+            tokens_received=crossing.received,
+        )
+
+    @torch.no_grad()
+    def dispatch(
+        self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Engine.dispatch`."""
+        self._require_open()
+        plan = self._calls.enter("dispatch", plan, x, w)
+        self.streams.keep(*plan.tensors(), x, w)
+        pieces = self._pieces(plan, x)
+        sizes = (plan.tokens_sent, plan.tokens_received)
+        num_sent = sum(plan.tokens_sent)
+        # All cross one after the other, while those that have come move inside.
+        crossing = []
+        for piece in pieces:
+            weights = w if piece.first == 0 else None
+            message = pack(x, piece, weights, plan.sent_token, num_sent, plan.most_tokens)
+            crossing.append(self._start(message, sizes, "dispatch between nodes"))
+        rows, row_w = None, None
+        for piece in pieces:
+            num_weights = 0 if w is None or piece.first else plan.top_k
+            messages = crossing.pop(0).finish(self._waits)
+            inputs = unpack(messages, piece, num_weights, x.dtype)
+            with self._inside():
+                part, part_w = plan.engine.dispatch(plan.inside, *inputs)
+            row_w = part_w if piece.first == 0 else row_w
+            if len(pieces) == 1:
+                rows = part
+                break
+            if rows is None:
+                rows = x.new_empty(len(part), x.shape[1])
+            rows[:, piece.numbers(x.dtype)] = part
+        assert rows is not None  # there is a piece
+        self._leave("dispatch")
+        return rows, row_w
+
+    @torch.no_grad()
+    def combine(
+        self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Engine.combine`.
+
+        Sums start from +0 in fp32: inside a node as its engine does, rounded; at the source rank
+        over the nodes in ascending order, rounded once.
+        """
+        self._require_open()
+        plan = self._calls.enter("combine", plan, y, w)
+        self.streams.keep(*plan.tensors(), y, w)
+        pieces = self._pieces(plan, y)
+        crossing = []
+        for piece in pieces:
+            part = y[:, piece.numbers(y.dtype)].contiguous()
+            with self._inside():
+                sums, values = plan.engine.combine(
+                    plan.inside, part, w if piece.first == 0 else None
+                )
+            whole = Piece(0, piece.size)
+            message = pack(sums, whole, values, None, len(sums), len(sums))
+            what = "combine between nodes"
+            sizes = (plan.tokens_received, plan.tokens_sent)
+            crossing.append(self._start(message, sizes, what))
+        out = y.new_empty(plan.num_tokens, y.shape[1])
+        topk_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
+        for piece in pieces:
+            messages = crossing.pop(0).finish(self._waits)
+            values = topk_w if piece.first == 0 else None
+            add_up(messages, piece, plan.place, out, plan.assignment_node, values)
+        self._leave("combine")
+        return out, topk_w
+
+    def _release(self) -> None:
+        """The grid stays, for other engines of the group."""
+        self._calls.close()
+        if self.group.is_alive and self._engine is not None:
+            self._engine.close()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Say of an error that it counts the ranks of this node."""
+        try:
+            yield
+        except (PeerError, InputError) as error:
+            node = self.nodes.node_of(self.group.rank)
+            ranks = self.nodes.ranks_of(node)
+            text = (
+                f"inside node {node}, whose ranks 0 to {len(ranks) - 1} are ranks "
+                f"{ranks[0]} to {ranks[-1]} of the group: {error}"
+            )
+            raise type(error)(text) from error
+
+    def _crossing(self, needed: torch.Tensor, most_tokens: int) -> Crossing:
+        """Find out which tokens cross, and how many.  Collective.
+
+        Args:
+            needed: bool [nodes, num_tokens].
+            most_tokens: see `_enter_plan`.
+        """
+        if self.config.max_recv_rows is not None:
+            return all_cross(needed, most_tokens)
+        sent = needed.sum(dim=1).cpu()
+        what = "plan, exchanging how many tokens cross"
+        counts = self.group.gather(sent, what, self.timeout_s)
+        rank = self.group.rank
+        rail, node = self.nodes.rail_of(rank), self.nodes.node_of(rank)
+        return needed_cross(needed, sent.tolist(), counts[rail, node].tolist())
+
+    def _assignments_elsewhere(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """What stands for an assignment on another node: [num_tokens, 1].
+
+        Where a token's routing is wrong, and no host has looked, all nodes shall hear of it.
+        """
+        ordered = topk_idx.sort(dim=1).values
+        is_wrong = (topk_idx < NOT_ROUTED) | (topk_idx >= self.num_experts)
+        is_wrong[:, 1:] |= (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
+        wrong = is_wrong.any(dim=1, keepdim=True)
+        return torch.where(wrong, TOO_MANY_EXPERTS, NOT_ROUTED).to(topk_idx.dtype)
+
+    def _engine_inside(self) -> Engine:
+        """The node's engine, made at the first plan.  Collective then."""
+        if self._engine is None:
+            # Where not all fits, this engine tells, because all of its ranks must hear it.
+            inside = dataclasses.replace(self.config, engine=self.inside, on_overflow=DROP)
+            self._engine = self._make_inside(self._grid.local, self._experts_of_node, inside)
+            self._engine.ranks_per_expert = self.ranks_per_expert
+            self._engine.num_nodes = self.nodes.count
+        return self._engine
+
+    def _note_shortage(self, topk_idx: torch.Tensor, most_tokens: int) -> None:
+        """Write down how many rows each rank needs, for `on_overflow="raise"`.  Collective."""
+        if self._shortage is None:
+            return
+        limit = self.rows_limit(most_tokens, topk_idx.shape[1])
+        assert limit is not None  # or there would be no shortage
+        # One more entry takes what is not routed.
+        assignments = (
+            torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).long().reshape(-1)
+        )
+        counts = assignments.new_zeros(self.num_experts + 1).scatter_add(
+            0, assignments, torch.ones_like(assignments)
+        )
+        each = [1] * self.group.size
+        what = "plan, exchanging how many rows each rank needs"
+        sent = counts[:-1].expand(self.group.size, -1)
+        exchange = Exchange(self.group, sent, each, each, what, self.timeout_s)
+        needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
+        self._shortage.note(needed, limit)
+
+    def _pieces(self, plan: HierarchicalPlan, rows: torch.Tensor) -> list[Piece]:
+        """The chunks in which rows cross; the same on all ranks."""
+        row_bytes = rows.shape[1] * rows.itemsize
+        number = self.config.network_chunks
+        if number is None:
+            message_bytes = plan.most_tokens * row_bytes if self.nodes.count > 1 else 0
+            number = min(max(1, message_bytes // CHUNK_BYTES), MOST_CHUNKS)
+        return pieces_of(row_bytes, number)
+
+    def _start(
+        self, messages: torch.Tensor, sizes: tuple[list[int], list[int]], what: str
+    ) -> Exchange:
+        return start(self.group, self.nodes, messages, sizes, what, self.timeout_s)
+
+    def _leave(self, phase: str) -> None:
+        """What comes last in each call: have `check` wait for what no host has waited for."""
+        if not self._waits:
+            self._grid.unwaited.note(f"{phase} between nodes", self.timeout_s)

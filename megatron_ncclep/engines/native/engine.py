@@ -1,0 +1,414 @@
+"""This project's own engine: kernels on NCCL's windows, for ranks in one NVLink domain.
+
+The kernels and how they work: `csrc/native/`.  Here is what the host does: check arguments,
+allocate what a plan keeps, and queue.  The hosts of the ranks agree on a plan whose sizes they must
+know, and when windows grow; in all other calls the kernels compare what must be the same on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import checks
+from megatron_ncclep.engines.base import EngineBase
+from megatron_ncclep.engines.engine import SOURCE_PART_UNROUNDED, EngineCaps, RoutePlan
+from megatron_ncclep.engines.low_latency_types import LowLatencySizes
+from megatron_ncclep.engines.native import windows
+from megatron_ncclep.engines.native.availability import default_num_sms
+from megatron_ncclep.engines.native.group import BAD_ROUTING, NativeGroup, aligned
+from megatron_ncclep.engines.native.low_latency import NativeLowLatency
+from megatron_ncclep.engines.native.plan import (
+    ROOM,
+    NativePlan,
+    Room,
+    next_crowding,
+    no_room,
+    plan_memory,
+)
+from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.errors import InputError, PeerError, RefusedError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks.group import EpGroup
+
+_Result = TypeVar("_Result")
+
+CAPS = EngineCaps(
+    name="native",
+    reduction=SOURCE_PART_UNROUNDED,
+    payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    row_bytes_multiple=16,
+    options=frozenset(
+        {
+            *("alignment", "check_calls", "first_timeout_s", "max_recv_rows", "num_sms"),
+            *("on_overflow", "timeout_s"),
+        }
+    ),
+    moves_bytes=True,
+    max_tokens=extension.limit("MAX_TOKENS"),
+    max_top_k=extension.limit("MAX_TOP_K"),
+    max_local_experts=extension.limit("MAX_EXPERTS"),
+    captures_static=True,
+    device_deadline=True,
+    compares_on_device=True,
+    low_latency_tokens=extension.limit("LOW_LATENCY_TOKENS") or 0,
+)
+
+
+class NativeEngine(EngineBase[NativePlan]):
+    """See `Engine`.
+
+    In static mode no call waits for the device or for another host, so that all of them can be
+    captured in a CUDA graph.  A graph must not run beside other work of the group on another
+    stream.  A batch that is larger than all before, or has longer rows, is refused during and after
+    a capture: windows that grow are made anew, and the graph would go on with the old ones.
+
+    A group of several ranks is at its end after an error in a call on which the hosts do not agree:
+    all its later calls raise the same on all ranks.
+
+    Autograd records nothing of it, whatever its arguments need: results are new tensors, which
+    kernels write.
+    """
+
+    caps = CAPS
+    plan_type = NativePlan
+
+    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
+        """Collective; makes the group's communicator, if need be."""
+        ranks_per_gpu = group.ranks_per_gpu(group.deadline_s(config))
+        self.num_sms = config.num_sms or default_num_sms(group.device, ranks_per_gpu)
+        if ranks_per_gpu > 1 and group.rank == 0:
+            text = f"up to {ranks_per_gpu} ranks share a GPU: a test, whose timings mean nothing"
+            group.log_once(logging.WARNING, text, text)
+        self._is_static = config.max_recv_rows is not None
+        self._may_drop = can_drop(config)
+        self._name = f"native {num_experts}"
+        self._shared = group.share(
+            self._name, lambda: NativeGroup(group, num_experts, group.deadline_s(config))
+        )
+        self._native = self._shared.native
+        self._row_bytes = 16  # of the longest row so far
+        self._most_tokens = 0  # of any rank so far
+        # Assignments that the next plan has room for, as a multiple of a balanced load.
+        self._crowding = ROOM
+        self._described: set[tuple[int, int]] = set()
+        super().__init__(group, num_experts, config)
+
+    def plan(self, topk_idx: torch.Tensor) -> NativePlan:
+        """See `Engine.plan`.
+
+        The device checks the values of `topk_idx`.  In static mode nobody waits for it, nor for
+        other ranks' hosts unless windows have to grow or the ranks have lately brought different
+        numbers of tokens: what is no expert, or named twice, counts as not routed, and a later call
+        of `plan`, or `megatron_ncclep.check()`, raises InputError on all ranks.
+        """
+        call, room, memory = self._enter_plan(topk_idx)
+        num_tokens, top_k = topk_idx.shape
+        limit, native, num_sms = room.limit, self._native, self.num_sms
+        stream = self.streams.keep(topk_idx)
+        assignments = topk_idx.contiguous()
+        counts, token_routes, kept, routes = memory
+        lacked = None if self._shortage is None else self._shortage.for_kernel()
+        handle = self._shared.module.NativePlan(counts, token_routes, room.most_tokens, top_k, call)
+        # All is queued before the host knows how much arrives; it seldom is more than expected.
+        ticket = native.plan(
+            *(handle, assignments, self.config.block_alignment, limit or 0, kept, lacked),
+            *(room.max_pairs, room.max_assignments, routes, num_sms, stream),
+        )
+        # The plan is made while the device works; it is complete when the sizes are written down.
+        plan = NativePlan(
+            plan_id=call,
+            num_tokens=num_tokens,
+            top_k=top_k,
+            num_experts=self.num_experts,
+            num_rows=0 if limit is None else limit,
+            counts=counts,
+            token_routes=token_routes,
+            routes=routes,
+            most_tokens=room.most_tokens,
+            handle=handle,
+            stream=stream,
+            shared=self._shared,
+            rows_on_host=(
+                torch.empty(self.num_local_experts, dtype=torch.int64) if limit is None else None
+            ),
+        )
+        if limit is None:
+            sizes = native.wait_for_sizes(handle, ticket, plan.rows_on_host, stream)
+            if sizes is None:
+                self._shared.raise_failure()
+            if sizes.bad_ranks:
+                self._raise_bad_routing(topk_idx)
+            plan.num_rows = sizes.num_rows
+            if sizes.num_pairs > room.max_pairs or sizes.num_assignments > room.max_assignments:
+                needed = (sizes.num_pairs, sizes.num_assignments)
+                more: list[torch.Tensor] = []
+                size = native.routes_size(*needed, room.most_tokens)
+                problem = no_room("a plan's routes", more, lambda: (routes.new_empty(size),))
+                if problem is not None:  # the other ranks have gone on
+                    self._shared.refuse("plan", problem)
+                (plan.routes,) = more
+                native.plan_receive(handle, *needed, plan.routes, num_sms, stream)
+            balanced = room.most_tokens * top_k
+            self._crowding = next_crowding(self._crowding, sizes.num_assignments, balanced)
+        return plan
+
+    def dispatch(
+        self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Engine.dispatch`."""
+
+        def allocate(plan: NativePlan) -> tuple[Any, ...]:
+            rows = x.new_empty(plan.num_rows, x.shape[1])
+            row_w = None if w is None else w.new_empty(plan.num_rows)
+            return rows, row_w, aligned(x), None if w is None else w.contiguous()
+
+        agreed, memory, stream = self._enter("dispatch", plan, x, w, allocate)
+        rows, row_w, *inputs = memory
+        self._native.dispatch(agreed.handle, *inputs, rows, row_w, self.num_sms, stream)
+        return rows, row_w
+
+    def combine(
+        self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Engine.combine`."""
+
+        def allocate(plan: NativePlan) -> tuple[Any, ...]:
+            out = y.new_empty(plan.num_tokens, y.shape[1])
+            topk_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
+            num_sums = self._native.sums_size(plan.handle, self.num_sms, _row_bytes(y))
+            sums = y.new_empty(num_sums, y.shape[1]) if num_sums else None
+            return out, topk_w, aligned(y), None if w is None else w.contiguous(), sums
+
+        agreed, memory, stream = self._enter("combine", plan, y, w, allocate)
+        out, topk_w, *inputs = memory
+        self._native.combine(agreed.handle, *inputs, out, topk_w, self.num_sms, stream)
+        return out, topk_w
+
+    def make_low_latency(self, sizes: LowLatencySizes, number: int) -> NativeLowLatency:
+        """See `create_low_latency`."""
+        self._begin()
+        arguments = (self.num_experts, self.config, sizes, number)
+        return NativeLowLatency(self._shared, self.streams, *arguments)
+
+    def _release(self) -> None:
+        """The last engine of the group frees the windows."""
+        self.group.release(self._name, self.timeout_s)
+
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory that this rank holds; all engines of the group share it."""
+        num_bytes: int = self._native.num_bytes
+        return num_bytes
+
+    def _begin(self) -> None:
+        """What comes first in each call: raise what there is to raise, set the deadline."""
+        self._require_open()
+        self._shared.raise_failure()
+        self._native.timeout_s = self.timeout_s  # the group's other engines have theirs
+
+    def _enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, Room, list[Any]]:
+        """Check the arguments of plan, and have memory and windows for it.
+
+        Returns:
+            the number of the call, what the memory is for, and what `plan_memory` does.
+        """
+        self._begin()
+        memory: list[Any] = []
+
+        def allocate(room: Room) -> str | None:
+            arguments = (self._native, room, topk_idx, self._may_drop)
+            return no_room("a plan", memory, plan_memory, *arguments)
+
+        problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
+        is_known = (
+            self._is_static
+            and not self.config.check_calls
+            # Where batches differ, one may be the first that is too large for the windows.
+            and self._shared.plans_to_meet == 0
+            and (problem is not None or self._native.fits(*topk_idx.shape, self._row_bytes))
+        )
+        if not is_known:
+            agreed = self._together(
+                "plan", lambda: self._agree_on_plan(topk_idx, problem, allocate, memory)
+            )
+            return *agreed, memory
+        problem = problem or self._shared.bad_routings(forget=self.group.size == 1)
+        if problem is None:
+            room = self._room(self._native.max_tokens, topk_idx)
+            problem = allocate(room)
+        if problem is not None:
+            self._shared.refuse("plan", problem)
+        return self.group.enter(), room, memory
+
+    def _agree_on_plan(
+        self,
+        topk_idx: torch.Tensor,
+        problem: str | None,
+        allocate: Callable[[Room], str | None],
+        memory: list[Any],
+    ) -> tuple[int, Room]:
+        """Agree on a plan with all ranks' hosts, tell each other how many tokens there are.
+
+        Windows grow when they are too small, and `allocate` has put what the plan needs into
+        `memory`.  Returns the number of the call, and what the memory is for.
+        """
+        timeout_s = self.timeout_s
+        # Allocated before the ranks agree, so that one without memory can still tell the others.
+        problem = problem or self._plan_problem()
+        if problem is None:
+            expected = max(self._most_tokens, topk_idx.shape[0])
+            room = self._room(expected, topk_idx)
+            problem = allocate(room)
+        try:
+            agreement = self.agree_on_routes(topk_idx, problem)
+            most_tokens = max(agreement.told)
+            if self._is_static:  # in exact plans hosts meet anyway
+                self._shared.note_batches(agreement.told)
+            self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
+            if self._is_static:
+                most_tokens = self._native.max_tokens
+            if most_tokens != expected:
+                room = self._room(most_tokens, topk_idx)
+            if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
+                problem = allocate(room) if most_tokens > expected else None
+                if problems := self.group.gather_problems(problem, "plan", timeout_s):
+                    raise InputError(f"plan: {problems}")
+        except RefusedError:
+            raise
+        except InputError as error:
+            self._shared.raise_bad_routings(error, timeout_s)
+            raise
+        if most_tokens < expected:
+            # No plan keeps more than it needs, as long as there is memory for both; all ranks go on
+            # now, so that this one must not fail.
+            allocate(room)
+        self._most_tokens = max(self._most_tokens, most_tokens)
+        return agreement.call, room
+
+    def _room(self, most_tokens: int, topk_idx: torch.Tensor) -> Room:
+        """What to have room for in a plan; in static mode all that can come."""
+        (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
+        # In static mode the kernels compare it between ranks.
+        limit = self.rows_limit(num_tokens, top_k)
+        most_pairs = self.group.size * most_tokens
+        most_assignments = most_pairs * min(top_k, num_local)
+        expected = int(self._crowding * most_tokens * top_k) if limit is None else limit
+        max_assignments = min(most_assignments, expected)
+        max_pairs = min(most_pairs, max_assignments)
+        return Room(num_local, most_tokens, max_pairs, max_assignments, limit)
+
+    def _enter(
+        self,
+        phase: str,
+        plan: RoutePlan,
+        rows: torch.Tensor,
+        w: torch.Tensor | None,
+        allocate: Callable[[NativePlan], tuple[Any, ...]],
+    ) -> tuple[NativePlan, list[Any], int]:
+        """Check the arguments of dispatch or combine, and have memory and windows for it.
+
+        The device compares them with those of the other ranks.  With `check_calls` their hosts do,
+        and only when they agree is anything queued.
+
+        Returns:
+            the plan, typed; what `allocate` returns, for which there is memory; and the handle of
+            the current stream.
+        """
+        self._begin()
+        memory: list[Any] = []
+
+        problem = self.rows_problem(phase, plan, rows, w)
+        if problem is None:
+            assert isinstance(plan, NativePlan)  # or it would be a problem
+            problem = no_room(f"the results of {phase}", memory, allocate, plan)
+        is_known = not self.config.check_calls
+        if is_known:
+            if problem is not None:
+                self._shared.refuse(phase, problem)
+            assert isinstance(plan, NativePlan)
+            is_known = self._native.fits(plan.most_tokens, plan.top_k, _row_bytes(rows))
+        if is_known:
+            self.group.enter()
+        else:
+            self._together(phase, lambda: self.agree_on_rows(phase, plan, rows, w, problem))
+        assert isinstance(plan, NativePlan)
+        row_bytes = _row_bytes(rows)
+        self._row_bytes = max(self._row_bytes, row_bytes)
+        if not is_known:
+            self._reserve(plan.most_tokens, plan.top_k, row_bytes)
+        self._describe(row_bytes, plan.top_k)
+        stream = self.streams.keep(rows, w)
+        if stream != plan.stream:
+            self.streams.keep(*plan.tensors())
+        return plan, memory, stream
+
+    def _together(self, phase: str, agree: Callable[[], _Result]) -> _Result:
+        """Agree, which only ranks do whose windows must grow, unless all ranks always do.
+
+        Raises:
+            RefusedError: not all ranks' windows must; the others are told.
+        """
+        try:
+            return agree()
+        except PeerError:
+            rank = self.group.gone_on()
+            always = self.config.check_calls or (phase == "plan" and not self._is_static)
+            if rank is None or always:  # it is in another call, or gone
+                raise
+            self._shared.refuse(
+                phase,
+                "this batch has more tokens, a larger top-k or longer rows than all before, so "
+                f"that the windows of all ranks must grow, and that of rank {rank} has not: where "
+                "the hosts do not agree on a call, they grow for all ranks in the same call. Run "
+                "the largest batch first, or set check_calls",
+            )
+
+    def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
+        """Have windows for this much, the same on all ranks.  Collective when they grow."""
+        needed = (num_tokens, top_k, row_bytes)
+        windows.reserve(self.group, self._native, *needed, self.timeout_s)
+
+    def _describe(self, row_bytes: int, top_k: int) -> None:
+        """Log at level DEBUG how the kernels are set up for such rows, once for each kind."""
+        if self.group.rank != 0 or (row_bytes, top_k) in self._described:
+            return
+        self._described.add((row_bytes, top_k))
+        text = configuration(self.num_sms, self.group.size, row_bytes, top_k)
+        self.group.log_once(logging.DEBUG, text, text)
+
+    def _plan_problem(self) -> str | None:
+        """Say what else is wrong with a plan on which the hosts agree."""
+        if self._native.bad_ranks(forget=False):
+            return BAD_ROUTING
+        if self.config.max_recv_rows is None and torch.cuda.is_current_stream_capturing():
+            return (
+                "a CUDA graph cannot hold a plan whose number of rows the host must know: set "
+                "max_recv_rows (--ncclep-max-recv-rows), or leave the plan out of the graph"
+            )
+        return None
+
+    def _raise_bad_routing(self, topk_idx: torch.Tensor) -> None:
+        """Raise the same InputError on all ranks, which know that a routing is bad.  Collective."""
+        problem = checks.topk_value_problem(topk_idx, self.num_experts)
+        raise InputError(f"plan: {self.group.gather_problems(problem, 'plan', self.timeout_s)}")
+
+
+def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:
+    """Say how dispatch and combine share their CTAs; see `csrc/native/split.h`."""
+    native = extension.load()
+    staging, pulling = native.split_dispatch(num_sms)
+    adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k, row_bytes)
+    return (
+        f"native: rows of {row_bytes} bytes, top-{top_k}, {num_ranks} ranks, {num_sms} SMs: "
+        f"CTAs of dispatch: {staging} staging, {pulling} pulling; of combine: {adding} adding, "
+        f"{sending} sending, {summing} summing"
+    )
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.element_size()

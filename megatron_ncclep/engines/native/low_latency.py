@@ -1,0 +1,228 @@
+"""Low-latency mode of the native engine: `csrc/native/low_latency.h`.
+
+No call waits for a device or for another host, so a CUDA graph can hold any number of them and be
+replayed as often as dispatch and combine take turns.  What a dispatch returns is the window itself,
+into which the other ranks write: nothing is copied, and its addresses never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatencySizes, Tokens
+from megatron_ncclep.engines.native import windows
+from megatron_ncclep.engines.native.availability import most_sms
+from megatron_ncclep.engines.native.group import NativeGroup, aligned
+from megatron_ncclep.engines.native.plan import no_room
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks.communicator import communicator_of
+
+WINDOW = ("low-latency",)
+# CTAs of a kernel: enough for some warps of each to have a piece of a row, of 1 KiB.
+DEFAULT_MOST_CTAS = 120
+LEAST_CTAS, PIECE_BYTES, PIECES_PER_CTA = 8, 1024, 4
+# A combine has CTAs for this part of max_tokens at least.
+LEAST_SHARE = 8
+# Of a group that has no windows yet: its control window tells ranks that another one stops.
+FIRST_TOKENS, FIRST_ROW_BYTES = 128, 16
+
+
+class NativeLowLatency:
+    """See `LowLatencyCalls`.
+
+    A group of several ranks is at its end after an error, as after one of the engine's own calls.
+    """
+
+    def __init__(
+        self,
+        shared: NativeGroup,
+        streams: extension.StreamKeeper,
+        num_experts: int,
+        config: EpConfig,
+        sizes: LowLatencySizes,
+        number: int,
+    ) -> None:
+        """Collective; the ranks have agreed on `sizes`, in the call of that number.
+
+        Raises:
+            LibraryError: on every rank, when one has no memory for its window or NCCL makes none.
+        """
+        self._group, self._sizes = shared.group, sizes
+        self._shared, self._streams, self._config = shared, streams, config
+        self._num_tokens = 0  # of the last dispatch
+        group, native = shared.group, shared.native
+        timeout_s = group.deadline_s(config)
+        shared.raise_failure()
+        torch.cuda.synchronize(group.device)
+        if not native.windows:
+            wanted = (FIRST_TOKENS, sizes.top_k, FIRST_ROW_BYTES)
+            windows.grow(group, native, *wanted, timeout_s)
+        communicator_of(group, timeout_s)  # which stays as long as the window
+        self._native: Any = on_all_ranks(
+            group,
+            "allocating a low-latency window",
+            lambda: shared.module.NativeLowLatency(
+                native,
+                max_tokens=sizes.max_tokens,
+                hidden=sizes.hidden,
+                top_k=sizes.top_k,
+                payload=str(_carried(sizes.payload)),
+                dtype=str(sizes.dtype),
+                num_scales=sizes.num_scales,
+                generation=number,
+            ),
+            timeout_s,
+        )
+        try:
+            windows.open_checked(group, self._native, WINDOW, "low-latency mode", timeout_s)
+        except Exception:
+            group.release("communicator", timeout_s)
+            raise
+        # Every CTA of a combine waits for all ranks, and a rank's word comes after all of its CTAs
+        # have sent: all must get an SM.  With NCCL's SMs left alone an ordinary launch sees to
+        # that.  The group's own kernels run one after the other, and others end by themselves,
+        # except for those of another NativeGroup.  If these hold SMs and wait in a ring with this
+        # combine, a cooperative launch, which waits until all SMs are free, would be in that ring
+        # too.
+        most = most_sms(_num_sms(group.device), group.ranks_per_gpu(timeout_s))
+        self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, most)
+        self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
+        places = (group.size, sizes.max_tokens)
+        scales = None
+        if sizes.num_scales:
+            scales = self._view(self._native.scales, torch.float32, *places, sizes.num_scales)
+        self._received = LowLatencyRows(
+            rows=self._view(self._native.rows, sizes.payload, *places, sizes.hidden),
+            topk_idx=self._view(self._native.experts, torch.int32, *places, sizes.top_k),
+            weights=self._view(self._native.weights, torch.float32, *places, sizes.top_k),
+            counts=self._counts,
+            num_local_experts=num_experts // group.size,
+            scales=scales,
+        )
+        # What kernels that are under way, or second halves that are still to come, read.
+        self._arguments: tuple[Any, ...] = ()
+
+    def begin(self, phase: str, problem: str | None, sends: bool) -> None:
+        """See `LowLatencyCalls.begin`."""
+        self._shared.raise_failure()
+        self._shared.native.timeout_s = self._group.deadline_s(self._config)
+        # Told once where the group can be used afterwards: several ranks are at their end.
+        problem = problem or self._shared.bad_routings(forget=self._group.size == 1)
+        if problem is not None:
+            self._shared.refuse(f"low-latency {phase}", problem)
+        if sends:
+            self._group.enter()
+
+    def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
+        """None: the device looks."""
+        return None
+
+    def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
+        """See `LowLatencyCalls.dispatch`."""
+        self._num_tokens = tokens.x.shape[0]
+        x, scales = tokens.x, tokens.scales
+        stream = self._streams.keep(x, tokens.topk_idx, tokens.weights, scales)
+
+        def allocate() -> tuple[Any, ...]:
+            packed = None if scales is None else aligned(scales)
+            of_tokens = tokens.topk_idx.contiguous(), tokens.weights.contiguous()
+            return aligned(x.view(_carried(x.dtype))), packed, *of_tokens
+
+        arguments = self._allocated("dispatch", allocate)
+        num_ctas = self._num_ctas(self._num_tokens, x.element_size())
+        self._native.dispatch(*arguments, self._counts, completes, num_ctas, stream)
+        self._arguments = () if completes else tuple(arguments)
+        return self._received
+
+    def complete_dispatch(self) -> LowLatencyRows:
+        """See `LowLatencyCalls.complete_dispatch`."""
+        self._native.complete_dispatch(self._counts, self._streams.keep(*self._arguments))
+        self._arguments = ()
+        return self._received
+
+    def combine(
+        self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
+    ) -> torch.Tensor:
+        """See `LowLatencyCalls.combine`."""
+        stream = self._streams.keep(y, rows_of)
+
+        def allocate() -> tuple[Any, ...]:
+            places = None if rows_of is None else rows_of.contiguous()
+            out = y.new_empty(self._num_tokens, self._sizes.hidden)
+            return aligned(y).view(-1, self._sizes.hidden), places, out
+
+        arguments = self._allocated("combine", allocate)
+        num_ctas = self._num_ctas(self._tokens_of_combine(), y.element_size())
+        self._native.combine(*arguments, True, completes, num_ctas, stream)
+        self._arguments = () if completes else tuple(arguments)
+        result: torch.Tensor = arguments[-1]
+        return result
+
+    def complete_combine(self) -> torch.Tensor:
+        """See `LowLatencyCalls.complete_combine`."""
+        y, rows_of, out = self._arguments
+        stream = self._streams.keep(*self._arguments)
+        num_ctas = self._num_ctas(self._num_tokens, y.element_size())
+        self._native.combine(y, rows_of, out, False, True, num_ctas, stream)
+        self._arguments = ()
+        result: torch.Tensor = out
+        return result
+
+    def close(self) -> None:
+        """See `LowLatencyCalls.close`."""
+        self._native.close()
+        self._group.release("communicator", self._group.deadline_s(self._config))
+
+    def _allocated(self, phase: str, allocate: Callable[[], tuple[Any, ...]]) -> list[Any]:
+        """What `allocate` returns; without memory for it the call is refused, for all ranks."""
+        memory: list[Any] = []
+        if problem := no_room(f"a low-latency {phase}", memory, allocate):
+            self._shared.refuse(f"low-latency {phase}", problem)
+        return memory
+
+    def _tokens_of_combine(self) -> int:
+        """As many tokens as CTAs are for: what other ranks' tokens bring, only the device knows.
+
+        On a rank with one token and 128 received rows CTAs for one token would take 34 us, and for
+        16, an eighth of 128, 13, as many as it takes; with nothing to send they cost half a us.
+        """
+        return max(self._num_tokens, -(-self._sizes.max_tokens // LEAST_SHARE))
+
+    def _num_ctas(self, num_tokens: int, itemsize: int) -> int:
+        """CTAs for so many tokens; all of them fit on the GPU at once, as combine needs."""
+        pieces = num_tokens * -(-self._sizes.hidden * itemsize // PIECE_BYTES)
+        return min(self._most_ctas, max(LEAST_CTAS, -(-pieces // PIECES_PER_CTA)))
+
+    def _view(self, address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """The window's memory as a tensor, without a copy."""
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        flat = torch.as_tensor(_Memory(address, num_bytes), device=self._group.device)
+        return flat.view(dtype).view(shape)
+
+
+class _Memory:
+    """Device memory as torch takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _carried(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the extension takes rows: those of one byte are bytes to it."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

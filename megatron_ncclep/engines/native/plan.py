@@ -1,0 +1,128 @@
+"""What a plan of the native engine keeps, and the memory for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.native.group import NativeGroup
+
+# An exact plan has room for this many times the assignments that are expected to arrive.
+ROOM = 1.25
+# What a plan takes back of the room that it did not need, for the plans after it.
+TAKEN_BACK = 1 / 8
+
+
+@dataclass(eq=False)
+class NativePlan(RoutePlan):
+    """Routes as the kernels keep them.
+
+    Attributes:
+        token_routes: int32 [4, num_tokens]: what is known of each token at the source rank.
+        routes: int32: the pairs and assignments that this rank receives, with room for more; in
+            static mode for as many as can come.
+        most_tokens: the most tokens that any rank has.
+        handle: the `_C.NativePlan` over `counts`, `token_routes` and `routes`.
+        stream: handle of the stream that they belong to.
+        shared: what failed there makes the plan worthless.
+        rows_on_host: `tokens_per_expert` on the CPU; None in static mode, where no host waits.
+    """
+
+    token_routes: torch.Tensor
+    routes: torch.Tensor
+    most_tokens: int
+    handle: Any
+    stream: int
+    shared: NativeGroup
+    rows_on_host: torch.Tensor | None
+
+    def tokens_per_expert_on_host(self) -> torch.Tensor:
+        """See `RoutePlan.tokens_per_expert_on_host`; in static mode it waits for the stream.
+
+        Raises:
+            PeerError: in static mode, when a wait on the device failed meanwhile.
+        """
+        if self.rows_on_host is not None:
+            return self.rows_on_host
+        rows = self.tokens_per_expert.cpu()
+        self.shared.raise_failure()
+        return rows
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the plan keeps alive."""
+        return self.counts.nbytes + self.token_routes.nbytes + self.routes.nbytes
+
+
+class Room(NamedTuple):
+    """What the memory of a plan is for.
+
+    Attributes:
+        num_local_experts: of each rank.
+        most_tokens: the most tokens of any rank; in static mode, for how many there are windows.
+        max_pairs, max_assignments: that this rank can receive with it.
+        limit: rows of the dispatched tensor in static mode; otherwise None.
+    """
+
+    num_local_experts: int
+    most_tokens: int
+    max_pairs: int
+    max_assignments: int
+    limit: int | None
+
+
+def next_crowding(crowding: float, num_assignments: int, balanced: int) -> float:
+    """For which multiple of a balanced load the next plan of a layer has room.
+
+    `ROOM` times what came last, and at least of what is balanced: at once where that is more than
+    before.  Where it is less, room is given up step by step, because batches alternate.  Example:
+    after a plan with five times a balanced load, 6.25; then, with balanced plans, 5.625, 5.078 and
+    so on down to 1.25.
+
+    Args:
+        crowding: what the last plan had room for.
+        num_assignments: that it received.
+        balanced: assignments that each rank receives in a balanced plan.
+    """
+    needed = ROOM * max(1.0, num_assignments / max(balanced, 1))
+    return max(needed, crowding - TAKEN_BACK * (crowding - needed))
+
+
+def plan_memory(
+    native: Any, room: Room, topk_idx: torch.Tensor, may_drop: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Allocate a plan's `counts`, `token_routes`, `routes`, and what static mode keeps.
+
+    Args:
+        native: the group's `_C.NativeGroup`.
+        room: what it is for.
+        topk_idx: [num_tokens, top_k].
+        may_drop: whether anything may be dropped; otherwise the third is None.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory.
+    """
+    num_tokens, top_k = topk_idx.shape
+    size = native.routes_size(room.max_pairs, room.max_assignments, room.most_tokens)
+    int32: Any = {"dtype": torch.int32, "device": topk_idx.device}
+    return (
+        torch.empty(2 * room.num_local_experts + 1, dtype=torch.int64, device=topk_idx.device),
+        torch.empty(4, num_tokens, **int32),
+        torch.empty(num_tokens, top_k, **int32) if may_drop else None,
+        torch.empty(size, **int32),
+    )
+
+
+def no_room(
+    what: str, memory: list[Any], allocate: Callable[..., tuple[Any, ...]], *arguments: Any
+) -> str | None:
+    """Put what `allocate` returns into `memory`; say so if there is no memory for it."""
+    try:
+        memory[:] = allocate(*arguments)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        return f"no GPU memory for {what}: {reason}; use smaller micro-batches"
+    return None

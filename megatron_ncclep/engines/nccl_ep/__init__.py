@@ -1,0 +1,1 @@
+"""The engine over NVIDIA's libnccl_ep."""

@@ -1,0 +1,1 @@
+"""The readable engine: torch.distributed alone, on any backend."""

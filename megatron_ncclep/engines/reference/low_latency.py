@@ -1,0 +1,133 @@
+"""Low-latency mode of the reference engine: its meaning in plain torch.distributed."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import checks
+from megatron_ncclep.engines.engine import NOT_ROUTED
+from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatencySizes, Tokens
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.ranks.all_to_all import exchange
+from megatron_ncclep.ranks.group import EpGroup
+
+# What is undefined is NaN here, so that who uses it sees it.
+UNDEFINED = 0xFF
+
+
+class ReferenceLowLatency:
+    """See `LowLatencyCalls`.  First halves do all of the work; every call waits for all hosts.
+
+    Rows of an earlier dispatch become NaN at the next one.
+    """
+
+    def __init__(
+        self, group: EpGroup, num_experts: int, sizes: LowLatencySizes, config: EpConfig
+    ) -> None:
+        self._group, self._num_experts, self._sizes = group, num_experts, sizes
+        self._config = config
+        self._num_tokens = 0  # of the last dispatch
+        self._received: LowLatencyRows | None = None
+        self._tokens_of = torch.zeros(0)  # bool [R, T]: this rank's tokens that go to each rank
+        self._out = torch.zeros(0)
+
+    def begin(self, phase: str, problem: str | None, sends: bool) -> None:
+        """See `LowLatencyCalls.begin`."""
+        if sends:
+            self._group.agree(phase, {}, problem, self._group.deadline_s(self._config))
+        elif problem is not None:
+            raise InputError(f"{phase}: {problem}")
+
+    def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
+        """See `LowLatencyCalls.topk_problem`."""
+        return checks.topk_value_problem(topk_idx, self._num_experts)
+
+    @torch.no_grad()
+    def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
+        """See `LowLatencyCalls.dispatch`."""
+        self._spoil()
+        self._num_tokens = len(tokens.x)
+        topk_idx, scales = tokens.topk_idx, tokens.scales
+        num_local, ranks = self._num_experts // self._group.size, range(self._group.size)
+        is_routed = topk_idx != NOT_ROUTED
+        rank_of = topk_idx.div(num_local, rounding_mode="floor")
+        here = [is_routed & (rank_of == rank) for rank in ranks]  # [T, K] each
+        self._tokens_of = torch.stack([assignments.any(dim=1) for assignments in here])
+        # Of each rank: its tokens' rows, experts and weights, behind each other.
+        local = [
+            torch.where(assignments, topk_idx - rank * num_local, NOT_ROUTED).int()
+            for rank, assignments in enumerate(here)
+        ]
+        w = [torch.where(assignments, tokens.weights, 0) for assignments in here]
+        counts = self._exchange(self._tokens_of.sum(dim=1).int().view(-1, 1)).view(-1)
+        topk = self._bring(local)
+        place = torch.arange(self._sizes.max_tokens, device=topk.device)
+        topk.masked_fill_((place >= counts.view(-1, 1))[:, :, None], NOT_ROUTED)
+        self._received = LowLatencyRows(
+            rows=self._bring([tokens.x] * self._group.size),
+            topk_idx=topk,
+            weights=self._bring(w),
+            counts=counts,
+            num_local_experts=num_local,
+            scales=None if scales is None else self._bring([scales] * self._group.size),
+        )
+        return self._received
+
+    def complete_dispatch(self) -> LowLatencyRows:
+        """See `LowLatencyCalls.complete_dispatch`."""
+        assert self._received is not None  # dispatched
+        return self._received
+
+    @torch.no_grad()
+    def combine(
+        self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
+    ) -> torch.Tensor:
+        """See `LowLatencyCalls.combine`."""
+        assert self._received is not None  # dispatched
+        rank, counts = self._group.rank, self._received.counts.tolist()
+        places = (self._group.size, self._sizes.max_tokens, self._sizes.hidden)
+        partial = torch.zeros(places, device=y.device)
+        for source, count in enumerate(counts):
+            if rows_of is None:
+                partial[source, :count] += y[source, :count].float()
+                continue
+            for k in range(self._sizes.top_k):
+                row = rows_of[source, :count, k].long()
+                is_some = (row >= 0) & (row < len(y))
+                partial[source, :count][is_some] += y[row[is_some]].float()
+        theirs = self._exchange(partial.to(y.dtype))
+        out = torch.zeros(self._num_tokens, self._sizes.hidden, device=y.device)
+        for peer, tokens in enumerate(self._tokens_of):
+            num_rows = int(tokens.sum())
+            part = partial[peer] if peer == rank else theirs[peer].float()
+            out[tokens] += part[:num_rows]
+        self._out = out.to(y.dtype)
+        return self._out
+
+    def complete_combine(self) -> torch.Tensor:
+        """See `LowLatencyCalls.complete_combine`."""
+        return self._out
+
+    def close(self) -> None:
+        """See `LowLatencyCalls.close`."""
+        self._spoil()
+
+    def _spoil(self) -> None:
+        if self._received is not None:
+            self._received.rows.view(torch.uint8).fill_(UNDEFINED)
+
+    def _bring(self, of_rank: list[torch.Tensor]) -> torch.Tensor:
+        """Send each rank its tokens' rows of a tensor [T, ...] for it: [R, max_tokens, ...]."""
+        dtype, device = of_rank[0].dtype, of_rank[0].device
+        carried = torch.uint8 if dtype.itemsize == 1 else dtype  # torch indexes no FP8
+        places = (self._group.size, self._sizes.max_tokens, of_rank[0].shape[1] * dtype.itemsize)
+        sent = torch.full(places, UNDEFINED, dtype=torch.uint8, device=device).view(carried)
+        for rank, (tensor, tokens) in enumerate(zip(of_rank, self._tokens_of, strict=True)):
+            sent[rank, : int(tokens.sum())] = tensor.view(carried)[tokens]
+        return self._exchange(sent).view(dtype)
+
+    def _exchange(self, sent: torch.Tensor) -> torch.Tensor:
+        """Send sent[r] to rank r; return what comes, by source."""
+        each, timeout_s = [1] * self._group.size, self._group.deadline_s(self._config)
+        return exchange(self._group, sent, each, each, "a low-latency call", timeout_s)

@@ -1,0 +1,1 @@
+"""What is refused beside the dispatcher, and when it is found."""

@@ -1,0 +1,57 @@
+"""What Megatron's schedule that overlaps two micro-batches (1F1B) may free, with our dispatcher.
+
+With overlap_moe_expert_parallel_comm a layer is run in parts, and the storage of a part's input is
+freed right after its forward pass where backward does not need it.  Megatron decides that by the
+type of the dispatcher: what `alltoall` and the like send, and hand to the experts, are copies.
+Ours reads the layer's own tokens, from which router and shared experts take their gradients, and
+what it delivers is what the experts keep for their weights' gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+from megatron_ncclep.errors import IntegrationError
+from megatron_ncclep.integration.checks.unsupported import NEWEST, OLDEST
+
+# The parts whose input is needed in backward.
+KEPT = ("moe_dispatch", "mlp")
+# Where Megatron decides, from 0.19 on and before.
+PLACES = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables")
+_FUNCTION = "should_free_input"
+_MARK = "_changed_by_megatron_ncclep"
+
+
+def keep_inputs(dispatcher_type: str) -> None:
+    """Have the schedule keep what layers with this type of dispatcher need.  Idempotent.
+
+    Raises:
+        IntegrationError: this Megatron-Core decides somewhere else.
+    """
+    for name in PLACES:
+        module = importlib.import_module(name) if find_spec(name) is not None else None
+        function = getattr(module, _FUNCTION, None)
+        if function is None:
+            continue
+        if not hasattr(function, _MARK):
+            setattr(module, _FUNCTION, _keeping(function, dispatcher_type))
+        return
+    raise IntegrationError(
+        f"neither {' nor '.join(PLACES)} has {_FUNCTION}(), which says what the schedule of "
+        "overlap_moe_expert_parallel_comm frees: this Megatron-Core is not one that "
+        f"megatron_ncclep knows ({OLDEST} to {NEWEST})"
+    )
+
+
+def _keeping(original: Any, dispatcher_type: str) -> Any:
+    @functools.wraps(original)
+    def should_free_input(name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
+        if config.moe_token_dispatcher_type == dispatcher_type and name in KEPT:
+            return False
+        return bool(original(name, is_moe, config, *args, **kwargs))
+
+    setattr(should_free_input, _MARK, True)
+    return should_free_input

@@ -1,0 +1,380 @@
+"""Megatron's six dispatcher hooks in terms of plan, dispatch and combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+from megatron_ncclep.config import DROP, WORST, EpConfig
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.overflow_report import DropWarning
+from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.metrics import LayerCounts, Metrics
+from megatron_ncclep.ops.combine import combine
+from megatron_ncclep.ops.dispatch import dispatch
+from megatron_ncclep.ops.expert_slices import to_all_slices
+from megatron_ncclep.ops.nvtx import step_range
+from megatron_ncclep.ops.routing import routes_and_weights
+from megatron_ncclep.ranks.group import EpGroup
+
+
+class NcclEpTokenDispatcher(MoETokenDispatcher):
+    """Token dispatcher over the ranks that hold one layer's experts.
+
+    These are the expert-parallel group, or with expert tensor parallelism Megatron's group `tp_ep`:
+    its ranks hold slices of the experts (expert_slices.py).
+
+    Megatron calls the hooks in the order in which they stand here, once per micro-batch; what the
+    later ones need (plan and shape) is kept on the dispatcher between them, because Megatron's
+    hooks have no other place for it.  What backward needs is in the autograd graph, so that any
+    number of micro-batches may be between forward and backward.
+
+    A CUDA graph may end after `dispatch_preprocess`; then that does not run in Python, and Megatron
+    puts the tensor back that `cudagraph_attrs` names.  So it leaves nothing else behind.
+
+    With moe_shared_expert_overlap the layer hands its shared experts over (`set_shared_experts`):
+    the hooks that communicate run them on their own stream, the first half beside the dispatch and
+    the second beside the combine.  Either half is queued after our kernels, and may start no
+    earlier: so these get their SMs first, and the shared experts' GEMMs all others.
+
+    A layer that is recomputed is planned and dispatched again in backward, and so are its shared
+    experts.  To torch.compile the hooks that call the engine are opaque: it would look for tensors
+    in the agreement of hosts, and compile it anew for other numbers of rows.
+
+    With overlap_moe_expert_parallel_comm Megatron calls the hooks on two streams, which it orders:
+    those that communicate on one, the others on another, between which `_take_over` hands memory.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any,
+        counts_on_device: bool = False,
+        counts_add_up: bool = False,
+        last_expert_first: bool = False,
+        options: EpConfig | None = None,
+    ) -> None:
+        """Make the engine.  Collective over the ranks that hold the experts.
+
+        Args:
+            num_local_experts: experts of this rank, of which it may hold slices.
+            local_expert_indices: their global indices, consecutive.
+            config: TransformerConfig; its attribute `ncclep` is the EpConfig, if it has one.
+            pg_collection: Megatron's process groups; `ep`, `expt_tp` and `tp_ep` are used.
+            counts_on_device: the experts take tokens_per_expert on the device; without it, on the
+                CPU, for which `dispatch_postprocess` waits.
+            counts_add_up: they want every row to be some expert's even then.
+            last_expert_first: the experts want their blocks in descending order.  To the engine,
+                the rank's last expert is its first then; nothing is moved for it.
+            options: in place of the config's.
+
+        Raises:
+            InputError, EngineUnavailableError: see `create_engine`.
+            InputError: the engine takes fewer assignments of a token than its experts have slices,
+                or static mode and capacity padding do not go together here.
+            UnsupportedError: the ranks of the groups are not in Megatron's order.
+        """
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        self._num_slices: int = self.tp_group.size()
+        self.group = self.ep_group if self._num_slices == 1 else self.tp_ep_group
+        options = options or getattr(config, "ncclep", None)  # None: the environment's
+        self.engine = create_engine(
+            self.group, config.num_moe_experts * self._num_slices, options, self._num_slices
+        )
+        self._ranks = EpGroup.of(self.group)
+        self._counts_on_device = counts_on_device
+        self._counts_add_up = counts_add_up or not counts_on_device
+        self._is_static = self.engine.config.max_recv_rows is not None
+        self._can_drop = can_drop(self.engine.config)
+        self._block = num_local_experts if last_expert_first else 1
+        if (
+            self._is_static
+            and self._router_adds_assignments
+            and (problem := self._too_few_columns())
+        ):
+            self.engine.close()
+            raise problem
+        if self._num_slices > 1:
+            self._require_columns_for_all_slices()
+            self._require_order_of_ranks()
+        self._has_two_streams = getattr(config, "overlap_moe_expert_parallel_comm", False)
+        self._routing_map: torch.Tensor | None = None
+        self._plan: RoutePlan | None = None
+        self._hidden_shape: torch.Size | None = None
+        self.cudagraph_attrs = ["_routing_map"]
+        # What `metrics_interval` asks for.
+        self._counts: LayerCounts | None = None
+        if interval := self.engine.config.metrics_interval:
+            try:
+                metrics = Metrics.of(self._ranks, interval, self.engine.config.timeout_s)
+            except InputError:
+                self.engine.close()
+                raise
+            self._counts = metrics.add_layer(
+                self, config.num_moe_experts * self._num_slices // self._ranks.size
+            )
+        # int64 scalar on the device: assignments dropped so far in static mode, in forward passes
+        # only, each once.  It stays the same tensor, so that a CUDA graph that is replayed goes on
+        # counting.
+        self.num_dropped: torch.Tensor | None = None
+        if self._is_static:
+            self.num_dropped = torch.zeros((), dtype=torch.int64, device=self._ranks.device)
+            if self._can_drop and self.engine.config.on_overflow == DROP:
+                DropWarning.of(self._ranks).watch(self.num_dropped, self.engine.config)
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the map; what it holds is read together with the rest, in `token_dispatch`.
+
+        Args:
+            hidden_states: [..., hidden]; all leading dimensions together are the tokens.
+            routing_map: [num_tokens, num_experts] bool.
+            probs: [num_tokens, num_experts].
+
+        Returns:
+            hidden_states and probs as they are.
+        """
+        self._routing_map = routing_map
+        return hidden_states, probs
+
+    @torch.compiler.disable
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plan the routes and dispatch rows and weights.  Collective.
+
+        Args:
+            hidden_states: [..., hidden].
+            probs: [num_tokens, num_experts].
+
+        Returns:
+            rows [num_rows, hidden] in slot order, and their weights [num_rows].
+        """
+        assert self._routing_map is not None, "dispatch_preprocess comes first"
+        routing_map, self._routing_map = self._routing_map, None
+        self._take_over(hidden_states, probs, routing_map)
+        self._hidden_shape, group, shared = hidden_states.shape, self._ranks, self.shared_experts
+        if shared is not None:
+            # Its backward reads them on its stream, at a time when nobody else may hold them.
+            hidden_states.record_stream(shared.stream)
+            # Before the plan, in exact mode: the host does this while the device is still busy.
+            shared.pre_forward_comm(hidden_states)
+        try:
+            chosen = routes_and_weights(routing_map, probs, self._top_k(routing_map), self._block)
+            if self._num_slices > 1:
+                chosen = to_all_slices(*chosen, self.num_local_experts, self._num_slices)
+            # Before it captures a layer, Megatron runs it with whatever is in its buffers.
+            is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+            group.is_rehearsal = is_graph_capturing() and not is_captured
+            with step_range("plan", hidden_states):
+                self._plan = self.engine.plan(chosen[0].topk_idx)
+            if not group.is_rehearsal and not _is_recomputing():
+                if self._can_drop:
+                    assert self.num_dropped is not None  # static mode
+                    self.num_dropped.add_(self._plan.num_dropped)
+                if self._counts is not None:
+                    self._counts.count(chosen[0].topk_idx, self._plan)
+            self._let_shared_experts_start()
+            rows, row_probs = dispatch(self.engine, self._plan, hidden_states, probs, chosen)
+        except InputError:
+            self._finish_shared_experts(has_dispatched=False)
+            raise
+        if shared is not None:
+            shared.linear_fc1_forward_and_act(rows)
+        return rows, row_probs
+
+    @torch.compiler.disable
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Say where each expert's rows are; the rows are already in the experts' order.
+
+        Returns:
+            rows, tokens_per_expert int64 [num_local_experts] in the blocks' order, and the rows'
+            weights.
+            tokens_per_expert is on the CPU, where Megatron's experts want it, or for experts that
+            take it there on the device, and then nothing is waited for.  It adds up to the number
+            of rows, except in static mode for experts that take it on the device and do not ask
+            for more: there the rows after the last block, which are zero, are nobody's.  Elsewhere
+            they count as the last expert's.
+        """
+        plan = self._plan
+        assert plan is not None, "token_dispatch comes first"
+        if self._counts_on_device:
+            counts = plan.tokens_per_expert
+        else:
+            counts = plan.tokens_per_expert_on_host()
+        if self._is_static and self._counts_add_up:
+            counts = counts.clone()
+            counts[-1] = plan.num_rows - counts[:-1].sum()
+        self._take_over(hidden_states, probs, counts)
+        return hidden_states, counts, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Nothing to do: combine reads the experts' rows where they are."""
+        return hidden_states
+
+    @torch.compiler.disable
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add up each token's rows of [num_rows, hidden]; the hidden states' shape.  Collective."""
+        assert self._plan is not None, "token_dispatch comes first"
+        assert self._hidden_shape is not None
+        plan, self._plan = self._plan, None
+        self._let_shared_experts_start()
+        try:
+            out = combine(self.engine, plan, hidden_states, self._hidden_shape)
+        except InputError:
+            self._finish_shared_experts(has_dispatched=True)
+            raise
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(out)
+            self.shared_experts.post_forward_comm()
+        return out
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Wait for the shared experts, if there are any here, and add their output."""
+        if self.shared_experts is None:
+            return hidden_states
+        return hidden_states + self.shared_experts.get_output()
+
+    def _take_over(self, *tensors: torch.Tensor) -> None:
+        """Have memory of another stream kept until this one has used it, should all let go of it.
+
+        Megatron does so for the inputs that it frees and for gradients.
+        """
+        if self._has_two_streams:
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream())
+
+    def _let_shared_experts_start(self) -> None:
+        """Let their stream go on when all that is queued so far has run."""
+        if self.shared_experts is not None:
+            self.shared_experts.stream.wait_stream(torch.cuda.current_stream())
+
+    @property
+    def _router_adds_assignments(self) -> bool:
+        """Whether a token may have more experts than the router's top-k: with padding to capacity
+        an expert takes tokens that did not choose it.
+
+        Asked for each micro-batch, because Megatron turns it on in a config and off again while it
+        generates tokens (`set_decode_expert_padding`).
+        """
+        return bool(self.config.moe_pad_expert_input_to_capacity)
+
+    def _finish_shared_experts(self, *, has_dispatched: bool) -> None:
+        """Run what an error has left of their forward pass, for nothing.
+
+        From Megatron-Core 0.18 on they assert that the next one begins after the end of this one.
+        """
+        shared = self.shared_experts
+        if shared is None:
+            return
+        with torch.no_grad():
+            if not has_dispatched:
+                shared.linear_fc1_forward_and_act()
+            shared.linear_fc2_forward()
+            shared.post_forward_comm()
+            shared.get_output()
+
+    def _top_k(self, routing_map: torch.Tensor) -> int:
+        """Experts of a token in this micro-batch, at most; the same on every rank.
+
+        Raises:
+            InputError: on every rank, see `_too_few_columns`.
+        """
+        top_k: int = self.config.moe_router_topk
+        if not self._router_adds_assignments:
+            return top_k
+        if self._is_static:  # what the map holds would have to be waited for
+            if problem := self._too_few_columns():
+                raise problem
+            return int(self.config.num_moe_experts)
+        mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
+        all_ranks = self._ranks.gather(
+            torch.tensor([mine]),
+            "plan, exchanging how many experts capacity padding gives a token",
+            self._ranks.deadline_s(self.engine.config),
+        )
+        return max(top_k, int(all_ranks.max()))
+
+    def _require_order_of_ranks(self) -> None:
+        """Refuse groups in which the ranks of an expert are not next to each other.  Collective.
+
+        Raises:
+            UnsupportedError: on every rank.
+        """
+        group, ep, tp = self._ranks, self.ep_group, self.tp_group
+        problem = None
+        if (group.size, group.rank) != (ep.size() * tp.size(), ep.rank() * tp.size() + tp.rank()):
+            problem = (
+                f"is rank {group.rank} of {group.size} in tp_ep, but rank {tp.rank()} of "
+                f"{tp.size()} in expt_tp and rank {ep.rank()} of {ep.size()} in ep"
+            )
+        problems = group.gather_problems(problem, "open", group.deadline_s(self.engine.config))
+        if problems:
+            self.engine.close()
+            raise UnsupportedError(
+                f"the process groups of an MoE layer: {problems}: tp_ep must have the ranks of ep "
+                "and expt_tp, those of expt_tp next to each other, as Megatron makes it"
+            )
+
+    def _require_columns_for_all_slices(self) -> None:
+        """Refuse a top-k that is more assignments than the engine takes when slices multiply it.
+
+        Raises:
+            InputError: on every rank, whose options are the same.
+        """
+        top_k, caps, slices = self.config.moe_router_topk, self.engine.caps, self._num_slices
+        if caps.max_top_k is None or top_k * slices <= caps.max_top_k:
+            return
+        self.engine.close()
+        most = caps.max_top_k // top_k  # 0: too many even without slices
+        smaller = f"set expert_tensor_parallel_size to {most} or less, or " if most else ""
+        raise InputError(
+            f"moe_router_topk={top_k} with expert tensor parallelism of size {slices}: a token is "
+            f"sent to all {slices} ranks that hold slices of an expert, {top_k * slices} "
+            f"assignments, and engine {caps.name!r} takes at most {caps.max_top_k}: {smaller}"
+            "choose engine 'reference' (--ncclep-engine reference)"
+        )
+
+    def _too_few_columns(self) -> InputError | None:
+        """What to raise for capacity padding in static mode where `_top_k` has no bound that
+        serves: the same on every rank, whose options are the same.
+        """
+        experts, caps, slices = self.config.num_moe_experts, self.engine.caps, self._num_slices
+        rows, problem = self.engine.config.max_recv_rows, None
+        if caps.max_top_k is not None and experts * slices > caps.max_top_k:
+            in_slices = "" if slices == 1 else f", each in {slices} slices"
+            problem = (
+                f"a token may get all {experts} experts{in_slices}, and engine {caps.name!r} takes "
+                f"at most {caps.max_top_k} assignments of a token"
+            )
+        elif isinstance(rows, str) and rows != WORST:
+            problem = (
+                "a factor counts the assignments of a token, which may be more than the router's "
+                f"top-k: give a number of rows or {WORST!r}"
+            )
+        if problem is None:
+            return None
+        return InputError(
+            f"moe_pad_expert_input_to_capacity with max_recv_rows={rows!r}: {problem}; or leave "
+            "max_recv_rows out: then the host waits for the number of assignments"
+        )
+
+
+def _is_recomputing() -> bool:
+    """Whether this forward pass is one that a backward pass runs once more, whoever asked for it:
+    Megatron's checkpoints, TransformerEngine's and torch's all run it inside autograd's engine.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,94 @@
+"""The experts of a layer: which ones it gets, and how they take the numbers of their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.integration.checks.cuda_graphs import may_hold_experts
+from megatron_ncclep.integration.checks.fp8 import is_quantized
+
+if TYPE_CHECKING:
+    from megatron_ncclep.integration.experts.selection import Choice
+
+
+def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: int) -> None:
+    """Refuse grouped experts that could not be, before Megatron builds any.
+
+    Args:
+        config: TransformerConfig.
+        options: of the dispatcher.
+        num_ranks: of the expert-parallel group.
+        num_slices: ranks that each expert's own hidden size is divided among.
+
+    Raises:
+        UnsupportedError, InputError: see `experts.refusals.check_config`.
+    """
+    if options.experts == "grouped":
+        from megatron_ncclep.integration.experts.refusals import check_config
+
+        check_config(config, config.num_moe_experts // num_ranks, num_slices)
+
+
+def settle_experts(
+    layer: Any, options: EpConfig, num_slices: int
+) -> tuple[EpConfig, Choice | None]:
+    """Have the layer's experts be those that the options ask for.  Not collective.
+
+    Args:
+        layer: an MoELayer with the experts that Megatron has built.
+        options: of the dispatcher.
+        num_slices: ranks that each expert's own hidden size is divided among.
+
+    Returns:
+        the options, in which `experts` is no longer "auto"; and if it was, what was chosen.
+    """
+    choice = None
+    if options.experts == "auto":
+        from megatron_ncclep.integration.experts.selection import choose
+
+        in_graph = may_hold_experts(layer.config)
+        choice = choose(
+            *(layer.config, options, layer.experts, layer.num_local_experts, num_slices), in_graph
+        )
+        options = dataclasses.replace(options, experts=choice.experts)
+    if options.experts == "grouped":
+        from megatron_ncclep.integration.experts.grouped import group_experts
+
+        group_experts(layer.experts, last_expert_first=True)
+    return options, choice
+
+
+def counts_wanted(experts: Any) -> dict[str, bool]:
+    """How the experts take the numbers of their rows: arguments of the dispatcher."""
+    if _read_on_device(experts):
+        return {"counts_on_device": True}
+    # They hand them on as they come; where TransformerEngine has no kernel that reads them it
+    # splits the rows by them, and then they must add up.
+    if _is_op_fused(experts):
+        return {"counts_on_device": True, "counts_add_up": True}
+    return {}
+
+
+def need_no_host(experts: Any, config: Any) -> bool:
+    """Whether experts read the numbers of their rows on the device only."""
+    if _read_on_device(experts):
+        return True
+    if not _is_op_fused(experts) or is_quantized(config):  # of these it pads the rows by them
+        return False
+    # Which has such kernels by release, GPU and cuBLAS, and otherwise splits the rows on the host.
+    ops = importlib.import_module("transformer_engine.pytorch.ops.basic.grouped_linear")
+    has_kernels = getattr(ops, "is_op_fuser_grouped_tensor_path_supported", None)
+    return has_kernels is not None and bool(has_kernels(None, config.params_dtype))
+
+
+def _read_on_device(experts: Any) -> bool:
+    """Whether they are this package's, which never read the numbers on the host."""
+    return getattr(experts, "takes_counts_on_device", False)
+
+
+def _is_op_fused(experts: Any) -> bool:
+    """Whether they are Megatron's TEGroupedMLP over TransformerEngine's op fuser (from 0.18 on)."""
+    return getattr(experts, "_with_fused_impl", False)

@@ -1,0 +1,1 @@
+"""Our dispatcher while Megatron-Core generates text."""

@@ -1,0 +1,193 @@
+"""Megatron's dispatcher hooks while text is generated (transformer_impl='inference_optimized').
+
+Its inference experts are not given rows by expert.  They take any rows, with the experts of each as
+global numbers and the probabilities beside them, compute the rows that name one of their own, and
+return for every row the weighted sum of its experts here.  What low-latency mode delivers has that
+form: a row for each token that has an expert on this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher_inference import (
+    InferenceAllGatherDispatcherBase as ReadByExperts,
+)
+
+from megatron_ncclep.engines.engine import NOT_ROUTED, RoutePlan
+from megatron_ncclep.engines.low_latency import LowLatency
+from megatron_ncclep.integration.inference.session import DTYPE, InferenceExchange
+
+
+class NcclEpInferenceDispatcher(MoETokenDispatcher):
+    """Token dispatcher of one layer for generating text; all layers of a group share its exchange.
+
+    Megatron calls the hooks in the order in which they stand here.  What the later ones need is
+    kept on the dispatcher between them, and nothing from one pass to the next: a CUDA graph may
+    hold a pass, and is replayed with other tokens and other routings.
+
+    Attributes:
+        routing_map: what Megatron hands to the experts: int [num_rows, top_k], the experts of each
+            row as global numbers; what is not of this rank's is skipped by them.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any,
+        exchange: InferenceExchange,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            num_local_experts: of this rank.
+            local_expert_indices: their global numbers, consecutive.
+            config: TransformerConfig.
+            pg_collection: Megatron's process groups.
+            exchange: of the expert-parallel group.
+        """
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.exchange = exchange
+        self._num_local_experts, self._first_expert = num_local_experts, local_expert_indices[0]
+        self.routing_map: torch.Tensor | None = None
+        self._shape: torch.Size | None = None
+        self._low_latency: LowLatency | None = None
+        self._plan: RoutePlan | None = None
+        self._num_valid: torch.Tensor | None = None
+        self._others: tuple[Any, Any] | None = None
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the router's choice.
+
+        Args:
+            hidden_states: [..., hidden]; all leading dimensions together are the tokens.
+            routing_map: [num_tokens, top_k] integers: global numbers of the experts.
+            probs: fp32 [num_tokens, top_k].
+
+        Returns:
+            hidden_states [num_tokens, hidden], and probs as they are.
+        """
+        if self.config.moe_router_topk == 1:  # Megatron's router leaves the dimension out
+            routing_map, probs = (
+                t.view(-1, 1) if t.dim() == 1 else t for t in (routing_map, probs)
+            )
+        self._shape, self.routing_map = hidden_states.shape, routing_map
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), probs
+
+    @torch.compiler.disable
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring rows and probabilities to the experts' ranks.  Collective.
+
+        Returns:
+            rows [num_rows, hidden], of which those that no expert of this rank is named for are
+            undefined, and the probabilities of their experts, fp32 [num_rows, top_k].
+
+        Raises:
+            InputError: on every rank: router, dtype or size of a batch are wrong.
+        """
+        assert self.routing_map is not None, "dispatch_preprocess comes first"
+        problem = self._problem(hidden_states, self.routing_map, probs)
+        self._low_latency = self.exchange.low_latency_for(len(hidden_states), problem)
+        if self._low_latency is None:
+            return self._dispatch_many(hidden_states, self.routing_map, probs)
+        received = self._low_latency.dispatch(hidden_states, self.routing_map, probs)
+        # Where no expert is named, -1 becomes the expert before this rank's first one, or stays
+        # -1: another rank's or nobody's, which experts skip alike.
+        self.routing_map = (received.topk_idx + self._first_expert).flatten(0, 1)
+        self._num_valid = self.exchange.all_places
+        return received.rows.flatten(0, 1), received.weights.flatten(0, 1)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None, torch.Tensor]:
+        """Say how many rows there are where Megatron's experts look for it; `routing_map` is set.
+
+        That is two attributes of a class, which another model's dispatcher may use too: they have
+        their values again after the experts.
+
+        Returns:
+            rows, no tokens_per_expert, probabilities.
+        """
+        self._others = ReadByExperts._valid_tokens_tensor, ReadByExperts._host_valid_tokens_estimate
+        ReadByExperts._valid_tokens_tensor = self._num_valid
+        # Only for how many threads a kernel gets: as with Megatron's dispatchers, that all ranks
+        # have as many tokens as this one.
+        assert self._shape is not None
+        ReadByExperts._host_valid_tokens_estimate = max(
+            1, self._shape[:-1].numel() * self.exchange.group.size
+        )
+        return hidden_states, None, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Take the number of rows back; combine reads the experts' rows where they are."""
+        assert self._others is not None, "dispatch_postprocess comes first"
+        ReadByExperts._valid_tokens_tensor, ReadByExperts._host_valid_tokens_estimate = self._others
+        self._others = self.routing_map = self._num_valid = None
+        return hidden_states
+
+    @torch.compiler.disable
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add the experts' rows [num_rows, hidden] up by token: [num_tokens, hidden].  Collective.
+
+        Kernels of Megatron's return fp32: what crosses the wire is rounded to bf16.
+        """
+        rows = hidden_states.to(DTYPE)
+        low_latency, self._low_latency = self._low_latency, None
+        if low_latency is not None:
+            places = (self.exchange.group.size, low_latency.sizes.max_tokens)
+            return low_latency.combine(rows.unflatten(0, places))
+        assert self._plan is not None, "token_dispatch comes first"
+        plan, self._plan = self._plan, None
+        out, _ = self.exchange.engine.combine(plan, rows[: plan.num_rows])
+        return out
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Give the tokens the shape in which they came."""
+        assert self._shape is not None, "dispatch_preprocess comes first"
+        return hidden_states.view(self._shape)
+
+    def _dispatch_many(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do `token_dispatch` through the engine: a row for each assignment."""
+        engine = self.exchange.engine
+        self._plan = plan = engine.plan(routing_map)
+        rows, weights = engine.dispatch(plan, hidden_states, probs)
+        assert weights is not None  # as there were probs
+        num_rows = plan.num_rows
+        expert = torch.arange(self._num_local_experts, device=rows.device) + self._first_expert
+        expert = expert.repeat_interleave(plan.tokens_per_expert, output_size=num_rows)
+        if num_rows == 0:  # kernels want a row, if only one that they skip
+            rows, weights = rows.new_zeros(1, rows.shape[1]), weights.new_zeros(1)
+            expert = expert.new_full((1,), NOT_ROUTED)
+        self.routing_map = expert.view(-1, 1)
+        self._num_valid = torch.full((1,), len(rows), dtype=torch.int32, device=rows.device)
+        return rows, weights.view(-1, 1)
+
+    def _problem(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> str | None:
+        """Say what is wrong with this rank's arguments, if anything is."""
+        shape = (len(hidden_states), self.config.moe_router_topk)
+        if tuple(routing_map.shape) != shape or tuple(probs.shape) != shape:
+            return (
+                f"the router gave experts {list(routing_map.shape)} and probabilities "
+                f"{list(probs.shape)}: generating text needs {list(shape)} of both, the experts' "
+                "numbers, from a layer built with get_inference_optimized_moe_spec (its "
+                "InferenceTopKRouter)"
+            )
+        if hidden_states.dtype != DTYPE or probs.dtype != torch.float32:
+            return (
+                f"rows are {hidden_states.dtype} and probabilities {probs.dtype}: Megatron-Core's "
+                f"inference experts take {DTYPE} (params_dtype) and torch.float32 "
+                "(moe_router_dtype='fp32')"
+            )
+        return None

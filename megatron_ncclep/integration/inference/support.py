@@ -1,0 +1,275 @@
+"""`inference_moe_token_dispatcher_type="ncclep"`: what it changes in Megatron, what is refused.
+
+A part of integration.py, whose `HOOKS` say where each function belongs.  Megatron-Core has that
+option from 0.18 on, and dispatchers of its own for it, `nccl` and `nvls`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.integration.inference.session import DTYPE, OPTIONS, InferenceExchange
+from megatron_ncclep.integration.options.field import derived, settle_options
+from megatron_ncclep.integration.patching import is_changed, marked, not_known, original_of
+from megatron_ncclep.ranks.group import EpGroup
+
+NAME = "ncclep"
+FIELD = "inference_moe_token_dispatcher_type"
+# Megatron builds the layer and its inference context as if this type had been asked for: with it
+# all ranks run the same CUDA graph in a step, or none, and only decode steps are in graphs.
+STAND_IN = "nccl"
+SINCE = "0.18"
+IMPL = "inference_optimized"
+
+
+def is_wanted(config: Any) -> bool:
+    """Whether a TransformerConfig asks for our dispatcher while text is generated."""
+    return getattr(config, FIELD, None) == NAME
+
+
+# --- the option ----------------------------------------------------------------------------------
+
+
+def change_inference_field(module: Any) -> None:
+    """Let the config's field, from which command lines take their choices, accept the value."""
+    config_class = module.TransformerConfig
+    field = config_class.__dataclass_fields__.get(FIELD)
+    if field is None:
+        for changed in [config_class, *derived(config_class)]:
+            if "__init__" in vars(changed) and not is_changed(changed.__init__):
+                changed.__init__ = _refusing(changed.__init__)
+        return
+    if not get_args(field.type):
+        raise not_known(f"{module.__name__}.TransformerConfig.{FIELD}", "a Literal of type names")
+    if NAME not in get_args(field.type):
+        field.type = Literal[(*get_args(field.type), NAME)]
+        config_class.__annotations__[FIELD] = field.type
+
+
+def _refusing(original: Any) -> Any:
+    """A constructor of releases without the option, where Python would only not know the word."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get(FIELD) == NAME:
+            raise UnsupportedError(_not_in_this_release())
+        original(self, *args, **kwargs)
+
+    return marked(init)
+
+
+def offer_inference_type(parser: argparse.ArgumentParser) -> None:
+    """Of releases without the option: know the word on command lines, and refuse it."""
+    if any(action.dest == FIELD for action in parser._actions):
+        return
+
+    def refuse(value: str) -> str:
+        raise argparse.ArgumentTypeError(_not_in_this_release())
+
+    option = f"--{FIELD.replace('_', '-')}"
+    parser.add_argument(option, type=refuse, default=None, help=argparse.SUPPRESS)
+
+
+def _not_in_this_release() -> str:
+    import megatron.core
+
+    return (
+        f"{FIELD}={NAME!r}: Megatron-Core {megatron.core.__version__} has no dispatchers for "
+        f"inference to choose from: take {SINCE} or later"
+    )
+
+
+def ignored_option(options: Mapping[str, Any], trains: bool, generates: bool) -> str | None:
+    """The first of the options that nothing would use.
+
+    Args:
+        options: fields of EpConfig that were given.
+        trains, generates: what our dispatchers are asked for.
+    """
+    for name in options:
+        in_training = trains and name != "inference_tokens"
+        if not in_training and not (generates and name in OPTIONS):
+            return name
+    return None
+
+
+def training_options(config: Any, options: EpConfig) -> EpConfig:
+    """The options for the dispatcher of all other passes.
+
+    Raises:
+        UnsupportedError: they have inference_tokens, and nothing would use it.
+    """
+    if options.inference_tokens is not None and not is_wanted(config):
+        raise UnsupportedError(
+            f"inference_tokens={options.inference_tokens}, but {FIELD} is "
+            f"{getattr(config, FIELD, None)!r}, which would ignore it: leave it out, or set "
+            f"{FIELD}={NAME!r}"
+        )
+    values = vars(options) | {"inference_tokens": None}
+    return EpConfig(**values)
+
+
+def check_inference_type(config: Any) -> None:
+    """Refuse the value where Megatron would ignore it.
+
+    Args:
+        config: TransformerConfig before its validation.
+
+    Raises:
+        UnsupportedError: names the values and the remedy.
+    """
+    impl = getattr(config, "transformer_impl", None)
+    if is_wanted(config) and (impl != IMPL or config.num_moe_experts is None):
+        raise UnsupportedError(
+            f"{FIELD}={NAME!r} with transformer_impl={impl!r} and "
+            f"num_moe_experts={config.num_moe_experts}: Megatron-Core has dispatchers for "
+            f"inference only with transformer_impl={IMPL!r}, in models with experts, and would "
+            f"ignore it: leave it out, or set that"
+        )
+
+
+# --- the layer -----------------------------------------------------------------------------------
+
+
+def change_inference_setup(module: Any) -> None:
+    """Let an MoELayer have our dispatcher while text is generated."""
+    layer_class = module.MoELayer
+    if not _has_field():
+        return
+    original = original_of(module, layer_class, "_setup_inference_mode", ["pg_collection"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def setup_inference_mode(self: Any, pg_collection: Any) -> None:
+        config = self.config
+        if not is_wanted(config):
+            original(self, pg_collection)
+            return
+        _check_layer(config, pg_collection)
+        with _as_stand_in(config):
+            original(self, pg_collection)
+        from megatron_ncclep.integration.inference.dispatcher import NcclEpInferenceDispatcher
+
+        # Megatron's holds nothing yet: it is replaced before its first use.
+        self._inference_token_dispatcher = NcclEpInferenceDispatcher(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=config,
+            pg_collection=pg_collection,
+            exchange=_exchange(config, pg_collection.ep),
+        )
+
+    layer_class._setup_inference_mode = marked(setup_inference_mode)
+
+
+def _check_layer(config: Any, pg_collection: Any) -> None:
+    """Refuse what the layer's experts or our dispatcher would get wrong.
+
+    Raises:
+        UnsupportedError: names the option, its value and the remedy.
+    """
+    slices = pg_collection.expt_tp.size()
+    backend = config.inference_grouped_gemm_backend
+    backend = getattr(backend, "value", backend)
+    for option, value, is_refused, remedy in (
+        (
+            "params_dtype",
+            config.params_dtype,
+            config.params_dtype != DTYPE,
+            f"Megatron-Core's inference experts take {DTYPE} only: set it (--bf16)",
+        ),
+        (
+            "expert_tensor_parallel_size",
+            slices,
+            slices != 1,
+            "Megatron-Core's inference experts are whole: set 1",
+        ),
+        (
+            "inference_grouped_gemm_backend",
+            backend,
+            backend not in ("torch", "vllm"),
+            "what its kernels make of rows without an expert was not tested: set 'vllm' or 'torch'",
+        ),
+    ):
+        if is_refused:
+            raise UnsupportedError(
+                f"{FIELD}={NAME!r} does not support {option}={value!r}: {remedy}"
+            )
+
+
+# --- the inference context -----------------------------------------------------------------------
+
+
+def change_inference_context(module: Any) -> None:
+    """Have low-latency mode ready before Megatron captures CUDA graphs, and failures raised."""
+    context_class = module.DynamicInferenceContext
+    if not _has_field():
+        return
+    original = original_of(module, context_class, "__init__", ["model_config", "inference_config"])
+    update = original_of(module, context_class, "update_requests", [])
+    if original is None or update is None:
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_wanted(model_config):
+            original(self, model_config, *args, **kwargs)
+            return
+        with _as_stand_in(model_config):
+            original(self, model_config, *args, **kwargs)
+        from megatron.core import parallel_state
+
+        # Without expert parallelism the context has no group, and layers have one of one rank.
+        group = self.expert_model_parallel_group or parallel_state.get_expert_model_parallel_group()
+        exchange = _exchange(model_config, group)
+        # With sequence parallelism a rank has a part of them.
+        parts = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
+        in_graphs = max(self.cuda_graph_token_counts or [0])
+        exchange.prepare(-(-in_graphs // parts), -(-self.max_tokens // parts))
+        self._ncclep_group = exchange.group
+
+    @functools.wraps(update)
+    def update_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The step's tokens are known by now.  A step that is a CUDA graph cannot say that they are
+        # made of NaN, because a rank did not come.
+        group: EpGroup | None = getattr(self, "_ncclep_group", None)
+        if group is not None:
+            group.check()
+        return update(self, *args, **kwargs)
+
+    context_class.__init__ = marked(init)
+    context_class.update_requests = marked(update_requests)
+
+
+def _has_field() -> bool:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return FIELD in TransformerConfig.__dataclass_fields__
+
+
+def _exchange(config: Any, process_group: Any) -> InferenceExchange:
+    """What all layers with this config share in a group.  Collective the first time."""
+    return InferenceExchange.shared(
+        process_group,
+        config.num_moe_experts,
+        config.moe_latent_size or config.hidden_size,
+        config.moe_router_topk,
+        settle_options(config) or EpConfig.resolve(),
+    )
+
+
+@contextmanager
+def _as_stand_in(config: Any) -> Iterator[None]:
+    """Show `config` to Megatron as if it asked for the stand-in type; the value comes back."""
+    setattr(config, FIELD, STAND_IN)
+    try:
+        yield
+    finally:
+        setattr(config, FIELD, NAME)

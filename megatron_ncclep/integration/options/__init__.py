@@ -1,0 +1,1 @@
+"""Our options in Megatron's configuration and on its command line."""

@@ -1,0 +1,100 @@
+"""The options on the command line of Megatron-LM's scripts, and in YAML files read in its place.
+
+A part of integration.py, whose `HOOKS` say where each function belongs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import megatron_ncclep
+from megatron_ncclep.config import add_option_arguments, given_options
+from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.integration.inference.support import FIELD as INFERENCE_FIELD
+from megatron_ncclep.integration.inference.support import ignored_option, offer_inference_type
+from megatron_ncclep.integration.options.field import NAME, options_hidden
+from megatron_ncclep.integration.patching import marked, original_of
+
+TYPE_FIELD = "moe_token_dispatcher_type"
+
+
+def change_add_arguments(module: Any) -> None:
+    """Offer our options on Megatron's command line."""
+    original = original_of(module, module, "add_megatron_arguments", ["parser"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        # Newer versions turn the config's fields into arguments.
+        with options_hidden(_config_class()):
+            parser = original(parser)
+        add_option_arguments(parser)
+        offer_inference_type(parser)
+        _escape_percent_signs(parser)
+        return parser
+
+    module.add_megatron_arguments = marked(add_megatron_arguments)
+
+
+def _escape_percent_signs(parser: Any) -> None:
+    """Let `--help` print: 0.18 and 0.19 have a help text with a bare "10%)", which argparse takes
+    for a format and fails.
+    """
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"%([%(]?)", lambda m: m[0] if m[1] else "%%", action.help)
+
+
+def change_parse_args(module: Any) -> None:
+    """Make the options of the command line the defaults of the process's configs."""
+    original = original_of(module, module, "parse_args", [])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def parse_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = original(*args, **kwargs)
+        options, kind = given_options(parsed), getattr(parsed, TYPE_FIELD, None)
+        inference_kind = getattr(parsed, INFERENCE_FIELD, None)
+        ignored = ignored_option(options, kind == NAME, inference_kind == NAME)
+        if ignored == "inference_tokens":
+            raise UnsupportedError(
+                "--ncclep-inference-tokens was given, but the inference dispatcher is "
+                f"{inference_kind!r}, which would ignore it: leave it out, or add "
+                f"--{INFERENCE_FIELD.replace('_', '-')} {NAME}"
+            )
+        if ignored is not None:
+            raise UnsupportedError(
+                f"--ncclep-{ignored.replace('_', '-')} was given, but the dispatcher "
+                f"is {kind!r}, which would ignore it: leave it out, or add "
+                f"--moe-token-dispatcher-type {NAME}"
+            )
+        if options:
+            megatron_ncclep.install(**options)
+        return parsed
+
+    module.parse_args = marked(parse_args)
+
+
+def change_core_config_from_args(module: Any) -> None:
+    """Let YAML files (`--yaml-cfg`) leave the field out: Megatron wants each in every file."""
+    original = original_of(module, module, "core_config_from_args", ["args", "dataclass"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def core_config_from_args(args: Any, dataclass: Any = None) -> Any:
+        dataclass = dataclass or _config_class()
+        with nullcontext() if hasattr(args, NAME) else options_hidden(dataclass):
+            return original(args, dataclass)
+
+    module.core_config_from_args = marked(core_config_from_args)
+
+
+def _config_class() -> Any:
+    return sys.modules["megatron.core.transformer.transformer_config"].TransformerConfig

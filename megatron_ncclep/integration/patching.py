@@ -1,0 +1,62 @@
+"""How a place of Megatron's is changed: what stands there is checked, wrapped once, and marked."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+from megatron_ncclep.errors import IntegrationError
+from megatron_ncclep.integration.checks.unsupported import NEWEST, OLDEST
+
+_MARK = "_changed_by_megatron_ncclep"
+
+
+def original_of(module: ModuleType, owner: Any, name: str, parameters: list[str]) -> Any:
+    """Return the function to wrap, or None if it is wrapped already; check its parameters.
+
+    Raises:
+        IntegrationError: it is not there, or takes other parameters; names it.
+    """
+    function = getattr(owner, name, None)
+    where = f"{module.__name__}.{'' if owner is module else owner.__name__ + '.'}{name}"
+    if not callable(function):
+        raise not_known(where, "a function")
+    if is_changed(function):
+        return None
+    missing = [p for p in parameters if p not in inspect.signature(function).parameters]
+    if missing:
+        raise not_known(where, f"a function with the parameter {missing[0]!r}")
+    return function
+
+
+def check_methods(owner: Any, expected: dict[str, int]) -> None:
+    """Require a class of Megatron's to have methods of so many arguments.
+
+    Raises:
+        IntegrationError: one is missing, or takes other arguments; names it.
+    """
+    for name, number in expected.items():
+        function = getattr(owner, name, None)
+        if not callable(function) or len(inspect.signature(function).parameters) != 1 + number:
+            where = f"{owner.__module__}.{owner.__name__}.{name}"
+            raise not_known(where, f"a method of {number} argument{'s' if number > 1 else ''}")
+
+
+def not_known(place: str, expected: str) -> IntegrationError:
+    """What to raise where Megatron-Core is not what the integration expects."""
+    return IntegrationError(
+        f"{place} is not {expected}: this Megatron-Core is not one that megatron_ncclep knows "
+        f"({OLDEST} to {NEWEST})"
+    )
+
+
+def marked(function: Any) -> Any:
+    """Remember that `function` stands in the place of another."""
+    setattr(function, _MARK, True)
+    return function
+
+
+def is_changed(function: Any) -> bool:
+    """Whether `function` stands in the place of another already."""
+    return getattr(function, _MARK, False)

@@ -1,0 +1,1 @@
+"""The steps plan, dispatch and combine, with autograd."""

@@ -1,0 +1,86 @@
+"""Step 2, dispatch: every token's row goes to a slot of each of its experts; differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_ncclep.engines.checks import weight_dtype
+from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.ops.nvtx import step_range
+from megatron_ncclep.ops.routing import Routes
+
+
+class Dispatch(torch.autograd.Function):
+    """Forward: `engine.dispatch`.  Its backward is a combine of gradients over the same plan.
+
+    What a layer needs around them, other shapes and dtypes and the probabilities' gradient, is done
+    here too: each node of its own would cost the host more than the kernel behind it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        weights: torch.Tensor | None,
+        engine: Engine,
+        plan: RoutePlan,
+        routes: Routes | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send the rows `x` and the weights: `w`, or where those are probabilities, `weights`."""
+        ctx.engine, ctx.plan, ctx.routes = engine, plan, routes
+        ctx.shape, ctx.w_dtype = x.shape, w.dtype
+        if weights is None:
+            weights = w
+        with step_range("dispatch", x):
+            rows, row_w = engine.dispatch(plan, as_rows(x), weights.to(weight_dtype(x)))
+        assert row_w is not None  # there were weights
+        return rows, row_w.to(w.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor) -> tuple[Any, ...]:
+        """Add up the gradients of each token's rows; return the weights' gradients."""
+        with step_range("dispatch backward", grad_rows):
+            grad_x, grad_w = ctx.engine.combine(
+                ctx.plan, grad_rows, grad_row_w.to(weight_dtype(grad_rows))
+            )
+        if ctx.routes is not None:
+            grad_w = ctx.routes.probs_gradient(grad_w)
+        return grad_x.view(ctx.shape), grad_w.to(ctx.w_dtype), None, None, None, None
+
+
+def dispatch(
+    engine: Engine,
+    plan: RoutePlan,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    chosen: tuple[Routes, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move every token to its experts, with each assignment's weight.  Collective, differentiable.
+
+    Args:
+        engine: that made `plan`.
+        plan: routes of this micro-batch.
+        x: [..., hidden]; all leading dimensions together are the tokens.
+        w: [num_tokens, top_k] of any floating dtype; or with `chosen`, a router's probabilities
+            [num_tokens, num_experts].  Weights travel as fp32 (as fp64 beside an fp64 `x`) and come
+            back in their own dtype.
+        chosen: what `routes_and_weights` has read off these probabilities; `plan` is that of its
+            `topk_idx`.
+
+    Returns:
+        rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows]; padding rows
+        and their weights are zero, and get no gradient.
+    """
+    routes, weights = (None, None) if chosen is None else chosen
+    rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes)
+    return rows, row_w
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` as [num_tokens, hidden]; what has fewer dimensions stays, for the engine to refuse."""
+    return x.flatten(0, -2) if x.dim() > 2 else x

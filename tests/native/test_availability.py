@@ -1,0 +1,499 @@
+"""What keeps the native engine from running: each reason, and that all ranks get the same.
+
+Ranks are threads, and their GPUs are `Gpu`s; nothing here needs a GPU or the extension.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import ThreadGroup, compile_fake, on_threads
+
+from megatron_ncclep import engines
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.hierarchical.message_packing import VECTOR
+from megatron_ncclep.engines.native import availability as native_availability
+from megatron_ncclep.engines.native.engine import CAPS
+from megatron_ncclep.engines.nccl_ep import availability as nccl_ep_availability
+from megatron_ncclep.errors import EngineUnavailableError, InputError, LibraryError
+from megatron_ncclep.libraries import extension, search
+from megatron_ncclep.libraries.search import Library
+from megatron_ncclep.ranks import nodes
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.nodes import Nodes
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+NUM_RANKS = 3
+FIND_NCCL = search.find_nccl
+
+
+@dataclass(frozen=True)
+class Gpu:
+    uuid: str
+    name: str = "NVIDIA H200"
+    capability: tuple[int, int] = (9, 0)
+    multi_processor_count: int = 132
+
+
+@dataclass
+class Machine:
+    """What torch, NCCL and the extension say; made to differ by the tests.
+
+    Attributes:
+        gpus: of the ranks; every rank sees all of them.
+        no_access: (from, to) pairs of GPUs without peer-to-peer access.
+        lsa_size: what NCCL says.
+        made: ranks that made a communicator.
+    """
+
+    gpus: list[Gpu] = field(default_factory=lambda: [Gpu(f"uuid-{r}") for r in range(NUM_RANKS)])
+    no_access: set[tuple[int, int]] = field(default_factory=set)
+    lsa_size: int | LibraryError = NUM_RANKS
+    made: list[int] = field(default_factory=list)
+
+    def communicator_of(self, group: Any, timeout_s: float) -> Any:
+        self.made.append(group.rank)
+        if isinstance(self.lsa_size, LibraryError):
+            raise self.lsa_size
+        return SimpleNamespace(lsa_size=self.lsa_size)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(ThreadGroup, "_ranks_per_gpu", None)
+
+    def index(device: torch.device | int) -> int:
+        return device if isinstance(device, int) else device.index
+
+    cuda = {
+        "get_device_properties": lambda device: machine.gpus[index(device)],
+        "get_device_capability": lambda device: machine.gpus[index(device)].capability,
+        "get_device_name": lambda device: machine.gpus[index(device)].name,
+        "device_count": lambda: len(machine.gpus),
+        "can_device_access_peer": lambda device, other: (
+            (index(device), other) not in machine.no_access
+        ),
+    }
+    for name, answer in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(extension, "obstacle", lambda: None)
+    monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a"])
+    monkeypatch.setattr(extension, "cuda_version", lambda: (13, 0))
+    monkeypatch.setattr(extension, "driver_version", lambda: (13, 0))
+    # Another number than any of the extension's, so that nobody has it from elsewhere.
+    native = SimpleNamespace(
+        MAX_RANKS=32, MAX_EXPERTS=512, native_min_sms=lambda ranks: 5 + ranks // 32
+    )
+    monkeypatch.setattr(extension, "load", lambda: native)
+    monkeypatch.setattr(search, "find_nccl", lambda: Library(Path("libnccl.so.2"), (2, 28, 9), ""))
+    monkeypatch.setattr(native_availability, "communicator_of", machine.communicator_of)
+    return machine
+
+
+def reasons(num_ranks: int = NUM_RANKS, num_experts: int | None = None, **options: Any) -> str:
+    """Ask for the engine by name on every rank; return the text that all of them raise."""
+    config = EpConfig(engine="native", **options)
+    errors = on_threads(num_ranks, lambda group: engines.choose_engine(group, config, num_experts))
+    assert [type(error) for error in errors] == [EngineUnavailableError] * num_ranks, errors
+    texts = {str(error).removeprefix("engine 'native' cannot run here: ") for error in errors}
+    assert len(texts) == 1
+    return texts.pop()
+
+
+def test_nothing_is_in_the_way(machine: Machine) -> None:
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig(), 512))
+    assert choices == [("native", "native can run")] * NUM_RANKS
+    assert sorted(machine.made) == list(range(NUM_RANKS))
+
+
+def test_auto_says_why_not(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = {name: engines.ENGINES[name] for name in ("native", "reference")}
+    monkeypatch.setattr(engines, "ENGINES", only)
+    machine.gpus[1] = replace(machine.gpus[0])
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
+    name, reason = choices[0]
+    assert choices == [choices[0]] * NUM_RANKS
+    assert name == "reference"
+    assert reason.startswith("not native: ranks 0 and 1 share one GPU (NVIDIA H200, UUID uuid-0)")
+    assert reason.endswith("; reference can run")
+
+
+def test_ranks_share_a_gpu_where_nccl_allows_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus = [machine.gpus[0]] * NUM_RANKS
+    assert "for tests, NCCL 2.30.0 or newer lets ranks share a GPU with NCCL_MULTI" in reasons()
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert "share one GPU" in reasons()  # NCCL 2.28.9
+    library = Library(Path("libnccl.so.2"), (2, 30, 7), "")
+    monkeypatch.setattr(search, "find_nccl", lambda: library)
+    config = EpConfig(engine="native")
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, config))
+    assert choices == [("native", "asked for by name")] * NUM_RANKS
+    assert "num_sms 34: at most 33 for each of 3 ranks on NVIDIA H200" in reasons(num_sms=34)
+
+
+@pytest.mark.parametrize(
+    ("sms_of_gpu", "ranks_per_gpu", "num_sms"),
+    [
+        (132, 1, 32),
+        (132, 3, 32),
+        (132, 4, 25),
+        (132, 8, 12),
+        (148, 8, 14),
+        (78, 2, 23),
+        (78, 1, 32),
+    ],
+)
+def test_kernels_of_ranks_that_share_a_gpu_fit_on_it(
+    machine: Machine, sms_of_gpu: int, ranks_per_gpu: int, num_sms: int
+) -> None:
+    machine.gpus[0] = replace(machine.gpus[0], multi_processor_count=sms_of_gpu)
+    device = torch.device("cuda", 0)
+    assert native_availability.default_num_sms(device, ranks_per_gpu) == num_sms
+
+
+def test_auto_is_the_same_on_all_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in the way of rank 1 only, rank 0 would not have seen."""
+    only = {name: engines.ENGINES[name] for name in ("native", "reference")}
+    monkeypatch.setattr(engines, "ENGINES", only)
+    machine.gpus[1] = replace(machine.gpus[1], name="NVIDIA A100", capability=(8, 0))
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
+    reason = "not native: rank 1: NVIDIA A100 is older than Hopper (sm_90); reference can run"
+    assert choices == [("reference", reason)] * NUM_RANKS
+
+
+# --- what one rank finds -------------------------------------------------------------------------
+
+
+def set_gpu(**facts: Any) -> Callable[[Machine, pytest.MonkeyPatch], None]:
+    def change(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine.gpus[1] = replace(machine.gpus[1], **facts)
+
+    return change
+
+
+def on_all(thing: Any, name: str, value: Any) -> Callable[[Machine, pytest.MonkeyPatch], None]:
+    def change(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(thing, name, value)
+
+    return change
+
+
+OWN = {
+    "older": (
+        set_gpu(capability=(8, 0), name="NVIDIA A100"),
+        "rank 1: NVIDIA A100 is older than Hopper (sm_90)",
+    ),
+    "another architecture": (
+        set_gpu(capability=(10, 0), name="NVIDIA B200"),
+        "rank 1: the extension is built for sm_90a, which NVIDIA B200 (compute capability 10.0) "
+        "does not run: install the package again without NCCLEP_CUDA_ARCHITECTURES in the "
+        "environment",
+    ),
+    "an old driver": (
+        on_all(extension, "driver_version", lambda: (12, 4)),
+        "the extension is built with CUDA 13.0, which needs a driver for CUDA 13.0 (580.65) or "
+        "newer, and this machine's serves CUDA up to 12.4: update the driver",
+    ),
+    "few SMs": (
+        set_gpu(multi_processor_count=16),
+        "rank 1: num_sms 32: at most 0 on NVIDIA H200 with 16 SMs",
+    ),
+    "no extension": (on_all(extension, "obstacle", lambda: "there is none: build it"), "build it"),
+    "no NCCL": (
+        on_all(search, "find_nccl", lambda: None),
+        "it needs NCCL 2.28.9 or newer, here is none: pip install 'nvidia-nccl-cu",
+    ),
+    "an NCCL without a version": (
+        on_all(search, "find_nccl", lambda: Library(Path("x.so"), None, "named")),
+        "here is version unknown, x.so (named): pip install 'nvidia-nccl-cu",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(OWN))
+def test_what_a_rank_finds_all_ranks_say(
+    case: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, text = OWN[case]
+    change(machine, monkeypatch)
+    assert text in reasons()
+    assert machine.made == []
+
+
+@pytest.mark.parametrize("engine", ["native", "nccl_ep", "auto"])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (InputError("NCCLEP_NCCL_LIBRARY=/gone: there is no such file"), "NCCLEP_NCCL_LIBRARY="),
+        (RuntimeError("CUDA error: out of memory"), "RuntimeError: CUDA error: out of memory"),
+    ],
+)
+def test_a_rank_that_cannot_even_look(
+    engine: str,
+    error: Exception,
+    text: str,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wrong path in one rank's environment was an error there and 60 s of waiting elsewhere.
+
+    The look at one's own machine raised between two exchanges, and no test had it raise at all.
+    """
+
+    def look(group: Any, *_: Any) -> str | None:
+        if group.rank == 1:
+            raise error
+        return None
+
+    for module in (native_availability, nccl_ep_availability):
+        monkeypatch.setattr(module, "_own_obstacle", look)
+    config = EpConfig(engine=engine)
+    errors = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, config))
+    kind = InputError if isinstance(error, InputError) else LibraryError
+    assert [type(e) for e in errors] == [kind] * NUM_RANKS, errors
+    assert len({str(e) for e in errors}) == 1
+    assert f"rank 1: {text}" in str(errors[0])
+    assert errors[1].__cause__ is (None if isinstance(error, InputError) else error)
+    assert machine.made == []
+
+
+def test_an_nccl_that_is_too_old(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library itself is asked for its version."""
+    monkeypatch.setattr(search, "find_nccl", FIND_NCCL)
+    path = compile_fake(tmp_path / "libold.so", nccl_version=22703)
+    monkeypatch.setenv("NCCLEP_NCCL_LIBRARY", str(path))
+    text = reasons()
+    assert f"it needs NCCL 2.28.9 or newer, here is 2.27.3, {path} (NCCLEP_NCCL_LIBRARY)" in text
+    assert machine.made == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "options", "text"),
+    [
+        (NUM_RANKS, 513, {}, "it takes at most 512 experts in all: there are 513"),
+        (NUM_RANKS, None, {"num_sms": 4}, "num_sms 4: its kernels need at least 5 for 3 ranks"),
+        (32, None, {"num_sms": 5}, "num_sms 5: its kernels need at least 6 for 32 ranks"),
+        (
+            NUM_RANKS,
+            None,
+            {"num_sms": 101},
+            "num_sms 101: at most 100 on NVIDIA H200 with 132 SMs: 32 are left to NCCL's kernels, "
+            "otherwise two groups can deadlock",
+        ),
+        (33, None, {}, "it takes at most 32 ranks, the group has 33"),
+    ],
+)
+def test_limits(
+    machine: Machine, num_ranks: int, num_experts: int | None, options: dict[str, Any], text: str
+) -> None:
+    machine.gpus = [Gpu(f"uuid-{r}") for r in range(num_ranks)]
+    assert text in reasons(num_ranks, num_experts, **options)
+    assert machine.made == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(32, {"num_sms": 6}), (2, {"num_sms": 5}), (2, {"num_sms": 100})]
+)
+def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[str, Any]) -> None:
+    machine.gpus = [Gpu(f"uuid-{r}") for r in range(num_ranks)]
+    machine.lsa_size = num_ranks
+    config = EpConfig(engine="native", **options)
+    choices = on_threads(num_ranks, lambda group: engines.choose_engine(group, config, 512))
+    assert choices == [("native", "asked for by name")] * num_ranks
+
+
+def unavailable_on_rank(ctx: RankContext) -> str:
+    with pytest.raises(EngineUnavailableError) as caught:
+        create_engine(ctx.group, 4 * ctx.num_ranks, EpConfig(engine="native"))
+    return str(caught.value)
+
+
+@pytest.mark.skipif(
+    extension.obstacle() is not None, reason=f"nothing to call: {extension.obstacle()}"
+)
+def test_the_limits_are_the_kernels_own() -> None:
+    """What Python let through beyond them would write beyond what is there."""
+    native = extension.load()
+    assert (CAPS.max_tokens, CAPS.max_top_k) == (native.MAX_TOKENS, native.MAX_TOP_K)
+    assert CAPS.max_local_experts == native.MAX_EXPERTS
+    assert CAPS.low_latency_tokens == native.LOW_LATENCY_TOKENS
+    # Ranks on CPUs make the same messages, and have no extension to ask.
+    assert native.MESSAGE_VECTOR == VECTOR
+    # What nobody asked for runs wherever the engine does.
+    for num_ranks in range(1, native.MAX_RANKS + 1):
+        assert native.native_min_sms(num_ranks) <= native_availability.DEFAULT_NUM_SMS
+
+
+def test_without_the_extension_its_engines_have_no_limits() -> None:
+    """The kernels' limits are read from it when engines are imported, which needs no extension."""
+    script = """
+import sys
+sys.modules["megatron_ncclep._C"] = None  # what an import of nothing leaves
+from megatron_ncclep.engines import ENGINES
+caps = ENGINES["native"].caps
+print(caps.max_tokens, caps.max_top_k, caps.max_local_experts, caps.low_latency_tokens)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stdout.split() == ["None", "None", "None", "0"]
+
+
+@pytest.mark.cpu_only  # with GPUs there is nothing in the way
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_without_gpus(pool: RankPool, num_ranks: int) -> None:
+    """In processes, over gloo."""
+    for text in pool.run(unavailable_on_rank, ranks=num_ranks):
+        assert "it needs GPUs and a process group with the nccl backend" in text
+
+
+# --- what the ranks find together ----------------------------------------------------------------
+
+
+def test_gpus_of_two_models(machine: Machine) -> None:
+    machine.gpus[2] = Gpu("uuid-2", "NVIDIA H100")
+    text = (
+        "the ranks have different GPUs, rank 0 NVIDIA H200 (sm_90) and rank 2 NVIDIA H100 (sm_90)"
+    )
+    assert text in reasons()
+    assert machine.made == []
+
+
+@pytest.mark.parametrize("pair", [(0, 2), (2, 0)])
+def test_gpus_without_peer_access(machine: Machine, pair: tuple[int, int]) -> None:
+    machine.no_access = {pair}
+    text = f"the GPU of rank {pair[0]} cannot access the memory of rank {pair[1]}'s"
+    assert text in reasons()
+    assert machine.made == []
+
+
+def test_a_gpu_that_is_no_ranks_does_not_matter(machine: Machine) -> None:
+    """Four GPUs, three ranks; the fourth is out of reach."""
+    machine.gpus.append(Gpu("uuid-3", "NVIDIA A100", (8, 0)))
+    machine.no_access = {(0, 3), (3, 0)}
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
+    assert choices == [("native", "native can run")] * NUM_RANKS
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"), [(["a"] * 3, "on 1 host(s)"), (["a", "a", "b"], "on 2")]
+)
+def test_an_nvlink_domain_that_is_smaller(
+    machine: Machine, hosts: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_place = native_availability._own_place
+    monkeypatch.setattr(
+        native_availability,
+        "_own_place",
+        lambda gpu: replace(own_place(gpu), host=hosts[gpu.index]),
+    )
+    machine.lsa_size = 2
+    reason = reasons()
+    assert reason.startswith("only 2 of 3 ranks, on ")
+    assert text in reason
+
+
+def test_hosts_of_one_nvlink_domain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_place = native_availability._own_place
+    monkeypatch.setattr(
+        native_availability, "_own_place", lambda gpu: replace(own_place(gpu), host=str(gpu.index))
+    )
+    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
+    assert choices == [("native", "native can run")] * NUM_RANKS
+
+
+def test_an_nccl_that_makes_no_communicator(machine: Machine) -> None:
+    machine.lsa_size = LibraryError("ncclCommInitRank failed: why")
+    assert reasons() == "NCCL made no communicator: ncclCommInitRank failed: why"
+
+
+def test_many_gpus_fit_into_the_message(machine: Machine) -> None:
+    """None of which reaches another, on a host with a long name."""
+    uuid = "12345678-1234-1234-1234-{:012d}"
+    machine.gpus = [Gpu(uuid.format(r), "NVIDIA " + "H" * 60) for r in range(64)]
+    machine.no_access = {(a, b) for a in range(64) for b in range(64)}
+    assert "cannot access" in reasons(32)
+
+
+# --- several machines ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def four_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Four ranks, of which NCCL finds `lsa_size` in each NVLink domain; no library of NVIDIA's."""
+    machine.gpus = [Gpu(f"uuid-{r}") for r in range(4)]
+    monkeypatch.setattr(nodes, "communicator_of", machine.communicator_of)
+    monkeypatch.delenv("NCCLEP_LOCAL_RANKS", raising=False)
+    only = {name: engines.ENGINES[name] for name in ("native", "hierarchical", "reference")}
+    monkeypatch.setattr(engines, "ENGINES", only)
+    meetings: dict[int, tuple[list[bytes], threading.Barrier]] = {}
+    lock = threading.Lock()
+
+    class GridOfThreads:
+        """The grid, with groups of threads for the machines."""
+
+        def __init__(self, group: EpGroup, shape: Nodes, timeout_s: float) -> None:
+            self.nodes = shape
+            size, number = shape.ranks_on_each, shape.node_of(group.rank)
+            with lock:
+                messages, meeting = meetings.setdefault(
+                    number, ([b""] * size, threading.Barrier(size))
+                )
+            self.local = ThreadGroup(shape.local_index(group.rank), messages, meeting)
+            self.local.device = group.device
+
+    monkeypatch.setattr(nodes, "Grid", GridOfThreads)
+    return machine
+
+
+def choices_of_four() -> tuple[str, str]:
+    choices = on_threads(4, lambda group: engines.choose_engine(group, EpConfig(), 8))
+    assert choices == [choices[0]] * 4, choices
+    name, reason = choices[0]
+    return name, reason
+
+
+def test_auto_takes_hierarchical_for_several_nodes(four_gpus: Machine) -> None:
+    four_gpus.lsa_size = 2
+    name, reason = choices_of_four()
+    assert name == "hierarchical"
+    assert reason.startswith("not native: only 2 of 4 ranks, on 1 host(s), are in one NVLink")
+    assert reason.endswith("; hierarchical can run")
+
+
+def test_auto_takes_native_in_one_domain(four_gpus: Machine) -> None:
+    four_gpus.lsa_size = 4
+    assert choices_of_four() == ("native", "native can run")
+
+
+def test_auto_leaves_out_nodes_in_which_native_cannot_run(four_gpus: Machine) -> None:
+    """One node's kernels cannot run: the ranks of the other one hear it, too."""
+    four_gpus.lsa_size = 2
+    four_gpus.no_access = {(2, 3)}
+    name, reason = choices_of_four()
+    assert name == "reference"
+    inside = "; not hierarchical: inside a node, not native: rank 2: the GPU of rank 0 cannot"
+    assert inside in reason
+    assert reason.endswith("; reference can run")
+
+
+def test_auto_leaves_out_a_single_node_without_nvlink(four_gpus: Machine) -> None:
+    four_gpus.lsa_size = 1
+    name, reason = choices_of_four()
+    assert name == "reference"
+    assert "; not hierarchical: all ranks are on one node; reference can run" in reason
