@@ -154,9 +154,9 @@ __device__ bool load_assignments(const Index* from, int number, int num_experts,
 }
 
 // Reads `chunks` chunks: assignments, bitmaps, and in `of_token` the assignments of each token for
-// each rank. Calls `each(token, ranks, assignments)` with one bit for each rank and assignment.
-// False for a thread that
-// has met what is no expert, or one named before by the same token: it counts as not routed.
+// each rank.  Calls `each(token, ranks, assignments)` with one bit for each rank and assignment.
+// False for a thread that has met what is no expert, or one that its token had named before: both
+// count as not routed.
 template <typename Index, typename Each>
 __device__ bool read_chunks(const Share& share, const Held& held, const void* topk_idx,
                             int first_chunk, int chunks, Each&& each) {

@@ -3,9 +3,8 @@
 //
 // A rank adds up the rows that it has for a place in fp32, in the order that it is given, and sends
 // the sum, rounded once; the source rank adds the ranks' sums in fp32, in ascending order of ranks,
-// its own
-// unrounded, and rounds once: the contract's order.  With a row for each place there is nothing to
-// add at the experts, and rows cross as they are.
+// its own unrounded, and rounds once: the contract's order.  With a row for each place there is
+// nothing to add at the experts, and rows cross as they are.
 #include <cuda_runtime.h>
 
 #include "common/cuda.h"
@@ -236,8 +235,9 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   // Every CTA waits for every rank, whether it has a part for this one or not: nobody may leave
   // before all have sent (low_latency.h).
   if (thread < window.num_ranks && !has_failed) {
-    has_failed =
-        wait_for_word(me, ll, Turn::kCombine, Phase::kLowLatencyCombine, thread, now.number) == 0;
+    has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, thread,
+                                                 sent_word(ll, me.rank, Turn::kCombine, thread),
+                                                 now.number) < 0;
   }
   has_failed = __syncthreads_or(has_failed);
   while (item < items) {

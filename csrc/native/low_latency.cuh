@@ -105,16 +105,4 @@ __device__ inline unsigned int count_sent(LowLatencyState* state, bool is_bad, b
   return sum;
 }
 
-// Waits for rank `peer`'s word of this operation, and returns it; 0 when the group has failed.
-__device__ inline std::uint64_t wait_for_word(const Rank& me, const LowLatencyRank& ll, Turn turn,
-                                              Phase phase, int peer, std::uint64_t number) {
-  const std::uint64_t* from = sent_word(ll, me.rank, turn, peer);
-  std::uint64_t word = 0;
-  const bool is_here = wait_until(me, phase, peer, number, [&] {
-    word = load_acquire(from);
-    return has_number(word, number);
-  });
-  return is_here ? word : 0;
-}
-
 }  // namespace ncclep::native

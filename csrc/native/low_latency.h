@@ -55,8 +55,8 @@ struct LowLatencyWindow {
   NCCLEP_BOTH std::size_t places() const {
     return static_cast<std::size_t>(num_ranks) * max_tokens;
   }
-  // uint64 [2][R]: the last dispatch and the last combine that rank r has sent: its number in the
-  // upper half, kBadRouting, how many rows.
+  // uint64 [2][R]: the last dispatch and the last combine that rank r has sent: kBadRouting and how
+  // many rows, with its number (wait.cuh).
   NCCLEP_BOTH std::size_t sent() const { return 0; }
   // int32 [R][max_tokens][K]: a row's experts among this rank's, -1 for those of other ranks.
   NCCLEP_BOTH std::size_t experts() const { return 2 * num_ranks * 8; }

@@ -53,7 +53,8 @@ __device__ void watch(const Rank& me, Phase phase, std::uint64_t epoch, int need
     const int count = absent == 0 ? kWarpSize : __ffs(absent) - 1;
     if (count > 0) {
       fence_system();
-      __syncwarp();  // what other lanes have seen is in what lane 0 shows
+      __syncwarp();
+      __threadfence_block();  // what other lanes have seen is in what lane 0 shows
       if (lane == source) found += count;
       if (lane == 0) show(&progress.units[source], start + count);
       deadline = {};

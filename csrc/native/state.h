@@ -1,7 +1,7 @@
 // What a group's kernels share: where things lie in the control window, and the state of one rank.
 //
 // Letters: R ranks, E experts of the whole group, T tokens of a rank, K assignments of a token.  A
-// *pair* is a (source rank, token) that has assignments on a rank; a *assignment* is one (token,
+// *pair* is a (source rank, token) that has assignments on a rank; an *assignment* is one (token,
 // expert).
 #pragma once
 
@@ -78,7 +78,7 @@ struct Control {
   // uint64 [1]: number + 1 of a rank that goes no further, written by any such; 0: none.
   NCCLEP_BOTH std::size_t stop() const { return entries() + 2 * num_ranks * 8; }
   // uint64 [2][R][experts of a rank + 1]: rank r's assignments for each of my experts, then its
-  // pairs here; number of the plan in the upper half.  Two: see plan.cu.
+  // pairs here; with the number of the plan (wait.cuh).  Two: see plan.cu.
   NCCLEP_BOTH std::size_t counts() const { return stop() + 8; }
   // uint64 [R][E]: the same for all experts, before anything is dropped; in static mode only.
   NCCLEP_BOTH std::size_t wanted() const {

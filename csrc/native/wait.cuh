@@ -80,25 +80,33 @@ __device__ inline bool wait_for(const Rank& me, Phase phase, int peer, const std
   return wait_until(me, phase, peer, epoch, [&] { return load_acquire(word) >= epoch; });
 }
 
-// A number and what belongs to it, in one word.
+// A number and what belongs to it, in one word: the lower 31 bits of the number above 32 bits of
+// value.  The highest bit is set, so that a word of a new window, which is zero, has no number.
+__device__ inline std::uint64_t numbered(std::uint64_t number, std::uint32_t value) {
+  constexpr std::uint64_t kIsWritten = std::uint64_t{1} << 63;
+  return kIsWritten | number << 32 | value;
+}
+
 __device__ inline void post_numbered(std::uint64_t* word, std::uint64_t number,
                                      std::uint32_t value) {
-  store_relaxed(word, number << 32 | value);
+  store_relaxed(word, numbered(number, value));
 }
 
 __device__ inline bool has_number(std::uint64_t word, std::uint64_t number) {
-  return word >> 32 == (number & 0xffffffffu);
+  return word >> 32 == numbered(number, 0) >> 32;
 }
 
-// What `peer` posted with `number`; -1 when the group has failed.
-__device__ inline std::int64_t wait_for_numbered(const Rank& me, Phase phase, int peer,
-                                                 const std::uint64_t* word, std::uint64_t number) {
-  std::uint64_t value = 0;
+// What `peer` posted with `number`; -1 when the group has failed.  With kLoad = load_acquire, what
+// it wrote before is visible, too.
+template <std::uint64_t (*kLoad)(const std::uint64_t*) = load_relaxed>
+__device__ std::int64_t wait_for_numbered(const Rank& me, Phase phase, int peer,
+                                          const std::uint64_t* word, std::uint64_t number) {
+  std::uint64_t found = 0;
   const bool is_here = wait_until(me, phase, peer, number, [&] {
-    value = load_relaxed(word);
-    return has_number(value, number);
+    found = kLoad(word);
+    return has_number(found, number);
   });
-  return is_here ? static_cast<std::int64_t>(value & 0xffffffffu) : -1;
+  return is_here ? static_cast<std::int64_t>(found & 0xffffffffu) : -1;
 }
 
 // The word in this rank's control window that `peer` writes for `signal`.

@@ -1,9 +1,9 @@
 """The native engine's kernels on an emulated GPU: what waits for what, and which bits come out.
 
 Random sequences of plans, dispatches and combines run on every rank at its own pace, under random
-schedules (`emulation/`), and are held against an oracle; in some of them a rank stays away.  Then
-the kernels are broken on purpose, in ways that a GPU would forgive most of the time, and that must
-be noticed.
+schedules (`emulation/`), and are held against an oracle; in some of them a rank stays away, and in
+every second one all counters wrap.  Then the kernels are broken on purpose, in ways that a GPU
+would forgive most of the time, and that must be noticed.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ UNBROKEN = [
     Case("experts", 2, 8),
     Case("experts", 5, 2),
     Case("plans", 3, 8),
+    Case("calls", 2, 12),
+    Case("calls", 3, 6),
     Case("failures", 1, 6),
     Case("failures", 2, 16),
     Case("failures", 4, 8),
@@ -96,10 +98,10 @@ MISTAKES = {
         "rows", 2, "."),
     "a count of staging CTAs is not reset": Mistake(
         "dispatch.cu", "me.state->staged[phase] = 0;", "",
-        "rows", 2, "a wait was in vain"),
+        "rows", 2, "a wait was in vain|dispatch: "),
     "the work counter is not reset": Mistake(
         "wait.cuh", "me.state->arrived = me.state->leaving = «me.state->next = 0»;", "0",
-        "rows", 2, "dispatch: row"),
+        "rows", 2, "dispatch: row|combine: "),
     "both dispatches use one half of the window": Mistake(
         "dispatch.cu", "dispatches % 2", "0",
         "dispatches", 2, "dispatch: "),
@@ -161,10 +163,63 @@ MISTAKES = {
         "pairs.cuh", "if (!__any_sync(~0u, told < done)) continue;\n    «fence_system();»", "",
         "rows", 2, "combine: "),
 
+    "a grid's barrier is passed without a fence before it": Mistake(
+        "wait.cuh", "«__threadfence();»\n    const unsigned int arrival", "",
+        "chunks", 1, "plan: |an address"),
+    "a grid's barrier is passed without a fence after it": Mistake(
+        "wait.cuh", "«__threadfence();»\n  }\n  return __syncthreads_and", "",
+        "chunks", 1, "plan: |an address"),
+    "the last CTA leaves without what the others wrote": Mistake(
+        "wait.cuh", "me.state->next = 0;\n    «__threadfence_system();»", "",
+        "plans", 2, "plan: "),
+    "what one lane has seen is not in what another one shows": Mistake(
+        "progress.cuh", "«__threadfence_block();»  // what other lanes", "",
+        "rows", 2, "dispatch: "),
+    "the last staging CTA does not pass on the others' rows": Mistake(
+        "dispatch.cu", "«fence_system();»  // passes on", "",
+        "dispatches", 2, "dispatch: "),
+    "who completes a chunk does not pass on the others' sums": Mistake(
+        "pairs.cuh", "if (completes) fence_system();", "",
+        "combines", 3, "combine: "),
+    "rows are staged without a fence of bulk copies": Mistake(
+        "dispatch.cu", "fence_for_bulk_copies();", "",
+        "dispatches", 2, "dispatch: "),
+    "rows are loaded without a fence of bulk copies": Mistake(
+        "progress.cuh", "fence_for_bulk_copies();", "",
+        "dispatches", 2, "dispatch: "),
+    "a bulk copy follows a store to shared memory": Mistake(
+        "dispatch.cu", "if («slot[s] < 0») return;",
+        "(ring.pieces[s * shape.piece_bytes] = 0, slot[s] < 0)",
+        "dispatches", 2, "a bulk copy uses shared memory"),
+
+    # Counters that wrap.
+    "a word of a new window is taken for number 2^31": Mistake(
+        "wait.cuh", "return «kIsWritten | number << 32 | value»;", "number << 32 | value",
+        "ll", 2, "ll "),
+    "all bits of a number are compared with a word's": Mistake(
+        "wait.cuh", "== «numbered(number, 0) >> 32»;", "(number | UINT64_C(1) << 31)",
+        "ll", 1, "a wait was in vain"),
+    "a word of 0 is taken for a failure": Mistake(
+        "wait.cuh", "return «is_here» ? static", "is_here && (found & 0xffffffffu) != 0",
+        "ll", 2, "ll combine: "),
+    "a flag has 32 bits": Mistake(
+        "progress.cuh", "«load_relaxed(flag(source, unit))» >= epoch",
+        "static_cast<std::uint32_t>(load_relaxed(flag(source, unit)))",
+        "rows", 2, "a wait was in vain"),
+    "all bits of an entry's number are compared": Mistake(
+        "entry.cuh", "entry >> 48 == «(number & 0xffffu)»", "number",
+        "dispatches", 1, "a wait was in vain"),
+    "nobody has entered a new window, which looks like number 2^16": Mistake(
+        "entry.cuh", "return «entry != 0» && entry >> 48", "true",
+        "rows", 2, "."),
+    "all bits of a plan's number are in a call": Mistake(
+        "call.cpp", "|= «(value & mask(width))» << place_", "value",
+        "rows", 1, "a wait was in vain"),
+
     # Where things lie.
     "own rows come before two parts": Mistake(
         "combine.cu", "parts_before < 2", "parts_before < 3",
-        "rows", 4, "combine: token"),
+        "experts", 4, "combine: token"),
     "a row's place in a window has 32 bits": Mistake(
         "dispatch.cu", "base + «static_cast<std::size_t>(now.token) * job.row_bytes»",
         "now.token * job.row_bytes",
@@ -240,8 +295,27 @@ MISTAKES = {
         "wait.cuh", "«is_refused(me, phase, epoch)») return true;", "false",
         "failures", 3, "failure: rank . does not say that rank . refused"),
     "ranks in different calls are not noticed": Mistake(
-        "entry.cuh", "entry != 0 && entry != entry_of(me, number)", "false",
+        "entry.cuh", "if («entry != 0» && entry", "false",
         "failures", 2, "."),
+    "ranks that use different plans are not noticed": Mistake(
+        "entry.cuh", "entry != 0 && «entry != entry_of(me, number)»",
+        "((entry ^ entry_of(me, number)) & ~(UINT64_C(0x3fff) << 34)) != 0",
+        "calls", 2, "failure: rank . has waited for nobody"),
+    "the phase is not in a call": Mistake(
+        "call.cpp", "«static_cast<std::uint64_t>(phase)», kPhaseBits", "2",
+        "calls", 2, "failure: rank . has waited for nobody"),
+    "the row's length is not in a call": Mistake(
+        "call.cpp", "put(«row_bytes / 16», kVectorBits)", "1",
+        "calls", 2, "failure: rank . has waited for nobody"),
+    "the dtype is not in a call": Mistake(
+        "call.cpp", "«static_cast<std::uint64_t>(dtype)», kDTypeBits", "0",
+        "calls", 2, "failure: rank . has waited for nobody"),
+    "the weights are not in a call": Mistake(
+        "call.cpp", "put(«has_weights», kWeightBits)", "false",
+        "calls", 2, "failure: rank . has waited for nobody"),
+    "half of a plan's number is not in a call": Mistake(
+        "call.cpp", "put(«plan», kPlanBits)", "plan & 0x7f",
+        "calls", 2, "failure: rank . has waited for nobody"),
     "rows that did not come are left as they are": Mistake(
         "dispatch.cu", "spoil(job.rows, job.num_rows * job.row_bytes);", "",
         "failures", 2, "dispatch: rows of rank .* not all NaN"),
@@ -264,7 +338,7 @@ MISTAKES = {
     "a combine goes on after a failure": Mistake(
         "combine.cu", "«had_failed(me)») {\n    finish(me, job, entry, epoch);",
         "had_failed(me), false",
-        "failures", 2, "failure: rank . writes into other ranks' windows"),
+        "failures", 2, "failure: rank . writes into other ranks' windows|an address"),
     "a grid's barrier lets through without all CTAs": Mistake(
         "wait.cuh", "__syncthreads_and(all_here)", "__syncthreads_and(true)",
         "late", 3, "."),
@@ -295,11 +369,14 @@ MISTAKES = {
         "ll", 2, "ll "),
     "LL: sums are added before they are there": Mistake(
         "ll_combine.cu",
-        "wait_for_word(me, ll, Turn::kCombine, Phase::kLowLatencyCombine, thread, now.number) == 0",
+        "«wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, thread,\n"
+        + " " * 49 + "sent_word(ll, me.rank, Turn::kCombine, thread),\n"
+        + " " * 49 + "now.number) < 0»;",
         "false",
         "ll", 2, "ll combine: "),
     "LL: the word of the operation before is taken": Mistake(
-        "low_latency.cuh", "return «has_number(word, number)»;", "word >> 32 >= number - 1",
+        "wait.cuh", "return «has_number(found, number)»;",
+        "(found >> 32) + 1 >= numbered(number, 0) >> 32",
         "ll", 2, "ll "),
 
     # In which order others see it.
@@ -313,8 +390,8 @@ MISTAKES = {
         "ll_combine.cu", "«fence_system();»  // passes on", "",
         "ll", 2, "ll combine: "),
     "LL: sums are loaded before their word": Mistake(
-        "low_latency.cuh", "word = «load_acquire(from)»;", "load_relaxed(from)",
-        "ll", 2, "ll combine: "),
+        "wait.cuh", "found = «kLoad(word)»;", "load_relaxed(word)",
+        "ll", 2, "ll "),
 
     # What is where.
     "LL: places behind the last row keep their experts": Mistake(

@@ -7,12 +7,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace emu {
 
 namespace {
 
-constexpr std::size_t kStackBytes = 64 * 1024;
 constexpr std::size_t kSharedAlignment = 128;
 // Without progress, before the clock jumps: so many steps, and so many for each fiber that can run,
 // as a wait looks at the clock at every 64th turn.  And so many jumps before there is no hope.
@@ -103,6 +103,7 @@ void finish_load(std::vector<BulkLoad>::iterator load) {
 
 void begin() {
   Fiber& fiber = self();
+  if (fiber.cta != nullptr) begin_thread();
   fiber.body();
   if (fiber.cta != nullptr) {
     EMU_REQUIRE(fiber.open_stores.empty());
@@ -199,18 +200,20 @@ void Copy::do_read() {
   if (is_read) return;
   read.resize(bytes);
   is_store ? static_cast<void>(std::memcpy(read.data(), from, bytes))
-           : load(read.data(), from, bytes, seen);
+           : load(read.data(), from, bytes, seen, is_bulk);
   is_read = true;
 }
 
 void Copy::do_write() {
   do_read();
   if (is_written) return;
-  is_store ? store(to, read) : static_cast<void>(std::memcpy(to, read.data(), bytes));
+  is_store ? store_in_bulk(to, read) : static_cast<void>(std::memcpy(to, read.data(), bytes));
   is_written = true;
 }
 
 Fiber& self() { return *running; }
+
+bool is_in_kernel() { return running != nullptr && running->cta != nullptr; }
 
 void yield() {
   if (self().cta != nullptr) warp().barriers = 0;
@@ -244,24 +247,21 @@ void delay(int rank, int jumps) {
 void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
             std::function<void()> kernel) {
   EMU_REQUIRE(live[rank] == 0);
-  std::vector<std::shared_ptr<Cta>> grid;
   const Delay delay = delays[rank];
   delays.erase(rank);
   for (int index = 0; index < ctas; ++index) {
     auto cta = std::make_shared<Cta>(Cta{rank, index, ctas, {}, {}, Barrier(threads), {}, {}});
-    grid.push_back(cta);
     cta->dynamic.assign(shared_bytes + 2 * kSharedAlignment, '\xab');
+    cta->stored_into.assign(cta->dynamic.size() / kBlock + 1, 0);
     cta->warps.resize(threads / kWarpSize);
     for (int thread = 0; thread < threads; ++thread) {
       Fiber* fiber = make(kernel, rank);
       fiber->cta = cta;
       fiber->thread = thread;
-      fiber->view.seen = num_given();
       cta->fibers.push_back(fiber);
       if (delay.cta % ctas == index) fiber->not_before = delay.until;
     }
   }
-  note_grid(rank, std::move(grid));
   live[rank] = ctas * threads;
 }
 
@@ -301,7 +301,7 @@ void run(int num_ranks, const std::function<void(int)>& host) {
     resume(fiber);
     if (fiber->body != nullptr) continue;
     stacks.push_back(std::move(fiber->stack));
-    delete fiber;
+    delete std::exchange(running, nullptr);
   }
   for (const int threads : live) {
     if (threads > 0) fail("threads wait at barriers to which others never come");
@@ -327,14 +327,14 @@ void warp_barrier() {
   if (lane() == 0 && ++all.barriers > kWarpBarriersOfLook) note_progress();
   show_to_warp();
   all.barrier.wait();
-  self().view.seen = std::max(self().view.seen, all.seen);
+  learn(self().view.seen, all.seen);
 }
 
 bool cta_barrier(bool vote) {
   note_progress();
   show_to_cta();
   const bool result = self().cta->barrier.wait(vote);
-  self().view.seen = std::max(self().view.seen, self().cta->seen);
+  learn(self().view.seen, self().cta->seen);
   return result;
 }
 
@@ -358,11 +358,10 @@ unsigned ballot(bool vote) {
 }
 
 void start_load(void* shared, const void* global, int bytes, std::uint64_t* full) {
-  const std::vector<char>& memory = self().cta->dynamic;
   char* to = static_cast<char*>(shared);
-  EMU_REQUIRE(memory.data() <= to && to + bytes <= memory.data() + memory.size());
+  require_fenced(to, bytes);
   EMU_REQUIRE(find_load(full) == bulk_loads.end());
-  Copy load{to, static_cast<const char*>(global), bytes, self().view.seen};
+  Copy load{to, static_cast<const char*>(global), bytes, self().view.seen_by_bulk, false, true};
   if (draw(2) == 0) load.do_read();
   std::memset(to, 0x77, bytes);  // what is there before the load has come must not be used
   bulk_loads.push_back({full, std::move(load), self().rank});

@@ -26,6 +26,7 @@
 namespace emu {
 
 constexpr int kWarpSize = 32;
+constexpr std::size_t kStackBytes = 64 * 1024;  // of a fiber
 
 struct Fiber;
 
@@ -90,8 +91,8 @@ class Barrier {
 
 struct Warp {
   Barrier barrier{kWarpSize};
-  int barriers = 0;  // since one of it let others run
-  long seen = 0;     // by those who have come to a barrier
+  int barriers = 0;             // since one of it let others run
+  const Known* seen = nullptr;  // by those who have come to a barrier
   long values[kWarpSize];
 };
 
@@ -101,8 +102,10 @@ struct Cta {
   std::map<int, std::unique_ptr<char[]>> statics;  // by declaration
   Barrier barrier;
   std::vector<Warp> warps;
-  std::vector<Fiber*> fibers;  // those that run
-  long seen = 0;               // by those who have come to a barrier or a fence
+  std::vector<Fiber*> fibers;     // those that run
+  const Known* seen = nullptr;    // by those who have come to a barrier
+  std::vector<char> stored_into;  // blocks of `dynamic`, since a fence of bulk copies' proxy
+  bool is_stored_into = false;    // any of them
 };
 
 // A copy between memories that is under way.
@@ -110,8 +113,8 @@ struct Copy {
   char* to;
   const char* from;
   int bytes;
-  long seen = 0;  // by the thread, when it is a load
-  bool is_store = false;
+  const Known* seen = nullptr;  // by the thread, when it is a load
+  bool is_store = false, is_bulk = false;
   std::vector<char> read = {};
   bool is_read = false, is_written = false;
 
@@ -132,12 +135,16 @@ struct Fiber {
 
   std::function<void()> body;
   std::unique_ptr<char[]> stack;
+  bool is_on_stack(const char* address) const {
+    return stack.get() <= address && address < stack.get() + kStackBytes;
+  }
   jmp_buf where;
   bool is_started = false;
 };
 
 // The fiber that runs.
 Fiber& self();
+bool is_in_kernel();
 inline Warp& warp() { return self().cta->warps[self().thread / kWarpSize]; }
 inline int lane() { return self().thread % kWarpSize; }
 

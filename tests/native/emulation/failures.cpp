@@ -21,19 +21,22 @@ constexpr int kNever = 1 << 30;
 
 class Failing {
  public:
-  Failing(const Sizes& sizes, const Shares& shares, bool is_late)
-      : sizes_(sizes), world_(sizes), steps_(draw_steps(sizes, shares, between(3, 8), routings_)) {
+  Failing(const Sizes& sizes, const std::string& kind)
+      : sizes_(sizes),
+        world_(sizes),
+        steps_(draw_steps(sizes, shares_of(kind), between(3, 8), routings_)) {
     // Nobody who is alone gets past the last one.
     Step last = steps_.front();
     last.number = static_cast<int>(steps_.size());
     last.plan = static_cast<int>(routings_.size());
     routings_.push_back(draw_routing(sizes, 0));
     steps_.push_back(last);
-    kind_ = is_late ? one_of({kStops, kComesLate, kHasLateCta})
-                    : one_of({kStops, kComesLate, kRefuses, kDiffers});
-    has_late_ctas_ = is_late;
+    has_late_ctas_ = kind == "late";
+    kind_ = has_late_ctas_    ? one_of({kStops, kComesLate, kHasLateCta})
+            : kind == "calls" ? kDiffers
+                              : one_of({kStops, kComesLate, kRefuses, kDiffers});
     victim_ = between(0, sizes.ranks - 1);
-    kernel_ = between(0, 2 * static_cast<int>(steps_.size()));
+    kernel_ = between(0, (kind == "calls" ? 1 : 2) * static_cast<int>(steps_.size()));
     failed_at_.assign(sizes.ranks, kNever);
     for (int rank = 0; rank < sizes.ranks; ++rank) {
       auto& runner = runners_.emplace_back(with_deadline(rank), sizes_, routings_);
@@ -96,11 +99,11 @@ class Failing {
             step.number);
     require(step.kind == Step::kPlan || mailbox.failed_epoch == state.epoch, "failure: rank ", rank,
             " names operation ", mailbox.failed_epoch);
-    check_reason(rank, static_cast<Reason>(mailbox.failed_reason), mailbox);
+    check_reason(rank, static_cast<Reason>(mailbox.failed_reason), mailbox, step);
     require(mailbox.failed_deadline_ns == deadlines_[rank], "failure: the deadline of rank ", rank);
   }
 
-  void check_reason(int rank, Reason reason, const Mailbox& mailbox) {
+  void check_reason(int rank, Reason reason, const Mailbox& mailbox, const Step& step) {
     if (kind_ == kRefuses) {
       require(reason == Reason::kRefused && mailbox.failed_peer == victim_, "failure: rank ", rank,
               " does not say that rank ", victim_, " refused");
@@ -108,8 +111,11 @@ class Failing {
       const bool is_right = mailbox.failed_peer == victim_ || rank == victim_;
       require(reason == Reason::kDiffers && is_right, "failure: rank ", rank,
               " does not say that rank ", victim_, " is in another call");
-      require(mailbox.failed_calls[0] == (mailbox.failed_calls[1] ^ std::uint64_t{1} << 30),
-              "failure: rank ", rank, " names other calls");
+      for (const bool is_peer : {false, true}) {
+        const int whose = is_peer ? mailbox.failed_peer : rank;
+        require(mailbox.failed_calls[is_peer] == runners_[whose].call_of(step, whose == victim_),
+                "failure: rank ", rank, " names another call of rank ", whose);
+      }
     } else {
       require(reason == Reason::kLate, "failure: rank ", rank, " does not say that it waited");
       // A plan on which hosts agree compares nothing.
@@ -141,9 +147,12 @@ class Failing {
       }
       require(has_stopped_, "failure: rank ", rank, " of all that came");
       // It waits for the one that does not come, or for one that has failed itself; in the step in
-      // which the others are stuck only for the former.  Who has late CTAs may be anybody.
+      // which the others are stuck only for the former, or in a combine, where the warp that
+      // compares the calls has sums to make, too.  Who has late CTAs may be anybody.
+      const int step = failed_at_[rank];
+      const bool passes_on = step > first || steps_[step].kind == Step::kCombine;
       const bool is_right = peer == victim_ || rank == victim_ || has_late_ctas_ ||
-                            (failed_at_[rank] > first && failed_at_[peer] <= failed_at_[rank]);
+                            (passes_on && failed_at_[peer] <= step);
       require(is_right, "failure: rank ", rank, " names rank ", peer, " instead of ", victim_);
     }
   }
@@ -184,6 +193,4 @@ class Failing {
 
 }  // namespace
 
-void run_failure(const Sizes& sizes, const Shares& shares, bool is_late) {
-  Failing(sizes, shares, is_late).run();
-}
+void run_failure(const Sizes& sizes, const std::string& kind) { Failing(sizes, kind).run(); }

@@ -69,11 +69,16 @@ class Object {
                       row_bytes,   scale_bytes,      sum_bytes};
     for (int rank = 0; rank < sizes.ranks; ++rank) {
       Memory& window = windows_.emplace_back(shared_.window.num_bytes(), 0);
-      emu::add_window(window.data<char>(), window.num_bytes());
       shared_.window_of[rank] = window.data<char>();
       std::memset(static_cast<void*>(&states_[rank]), 0, sizeof(LowLatencyState));
+      states_[rank].dispatches = states_[rank].combines = sizes.starts.low_latency;
+      emu::add_memory(&states_[rank], sizeof(LowLatencyState));
       ranks_.emplace_back(std::make_unique<OfRank>(world.of(rank), shared_.window));
     }
+  }
+
+  ~Object() {
+    for (LowLatencyState& state : states_) emu::forget_memory(&state);
   }
 
   void draw_round() {
@@ -211,7 +216,10 @@ class Object {
     const Numbers numbers(dtype_);
     const int hidden = window.row_bytes / numbers.size(), top_k = window.top_k;
     OfRank& mine = *ranks_[rank];
-    char* start = windows_[rank].data<char>();
+    // As a kernel on this rank would see it that comes next.
+    Memory seen(window.num_bytes(), 0);
+    char* start = seen.data<char>();
+    emu::load(start, windows_[rank].data<char>(), window.num_bytes(), emu::seen_by(rank));
     const auto* counts = mine.counts.data<std::int32_t>();
     const auto* experts = reinterpret_cast<const std::int32_t*>(start + window.experts());
     const auto* weights = reinterpret_cast<const std::uint32_t*>(start + window.weights());
@@ -491,9 +499,10 @@ void run_sequence(const Sizes& sizes, Failure failure) {
 
 bool is_low_latency(const std::string& kind) { return kind.rfind("ll", 0) == 0; }
 
-void run_low_latency(const std::string& kind, int ranks) {
+void run_low_latency(const std::string& kind, int ranks, const Starts& starts) {
   Sizes sizes{};
   sizes.ranks = ranks;
+  sizes.starts = starts;
   sizes.local = between(0, 4) == 0 ? 35 : between(1, 3);
   sizes.max_tokens = one_of({1, 5, 33, kLowLatencyTokens});
   sizes.max_top_k = std::min(sizes.experts(), one_of({1, 3, 8, 32}));

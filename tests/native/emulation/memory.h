@@ -25,9 +25,11 @@ class Memory {
   Memory(std::size_t num_bytes, int fill)
       : num_bytes_(num_bytes), bytes_(num_bytes + 3 * kEdge, kCanary) {
     std::memset(data<char>(), fill, num_bytes);
+    emu::add_memory(data<char>(), num_bytes);
   }
   Memory(const Memory&) = delete;
   ~Memory() {
+    emu::forget_memory(data<char>());
     const char *start = data<char>(), *end = start + num_bytes_;
     const auto is_canary = [](char byte) { return byte == kCanary; };
     require(std::all_of<const char*>(bytes_.data(), start, is_canary) &&

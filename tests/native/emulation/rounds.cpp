@@ -3,6 +3,7 @@
 //   rounds KIND RANKS SEED NUMBER [CHANGE]
 //
 // NUMBER sequences of RANKS ranks, from SEED on, with a change to the kernels in force, if any.
+// Counters start at 0 where SEED is even, and wrap where it is odd.
 // Ranks run through a sequence at their own pace: what they wait for is what the kernels make them
 // wait for.  Ends with a line "OK ..." or "FAILED: ..." and an exit status.
 #include <cstdio>
@@ -44,19 +45,18 @@ int main(int argc, char** argv) {
     std::printf("%s, %d ranks, seed %d\n", kind.c_str(), ranks, seed);
     std::fflush(stdout);
     emu::seed(seed * 16 + ranks);
+    const Starts starts = seed % 2 == 0 ? Starts() : Starts::before_wraps();
     if (is_low_latency(kind)) {
-      run_low_latency(kind, ranks);
+      run_low_latency(kind, ranks, starts);
       continue;
     }
     if (kind == "network") {
       run_network_rows();
       continue;
     }
-    const Sizes sizes = draw_sizes(kind, ranks);
-    const Shares shares = shares_of(kind);
-    const bool is_late = kind == "late";
-    is_late || kind == "failures" ? run_failure(sizes, shares, is_late)
-                                  : run_sequence(sizes, shares);
+    const Sizes sizes = draw_sizes(kind, ranks, starts);
+    const bool has_failure = kind == "failures" || kind == "late" || kind == "calls";
+    has_failure ? run_failure(sizes, kind) : run_sequence(sizes, shares_of(kind));
   }
   std::printf("OK: %d sequences\n", number);
 }

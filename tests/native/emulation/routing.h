@@ -9,8 +9,28 @@
 #include "emulator.h"
 #include "native/state.h"
 
+// Where a group's counters stand at the start, with windows that are new.
+struct Starts {
+  std::uint64_t operations = 0, plans = 0, dispatches = 0, entries = 0, low_latency = 0;
+  std::uint64_t calls = 0;  // the numbers of plans in calls
+  std::uint32_t tickets = 0;
+
+  // A little before each of them wraps.
+  static Starts before_wraps() {
+    const auto before = [](int bits) { return (std::uint64_t{1} << bits) - emu::between(1, 3); };
+    return {before(32),
+            before(32),
+            before(32),
+            before(16),
+            before(32),
+            before(14),
+            static_cast<std::uint32_t>(before(32))};
+  }
+};
+
 struct Sizes {
   int ranks, local, max_tokens, max_top_k, max_row_bytes;
+  Starts starts;
   int experts() const { return ranks * local; }
 };
 

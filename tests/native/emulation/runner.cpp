@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "native/call.h"
 #include "native/combine.h"
 #include "native/dispatch.h"
 #include "native/overflow.h"
@@ -41,16 +42,22 @@ World::World(const Sizes& sizes) : states_(sizes.ranks), mailboxes_(sizes.ranks)
   for (int rank = 0; rank < sizes.ranks; ++rank) {
     Memory& control = control_.emplace_back(shared_.control.num_bytes(), 0);
     Memory& rows = rows_.emplace_back(shared_.dispatch_bytes * (2 + sizes.ranks), kGarbage);
-    emu::add_window(control.data<char>(), control.num_bytes());
-    emu::add_window(rows.data<char>(), rows.num_bytes());
     shared_.control_of[rank] = control.data<char>();
     shared_.rows_of[rank] = rows.data<char>();
-    std::memset(static_cast<void*>(&states_[rank]), 0, sizeof(State));
+    State& state = states_[rank];
+    std::memset(static_cast<void*>(&state), 0, sizeof(State));
+    state.epoch = sizes.starts.operations;
+    state.plans = sizes.starts.plans;
+    state.dispatches = sizes.starts.dispatches;
+    state.entries = sizes.starts.entries;
+    emu::add_memory(&state, sizeof(State));
     std::memset(static_cast<void*>(&mailboxes_[rank]), 0, sizeof(Mailbox));
   }
 }
 
-World::~World() { emu::forget_windows(); }
+World::~World() {
+  for (State& state : states_) emu::forget_memory(&state);
+}
 
 Rank World::of(int rank) const {
   Rank me = shared_;
@@ -84,8 +91,20 @@ void Runner::launch(const std::function<void()>& queue) {
   emu::synchronize(me_.rank);
 }
 
-void Runner::set_call(const Step& step, Phase phase) {
-  me_.call = static_cast<std::uint64_t>(phase) | step.number << 3 | differs << 30;
+std::uint64_t Runner::call_of(const Step& step, bool is_other) const {
+  const Routing& routing = routings_[step.plan];
+  const int other = is_other ? step.other : -1;
+  if (step.kind == Step::kPlan) {
+    const int field = other < 0 ? other : other % 3;
+    return call_of_plan(routing.top_k + (field == 0), routing.alignment << (field == 1),
+                        routing.limit + (field == 2));
+  }
+  const bool is_dispatch = (step.kind == Step::kDispatch) != (other == 0);
+  const std::uint64_t plan = sizes_.starts.calls + step.plan;
+  return call_of_rows(is_dispatch ? Phase::kDispatch : Phase::kCombine,
+                      other < 4 ? plan : plan ^ 1 << (other - 4),
+                      other == 1 ? ncclep::DType::kUint8 : step.dtype,
+                      step.row_bytes + 16 * (other == 2), step.has_weights != (other == 3));
 }
 
 void Runner::refuse() {
@@ -135,7 +154,8 @@ void Runner::plan(const Step& step) {
   job.alignment = routing.alignment;
   job.is_static = is_static;
   job.has_dropped = drops;
-  job.ticket = is_static ? 0 : ++ticket_;
+  if (!is_static && ++ticket_ == 0) ++ticket_;  // as the host does: 0 is no ticket
+  job.ticket = is_static ? 0 : ticket_;
   job.tokens_per_expert = plan.counts->data<std::int64_t>();
   job.routed_per_expert = job.tokens_per_expert + local;
   job.num_dropped = job.routed_per_expert + local;
@@ -145,7 +165,7 @@ void Runner::plan(const Step& step) {
   if (is_static) {
     most_assignments = std::min(most_assignments, routing.limit);
     most_pairs = std::min(most_pairs, most_assignments);
-    set_call(step, Phase::kPlan);
+    me_.call = call_of(step, differs);
   }
   if (drops) {
     Drop drop{};
@@ -279,7 +299,7 @@ void Runner::dispatch(const Step& step) {
   job.routed_per_expert = job.tokens_per_expert + sizes_.local;
   job.token_ranks = token_routes_of(plan, num_tokens).token_ranks;
   job.routes = plan.received;
-  set_call(step, Phase::kDispatch);
+  me_.call = call_of(step, differs);
   launch([&] { ncclep::native::dispatch(me_, job, between(min_ctas(1), kSms), me_.rank); });
 
   if (has_failed()) {
@@ -341,7 +361,7 @@ void Runner::combine(const Step& step) {
   job.row_bytes = step.row_bytes;
   job.token_routes = token_routes_of(plan, num_tokens);
   job.routes = plan.received;
-  set_call(step, Phase::kCombine);
+  me_.call = call_of(step, differs);
   launch([&] { ncclep::native::combine(me_, job, step.sms, me_.rank); });
 
   if (has_failed()) {

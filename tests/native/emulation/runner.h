@@ -43,6 +43,9 @@ struct Step {
   int row_bytes, phases, sms;
   ncclep::DType dtype;
   bool has_weights;
+  // In what a rank that is in another call differs: the phase, the dtype, the row's length, the
+  // weights, a bit of the plan's number; or, in a plan, modulo 3: top-k, the alignment, the limit.
+  int other;
 };
 
 // One rank, with a plan of each routing.  What a kernel delivers is checked as soon as it is over:
@@ -55,7 +58,8 @@ class Runner {
         routings_(routings),
         plans_(routings.size()),
         lacked_(8 * sizes.ranks, 0),
-        most_lacked_(sizes.ranks, 0) {}
+        most_lacked_(sizes.ranks, 0),
+        ticket_(sizes.starts.tickets) {}
 
   // Does nothing when there is no plan for it.
   void run(const Step& step);
@@ -64,6 +68,9 @@ class Runner {
 
   // Tells the others that this rank goes no further.
   void refuse();
+
+  // What the ranks have alike in a step, if their hosts do not agree on it; or another call.
+  std::uint64_t call_of(const Step& step, bool is_other) const;
 
   // Called before each kernel.
   std::function<void()> before_kernel = [] {};
@@ -82,8 +89,6 @@ class Runner {
   void dispatch(const Step& step);
   void combine(const Step& step);
 
-  // What the ranks have alike in a step, if their hosts do not agree on it.
-  void set_call(const Step& step, ncclep::native::Phase phase);
   bool has_failed() const { return me_.state->failed != 0; }
   void launch(const std::function<void()>& queue);
   ncclep::native::TokenRoutes token_routes_of(Plan& plan, int num_tokens);
@@ -96,5 +101,5 @@ class Runner {
   std::vector<Plan> plans_;
   Memory lacked_;                          // what plans write
   std::vector<std::int64_t> most_lacked_;  // what it should be
-  std::uint32_t ticket_ = 0, bad_ranks_ = 0;
+  std::uint32_t ticket_, bad_ranks_ = 0;
 };

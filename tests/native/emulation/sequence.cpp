@@ -6,9 +6,10 @@
 
 using namespace ncclep::native;
 
-Sizes draw_sizes(const std::string& kind, int ranks) {
+Sizes draw_sizes(const std::string& kind, int ranks, const Starts& starts) {
   Sizes sizes{};
   sizes.ranks = ranks;
+  sizes.starts = starts;
   sizes.local = between(1, 3);
   sizes.max_tokens = one_of({8, 40, 130, 300});
   sizes.max_top_k = between(1, 6);
@@ -28,6 +29,9 @@ Sizes draw_sizes(const std::string& kind, int ranks) {
   } else if (kind == "combines") {
     sizes.max_tokens = 400;
     sizes.max_row_bytes = 16 * one_of({1, 4});
+  } else if (kind == "calls") {
+    sizes.max_tokens = 8;
+    sizes.max_row_bytes = 16;
   } else if (kind != "rows") {
     sizes.max_tokens = one_of({8, 40, 130});
     sizes.max_row_bytes = 16 * one_of({4, 65});
@@ -48,6 +52,7 @@ std::vector<Step> draw_steps(const Sizes& sizes, const Shares& shares, int numbe
                              std::vector<Routing>& routings) {
   std::vector<Step> steps;
   std::vector<int> plans;  // those that can be used
+  const int other = one_of({0, 1, 2, 3, between(4, 10), between(11, 17)});
   for (int i = 0; i <= number; ++i) {
     Step step{};
     step.number = i;
@@ -68,6 +73,7 @@ std::vector<Step> draw_steps(const Sizes& sizes, const Shares& shares, int numbe
     step.phases = between(1, kPhases);
     step.sms = between(min_ctas(sizes.ranks), kSms);
     step.has_weights = between(0, 1) == 1;
+    step.other = other;
     steps.push_back(step);
   }
   return steps;

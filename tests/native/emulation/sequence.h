@@ -19,9 +19,10 @@ using emu::one_of;
 //   plans       one plan after the other, with assignments that are no experts
 //   failures    what run_failure takes, with a rank that stops
 //   late        the same, with CTAs that come late
+//   calls       the same, with a rank that is in another call
 //
 // And without sequences: "network", what crosses between nodes (between_nodes.h).
-Sizes draw_sizes(const std::string& kind, int ranks);
+Sizes draw_sizes(const std::string& kind, int ranks, const Starts& starts);
 
 // What a sequence of that kind is made of: plans and dispatches of 10 steps, and assignments of
 // 1000 that are no good.
@@ -35,4 +36,4 @@ std::vector<Step> draw_steps(const Sizes& sizes, const Shares& shares, int numbe
                              std::vector<Routing>& routings);
 
 // A sequence in which a rank does not come (failures.cpp).
-void run_failure(const Sizes& sizes, const Shares& shares, bool is_late);
+void run_failure(const Sizes& sizes, const std::string& kind);

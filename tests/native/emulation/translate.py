@@ -14,6 +14,8 @@ FILES = (
     *("ll_dispatch", "ll_combine", "network_rows"),
 )
 NOT_NEEDED = ("group.h", "check_windows.h")
+# What the host needs to call them.
+HOST_FILES = ("split.cpp", "call.cpp")
 
 # Smaller than on a GPU: CTAs, because a thread is a fiber here, and what is done at a time, so that
 # small shapes come to the second time.
@@ -43,6 +45,7 @@ DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) char (\w+)\[\];")
 LAUNCH = re.compile(
     r"(\w+)<<<(.+?), (.+?), (.+?), reinterpret_cast<cudaStream_t>\((\w+)\)>>>\((.+?)\);", re.DOTALL
 )
+VOLATILE = re.compile(r"\*static_cast<volatile [\w: ]+\*>\((&[\w.>-]+)\)")
 # Offsets of rows: see emu::RowBytes.
 ROW_BYTES = re.compile(r"\bint ((?:\w+, )*)row_bytes\b")
 
@@ -109,8 +112,9 @@ def translate(source: Path, target: Path, changes: Iterable[Change]) -> list[Pat
         return f"int {others}; emu::RowBytes row_bytes" if others else "emu::RowBytes row_bytes"
 
     headers = [*source.glob("*.cuh"), *source.glob("*.h")]
+    host = [source / name for name in HOST_FILES]
     written = []
-    for path in [*(source / f"{name}.cu" for name in FILES), *headers, source / "split.cpp"]:
+    for path in [*(source / f"{name}.cu" for name in FILES), *headers, *host]:
         if path.name in NOT_NEEDED:
             continue
         text = apply_changes(path.name, path.read_text(), changes)
@@ -121,6 +125,7 @@ def translate(source: Path, target: Path, changes: Iterable[Change]) -> list[Pat
         text = SHARED.sub(shared, text)
         text = LAUNCH.sub(r"emu::start(\1, \2, \3, \4, \5, \6);", text)
         text = ROW_BYTES.sub(row_bytes, text)
+        text = VOLATILE.sub(r"load_volatile(\1)", text)
         assert not re.search(r"__shared__|<<<|\basm\b", text), f"{path.name}: not all translated"
         written.append(target / (f"{path.stem}.cpp" if path.suffix == ".cu" else path.name))
         written[-1].write_text(text)

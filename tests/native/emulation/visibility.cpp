@@ -1,9 +1,12 @@
 #include "visibility.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <map>
+#include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "emulator.h"
@@ -12,101 +15,215 @@ namespace emu {
 
 namespace {
 
-// Of stores that were given to all, so many of the last ones may be missed.
-constexpr std::size_t kMemory = 4096;
+// Of stores into a block that were given to all, so many of the last ones may be missed.
+constexpr std::size_t kHistory = 32;
 
-struct Window {
-  char *begin, *end;
-};
-std::vector<Window> windows;
 struct Given {
-  long number;
+  int cta, number;
   Change before;
 };
-std::deque<Given> given;
-long number_given = 0;
-std::map<int, std::vector<std::shared_ptr<Cta>>> grids;  // by rank
+struct Region {
+  std::size_t size;
+  std::unordered_map<std::uintptr_t, std::vector<Given>> history;  // by block
+};
+std::map<char*, Region> regions;                     // by where they begin
+std::unordered_map<const void*, const Known*> said;  // by words
+std::vector<char> is_fenced;                         // groups of bulk stores
+std::map<int, const Known*> seen_by_ranks;
+
+}  // namespace
+
+constexpr int kCtas = 8, kRanks = 8;
+struct Known {
+  int last[kRanks * kCtas];
+};
+
+namespace {
+
+std::deque<Known> all_known;
+int last_given[kRanks * kCtas];
+
+int number_of(const Cta& cta) { return cta.rank * kCtas + cta.index % kCtas; }
+
+bool has_seen(const Known* known, int cta, int number) {
+  return number <= 0 || (known != nullptr && known->last[cta] >= number);
+}
 
 bool are_mates(const Fiber& one, const Fiber& other) {
   return one.thread / kWarpSize == other.thread / kWarpSize;
 }
 
-bool is_in_window(const char* address) {
-  for (const Window& window : windows) {
-    if (window.begin <= address && address < window.end) return true;
+Region* find_region(const char* address) {
+  auto next = regions.upper_bound(const_cast<char*>(address));
+  if (next == regions.begin()) return nullptr;
+  auto& [begin, region] = *--next;
+  return address < begin + region.size ? &region : nullptr;
+}
+
+std::uintptr_t block_of(const char* address) {
+  return reinterpret_cast<std::uintptr_t>(address) / kBlock;
+}
+
+// Calls use(where, size) for each part of a block.
+template <typename Use>
+void split(char* where, std::size_t num_bytes, Use&& use) {
+  while (num_bytes > 0) {
+    const std::size_t left = kBlock - reinterpret_cast<std::uintptr_t>(where) % kBlock;
+    const std::size_t size = std::min(left, num_bytes);
+    use(where, size);
+    where += size;
+    num_bytes -= size;
   }
-  return false;
 }
 
 // Gives the first `number` of a fiber's stores to all.
-void give(View& view, std::size_t number) {
+void give(Fiber& fiber, std::size_t number) {
+  if (number == 0) return;
+  View& view = fiber.view;
+  const int cta = number_of(*fiber.cta);
   for (std::size_t i = 0; i < number; ++i) {
     Change& change = view.stores[i];
-    std::swap_ranges(change.bytes.begin(), change.bytes.end(), change.where);
-    given.push_back({++number_given, std::move(change)});
-    if (given.size() > kMemory) given.pop_front();
+    std::swap_ranges(change.bytes, change.bytes + change.size, change.where);
+    Region* region = find_region(change.where);
+    if (region == nullptr) continue;
+    std::vector<Given>& history = region->history[block_of(change.where)];
+    if (history.size() == kHistory) history.erase(history.begin(), history.begin() + kHistory / 2);
+    history.push_back({cta, ++last_given[cta], change});
   }
   view.stores.erase(view.stores.begin(), view.stores.begin() + number);
   view.to_warp -= std::min(view.to_warp, number);
   view.to_cta -= std::min(view.to_cta, number);
-  view.to_device -= std::min(view.to_device, number);
 }
 
 // A plain store that is about to happen.
 void note_store(void* address, std::size_t num_bytes) {
   char* to = static_cast<char*>(address);
-  if (!is_in_window(to) || self().cta == nullptr) return;
-  self().view.open.push_back({to, {to, to + num_bytes}});
+  if (!is_in_kernel() || self().is_on_stack(to)) return;
+  if (note_store_to_shared(to, num_bytes) || find_region(to) == nullptr) return;
+  split(to, num_bytes, [&](char* where, std::size_t size) {
+    Change& change = self().view.open.emplace_back(Change{where, size, -1, {}});
+    std::memcpy(change.bytes, where, size);
+  });
+}
+
+// What a fence of the fiber that runs covers of what another one of its CTA has stored.
+std::size_t covered(const Fiber& other) {
+  const View& view = other.view;
+  return &other == &self()          ? view.stores.size()
+         : are_mates(other, self()) ? std::max(view.to_warp, view.to_cta)
+                                    : view.to_cta;
 }
 
 }  // namespace
 
-void add_window(char* memory, std::size_t num_bytes) {
-  windows.push_back({memory, memory + num_bytes});
+void add_memory(void* memory, std::size_t num_bytes) {
+  if (num_bytes > 0) regions[static_cast<char*>(memory)] = {num_bytes, {}};
 }
 
-void note_grid(int rank, std::vector<std::shared_ptr<Cta>> ctas) { grids[rank] = std::move(ctas); }
-
-void forget_windows() {
-  windows.clear();
-  given.clear();
-}
-
-void store(char* to, const std::vector<char>& bytes) {
-  if (is_in_window(to)) {
-    self().view.stores.push_back({to, bytes});
-  } else {
-    std::memcpy(to, bytes.data(), bytes.size());
+void forget_memory(void* memory) {
+  regions.erase(static_cast<char*>(memory));
+  if (regions.empty()) {
+    said.clear();
+    is_fenced.clear();
+    seen_by_ranks.clear();
+    all_known.clear();
+    std::fill_n(last_given, kRanks * kCtas, 0);
   }
+}
+
+void store_in_bulk(char* to, const std::vector<char>& bytes) {
+  View& view = self().view;
+  if (view.bulk < 0) {
+    view.bulk = static_cast<long>(is_fenced.size());
+    is_fenced.push_back(false);
+  }
+  split(to, bytes.size(), [&](char* where, std::size_t size) {
+    Change& change = view.stores.emplace_back(Change{where, size, view.bulk, {}});
+    std::memcpy(change.bytes, bytes.data() + (where - to), size);
+  });
 }
 
 void store_for_all(void* to, const void* from, std::size_t num_bytes) {
   std::memcpy(to, from, num_bytes);
 }
 
-void load(void* to, const void* from, std::size_t num_bytes, long seen) {
+void load(void* to, const void* from, std::size_t num_bytes, const Known* seen, bool in_bulk) {
   std::memcpy(to, from, num_bytes);
-  const char* start = static_cast<const char*>(from);
-  if (given.empty() || given.back().number <= seen || !is_in_window(start) || draw(2) == 0) return;
-  for (auto i = given.rbegin(); i != given.rend() && i->number > seen; ++i) {
-    const auto& [where, bytes] = i->before;
-    const char* first = std::max<const char*>(start, where);
-    const char* end = std::min<const char*>(start + num_bytes, where + bytes.size());
-    if (first >= end) continue;
-    std::memcpy(static_cast<char*>(to) + (first - start), bytes.data() + (first - where),
-                end - first);
-  }
+  char* start = const_cast<char*>(static_cast<const char*>(from));
+  const Region* region = find_region(start);
+  if (region == nullptr || region->history.empty() || draw(2) == 0) return;
+  split(start, num_bytes, [&](char* first, std::size_t size) {
+    const auto history = region->history.find(block_of(first));
+    if (history == region->history.end()) return;
+    for (auto i = history->second.rbegin(); i != history->second.rend(); ++i) {
+      const Change& before = i->before;
+      const bool is_unfenced = in_bulk && before.bulk >= 0 && !is_fenced[before.bulk];
+      if (has_seen(seen, i->cta, i->number) && !is_unfenced) return;
+      char* begin = std::max(first, before.where);
+      char* end = std::min(first + size, before.where + before.size);
+      if (begin >= end) continue;
+      std::memcpy(static_cast<char*>(to) + (begin - start), before.bytes + (begin - before.where),
+                  end - begin);
+    }
+  });
 }
 
-long num_given() { return number_given; }
+Scope scope_of(const void* word) {
+  return find_region(static_cast<const char*>(word)) == nullptr ? kCta : kGpu;
+}
+
+void note_read(const void* word, Scope scope) {
+  const auto found = said.find(word);
+  if (found != said.end()) learn(self().view.read[scope], found->second);
+}
+
+void note_write(const void* word, Scope scope, bool is_atomic) {
+  const Known*& what = said[word];
+  if (!is_atomic) what = nullptr;
+  learn(what, self().view.released[scope]);
+}
+
+void begin_thread() {
+  View& view = self().view;
+  view.seen = view.seen_by_bulk = seen_by(self().rank);
+  std::fill_n(view.released, kNumScopes, view.seen);
+}
+
+void learn(const Known*& own, const Known* other) {
+  if (own == other || other == nullptr) return;
+  bool has_more = own == nullptr, has_less = false;
+  for (int i = 0; own != nullptr && i < kRanks * kCtas; ++i) {
+    has_more |= other->last[i] > own->last[i];
+    has_less |= other->last[i] < own->last[i];
+  }
+  if (!has_more) return;
+  if (!has_less) {
+    own = other;
+    return;
+  }
+  Known both = *own;
+  for (int i = 0; i < kRanks * kCtas; ++i) both.last[i] = std::max(both.last[i], other->last[i]);
+  own = &all_known.emplace_back(both);
+}
+
+// Adds what the CTA of the fiber that runs has given.
+static void learn_own(const Known*& known) {
+  const int cta = number_of(*self().cta), number = last_given[cta];
+  if (has_seen(known, cta, number)) return;
+  Known more = known == nullptr ? Known{} : *known;
+  more.last[cta] = number;
+  known = &all_known.emplace_back(more);
+}
+
+const Known* seen_by(int rank) { return seen_by_ranks[rank]; }
 
 void settle() {
   View& view = self().view;
   if (view.open.empty()) return;
   for (auto i = view.open.rbegin(); i != view.open.rend(); ++i) {
-    std::swap_ranges(i->bytes.begin(), i->bytes.end(), i->where);
+    std::swap_ranges(i->bytes, i->bytes + i->size, i->where);
   }
-  for (Change& change : view.open) view.stores.push_back(std::move(change));
+  view.stores.insert(view.stores.end(), view.open.begin(), view.open.end());
   view.open.clear();
 }
 
@@ -114,62 +231,77 @@ void show_to_warp() {
   settle();
   View& view = self().view;
   view.to_warp = view.stores.size();
-  warp().seen = std::max(warp().seen, view.seen);
+  learn(warp().seen, view.seen);
 }
 
 void show_to_cta() {
   show_to_warp();
   View& view = self().view;
   view.to_cta = view.stores.size();
-  self().cta->seen = std::max(self().cta->seen, view.seen);
+  learn(self().cta->seen, view.seen);
 }
 
-void fence_cta() {
-  show_to_cta();
-  for (Fiber* mate : self().cta->fibers) {
-    if (are_mates(*mate, self())) mate->view.to_cta = mate->view.to_warp;
-  }
-  self().view.seen = std::max(self().view.seen, self().cta->seen);
+void acquire(Scope scope) {
+  for (int i = 0; i <= scope; ++i) learn(self().view.seen, self().view.read[i]);
 }
 
-// What a fence of the fiber that runs covers of what another one of its CTA has stored.
-static std::size_t covered(const Fiber& other) {
-  const View& view = other.view;
-  return &other == &self()          ? view.stores.size()
-         : are_mates(other, self()) ? std::max(view.to_warp, view.to_cta)
-                                    : view.to_cta;
-}
-
-void fence_device() {
-  fence_cta();
-  for (Fiber* other : self().cta->fibers) {
-    other->view.to_device = std::max(other->view.to_device, covered(*other));
-  }
-}
-
-void release() {
+void release(Scope scope) {
   settle();
-  for (const auto& cta : grids[self().rank]) {
-    for (Fiber* other : cta->fibers) {
-      const bool is_here = other->cta == self().cta;
-      give(other->view, std::max(other->view.to_device, is_here ? covered(*other) : 0));
+  Fiber& fiber = self();
+  for (Fiber* other : fiber.cta->fibers) {
+    if (scope != kCta) {
+      give(*other, covered(*other));
+    } else if (are_mates(*other, fiber)) {
+      other->view.to_cta = covered(*other);
     }
   }
+  learn_own(fiber.view.seen);
+  std::fill_n(fiber.view.released, scope + 1, fiber.view.seen);
 }
 
-void acquire() { self().view.seen = number_given; }
+void fence_proxy() {
+  View& view = self().view;
+  view.seen_by_bulk = view.seen;
+  if (view.bulk >= 0) is_fenced[std::exchange(view.bulk, -1)] = true;
+  Cta& cta = *self().cta;
+  if (std::exchange(cta.is_stored_into, false)) cta.stored_into.assign(cta.stored_into.size(), 0);
+}
+
+bool note_store_to_shared(const char* to, std::size_t num_bytes) {
+  Cta& cta = *self().cta;
+  const std::size_t offset = to - cta.dynamic.data();
+  if (to < cta.dynamic.data() || offset >= cta.dynamic.size()) return false;
+  for (std::size_t i = offset / kBlock; i <= (offset + num_bytes - 1) / kBlock; ++i) {
+    cta.stored_into[i] = 1;
+  }
+  return cta.is_stored_into = true;
+}
+
+void require_fenced(const char* shared, std::size_t num_bytes) {
+  const Cta& cta = *self().cta;
+  const std::size_t offset = shared - cta.dynamic.data();
+  EMU_REQUIRE(shared >= cta.dynamic.data() && offset + num_bytes <= cta.dynamic.size());
+  if (!cta.is_stored_into) return;
+  const auto first = cta.stored_into.begin() + offset / kBlock;
+  if (std::find(first, first + (num_bytes + kBlock - 1) / kBlock, 1) ==
+      first + (num_bytes + kBlock - 1) / kBlock)
+    return;
+  fail("a bulk copy uses shared memory that was stored into, without a fence");
+}
 
 void give_some() {
   settle();
   View& view = self().view;
-  if (!view.stores.empty()) give(view, 1 + draw(view.stores.size()));
+  if (!view.stores.empty()) give(self(), 1 + draw(view.stores.size()));
 }
 
 void end_thread() {
   settle();
-  give(self().view, self().view.stores.size());
-  auto& fibers = self().cta->fibers;
-  fibers.erase(std::find(fibers.begin(), fibers.end(), &self()));
+  give(self(), self().view.stores.size());
+  Cta& cta = *self().cta;
+  learn_own(self().view.seen);
+  learn(seen_by_ranks[cta.rank], self().view.seen);
+  cta.fibers.erase(std::find(cta.fibers.begin(), cta.fibers.end(), &self()));
 }
 
 }  // namespace emu
@@ -183,7 +315,6 @@ void end_thread() {
   void __tsan_unaligned_write##bytes(void* to) { emu::note_store(to, bytes); } \
   void __tsan_volatile_read##bytes(void*) {}                                   \
   void __tsan_volatile_write##bytes(void*) {}
-
 extern "C" {
 EMU_ACCESS(1)
 EMU_ACCESS(2)

@@ -57,20 +57,14 @@ inline void __syncwarp() {
   emu::warp_barrier();
   emu::maybe_yield();
 }
-inline void __threadfence_block() {
-  emu::fence_cta();
+inline void fence(emu::Scope scope) {
+  emu::acquire(scope);
+  emu::release(scope);
   emu::maybe_yield();
 }
-inline void __threadfence() {
-  emu::acquire();
-  emu::fence_device();
-  emu::maybe_yield();
-}
-inline void __threadfence_system() {
-  emu::release();
-  emu::acquire();
-  __threadfence_block();
-}
+inline void __threadfence_block() { fence(emu::kCta); }
+inline void __threadfence() { fence(emu::kGpu); }
+inline void __threadfence_system() { fence(emu::kSystem); }
 inline void __nanosleep(unsigned int) { emu::yield(); }
 inline unsigned int __ballot_sync(unsigned int, bool vote) { return emu::ballot(vote); }
 inline bool __all_sync(unsigned int, bool vote) { return emu::ballot(vote) == ~0u; }
@@ -101,6 +95,12 @@ T __ldcg(const T* from) {
   emu::load(&value, from, sizeof(T), emu::self().view.seen);
   return value;
 }
+// What others may change at any time (translate.py).
+template <typename T>
+T load_volatile(const T* from) {
+  emu::note_read(from, emu::scope_of(from));
+  return *from;
+}
 // Of what nobody writes meanwhile.
 template <typename T>
 T __ldg(const T* from) {
@@ -121,6 +121,9 @@ T atomically(T* word, Change&& change) {
   emu::maybe_yield();
   const T was = *word;
   const T is = change(was);
+  const emu::Scope scope = emu::scope_of(word);
+  emu::note_read(word, scope);
+  emu::note_write(word, scope, true);
   emu::store_for_all(word, &is, sizeof(T));
   if (is == was) {
     emu::yield();  // a look, perhaps again and again

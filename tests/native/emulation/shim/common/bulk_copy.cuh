@@ -13,7 +13,10 @@ inline void require_vectors(const void* shared, const void* global, int bytes) {
 
 inline void init_barrier(std::uint64_t* full) { *full = 0; }
 inline void fence_barriers() {}
-inline void fence_for_bulk_copies() { emu::maybe_yield(); }
+inline void fence_for_bulk_copies() {
+  emu::fence_proxy();
+  emu::maybe_yield();
+}
 
 inline void start_load(void* shared, const void* global, int bytes, std::uint64_t* full) {
   require_vectors(shared, global, bytes);
@@ -23,8 +26,9 @@ inline void wait_for_load(std::uint64_t* full, int parity) { emu::wait_for_load(
 
 inline void start_store(void* global, const void* shared, int bytes) {
   require_vectors(shared, global, bytes);
+  emu::require_fenced(static_cast<const char*>(shared), bytes);
   emu::self().open_stores.push_back(
-      {static_cast<char*>(global), static_cast<const char*>(shared), bytes, 0, true});
+      {static_cast<char*>(global), static_cast<const char*>(shared), bytes, nullptr, true});
 }
 inline void commit_stores() {
   emu::self().stores.push_back(std::move(emu::self().open_stores));
