@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_setup import build_layer, initialize, make_config
 from rebuilding_case import MODELS, SETTLED, growth, held
 
@@ -19,8 +20,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
-
-pytestmark = pytest.mark.needs_processes("Megatron keeps its groups of ranks once per process")
 
 # Windows of at least 3 x 32 MiB: 16384 rows of 2 KiB, for dispatch, for combine and its own part.
 SEQUENCE, BATCH, HIDDEN = 4096, 4, 1024
@@ -56,11 +55,15 @@ def train(ctx: RankContext, engine_name: str) -> Engine:
 
 
 def free_bytes() -> int:
-    """What the driver has left when torch keeps nothing for later."""
+    """What the driver has left when torch keeps nothing for later, on any rank.  Collective."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    dist.barrier()  # ranks that share this GPU have given theirs back
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    dist.barrier()  # and none goes on before all have looked
+    return free
 
 
 def groups_anew_on_rank(
