@@ -60,7 +60,7 @@ class Run:
     log: str
     work: str
     lane: int
-    timeout_s: float = 60.0
+    timeout_s: float = 300.0
 
     def settings(self, num_ranks: int) -> Settings:
         """The checked settings of the model."""

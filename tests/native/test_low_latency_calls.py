@@ -16,6 +16,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency import LowLatency
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.engines.native import availability as native_availability
+from megatron_ncclep.engines.native import group as native_group
 from megatron_ncclep.engines.native import low_latency as native_low_latency
 from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import CAPS
@@ -57,10 +58,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for name in ("native_group", "native_low_latency"):
-        monkeypatch.setattr(
-            f"megatron_ncclep.engines.{name}.communicator_of", lambda group, timeout_s: None
-        )
+    for module_with_it in (native_group, native_low_latency):
+        monkeypatch.setattr(module_with_it, "communicator_of", lambda group, timeout_s: None)
     monkeypatch.setattr(native_windows, "open_checked", lambda *_: None)
     monkeypatch.setattr(native_low_latency, "_num_sms", lambda device: 132)
     monkeypatch.setattr(
