@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "native/low_latency.h"
-#include "native/refusal.h"
+#include "native/device/refusal.h"
+#include "native/low_latency/protocol.h"
 #include "runner.h"
 
 using namespace ncclep::native;

@@ -9,7 +9,7 @@
 
 #include "common/dtype.h"
 #include "memory.h"
-#include "native/plan.h"
+#include "native/plan/plan.h"
 #include "native/state.h"
 #include "routing.h"
 
