@@ -161,7 +161,7 @@ struct State {
 };
 
 // What every kernel of a group gets.
-struct Rank {
+struct KernelContext {
   Control control;
   int rank;
   char* control_of[kMaxRanks];  // control windows, by rank

@@ -324,14 +324,14 @@ MISTAKES = {
         "native/host/call.cpp", "put(«plan», kPlanBits)", "plan & 0x7f",
         "calls", 2, "failure: rank . has waited for nobody"),
     "rows that did not come are left as they are": Mistake(
-        "native/rows/dispatch.cu", "spoil(job.rows, job.num_rows * job.row_bytes);", "",
+        "native/rows/dispatch.cu", "fill_nan(job.rows, job.num_rows * job.row_bytes);", "",
         "failures", 2, "dispatch: rows of rank .* not all NaN"),
     "weights that did not come are left as they are": Mistake(
-        "native/rows/dispatch.cu", "spoil(job.row_w, job.num_rows * sizeof(float));", "",
+        "native/rows/dispatch.cu", "fill_nan(job.row_w, job.num_rows * sizeof(float));", "",
         "failures", 2, "dispatch: weights of rank .* not all NaN"),
     "sums that did not come are left as they are": Mistake(
         "native/rows/combine.cu",
-        "spoil(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);",
+        "fill_nan(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);",
         "",
         "failures", 2, "combine: tokens of rank .* not all NaN"),
     "weights that did not come back are left as they are": Mistake(
@@ -427,7 +427,7 @@ MISTAKES = {
     # A rank that does not come.
     "LL: weights that did not come are left as they are": Mistake(
         "native/low_latency/dispatch.cu",
-        "if (has_failed) spoil(own + window.weights(), "
+        "if (has_failed) fill_nan(own + window.weights(), "
         "window.places() * window.top_k * sizeof(float));", "",
         "ll-failures", 2, "ll dispatch: weights of rank .* not all NaN"),
     "LL: rows that did not come are counted": Mistake(

@@ -20,31 +20,31 @@
 namespace ncclep::native {
 
 // The call that this kernel is; the same on every rank, and in every CTA until the last one leaves.
-__device__ inline std::uint64_t current_entry(const Rank& me) {
+__device__ inline std::uint64_t current_entry(const KernelContext& me) {
   return *static_cast<volatile std::uint64_t*>(&me.state->entries) + 1;
 }
 
 // Where `rank` says to rank `to` that it has entered.
-__device__ inline std::uint64_t* entry_word(const Rank& me, int to, std::uint64_t number,
+__device__ inline std::uint64_t* entry_word(const KernelContext& me, int to, std::uint64_t number,
                                             int rank) {
   return reinterpret_cast<std::uint64_t*>(me.control_of[to] + me.control.entries()) +
          number % 2 * me.control.num_ranks + rank;
 }
 
-__device__ inline std::uint64_t entry_of(const Rank& me, std::uint64_t number) {
+__device__ inline std::uint64_t entry_of(const KernelContext& me, std::uint64_t number) {
   return number << 48 | me.call;
 }
 
 // Tells every rank that this one has entered, and so has left the call before.  By all threads of
 // one CTA.
-__device__ inline void enter(const Rank& me, std::uint64_t number) {
+__device__ inline void enter(const KernelContext& me, std::uint64_t number) {
   if (static_cast<int>(threadIdx.x) >= me.control.num_ranks) return;
   store_release(entry_word(me, threadIdx.x, number, me.rank), entry_of(me, number));
 }
 
 // Waits until `peer` has entered call `number`, whatever that is there; returns its entry, or 0
 // when the group has failed.
-__device__ inline std::uint64_t wait_for_entry(const Rank& me, Phase phase, int peer,
+__device__ inline std::uint64_t wait_for_entry(const KernelContext& me, Phase phase, int peer,
                                                std::uint64_t number, std::uint64_t epoch) {
   const std::uint64_t* word = entry_word(me, me.rank, number, peer);
   std::uint64_t entry = 0;
@@ -57,7 +57,7 @@ __device__ inline std::uint64_t wait_for_entry(const Rank& me, Phase phase, int 
 
 // Waits until all ranks have entered, and compares.  By one warp of one CTA, before the kernel's
 // other waits: those of this warp would be in vain if a rank is elsewhere.
-__device__ inline void compare_entries(const Rank& me, Phase phase, std::uint64_t number,
+__device__ inline void compare_entries(const KernelContext& me, Phase phase, std::uint64_t number,
                                        std::uint64_t epoch) {
   const int peer = threadIdx.x % kMaxRanks;
   const std::uint64_t begin = now_ns();

@@ -8,7 +8,7 @@ namespace ncclep::native {
 
 namespace {
 
-__global__ void refuse_kernel(Rank me, Phase phase) {
+__global__ void refuse_kernel(KernelContext me, Phase phase) {
   const int rank = threadIdx.x;
   if (rank == me.rank) {
     report_failure(me, Reason::kRefused, phase, me.rank, current_epoch(me));
@@ -19,7 +19,7 @@ __global__ void refuse_kernel(Rank me, Phase phase) {
 
 }  // namespace
 
-void refuse(const Rank& me, Phase phase, std::uintptr_t stream) {
+void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream) {
   refuse_kernel<<<1, kMaxRanks, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, phase);
   cuda_check(cudaGetLastError(), "launching a refusal");
 }

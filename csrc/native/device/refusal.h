@@ -8,6 +8,6 @@
 namespace ncclep::native {
 
 // Queues telling all other ranks, which ends their waits, and makes the group fail on this one.
-void refuse(const Rank& me, Phase phase, std::uintptr_t stream);
+void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream);
 
 }  // namespace ncclep::native

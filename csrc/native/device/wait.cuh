@@ -2,9 +2,9 @@
 //
 // Every wait has the group's deadline.  When it passes, who waited for whom is written to the
 // mailbox and the group has failed: no wait of this rank waits any longer, the kernel runs to its
-// end and spoils what it was to deliver, later kernels of the group do nothing else, and the host
-// raises.  So it is, without the deadline, when a rank says that it goes no further (refusal.h), or
-// is found to be in another call (call_barrier.cuh).
+// end and fills what it was to deliver with NaN, later kernels of the group do nothing else, and
+// the host raises.  So it is, without the deadline, when a rank says that it goes no further
+// (refusal.h), or is found to be in another call (call_barrier.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,12 +14,12 @@
 
 namespace ncclep::native {
 
-__device__ inline bool has_failed(const Rank& me) {
+__device__ inline bool has_failed(const KernelContext& me) {
   return *static_cast<volatile unsigned int*>(&me.state->failed) != 0;
 }
 
 // Because of `peer`; `its_call` is for Reason::kDiffers.
-__device__ inline void report_failure(const Rank& me, Reason reason, Phase phase, int peer,
+__device__ inline void report_failure(const KernelContext& me, Reason reason, Phase phase, int peer,
                                       std::uint64_t epoch, std::uint64_t its_call = 0) {
   if (atomicExch(&me.state->failed, 1u) != 0) return;
   me.mailbox->failed_reason = static_cast<std::uint32_t>(reason);
@@ -33,12 +33,12 @@ __device__ inline void report_failure(const Rank& me, Reason reason, Phase phase
 }
 
 // Where a rank that goes no further says so to rank `to`.
-__device__ inline std::uint64_t* stop_word(const Rank& me, int to) {
+__device__ inline std::uint64_t* stop_word(const KernelContext& me, int to) {
   return reinterpret_cast<std::uint64_t*>(me.control_of[to] + me.control.stop());
 }
 
 // Whether another rank goes no further, so that there is nothing to wait for.
-__device__ inline bool is_refused(const Rank& me, Phase phase, std::uint64_t epoch) {
+__device__ inline bool is_refused(const KernelContext& me, Phase phase, std::uint64_t epoch) {
   const std::uint64_t word = load_relaxed(stop_word(me, me.rank));
   if (word == 0) return false;
   report_failure(me, Reason::kRefused, phase, static_cast<int>(word) - 1, epoch);
@@ -50,7 +50,7 @@ class Deadline {
  public:
   // Asked again and again by a wait that goes on.  True when it is in vain, or too long, now or
   // before.
-  __device__ bool has_passed(const Rank& me, Phase phase, int peer, std::uint64_t epoch) {
+  __device__ bool has_passed(const KernelContext& me, Phase phase, int peer, std::uint64_t epoch) {
     if (++num_asked_ % 64 != 0) return false;
     if (has_failed(me) || is_refused(me, phase, epoch)) return true;
     if (start_ == 0) start_ = now_ns();
@@ -66,7 +66,7 @@ class Deadline {
 
 // Calls `is_over` until it is true.  False when the group has failed, now or before.
 template <typename IsOver>
-__device__ bool wait_until(const Rank& me, Phase phase, int peer, std::uint64_t epoch,
+__device__ bool wait_until(const KernelContext& me, Phase phase, int peer, std::uint64_t epoch,
                            IsOver&& is_over) {
   for (Deadline deadline; !is_over();) {
     if (deadline.has_passed(me, phase, peer, epoch)) return false;
@@ -75,8 +75,8 @@ __device__ bool wait_until(const Rank& me, Phase phase, int peer, std::uint64_t 
 }
 
 // Waits until `word`, which only `peer` writes, is at least `epoch`.
-__device__ inline bool wait_for(const Rank& me, Phase phase, int peer, const std::uint64_t* word,
-                                std::uint64_t epoch) {
+__device__ inline bool wait_for(const KernelContext& me, Phase phase, int peer,
+                                const std::uint64_t* word, std::uint64_t epoch) {
   return wait_until(me, phase, peer, epoch, [&] { return load_acquire(word) >= epoch; });
 }
 
@@ -99,7 +99,7 @@ __device__ inline bool has_number(std::uint64_t word, std::uint64_t number) {
 // What `peer` posted with `number`; -1 when the group has failed.  With kLoad = load_acquire, what
 // it wrote before is visible, too.
 template <std::uint64_t (*kLoad)(const std::uint64_t*) = load_relaxed>
-__device__ std::int64_t wait_for_numbered(const Rank& me, Phase phase, int peer,
+__device__ std::int64_t wait_for_numbered(const KernelContext& me, Phase phase, int peer,
                                           const std::uint64_t* word, std::uint64_t number) {
   std::uint64_t found = 0;
   const bool is_here = wait_until(me, phase, peer, number, [&] {
@@ -122,14 +122,14 @@ __device__ inline void show(int* word, int value) { atomicExch(word, value); }
 __device__ inline int look(int* word) { return atomicAdd(word, 0); }
 
 // The operation that this kernel is; the same on every rank, and in every CTA until `leave`.
-__device__ inline std::uint64_t current_epoch(const Rank& me) {
+__device__ inline std::uint64_t current_epoch(const KernelContext& me) {
   return *static_cast<volatile std::uint64_t*>(&me.state->epoch) + 1;
 }
 
 // All threads of all CTAs arrive here; the grid must be resident (a cooperative launch).  What was
 // written before is visible after.  False, for the whole CTA, when the group has failed: what the
 // other CTAs should have written may be missing.
-__device__ inline bool grid_barrier(const Rank& me, Phase phase) {
+__device__ inline bool grid_barrier(const KernelContext& me, Phase phase) {
   bool all_here = true;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -146,13 +146,13 @@ __device__ inline bool grid_barrier(const Rank& me, Phase phase) {
 
 // Whether the group had failed before this kernel, which then moves nothing and tells nobody.  All
 // threads of a CTA call it; it is a barrier of the CTA.
-__device__ inline bool had_failed(const Rank& me) {
+__device__ inline bool had_failed(const KernelContext& me) {
   return __syncthreads_or(threadIdx.x == 0 && has_failed(me));
 }
 
 // Makes every number NaN in what a failed kernel was to deliver: bf16, fp16 and fp32 of which all
 // bits are set.  By one CTA; `memory` is aligned to 16 bytes, and null when there is none.
-__device__ inline void spoil(void* memory, std::size_t num_bytes) {
+__device__ inline void fill_nan(void* memory, std::size_t num_bytes) {
   auto* vectors = static_cast<uint4*>(memory);
   auto* words = static_cast<std::uint32_t*>(memory);
   const std::size_t num_vectors = num_bytes / sizeof(uint4);
@@ -166,7 +166,7 @@ __device__ inline void spoil(void* memory, std::size_t num_bytes) {
 
 // All threads call this last.  True for all threads of the CTA that leaves last; what the others
 // wrote is visible to it, also to be passed on to other ranks.
-__device__ inline bool leave(const Rank& me) {
+__device__ inline bool leave(const KernelContext& me) {
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {

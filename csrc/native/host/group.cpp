@@ -132,20 +132,20 @@ std::size_t Group::num_bytes() const {
   return sum;
 }
 
-Rank Group::rank(std::uint64_t call) const {
+KernelContext Group::context(std::uint64_t call) const {
   require(rows_window_ != nullptr && rows_window_->is_open() && state_ != nullptr,
           "the native group has no windows: making them comes first, and close last");
-  Rank rank{};
-  rank.control = control_;
-  rank.rank = communicator_->rank();
-  std::copy(control_window_->peers().begin(), control_window_->peers().end(), rank.control_of);
-  std::copy(rows_window_->peers().begin(), rows_window_->peers().end(), rank.rows_of);
-  rank.dispatch_bytes = row_bytes_ * control_.max_tokens;
-  rank.state = state_;
-  rank.mailbox = mailbox_on_device_;
-  rank.deadline_ns = static_cast<std::uint64_t>(timeout_s_ * 1e9);
-  rank.call = call;
-  return rank;
+  KernelContext context{};
+  context.control = control_;
+  context.rank = communicator_->rank();
+  std::copy(control_window_->peers().begin(), control_window_->peers().end(), context.control_of);
+  std::copy(rows_window_->peers().begin(), rows_window_->peers().end(), context.rows_of);
+  context.dispatch_bytes = row_bytes_ * control_.max_tokens;
+  context.state = state_;
+  context.mailbox = mailbox_on_device_;
+  context.deadline_ns = static_cast<std::uint64_t>(timeout_s_ * 1e9);
+  context.call = call;
+  return context;
 }
 
 void Group::queue(std::uintptr_t stream, const std::function<void()>& launch) {
@@ -161,7 +161,7 @@ void Group::check_num_ctas(int num_ctas) const {
 void Group::refuse(Phase phase, std::uintptr_t stream) {
   require_open();
   if (rows_window_ == nullptr || !rows_window_->is_open()) return;
-  queue(stream, [&] { native::refuse(rank(), phase, stream); });
+  queue(stream, [&] { native::refuse(context(), phase, stream); });
 }
 
 }  // namespace ncclep::native

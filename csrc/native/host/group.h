@@ -143,7 +143,7 @@ class Group {
   // For operations beside plans (low_latency/host.h).
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   // What kernels get; `call` is that of call.h.
-  Rank rank(std::uint64_t call = 0) const;
+  KernelContext context(std::uint64_t call = 0) const;
   // Queues an operation with `launch`; see StreamOrder.  A graph must not run beside other work of
   // the communicator's groups.
   void queue(std::uintptr_t stream, const std::function<void()>& launch);

@@ -101,8 +101,9 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
   }
   queue(stream, [&] {
     // In static mode the first kernel compares the ranks' calls.
-    const Rank first = rank(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
-    const Rank me = rank();
+    const KernelContext first =
+        context(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
+    const KernelContext me = context();
     if (count.ticket != 0) reached_->record(stream);
     if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream);
     native::plan_count(kept ? me : first, count, scratch, num_sms, stream);
@@ -124,8 +125,8 @@ void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_as
   check_plan(control_, plan);
   take_routes(plan, max_pairs, max_assignments, routes);
   queue(stream, [&] {
-    native::plan_receive(rank(), received_routes(plan, control_.num_ranks), plan_scratch(num_sms),
-                         num_sms, stream);
+    native::plan_receive(context(), received_routes(plan, control_.num_ranks),
+                         plan_scratch(num_sms), num_sms, stream);
   });
 }
 
@@ -152,8 +153,8 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.routed_per_expert = job.tokens_per_expert + num_local;
   job.token_ranks = token_routes_of(plan.token_routes).token_ranks;
   job.routes = received_routes(plan, control_.num_ranks);
-  const Rank me =
-      rank(call_of_rows(Phase::kDispatch, plan.number, x.dtype, job.row_bytes, job.has_weights));
+  const KernelContext me =
+      context(call_of_rows(Phase::kDispatch, plan.number, x.dtype, job.row_bytes, job.has_weights));
   queue(stream, [&] { native::dispatch(me, job, num_sms, stream); });
 }
 
@@ -183,8 +184,8 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   job.row_bytes = row_bytes_of(y);
   job.token_routes = token_routes_of(plan.token_routes);
   job.routes = received_routes(plan, control_.num_ranks);
-  const Rank me =
-      rank(call_of_rows(Phase::kCombine, plan.number, y.dtype, job.row_bytes, job.has_weights));
+  const KernelContext me =
+      context(call_of_rows(Phase::kCombine, plan.number, y.dtype, job.row_bytes, job.has_weights));
   queue(stream, [&] { native::combine(me, job, num_sms, stream); });
 }
 

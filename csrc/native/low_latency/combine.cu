@@ -90,8 +90,8 @@ __device__ void add_rows(const LowLatencyWindow& window, const LowLatencyCombine
 
 // This CTA's share of what goes to other ranks; `counts`: how many rows each has here.
 template <typename T>
-__device__ void send_back(const Rank& me, const LowLatencyRank& ll, const LowLatencyCombine& job,
-                          const int* counts) {
+__device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
+                          const LowLatencyCombine& job, const int* counts) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_ranks = window.num_ranks;
   const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
@@ -124,8 +124,8 @@ __device__ void send_back(const Rank& me, const LowLatencyRank& ll, const LowLat
 template <typename T>
 class SourceSums {
  public:
-  __device__ SourceSums(const Rank& me, const LowLatencyRank& ll, const LowLatencyCombine& job,
-                        const Places& places)
+  __device__ SourceSums(const KernelContext& me, const LowLatencyContext& ll,
+                        const LowLatencyCombine& job, const Places& places)
       : me_(me), ll_(ll), job_(job), places_(places) {}
 
   // What does not depend on other ranks.  `item`: piece by piece, token by token.
@@ -191,8 +191,8 @@ class SourceSums {
   }
 
  private:
-  const Rank& me_;
-  const LowLatencyRank& ll_;
+  const KernelContext& me_;
+  const LowLatencyContext& ll_;
   const LowLatencyCombine& job_;
   const Places& places_;
   int token_ = 0, offset_ = 0, place_ = 0;
@@ -202,7 +202,7 @@ class SourceSums {
 
 template <typename T>
 __global__ void __launch_bounds__(kLlThreads, 1)
-    ll_combine_kernel(Rank me, LowLatencyRank ll, LowLatencyCombine job) {
+    ll_combine_kernel(KernelContext me, LowLatencyContext ll, LowLatencyCombine job) {
   __shared__ Places places;
   __shared__ int counts[kMaxRanks];
   const LowLatencyWindow& window = ll.window;
@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(kLlThreads, 1)
 
 }  // namespace
 
-void low_latency_combine(const Rank& me, const LowLatencyRank& ll, const LowLatencyCombine& job,
-                         int num_ctas, std::uintptr_t stream) {
+void low_latency_combine(const KernelContext& me, const LowLatencyContext& ll,
+                         const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream) {
   const auto kernel = job.dtype == DType::kBFloat16  ? ll_combine_kernel<__nv_bfloat16>
                       : job.dtype == DType::kFloat16 ? ll_combine_kernel<__half>
                                                      : ll_combine_kernel<float>;

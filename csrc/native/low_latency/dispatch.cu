@@ -18,12 +18,13 @@ __device__ std::int64_t expert_at(const LowLatencyDispatch& job, int assignment)
   return static_cast<const std::int32_t*>(job.topk_idx)[assignment];
 }
 
-__device__ bool is_expert(const Rank& me, std::int64_t expert) {
+__device__ bool is_expert(const KernelContext& me, std::int64_t expert) {
   return expert >= 0 && expert < me.control.num_experts;
 }
 
 // The ranks that the token with this thread's number goes to.
-__device__ std::uint32_t find_ranks(const Rank& me, const LowLatencyDispatch& job, int top_k) {
+__device__ std::uint32_t find_ranks(const KernelContext& me, const LowLatencyDispatch& job,
+                                    int top_k) {
   const int token = threadIdx.x, num_local = me.control.num_local();
   std::uint32_t ranks = 0;
   if (token >= job.num_tokens) return ranks;
@@ -38,8 +39,9 @@ __device__ std::uint32_t find_ranks(const Rank& me, const LowLatencyDispatch& jo
 // A token's experts and weights, and the scales of its row, to all of `ranks`; by one warp, whose
 // lane r has its place at rank r.  False if its routing is bad: such an assignment counts as not
 // routed.
-__device__ bool send_header(const Rank& me, const LowLatencyRank& ll, const LowLatencyDispatch& job,
-                            int token, std::uint32_t ranks, int own_place) {
+__device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll,
+                            const LowLatencyDispatch& job, int token, std::uint32_t ranks,
+                            int own_place) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, num_local = me.control.num_local();
   std::int64_t named = -1;
@@ -77,8 +79,8 @@ __device__ bool send_header(const Rank& me, const LowLatencyRank& ll, const LowL
 }
 
 // This CTA's share.  False for a thread that has found a bad routing.
-__device__ bool send_rows(const Rank& me, const LowLatencyRank& ll, const LowLatencyDispatch& job,
-                          const Places& places) {
+__device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
+                          const LowLatencyDispatch& job, const Places& places) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pieces = (window.row_bytes + kLlPiece - 1) / kLlPiece;
@@ -113,8 +115,8 @@ __device__ bool send_rows(const Rank& me, const LowLatencyRank& ll, const LowLat
 }
 
 // Waits for all ranks' rows, by one CTA.
-__device__ void receive(const Rank& me, const LowLatencyRank& ll, const LowLatencyDispatch& job,
-                        std::uint64_t number, bool has_failed) {
+__device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
+                        const LowLatencyDispatch& job, std::uint64_t number, bool has_failed) {
   __shared__ int counts[kMaxRanks];
   const LowLatencyWindow& window = ll.window;
   const int rank = threadIdx.x;
@@ -141,11 +143,11 @@ __device__ void receive(const Rank& me, const LowLatencyRank& ll, const LowLaten
     const int end = has_failed ? 0 : counts[from] * window.top_k;
     for (int i = end + threadIdx.x; i < of_rank; i += kLlThreads) experts[i] = -1;
   }
-  if (has_failed) spoil(own + window.weights(), window.places() * window.top_k * sizeof(float));
+  if (has_failed) fill_nan(own + window.weights(), window.places() * window.top_k * sizeof(float));
 }
 
 __global__ void __launch_bounds__(kLlThreads, 1)
-    ll_dispatch_kernel(Rank me, LowLatencyRank ll, LowLatencyDispatch job) {
+    ll_dispatch_kernel(KernelContext me, LowLatencyContext ll, LowLatencyDispatch job) {
   __shared__ Places places;
   __shared__ int counts[kMaxRanks];
   const LowLatencyWindow& window = ll.window;
@@ -176,8 +178,8 @@ __global__ void __launch_bounds__(kLlThreads, 1)
 
 }  // namespace
 
-void low_latency_dispatch(const Rank& me, const LowLatencyRank& ll, const LowLatencyDispatch& job,
-                          int num_ctas, std::uintptr_t stream) {
+void low_latency_dispatch(const KernelContext& me, const LowLatencyContext& ll,
+                          const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream) {
   if (!job.sends) num_ctas = 1;
   ll_dispatch_kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, ll,
                                                                                           job);

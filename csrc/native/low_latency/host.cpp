@@ -106,9 +106,9 @@ std::uintptr_t LowLatency::address(std::size_t offset) const {
                                           offset);
 }
 
-LowLatencyRank LowLatency::rank() const {
+LowLatencyContext LowLatency::context() const {
   require(window_->is_open(), "the low-latency window is not open");
-  LowLatencyRank ll{};
+  LowLatencyContext ll{};
   ll.window = layout_;
   std::copy(window_->peers().begin(), window_->peers().end(), ll.window_of);
   ll.state = state_;
@@ -142,7 +142,7 @@ void LowLatency::dispatch(const Tensor& x, const std::optional<Tensor>& scales,
   job.num_tokens = static_cast<int>(num_tokens);
   job.counts = static_cast<std::int32_t*>(counts.data);
   group_->queue(stream,
-                [&] { low_latency_dispatch(group_->rank(), rank(), job, num_ctas, stream); });
+                [&] { low_latency_dispatch(group_->context(), context(), job, num_ctas, stream); });
   num_tokens_ = num_tokens;
 }
 
@@ -152,7 +152,8 @@ void LowLatency::complete_dispatch(const Tensor& counts, std::uintptr_t stream) 
   LowLatencyDispatch job{};
   job.completes = true;
   job.counts = static_cast<std::int32_t*>(counts.data);
-  group_->queue(stream, [&] { low_latency_dispatch(group_->rank(), rank(), job, 1, stream); });
+  group_->queue(stream,
+                [&] { low_latency_dispatch(group_->context(), context(), job, 1, stream); });
 }
 
 void LowLatency::combine(const Tensor& y, const std::optional<Tensor>& rows_of, const Tensor& out,
@@ -179,7 +180,7 @@ void LowLatency::combine(const Tensor& y, const std::optional<Tensor>& rows_of, 
   job.num_tokens = static_cast<int>(num_tokens_);
   job.dtype = sizes_.dtype;
   group_->queue(stream,
-                [&] { low_latency_combine(group_->rank(), rank(), job, num_ctas, stream); });
+                [&] { low_latency_combine(group_->context(), context(), job, num_ctas, stream); });
 }
 
 }  // namespace ncclep::native

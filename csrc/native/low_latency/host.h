@@ -64,7 +64,7 @@ class LowLatency {
 
  private:
   std::uintptr_t address(std::size_t offset) const;
-  LowLatencyRank rank() const;
+  LowLatencyContext context() const;
   void require_open() const;
 
   std::shared_ptr<Group> group_;

@@ -18,7 +18,8 @@ static_assert(kLlThreads >= kMaxRanks && kMaxRanks == 32, "a lane for each rank"
 enum class Turn : int { kDispatch, kCombine };
 
 // Where `from` says to rank `to` that it has sent.
-__device__ inline std::uint64_t* sent_word(const LowLatencyRank& ll, int to, Turn turn, int from) {
+__device__ inline std::uint64_t* sent_word(const LowLatencyContext& ll, int to, Turn turn,
+                                           int from) {
   return reinterpret_cast<std::uint64_t*>(ll.window_of[to] + ll.window.sent()) +
          static_cast<int>(turn) * ll.window.num_ranks + from;
 }
@@ -30,7 +31,8 @@ struct Operation {
 };
 
 // By all threads; no barrier: only thread 0 knows of a failure.
-__device__ inline Operation begin(const Rank& me, const LowLatencyRank& ll, Turn turn, bool sends) {
+__device__ inline Operation begin(const KernelContext& me, const LowLatencyContext& ll, Turn turn,
+                                  bool sends) {
   const auto* state = static_cast<volatile LowLatencyState*>(ll.state);
   const std::uint64_t dispatches = state->dispatches, combines = state->combines;
   Operation now{(turn == Turn::kDispatch ? dispatches : combines) + sends, false};

@@ -60,7 +60,7 @@ struct LowLatencyWindow {
   NCCLEP_BOTH std::size_t sent() const { return 0; }
   // int32 [R][max_tokens][K]: a row's experts among this rank's, -1 for those of other ranks.
   NCCLEP_BOTH std::size_t experts() const { return 2 * num_ranks * 8; }
-  // float [R][max_tokens][K]; at a multiple of 16 bytes, because they are spoiled as vectors.
+  // float [R][max_tokens][K]; at a multiple of 16 bytes, because `fill_nan` writes vectors.
   NCCLEP_BOTH std::size_t weights() const {
     return (experts() + places() * top_k * 4 + 15) / 16 * 16;
   }
@@ -84,8 +84,8 @@ struct LowLatencyState {
   std::uint32_t ranks_of[kLowLatencyTokens];
 };
 
-// What every kernel gets beside Rank.
-struct LowLatencyRank {
+// What every kernel gets beside KernelContext.
+struct LowLatencyContext {
   LowLatencyWindow window;
   char* window_of[kMaxRanks];  // by rank
   LowLatencyState* state;
@@ -114,9 +114,9 @@ struct LowLatencyCombine {
   DType dtype;
 };
 
-void low_latency_dispatch(const Rank& me, const LowLatencyRank& ll, const LowLatencyDispatch& job,
-                          int num_ctas, std::uintptr_t stream);
-void low_latency_combine(const Rank& me, const LowLatencyRank& ll, const LowLatencyCombine& job,
-                         int num_ctas, std::uintptr_t stream);
+void low_latency_dispatch(const KernelContext& me, const LowLatencyContext& ll,
+                          const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream);
+void low_latency_combine(const KernelContext& me, const LowLatencyContext& ll,
+                         const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream);
 
 }  // namespace ncclep::native

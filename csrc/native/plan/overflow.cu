@@ -48,7 +48,7 @@ __device__ std::uint64_t* wanted_word(char* control, const Control& layout, int 
          expert;
 }
 
-__device__ void post_wanted(const Rank& me, const int* total, std::uint64_t plans) {
+__device__ void post_wanted(const KernelContext& me, const int* total, std::uint64_t plans) {
   const Control& layout = me.control;
   for (int i = threadIdx.x; i < layout.num_ranks * layout.num_experts; i += kPlanThreads) {
     const int rank = (me.rank + i / layout.num_experts) % layout.num_ranks;
@@ -58,7 +58,7 @@ __device__ void post_wanted(const Rank& me, const int* total, std::uint64_t plan
 }
 
 // All ranks' counts.  False when the deadline passed.
-__device__ bool take_wanted(const Rank& me, Shared& shared, std::uint64_t plans) {
+__device__ bool take_wanted(const KernelContext& me, Shared& shared, std::uint64_t plans) {
   const Control& layout = me.control;
   constexpr int kUnroll = 8;
   bool is_complete = true;
@@ -93,7 +93,8 @@ __device__ bool take_wanted(const Rank& me, Shared& shared, std::uint64_t plans)
 }
 
 // What every rank would need.  True if all of them have it.
-__device__ bool everything_fits(const Rank& me, const Drop& job, Shared& shared, int room) {
+__device__ bool everything_fits(const KernelContext& me, const Drop& job, Shared& shared,
+                                int room) {
   const int num_local = me.control.num_local(), lane = threadIdx.x % kWarpSize;
   for (int rank = threadIdx.x / kWarpSize; rank < me.control.num_ranks; rank += kPlanWarps) {
     int blocks = 0, wanted = 0;
@@ -186,7 +187,7 @@ __device__ void keep_what_fits(const Drop& job, const Share& share, const Held& 
 
 template <typename Index>
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    drop_kernel(Rank me, Drop job, PlanScratch scratch, Share share) {
+    drop_kernel(KernelContext me, Drop job, PlanScratch scratch, Share share) {
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
   const Held held(share, memory);
@@ -202,11 +203,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     count_part<Index>(share, held, job.topk_idx, shared.total, scratch.parts,
                       [](int, std::uint32_t, std::uint32_t) {});
     if (grid_barrier(me, Phase::kPlan)) {
-      const bool is_speaker = blockIdx.x == gridDim.x - 1;
+      const bool is_leader = blockIdx.x == gridDim.x - 1;
       const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
-      sum_parts(share, scratch.parts, is_speaker ? share.num_parts() : before, shared.start,
+      sum_parts(share, scratch.parts, is_leader ? share.num_parts() : before, shared.start,
                 shared.total);
-      if (is_speaker) {
+      if (is_leader) {
         post_wanted(me, shared.total, plans);
         if (threadIdx.x == 0 && shared.total[share.num_columns()] != 0) me.state->is_bad = 1;
       }
@@ -227,8 +228,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
 }  // namespace
 
-void drop_what_does_not_fit(const Rank& me, const Drop& arguments, const PlanScratch& scratch,
-                            int num_sms, std::uintptr_t stream) {
+void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
+                            const PlanScratch& scratch, int num_sms, std::uintptr_t stream) {
   const auto kernel = arguments.is_int64 ? drop_kernel<std::int64_t> : drop_kernel<std::int32_t>;
   const Share share = share_out(arguments.num_tokens, arguments.top_k, me.control, num_sms);
   launch_cooperatively("static mode", kernel, share.num_ctas, kPlanThreads,

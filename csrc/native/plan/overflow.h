@@ -25,7 +25,7 @@ struct Drop {
 };
 
 // Queues it.  Collective; `count` of the same plan follows, on `kept`.
-void drop_what_does_not_fit(const Rank& me, const Drop& arguments, const PlanScratch& scratch,
-                            int num_sms, std::uintptr_t stream);
+void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
+                            const PlanScratch& scratch, int num_sms, std::uintptr_t stream);
 
 }  // namespace ncclep::native

@@ -56,7 +56,8 @@ __device__ std::uint64_t* count_word(char* control, const Control& layout, std::
 }
 
 // Tells every rank what it will get from here.
-__device__ void post_counts(const Rank& me, const int* total, bool is_bad, std::uint64_t plans) {
+__device__ void post_counts(const KernelContext& me, const int* total, bool is_bad,
+                            std::uint64_t plans) {
   const Control& layout = me.control;
   const int num_experts = layout.num_experts, num_local = layout.num_local();
   for (int i = threadIdx.x; i < num_experts + layout.num_ranks; i += kPlanThreads) {
@@ -69,8 +70,8 @@ __device__ void post_counts(const Rank& me, const int* total, bool is_bad, std::
 }
 
 // What this rank gets from all others: to the host, to the plan's tensors and to scratch.
-__device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScratch& scratch,
-                            Shared& shared, std::uint64_t plans) {
+__device__ void take_counts(const KernelContext& me, const PlanCount& plan,
+                            const PlanScratch& scratch, Shared& shared, std::uint64_t plans) {
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local(), columns = num_local + 1;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -166,7 +167,7 @@ __device__ void take_counts(const Rank& me, const PlanCount& plan, const PlanScr
 
 // The routes of this CTA's tokens, for the other ranks to fetch.
 template <typename Index>
-__device__ void write_routes(const Rank& me, const PlanCount& plan, const Share& share,
+__device__ void write_routes(const KernelContext& me, const PlanCount& plan, const Share& share,
                              const Held& held, int* start) {
   const Control& layout = me.control;
   const int columns = share.num_columns(), num_experts = share.num_experts, top_k = share.top_k;
@@ -235,7 +236,7 @@ __device__ void write_routes(const Rank& me, const PlanCount& plan, const Share&
 }
 
 // All threads call this last.
-__device__ void finish(const Rank& me, const PlanCount& plan, std::uint64_t plans,
+__device__ void finish(const KernelContext& me, const PlanCount& plan, std::uint64_t plans,
                        std::uint64_t entry, std::uint64_t epoch) {
   if (!leave(me)) return;
   const Control& layout = me.control;
@@ -258,7 +259,7 @@ __device__ void finish(const Rank& me, const PlanCount& plan, std::uint64_t plan
 
 template <typename Index>
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    count_kernel(Rank me, PlanCount plan, PlanScratch scratch, Share share) {
+    count_kernel(KernelContext me, PlanCount plan, PlanScratch scratch, Share share) {
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
   const Control& layout = me.control;
@@ -284,11 +285,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     compare_entries(me, Phase::kPlan, entry, epoch);
   }
   // The CTA with the fewest tokens, if any, talks to the others.
-  const bool is_speaker = blockIdx.x == gridDim.x - 1;
+  const bool is_leader = blockIdx.x == gridDim.x - 1;
   const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
-  sum_parts(share, scratch.parts, is_speaker ? share.num_parts() : before, shared.start,
+  sum_parts(share, scratch.parts, is_leader ? share.num_parts() : before, shared.start,
             shared.total);
-  if (is_speaker) {
+  if (is_leader) {
     const bool was_bad = *static_cast<volatile unsigned int*>(&me.state->is_bad) != 0;
     post_counts(me, shared.total, was_bad || shared.total[share.num_columns()] != 0, plans);
     take_counts(me, plan, scratch, shared, plans);
@@ -300,7 +301,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
                        *static_cast<volatile std::uint64_t*>(&me.state->received));
   }
   if (__syncthreads_and(is_free)) {
-    if (is_speaker) {
+    if (is_leader) {
       const int ends = plan.most_chunks + 1 - share.num_chunks();
       auto* chunk_pairs =
           reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + layout.chunk_pairs());
@@ -317,8 +318,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
 }  // namespace
 
-void plan_count(const Rank& me, const PlanCount& arguments, const PlanScratch& scratch, int num_sms,
-                std::uintptr_t stream) {
+void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
+                int num_sms, std::uintptr_t stream) {
   const auto kernel = arguments.is_int64 ? count_kernel<std::int64_t> : count_kernel<std::int32_t>;
   const int num_tokens = arguments.num_tokens;
   require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);

@@ -101,12 +101,12 @@ struct PlanCount {
 };
 
 // Queues `count`.  Collective.
-void plan_count(const Rank& me, const PlanCount& arguments, const PlanScratch& scratch, int num_sms,
-                std::uintptr_t stream);
+void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
+                int num_sms, std::uintptr_t stream);
 
 // Queues `receive`, with the scratch of `count`.  It does nothing when there is not room for all,
 // and can be queued again with more; or when the plan is refused, on all ranks.
-void plan_receive(const Rank& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
+void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
                   int num_sms, std::uintptr_t stream);
 
 }  // namespace ncclep::native

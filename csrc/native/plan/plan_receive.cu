@@ -20,8 +20,8 @@ struct Part {
 };
 
 // What `source` wrote for this rank, by `threads` threads of which this is `thread`.
-__device__ void fetch(const Rank& me, const ReceivedRoutes& routes, const Part& part, int source,
-                      const int* start, int thread, int threads) {
+__device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes, const Part& part,
+                      int source, const int* start, int thread, int threads) {
   const Control& layout = me.control;
   const char* window = me.control_of[source];
   const int first_pair = part.first_pair, num_pairs = part.end_pair - first_pair;
@@ -74,7 +74,7 @@ __device__ void fetch(const Rank& me, const ReceivedRoutes& routes, const Part& 
 }
 
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    receive_kernel(Rank me, ReceivedRoutes routes, PlanScratch scratch) {
+    receive_kernel(KernelContext me, ReceivedRoutes routes, PlanScratch scratch) {
   __shared__ int start[kMaxExperts];
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local();
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
 }  // namespace
 
-void plan_receive(const Rank& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
+void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
                   int num_sms, std::uintptr_t stream) {
   receive_kernel<<<num_sms, kPlanThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, routes,
                                                                                        scratch);

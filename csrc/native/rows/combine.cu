@@ -43,7 +43,7 @@ using AddUpRing = PieceRing<5>;
 
 // One adding warp's share of the pairs.
 template <typename T>
-__device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool sends,
+__device__ void add(const KernelContext& me, const Combine& job, const Crew& crew, bool sends,
                     AddUpRing& ring, Books& books, int warp, std::uint64_t entry,
                     std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
@@ -108,8 +108,8 @@ __device__ void add(const Rank& me, const Combine& job, const Crew& crew, bool s
 }
 
 // Sums are made: tells the sending CTAs of units that are complete.
-__device__ void publish_added(const Rank& me, const ReceivedRoutes& routes, const Batch& batch,
-                              std::uint64_t epoch) {
+__device__ void publish_added(const KernelContext& me, const ReceivedRoutes& routes,
+                              const Batch& batch, std::uint64_t epoch) {
   const int first = routes.first_pair[batch.source], end = routes.first_pair[batch.source + 1];
   auto* num_added =
       reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_added());
@@ -126,8 +126,8 @@ __device__ void publish_added(const Rank& me, const ReceivedRoutes& routes, cons
 // fewer adds its own rows up first, since a + b = b + a.  That costs half as many registers, so
 // there is a kernel without it (kHasParts = false), for the first two ranks.
 template <typename T, bool kHasParts>
-__device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, const char** parts,
-                       std::uint64_t epoch) {
+__device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& ring,
+                       const char** parts, std::uint64_t epoch) {
   const Control& layout = me.control;
   const ReceivedRoutes& routes = job.routes;
   const int num_ranks = layout.num_ranks, lane = threadIdx.x % kWarpSize;
@@ -210,13 +210,13 @@ __device__ void sum_up(const Rank& me, const Combine& job, AddUpRing& ring, cons
 }
 
 // All threads call this last.
-__device__ void finish(const Rank& me, const Combine& job, std::uint64_t entry,
+__device__ void finish(const KernelContext& me, const Combine& job, std::uint64_t entry,
                        std::uint64_t epoch) {
   if (!leave(me)) return;
   if (has_failed(me)) {
-    spoil(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);
+    fill_nan(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);
     if (job.has_weights) {
-      spoil(job.topk_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
+      fill_nan(job.topk_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
     }
   }
   if (threadIdx.x == 0) {
@@ -227,7 +227,7 @@ __device__ void finish(const Rank& me, const Combine& job, std::uint64_t entry,
 
 template <typename T, bool kHasParts>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
-    combine_kernel(Rank me, Combine job, RingShape shape, CombineSplit split) {
+    combine_kernel(KernelContext me, Combine job, RingShape shape, CombineSplit split) {
   extern __shared__ __align__(128) char memory[];
   __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
   __shared__ const char* parts[kWarps][kWarpSize];
@@ -287,7 +287,8 @@ auto kernel_for(bool has_parts) {
 
 }  // namespace
 
-void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr_t stream) {
+void combine(const KernelContext& me, const Combine& arguments, int num_sms,
+             std::uintptr_t stream) {
   const bool has_parts = me.rank > 1;
   const auto kernel = arguments.dtype == DType::kBFloat16  ? kernel_for<__nv_bfloat16>(has_parts)
                       : arguments.dtype == DType::kFloat16 ? kernel_for<__half>(has_parts)

@@ -25,6 +25,6 @@ struct Combine {
 };
 
 // Queues the combine.  Collective.
-void combine(const Rank& me, const Combine& arguments, int num_sms, std::uintptr_t stream);
+void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream);
 
 }  // namespace ncclep::native

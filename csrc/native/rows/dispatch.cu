@@ -56,15 +56,15 @@ __device__ void zero_with_warp(char* to, int bytes, int lane) {
 }
 
 // Where a rank finds the weights of the assignments of `source`.
-__device__ float* weights_at(const Rank& me, int rank, int source, std::uint64_t parity) {
+__device__ float* weights_at(const KernelContext& me, int rank, int source, std::uint64_t parity) {
   const Control& layout = me.control;
   return reinterpret_cast<float*>(me.control_of[rank] + layout.weights()) +
          (parity * layout.num_ranks + source) * layout.assignments();
 }
 
 // The weights of a phase's tokens into everybody's windows, by one warp of each staging CTA.
-__device__ void stage_weights(const Rank& me, const Dispatch& job, int num_ctas, int start, int end,
-                              std::uint64_t parity) {
+__device__ void stage_weights(const KernelContext& me, const Dispatch& job, int num_ctas, int start,
+                              int end, std::uint64_t parity) {
   const int num_ranks = me.control.num_ranks, step = num_ctas * kWarpSize;
   const int last = end * job.top_k;
   int i = start * job.top_k + blockIdx.x * kWarpSize + threadIdx.x % kWarpSize;
@@ -86,8 +86,8 @@ __device__ void stage_weights(const Rank& me, const Dispatch& job, int num_ctas,
 }
 
 // One warp's share of a phase's rows.
-__device__ void stage_rows(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
-                           int warp, int num_warps, int start, int end, char* window) {
+__device__ void stage_rows(const KernelContext& me, const Dispatch& job, const RingShape& shape,
+                           Ring& ring, int warp, int num_warps, int start, int end, char* window) {
   const int lane = threadIdx.x % kWarpSize;
   int token = start + warp, piece = 0;
   std::uint32_t ranks = token < end ? job.token_ranks[token] : 0;
@@ -120,9 +120,9 @@ __device__ void stage_rows(const Rank& me, const Dispatch& job, const RingShape&
 
 // Rows of this rank's tokens into its window and their weights into everybody's, phase by phase,
 // by the first `num_ctas` CTAs.  Warp 0 of each has the weights.
-__device__ void stage(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
-                      int num_ctas, int first_phase, int end_phase, std::uint64_t parity,
-                      std::uint64_t epoch) {
+__device__ void stage(const KernelContext& me, const Dispatch& job, const RingShape& shape,
+                      Ring& ring, int num_ctas, int first_phase, int end_phase,
+                      std::uint64_t parity, std::uint64_t epoch) {
   const Control& layout = me.control;
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
@@ -150,7 +150,7 @@ __device__ void stage(const Rank& me, const Dispatch& job, const RingShape& shap
 }
 
 // Padding rows, and in static mode the rows after the last block.
-__device__ void zero_padding(const Rank& me, const Dispatch& job, int num_ctas) {
+__device__ void zero_padding(const KernelContext& me, const Dispatch& job, int num_ctas) {
   const int num_local = me.control.num_experts / me.control.num_ranks;
   const int lane = threadIdx.x % kWarpSize;
   const int warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = kWarps * num_ctas;
@@ -170,7 +170,7 @@ __device__ void zero_padding(const Rank& me, const Dispatch& job, int num_ctas) 
 }
 
 // The weights of all rows that are no padding, when they are all here; by one warp of each CTA.
-__device__ void place_weights(const Rank& me, const Dispatch& job, std::uint64_t parity) {
+__device__ void place_weights(const KernelContext& me, const Dispatch& job, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
   const int step = gridDim.x * kWarpSize;
   for (int source = 0; source < me.control.num_ranks; ++source) {
@@ -200,7 +200,7 @@ __device__ void place_weights(const Rank& me, const Dispatch& job, std::uint64_t
 }
 
 // Phases of source `lane`, up to the last that has rows for this rank.
-__device__ int needed_phases(const Rank& me, const Dispatch& job) {
+__device__ int needed_phases(const KernelContext& me, const Dispatch& job) {
   const int lane = threadIdx.x % kWarpSize;
   if (lane >= me.control.num_ranks || lane == me.rank) return 0;
   const int first = job.routes.first_pair[lane], end = job.routes.first_pair[lane + 1];
@@ -208,8 +208,8 @@ __device__ int needed_phases(const Rank& me, const Dispatch& job) {
 }
 
 // By one warp: rows into their slots, as long as there are any that nobody has taken.
-__device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape, Ring& ring,
-                     Progress& progress, std::uint64_t parity) {
+__device__ void pull(const KernelContext& me, const Dispatch& job, const RingShape& shape,
+                     Ring& ring, Progress& progress, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int most_pairs = 0;
@@ -290,7 +290,7 @@ __device__ void pull(const Rank& me, const Dispatch& job, const RingShape& shape
 }
 
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
-    dispatch_kernel(Rank me, Dispatch job, RingShape shape, DispatchSplit split) {
+    dispatch_kernel(KernelContext me, Dispatch job, RingShape shape, DispatchSplit split) {
   extern __shared__ __align__(128) char pieces[];
   __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
   __shared__ Progress progress;
@@ -326,8 +326,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   if (!leave(me)) return;
   if (has_failed(me)) {
-    spoil(job.rows, job.num_rows * job.row_bytes);
-    if (job.has_weights) spoil(job.row_w, job.num_rows * sizeof(float));
+    fill_nan(job.rows, job.num_rows * job.row_bytes);
+    if (job.has_weights) fill_nan(job.row_w, job.num_rows * sizeof(float));
   }
   if (threadIdx.x == 0) {
     me.state->dispatches = dispatches;
@@ -338,7 +338,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 
 }  // namespace
 
-void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintptr_t stream) {
+void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
+              std::uintptr_t stream) {
   const RingShape shape = ring_shape(arguments.row_bytes);
   const DispatchSplit split = split_dispatch(num_sms);
   launch_cooperatively("dispatch", dispatch_kernel, num_sms, kWarps * kWarpSize,

@@ -26,6 +26,7 @@ struct Dispatch {
 };
 
 // Queues the dispatch.  Collective.
-void dispatch(const Rank& me, const Dispatch& arguments, int num_sms, std::uintptr_t stream);
+void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
+              std::uintptr_t stream);
 
 }  // namespace ncclep::native

@@ -20,7 +20,8 @@ struct Crew {
 // them, so that at every moment all ranks have their share and all warps end at the same time.
 class PairCursor {
  public:
-  __device__ PairCursor(const Rank& me, const ReceivedRoutes& routes, const Crew& crew, int warp) {
+  __device__ PairCursor(const KernelContext& me, const ReceivedRoutes& routes, const Crew& crew,
+                        int warp) {
     const int others = me.control.num_ranks - 1;
     if (others == 0) return;
     const int place = warp * crew.num_ctas + crew.cta, warps = crew.num_warps * crew.num_ctas;
@@ -113,7 +114,7 @@ constexpr int kBookPauses = 8, kBookPauseNs = 500;
 // Calls publish(batch) for the pairs that a warp of the crew is done with; what the warp wrote
 // before is visible to all ranks then.  By one warp, whose lane i follows warp i.
 template <typename Publish>
-__device__ void keep_books(const Rank& me, const ReceivedRoutes& routes, const Crew& crew,
+__device__ void keep_books(const KernelContext& me, const ReceivedRoutes& routes, const Crew& crew,
                            Books& books, Publish&& publish) {
   const int lane = threadIdx.x % kWarpSize;
   const bool follows = lane < crew.num_warps;

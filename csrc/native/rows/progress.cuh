@@ -33,8 +33,8 @@ struct Progress {
 //   needed             in lane r: units of source r
 //   flag(source, i)    where the flag of its unit i is
 template <typename Flag>
-__device__ void watch(const Rank& me, Phase phase, std::uint64_t epoch, int needed, Flag&& flag,
-                      Progress& progress) {
+__device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch, int needed,
+                      Flag&& flag, Progress& progress) {
   const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int found = 0, source = me.rank;
   Deadline deadline;

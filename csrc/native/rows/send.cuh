@@ -19,19 +19,19 @@ namespace ncclep::native {
 constexpr int kSentAhead = 3;
 
 // Where `me` lets the sums of `token` of rank `source` go.
-__device__ inline char* place_of_sum(const Rank& me, int source, int token, int rank,
+__device__ inline char* place_of_sum(const KernelContext& me, int source, int token, int rank,
                                      int row_bytes) {
   return me.rows_of[source] + 2 * me.dispatch_bytes +
          (static_cast<std::size_t>(token) * me.control.num_ranks + rank) * row_bytes;
 }
 
-__device__ inline std::uint64_t* added_flag(const Rank& me, int source, int unit) {
+__device__ inline std::uint64_t* added_flag(const KernelContext& me, int source, int unit) {
   return reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + me.control.added()) +
          source * me.control.max_units() + unit;
 }
 
 // One sending warp's share of the pairs.
-__device__ inline void send(const Rank& me, const Combine& job, const Crew& crew,
+__device__ inline void send(const KernelContext& me, const Combine& job, const Crew& crew,
                             const RingShape& shape, Ring& ring, Progress& progress, Books& books,
                             int warp, std::uint64_t entry, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
@@ -124,7 +124,7 @@ __device__ inline void send(const Rank& me, const Combine& job, const Crew& crew
 }
 
 // Sums are in their source rank's window: tells the source rank of chunks that are complete.
-__device__ inline void publish_sent(const Rank& me, const ReceivedRoutes& routes,
+__device__ inline void publish_sent(const KernelContext& me, const ReceivedRoutes& routes,
                                     const Batch& batch, std::uint64_t epoch) {
   const int max_chunks = me.control.max_chunks();
   const std::int32_t* chunk_pair = routes.chunk_pair + batch.source * (routes.num_chunks + 1);
@@ -139,7 +139,7 @@ __device__ inline void publish_sent(const Rank& me, const ReceivedRoutes& routes
 }
 
 // Units of source `lane` that will be added.
-__device__ inline int needed_units(const Rank& me, const ReceivedRoutes& routes) {
+__device__ inline int needed_units(const KernelContext& me, const ReceivedRoutes& routes) {
   const int lane = threadIdx.x % kWarpSize;
   if (lane >= me.control.num_ranks || lane == me.rank) return 0;
   return (routes.first_pair[lane + 1] - routes.first_pair[lane] + kUnit - 1) / kUnit;

@@ -12,7 +12,7 @@ namespace ncclep::native {
 // numbers anew.
 class WorkCounter {
  public:
-  __device__ explicit WorkCounter(const Rank& me) : next_(&me.state->next) { ask(); }
+  __device__ explicit WorkCounter(const KernelContext& me) : next_(&me.state->next) { ask(); }
 
   // The next number that no other warp has; beyond the last one there are more.  All lanes call it.
   __device__ int take() {

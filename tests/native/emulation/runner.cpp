@@ -59,8 +59,8 @@ World::~World() {
   for (State& state : states_) emu::forget_memory(&state);
 }
 
-Rank World::of(int rank) const {
-  Rank me = shared_;
+KernelContext World::of(int rank) const {
+  KernelContext me = shared_;
   me.rank = rank;
   me.state = &states_[rank];
   me.mailbox = &mailboxes_[rank];
