@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -185,6 +188,18 @@ def test_only_the_integration_knows_megatron(path: Path):
         if name.split(".")[0] == "megatron"
     ]
     assert not wrong
+
+
+def test_native_folders_are_small_and_their_includes_form_no_circle():
+    folders: dict[str, set[str]] = {}
+    sizes: Counter[str] = Counter()
+    for path in (ROOT / "csrc").rglob("*.*"):
+        own = str(path.parent.relative_to(ROOT / "csrc"))
+        sizes[own] += 1
+        included = re.findall(r'^#include "(.+)/', path.read_text(), re.MULTILINE)
+        folders.setdefault(own, set()).update(folder for folder in included if folder != own)
+    assert {folder: size for folder, size in sizes.items() if size > 12} == {}
+    TopologicalSorter(folders).prepare()
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "engines").rglob("*.py")), ids=dotted_name)

@@ -7,11 +7,11 @@
 #include "bench/copy_rows.h"
 #include "bench/stamp.h"
 #include "bindings/bindings.h"
+#include "bindings/tensor_caster.h"
 #include "common/cuda.h"
-#include "common/tensor_caster.h"
-#include "native/check_windows.h"
-#include "native/network_rows.h"
-#include "routes/routes_and_weights.h"
+#include "hierarchical/message_packing.h"
+#include "native/device/window_probe.h"
+#include "routing/routes_and_weights.h"
 
 namespace py = pybind11;
 using namespace py::literals;

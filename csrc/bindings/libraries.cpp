@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "common/tensor_caster.h"
+#include "bindings/tensor_caster.h"
 #include "host/exchange.h"
 #include "nccl/nccl.h"
 #include "nccl/window.h"

@@ -5,11 +5,11 @@
 #include <utility>
 
 #include "bindings/bindings.h"
-#include "common/tensor_caster.h"
-#include "native/call.h"
-#include "native/group.h"
-#include "native/low_latency_host.h"
-#include "native/split.h"
+#include "bindings/tensor_caster.h"
+#include "native/host/call.h"
+#include "native/host/group.h"
+#include "native/low_latency/host.h"
+#include "native/rows/cta_roles.h"
 #include "nccl/nccl.h"
 
 namespace py = pybind11;

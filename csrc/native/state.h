@@ -73,12 +73,13 @@ struct Control {
 
   // uint64 [kNumSignals][R]: epochs.
   NCCLEP_BOTH std::size_t signals() const { return 0; }
-  // uint64 [2][R]: the call that rank r has entered (entry.cuh); two, for two calls in a row.
+  // uint64 [2][R]: the call that rank r has entered (device/call_barrier.cuh); two, for two calls
+  // in a row.
   NCCLEP_BOTH std::size_t entries() const { return signals() + kNumSignals * num_ranks * 8; }
   // uint64 [1]: number + 1 of a rank that goes no further, written by any such; 0: none.
   NCCLEP_BOTH std::size_t stop() const { return entries() + 2 * num_ranks * 8; }
   // uint64 [2][R][experts of a rank + 1]: rank r's assignments for each of my experts, then its
-  // pairs here; with the number of the plan (wait.cuh).  Two: see plan.cu.
+  // pairs here; with the number of the plan (device/wait.cuh).  Two: see plan/plan.cu.
   NCCLEP_BOTH std::size_t counts() const { return stop() + 8; }
   // uint64 [R][E]: the same for all experts, before anything is dropped; in static mode only.
   NCCLEP_BOTH std::size_t wanted() const {
@@ -149,18 +150,18 @@ struct State {
   std::uint64_t plans;     // plans that are over
   std::uint64_t received;  // the last of them whose routes were received; 0: none in these windows
   std::uint64_t dispatches;
-  std::uint64_t entries;         // calls that were entered (entry.cuh) and are over
-  std::uint64_t waited_ns;       // for others to enter the calls of this rank, in all
-  unsigned int arrived;          // at grid barriers of the current operation, one after the other
-  unsigned int leaving;          // CTAs of the current operation that are done
-  unsigned int next;             // piece of its work that no warp has taken yet (work_counter.cuh)
-  unsigned int failed;           // no kernel does anything any more
-  unsigned int is_bad;           // this rank's routing, in the current plan
+  std::uint64_t entries;    // calls that were entered (device/call_barrier.cuh) and are over
+  std::uint64_t waited_ns;  // for others to enter the calls of this rank, in all
+  unsigned int arrived;     // at grid barriers of the current operation, one after the other
+  unsigned int leaving;     // CTAs of the current operation that are done
+  unsigned int next;        // piece of its work that no warp has taken yet (rows/work_counter.cuh)
+  unsigned int failed;      // no kernel does anything any more
+  unsigned int is_bad;      // this rank's routing, in the current plan
   unsigned int staged[kPhases];  // CTAs that have staged their share of a phase of this dispatch
 };
 
 // What every kernel of a group gets.
-struct Rank {
+struct KernelContext {
   Control control;
   int rank;
   char* control_of[kMaxRanks];  // control windows, by rank
@@ -169,7 +170,7 @@ struct Rank {
   State* state;
   Mailbox* mailbox;
   std::uint64_t deadline_ns;
-  // What all ranks must have alike (call.h); 0 where the hosts have agreed.
+  // What all ranks must have alike (host/call.h); 0 where the hosts have agreed.
   std::uint64_t call;
 };
 

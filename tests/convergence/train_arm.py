@@ -60,7 +60,7 @@ class Run:
     log: str
     work: str
     lane: int
-    timeout_s: float = 300.0
+    timeout_s: float = 60.0
 
     def settings(self, num_ranks: int) -> Settings:
         """The checked settings of the model."""
@@ -204,7 +204,7 @@ class _Training:
                 text=text.source,
                 text_tokens=found.num_train_tokens,
                 entropy=found.unigram_entropy,
-                machine=machine.machine(device),
+                machine=machine.machine(device, self._ranks.num_ranks),
                 versions=machine.versions(device),
                 build_s=time.monotonic() - self._begin,
             )

@@ -336,7 +336,7 @@ def test_rows_are_staged_in_more_phases_the_more_there_are(native: ModuleType) -
 
 
 def test_the_examples_of_the_split(native: ModuleType) -> None:
-    """Those in csrc/native/split.h."""
+    """Those in csrc/native/rows/cta_roles.h."""
     assert native.split_dispatch(32) == (11, 21)
     assert native.split_combine(32, 2, 8, 14336) == (18, 0, 14)
     assert native.split_combine(32, 4, 8, 14336) == (13, 0, 19)

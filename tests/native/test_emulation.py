@@ -94,383 +94,395 @@ class Mistake:
 MISTAKES = {
     # Who waits for what.
     "a count is not reset": Mistake(
-        "pairs.cuh", "counts[group[i]] = 0;", "",
+        "native/rows/pairs.cuh", "counts[group[i]] = 0;", "",
         "rows", 2, "."),
     "a count of staging CTAs is not reset": Mistake(
-        "dispatch.cu", "me.state->staged[phase] = 0;", "",
+        "native/rows/dispatch.cu", "me.state->staged[phase] = 0;", "",
         "rows", 2, "a wait was in vain|dispatch: "),
     "the work counter is not reset": Mistake(
-        "wait.cuh", "me.state->arrived = me.state->leaving = «me.state->next = 0»;", "0",
+        "native/device/wait.cuh",
+        "me.state->arrived = me.state->leaving = «me.state->next = 0»;", "0",
         "rows", 2, "dispatch: row|combine: "),
     "both dispatches use one half of the window": Mistake(
-        "dispatch.cu", "dispatches % 2", "0",
+        "native/rows/dispatch.cu", "dispatches % 2", "0",
         "dispatches", 2, "dispatch: "),
     "both dispatches use the same weights": Mistake(
-        "dispatch.cu", "(parity * layout.num_ranks + source)", "source",
+        "native/rows/dispatch.cu", "(parity * layout.num_ranks + source)", "source",
         "dispatches", 2, "dispatch: weight"),
     "a dispatch is over before all ranks have entered it": Mistake(
-        "dispatch.cu",
+        "native/rows/dispatch.cu",
         "if (blockIdx.x == 0) compare_entries(me, Phase::kDispatch, entry, epoch);", "",
         "dispatches", 2, "dispatch: "),
     "it is not written down how long a rank waited": Mistake(
-        "entry.cuh", "if (peer == 0) «me.state->waited_ns += now_ns() - begin;»", ";",
+        "native/device/call_barrier.cuh",
+        "if (peer == 0) «me.state->waited_ns += now_ns() - begin;»", ";",
         "failures", 2, "failure: rank . has not written down that it waited"),
     "entries of two calls lie in one place": Mistake(
-        "entry.cuh", "number % 2 * me.control.num_ranks + rank", "rank",
+        "native/device/call_barrier.cuh", "number % 2 * me.control.num_ranks + rank", "rank",
         "dispatches", 2, "."),
     "more phases are taken for seen than are": Mistake(
-        "progress.cuh", "kWarpSize : «__ffs(absent) - 1»;", "__ffs(absent)",
+        "native/rows/progress.cuh", "kWarpSize : «__ffs(absent) - 1»;", "__ffs(absent)",
         "rows", 2, "dispatch: "),
     "a phase is flagged before its rows are written": Mistake(
-        "ring.cuh", "wait_for_stores();", "",
+        "native/rows/ring.cuh", "wait_for_stores();", "",
         "rows", 2, "."),
     "sums are sent before their rank has entered": Mistake(
-        "combine.cu", "bool has_entered = «!sends»;", "true",
+        "native/rows/combine.cu", "bool has_entered = «!sends»;", "true",
         "rows", 2, "."),
     "sums are flagged before they are written": Mistake(
-        "send.cuh", "wait_for_older_stores<kSentAhead>();", "",
+        "native/rows/send.cuh", "wait_for_older_stores<kSentAhead>();", "",
         "combines", 5, "combine: token"),
     "sums of the combine before are taken": Mistake(
-        "combine.cu", "now.token / kChunk, «epoch»", "epoch - 1",
+        "native/rows/combine.cu", "now.token / kChunk, «epoch»", "epoch - 1",
         "rows", 2, "combine: "),
     "rows are added up before they are there": Mistake(
-        "add_up.cuh", "wait_for_copies<kStages - 2>();", "wait_for_copies<kStages - 1>();",
+        "native/rows/reduce_rows.cuh",
+        "wait_for_copies<kStages - 2>();", "wait_for_copies<kStages - 1>();",
         "rows", 2, "combine: token"),
     "a stage is loaded while it is being stored": Mistake(
-        "ring.cuh", "wait_for_reads_of_stores<1>();", "wait_for_reads_of_stores<2>();",
+        "native/rows/ring.cuh", "wait_for_reads_of_stores<1>();", "wait_for_reads_of_stores<2>();",
         "rows", 2, "."),
     "routes are written while the last ones are fetched": Mistake(
-        "plan.cu", "*static_cast<volatile std::uint64_t*>(&me.state->received)", "0",
+        "native/plan/plan.cu", "*static_cast<volatile std::uint64_t*>(&me.state->received)", "0",
         "plans", 3, "plan: "),
     "routes are fetched before they are written": Mistake(
-        "plan_receive.cu", "kRoutesWritten, source), «plans»)", "0",
+        "native/plan/plan_receive.cu", "kRoutesWritten, source), «plans»)", "0",
         "rows", 2, "plan: "),
     "counts of two plans lie in one place": Mistake(
-        "plan.cu", "(plans % 2 * layout.num_ranks + source)", "source",
+        "native/plan/plan.cu", "(plans % 2 * layout.num_ranks + source)", "source",
         "plans", 3, "."),
 
     # In which order others see it.
     "a phase's flag is seen before its rows": Mistake(
-        "dispatch.cu", "«__threadfence_system();»  // for what all warps", "",
+        "native/rows/dispatch.cu", "«__threadfence_system();»  // for what all warps", "",
         "dispatches", 2, "dispatch: "),
     "what a flag stands for is loaded before the flag": Mistake(
-        "wait.cuh", "return «load_acquire(word)» >= epoch;", "load_relaxed(word)",
+        "native/device/wait.cuh", "return «load_acquire(word)» >= epoch;", "load_relaxed(word)",
         "plans", 2, "plan: "),
     "rows are loaded before their flag is seen": Mistake(
-        "progress.cuh", "fence_system();", "",
+        "native/rows/progress.cuh", "fence_system();", "",
         "dispatches", 2, "dispatch: "),
     "a chunk's flag is seen before its sums": Mistake(
-        "pairs.cuh", "if (!__any_sync(~0u, told < done)) continue;\n    «fence_system();»", "",
+        "native/rows/pairs.cuh",
+        "if (!__any_sync(~0u, told < done)) continue;\n    «fence_system();»", "",
         "rows", 2, "combine: "),
 
     "a grid's barrier is passed without a fence before it": Mistake(
-        "wait.cuh", "«__threadfence();»\n    const unsigned int arrival", "",
+        "native/device/wait.cuh", "«__threadfence();»\n    const unsigned int arrival", "",
         "chunks", 1, "plan: |an address"),
     "a grid's barrier is passed without a fence after it": Mistake(
-        "wait.cuh", "«__threadfence();»\n  }\n  return __syncthreads_and", "",
+        "native/device/wait.cuh", "«__threadfence();»\n  }\n  return __syncthreads_and", "",
         "chunks", 1, "plan: |an address"),
     "the last CTA leaves without what the others wrote": Mistake(
-        "wait.cuh", "me.state->next = 0;\n    «__threadfence_system();»", "",
+        "native/device/wait.cuh", "me.state->next = 0;\n    «__threadfence_system();»", "",
         "plans", 2, "plan: "),
     "what one lane has seen is not in what another one shows": Mistake(
-        "progress.cuh", "«__threadfence_block();»  // what other lanes", "",
+        "native/rows/progress.cuh", "«__threadfence_block();»  // what other lanes", "",
         "rows", 2, "dispatch: "),
     "the last staging CTA does not pass on the others' rows": Mistake(
-        "dispatch.cu", "«fence_system();»  // passes on", "",
+        "native/rows/dispatch.cu", "«fence_system();»  // passes on", "",
         "dispatches", 2, "dispatch: "),
     "who completes a chunk does not pass on the others' sums": Mistake(
-        "pairs.cuh", "if (completes) fence_system();", "",
+        "native/rows/pairs.cuh", "if (completes) fence_system();", "",
         "combines", 3, "combine: "),
     "rows are staged without a fence of bulk copies": Mistake(
-        "dispatch.cu", "fence_for_bulk_copies();", "",
+        "native/rows/dispatch.cu", "fence_for_bulk_copies();", "",
         "dispatches", 2, "dispatch: "),
     "rows are loaded without a fence of bulk copies": Mistake(
-        "progress.cuh", "fence_for_bulk_copies();", "",
+        "native/rows/progress.cuh", "fence_for_bulk_copies();", "",
         "dispatches", 2, "dispatch: "),
     "a bulk copy follows a store to shared memory": Mistake(
-        "dispatch.cu", "if («slot[s] < 0») return;",
+        "native/rows/dispatch.cu", "if («slot[s] < 0») return;",
         "(ring.pieces[s * shape.piece_bytes] = 0, slot[s] < 0)",
         "dispatches", 2, "a bulk copy uses shared memory"),
 
     # Counters that wrap.
     "a word of a new window is taken for number 2^31": Mistake(
-        "wait.cuh", "return «kIsWritten | number << 32 | value»;", "number << 32 | value",
+        "native/device/wait.cuh",
+        "return «kIsWritten | number << 32 | value»;", "number << 32 | value",
         "ll", 2, "ll "),
     "all bits of a number are compared with a word's": Mistake(
-        "wait.cuh", "== «numbered(number, 0) >> 32»;", "(number | UINT64_C(1) << 31)",
+        "native/device/wait.cuh", "== «numbered(number, 0) >> 32»;", "(number | UINT64_C(1) << 31)",
         "ll", 1, "a wait was in vain"),
     "a word of 0 is taken for a failure": Mistake(
-        "wait.cuh", "return «is_here» ? static", "is_here && (found & 0xffffffffu) != 0",
+        "native/device/wait.cuh",
+        "return «is_here» ? static", "is_here && (found & 0xffffffffu) != 0",
         "ll", 2, "ll combine: "),
     "a flag has 32 bits": Mistake(
-        "progress.cuh", "«load_relaxed(flag(source, unit))» >= epoch",
+        "native/rows/progress.cuh", "«load_relaxed(flag(source, unit))» >= epoch",
         "static_cast<std::uint32_t>(load_relaxed(flag(source, unit)))",
         "rows", 2, "a wait was in vain"),
     "all bits of an entry's number are compared": Mistake(
-        "entry.cuh", "entry >> 48 == «(number & 0xffffu)»", "number",
+        "native/device/call_barrier.cuh", "entry >> 48 == «(number & 0xffffu)»", "number",
         "dispatches", 1, "a wait was in vain"),
     "nobody has entered a new window, which looks like number 2^16": Mistake(
-        "entry.cuh", "return «entry != 0» && entry >> 48", "true",
+        "native/device/call_barrier.cuh", "return «entry != 0» && entry >> 48", "true",
         "rows", 2, "."),
     "all bits of a plan's number are in a call": Mistake(
-        "call.cpp", "|= «(value & mask(width))» << place_", "value",
+        "native/host/call.cpp", "|= «(value & mask(width))» << place_", "value",
         "rows", 1, "a wait was in vain"),
 
     # Where things lie.
     "own rows come before two parts": Mistake(
-        "combine.cu", "parts_before < 2", "parts_before < 3",
+        "native/rows/combine.cu", "parts_before < 2", "parts_before < 3",
         "experts", 4, "combine: token"),
     "a row's place in a window has 32 bits": Mistake(
-        "dispatch.cu", "base + «static_cast<std::size_t>(now.token) * job.row_bytes»",
+        "native/rows/dispatch.cu", "base + «static_cast<std::size_t>(now.token) * job.row_bytes»",
         "now.token * job.row_bytes",
         "rows", 2, "an offset has 32 bits only"),
     "a sum's place in a window has 32 bits": Mistake(
-        "send.cuh",
+        "native/rows/send.cuh",
         "(static_cast<std::size_t>(token) * me.control.num_ranks + rank) * row_bytes",
         "(token * me.control.num_ranks + rank) * row_bytes",
         "rows", 2, "an offset has 32 bits only"),
     "the second piece of a row is staged over the first": Mistake(
-        "dispatch.cu", "start_store(window + «offset[s]»,",
+        "native/rows/dispatch.cu", "start_store(window + «offset[s]»,",
         "offset[s] / job.row_bytes * job.row_bytes",
         "rows", 2, "dispatch: row"),
     "the lower half of a pair of bf16 is not masked": Mistake(
-        "vector.cuh", "words[i] & 0xffff0000u", "words[i]",
+        "native/device/vector.cuh", "words[i] & 0xffff0000u", "words[i]",
         "rows", 2, "combine: token"),
     "padding is not zero": Mistake(
-        "dispatch.cu", "routed_per_expert[expert] + warp; «row < end»;", "false",
+        "native/rows/dispatch.cu", "routed_per_expert[expert] + warp; «row < end»;", "false",
         "rows", 2, "dispatch: row .*from rank -1"),
     "rows after the last block are not zero": Mistake(
-        "dispatch.cu", "row = end + warp; «row < job.num_rows»;", "false",
+        "native/rows/dispatch.cu", "row = end + warp; «row < job.num_rows»;", "false",
         "rows", 2, "dispatch: row .*from rank -1"),
 
     # Plans.
     "chunks that did not fit are not read again": Mistake(
-        "chunks.cuh", "if («end - first > share.held»)", "false",
+        "native/plan/chunks.cuh", "if («end - first > share.held»)", "false",
         "chunks", 2, "plan: |an address leads nowhere"),
     "prefix sums of many CTAs leave some out": Mistake(
-        "chunks.cuh", "if («first + u < static_cast<int>(blockIdx.x)»)",
+        "native/plan/chunks.cuh", "if («first + u < static_cast<int>(blockIdx.x)»)",
         "u < static_cast<int>(blockIdx.x) && first == 0",
         "chunks", 2, "plan: "),
     "chunks after a rank's last have no end": Mistake(
-        "plan.cu", "const int ends = «plan.most_chunks + 1 - share.num_chunks()»;", "0",
+        "native/plan/plan.cu", "const int ends = «plan.most_chunks + 1 - share.num_chunks()»;", "0",
         "chunks", 3, "plan: "),
     "slots are wrong from the 33rd expert on": Mistake(
-        "plan.cu", "end += __shfl_sync(~0u, rows_to_here, kWarpSize - 1);", "",
+        "native/plan/plan.cu", "end += __shfl_sync(~0u, rows_to_here, kWarpSize - 1);", "",
         "experts", 2, "plan: "),
     "an assignment that just fits is dropped": Mistake(
-        "overflow.cu", "if («blocks > room») expert = -1;", "blocks >= room",
+        "native/plan/overflow.cu", "if («blocks > room») expert = -1;", "blocks >= room",
         "rows", 2, "plan: "),
     "a rank lacks what it needs": Mistake(
-        "overflow.cu", "«blocks - room»}", "blocks",
+        "native/plan/overflow.cu", "«blocks - room»}", "blocks",
         "rows", 2, "plan: rows that rank . lacked so far"),
     "what a rank lacked before is forgotten": Mistake(
-        "overflow.cu", "max(«job.lacked[rank]», rows", "INT64_C(0)",
+        "native/plan/overflow.cu", "max(«job.lacked[rank]», rows", "INT64_C(0)",
         "plans", 3, "plan: rows that rank . lacked so far"),
     "a bad index is taken for not routed": Mistake(
-        "chunks.cuh", "is_good && value == -1", "is_good",
+        "native/plan/chunks.cuh", "is_good && value == -1", "is_good",
         "plans", 2, "plan: bad ranks"),
     "32 bits of an index are looked at": Mistake(
-        "chunks.cuh", "value >= 0 && value < num_experts",
+        "native/plan/chunks.cuh", "value >= 0 && value < num_experts",
         "static_cast<int>(value) >= 0 && static_cast<int>(value) < num_experts",
         "plans", 2, "plan: "),
     "an expert named twice is not reported": Mistake(
-        "chunks.cuh", "= -1;\n        «is_good = false;»", "",
+        "native/plan/chunks.cuh", "= -1;\n        «is_good = false;»", "",
         "plans", 2, "plan: bad ranks"),
     "bad ranks of a static plan are forgotten at the next": Mistake(
-        "plan.cu", "me.mailbox->bad_ranks |= shared.bad_ranks;",
+        "native/plan/plan.cu", "me.mailbox->bad_ranks |= shared.bad_ranks;",
         "me.mailbox->bad_ranks = shared.bad_ranks;",
         "plans", 2, "plan: bad ranks of static plans"),
     "a rank is bad from its first bad plan on": Mistake(
-        "plan.cu", "me.state->is_bad = 0;", "",
+        "native/plan/plan.cu", "me.state->is_bad = 0;", "",
         "plans", 2, "plan: bad ranks"),
 
     # A rank that does not come.
     "the deadline is ignored": Mistake(
-        "wait.cuh", "if («now_ns() - start_ <= me.deadline_ns») return false;", "now_ns() > 0",
+        "native/device/wait.cuh",
+        "if («now_ns() - start_ <= me.deadline_ns») return false;", "now_ns() > 0",
         "failures", 2, "nobody gets any further"),
     "the wrong rank is named": Mistake(
-        "wait.cuh", "me.mailbox->failed_peer = «peer»;", "me.rank",
+        "native/device/wait.cuh", "me.mailbox->failed_peer = «peer»;", "me.rank",
         "failures", 3, "failure: rank . (names|does not say that) rank"),
     "nobody hears that a rank goes no further": Mistake(
-        "wait.cuh", "«is_refused(me, phase, epoch)») return true;", "false",
+        "native/device/wait.cuh", "«is_refused(me, phase, epoch)») return true;", "false",
         "failures", 3, "failure: rank . does not say that rank . refused"),
     "ranks in different calls are not noticed": Mistake(
-        "entry.cuh", "if («entry != 0» && entry", "false",
+        "native/device/call_barrier.cuh", "if («entry != 0» && entry", "false",
         "failures", 2, "."),
     "ranks that use different plans are not noticed": Mistake(
-        "entry.cuh", "entry != 0 && «entry != entry_of(me, number)»",
+        "native/device/call_barrier.cuh", "entry != 0 && «entry != entry_of(me, number)»",
         "((entry ^ entry_of(me, number)) & ~(UINT64_C(0x3fff) << 34)) != 0",
         "calls", 2, "failure: rank . has waited for nobody"),
     "the phase is not in a call": Mistake(
-        "call.cpp", "«static_cast<std::uint64_t>(phase)», kPhaseBits", "2",
+        "native/host/call.cpp", "«static_cast<std::uint64_t>(phase)», kPhaseBits", "2",
         "calls", 2, "failure: rank . has waited for nobody"),
     "the row's length is not in a call": Mistake(
-        "call.cpp", "put(«row_bytes / 16», kVectorBits)", "1",
+        "native/host/call.cpp", "put(«row_bytes / 16», kVectorBits)", "1",
         "calls", 2, "failure: rank . has waited for nobody"),
     "the dtype is not in a call": Mistake(
-        "call.cpp", "«static_cast<std::uint64_t>(dtype)», kDTypeBits", "0",
+        "native/host/call.cpp", "«static_cast<std::uint64_t>(dtype)», kDTypeBits", "0",
         "calls", 2, "failure: rank . has waited for nobody"),
     "the weights are not in a call": Mistake(
-        "call.cpp", "put(«has_weights», kWeightBits)", "false",
+        "native/host/call.cpp", "put(«has_weights», kWeightBits)", "false",
         "calls", 2, "failure: rank . has waited for nobody"),
     "half of a plan's number is not in a call": Mistake(
-        "call.cpp", "put(«plan», kPlanBits)", "plan & 0x7f",
+        "native/host/call.cpp", "put(«plan», kPlanBits)", "plan & 0x7f",
         "calls", 2, "failure: rank . has waited for nobody"),
     "rows that did not come are left as they are": Mistake(
-        "dispatch.cu", "spoil(job.rows, job.num_rows * job.row_bytes);", "",
+        "native/rows/dispatch.cu", "fill_nan(job.rows, job.num_rows * job.row_bytes);", "",
         "failures", 2, "dispatch: rows of rank .* not all NaN"),
     "weights that did not come are left as they are": Mistake(
-        "dispatch.cu", "spoil(job.row_w, job.num_rows * sizeof(float));", "",
+        "native/rows/dispatch.cu", "fill_nan(job.row_w, job.num_rows * sizeof(float));", "",
         "failures", 2, "dispatch: weights of rank .* not all NaN"),
     "sums that did not come are left as they are": Mistake(
-        "combine.cu", "spoil(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);",
+        "native/rows/combine.cu",
+        "fill_nan(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);",
         "",
         "failures", 2, "combine: tokens of rank .* not all NaN"),
     "weights that did not come back are left as they are": Mistake(
-        "combine.cu", "«static_cast<std::size_t>(job.num_tokens) * job.top_k» * sizeof(float)", "0",
+        "native/rows/combine.cu",
+        "«static_cast<std::size_t>(job.num_tokens) * job.top_k» * sizeof(float)", "0",
         "failures", 2, "combine: weights of rank .* not all NaN"),
     "a plan goes on after a failure": Mistake(
-        "plan.cu", "«had_failed(me)») {\n    finish(me, plan,", "had_failed(me), false",
+        "native/plan/plan.cu", "«had_failed(me)») {\n    finish(me, plan,", "had_failed(me), false",
         "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a dispatch goes on after a failure": Mistake(
-        "dispatch.cu", "«!had_failed(me)») {\n    if (blockIdx.x == 0", "had_failed(me), true",
+        "native/rows/dispatch.cu",
+        "«!had_failed(me)») {\n    if (blockIdx.x == 0", "had_failed(me), true",
         "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a combine goes on after a failure": Mistake(
-        "combine.cu", "«had_failed(me)») {\n    finish(me, job, entry, epoch);",
+        "native/rows/combine.cu", "«had_failed(me)») {\n    finish(me, job, entry, epoch);",
         "had_failed(me), false",
         "failures", 2, "failure: rank . writes into other ranks' windows|an address"),
     "a grid's barrier lets through without all CTAs": Mistake(
-        "wait.cuh", "__syncthreads_and(all_here)", "__syncthreads_and(true)",
+        "native/device/wait.cuh", "__syncthreads_and(all_here)", "__syncthreads_and(true)",
         "late", 3, "."),
     "a plan has rows after a failure": Mistake(
-        "plan.cu", "if («has_failed(me)») {\n    // Nobody", "false",
+        "native/plan/plan.cu", "if («has_failed(me)») {\n    // Nobody", "false",
         "failures", 3, "plan: rows of rank . after a failure"),
     "a CTA that starts after a failure leaves its grid waiting": Mistake(
-        "plan_receive.cu", "leave(me);\n    return;", "return;",
+        "native/plan/plan_receive.cu", "leave(me);\n    return;", "return;",
         "late", 4, "."),
 
     # Low-latency mode: who waits for what.
     "LL: a CTA counts itself before its warps have sent": Mistake(
-        "low_latency.cuh", "is_bad = «__syncthreads_or(is_bad)»;", "is_bad",
+        "native/low_latency/operation.cuh", "is_bad = «__syncthreads_or(is_bad)»;", "is_bad",
         "ll", 2, "ll "),
     "LL: the first CTA advances the number, not the last": Mistake(
-        "ll_dispatch.cu",
+        "native/low_latency/dispatch.cu",
         "if (blockIdx.x == 0 && thread < job.num_tokens) ll.state->ranks_of[thread] = ranks;",
         "if (blockIdx.x == 0 && thread < job.num_tokens) ll.state->ranks_of[thread] = ranks;"
         "if (blockIdx.x == 0 && thread == 0) ll.state->dispatches = now.number;",
         "ll", 2, "."),
     "LL: a combine waits only for ranks with rows of its tokens": Mistake(
-        "ll_combine.cu", "if («thread < window.num_ranks && !has_failed»)",
+        "native/low_latency/combine.cu", "if («thread < window.num_ranks && !has_failed»)",
         "thread < window.num_ranks && !has_failed && places.count(thread, job.num_tokens) > 0",
         "ll", 3, "."),
     "LL: a dispatch does not wait for one of the ranks": Mistake(
-        "ll_dispatch.cu", "if («rank < window.num_ranks && !has_failed»)",
+        "native/low_latency/dispatch.cu", "if («rank < window.num_ranks && !has_failed»)",
         "rank < window.num_ranks && !has_failed && rank != (me.rank + 1) % window.num_ranks",
         "ll", 2, "ll "),
     "LL: sums are added before they are there": Mistake(
-        "ll_combine.cu",
+        "native/low_latency/combine.cu",
         "«wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, thread,\n"
         + " " * 49 + "sent_word(ll, me.rank, Turn::kCombine, thread),\n"
         + " " * 49 + "now.number) < 0»;",
         "false",
         "ll", 2, "ll combine: "),
     "LL: the word of the operation before is taken": Mistake(
-        "wait.cuh", "return «has_number(found, number)»;",
+        "native/device/wait.cuh", "return «has_number(found, number)»;",
         "(found >> 32) + 1 >= numbered(number, 0) >> 32",
         "ll", 2, "ll "),
 
     # In which order others see it.
     "LL: a CTA counts itself without a fence": Mistake(
-        "low_latency.cuh", "__threadfence();", "",
+        "native/low_latency/operation.cuh", "__threadfence();", "",
         "ll", 2, "ll "),
     "LL: a dispatch's word is seen before its rows": Mistake(
-        "ll_dispatch.cu", "«fence_system();»  // passes on", "",
+        "native/low_latency/dispatch.cu", "«fence_system();»  // passes on", "",
         "ll", 2, "ll dispatch: "),
     "LL: a combine's word is seen before its sums": Mistake(
-        "ll_combine.cu", "«fence_system();»  // passes on", "",
+        "native/low_latency/combine.cu", "«fence_system();»  // passes on", "",
         "ll", 2, "ll combine: "),
     "LL: sums are loaded before their word": Mistake(
-        "wait.cuh", "found = «kLoad(word)»;", "load_relaxed(word)",
+        "native/device/wait.cuh", "found = «kLoad(word)»;", "load_relaxed(word)",
         "ll", 2, "ll "),
 
     # What is where.
     "LL: places behind the last row keep their experts": Mistake(
-        "ll_dispatch.cu", "experts[i] = -1;", "",
+        "native/low_latency/dispatch.cu", "experts[i] = -1;", "",
         "ll", 2, "ll dispatch: experts"),
     "LL: an expert named twice gets a token twice": Mistake(
-        "ll_dispatch.cu", "is_good = false;\n    «expert = -1;»", "",
+        "native/low_latency/dispatch.cu", "is_good = false;\n    «expert = -1;»", "",
         "ll", 2, "ll dispatch: experts"),
     "LL: a bad routing is not reported": Mistake(
-        "ll_dispatch.cu", "me.mailbox->bad_low_latency |= bad;", "",
+        "native/low_latency/dispatch.cu", "me.mailbox->bad_low_latency |= bad;", "",
         "ll", 2, "ll dispatch: bad ranks"),
     "LL: the source rank's part comes first": Mistake(
-        "ll_combine.cu", "has_own && of_rank[p] > me_.rank", "has_own",
+        "native/low_latency/combine.cu", "has_own && of_rank[p] > me_.rank", "has_own",
         "ll", 5, "ll combine: "),
     "LL: a place in the window has 32 bits": Mistake(
-        "ll_dispatch.cu", "row_at(window, me.rank, place) * window.row_bytes",
+        "native/low_latency/dispatch.cu", "row_at(window, me.rank, place) * window.row_bytes",
         "(me.rank * window.max_tokens + place) * window.row_bytes",
         "ll", 2, "an offset has 32 bits only"),
     "LL: scales stay where they are": Mistake(
-        "ll_dispatch.cu", "to_scales[i] = __ldg(scales + i);", "",
+        "native/low_latency/dispatch.cu", "to_scales[i] = __ldg(scales + i);", "",
         "ll", 2, "ll dispatch: scales"),
 
     # A rank that does not come.
     "LL: weights that did not come are left as they are": Mistake(
-        "ll_dispatch.cu",
-        "if (has_failed) spoil(own + window.weights(), "
+        "native/low_latency/dispatch.cu",
+        "if (has_failed) fill_nan(own + window.weights(), "
         "window.places() * window.top_k * sizeof(float));", "",
         "ll-failures", 2, "ll dispatch: weights of rank .* not all NaN"),
     "LL: rows that did not come are counted": Mistake(
-        "ll_dispatch.cu", "has_failed ? 0 : counts[rank]", "counts[rank]",
+        "native/low_latency/dispatch.cu", "has_failed ? 0 : counts[rank]", "counts[rank]",
         "ll-failures", 2, "ll dispatch: counts"),
     "LL: sums that did not come are added": Mistake(
-        "ll_combine.cu", "sums.finish(«!has_failed»);", "true",
+        "native/low_latency/combine.cu", "sums.finish(«!has_failed»);", "true",
         "ll-failures", 2, "ll combine: "),
     "LL: a dispatch goes on after a failure": Mistake(
-        "ll_dispatch.cu", "has_failed || send_rows(me, ll, job, places)",
+        "native/low_latency/dispatch.cu", "has_failed || send_rows(me, ll, job, places)",
         "send_rows(me, ll, job, places)",
         "ll-failures", 2, "."),
     "LL: a word is given after a failure": Mistake(
-        "ll_combine.cu", "«sent < kSentFailed») {", "true",
+        "native/low_latency/combine.cu", "«sent < kSentFailed») {", "true",
         "ll-failures", 2, "."),
     "LL: an operation out of turn is made": Mistake(
-        "low_latency.cuh", "if («sends && !is_in_turn && !now.has_failed»)", "false",
+        "native/low_latency/operation.cuh",
+        "if («sends && !is_in_turn && !now.has_failed»)", "false",
         "ll-failures", 2, "."),
 
     # Between nodes.
     "network: messages to the second node have no rows": Mistake(
-        "network_rows.cu", "message % job.tokens_each", "message",
+        "hierarchical/message_packing.cu", "message % job.tokens_each", "message",
         "network", 1, "network: message"),
     "network: every piece is the first": Mistake(
-        "network_rows.cu", "token * job.row_bytes + «job.first», job.piece_bytes",
+        "hierarchical/message_packing.cu", "token * job.row_bytes + «job.first», job.piece_bytes",
         "0",
         "network", 1, "network: message"),
     "network: a message's end is not zero": Mistake(
-        "network_rows.cu", "job.w + token * job.num_weights + k) : «0.0f»", "1.0f",
+        "hierarchical/message_packing.cu", "job.w + token * job.num_weights + k) : «0.0f»", "1.0f",
         "network", 1, "network: message"),
     "network: a row's place has 32 bits": Mistake(
-        "network_rows.cu", "job.rows + «token * job.row_bytes» + job.first",
+        "hierarchical/message_packing.cu", "job.rows + «token * job.row_bytes» + job.first",
         "static_cast<int>(token) * job.row_bytes",
         "network", 1, "an offset has 32 bits only"),
     "network: the last vector of a row stays behind": Mistake(
-        "network_rows.cu", "if («i + v * kLanesOfRow < vectors») target",
+        "hierarchical/message_packing.cu", "if («i + v * kLanesOfRow < vectors») target",
         "i + v * kLanesOfRow < vectors - 1",
         "network", 1, "network: message"),
     "network: weights come from the row": Mistake(
-        "network_rows.cu", "«from + piece_bytes»);\n  for", "from",
+        "hierarchical/message_packing.cu", "«from + piece_bytes»);\n  for", "from",
         "network", 1, "network: weights"),
     "network: nodes are added downwards": Mistake(
-        "network_rows.cu", "const std::int64_t place = «place_of(job, node, token)»;",
+        "hierarchical/message_packing.cu",
+        "const std::int64_t place = «place_of(job, node, token)»;",
         "place_of(job, job.num_nodes - 1 - node, token)",
         "network", 1, "network: sum"),
     "network: the first message is left out": Mistake(
-        "network_rows.cu", "if («place < 0») continue;", "place <= 0",
+        "hierarchical/message_packing.cu", "if («place < 0») continue;", "place <= 0",
         "network", 1, "network: sum"),
     "network: sums go to the row's start": Mistake(
-        "network_rows.cu", "job.out + token * job.row_bytes + «job.first»", "0",
+        "hierarchical/message_packing.cu", "job.out + token * job.row_bytes + «job.first»", "0",
         "network", 1, "network: "),
     "network: all values are the first assignment's": Mistake(
-        "network_rows.cu", "__ldg(reinterpret_cast<const float*>(from) + «k»)", "0",
+        "hierarchical/message_packing.cu", "__ldg(reinterpret_cast<const float*>(from) + «k»)", "0",
         "network", 1, "network: value"),
 }
 # fmt: on
@@ -483,7 +495,7 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = [
         Change(mistake.file, mistake.where, mistake.instead) for mistake in MISTAKES.values()
     ]
-    kernels = translate(CSRC / "native", folder / "native", changes)
+    kernels = translate(CSRC, folder, changes)
     includes = [f"-I{path}" for path in (HERE / "shim", HERE, folder, CSRC)]
     # longjmp between stacks is no mistake here.
     options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-include", "emulator.h", *includes]
@@ -491,7 +503,7 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checked = ["-fsanitize=thread", "-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
     hooks = dict.fromkeys(kernels, checked)
     sources = [*kernels, *HERE.glob("*.cpp")]
-    objects = [folder / f"{source.stem}.o" for source in sources]
+    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
     compiling = [
         subprocess.Popen(
             [str(COMPILER), *options, *hooks.get(source, []), "-c", source, "-o", target]

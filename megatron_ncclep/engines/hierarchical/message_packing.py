@@ -4,8 +4,8 @@
     unpack     messages that have come -> rows and weights, for the engine inside the node
     add_up     messages that have come back -> each token's nodes' sums, added up at its source
 
-On GPUs a kernel each (csrc/native/network_rows.cu); on a CPU, and where the extension cannot run,
-what stands here, which says what the kernels have to do, to the bit.
+On GPUs a kernel each (csrc/hierarchical/message_packing.cu); on a CPU, and where the extension
+cannot run, what stands here, which says what the kernels have to do, to the bit.
 
 A message is the piece of the row and after it the weights, filled up to a multiple of 16 bytes.
 Example: a piece of 32 bytes and 3 weights have 32 + 12 bytes, and 4 that are zero.

@@ -399,7 +399,7 @@ class NativeEngine(EngineBase[NativePlan]):
 
 
 def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:
-    """Say how dispatch and combine share their CTAs; see `csrc/native/split.h`."""
+    """Say how dispatch and combine share their CTAs; see `csrc/native/rows/cta_roles.h`."""
     native = extension.load()
     staging, pulling = native.split_dispatch(num_sms)
     adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k, row_bytes)

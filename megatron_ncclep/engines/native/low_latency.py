@@ -1,4 +1,4 @@
-"""Low-latency mode of the native engine: `csrc/native/low_latency.h`.
+"""Low-latency mode of the native engine: `csrc/native/low_latency/protocol.h`.
 
 No call waits for a device or for another host, so a CUDA graph can hold any number of them and be
 replayed as often as dispatch and combine take turns.  What a dispatch returns is the window itself,

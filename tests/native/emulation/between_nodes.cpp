@@ -3,8 +3,8 @@
 #include <cstring>
 #include <vector>
 
+#include "hierarchical/message_packing.h"
 #include "memory.h"
-#include "native/network_rows.h"
 
 using namespace ncclep::native;
 using emu::between;

@@ -69,8 +69,8 @@ class Failing {
   enum Kind { kStops, kComesLate, kHasLateCta, kRefuses, kDiffers };
 
   // Ranks give up at different times, now and then.
-  Rank with_deadline(int rank) {
-    Rank me = world_.of(rank);
+  KernelContext with_deadline(int rank) {
+    KernelContext me = world_.of(rank);
     me.deadline_ns = deadlines_.emplace_back(emu::kJump * between(0, 2) + emu::kJump / 2);
     return me;
   }

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "native/low_latency.h"
-#include "native/refusal.h"
+#include "native/device/refusal.h"
+#include "native/low_latency/protocol.h"
 #include "runner.h"
 
 using namespace ncclep::native;
@@ -128,16 +128,16 @@ class Object {
  private:
   // What a rank has in its hands between two calls.
   struct OfRank {
-    OfRank(const Rank& rank, const LowLatencyWindow& window)
+    OfRank(const KernelContext& rank, const LowLatencyWindow& window)
         : me(rank), counts(4 * window.num_ranks, kGarbage) {}
-    Rank me;
+    KernelContext me;
     Memory counts;
     std::optional<Memory> x, scales, w, topk, y, rows_of, out;
     std::uint32_t bad_ranks = 0;
   };
 
-  LowLatencyRank of(int rank) {
-    LowLatencyRank ll = shared_;
+  LowLatencyContext of(int rank) {
+    LowLatencyContext ll = shared_;
     ll.state = &states_[rank];
     return ll;
   }
@@ -378,7 +378,7 @@ class Object {
   const Sizes& sizes_;
   const int number_;
   const ncclep::DType dtype_;
-  LowLatencyRank shared_{};
+  LowLatencyContext shared_{};
   std::deque<Memory> windows_;
   std::deque<LowLatencyState> states_;
   std::vector<std::unique_ptr<OfRank>> ranks_;

@@ -4,12 +4,12 @@
 #include <cstring>
 #include <utility>
 
-#include "native/call.h"
-#include "native/combine.h"
-#include "native/dispatch.h"
-#include "native/overflow.h"
-#include "native/refusal.h"
-#include "native/split.h"
+#include "native/device/refusal.h"
+#include "native/host/call.h"
+#include "native/plan/overflow.h"
+#include "native/rows/combine.h"
+#include "native/rows/cta_roles.h"
+#include "native/rows/dispatch.h"
 
 using namespace ncclep::native;
 using emu::between;
@@ -59,8 +59,8 @@ World::~World() {
   for (State& state : states_) emu::forget_memory(&state);
 }
 
-Rank World::of(int rank) const {
-  Rank me = shared_;
+KernelContext World::of(int rank) const {
+  KernelContext me = shared_;
   me.rank = rank;
   me.state = &states_[rank];
   me.mailbox = &mailboxes_[rank];

@@ -9,7 +9,7 @@
 
 #include "common/dtype.h"
 #include "memory.h"
-#include "native/plan.h"
+#include "native/plan/plan.h"
 #include "native/state.h"
 #include "routing.h"
 
@@ -23,14 +23,14 @@ class World {
   ~World();
 
   // What `rank`'s kernels get.
-  ncclep::native::Rank of(int rank) const;
+  ncclep::native::KernelContext of(int rank) const;
   ncclep::native::State& state(int rank) { return states_[rank]; }
   const ncclep::native::Mailbox& mailbox(int rank) const { return mailboxes_[rank]; }
   // The bytes of all windows but those of `rank`.
   std::vector<std::vector<char>> windows_but_of(int rank);
 
  private:
-  ncclep::native::Rank shared_{};
+  ncclep::native::KernelContext shared_{};
   std::deque<Memory> control_, rows_;
   mutable std::deque<ncclep::native::State> states_;
   mutable std::deque<ncclep::native::Mailbox> mailboxes_;
@@ -52,7 +52,8 @@ struct Step {
 // all of it is NaN when the rank's group has failed.
 class Runner {
  public:
-  Runner(const ncclep::native::Rank& me, const Sizes& sizes, const std::vector<Routing>& routings)
+  Runner(const ncclep::native::KernelContext& me, const Sizes& sizes,
+         const std::vector<Routing>& routings)
       : me_(me),
         sizes_(sizes),
         routings_(routings),
@@ -95,7 +96,7 @@ class Runner {
   void receive(Plan& plan, const Routing& routing, std::int64_t pairs, std::int64_t assignments,
                const ncclep::native::PlanScratch& scratch, int sms);
 
-  ncclep::native::Rank me_;
+  ncclep::native::KernelContext me_;
   const Sizes& sizes_;
   const std::vector<Routing>& routings_;
   std::vector<Plan> plans_;

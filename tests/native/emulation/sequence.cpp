@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "native/split.h"
+#include "native/rows/cta_roles.h"
 
 using namespace ncclep::native;
 

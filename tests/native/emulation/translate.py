@@ -8,36 +8,46 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# The kernels, and what they do not need.
-FILES = (
-    *("plan", "plan_receive", "overflow", "dispatch", "combine", "refusal"),
-    *("ll_dispatch", "ll_combine", "network_rows"),
+# All paths here are relative to csrc.  Folders with headers that kernels include:
+ROOMS = ("native", "hierarchical")
+# The kernels, and what the host needs to call them.
+SOURCES = (
+    "native/plan/plan.cu",
+    "native/plan/plan_receive.cu",
+    "native/plan/overflow.cu",
+    "native/rows/dispatch.cu",
+    "native/rows/combine.cu",
+    "native/rows/cta_roles.cpp",
+    "native/low_latency/dispatch.cu",
+    "native/low_latency/combine.cu",
+    "native/device/refusal.cu",
+    "native/host/call.cpp",
+    "hierarchical/message_packing.cu",
 )
-NOT_NEEDED = ("group.h", "check_windows.h")
-# What the host needs to call them.
-HOST_FILES = ("split.cpp", "call.cpp")
 
 # Smaller than on a GPU: CTAs, because a thread is a fiber here, and what is done at a time, so that
 # small shapes come to the second time.
 SMALLER = {
-    "split.h": {
+    "native/rows/cta_roles.h": {
         "kWarps = 16;": "kWarps = 6;",
         "kRingBytes = 200 * 1024;": "kRingBytes = 200 * 64;",
         "kMaxRingPiece = 16 * 1024;": "kMaxRingPiece = 16 * 64;",
     },
-    "chunks.cuh": {
+    "native/plan/chunks.cuh": {
         "kPlanThreads = 512;": "kPlanThreads = 128;",
         "constexpr std::size_t kMaxHeldBytes = 160 * 1024;": "using emu::kMaxHeldBytes;",
         "kUnroll = 24;": "kUnroll = 2;",
         "kUnroll = 4;": "kUnroll = 2;",
     },
-    "overflow.cu": {"kUnroll = 8;": "kUnroll = 2;"},
-    "plan_receive.cu": {"kAssignments = 8, kPairs = 4;": "kAssignments = 2, kPairs = 1;"},
-    "dispatch.cu": {"kUnroll = 8;": "kUnroll = 2;"},
-    "low_latency.h": {"kLowLatencyTokens = 512;": "kLowLatencyTokens = 64;"},
-    "low_latency.cuh": {"kLlThreads = 512,": "kLlThreads = 96,"},
-    "ll_combine.cu": {"kAtOnce = 4;": "kAtOnce = 2;"},
-    "network_rows.cu": {"kVectorsAtOnce = 4;": "kVectorsAtOnce = 2;"},
+    "native/plan/overflow.cu": {"kUnroll = 8;": "kUnroll = 2;"},
+    "native/plan/plan_receive.cu": {
+        "kAssignments = 8, kPairs = 4;": "kAssignments = 2, kPairs = 1;"
+    },
+    "native/rows/dispatch.cu": {"kUnroll = 8;": "kUnroll = 2;"},
+    "native/low_latency/protocol.h": {"kLowLatencyTokens = 512;": "kLowLatencyTokens = 64;"},
+    "native/low_latency/operation.cuh": {"kLlThreads = 512,": "kLlThreads = 96,"},
+    "native/low_latency/combine.cu": {"kAtOnce = 4;": "kAtOnce = 2;"},
+    "hierarchical/message_packing.cu": {"kVectorsAtOnce = 4;": "kVectorsAtOnce = 2;"},
 }
 
 SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(.+?) (\w+)((?:\[\w+\])*);")
@@ -95,11 +105,10 @@ def translate(source: Path, target: Path, changes: Iterable[Change]) -> list[Pat
     """Write the translated kernels of folder `source` to `target`; return the .cpp files.
 
     Args:
-        source: csrc/native.
-        target: a folder, which is made.
+        source: csrc.
+        target: a folder, which is made; files have the same paths in it.
         changes: all of them get into the files; when the program runs, one or none is in force.
     """
-    target.mkdir(parents=True)
     changes = list(changes)
     declarations = itertools.count()
 
@@ -111,22 +120,25 @@ def translate(source: Path, target: Path, changes: Iterable[Change]) -> list[Pat
         others = match[1].rstrip(", ")
         return f"int {others}; emu::RowBytes row_bytes" if others else "emu::RowBytes row_bytes"
 
-    headers = [*source.glob("*.cuh"), *source.glob("*.h")]
-    host = [source / name for name in HOST_FILES]
+    headers = [
+        str(path.relative_to(source))
+        for room in ROOMS
+        for suffix in ("cuh", "h")
+        for path in (source / room).rglob(f"*.{suffix}")
+    ]
     written = []
-    for path in [*(source / f"{name}.cu" for name in FILES), *headers, *host]:
-        if path.name in NOT_NEEDED:
-            continue
-        text = apply_changes(path.name, path.read_text(), changes)
-        for old, new in SMALLER.get(path.name, {}).items():
-            assert text.count(old) == 1, f"{path.name} has no single {old!r}"
+    for name in [*SOURCES, *headers]:
+        text = apply_changes(name, (source / name).read_text(), changes)
+        for old, new in SMALLER.get(name, {}).items():
+            assert text.count(old) == 1, f"{name} has no single {old!r}"
             text = text.replace(old, new)
         text = DYNAMIC.sub(r"char* \1 = emu::dynamic_shared();", text)
         text = SHARED.sub(shared, text)
         text = LAUNCH.sub(r"emu::start(\1, \2, \3, \4, \5, \6);", text)
         text = ROW_BYTES.sub(row_bytes, text)
         text = VOLATILE.sub(r"load_volatile(\1)", text)
-        assert not re.search(r"__shared__|<<<|\basm\b", text), f"{path.name}: not all translated"
-        written.append(target / (f"{path.stem}.cpp" if path.suffix == ".cu" else path.name))
+        assert not re.search(r"__shared__|<<<|\basm\b", text), f"{name}: not all translated"
+        written.append(target / re.sub(r"\.cu$", ".cpp", name))
+        written[-1].parent.mkdir(parents=True, exist_ok=True)
         written[-1].write_text(text)
     return [path for path in written if path.suffix == ".cpp"]

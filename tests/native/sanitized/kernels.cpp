@@ -5,16 +5,16 @@
 #include "bench/copy_rows.h"
 #include "bench/stamp.h"
 #include "common/error.h"
-#include "native/check_windows.h"
-#include "native/combine.h"
-#include "native/dispatch.h"
-#include "native/low_latency.h"
-#include "native/network_rows.h"
-#include "native/overflow.h"
-#include "native/plan.h"
-#include "native/refusal.h"
-#include "native/split.h"
-#include "routes/routes_and_weights.h"
+#include "hierarchical/message_packing.h"
+#include "native/device/refusal.h"
+#include "native/device/window_probe.h"
+#include "native/low_latency/protocol.h"
+#include "native/plan/overflow.h"
+#include "native/plan/plan.h"
+#include "native/rows/combine.h"
+#include "native/rows/cta_roles.h"
+#include "native/rows/dispatch.h"
+#include "routing/routes_and_weights.h"
 #include "standin.h"
 
 namespace standin {
@@ -46,7 +46,7 @@ void touch_all(T* memory, std::int64_t count) {
 
 // A kernel of a group.  It has this rank's memory only: the others' windows are on other machines'
 // GPUs, so to speak.
-void check_rank(const Rank& me, int num_sms, std::uintptr_t stream) {
+void check_rank(const KernelContext& me, int num_sms, std::uintptr_t stream) {
   standin::note_kernel(stream);
   if (me.call != 0) standin::calls.push_back(me.call);
   const Control& control = me.control;
@@ -63,7 +63,7 @@ void check_rank(const Rank& me, int num_sms, std::uintptr_t stream) {
   touch(me.state, sizeof(*me.state));
 }
 
-void check_scratch(const Rank& me, const PlanScratch& scratch) {
+void check_scratch(const KernelContext& me, const PlanScratch& scratch) {
   touch_all(scratch.parts, PlanScratch::size(me.control, 132));
 }
 
@@ -71,7 +71,7 @@ void check_alignment(int alignment) {
   standin::require(0 < alignment && alignment <= 256, "alignment");
 }
 
-void check_tokens(const Rank& me, int num_tokens, int most_tokens, int top_k) {
+void check_tokens(const KernelContext& me, int num_tokens, int most_tokens, int top_k) {
   standin::require(0 <= num_tokens && num_tokens <= most_tokens, "tokens of this rank");
   standin::require(most_tokens <= me.control.max_tokens, "tokens in the windows");
   standin::require(0 < top_k && top_k <= me.control.max_top_k, "top-k in the windows");
@@ -86,7 +86,7 @@ void touch_token_routes(const TokenRoutes& token_routes, int num_tokens) {
   touch_all(token_routes.token_ranks, 4 * static_cast<std::int64_t>(num_tokens));
 }
 
-void touch_routes(const Rank& me, const ReceivedRoutes& routes) {
+void touch_routes(const KernelContext& me, const ReceivedRoutes& routes) {
   standin::require(routes.num_chunks <= me.control.max_chunks(), "chunks in the windows");
   touch_all(routes.first_pair, ReceivedRoutes::size(me.control.num_ranks, routes.num_chunks,
                                                     routes.max_pairs, routes.max_assignments));
@@ -100,7 +100,7 @@ void touch_rows(const void* rows, std::int64_t num_rows, int row_bytes) {
 
 }  // namespace
 
-void drop_what_does_not_fit(const Rank& me, const Drop& job, const PlanScratch& scratch,
+void drop_what_does_not_fit(const KernelContext& me, const Drop& job, const PlanScratch& scratch,
                             int num_sms, std::uintptr_t stream) {
   check_rank(me, num_sms, stream);
   check_scratch(me, scratch);
@@ -113,8 +113,8 @@ void drop_what_does_not_fit(const Rank& me, const Drop& job, const PlanScratch& 
   if (job.lacked != nullptr) touch_all(job.lacked, me.control.num_ranks);
 }
 
-void plan_count(const Rank& me, const PlanCount& job, const PlanScratch& scratch, int num_sms,
-                std::uintptr_t stream) {
+void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch& scratch,
+                int num_sms, std::uintptr_t stream) {
   check_rank(me, num_sms, stream);
   check_scratch(me, scratch);
   check_alignment(job.alignment);
@@ -150,19 +150,19 @@ void plan_count(const Rank& me, const PlanCount& job, const PlanScratch& scratch
   standin::run_on_device(stream, [tell] { tell(true); });
 }
 
-void refuse(const Rank& me, Phase phase, std::uintptr_t stream) {
+void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream) {
   standin::note_kernel(stream);
   standin::require(me.control_of[me.rank] != nullptr && phase != Phase::kNone, "a refusal");
 }
 
-void plan_receive(const Rank& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
+void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
                   int num_sms, std::uintptr_t stream) {
   check_rank(me, num_sms, stream);
   check_scratch(me, scratch);
   touch_routes(me, routes);
 }
 
-void dispatch(const Rank& me, const Dispatch& job, int num_sms, std::uintptr_t stream) {
+void dispatch(const KernelContext& me, const Dispatch& job, int num_sms, std::uintptr_t stream) {
   check_rank(me, num_sms, stream);
   check_tokens(me, job.num_tokens, job.most_tokens, job.top_k);
   standin::require(0 < job.num_phases && job.num_phases <= kPhases, "phases");
@@ -179,7 +179,7 @@ void dispatch(const Rank& me, const Dispatch& job, int num_sms, std::uintptr_t s
   touch_all(job.row_w, job.num_rows);
 }
 
-void combine(const Rank& me, const Combine& job, int num_sms, std::uintptr_t stream) {
+void combine(const KernelContext& me, const Combine& job, int num_sms, std::uintptr_t stream) {
   check_rank(me, num_sms, stream);
   check_tokens(me, job.num_tokens, me.control.max_tokens, job.top_k);
   standin::require(itemsize_of(job.dtype) == 4 || itemsize_of(job.dtype) == 2, "dtype");
@@ -197,8 +197,8 @@ void combine(const Rank& me, const Combine& job, int num_sms, std::uintptr_t str
 
 namespace {
 
-void check_low_latency(const Rank& me, const LowLatencyRank& ll, int num_tokens, int num_ctas,
-                       std::uintptr_t stream) {
+void check_low_latency(const KernelContext& me, const LowLatencyContext& ll, int num_tokens,
+                       int num_ctas, std::uintptr_t stream) {
   check_rank(me, 32, stream);
   const LowLatencyWindow& window = ll.window;
   standin::require(window.num_ranks == me.control.num_ranks, "ranks of the window");
@@ -215,8 +215,8 @@ void check_low_latency(const Rank& me, const LowLatencyRank& ll, int num_tokens,
 
 }  // namespace
 
-void low_latency_dispatch(const Rank& me, const LowLatencyRank& ll, const LowLatencyDispatch& job,
-                          int num_ctas, std::uintptr_t stream) {
+void low_latency_dispatch(const KernelContext& me, const LowLatencyContext& ll,
+                          const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream) {
   check_low_latency(me, ll, job.num_tokens, num_ctas, stream);
   const LowLatencyWindow& window = ll.window;
   touch_all(job.counts, window.num_ranks);
@@ -227,8 +227,8 @@ void low_latency_dispatch(const Rank& me, const LowLatencyRank& ll, const LowLat
   touch_all(job.weights, static_cast<std::int64_t>(job.num_tokens) * window.top_k);
 }
 
-void low_latency_combine(const Rank& me, const LowLatencyRank& ll, const LowLatencyCombine& job,
-                         int num_ctas, std::uintptr_t stream) {
+void low_latency_combine(const KernelContext& me, const LowLatencyContext& ll,
+                         const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream) {
   check_low_latency(me, ll, job.num_tokens, num_ctas, stream);
   const LowLatencyWindow& window = ll.window;
   standin::require(itemsize_of(job.dtype) == 4 || itemsize_of(job.dtype) == 2, "dtype");

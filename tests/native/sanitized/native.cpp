@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cases.h"
-#include "native/call.h"
+#include "native/host/call.h"
 #include "native_fixtures.h"
 #include "standin.h"
 

@@ -7,8 +7,8 @@
 
 #include "cases.h"
 #include "fixtures.h"
-#include "native/group.h"
-#include "native/low_latency_host.h"
+#include "native/host/group.h"
+#include "native/low_latency/host.h"
 #include "standin.h"
 
 using ncclep::native::Group;

@@ -51,7 +51,7 @@ struct Sizes {
   std::uint32_t late_words;
 };
 extern Sizes sizes;
-// `Rank::call` of the kernels since the last time, where it is not 0.
+// `KernelContext::call` of the kernels since the last time, where it is not 0.
 std::vector<std::uint64_t> take_calls();
 // Ends the process with the text, unless `holds`.
 void require(bool holds, const char* text);

@@ -1,0 +1,172 @@
+#include "native/host/checks.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+
+#include "native/rows/cta_roles.h"
+
+namespace ncclep::native {
+
+namespace {
+
+constexpr double kMaxTimeout = 1e9;
+constexpr int kMaxAlignment = 256;
+// What the kernels copy at a time.
+constexpr int kVector = 16;
+
+// A tensor's size in words, [3, 8], if anybody asks for them.
+struct Shape {
+  const Tensor& tensor;
+
+  operator std::string() const {
+    std::string text = "[";
+    for (const std::int64_t size : tensor.shape) {
+      text += join_text(text.size() == 1 ? "" : ", ", size);
+    }
+    return text + "]";
+  }
+};
+
+Shape shape_of(const Tensor& tensor) { return {tensor}; }
+
+bool has_shape(const Tensor& tensor, std::initializer_list<std::int64_t> shape) {
+  return std::equal(tensor.shape.begin(), tensor.shape.end(), shape.begin(), shape.end());
+}
+
+std::int64_t num_tokens_of(const Plan& plan) { return plan.token_routes.shape[1]; }
+
+}  // namespace
+
+void check_timeout(double seconds) {
+  require(seconds > 0 && seconds <= kMaxTimeout, "a deadline of ", seconds,
+          " s: it must be positive, and at most ", kMaxTimeout);
+}
+
+void check_group(int num_ranks, int num_experts, double timeout_s) {
+  require(0 < num_ranks && num_ranks <= kMaxRanks, num_ranks, " ranks: from 1 to ", kMaxRanks);
+  require(0 < num_experts && num_experts <= kMaxExperts && num_experts % num_ranks == 0,
+          num_experts, " experts: from 1 to ", kMaxExperts, ", and a multiple of the ", num_ranks,
+          " ranks");
+  check_timeout(timeout_s);
+}
+
+void check_sizes(int max_tokens, int top_k, std::size_t row_bytes) {
+  require(0 <= max_tokens && max_tokens <= kMaxTokens, max_tokens, " tokens: at most ", kMaxTokens);
+  require(0 < top_k && top_k <= kMaxTopK, "top-k ", top_k, ": from 1 to ", kMaxTopK);
+  require(0 < row_bytes && row_bytes <= kMaxRowBytes && row_bytes % kVector == 0, "rows of ",
+          row_bytes, " bytes: a multiple of ", kVector, ", at most ", kMaxRowBytes);
+}
+
+void check_room(const Control& control, std::int64_t max_pairs, std::int64_t max_assignments,
+                int num_chunks) {
+  const std::int64_t most_pairs = static_cast<std::int64_t>(control.num_ranks) * kMaxTokens;
+  require(0 <= max_pairs && max_pairs <= most_pairs, "room for ", max_pairs, " pairs: at most ",
+          most_pairs);
+  require(0 <= max_assignments && max_assignments <= most_pairs * kMaxTopK, "room for ",
+          max_assignments, " assignments: at most ", most_pairs * kMaxTopK);
+  require(0 <= num_chunks && num_chunks <= kMaxTokens / kChunk, num_chunks, " chunks: at most ",
+          kMaxTokens / kChunk);
+}
+
+void check_num_sms(const Control& control, int num_sms, int max_sms) {
+  const int least = min_ctas(control.num_ranks);
+  require(least <= num_sms && num_sms <= max_sms, num_sms, " SMs for the native engine: with ",
+          control.num_ranks, " ranks it needs at least ", least, ", and the GPU has ", max_sms);
+}
+
+void check_plan(const Control& control, const Plan& plan) {
+  require(
+      plan.counts.dtype == DType::kInt64 && has_shape(plan.counts, {2 * control.num_local() + 1}),
+      "a plan's counts must be int64 [", 2 * control.num_local() + 1, "], not ",
+      shape_of(plan.counts));
+  require(plan.token_routes.dtype == DType::kInt32 && plan.token_routes.shape.size() == 2 &&
+              plan.token_routes.shape[0] == 4,
+          "what a plan knows at the source rank must be int32 [4, T], not ",
+          shape_of(plan.token_routes));
+  require(0 < plan.top_k && plan.top_k <= control.max_top_k, "a plan of top-k ", plan.top_k,
+          ": the windows are for ", control.max_top_k, " at most");
+  require(0 <= plan.num_chunks && plan.num_chunks <= control.max_chunks() &&
+              num_tokens_of(plan) <= static_cast<std::int64_t>(plan.num_chunks) * kChunk,
+          "a plan of ", num_tokens_of(plan), " tokens and ", plan.num_chunks, " chunks of ", kChunk,
+          ": the windows are for ", control.max_tokens, " tokens");
+}
+
+void check_received(const Control& control, const Plan& plan) {
+  check_plan(control, plan);
+  require(plan.routes.data != nullptr && plan.num_rows >= 0 && plan.num_pairs <= plan.max_pairs &&
+              plan.num_assignments <= plan.max_assignments,
+          "a plan whose routes were not received: there is room for ", plan.max_pairs,
+          " pairs and ", plan.max_assignments, " assignments, and it has ", plan.num_pairs, " and ",
+          plan.num_assignments);
+}
+
+void check_topk(const Plan& plan, const Tensor& topk_idx, int alignment) {
+  require((topk_idx.dtype == DType::kInt32 || topk_idx.dtype == DType::kInt64) &&
+              has_shape(topk_idx, {num_tokens_of(plan), plan.top_k}),
+          "topk_idx must be int32 or int64 [", num_tokens_of(plan), ", ", plan.top_k,
+          "] for this plan, not ", shape_of(topk_idx));
+  require(0 < alignment && alignment <= kMaxAlignment, "alignment ", alignment, ": from 1 to ",
+          kMaxAlignment);
+}
+
+void check_drop(const Control& control, const Plan& plan, std::int64_t max_recv_rows,
+                const Tensor& kept, const std::optional<Tensor>& lacked) {
+  require(0 < max_recv_rows && max_recv_rows <= INT32_MAX, "max_recv_rows ", max_recv_rows,
+          ": from 1 to 2^31 - 1");
+  require(kept.dtype == DType::kInt32 && has_shape(kept, {num_tokens_of(plan), plan.top_k}),
+          "the assignments that are kept must be int32 [", num_tokens_of(plan), ", ", plan.top_k,
+          "] for this plan, not ", shape_of(kept));
+  require(!lacked || (lacked->dtype == DType::kInt64 && has_shape(*lacked, {control.num_ranks})),
+          "what ranks lacked must be int64 [", control.num_ranks, "]");
+}
+
+void check_routes(const Tensor& routes, std::int64_t size) {
+  require(routes.dtype == DType::kInt32 && routes.num_elements() >= size,
+          "a plan's routes must be int32 [", size, "], not ", shape_of(routes));
+}
+
+void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const Tensor& token_rows,
+                const std::optional<Tensor>& topk_w, const Tensor& rows,
+                const std::optional<Tensor>& row_w) {
+  const bool is_dispatch = phase == Phase::kDispatch;
+  const char* what = is_dispatch ? "dispatch" : "combine";
+  require(token_rows.shape.size() == 2 && rows.shape.size() == 2 &&
+              token_rows.shape[1] == rows.shape[1] && token_rows.dtype == rows.dtype,
+          what, ": rows ", shape_of(token_rows), " and ", shape_of(rows),
+          " must be as long as each other, and of one dtype");
+  require(rows.dtype == DType::kFloat32 || rows.dtype == DType::kFloat16 ||
+              rows.dtype == DType::kBFloat16 || (is_dispatch && rows.dtype == DType::kUint8),
+          what, ": rows must be bf16, fp16 or fp32", is_dispatch ? ", or bytes" : "");
+  const auto itemsize = static_cast<std::size_t>(itemsize_of(rows.dtype));
+  const auto hidden = static_cast<std::size_t>(rows.shape[1]);
+  require(0 < hidden && hidden <= max_row_bytes / itemsize && hidden * itemsize % kVector == 0,
+          what, ": rows of ", hidden, " numbers of ", itemsize, " bytes must have a multiple of ",
+          kVector, " bytes, and the windows are for ", max_row_bytes, " at most");
+  for (const Tensor* tensor : {&token_rows, &rows}) {
+    require(reinterpret_cast<std::uintptr_t>(tensor->data) % kVector == 0, what,
+            ": rows must start at a multiple of ", kVector, " bytes, not at ", tensor->data);
+  }
+  require(token_rows.shape[0] == num_tokens_of(plan) && rows.shape[0] == plan.num_rows, what,
+          ": rows ", shape_of(token_rows), " at the source rank and ", shape_of(rows),
+          " at the experts, but the plan has ", num_tokens_of(plan), " and ", plan.num_rows);
+  require(topk_w.has_value() == row_w.has_value(), what, ": weights must go in and come out");
+  if (!topk_w) return;
+  require(topk_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
+              has_shape(*topk_w, {num_tokens_of(plan), plan.top_k}) &&
+              has_shape(*row_w, {plan.num_rows}),
+          what, ": weights must be fp32 [", num_tokens_of(plan), ", ", plan.top_k, "] and [",
+          plan.num_rows, "], not ", shape_of(*topk_w), " and ", shape_of(*row_w));
+}
+
+void check_sums(const std::optional<Tensor>& sums, std::int64_t num_sums, const Tensor& rows) {
+  require(sums || num_sums == 0, "combine: ", num_sums, " sums need scratch");
+  if (!sums) return;
+  require(sums->shape.size() == 2 && sums->dtype == rows.dtype && sums->shape[1] == rows.shape[1] &&
+              sums->shape[0] >= num_sums &&
+              reinterpret_cast<std::uintptr_t>(sums->data) % kVector == 0,
+          "combine: the sums' scratch must be like the rows, with ", num_sums, " of them, not ",
+          shape_of(*sums));
+}
+
+}  // namespace ncclep::native

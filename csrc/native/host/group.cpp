@@ -1,0 +1,167 @@
+// What a group holds for as long as it lives.
+#include "native/host/group.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "common/cuda.h"
+#include "native/device/refusal.h"
+#include "native/host/checks.h"
+#include "native/plan/plan.h"
+
+namespace ncclep::native {
+
+Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s)
+    : communicator_(std::move(communicator)),
+      control_{communicator_->num_ranks(), num_experts, 0, 0},
+      timeout_s_(timeout_s) {
+  check_group(communicator_->num_ranks(), num_experts, timeout_s);
+  try {
+    allocate_state();
+  } catch (const Error&) {
+    free_state();  // nothing uses it yet, and nobody will close this
+    throw;
+  }
+}
+
+void Group::allocate_state() {
+  cuda_check(cudaMalloc(&state_, sizeof(State)), "cudaMalloc");
+  cuda_check(cudaMemset(state_, 0, sizeof(State)), "cudaMemset");
+  int device = 0;
+  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+  cuda_check(cudaDeviceGetAttribute(&max_sms_, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  cuda_check(
+      cudaMalloc(&plan_scratch_, PlanScratch::size(control_, max_sms_) * sizeof(*plan_scratch_)),
+      "cudaMalloc");
+  cuda_check(cudaHostAlloc(&mailbox_, sizeof(Mailbox), cudaHostAllocMapped), "cudaHostAlloc");
+  std::memset(static_cast<void*>(mailbox_), 0, sizeof(Mailbox));
+  cuda_check(cudaHostGetDevicePointer(&mailbox_on_device_, mailbox_, 0),
+             "cudaHostGetDevicePointer");
+  order_ = communicator_->order();
+  reached_.emplace();
+}
+
+Group::~Group() = default;  // see the class comment
+
+bool Group::fits(int max_tokens, int top_k, std::size_t row_bytes) const {
+  return max_tokens <= control_.max_tokens && top_k <= control_.max_top_k &&
+         row_bytes <= row_bytes_;
+}
+
+void Group::set_timeout(double seconds) {
+  check_timeout(seconds);
+  timeout_s_ = seconds;
+}
+
+void Group::require_open() const { require(state_ != nullptr, "the native group was closed"); }
+
+void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
+  require_open();
+  check_sizes(max_tokens, top_k, row_bytes);
+  Control larger = control_;
+  larger.max_tokens = std::max(larger.max_tokens, (max_tokens + kChunk - 1) / kChunk * kChunk);
+  larger.max_top_k = std::max(larger.max_top_k, top_k);
+  row_bytes = std::max(row_bytes_, row_bytes);
+  cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
+  for (const std::shared_ptr<Window>& window : windows()) window->close();
+  drop();
+  const std::size_t dispatch_bytes = row_bytes * larger.max_tokens;
+  control_window_ = std::make_shared<Window>(communicator_, larger.num_bytes());
+  rows_window_ = std::make_shared<Window>(communicator_, dispatch_bytes * (2 + larger.num_ranks));
+  control_ = larger;
+  row_bytes_ = row_bytes;
+  ++generation_;
+}
+
+void Group::open() {
+  for (const std::shared_ptr<Window>& window : windows()) window->open();
+}
+
+void Group::clear() {
+  require_open();
+  // Flags hold epochs, which only grow: nothing that was written before may look like one.
+  for (const std::shared_ptr<Window>& window : windows()) {
+    cuda_check(cudaMemset(window->address(), 0, window->num_bytes()), "cudaMemset");
+  }
+  // All ranks have received the last plan, and nothing in the new windows says so.
+  cuda_check(cudaMemset(&state_->received, 0, sizeof(state_->received)), "cudaMemset");
+  cuda_check(cudaDeviceSynchronize(), "clearing the windows");
+}
+
+void Group::drop() {
+  control_window_.reset();
+  rows_window_.reset();
+  control_.max_tokens = control_.max_top_k = 0;
+  row_bytes_ = 0;
+}
+
+void Group::close() {
+  if (state_ == nullptr) return;
+  cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows close");
+  for (const std::shared_ptr<Window>& window : windows()) window->close();
+  drop();
+  cuda_check(static_cast<cudaError_t>(free_state()), "freeing the state of the native group");
+}
+
+int Group::free_state() {
+  cudaError_t first = cudaSuccess;
+  const auto note = [&](cudaError_t result) { first = first == cudaSuccess ? result : first; };
+  note(cudaFree(std::exchange(state_, nullptr)));
+  note(cudaFree(std::exchange(plan_scratch_, nullptr)));
+  note(cudaFreeHost(std::exchange(mailbox_, nullptr)));
+  order_.reset();
+  reached_.reset();
+  return first;
+}
+
+std::vector<std::shared_ptr<Window>> Group::windows() const {
+  std::vector<std::shared_ptr<Window>> found;
+  for (const std::shared_ptr<Window>& window : {control_window_, rows_window_}) {
+    if (window) found.push_back(window);
+  }
+  return found;
+}
+
+std::size_t Group::num_bytes() const {
+  std::size_t sum = 0;
+  for (const std::shared_ptr<Window>& window : windows()) sum += window->num_bytes();
+  return sum;
+}
+
+KernelContext Group::context(std::uint64_t call) const {
+  require(rows_window_ != nullptr && rows_window_->is_open() && state_ != nullptr,
+          "the native group has no windows: making them comes first, and close last");
+  KernelContext context{};
+  context.control = control_;
+  context.rank = communicator_->rank();
+  std::copy(control_window_->peers().begin(), control_window_->peers().end(), context.control_of);
+  std::copy(rows_window_->peers().begin(), rows_window_->peers().end(), context.rows_of);
+  context.dispatch_bytes = row_bytes_ * control_.max_tokens;
+  context.state = state_;
+  context.mailbox = mailbox_on_device_;
+  context.deadline_ns = static_cast<std::uint64_t>(timeout_s_ * 1e9);
+  context.call = call;
+  return context;
+}
+
+void Group::queue(std::uintptr_t stream, const std::function<void()>& launch) {
+  require_open();
+  if (order_->queue(stream, launch)) was_captured_ = true;
+}
+
+void Group::check_num_ctas(int num_ctas) const {
+  require(0 < num_ctas && num_ctas <= max_sms_, num_ctas, " CTAs: from 1 to the GPU's ", max_sms_,
+          " SMs");
+}
+
+void Group::refuse(Phase phase, std::uintptr_t stream) {
+  require_open();
+  if (rows_window_ == nullptr || !rows_window_->is_open()) return;
+  queue(stream, [&] { native::refuse(context(), phase, stream); });
+}
+
+}  // namespace ncclep::native

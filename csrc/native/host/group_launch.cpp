@@ -1,0 +1,192 @@
+// The steps as the host queues them: plan, dispatch, combine.
+#include <cuda_runtime.h>
+
+#include <optional>
+
+#include "native/host/call.h"
+#include "native/host/checks.h"
+#include "native/host/group.h"
+#include "native/plan/overflow.h"
+#include "native/plan/plan.h"
+#include "native/rows/combine.h"
+#include "native/rows/cta_roles.h"
+#include "native/rows/dispatch.h"
+
+namespace ncclep::native {
+
+namespace {
+
+template <typename T>
+T* pointer(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data);
+}
+
+template <typename T>
+T* pointer(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<T*>(tensor->data) : nullptr;
+}
+
+int row_bytes_of(const Tensor& rows) {
+  return static_cast<int>(rows.shape.at(1)) * itemsize_of(rows.dtype);
+}
+
+TokenRoutes token_routes_of(const Tensor& token_routes) {
+  return TokenRoutes::in(pointer<std::int32_t>(token_routes), token_routes.shape.at(1));
+}
+
+ReceivedRoutes received_routes(const Plan& plan, int num_ranks) {
+  return ReceivedRoutes::in(pointer<std::int32_t>(plan.routes), num_ranks, plan.num_chunks,
+                            plan.max_pairs, plan.max_assignments);
+}
+
+}  // namespace
+
+std::int64_t Group::routes_size(std::int64_t max_pairs, std::int64_t max_assignments,
+                                int num_chunks) const {
+  check_room(control_, max_pairs, max_assignments, num_chunks);
+  return ReceivedRoutes::size(control_.num_ranks, num_chunks, max_pairs, max_assignments);
+}
+
+PlanScratch Group::plan_scratch(int num_sms) const {
+  check_num_sms(control_, num_sms, max_sms_);
+  return {plan_scratch_, control_, max_sms_};
+}
+
+std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
+                          std::int64_t max_recv_rows, const std::optional<Tensor>& kept,
+                          const std::optional<Tensor>& lacked, std::int64_t max_pairs,
+                          std::int64_t max_assignments, const Tensor& routes, int num_sms,
+                          std::uintptr_t stream) {
+  check_plan(control_, plan);
+  check_topk(plan, topk_idx, alignment);
+  require(max_recv_rows > 0 || (max_recv_rows == 0 && !kept), "a plan of ", max_recv_rows,
+          " rows: only in static mode, where it is positive, assignments are dropped");
+  require(kept || !lacked, "a plan that drops nothing: no rank lacks anything");
+  if (kept) check_drop(control_, plan, max_recv_rows, *kept, lacked);
+  const bool is_static = max_recv_rows > 0;
+  take_routes(plan, max_pairs, max_assignments, routes);
+  const PlanScratch scratch = plan_scratch(num_sms);
+  PlanCount count{};
+  count.topk_idx = topk_idx.data;
+  count.is_int64 = topk_idx.dtype == DType::kInt64;
+  count.num_tokens = static_cast<int>(topk_idx.shape.at(0));
+  count.top_k = plan.top_k;
+  count.most_chunks = plan.num_chunks;
+  count.alignment = alignment;
+  count.is_static = is_static;
+  count.has_dropped = kept.has_value();
+  count.tokens_per_expert = pointer<std::int64_t>(plan.counts);
+  count.routed_per_expert = count.tokens_per_expert + control_.num_local();
+  count.num_dropped = count.routed_per_expert + control_.num_local();
+  count.token_routes = token_routes_of(plan.token_routes);
+  Drop drop{};
+  if (kept) {
+    drop.topk_idx = count.topk_idx;
+    drop.is_int64 = count.is_int64;
+    drop.num_tokens = count.num_tokens;
+    drop.top_k = plan.top_k;
+    drop.alignment = alignment;
+    drop.max_recv_rows = max_recv_rows;
+    drop.kept = pointer<std::int32_t>(kept);
+    drop.num_wanted = count.num_dropped;
+    if (lacked) drop.lacked = pointer<std::int64_t>(*lacked);
+    count.topk_idx = drop.kept;
+    count.is_int64 = false;
+  }
+  if (is_static) {
+    plan.num_rows = max_recv_rows;
+  } else {
+    if (++ticket_ == 0) ++ticket_;
+    count.ticket = ticket_;
+  }
+  queue(stream, [&] {
+    // In static mode the first kernel compares the ranks' calls.
+    const KernelContext first =
+        context(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
+    const KernelContext me = context();
+    if (count.ticket != 0) reached_->record(stream);
+    if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream);
+    native::plan_count(kept ? me : first, count, scratch, num_sms, stream);
+    native::plan_receive(me, received_routes(plan, control_.num_ranks), scratch, num_sms, stream);
+  });
+  return count.ticket;
+}
+
+void Group::take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
+                        const Tensor& routes) const {
+  check_routes(routes, routes_size(max_pairs, max_assignments, plan.num_chunks));
+  plan.max_pairs = plan.num_pairs = max_pairs;
+  plan.max_assignments = plan.num_assignments = max_assignments;
+  plan.routes = routes;
+}
+
+void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
+                         const Tensor& routes, int num_sms, std::uintptr_t stream) {
+  check_plan(control_, plan);
+  take_routes(plan, max_pairs, max_assignments, routes);
+  queue(stream, [&] {
+    native::plan_receive(context(), received_routes(plan, control_.num_ranks),
+                         plan_scratch(num_sms), num_sms, stream);
+  });
+}
+
+void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
+                     const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
+                     std::uintptr_t stream) {
+  check_received(control_, plan);
+  check_rows(Phase::kDispatch, plan, row_bytes_, x, w, rows, row_w);
+  check_num_sms(control_, num_sms, max_sms_);
+  const int num_local = control_.num_experts / control_.num_ranks;
+  Dispatch job{};
+  job.x = pointer<const char>(x);
+  job.w = pointer<const float>(w);
+  job.rows = pointer<char>(rows);
+  job.row_w = pointer<float>(row_w);
+  job.has_weights = w.has_value();
+  job.num_tokens = static_cast<int>(x.shape.at(0));
+  job.most_tokens = plan.num_chunks * kChunk;
+  job.top_k = plan.top_k;
+  job.row_bytes = row_bytes_of(x);
+  job.num_phases = num_phases_of(job.most_tokens, job.row_bytes);
+  job.num_rows = rows.shape.at(0);
+  job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
+  job.routed_per_expert = job.tokens_per_expert + num_local;
+  job.token_ranks = token_routes_of(plan.token_routes).token_ranks;
+  job.routes = received_routes(plan, control_.num_ranks);
+  const KernelContext me =
+      context(call_of_rows(Phase::kDispatch, plan.number, x.dtype, job.row_bytes, job.has_weights));
+  queue(stream, [&] { native::dispatch(me, job, num_sms, stream); });
+}
+
+std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
+  check_plan(control_, plan);
+  check_num_sms(control_, num_sms, max_sms_);
+  const CombineSplit split = split_combine(num_sms, control_.num_ranks, plan.top_k, row_bytes);
+  return split.sending > 0 ? plan.num_pairs : 0;
+}
+
+void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
+                    const std::optional<Tensor>& sums, const Tensor& out,
+                    const std::optional<Tensor>& topk_w, int num_sms, std::uintptr_t stream) {
+  check_received(control_, plan);
+  check_rows(Phase::kCombine, plan, row_bytes_, out, topk_w, y, w);
+  check_sums(sums, sums_size(plan, num_sms, row_bytes_of(y)), y);
+  Combine job{};
+  job.y = pointer<const char>(y);
+  job.sums = pointer<char>(sums);
+  job.w = pointer<const float>(w);
+  job.out = pointer<char>(out);
+  job.topk_w = pointer<float>(topk_w);
+  job.has_weights = w.has_value();
+  job.dtype = y.dtype;
+  job.num_tokens = static_cast<int>(out.shape.at(0));
+  job.top_k = plan.top_k;
+  job.row_bytes = row_bytes_of(y);
+  job.token_routes = token_routes_of(plan.token_routes);
+  job.routes = received_routes(plan, control_.num_ranks);
+  const KernelContext me =
+      context(call_of_rows(Phase::kCombine, plan.number, y.dtype, job.row_bytes, job.has_weights));
+  queue(stream, [&] { native::combine(me, job, num_sms, stream); });
+}
+
+}  // namespace ncclep::native

@@ -1,0 +1,146 @@
+// What the host learns of a group from its device: it waits for it, or looks how far it has come.
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "common/cuda.h"
+#include "common/pause.h"
+#include "native/host/group.h"
+
+namespace ncclep::native {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// How often a host that waits calls `poll`, and asks the driver how the stream is getting on.
+constexpr double kPollInterval = 0.05, kQueryInterval = 1e-3;
+
+// Asks whether it `is_over`, which may throw, until it is.  `poll` is called now and then, and may
+// throw.
+template <typename IsOver>
+void wait_until(const IsOver& is_over, const std::function<void()>& poll) {
+  const auto start = Clock::now();
+  double next_poll = kPollInterval;
+  while (!is_over()) {
+    const double waited = seconds_since(start);
+    if (waited >= next_poll) {
+      poll();
+      next_poll = waited + kPollInterval;
+    }
+    pause_in_wait(waited);
+  }
+}
+
+}  // namespace
+
+std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
+                                               const Tensor& rows_of_expert, std::uintptr_t stream,
+                                               const std::function<void()>& poll) const {
+  const int num_local = control_.num_experts / control_.num_ranks;
+  require_open();
+  require(ticket != 0 && ticket == ticket_, "ticket ", ticket, " is not that of the last plan");
+  require(rows_of_expert.dtype == DType::kInt64 && rows_of_expert.num_elements() == num_local,
+          "rows_of_expert must be int64 [", num_local, "] on the CPU");
+  auto* rows = static_cast<std::int64_t*>(rows_of_expert.data);
+  PlanSizes sizes{};
+  const auto is_told = [&] {
+    std::uint64_t words[4];
+    for (int i = 0; i < 4; ++i) {
+      words[i] = mailbox_->sizes[i];
+      if (words[i] >> 32 != ticket) return false;
+      words[i] &= 0xffffffffu;
+    }
+    for (int local = 0; local < num_local; ++local) {
+      const std::uint64_t word = mailbox_->rows_of_expert[local];
+      if (word >> 32 != ticket) return false;
+      rows[local] = static_cast<std::int64_t>(word & 0xffffffffu);
+    }
+    sizes = {static_cast<std::int64_t>(words[0]), static_cast<std::int64_t>(words[1]),
+             static_cast<std::int64_t>(words[2]), static_cast<std::uint32_t>(words[3])};
+    return true;
+  };
+  const auto has_failed = [&] { return mailbox_->failed_phase != 0; };
+  // What is queued before the plan, such as a receive from a pipeline stage that compiles, may take
+  // any time, and no rank of this group is late.  From then on the device has a deadline of its own
+  // and knows who was late, so this one is longer: it is for a kernel that cannot start.
+  const double limit = 2 * timeout_s_;
+  std::optional<Clock::time_point> reached;
+  const auto is_over = [&] {
+    const auto start = Clock::now();
+    do {
+      for (int turn = 0; turn < 1024; ++turn) {
+        if (is_told()) return true;
+      }
+      if (has_failed()) return true;
+    } while (seconds_since(start) < kQueryInterval);
+    // A fault of any kernel before this one shows here; the mailbox would never say so.
+    const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
+    if (status != cudaErrorNotReady) {
+      cuda_check(status, "waiting for a plan's rows");
+      require(is_told() || has_failed(),
+              "the device is done with a plan and has not counted its rows");
+      return true;
+    }
+    if (!reached && reached_->is_over()) reached = Clock::now();
+    require(!reached || seconds_since(*reached) <= limit,
+            "the device did not count the rows of a plan within ", limit,
+            " s after its stream had come to it: other work keeps its kernel from the GPU's SMs");
+    return false;
+  };
+  wait_until(is_over, poll);
+  if (!is_told()) return std::nullopt;
+  plan.num_pairs = sizes.num_pairs;
+  plan.num_assignments = sizes.num_assignments;
+  if (sizes.bad_ranks == 0) plan.num_rows = sizes.num_rows;
+  return sizes;
+}
+
+void Group::wait_until_idle(const std::function<void()>& poll) const {
+  if (order_ == nullptr) return;
+  wait_until([&] { return order_->is_idle(); }, poll);
+}
+
+std::optional<Failure> Group::failure() const {
+  if (mailbox_ == nullptr || mailbox_->failed_phase == 0) return std::nullopt;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return Failure{static_cast<Reason>(mailbox_->failed_reason),
+                 static_cast<Phase>(mailbox_->failed_phase),
+                 mailbox_->failed_peer,
+                 mailbox_->failed_epoch,
+                 static_cast<double>(mailbox_->failed_deadline_ns) * 1e-9,
+                 mailbox_->failed_calls[0],
+                 mailbox_->failed_calls[1]};
+}
+
+std::uint32_t Group::bad_ranks(bool forget) {
+  const std::uint32_t ranks = mailbox_ == nullptr ? 0 : mailbox_->bad_ranks;
+  if (forget && mailbox_ != nullptr) mailbox_->bad_ranks = 0;
+  return ranks;
+}
+
+void Group::copy_waited_ns(const Tensor& out, std::uintptr_t stream) const {
+  require(out.dtype == DType::kInt64 && out.num_elements() == 1,
+          "out: must be int64 and have one element");
+  auto* const on = reinterpret_cast<cudaStream_t>(stream);
+  if (state_ == nullptr) {  // no windows yet: nobody has waited
+    cuda_check(cudaMemsetAsync(out.data, 0, sizeof(std::int64_t), on), "cudaMemsetAsync");
+    return;
+  }
+  cuda_check(cudaMemcpyAsync(out.data, &state_->waited_ns, sizeof(std::int64_t),
+                             cudaMemcpyDeviceToDevice, on),
+             "cudaMemcpyAsync");
+}
+
+std::uint32_t Group::bad_low_latency(bool forget) {
+  const std::uint32_t ranks = mailbox_ == nullptr ? 0 : mailbox_->bad_low_latency;
+  if (forget && mailbox_ != nullptr) mailbox_->bad_low_latency = 0;
+  return ranks;
+}
+
+}  // namespace ncclep::native

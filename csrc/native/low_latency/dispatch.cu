@@ -1,0 +1,189 @@
+// Low-latency dispatch: rows from their source rank straight into the windows of the ranks that
+// have experts for them (protocol.h).
+//
+// Example: two ranks, four experts, top-2; rank 1 holds experts 2 and 3.  Rank 0's tokens 0, 1, 2
+// name experts (0, 1), (3, 0), (2, 3).  Rank 1 gets two rows from rank 0: token 1 at place 0, with
+// experts (1, -1), and token 2 at place 1, with experts (0, 1).
+#include <cuda_runtime.h>
+
+#include "common/cuda.h"
+#include "native/low_latency/operation.cuh"
+
+namespace ncclep::native {
+
+namespace {
+
+__device__ std::int64_t expert_at(const LowLatencyDispatch& job, int assignment) {
+  if (job.is_int64) return static_cast<const std::int64_t*>(job.topk_idx)[assignment];
+  return static_cast<const std::int32_t*>(job.topk_idx)[assignment];
+}
+
+__device__ bool is_expert(const KernelContext& me, std::int64_t expert) {
+  return expert >= 0 && expert < me.control.num_experts;
+}
+
+// The ranks that the token with this thread's number goes to.
+__device__ std::uint32_t find_ranks(const KernelContext& me, const LowLatencyDispatch& job,
+                                    int top_k) {
+  const int token = threadIdx.x, num_local = me.control.num_local();
+  std::uint32_t ranks = 0;
+  if (token >= job.num_tokens) return ranks;
+#pragma unroll 8
+  for (int k = 0; k < top_k; ++k) {
+    const std::int64_t expert = expert_at(job, token * top_k + k);
+    if (is_expert(me, expert)) ranks |= 1u << static_cast<int>(expert) / num_local;
+  }
+  return ranks;
+}
+
+// A token's experts and weights, and the scales of its row, to all of `ranks`; by one warp, whose
+// lane r has its place at rank r.  False if its routing is bad: such an assignment counts as not
+// routed.
+__device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll,
+                            const LowLatencyDispatch& job, int token, std::uint32_t ranks,
+                            int own_place) {
+  const LowLatencyWindow& window = ll.window;
+  const int lane = threadIdx.x % 32, num_local = me.control.num_local();
+  std::int64_t named = -1;
+  float weight = 0;
+  if (lane < window.top_k) {
+    named = expert_at(job, token * window.top_k + lane);
+    weight = job.weights[token * window.top_k + lane];
+  }
+  int expert = is_expert(me, named) ? static_cast<int>(named) : -1;
+  bool is_good = expert == named || named == -1;
+  // Of an expert that is named twice the first assignment counts.
+  const std::uint32_t same = __match_any_sync(~0u, expert);
+  if (expert >= 0 && (same & ((1u << lane) - 1)) != 0) {
+    is_good = false;
+    expert = -1;
+  }
+  const int scale_vectors = window.scale_bytes / 16;
+  const auto* scales =
+      reinterpret_cast<const uint4*>(job.scales) + static_cast<std::size_t>(token) * scale_vectors;
+  for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
+    const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
+    char* to = ll.window_of[rank];
+    const std::size_t row = row_at(window, me.rank, place);
+    if (lane < window.top_k) {
+      const bool is_its = expert >= 0 && expert / num_local == rank;
+      const std::size_t assignment = row * window.top_k + lane;
+      reinterpret_cast<std::int32_t*>(to + window.experts())[assignment] =
+          is_its ? expert % num_local : -1;
+      reinterpret_cast<float*>(to + window.weights())[assignment] = is_its ? weight : 0;
+    }
+    auto* to_scales = reinterpret_cast<uint4*>(to + window.scales()) + row * scale_vectors;
+    for (int i = lane; i < scale_vectors; i += 32) to_scales[i] = __ldg(scales + i);
+  }
+  return is_good;
+}
+
+// This CTA's share.  False for a thread that has found a bad routing.
+__device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
+                          const LowLatencyDispatch& job, const Places& places) {
+  const LowLatencyWindow& window = ll.window;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int pieces = (window.row_bytes + kLlPiece - 1) / kLlPiece;
+  bool is_good = true;
+  for (int i = warp * gridDim.x + blockIdx.x; i < job.num_tokens * pieces;
+       i += gridDim.x * kLlWarps) {
+    const int token = i / pieces, offset = i % pieces * kLlPiece + lane * 16;
+    const char* from = job.x + static_cast<std::size_t>(token) * window.row_bytes + offset;
+    uint4 piece[kLlVectors];
+#pragma unroll
+    for (int v = 0; v < kLlVectors; ++v) {
+      if (offset + v * kLlStride < window.row_bytes) {
+        piece[v] = __ldg(reinterpret_cast<const uint4*>(from + v * kLlStride));
+      }
+    }
+    const std::uint32_t ranks = places.ranks_of[token];
+    const int own_place = lane < window.num_ranks ? places.place(lane, token) : 0;
+    for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
+      const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
+      char* to = ll.window_of[rank] + window.rows() +
+                 row_at(window, me.rank, place) * window.row_bytes + offset;
+#pragma unroll
+      for (int v = 0; v < kLlVectors; ++v) {
+        if (offset + v * kLlStride < window.row_bytes) {
+          *reinterpret_cast<uint4*>(to + v * kLlStride) = piece[v];
+        }
+      }
+    }
+    if (i % pieces == 0) is_good &= send_header(me, ll, job, token, ranks, own_place);
+  }
+  return is_good;
+}
+
+// Waits for all ranks' rows, by one CTA.
+__device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
+                        const LowLatencyDispatch& job, std::uint64_t number, bool has_failed) {
+  __shared__ int counts[kMaxRanks];
+  const LowLatencyWindow& window = ll.window;
+  const int rank = threadIdx.x;
+  if (rank < kMaxRanks) {
+    std::uint32_t told = 0;
+    if (rank < window.num_ranks && !has_failed) {
+      const std::int64_t value =
+          wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank,
+                                          sent_word(ll, me.rank, Turn::kDispatch, rank), number);
+      has_failed = value < 0;
+      if (!has_failed) told = static_cast<std::uint32_t>(value);
+    }
+    const std::uint32_t bad = __ballot_sync(~0u, (told & kBadRouting) != 0);
+    if (rank == 0 && bad != 0) me.mailbox->bad_low_latency |= bad;
+    counts[rank] = static_cast<int>(told & (kBadRouting - 1));
+  }
+  has_failed = __syncthreads_or(has_failed);
+  if (rank < window.num_ranks) job.counts[rank] = has_failed ? 0 : counts[rank];
+  // Places that nothing came for have no experts.
+  char* own = ll.window_of[me.rank];
+  const int of_rank = window.max_tokens * window.top_k;
+  for (int from = 0; from < window.num_ranks; ++from) {
+    auto* experts = reinterpret_cast<std::int32_t*>(own + window.experts()) + from * of_rank;
+    const int end = has_failed ? 0 : counts[from] * window.top_k;
+    for (int i = end + threadIdx.x; i < of_rank; i += kLlThreads) experts[i] = -1;
+  }
+  if (has_failed) fill_nan(own + window.weights(), window.places() * window.top_k * sizeof(float));
+}
+
+__global__ void __launch_bounds__(kLlThreads, 1)
+    ll_dispatch_kernel(KernelContext me, LowLatencyContext ll, LowLatencyDispatch job) {
+  __shared__ Places places;
+  __shared__ int counts[kMaxRanks];
+  const LowLatencyWindow& window = ll.window;
+  const Operation now = begin(me, ll, Turn::kDispatch, job.sends);
+  if (!job.sends) {
+    receive(me, ll, job, now.number, __syncthreads_or(now.has_failed));
+    return;
+  }
+  const std::uint32_t ranks = find_ranks(me, job, window.top_k);
+  places.set(ranks, job.num_tokens, window.num_ranks);
+  const bool has_failed = __syncthreads_or(now.has_failed);
+  const int thread = threadIdx.x;
+  if (blockIdx.x == 0 && thread < job.num_tokens) ll.state->ranks_of[thread] = ranks;
+  if (thread < window.num_ranks) counts[thread] = places.count(thread, job.num_tokens);
+  const bool is_good = has_failed || send_rows(me, ll, job, places);
+  const unsigned int sent = count_sent(ll.state, !is_good, has_failed);
+  if (sent == 0) return;
+  if (thread == 0 && sent < kSentFailed) {
+    fence_system();  // passes on what the other CTAs' fences have shown to this thread
+    const std::uint32_t bad = sent >= kSentBad ? kBadRouting : 0;
+    for (int rank = 0; rank < window.num_ranks; ++rank) {
+      post_numbered(sent_word(ll, rank, Turn::kDispatch, me.rank), now.number, counts[rank] | bad);
+    }
+    ll.state->dispatches = now.number;
+  }
+  if (job.completes) receive(me, ll, job, now.number, sent >= kSentFailed);
+}
+
+}  // namespace
+
+void low_latency_dispatch(const KernelContext& me, const LowLatencyContext& ll,
+                          const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream) {
+  if (!job.sends) num_ctas = 1;
+  ll_dispatch_kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, ll,
+                                                                                          job);
+  cuda_check(cudaGetLastError(), "launching a low-latency dispatch");
+}
+
+}  // namespace ncclep::native

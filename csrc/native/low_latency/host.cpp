@@ -1,0 +1,186 @@
+#include "native/low_latency/host.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "common/cuda.h"
+#include "common/error.h"
+
+namespace ncclep::native {
+
+namespace {
+
+constexpr int kVector = 16;  // what the kernels copy at a time
+constexpr int kMaxHidden = 1 << 20;
+
+void require_shape(const char* what, const Tensor& tensor, DType dtype,
+                   const std::vector<std::int64_t>& shape) {
+  require(tensor.dtype == dtype && tensor.shape == shape, what,
+          " has another dtype or shape than this object's");
+  require(reinterpret_cast<std::uintptr_t>(tensor.data) % kVector == 0 || itemsize_of(dtype) == 8 ||
+              dtype == DType::kInt32,
+          what, " must start at a multiple of ", kVector, " bytes");
+}
+
+LowLatencyWindow layout_of(int num_ranks, const LowLatencySizes& sizes) {
+  require(0 < sizes.max_tokens && sizes.max_tokens <= kLowLatencyTokens, sizes.max_tokens,
+          " tokens: from 1 to ", kLowLatencyTokens);
+  require(0 < sizes.top_k && sizes.top_k <= kMaxTopK, "top-k ", sizes.top_k, ": from 1 to ",
+          kMaxTopK);
+  require(0 < sizes.hidden && sizes.hidden <= kMaxHidden && 0 <= sizes.num_scales &&
+              sizes.num_scales <= kMaxHidden,
+          "rows of ", sizes.hidden, " numbers and ", sizes.num_scales, " scales: at most ",
+          kMaxHidden);
+  require(sizes.dtype == DType::kBFloat16 || sizes.dtype == DType::kFloat16 ||
+              sizes.dtype == DType::kFloat32,
+          "what is combined must be bf16, fp16 or fp32");
+  require(sizes.payload == sizes.dtype || sizes.payload == DType::kUint8,
+          "rows must have the dtype of what is combined, or be bytes");
+  LowLatencyWindow layout{};
+  layout.num_ranks = num_ranks;
+  layout.max_tokens = sizes.max_tokens;
+  layout.top_k = sizes.top_k;
+  layout.row_bytes = sizes.hidden * itemsize_of(sizes.payload);
+  layout.scale_bytes = sizes.num_scales * 4;
+  layout.sum_bytes = sizes.hidden * itemsize_of(sizes.dtype);
+  for (const int num_bytes : {layout.row_bytes, layout.scale_bytes, layout.sum_bytes}) {
+    require(num_bytes % kVector == 0, "a row of ", num_bytes, " bytes: must be a multiple of ",
+            kVector);
+  }
+  return layout;
+}
+
+}  // namespace
+
+LowLatency::LowLatency(std::shared_ptr<Group> group, const LowLatencySizes& sizes, int generation)
+    : group_(std::move(group)),
+      sizes_(sizes),
+      layout_(layout_of(group_->communicator()->num_ranks(), sizes)),
+      generation_(generation) {
+  window_ = std::make_shared<Window>(group_->communicator(), layout_.num_bytes());
+  cuda_check(cudaMalloc(&state_, sizeof(LowLatencyState)), "cudaMalloc");
+}
+
+LowLatency::~LowLatency() = default;  // see the class comment
+
+void LowLatency::open() {
+  require_open();
+  window_->open();
+}
+
+void LowLatency::clear() {
+  require_open();
+  cuda_check(cudaMemset(window_->address(), 0, window_->num_bytes()), "cudaMemset");
+  cuda_check(cudaMemset(state_, 0, sizeof(LowLatencyState)), "cudaMemset");
+  cuda_check(cudaDeviceSynchronize(), "clearing the low-latency window");
+}
+
+void LowLatency::drop() {
+  window_.reset();
+  cuda_check(cudaFree(std::exchange(state_, nullptr)), "cudaFree");
+}
+
+void LowLatency::close() {
+  if (window_ == nullptr) return;
+  cuda_check(cudaDeviceSynchronize(), "waiting for the device before a window closes");
+  window_->close();
+  drop();
+}
+
+std::vector<std::shared_ptr<Window>> LowLatency::windows() const {
+  if (window_ == nullptr) return {};
+  return {window_};
+}
+
+void LowLatency::require_open() const {
+  require(window_ != nullptr, "the low-latency object was closed");
+}
+
+std::uintptr_t LowLatency::address(std::size_t offset) const {
+  require_open();
+  require(window_->is_open(), "the low-latency window is not open");
+  // As the kernels write it: two addresses of one memory need not show the same.
+  return reinterpret_cast<std::uintptr_t>(window_->peers()[group_->communicator()->rank()] +
+                                          offset);
+}
+
+LowLatencyContext LowLatency::context() const {
+  require(window_->is_open(), "the low-latency window is not open");
+  LowLatencyContext ll{};
+  ll.window = layout_;
+  std::copy(window_->peers().begin(), window_->peers().end(), ll.window_of);
+  ll.state = state_;
+  return ll;
+}
+
+void LowLatency::dispatch(const Tensor& x, const std::optional<Tensor>& scales,
+                          const Tensor& topk_idx, const Tensor& weights, const Tensor& counts,
+                          bool completes, int num_ctas, std::uintptr_t stream) {
+  require_open();
+  const std::int64_t num_tokens = x.shape.empty() ? 0 : x.shape[0];
+  require(num_tokens <= sizes_.max_tokens, num_tokens, " tokens: at most ", sizes_.max_tokens);
+  require_shape("x", x, sizes_.payload, {num_tokens, sizes_.hidden});
+  require(scales.has_value() == (sizes_.num_scales > 0), "scales must come with such rows only");
+  if (scales) require_shape("scales", *scales, DType::kFloat32, {num_tokens, sizes_.num_scales});
+  require_shape("topk_idx", topk_idx,
+                topk_idx.dtype == DType::kInt32 ? DType::kInt32 : DType::kInt64,
+                {num_tokens, sizes_.top_k});
+  require(weights.dtype == DType::kFloat32 && weights.shape == topk_idx.shape,
+          "weights must be fp32 [T, K]");
+  require_shape("counts", counts, DType::kInt32, {layout_.num_ranks});
+  group_->check_num_ctas(num_ctas);
+  LowLatencyDispatch job{};
+  job.sends = true;
+  job.completes = completes;
+  job.x = static_cast<const char*>(x.data);
+  if (scales) job.scales = static_cast<const char*>(scales->data);
+  job.weights = static_cast<const float*>(weights.data);
+  job.topk_idx = topk_idx.data;
+  job.is_int64 = topk_idx.dtype == DType::kInt64;
+  job.num_tokens = static_cast<int>(num_tokens);
+  job.counts = static_cast<std::int32_t*>(counts.data);
+  group_->queue(stream,
+                [&] { low_latency_dispatch(group_->context(), context(), job, num_ctas, stream); });
+  num_tokens_ = num_tokens;
+}
+
+void LowLatency::complete_dispatch(const Tensor& counts, std::uintptr_t stream) {
+  require_open();
+  require_shape("counts", counts, DType::kInt32, {layout_.num_ranks});
+  LowLatencyDispatch job{};
+  job.completes = true;
+  job.counts = static_cast<std::int32_t*>(counts.data);
+  group_->queue(stream,
+                [&] { low_latency_dispatch(group_->context(), context(), job, 1, stream); });
+}
+
+void LowLatency::combine(const Tensor& y, const std::optional<Tensor>& rows_of, const Tensor& out,
+                         bool sends, bool completes, int num_ctas, std::uintptr_t stream) {
+  require_open();
+  require(sends || completes, "half of a combine at least");
+  const std::int64_t num_rows =
+      rows_of && !y.shape.empty() ? y.shape[0] : static_cast<std::int64_t>(layout_.places());
+  require(num_rows <= INT32_MAX, num_rows, " rows: at most 2^31 - 1");
+  require_shape("y", y, sizes_.dtype, {num_rows, sizes_.hidden});
+  if (rows_of) {
+    require_shape("rows_of", *rows_of, DType::kInt32,
+                  {layout_.num_ranks, sizes_.max_tokens, sizes_.top_k});
+  }
+  require_shape("out", out, sizes_.dtype, {num_tokens_, sizes_.hidden});
+  group_->check_num_ctas(num_ctas);
+  LowLatencyCombine job{};
+  job.sends = sends;
+  job.completes = completes;
+  job.y = static_cast<const char*>(y.data);
+  if (rows_of) job.rows_of = static_cast<const std::int32_t*>(rows_of->data);
+  job.num_rows = static_cast<int>(num_rows);
+  job.out = static_cast<char*>(out.data);
+  job.num_tokens = static_cast<int>(num_tokens_);
+  job.dtype = sizes_.dtype;
+  group_->queue(stream,
+                [&] { low_latency_combine(group_->context(), context(), job, num_ctas, stream); });
+}
+
+}  // namespace ncclep::native

@@ -1,0 +1,110 @@
+// What low-latency dispatch and combine have in common.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "native/device/wait.cuh"
+#include "native/low_latency/protocol.h"
+
+namespace ncclep::native {
+
+constexpr int kLlThreads = 512, kLlWarps = kLlThreads / 32;
+// A warp moves pieces of so many 16-byte vectors of each lane.
+constexpr int kLlVectors = 2, kLlStride = 32 * 16, kLlPiece = kLlVectors * kLlStride;
+
+static_assert(kLlThreads >= kLowLatencyTokens, "a thread for each token");
+static_assert(kLlThreads >= kMaxRanks && kMaxRanks == 32, "a lane for each rank");
+
+enum class Turn : int { kDispatch, kCombine };
+
+// Where `from` says to rank `to` that it has sent.
+__device__ inline std::uint64_t* sent_word(const LowLatencyContext& ll, int to, Turn turn,
+                                           int from) {
+  return reinterpret_cast<std::uint64_t*>(ll.window_of[to] + ll.window.sent()) +
+         static_cast<int>(turn) * ll.window.num_ranks + from;
+}
+
+// The operation that this kernel is; the same in every CTA until all have counted themselves.
+struct Operation {
+  std::uint64_t number;
+  bool has_failed;  // the group, before this kernel
+};
+
+// By all threads; no barrier: only thread 0 knows of a failure.
+__device__ inline Operation begin(const KernelContext& me, const LowLatencyContext& ll, Turn turn,
+                                  bool sends) {
+  const auto* state = static_cast<volatile LowLatencyState*>(ll.state);
+  const std::uint64_t dispatches = state->dispatches, combines = state->combines;
+  Operation now{(turn == Turn::kDispatch ? dispatches : combines) + sends, false};
+  if (threadIdx.x != 0) return now;
+  now.has_failed = has_failed(me);
+  const bool is_in_turn = dispatches == combines + (turn == Turn::kCombine);
+  if (sends && !is_in_turn && !now.has_failed) {
+    // As when a graph that holds a dispatch only is replayed twice: others may still be reading.
+    const Phase phase =
+        turn == Turn::kDispatch ? Phase::kLowLatencyDispatch : Phase::kLowLatencyCombine;
+    report_failure(me, Reason::kOutOfTurn, phase, me.rank, now.number);
+    now.has_failed = true;
+  }
+  return now;
+}
+
+// Which ranks this rank's tokens go to, and where: a token's place is the number of tokens before
+// it that go to the same rank.
+struct Places {
+  std::uint32_t ranks_of[kLowLatencyTokens];
+  std::uint32_t tokens_of[kMaxRanks][kLlWarps];  // a bit for each
+
+  // `ranks`: of the token that has this thread's number.  A barrier has to follow.
+  __device__ void set(std::uint32_t ranks, int num_tokens, int num_ranks) {
+    const int token = threadIdx.x, warp = threadIdx.x / 32;
+    if (token < num_tokens) ranks_of[token] = ranks;
+    if (warp * 32 >= num_tokens) return;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const std::uint32_t tokens = __ballot_sync(~0u, ranks >> rank & 1);
+      if (threadIdx.x % 32 == 0) tokens_of[rank][warp] = tokens;
+    }
+  }
+
+  __device__ int place(int rank, int token) const {
+    int sum = 0;
+    for (int word = 0; word < token / 32; ++word) sum += __popc(tokens_of[rank][word]);
+    return sum + __popc(tokens_of[rank][token / 32] & ((1u << token % 32) - 1));
+  }
+
+  __device__ int count(int rank, int num_tokens) const {
+    int sum = 0;
+    for (int word = 0; word * 32 < num_tokens; ++word) sum += __popc(tokens_of[rank][word]);
+    return sum;
+  }
+};
+
+// Where a row begins in [R, max_tokens] of them.
+__device__ inline std::size_t row_at(const LowLatencyWindow& window, int rank, int place) {
+  return static_cast<std::size_t>(rank) * window.max_tokens + place;
+}
+
+// `LowLatencyState::sent`: CTAs, those with a bad routing, those that found that the group failed.
+constexpr unsigned int kSentCta = 1, kSentBad = 1 << 10, kSentFailed = 1 << 20;
+
+// All threads call it when what they send is on its way.  Returns the sum in the CTA that is last:
+// what all CTAs wrote comes before what its thread 0 stores after a fence of the system.  0 in the
+// others.
+__device__ inline unsigned int count_sent(LowLatencyState* state, bool is_bad, bool has_failed) {
+  __shared__ unsigned int sum;
+  is_bad = __syncthreads_or(is_bad);
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const unsigned int mine = kSentCta + is_bad * kSentBad + has_failed * kSentFailed;
+    sum = atomicAdd(&state->sent, mine) + mine;
+    if (sum % kSentBad != gridDim.x) {
+      sum = 0;
+    } else {
+      state->sent = 0;
+    }
+  }
+  __syncthreads();
+  return sum;
+}
+
+}  // namespace ncclep::native

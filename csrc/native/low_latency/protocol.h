@@ -1,0 +1,122 @@
+// Low-latency mode: dispatch and combine of a few tokens, without a plan.
+//
+// Every rank has one more window.  In dispatch a rank copies the row of each of its tokens to every
+// rank that has experts for it, once, into the part of that rank's window that is for its tokens,
+// in their order; with the row go the token's experts there and their weights.  In combine what the
+// experts made of it comes back, one row for each (token, rank), to the same place in the source
+// rank's window, and the source rank adds the rows up.
+//
+// Each operation ends with one word to every rank, which says that all has been written, and how
+// many rows; and with a wait for all ranks' words.  Nothing else is waited for: no barrier of the
+// grid, none at the entry.  A CTA that has sent counts itself; the last one has seen what all wrote
+// (a fence of the GPU each, before the count) and publishes it, with one fence of the system.  In
+// dispatch it waits, alone, for the others' words.  In combine every CTA waits for them, because
+// all of them add up: so its CTAs must fit on the GPU together.
+//
+// Why one window and one word for each source are enough.  Dispatch and combine take turns, D1, C1,
+// D2, C2...; a rank begins an operation when the one before is over there; an operation is over on
+// a rank only when all ranks' words of it have come; and a rank gives its word only when all of its
+// CTAs have sent.  Let rank B write into rank A's window:
+//
+// - In Dn: rows, experts and weights, where only B writes.  A reads what D(n-1) brought there in
+//   the experts' kernels, which come before C(n-1) on A's stream, and in the sending part of
+//   C(n-1).  B is in Dn, so it has A's word of C(n-1), which A gave when all of its CTAs had sent.
+//   (What A reads of its own window while it adds up, the rows from itself, only A overwrites.)
+// - In Cn: sums.  A reads the last ones in C(n-1), which was over before A's Dn began; and B has
+//   A's word of Dn.
+// - The word of Dn.  A reads it in Dn, waiting, and in Cn, for the number of rows to send back:
+//   every CTA before it counts itself.  B gives its next, of D(n+1), when it has A's word of Cn.
+// - The word of Cn.  A reads it in Cn only.  B gives its next when it has A's word of D(n+1).
+//
+// So addresses never change, and a CUDA graph can hold any number of operations and be replayed as
+// often as they take turns.  Rows are valid until this rank's next dispatch begins.  Two
+// micro-batches at a time need two objects, whose operations all ranks queue in the same order.
+//
+// Halves: `sends` writes and gives the word, `completes` waits and delivers.  What is said above
+// holds with the second half for "is over".
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+// Tokens of a rank, at most: a thread for each.
+constexpr int kLowLatencyTokens = 512;
+
+// A rank's window.  `[r]` is written by rank r.  Bytes are multiples of 16.
+struct LowLatencyWindow {
+  int num_ranks, max_tokens, top_k;
+  int row_bytes, scale_bytes, sum_bytes;  // of a dispatched row, what travels with it, a sum
+
+  NCCLEP_BOTH std::size_t places() const {
+    return static_cast<std::size_t>(num_ranks) * max_tokens;
+  }
+  // uint64 [2][R]: the last dispatch and the last combine that rank r has sent: kBadRouting and how
+  // many rows, with its number (device/wait.cuh).
+  NCCLEP_BOTH std::size_t sent() const { return 0; }
+  // int32 [R][max_tokens][K]: a row's experts among this rank's, -1 for those of other ranks.
+  NCCLEP_BOTH std::size_t experts() const { return 2 * num_ranks * 8; }
+  // float [R][max_tokens][K]; at a multiple of 16 bytes, because `fill_nan` writes vectors.
+  NCCLEP_BOTH std::size_t weights() const {
+    return (experts() + places() * top_k * 4 + 15) / 16 * 16;
+  }
+  // [R][max_tokens] of scale_bytes, row_bytes, sum_bytes.
+  NCCLEP_BOTH std::size_t scales() const {
+    return (weights() + places() * top_k * 4 + 127) / 128 * 128;
+  }
+  NCCLEP_BOTH std::size_t rows() const { return scales() + places() * scale_bytes; }
+  NCCLEP_BOTH std::size_t sums() const { return rows() + places() * row_bytes; }
+  NCCLEP_BOTH std::size_t num_bytes() const { return sums() + places() * sum_bytes; }
+};
+
+// In a word of dispatch: the sender's routing names what is no expert, or an expert twice.
+constexpr std::uint32_t kBadRouting = 1u << 31;
+
+// In device memory of one rank; zero at the start.
+struct LowLatencyState {
+  std::uint64_t dispatches, combines;  // that were sent
+  unsigned int sent;                   // CTAs of the current operation (operation.cuh)
+  // Of the last dispatch, for its combine: the ranks of each token, one bit each.
+  std::uint32_t ranks_of[kLowLatencyTokens];
+};
+
+// What every kernel gets beside KernelContext.
+struct LowLatencyContext {
+  LowLatencyWindow window;
+  char* window_of[kMaxRanks];  // by rank
+  LowLatencyState* state;
+};
+
+struct LowLatencyDispatch {
+  bool sends, completes;
+  const char* x;         // [T, row_bytes]
+  const char* scales;    // [T, scale_bytes]; not read without any
+  const float* weights;  // [T, K]
+  const void* topk_idx;  // [T, K], int32 or int64; -1: not routed
+  bool is_int64;
+  int num_tokens;
+  std::int32_t* counts;  // [R]: rows that came from each rank; 0 after a failure
+};
+
+struct LowLatencyCombine {
+  bool sends, completes;
+  // A row for each place, [R, max_tokens, sum_bytes]; or, with `rows_of`, rows in any order.
+  const char* y;
+  // int32 [R, max_tokens, K]: the rows that are added up for a place, in this order; -1: none.
+  const std::int32_t* rows_of;
+  int num_rows;    // of y, with `rows_of`; what is none of them is not read
+  char* out;       // [T, sum_bytes]
+  int num_tokens;  // as dispatched
+  DType dtype;
+};
+
+void low_latency_dispatch(const KernelContext& me, const LowLatencyContext& ll,
+                          const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream);
+void low_latency_combine(const KernelContext& me, const LowLatencyContext& ll,
+                         const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream);
+
+}  // namespace ncclep::native

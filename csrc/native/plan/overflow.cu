@@ -1,0 +1,239 @@
+// Every rank tells every other how many assignments it has for each expert.  From that, a rank
+// knows which of its own assignments open a new alignment block of `alignment` rows, and how many
+// blocks are open at the destination when it is the turn of a chunk of its tokens:
+//
+//     place of an assignment in its expert's block =
+//         assignments of lower ranks + this rank's assignments before it
+//     it opens an alignment block if place % alignment == 0
+//     blocks open before a chunk = sum over the destination's experts of
+//         ceil((lower ranks' assignments + this rank's before it) / alignment)
+//
+// So only inside a chunk the tokens have to be gone through one after the other, by a scan.  An
+// assignment fits if the blocks up to and with it are no more than max_recv_rows / alignment; they
+// never get fewer, so that nothing fits after the first one that does not.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/launch.h"
+#include "native/device/call_barrier.cuh"
+#include "native/device/wait.cuh"
+#include "native/plan/chunks.cuh"
+#include "native/plan/overflow.h"
+
+namespace ncclep::native {
+
+namespace {
+
+constexpr int kOpens = 1 << 14;  // beside an expert: its assignment opens an alignment block
+
+static_assert(kMaxExperts <= kOpens);
+
+struct Shared {
+  int start[kMaxColumns + 1];  // before this CTA
+  int total[kMaxColumns + 1];  // of this rank
+  int lower[kMaxExperts];      // of the ranks before this one
+  int wanted[kMaxExperts];     // of all ranks
+  int blocks[kMaxRanks];       // that each rank would need
+};
+
+NCCLEP_BOTH inline int blocks_for(int rows, int alignment) {
+  return (rows + alignment - 1) / alignment;
+}
+
+__device__ std::uint64_t* wanted_word(char* control, const Control& layout, int source,
+                                      int expert) {
+  return reinterpret_cast<std::uint64_t*>(control + layout.wanted()) + source * layout.num_experts +
+         expert;
+}
+
+__device__ void post_wanted(const KernelContext& me, const int* total, std::uint64_t plans) {
+  const Control& layout = me.control;
+  for (int i = threadIdx.x; i < layout.num_ranks * layout.num_experts; i += kPlanThreads) {
+    const int rank = (me.rank + i / layout.num_experts) % layout.num_ranks;
+    const int expert = i % layout.num_experts;
+    post_numbered(wanted_word(me.control_of[rank], layout, me.rank, expert), plans, total[expert]);
+  }
+}
+
+// All ranks' counts.  False when the deadline passed.
+__device__ bool take_wanted(const KernelContext& me, Shared& shared, std::uint64_t plans) {
+  const Control& layout = me.control;
+  constexpr int kUnroll = 8;
+  bool is_complete = true;
+  for (int expert = threadIdx.x; expert < layout.num_experts; expert += kPlanThreads) {
+    int lower = 0, wanted = 0;
+    for (int first = 0; first < layout.num_ranks; first += kUnroll) {
+      std::uint64_t words[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int source = min(first + u, layout.num_ranks - 1);
+        words[u] = load_relaxed(wanted_word(me.control_of[me.rank], layout, source, expert));
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int source = first + u;
+        if (source >= layout.num_ranks) break;
+        std::int64_t assignments = words[u] & 0xffffffffu;
+        if (!has_number(words[u], plans)) {
+          assignments =
+              wait_for_numbered(me, Phase::kPlan, source,
+                                wanted_word(me.control_of[me.rank], layout, source, expert), plans);
+          is_complete = is_complete && assignments >= 0;
+        }
+        wanted += static_cast<int>(assignments);
+        if (source < me.rank) lower += static_cast<int>(assignments);
+      }
+    }
+    shared.lower[expert] = lower;
+    shared.wanted[expert] = wanted;
+  }
+  return __syncthreads_and(is_complete);
+}
+
+// What every rank would need.  True if all of them have it.
+__device__ bool everything_fits(const KernelContext& me, const Drop& job, Shared& shared,
+                                int room) {
+  const int num_local = me.control.num_local(), lane = threadIdx.x % kWarpSize;
+  for (int rank = threadIdx.x / kWarpSize; rank < me.control.num_ranks; rank += kPlanWarps) {
+    int blocks = 0, wanted = 0;
+    for (int local = lane; local < num_local; local += kWarpSize) {
+      const int assignments = shared.wanted[rank * num_local + local];
+      blocks += blocks_for(assignments, job.alignment);
+      wanted += assignments;
+    }
+    blocks = warp_sum(blocks);
+    wanted = warp_sum(wanted);
+    if (lane == 0) {
+      shared.blocks[rank] = blocks;
+      if (rank == me.rank && blockIdx.x == 0) *job.num_wanted = wanted;
+      // Plans of a group run one after the other: nobody else writes here.
+      if (job.lacked != nullptr && blocks > room && blockIdx.x == 0) {
+        const std::int64_t rows = std::int64_t{blocks - room} * job.alignment;
+        job.lacked[rank] = max(job.lacked[rank], rows << 32 | job.max_recv_rows);
+      }
+    }
+  }
+  __syncthreads();
+  const int rank = threadIdx.x;
+  return __syncthreads_and(rank >= me.control.num_ranks || shared.blocks[rank] <= room);
+}
+
+// The assignments of this CTA's tokens that fit.
+template <typename Index>
+__device__ void keep_what_fits(const Drop& job, const Share& share, const Held& held,
+                               Shared& shared, int room, bool all_fit) {
+  const int columns = share.num_columns(), num_ranks = share.num_ranks, top_k = share.top_k;
+  const int num_local = share.num_local();
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const auto ignore = [](int, std::uint32_t, std::uint32_t) {};
+  visit_chunks<Index>(share, held, job.topk_idx, shared.start, ignore, [&](int first, int chunks) {
+    const int tokens = min(share.num_tokens - first * kChunk, chunks * kChunk);
+    std::int32_t* kept = job.kept + static_cast<std::size_t>(first) * kChunk * top_k;
+    if (all_fit) {
+      for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads)
+        kept[i] = held.assignments[i];
+      return;
+    }
+    // From assignments to blocks that they open, for each token and rank.
+    for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
+      const int chunk = i / kChunk, place = i % kChunk;
+      std::uint16_t* opened = held.of_token + chunk * num_ranks * kChunk + place;
+      for (int rank = 0; rank < num_ranks; ++rank) opened[rank * kChunk] = 0;
+      for (int k = 0; k < top_k; ++k) {
+        const int expert = held.assignments[i * top_k + k];
+        if (expert < 0) continue;
+        const int column = chunk * columns + expert;
+        const int in_block =
+            shared.lower[expert] + held.before[column] + count_before(held.bitmaps[column], place);
+        if (in_block % job.alignment != 0) continue;
+        held.assignments[i * top_k + k] = static_cast<std::int16_t>(expert | kOpens);
+        opened[expert / num_local * kChunk] += 1;
+      }
+    }
+    __syncthreads();
+    for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
+      const int chunk = i / num_ranks, rank = i % num_ranks;
+      int blocks = 0;
+      for (int local = lane; local < num_local; local += kWarpSize) {
+        const int expert = rank * num_local + local;
+        blocks +=
+            blocks_for(shared.lower[expert] + held.before[chunk * columns + expert], job.alignment);
+      }
+      blocks = warp_sum(blocks);
+      if (lane == 0) held.of_rank[i] = blocks;
+      scan_tokens(held.of_token + i * kChunk);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads) {
+      const int own = held.assignments[i];
+      int expert = -1;
+      if (own >= 0) {
+        expert = own & ~kOpens;
+        const int token = i / top_k, rank = expert / num_local;
+        const int group = token / kChunk * num_ranks + rank;
+        int blocks = held.of_rank[group] + held.of_token[group * kChunk + token % kChunk];
+        for (int k = 0; k < top_k; ++k) {
+          const int assignment = held.assignments[token * top_k + k], other = assignment & ~kOpens;
+          blocks += assignment >= kOpens && other >= rank * num_local && other <= expert;
+        }
+        if (blocks > room) expert = -1;
+      }
+      kept[i] = expert;
+    }
+  });
+}
+
+template <typename Index>
+__global__ void __launch_bounds__(kPlanThreads, 1)
+    drop_kernel(KernelContext me, Drop job, PlanScratch scratch, Share share) {
+  extern __shared__ __align__(16) char memory[];
+  __shared__ Shared shared;
+  const Held held(share, memory);
+  const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
+  // Of the plan that this belongs to; `count` is what ends it.
+  const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
+  const int room = static_cast<int>(
+      min(job.max_recv_rows / job.alignment, static_cast<std::int64_t>(INT32_MAX)));
+
+  // After a failure nothing is written: `count` of this plan will do nothing with it.
+  if (!had_failed(me)) {
+    if (blockIdx.x == 0) enter(me, entry);
+    count_part<Index>(share, held, job.topk_idx, shared.total, scratch.parts,
+                      [](int, std::uint32_t, std::uint32_t) {});
+    if (grid_barrier(me, Phase::kPlan)) {
+      const bool is_leader = blockIdx.x == gridDim.x - 1;
+      const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
+      sum_parts(share, scratch.parts, is_leader ? share.num_parts() : before, shared.start,
+                shared.total);
+      if (is_leader) {
+        post_wanted(me, shared.total, plans);
+        if (threadIdx.x == 0 && shared.total[share.num_columns()] != 0) me.state->is_bad = 1;
+      }
+      if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
+        compare_entries(me, Phase::kPlan, entry, epoch);
+      }
+      if (take_wanted(me, shared, plans)) {
+        const bool all_fit = everything_fits(me, job, shared, room);
+        keep_what_fits<Index>(job, share, held, shared, room, all_fit);
+      }
+    }
+  }
+  if (leave(me) && threadIdx.x == 0) {
+    me.state->entries = entry;
+    me.state->epoch = epoch;
+  }
+}
+
+}  // namespace
+
+void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
+                            const PlanScratch& scratch, int num_sms, std::uintptr_t stream) {
+  const auto kernel = arguments.is_int64 ? drop_kernel<std::int64_t> : drop_kernel<std::int32_t>;
+  const Share share = share_out(arguments.num_tokens, arguments.top_k, me.control, num_sms);
+  launch_cooperatively("static mode", kernel, share.num_ctas, kPlanThreads,
+                       share.held * share.held_bytes(), stream, me, arguments, scratch, share);
+}
+
+}  // namespace ncclep::native

@@ -1,0 +1,331 @@
+// A worked example: R = 2, E = 4 (rank 0 has experts 0 and 1), K = 2.
+//
+//     rank 0: token 0 -> experts 0, 1      rank 1: token 0 -> experts 2, 1
+//             token 1 -> experts 3, 0
+//
+//     rank 0 tells rank 0: assignments 2 1, pairs 2      tells rank 1: assignments 0 1, pairs 1
+//     rank 1 tells rank 0: assignments 0 1, pairs 1      tells rank 1: assignments 1 0, pairs 1
+//     rank 0's assignments for rank 0: (expert 0, place 0), (expert 1, place 0) of token 0,
+//                                (expert 0, place 1) of token 1; rank 1's: (expert 1, place 0)
+//     rows on rank 0: expert 0 from slot 0 (2 rows), expert 1 from slot 2 (2 rows), where rank 0's
+//     row comes first; so rank 0's assignments have slots 0 2 1, and rank 1's assignment has slot 3
+//
+// Why nobody overwrites what another rank still reads.  Operations of a rank run one after the
+// other, and what a rank does in plan n is read in plan n only.
+//
+// - Routes lie in their writer's window and are read by the others' `receive`.  At its end a rank
+//   says so to all (kReceived), and nobody writes routes before all have received the last ones:
+//   those of the last plan that this rank received itself, since whether a plan is received at all
+//   (it is not when the host finds a routing bad) is the same on all ranks.
+// - Counts are posted to their reader, who reads them in `count` only.  A rank leaves `count` of
+//   plan n + 1 after all ranks' counts of n + 1 are there, so after all have left `count` of n.
+//   Hence in plan n + 2 nobody reads those of n any more, and two buffers are enough.  For what
+//   `drop` posts one is enough: a rank that posts counts of n has left `drop` of n.
+// - kRoutesWritten is not posted by a rank whose wait failed: what is in its window is stale.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/launch.h"
+#include "native/device/call_barrier.cuh"
+#include "native/device/wait.cuh"
+#include "native/plan/chunks.cuh"
+#include "native/plan/plan.h"
+
+namespace ncclep::native {
+
+namespace {
+
+constexpr std::uint32_t kBadBit = 1u << 31;  // beside a number of pairs
+
+static_assert(kMaxTokens <= 1 << 16, "a place has 16 bits");
+
+struct Shared {
+  int start[kMaxColumns + 1];  // before this CTA
+  int total[kMaxColumns + 1];  // of this rank
+  int arrived[kMaxColumns];    // [source][experts of this rank, then pairs]
+  int block_start[kMaxExperts], block_rows[kMaxExperts], block_assignments[kMaxExperts];
+  int assignments_of[kMaxRanks];
+  std::uint32_t bad_ranks;
+};
+
+__device__ std::uint64_t* count_word(char* control, const Control& layout, std::uint64_t plans,
+                                     int source, int column) {
+  return reinterpret_cast<std::uint64_t*>(control + layout.counts()) +
+         (plans % 2 * layout.num_ranks + source) * (layout.num_local() + 1) + column;
+}
+
+// Tells every rank what it will get from here.
+__device__ void post_counts(const KernelContext& me, const int* total, bool is_bad,
+                            std::uint64_t plans) {
+  const Control& layout = me.control;
+  const int num_experts = layout.num_experts, num_local = layout.num_local();
+  for (int i = threadIdx.x; i < num_experts + layout.num_ranks; i += kPlanThreads) {
+    const bool is_pairs = i >= num_experts;
+    const int rank = is_pairs ? i - num_experts : i / num_local;
+    const int column = is_pairs ? num_local : i % num_local;
+    post_numbered(count_word(me.control_of[rank], layout, plans, me.rank, column), plans,
+                  total[i] | (is_pairs && is_bad ? kBadBit : 0));
+  }
+}
+
+// What this rank gets from all others: to the host, to the plan's tensors and to scratch.
+__device__ void take_counts(const KernelContext& me, const PlanCount& plan,
+                            const PlanScratch& scratch, Shared& shared, std::uint64_t plans) {
+  const Control& layout = me.control;
+  const int num_ranks = layout.num_ranks, num_local = layout.num_local(), columns = num_local + 1;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  if (threadIdx.x == 0) shared.bad_ranks = 0;
+  __syncthreads();
+  bool is_complete = true;
+  for (int i = threadIdx.x; i < num_ranks * columns; i += kPlanThreads) {
+    const int source = i / columns;
+    const std::int64_t value = wait_for_numbered(
+        me, Phase::kPlan, source,
+        count_word(me.control_of[me.rank], layout, plans, source, i % columns), plans);
+    is_complete = is_complete && value >= 0;
+    shared.arrived[i] = static_cast<int>(value & ~kBadBit);
+    if (value >= 0 && (value & kBadBit)) atomicOr(&shared.bad_ranks, 1u << source);
+  }
+  if (!__syncthreads_and(is_complete)) return;
+  for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
+    int assignments = 0;
+    for (int source = 0; source < num_ranks; ++source) {
+      assignments += shared.arrived[source * columns + local];
+    }
+    const int rows = (assignments + plan.alignment - 1) / plan.alignment * plan.alignment;
+    plan.tokens_per_expert[local] = shared.block_rows[local] = rows;
+    if (plan.ticket != 0) {
+      me.mailbox->rows_of_expert[local] =
+          static_cast<std::uint64_t>(plan.ticket) << 32 | static_cast<std::uint32_t>(rows);
+    }
+    plan.routed_per_expert[local] = shared.block_assignments[local] = assignments;
+  }
+  if (threadIdx.x == 0) *scratch.is_refused = !plan.is_static && shared.bad_ranks != 0;
+  __syncthreads();
+  if (warp == 0) {
+    int rows = 0, assignments = 0;
+    for (int local = lane; local < num_local; local += kWarpSize) {
+      rows += shared.block_rows[local];
+      assignments += shared.block_assignments[local];
+    }
+    rows = warp_sum(rows);
+    assignments = warp_sum(assignments);
+    const int pairs = lane < num_ranks ? shared.arrived[lane * columns + num_local] : 0;
+    const int pairs_to_here = warp_scan(pairs);
+    const int all_pairs = __shfl_sync(~0u, pairs_to_here, kWarpSize - 1);
+    const std::uint32_t told[4] = {static_cast<std::uint32_t>(rows),
+                                   static_cast<std::uint32_t>(all_pairs),
+                                   static_cast<std::uint32_t>(assignments), shared.bad_ranks};
+    if (plan.ticket == 0) {
+      // Of all plans since the host last read it; no other thread of the device writes it.
+      if (lane == 0 && shared.bad_ranks != 0) me.mailbox->bad_ranks |= shared.bad_ranks;
+    } else if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        me.mailbox->sizes[i] = static_cast<std::uint64_t>(plan.ticket) << 32 | told[i];
+      }
+    }
+    if (lane < num_ranks) scratch.first_pair[lane + 1] = pairs_to_here;
+    if (lane == 0) {
+      scratch.first_pair[0] = 0;
+      *plan.num_dropped = plan.has_dropped ? *plan.num_dropped - assignments : 0;
+    }
+  } else if (warp == 1) {
+    int end = 0;
+    for (int first = 0; first < num_local; first += kWarpSize) {
+      const int local = first + lane;
+      const int rows = local < num_local ? shared.block_rows[local] : 0;
+      const int rows_to_here = warp_scan(rows);
+      if (local < num_local) shared.block_start[local] = end + rows_to_here - rows;
+      end += __shfl_sync(~0u, rows_to_here, kWarpSize - 1);
+    }
+  } else {
+    for (int source = warp - 2; source < num_ranks; source += kPlanWarps - 2) {
+      int assignments = 0;
+      for (int local = lane; local < num_local; local += kWarpSize) {
+        assignments += shared.arrived[source * columns + local];
+      }
+      assignments = warp_sum(assignments);
+      if (lane == 0) shared.assignments_of[source] = assignments;
+    }
+  }
+  __syncthreads();
+  for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
+    int slot = shared.block_start[local];
+    for (int source = 0; source < num_ranks; ++source) {
+      scratch.start[source * num_local + local] = slot;
+      slot += shared.arrived[source * columns + local];
+    }
+  }
+  if (warp == 0) {
+    const int assignments_to_here = warp_scan(lane < num_ranks ? shared.assignments_of[lane] : 0);
+    if (lane < num_ranks) scratch.first_assignment[lane + 1] = assignments_to_here;
+    if (lane == 0) scratch.first_assignment[0] = 0;
+  }
+}
+
+// The routes of this CTA's tokens, for the other ranks to fetch.
+template <typename Index>
+__device__ void write_routes(const KernelContext& me, const PlanCount& plan, const Share& share,
+                             const Held& held, int* start) {
+  const Control& layout = me.control;
+  const int columns = share.num_columns(), num_experts = share.num_experts, top_k = share.top_k;
+  const int num_ranks = share.num_ranks, num_local = share.num_local();
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  char* window = me.control_of[me.rank];
+  auto* pair_routes = reinterpret_cast<PairRoute*>(window + layout.pair_routes());
+  auto* assignment_routes = reinterpret_cast<AssignmentRoute*>(window + layout.assignment_routes());
+  auto* chunk_pairs = reinterpret_cast<std::int32_t*>(window + layout.chunk_pairs());
+  const auto ignore = [](int, std::uint32_t, std::uint32_t) {};
+  visit_chunks<Index>(share, held, plan.topk_idx, start, ignore, [&](int first, int chunks) {
+    for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
+      const int chunk = i / num_ranks, rank = i % num_ranks;
+      const int* before = held.before + chunk * columns;
+      int assignments = 0;
+      for (int local = lane; local < num_local; local += kWarpSize) {
+        assignments += before[rank * num_local + local];
+      }
+      assignments = warp_sum(assignments);
+      if (lane == 0) {
+        held.of_rank[i] = assignments;
+        chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] = before[num_experts + rank];
+      }
+      scan_tokens(held.of_token + i * kChunk);
+    }
+    __syncthreads();
+    const int tokens = min(share.num_tokens - first * kChunk, chunks * kChunk);
+    for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads) {
+      const int expert = held.assignments[i];
+      if (expert < 0) continue;
+      const int token = i / top_k, chunk = token / kChunk, place = token % kChunk;
+      const int rank = expert / num_local, first_expert = rank * num_local;
+      // Assignments of the token for the same rank and a smaller expert.
+      int turn = 0;
+      for (int k = 0; k < top_k; ++k) {
+        const int other = held.assignments[token * top_k + k];
+        turn += other >= first_expert && other < expert;
+      }
+      const int* before = held.before + chunk * columns;
+      const ulonglong2* bitmaps = held.bitmaps + chunk * columns;
+      const int group = chunk * num_ranks + rank;
+      const int first_assignment = held.of_rank[group] + held.of_token[group * kChunk + place];
+      const std::uint32_t in_expert = before[expert] + count_before(bitmaps[expert], place);
+      assignment_routes[rank * layout.assignments() + first_assignment + turn] = {
+          static_cast<std::uint32_t>(expert - first_expert) << 16 | in_expert,
+          first * kChunk * top_k + i};
+      if (turn != 0) continue;
+      const int column = num_experts + rank;
+      const int pair = before[column] + count_before(bitmaps[column], place);
+      pair_routes[static_cast<std::size_t>(rank) * layout.max_tokens + pair] = {
+          first * kChunk + token, first_assignment};
+    }
+    const int own_start = me.rank * num_local;
+    for (int token = threadIdx.x; token < tokens; token += kPlanThreads) {
+      const int group = token / kChunk * num_ranks + me.rank, place = token % kChunk;
+      std::uint32_t own_assignments = 0;
+      for (int k = 0; k < top_k; ++k) {
+        const int expert = held.assignments[token * top_k + k];
+        if (expert >= own_start && expert < own_start + num_local) own_assignments |= 1u << k;
+      }
+      plan.token_routes.own_assignments[first * kChunk + token] = own_assignments;
+      plan.token_routes.own_first[first * kChunk + token] =
+          held.of_rank[group] + held.of_token[group * kChunk + place];
+    }
+  });
+}
+
+// All threads call this last.
+__device__ void finish(const KernelContext& me, const PlanCount& plan, std::uint64_t plans,
+                       std::uint64_t entry, std::uint64_t epoch) {
+  if (!leave(me)) return;
+  const Control& layout = me.control;
+  if (has_failed(me)) {
+    // Nobody gets rows; what dispatch and combine make of this plan is NaN.
+    for (int local = threadIdx.x; local < layout.num_local(); local += kPlanThreads) {
+      plan.tokens_per_expert[local] = plan.routed_per_expert[local] = 0;
+    }
+    if (threadIdx.x == 0) *plan.num_dropped = 0;
+  } else if (threadIdx.x < layout.num_ranks) {
+    store_release(signal_word(me.control_of[threadIdx.x], layout, kRoutesWritten, me.rank), plans);
+  }
+  if (threadIdx.x == 0) {
+    me.state->is_bad = 0;
+    me.state->plans = plans;
+    if (me.call != 0) me.state->entries = entry;
+    me.state->epoch = epoch;
+  }
+}
+
+template <typename Index>
+__global__ void __launch_bounds__(kPlanThreads, 1)
+    count_kernel(KernelContext me, PlanCount plan, PlanScratch scratch, Share share) {
+  extern __shared__ __align__(16) char memory[];
+  __shared__ Shared shared;
+  const Control& layout = me.control;
+  const Held held(share, memory);
+  const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
+  const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
+
+  if (had_failed(me)) {
+    finish(me, plan, plans, entry, epoch);
+    return;
+  }
+  if (blockIdx.x == 0 && me.call != 0) enter(me, entry);
+  count_part<Index>(share, held, plan.topk_idx, shared.total, scratch.parts,
+                    [&](int token, std::uint32_t ranks, std::uint32_t assignments) {
+                      plan.token_routes.token_ranks[token] = ranks;
+                      plan.token_routes.token_assignments[token] = assignments;
+                    });
+  if (!grid_barrier(me, Phase::kPlan)) {
+    finish(me, plan, plans, entry, epoch);
+    return;
+  }
+  if (blockIdx.x == 0 && threadIdx.x < kWarpSize && me.call != 0) {
+    compare_entries(me, Phase::kPlan, entry, epoch);
+  }
+  // The CTA with the fewest tokens, if any, talks to the others.
+  const bool is_leader = blockIdx.x == gridDim.x - 1;
+  const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
+  sum_parts(share, scratch.parts, is_leader ? share.num_parts() : before, shared.start,
+            shared.total);
+  if (is_leader) {
+    const bool was_bad = *static_cast<volatile unsigned int*>(&me.state->is_bad) != 0;
+    post_counts(me, shared.total, was_bad || shared.total[share.num_columns()] != 0, plans);
+    take_counts(me, plan, scratch, shared, plans);
+  }
+  bool is_free = true;
+  if (threadIdx.x < layout.num_ranks) {
+    is_free = wait_for(me, Phase::kRoutes, threadIdx.x,
+                       signal_word(me.control_of[me.rank], layout, kReceived, threadIdx.x),
+                       *static_cast<volatile std::uint64_t*>(&me.state->received));
+  }
+  if (__syncthreads_and(is_free)) {
+    if (is_leader) {
+      const int ends = plan.most_chunks + 1 - share.num_chunks();
+      auto* chunk_pairs =
+          reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + layout.chunk_pairs());
+      for (int i = threadIdx.x; i < layout.num_ranks * ends; i += kPlanThreads) {
+        const int rank = i / ends, chunk = share.num_chunks() + i % ends;
+        chunk_pairs[rank * (layout.max_chunks() + 1) + chunk] =
+            shared.total[layout.num_experts + rank];
+      }
+    }
+    write_routes<Index>(me, plan, share, held, shared.start);
+  }
+  finish(me, plan, plans, entry, epoch);
+}
+
+}  // namespace
+
+void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
+                int num_sms, std::uintptr_t stream) {
+  const auto kernel = arguments.is_int64 ? count_kernel<std::int64_t> : count_kernel<std::int32_t>;
+  const int num_tokens = arguments.num_tokens;
+  require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
+  const Share share = share_out(num_tokens, arguments.top_k, me.control, num_sms);
+  launch_cooperatively("plan", kernel, share.num_ctas, kPlanThreads,
+                       share.held * share.held_bytes(), stream, me, arguments, scratch, share);
+}
+
+}  // namespace ncclep::native

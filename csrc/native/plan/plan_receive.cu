@@ -1,0 +1,144 @@
+// The second kernel of plan: what the sources wrote for this rank (plan.cu), into the plan's
+// memory.
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/cuda.h"
+#include "native/device/wait.cuh"
+#include "native/plan/chunks.cuh"
+#include "native/plan/plan.h"
+
+namespace ncclep::native {
+
+namespace {
+
+// What of a plan is one source's.
+struct Part {
+  int first_pair, end_pair, first_assignment, end_assignment;
+};
+
+// What `source` wrote for this rank, by `threads` threads of which this is `thread`.
+__device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes, const Part& part,
+                      int source, const int* start, int thread, int threads) {
+  const Control& layout = me.control;
+  const char* window = me.control_of[source];
+  const int first_pair = part.first_pair, num_pairs = part.end_pair - first_pair;
+  const int first_assignment = part.first_assignment,
+            num_assignments = part.end_assignment - first_assignment;
+  const int num_chunks = routes.num_chunks + 1;
+  const auto* assignments = reinterpret_cast<const uint2*>(window + layout.assignment_routes()) +
+                            me.rank * layout.assignments();
+  const auto* pairs = reinterpret_cast<const uint2*>(window + layout.pair_routes()) +
+                      static_cast<std::size_t>(me.rank) * layout.max_tokens;
+  const auto* chunk_pairs = reinterpret_cast<const std::int32_t*>(window + layout.chunk_pairs()) +
+                            me.rank * (layout.max_chunks() + 1);
+  // Everything that a thread loads in a turn is under way at once: usually one turn is enough.
+  constexpr int kAssignments = 8, kPairs = 4;
+  for (int turn = 0; turn * kAssignments * threads < num_assignments ||
+                     turn * kPairs * threads < num_pairs || turn * threads < num_chunks;
+       ++turn) {
+    uint2 assignment[kAssignments], pair[kPairs];
+    int chunk_pair = 0;
+#pragma unroll
+    for (int u = 0; u < kAssignments; ++u) {
+      const int i = (turn * kAssignments + u) * threads + thread;
+      if (i < num_assignments) assignment[u] = __ldcv(assignments + i);
+    }
+#pragma unroll
+    for (int u = 0; u < kPairs; ++u) {
+      const int i = (turn * kPairs + u) * threads + thread;
+      if (i < num_pairs) pair[u] = __ldcv(pairs + i);
+    }
+    const int chunk = turn * threads + thread;
+    if (chunk < num_chunks) chunk_pair = __ldcv(chunk_pairs + chunk);
+#pragma unroll
+    for (int u = 0; u < kAssignments; ++u) {
+      const int i = (turn * kAssignments + u) * threads + thread;
+      if (i >= num_assignments) break;
+      routes.assignment_slot[first_assignment + i] =
+          start[assignment[u].x >> 16] + (assignment[u].x & 0xffffu);
+      routes.assignment_index[first_assignment + i] = assignment[u].y;
+    }
+#pragma unroll
+    for (int u = 0; u < kPairs; ++u) {
+      const int i = (turn * kPairs + u) * threads + thread;
+      if (i >= num_pairs) break;
+      routes.pair_token[first_pair + i] = pair[u].x;
+      routes.pair_first[first_pair + i] = first_assignment + pair[u].y;
+    }
+    if (chunk < num_chunks)
+      routes.chunk_pair[source * num_chunks + chunk] = first_pair + chunk_pair;
+  }
+}
+
+__global__ void __launch_bounds__(kPlanThreads, 1)
+    receive_kernel(KernelContext me, ReceivedRoutes routes, PlanScratch scratch) {
+  __shared__ int start[kMaxExperts];
+  const Control& layout = me.control;
+  const int num_ranks = layout.num_ranks, num_local = layout.num_local();
+  const int num_ctas = gridDim.x;
+  // After a failure, scratch is some other plan's.  A CTA that starts only then leaves all the
+  // same, for the others of its grid have begun.
+  if (had_failed(me)) {
+    leave(me);
+    return;
+  }
+  // To have no room is no operation of the group: other ranks may have some.
+  if (*scratch.is_refused || scratch.first_pair[num_ranks] > routes.max_pairs ||
+      scratch.first_assignment[num_ranks] > routes.max_assignments) {
+    return;
+  }
+  const std::uint64_t epoch = current_epoch(me);
+  const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans);
+  // Every source has its own CTAs, or every CTA its own sources, whichever are fewer; every rank
+  // begins with another one.
+  for (int i = blockIdx.x % num_ranks; i < num_ranks; i += num_ctas) {
+    const int source = (me.rank + i) % num_ranks;
+    const int ctas = i < num_ctas ? (num_ctas - 1 - i) / num_ranks + 1 : 1;
+    for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
+      start[local] = scratch.start[source * num_local + local];
+    }
+    const Part part{scratch.first_pair[source], scratch.first_pair[source + 1],
+                    scratch.first_assignment[source], scratch.first_assignment[source + 1]};
+    bool is_here = true;
+    if (threadIdx.x == 0) {
+      is_here =
+          wait_for(me, Phase::kRoutes, source,
+                   signal_word(me.control_of[me.rank], layout, kRoutesWritten, source), plans) &&
+          !has_failed(me);
+    }
+    if (!__syncthreads_and(is_here)) break;
+    fetch(me, routes, part, source, start,
+          static_cast<int>(blockIdx.x) / num_ranks * kPlanThreads + threadIdx.x,
+          ctas * kPlanThreads);
+    __syncthreads();
+  }
+  if (blockIdx.x == 0 && threadIdx.x <= num_ranks && !has_failed(me)) {
+    routes.first_pair[threadIdx.x] = scratch.first_pair[threadIdx.x];
+    if (threadIdx.x == 0) {
+      routes.pair_first[scratch.first_pair[num_ranks]] = scratch.first_assignment[num_ranks];
+    }
+  }
+  if (leave(me)) {
+    if (threadIdx.x < num_ranks && !has_failed(me)) {
+      store_release(signal_word(me.control_of[threadIdx.x], layout, kReceived, me.rank), plans);
+    }
+    if (threadIdx.x == 0) {
+      me.state->received = plans;
+      me.state->epoch = epoch;
+    }
+  }
+}
+
+}  // namespace
+
+void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
+                  int num_sms, std::uintptr_t stream) {
+  receive_kernel<<<num_sms, kPlanThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, routes,
+                                                                                       scratch);
+  cuda_check(cudaGetLastError(), "launching the second part of plan");
+}
+
+}  // namespace ncclep::native

@@ -1,0 +1,305 @@
+// One kernel, three kinds of CTAs (cta_roles.h).
+//
+// *Adding* CTAs add up, in fp32 and in ascending order of local experts, the rows of each pair that
+// came from another rank; the sums, rounded once, stay in this GPU's memory.  They are done unit by
+// unit.
+//
+// *Sending* CTAs copy the sums of a unit that is done into the window of the rank they are for, and
+// tell it when a chunk of its tokens is complete.  Copies take few SMs, and a busy link holds up
+// nothing but them.
+//
+// Where the link is not what takes longest (cta_roles.h), there are no sending CTAs, and the adding
+// ones store into the windows of other ranks themselves.
+//
+// *Summing* CTAs wait for the chunks of this rank's own tokens and add the ranks' parts up in
+// ascending order, this rank's own part straight from its rows, unrounded.  They claim tokens from
+// a work counter, and warps of the other kinds join them when their own work is done.
+//
+// The window for sums has a row for each (token, rank).  Nobody sends into a rank's window before
+// that rank has entered this combine, and so has left the one before.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/launch.h"
+#include "native/device/call_barrier.cuh"
+#include "native/device/wait.cuh"
+#include "native/rows/combine.h"
+#include "native/rows/cta_roles.h"
+#include "native/rows/pairs.cuh"
+#include "native/rows/progress.cuh"
+#include "native/rows/reduce_rows.cuh"
+#include "native/rows/ring.cuh"
+#include "native/rows/send.cuh"
+#include "native/rows/work_counter.cuh"
+
+namespace ncclep::native {
+
+namespace {
+
+using AddUpRing = PieceRing<5>;
+
+// One adding warp's share of the pairs.
+template <typename T>
+__device__ void add(const KernelContext& me, const Combine& job, const Crew& crew, bool sends,
+                    AddUpRing& ring, Books& books, int warp, std::uint64_t entry,
+                    std::uint64_t epoch) {
+  const ReceivedRoutes& routes = job.routes;
+  const int lane = threadIdx.x % kWarpSize;
+  PairCursor cursor(me, routes, crew, warp);
+  const bool sends_weights = sends && job.has_weights;
+  // Routes are read ahead: of the pair after the next, where its assignments are; of the next, its
+  // slots.
+  struct Pair {
+    bool is_there = false;
+    int pair = 0, token = 0, first = 0, end = 0;
+    int slot = 0, index = 0;  // of this lane's assignment
+  };
+  const auto find = [&] {
+    Pair found;
+    found.is_there = cursor.next();
+    if (found.is_there) {
+      found.pair = cursor.pair;
+      found.first = routes.pair_first[cursor.pair];
+      found.end = routes.pair_first[cursor.pair + 1];
+      if (sends) found.token = routes.pair_token[cursor.pair];
+    }
+    return found;
+  };
+  const auto find_slot = [&](Pair& found) {
+    if (!found.is_there || lane >= found.end - found.first) return;
+    found.slot = routes.assignment_slot[found.first + lane];
+    if (sends_weights) found.index = routes.assignment_index[found.first + lane];
+  };
+  Pair now, following = find(), second = find();
+  find_slot(following);
+  const int source = cursor.source;  // a warp has pairs of one rank only
+  float* values = reinterpret_cast<float*>(me.control_of[source] + me.control.values());
+  float weight = 0;
+  bool has_entered = !sends;
+  const auto next = [&](Sum* sum) {
+    if (sends_weights && now.is_there && lane < now.end - now.first) values[now.index] = weight;
+    now = following;
+    if (!now.is_there) return false;
+    following = second;
+    second = find();
+    find_slot(following);
+    if (!has_entered) {
+      has_entered = __all_sync(~0u, wait_for_entry(me, Phase::kCombine, source, entry, epoch) != 0);
+      if (!has_entered) return now.is_there = false;
+    }
+    sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
+    sum->num_rows = now.end - now.first;
+    sum->part_begin = sum->part_end = 0;
+    sum->out = sends ? place_of_sum(me, source, now.token, me.rank, job.row_bytes)
+                     : job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes;
+    if (sends_weights && lane < sum->num_rows) weight = job.w[now.slot];
+    return true;
+  };
+  int num_done = 0;
+  const auto done = [&] {
+    __syncwarp();
+    if (lane == 0) books.note(warp, ++num_done);
+  };
+  add_up<T, false>(ring, job.row_bytes, next, done);
+  if (lane == 0) books.close(warp);
+}
+
+// Sums are made: tells the sending CTAs of units that are complete.
+__device__ void publish_added(const KernelContext& me, const ReceivedRoutes& routes,
+                              const Batch& batch, std::uint64_t epoch) {
+  const int first = routes.first_pair[batch.source], end = routes.first_pair[batch.source + 1];
+  auto* num_added =
+      reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_added());
+  count_off(
+      batch, num_added + batch.source * me.control.max_units(),
+      [&](int pair) { return (pair - first) / kUnit; },
+      [&](int unit) { return min(kUnit, end - first - unit * kUnit); },
+      [&](int unit) { store_relaxed(added_flag(me, batch.source, unit), epoch); });
+}
+
+// By one warp: this rank's tokens, as long as there are any that nobody has taken.
+//
+// This rank's own part is a sum of its own when two parts or more come before it; a rank with
+// fewer adds its own rows up first, since a + b = b + a.  That costs half as many registers, so
+// there is a kernel without it (kHasParts = false), for the first two ranks.
+template <typename T, bool kHasParts>
+__device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& ring,
+                       const char** parts, std::uint64_t epoch) {
+  const Control& layout = me.control;
+  const ReceivedRoutes& routes = job.routes;
+  const int num_ranks = layout.num_ranks, lane = threadIdx.x % kWarpSize;
+  const auto* flags =
+      reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.pushed());
+  const auto* values = reinterpret_cast<const float*>(me.control_of[me.rank] + layout.values());
+  const int first_own = routes.pair_first[routes.first_pair[me.rank]];
+  // As in `add`: of the token after the next, its masks; of the next, its own slots.
+  struct Token {
+    int token = 0;
+    std::uint32_t ranks = 0, assignments = 0, own_assignments = 0;
+    int first = 0, slot = 0;
+  };
+  WorkCounter counter(me);
+  const auto find = [&] {
+    Token found;
+    found.token = counter.take();
+    if (found.token < job.num_tokens) {
+      found.ranks = job.token_routes.token_ranks[found.token];
+      found.assignments = job.token_routes.token_assignments[found.token];
+      found.own_assignments = job.token_routes.own_assignments[found.token];
+      found.first = job.token_routes.own_first[found.token];
+    }
+    return found;
+  };
+  const auto find_slot = [&](Token& found) {
+    if (lane < __popc(found.own_assignments)) {
+      found.slot = routes.assignment_slot[first_own + found.first + lane];
+    }
+  };
+  Token following = find(), second = find();
+  find_slot(following);
+  const auto next = [&](Sum* sum) {
+    const Token now = following;
+    if (now.token >= job.num_tokens) return false;
+    following = second;
+    second = find();
+    find_slot(following);
+    const std::uint32_t others = now.ranks & ~(1u << me.rank);
+    const bool is_part = lane < num_ranks && (others >> lane & 1);
+    bool is_here = true;
+    if (is_part) {
+      is_here = wait_for(me, Phase::kCombine, lane,
+                         flags + lane * layout.max_chunks() + now.token / kChunk, epoch);
+    }
+    if (!__all_sync(~0u, is_here)) return false;
+    // Parts of lower ranks, own rows, parts of higher ranks; or own rows first.
+    const int own_rows = __popc(now.own_assignments);
+    const std::uint32_t lower_lanes = (1u << lane) - 1, lower_ranks = (1u << me.rank) - 1;
+    const int parts_before = __popc(others & lower_ranks);
+    const bool is_own_first = !kHasParts || parts_before < 2;
+    const int own_first = is_own_first ? 0 : parts_before;
+    if (is_part) {
+      parts[__popc(others & lower_lanes) + (is_own_first || lane > me.rank ? own_rows : 0)] =
+          place_of_sum(me, me.rank, now.token, lane, job.row_bytes);
+    }
+    if (lane < own_rows) {
+      parts[own_first + lane] = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
+    }
+    __syncwarp();
+    sum->row = parts[lane];
+    __syncwarp();
+    sum->num_rows = __popc(others) + own_rows;
+    sum->part_begin = own_first;
+    sum->part_end = own_first + (is_own_first || own_rows == 1 ? 0 : own_rows);
+    sum->out = job.out + static_cast<std::size_t>(now.token) * job.row_bytes;
+    if (job.has_weights) {
+      const std::size_t first = static_cast<std::size_t>(now.token) * job.top_k;
+      if (lane < job.top_k && !(now.own_assignments >> lane & 1)) {
+        job.topk_w[first + lane] =
+            now.assignments >> lane & 1 ? __ldcg(values + first + lane) : 0.0f;
+      }
+      if (lane < own_rows) {
+        job.topk_w[routes.assignment_index[first_own + now.first + lane]] = job.w[now.slot];
+      }
+    }
+    return true;
+  };
+  add_up<T, kHasParts>(ring, job.row_bytes, next, [] {});
+}
+
+// All threads call this last.
+__device__ void finish(const KernelContext& me, const Combine& job, std::uint64_t entry,
+                       std::uint64_t epoch) {
+  if (!leave(me)) return;
+  if (has_failed(me)) {
+    fill_nan(job.out, static_cast<std::size_t>(job.num_tokens) * job.row_bytes);
+    if (job.has_weights) {
+      fill_nan(job.topk_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
+    }
+  }
+  if (threadIdx.x == 0) {
+    me.state->entries = entry;
+    me.state->epoch = epoch;
+  }
+}
+
+template <typename T, bool kHasParts>
+__global__ void __launch_bounds__(kWarps* kWarpSize, 1)
+    combine_kernel(KernelContext me, Combine job, RingShape shape, CombineSplit split) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
+  __shared__ const char* parts[kWarps][kWarpSize];
+  __shared__ Progress progress;
+  __shared__ Books books;
+  const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
+  const int warp = threadIdx.x / kWarpSize, cta = blockIdx.x;
+  progress.clear();
+  books.clear();
+  if (had_failed(me)) {
+    finish(me, job, entry, epoch);
+    return;
+  }
+  if (cta == 0) {
+    enter(me, entry);
+    if (warp == 0) compare_entries(me, Phase::kCombine, entry, epoch);
+  }
+  auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);
+  if (cta < split.adding) {
+    const Crew crew{split.adding, kAddingWarps, cta};
+    const bool sends = split.sending == 0;
+    if (warp < kAddingWarps) {
+      add<T>(me, job, crew, sends, add_up_rings[warp], books, warp, entry, epoch);
+    } else {
+      keep_books(me, job.routes, crew, books, [&](const Batch& batch) {
+        if (sends) {
+          publish_sent(me, job.routes, batch, epoch);
+        } else {
+          publish_added(me, job.routes, batch, epoch);
+        }
+      });
+    }
+  } else if (cta < split.adding + split.sending) {
+    // Rings first, then the watching and the book-keeping warp.
+    const Crew crew{split.sending, shape.warps, cta - split.adding};
+    if (warp < shape.warps) {
+      Ring ring{memory + warp * kRingStages * shape.piece_bytes, full[warp]};
+      ring.init();
+      send(me, job, crew, shape, ring, progress, books, warp, entry, epoch);
+    } else if (warp == kWarps - 2) {
+      const auto flag = [&](int source, int unit) { return added_flag(me, source, unit); };
+      watch(me, Phase::kCombine, epoch, needed_units(me, job.routes), flag, progress);
+    } else if (warp == kWarps - 1) {
+      keep_books(me, job.routes, crew, books,
+                 [&](const Batch& batch) { publish_sent(me, job.routes, batch, epoch); });
+    }
+    __syncthreads();  // its rings lie where those for sums will
+  }
+  sum_up<T, kHasParts>(me, job, add_up_rings[warp], parts[warp], epoch);
+  finish(me, job, entry, epoch);
+}
+
+template <typename T>
+auto kernel_for(bool has_parts) {
+  return has_parts ? combine_kernel<T, true> : combine_kernel<T, false>;
+}
+
+}  // namespace
+
+void combine(const KernelContext& me, const Combine& arguments, int num_sms,
+             std::uintptr_t stream) {
+  const bool has_parts = me.rank > 1;
+  const auto kernel = arguments.dtype == DType::kBFloat16  ? kernel_for<__nv_bfloat16>(has_parts)
+                      : arguments.dtype == DType::kFloat16 ? kernel_for<__half>(has_parts)
+                                                           : kernel_for<float>(has_parts);
+  const RingShape shape = sending_ring_shape(arguments.row_bytes);
+  const int shared_bytes =
+      std::max(static_cast<int>(sizeof(AddUpRing)) * kWarps, shape.shared_bytes());
+  const CombineSplit split =
+      split_combine(num_sms, me.control.num_ranks, arguments.top_k, arguments.row_bytes);
+  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
+                       arguments, shape, split);
+}
+
+}  // namespace ncclep::native

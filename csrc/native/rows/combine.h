@@ -1,0 +1,30 @@
+// Step 3, combine: expert ranks add up and send one row for each pair, the source rank adds up the
+// ranks.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "native/plan/plan.h"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+struct Combine {
+  const char* y;   // [num_rows, hidden]
+  char* sums;      // [pairs, hidden]: scratch for what is sent to other ranks
+  const float* w;  // [num_rows], or null
+  char* out;       // [T, hidden]
+  float* topk_w;   // [T, K], or null
+  // Says whether there are weights: a tensor without elements has a null pointer too.
+  bool has_weights;
+  DType dtype;  // kBFloat16, kFloat16 or kFloat32
+  int num_tokens, top_k, row_bytes;
+  TokenRoutes token_routes;
+  ReceivedRoutes routes;
+};
+
+// Queues the combine.  Collective.
+void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream);
+
+}  // namespace ncclep::native

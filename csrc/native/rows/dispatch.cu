@@ -1,0 +1,349 @@
+// One kernel, two kinds of CTAs (cta_roles.h).
+//
+// *Staging* CTAs copy this rank's rows (those that go anywhere else) into its window, and tell
+// every rank of each finished phase, of which there are few: a fence holds up a whole SM.  The
+// first ones are small, and all CTAs stage the very first, because nothing can be pulled before
+// they are over.  When all is staged these CTAs pull, too.
+//
+// *Pulling* warps claim rows from a work counter, fetch a row over NVLink once, into a ring of
+// stages in shared memory, and store it to all of its slots from there; each waits only for the
+// phase that its next row belongs to.  The *watching* warp of a CTA looks for the phases that other
+// ranks have finished and tells the pulling warps: looking in shared memory costs them next to
+// nothing.  When it has seen all, it puts the weights into their slots.
+//
+// The window has two halves, for dispatches that follow each other: a rank that is still pulling
+// the last dispatch is not disturbed by this one.  Nobody pulls the one before it any more: all
+// ranks had entered the last dispatch when this one left it (device/call_barrier.cuh).
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/launch.h"
+#include "native/device/call_barrier.cuh"
+#include "native/device/wait.cuh"
+#include "native/rows/cta_roles.h"
+#include "native/rows/dispatch.h"
+#include "native/rows/progress.cuh"
+#include "native/rows/ring.cuh"
+#include "native/rows/work_counter.cuh"
+
+namespace ncclep::native {
+
+namespace {
+
+// Loads of a lane that are on their way together, where a single warp of a CTA does it all.
+constexpr int kUnroll = 8;
+
+// The first two phases have half as many tokens as the others.  The bounds are the same on all
+// ranks.
+__device__ int halves_of(const Dispatch& job) { return max(1, 2 * (job.num_phases - 1)); }
+
+__device__ int phase_start(const Dispatch& job, int phase) {
+  const int half = phase < 2 ? phase : 2 * (phase - 1), halves = halves_of(job);
+  return (job.most_tokens * half + halves - 1) / halves;
+}
+
+__device__ int phase_of(const Dispatch& job, int token) {
+  const int half = token * halves_of(job) / job.most_tokens;
+  return half < 2 ? half : half / 2 + 1;
+}
+
+__device__ void zero_with_warp(char* to, int bytes, int lane) {
+  for (int i = lane; i < bytes / 16; i += kWarpSize) {
+    reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// Where a rank finds the weights of the assignments of `source`.
+__device__ float* weights_at(const KernelContext& me, int rank, int source, std::uint64_t parity) {
+  const Control& layout = me.control;
+  return reinterpret_cast<float*>(me.control_of[rank] + layout.weights()) +
+         (parity * layout.num_ranks + source) * layout.assignments();
+}
+
+// The weights of a phase's tokens into everybody's windows, by one warp of each staging CTA.
+__device__ void stage_weights(const KernelContext& me, const Dispatch& job, int num_ctas, int start,
+                              int end, std::uint64_t parity) {
+  const int num_ranks = me.control.num_ranks, step = num_ctas * kWarpSize;
+  const int last = end * job.top_k;
+  int i = start * job.top_k + blockIdx.x * kWarpSize + threadIdx.x % kWarpSize;
+  for (; i < last; i += kUnroll * step) {
+    float weight[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (i + u * step < last) weight[u] = job.w[i + u * step];
+    }
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      if (rank == me.rank) continue;
+      float* to = weights_at(me, rank, me.rank, parity);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * step < last) to[i + u * step] = weight[u];
+      }
+    }
+  }
+}
+
+// One warp's share of a phase's rows.
+__device__ void stage_rows(const KernelContext& me, const Dispatch& job, const RingShape& shape,
+                           Ring& ring, int warp, int num_warps, int start, int end, char* window) {
+  const int lane = threadIdx.x % kWarpSize;
+  int token = start + warp, piece = 0;
+  std::uint32_t ranks = token < end ? job.token_ranks[token] : 0;
+  std::size_t offset[kRingStages];
+  int bytes[kRingStages];
+  const auto load = [&](int s) {
+    while (token < end && (ranks & ~(1u << me.rank)) == 0) {
+      token += num_warps;
+      ranks = token < end ? job.token_ranks[token] : 0;
+    }
+    if (token >= end) return false;
+    const int begin = piece * shape.piece_bytes;
+    bytes[s] = min(shape.piece_bytes, job.row_bytes - begin);
+    offset[s] = static_cast<std::size_t>(token) * job.row_bytes + begin;
+    if (lane == 0) {
+      start_load(ring.pieces + s * shape.piece_bytes, job.x + offset[s], bytes[s], ring.full + s);
+    }
+    if (++piece == shape.pieces) {
+      piece = 0;
+      token += num_warps;
+      ranks = token < end ? job.token_ranks[token] : 0;
+    }
+    return true;
+  };
+  const auto store = [&](int s) {
+    if (lane == 0) start_store(window + offset[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
+  };
+  ring.run(load, store, [](int) {});
+}
+
+// Rows of this rank's tokens into its window and their weights into everybody's, phase by phase,
+// by the first `num_ctas` CTAs.  Warp 0 of each has the weights.
+__device__ void stage(const KernelContext& me, const Dispatch& job, const RingShape& shape,
+                      Ring& ring, int num_ctas, int first_phase, int end_phase,
+                      std::uint64_t parity, std::uint64_t epoch) {
+  const Control& layout = me.control;
+  const int thread = threadIdx.x, warp = thread / kWarpSize;
+  char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
+  for (int phase = first_phase; phase < end_phase; ++phase) {
+    const int start = phase_start(job, phase);
+    const int end = min(phase_start(job, phase + 1), job.num_tokens);
+    if (warp == 0) {
+      if (job.has_weights) stage_weights(me, job, num_ctas, start, end, parity);
+    } else if (warp <= shape.warps) {
+      stage_rows(me, job, shape, ring, (warp - 1) * num_ctas + blockIdx.x, shape.warps * num_ctas,
+                 start, end, window);
+      fence_for_bulk_copies();
+    }
+    __syncthreads();
+    if (thread != 0) continue;
+    __threadfence_system();  // for what all warps of the CTA wrote
+    if (static_cast<int>(atomicAdd(&me.state->staged[phase], 1u)) != num_ctas - 1) continue;
+    me.state->staged[phase] = 0;
+    fence_system();  // passes on what the other CTAs' fences have shown to this thread
+    for (int rank = 0; rank < layout.num_ranks; ++rank) {
+      auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged());
+      store_relaxed(flags + me.rank * kPhases + phase, epoch);
+    }
+  }
+}
+
+// Padding rows, and in static mode the rows after the last block.
+__device__ void zero_padding(const KernelContext& me, const Dispatch& job, int num_ctas) {
+  const int num_local = me.control.num_experts / me.control.num_ranks;
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = kWarps * num_ctas;
+  const auto zero = [&](std::int64_t row) {
+    zero_with_warp(job.rows + row * job.row_bytes, job.row_bytes, lane);
+    if (job.has_weights && lane == 0) job.row_w[row] = 0;
+  };
+  std::int64_t end = 0;
+  for (int expert = 0; expert < num_local; ++expert) {
+    const std::int64_t start = end;
+    end += job.tokens_per_expert[expert];
+    for (std::int64_t row = start + job.routed_per_expert[expert] + warp; row < end; row += warps) {
+      zero(row);
+    }
+  }
+  for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero(row);
+}
+
+// The weights of all rows that are no padding, when they are all here; by one warp of each CTA.
+__device__ void place_weights(const KernelContext& me, const Dispatch& job, std::uint64_t parity) {
+  const ReceivedRoutes& routes = job.routes;
+  const int step = gridDim.x * kWarpSize;
+  for (int source = 0; source < me.control.num_ranks; ++source) {
+    const float* weights = source == me.rank ? job.w : weights_at(me, me.rank, source, parity);
+    const int end = routes.pair_first[routes.first_pair[source + 1]];
+    int assignment = routes.pair_first[routes.first_pair[source]] + blockIdx.x * kWarpSize +
+                     threadIdx.x % kWarpSize;
+    for (; assignment < end; assignment += kUnroll * step) {
+      int slot[kUnroll], index[kUnroll];
+      float weight[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (assignment + u * step >= end) break;
+        slot[u] = routes.assignment_slot[assignment + u * step];
+        index[u] = routes.assignment_index[assignment + u * step];
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (assignment + u * step < end) weight[u] = __ldcg(weights + index[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (assignment + u * step < end) job.row_w[slot[u]] = weight[u];
+      }
+    }
+  }
+}
+
+// Phases of source `lane`, up to the last that has rows for this rank.
+__device__ int needed_phases(const KernelContext& me, const Dispatch& job) {
+  const int lane = threadIdx.x % kWarpSize;
+  if (lane >= me.control.num_ranks || lane == me.rank) return 0;
+  const int first = job.routes.first_pair[lane], end = job.routes.first_pair[lane + 1];
+  return end > first ? phase_of(job, job.routes.pair_token[end - 1]) + 1 : 0;
+}
+
+// By one warp: rows into their slots, as long as there are any that nobody has taken.
+__device__ void pull(const KernelContext& me, const Dispatch& job, const RingShape& shape,
+                     Ring& ring, Progress& progress, std::uint64_t parity) {
+  const ReceivedRoutes& routes = job.routes;
+  const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
+  int most_pairs = 0;
+  for (int source = 0; source < num_ranks; ++source) {
+    most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
+  }
+  const int items = most_pairs * num_ranks * shape.pieces;
+
+  // Routes are read ahead: of the item after the next, where its assignments are; of the next, its
+  // slots.
+  struct Item {
+    bool is_there = false;
+    int source = 0, piece = 0, token = 0, first = 0, end = 0;
+    int slot = -1;  // of this lane's assignment
+  };
+  WorkCounter counter(me);
+  int item = 0;
+  const auto find = [&] {
+    Item found;
+    while (item < items && !found.is_there) {
+      item = counter.take();
+      if (item >= items) break;
+      const int turn = item / shape.pieces;
+      // At every moment the warps of all CTAs pull from all ranks.
+      found.source = (me.rank + 1 + turn) % num_ranks;
+      const int pair = routes.first_pair[found.source] + turn / num_ranks;
+      if (pair >= routes.first_pair[found.source + 1]) continue;
+      found.is_there = true;
+      found.piece = item % shape.pieces;
+      found.token = routes.pair_token[pair];
+      found.first = routes.pair_first[pair];
+      found.end = routes.pair_first[pair + 1];
+    }
+    return found;
+  };
+  const auto find_slots = [&](Item& found) {
+    if (!found.is_there || lane >= found.end - found.first) return;
+    found.slot = routes.assignment_slot[found.first + lane];
+  };
+  Item following = find(), second = find();
+  find_slots(following);
+
+  // What is in each stage: this lane's slot, the part of the row.
+  std::int64_t slot[kRingStages];
+  int offset[kRingStages], bytes[kRingStages];
+  Seen seen;
+
+  // Starts to load this warp's next row; false when there is none.
+  const auto load = [&](int s) -> bool {
+    const Item now = following;
+    if (!now.is_there) return false;
+    following = second;
+    second = find();
+    find_slots(following);
+    if (now.source != me.rank &&
+        !seen.wait_for_unit(progress, now.source, phase_of(job, now.token))) {
+      return following.is_there = false;
+    }
+    offset[s] = now.piece * shape.piece_bytes;
+    bytes[s] = min(shape.piece_bytes, job.row_bytes - offset[s]);
+    if (lane == 0) {
+      const char* base =
+          now.source == me.rank ? job.x : me.rows_of[now.source] + parity * me.dispatch_bytes;
+      start_load(ring.pieces + s * shape.piece_bytes,
+                 base + static_cast<std::size_t>(now.token) * job.row_bytes + offset[s], bytes[s],
+                 ring.full + s);
+    }
+    slot[s] = now.slot;
+    return true;
+  };
+
+  const auto store = [&](int s) {
+    if (slot[s] < 0) return;
+    start_store(job.rows + slot[s] * job.row_bytes + offset[s], ring.pieces + s * shape.piece_bytes,
+                bytes[s]);
+  };
+  ring.run(load, store, [](int) {});
+}
+
+__global__ void __launch_bounds__(kWarps* kWarpSize, 1)
+    dispatch_kernel(KernelContext me, Dispatch job, RingShape shape, DispatchSplit split) {
+  extern __shared__ __align__(128) char pieces[];
+  __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
+  __shared__ Progress progress;
+  const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
+  const std::uint64_t dispatches = *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
+  const std::uint64_t parity = dispatches % 2;
+  const int warp = threadIdx.x / kWarpSize;
+  progress.clear();
+  if (!had_failed(me)) {
+    if (blockIdx.x == 0) enter(me, entry);
+    const int place = warp - 1;
+    const bool has_ring = place >= 0 && place < shape.warps;
+    Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
+              full[has_ring ? place : 0]};
+    if (has_ring) ring.init();
+    stage(me, job, shape, ring, gridDim.x, 0, 1, parity, epoch);
+    if (static_cast<int>(blockIdx.x) < split.staging) {
+      stage(me, job, shape, ring, split.staging, 1, job.num_phases, parity, epoch);
+      zero_padding(me, job, split.staging);
+    }
+    if (warp == 0) {
+      if (blockIdx.x == 0) compare_entries(me, Phase::kDispatch, entry, epoch);
+      const auto flag = [&](int source, int phase) {
+        return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] +
+                                                      me.control.staged()) +
+               source * kPhases + phase;
+      };
+      watch(me, Phase::kDispatch, epoch, needed_phases(me, job), flag, progress);
+      if (job.has_weights && !has_failed(me)) place_weights(me, job, parity);
+    } else if (has_ring) {
+      pull(me, job, shape, ring, progress, parity);
+    }
+  }
+  if (!leave(me)) return;
+  if (has_failed(me)) {
+    fill_nan(job.rows, job.num_rows * job.row_bytes);
+    if (job.has_weights) fill_nan(job.row_w, job.num_rows * sizeof(float));
+  }
+  if (threadIdx.x == 0) {
+    me.state->dispatches = dispatches;
+    me.state->entries = entry;
+    me.state->epoch = epoch;
+  }
+}
+
+}  // namespace
+
+void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
+              std::uintptr_t stream) {
+  const RingShape shape = ring_shape(arguments.row_bytes);
+  const DispatchSplit split = split_dispatch(num_sms);
+  launch_cooperatively("dispatch", dispatch_kernel, num_sms, kWarps * kWarpSize,
+                       shape.shared_bytes(), stream, me, arguments, shape, split);
+}
+
+}  // namespace ncclep::native

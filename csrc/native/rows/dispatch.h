@@ -1,0 +1,32 @@
+// Step 2, dispatch: every destination pulls the rows that it needs and puts them into their slots.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "native/plan/plan.h"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+struct Dispatch {
+  const char* x;   // [T, row_bytes]
+  const float* w;  // [T, K], or null
+  char* rows;      // [num_rows, row_bytes]
+  float* row_w;    // [num_rows], or null
+  // Says whether there are weights: a tensor without elements has a null pointer too.
+  bool has_weights;
+  int num_tokens, most_tokens, top_k, row_bytes;  // most_tokens: of any rank
+  int num_phases;  // that rows are staged in, 1 to kPhases; the same on all ranks
+  std::int64_t num_rows;
+  const std::int64_t* tokens_per_expert;  // [experts of this rank]
+  const std::int64_t* routed_per_expert;  // [experts of this rank]
+  const std::uint32_t* token_ranks;       // [T]
+  ReceivedRoutes routes;
+};
+
+// Queues the dispatch.  Collective.
+void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
+              std::uintptr_t stream);
+
+}  // namespace ncclep::native

@@ -1,0 +1,144 @@
+// Which pairs a warp takes, and the books on what has become of them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "native/device/wait.cuh"
+#include "native/plan/plan.h"
+#include "native/rows/ring.cuh"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+// The warps that share the pairs of other ranks: so many in each CTA.
+struct Crew {
+  int num_ctas, num_warps;
+  int cta;  // among them
+};
+
+// The pairs that one warp of a crew takes, in order: of one other rank, and every so many-th of
+// them, so that at every moment all ranks have their share and all warps end at the same time.
+class PairCursor {
+ public:
+  __device__ PairCursor(const KernelContext& me, const ReceivedRoutes& routes, const Crew& crew,
+                        int warp) {
+    const int others = me.control.num_ranks - 1;
+    if (others == 0) return;
+    const int place = warp * crew.num_ctas + crew.cta, warps = crew.num_warps * crew.num_ctas;
+    source = (me.rank + 1 + place % others) % me.control.num_ranks;
+    first_ = routes.first_pair[source];
+    end_ = routes.first_pair[source + 1];
+    step_ = (warps - place % others + others - 1) / others;  // warps for this rank
+    next_ = first_ + place / others;
+  }
+
+  // Goes to the next pair; false when there is none.
+  __device__ bool next() {
+    if (next_ >= end_) return false;
+    pair = next_;
+    next_ += step_;
+    return true;
+  }
+
+  // The pair's unit.
+  __device__ int unit() const { return (pair - first_) / kUnit; }
+
+  int source = 0, pair = 0;
+
+ private:
+  int first_ = 0, next_ = 0, end_ = 0, step_ = 0;
+};
+
+// What the warps of a CTA are done with, kept by one of them: fences hold up the whole SM, so they
+// happen now and then only, for all warps together.
+struct Books {
+  int num_done[kWarps];  // pairs of each warp
+  int is_over[kWarps];   // there will be no more
+
+  __device__ void clear() {
+    if (threadIdx.x < kWarps) num_done[threadIdx.x] = is_over[threadIdx.x] = 0;
+  }
+
+  // By one thread of the warp, after what it did; `num` counts from 1.
+  __device__ void note(int warp, int num) {
+    __threadfence_block();
+    show(&num_done[warp], num);
+  }
+  __device__ void close(int warp) {
+    __threadfence_block();
+    show(&is_over[warp], 1);
+  }
+};
+
+// Pairs of one source that a lane counts off together: what it takes to look one up is a few
+// loads, each of which needs the last; and a warp may be done with several pairs between fences.
+struct Batch {
+  static constexpr int kSize = 4;
+  int source;
+  int pairs[kSize];  // -1: none
+};
+
+// Counts pairs off, each in its group: a unit, or a chunk.  By one lane.
+//
+//   counts           of the groups; 0 again when a group is complete
+//   group_of(pair)   its group
+//   size_of(group)   pairs that it has
+//   complete(group)  called for a group when its last pair is counted off; what it stores, even
+//                    relaxed, passes on what all who counted had fenced before
+template <typename GroupOf, typename SizeOf, typename Complete>
+__device__ void count_off(const Batch& batch, unsigned int* counts, GroupOf&& group_of,
+                          SizeOf&& size_of, Complete&& complete) {
+  int group[Batch::kSize], left[Batch::kSize];
+#pragma unroll
+  for (int i = 0; i < Batch::kSize; ++i) {
+    group[i] = batch.pairs[i] < 0 ? -1 : group_of(batch.pairs[i]);
+  }
+  bool completes = false;
+#pragma unroll
+  for (int i = 0; i < Batch::kSize; ++i) {
+    if (group[i] < 0) continue;
+    left[i] = size_of(group[i]) - 1 - static_cast<int>(atomicAdd(counts + group[i], 1u));
+    completes = completes || left[i] == 0;
+  }
+  if (completes) fence_system();
+#pragma unroll
+  for (int i = 0; i < Batch::kSize; ++i) {
+    if (group[i] < 0 || left[i] != 0) continue;
+    counts[group[i]] = 0;
+    complete(group[i]);
+  }
+}
+
+constexpr int kBookPauses = 8, kBookPauseNs = 500;
+
+// Calls publish(batch) for the pairs that a warp of the crew is done with; what the warp wrote
+// before is visible to all ranks then.  By one warp, whose lane i follows warp i.
+template <typename Publish>
+__device__ void keep_books(const KernelContext& me, const ReceivedRoutes& routes, const Crew& crew,
+                           Books& books, Publish&& publish) {
+  const int lane = threadIdx.x % kWarpSize;
+  const bool follows = lane < crew.num_warps;
+  PairCursor cursor(me, routes, crew, follows ? lane : 0);
+  int told = 0;
+  for (bool is_over = false; !is_over;) {
+    for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {
+      __nanosleep(kBookPauseNs);
+      is_over = __all_sync(~0u, !follows || look(&books.is_over[lane]) != 0);
+    }
+    __threadfence_block();  // when it is over, the numbers that follow are the last
+    const int done = follows ? look(&books.num_done[lane]) : 0;
+    if (!__any_sync(~0u, told < done)) continue;
+    fence_system();
+    for (; told < done; told = min(told + Batch::kSize, done)) {
+      Batch batch{cursor.source, {}};
+#pragma unroll
+      for (int i = 0; i < Batch::kSize; ++i) {
+        batch.pairs[i] = told + i < done && cursor.next() ? cursor.pair : -1;
+      }
+      publish(batch);
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace ncclep::native

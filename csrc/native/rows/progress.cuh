@@ -1,0 +1,103 @@
+// How far others have come, looked up by one warp of a CTA for all of them.
+//
+// Work arrives from each source in units, each with a flag of its own that holds an epoch.  To ask
+// a flag costs as much as moving a row, and to order what follows after it holds up a whole SM; so
+// one *watching* warp looks at the flags, and the others at what it has seen, in shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/bulk_copy.cuh"
+#include "native/device/wait.cuh"
+#include "native/rows/ring.cuh"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+constexpr int kWatchPauseNs = 500;
+
+struct Progress {
+  int units[kMaxRanks];  // of each source, without a gap
+  int is_over;           // nothing more will be seen: all is here, or a wait failed
+
+  __device__ void clear() {
+    if (threadIdx.x < kMaxRanks) units[threadIdx.x] = 0;
+    if (threadIdx.x == 0) is_over = 0;
+  }
+};
+
+// Looks for all units of all sources.  By one warp.
+//
+//   needed             in lane r: units of source r
+//   flag(source, i)    where the flag of its unit i is
+template <typename Flag>
+__device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch, int needed,
+                      Flag&& flag, Progress& progress) {
+  const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
+  int found = 0, source = me.rank;
+  Deadline deadline;
+  bool sees_nothing = false;
+  int turns = 0;
+  for (;;) {
+    const std::uint32_t missing = __ballot_sync(~0u, found < needed);
+    if (missing == 0) break;
+    do {
+      source = (source + 1) % num_ranks;
+    } while (!(missing >> source & 1));
+    const int start = __shfl_sync(~0u, found, source), unit = start + lane;
+    const int end = __shfl_sync(~0u, needed, source);
+    const bool is_here = unit < end && load_relaxed(flag(source, unit)) >= epoch;
+    const std::uint32_t absent = ~__ballot_sync(~0u, is_here);
+    const int count = absent == 0 ? kWarpSize : __ffs(absent) - 1;
+    if (count > 0) {
+      fence_system();
+      __syncwarp();
+      __threadfence_block();  // what other lanes have seen is in what lane 0 shows
+      if (lane == source) found += count;
+      if (lane == 0) show(&progress.units[source], start + count);
+      deadline = {};
+    } else if (__any_sync(~0u, deadline.has_passed(me, phase, source, epoch))) {
+      break;
+    }
+    sees_nothing = sees_nothing && count == 0;
+    if (++turns % __popc(missing) == 0) {
+      if (sees_nothing) __nanosleep(kWatchPauseNs);
+      sees_nothing = true;
+    }
+  }
+  __threadfence_block();
+  __syncwarp();
+  if (lane == 0) show(&progress.is_over, 1);
+}
+
+// What one other warp has seen of a Progress.
+class Seen {
+ public:
+  // Waits until unit `unit` of `source` is there; what belongs to it may be loaded in bulk then.
+  // False when that will not be.  All lanes call it.
+  __device__ bool wait_for_unit(Progress& progress, int source, int unit) {
+    const int lane = threadIdx.x % kWarpSize;
+    if (unit < __shfl_sync(~0u, units_, source)) return true;
+    for (int units = 0; units <= unit;) {
+      const bool is_over = look_with_warp(&progress.is_over) != 0;
+      __threadfence_block();  // when it is over, the units that follow are the last
+      units = look_with_warp(&progress.units[source]);
+      if (lane == source) units_ = units;
+      if (is_over && units <= unit) return false;
+    }
+    __threadfence_block();
+    fence_for_bulk_copies();
+    return true;
+  }
+
+ private:
+  __device__ static int look_with_warp(int* word) {
+    return __shfl_sync(~0u, threadIdx.x % kWarpSize == 0 ? look(word) : 0, 0);
+  }
+
+  int units_ = 0;  // of source `lane`
+};
+
+}  // namespace ncclep::native

@@ -1,0 +1,148 @@
+// Combine's sums on their way: where they go, who is told, and the sending CTAs' work (combine.cu).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "native/device/call_barrier.cuh"
+#include "native/device/wait.cuh"
+#include "native/rows/combine.h"
+#include "native/rows/pairs.cuh"
+#include "native/rows/progress.cuh"
+#include "native/rows/ring.cuh"
+
+namespace ncclep::native {
+
+// A row that was sent is taken for written when this many more pieces of its warp are on their way.
+constexpr int kSentAhead = 3;
+
+// Where `me` lets the sums of `token` of rank `source` go.
+__device__ inline char* place_of_sum(const KernelContext& me, int source, int token, int rank,
+                                     int row_bytes) {
+  return me.rows_of[source] + 2 * me.dispatch_bytes +
+         (static_cast<std::size_t>(token) * me.control.num_ranks + rank) * row_bytes;
+}
+
+__device__ inline std::uint64_t* added_flag(const KernelContext& me, int source, int unit) {
+  return reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + me.control.added()) +
+         source * me.control.max_units() + unit;
+}
+
+// One sending warp's share of the pairs.
+__device__ inline void send(const KernelContext& me, const Combine& job, const Crew& crew,
+                            const RingShape& shape, Ring& ring, Progress& progress, Books& books,
+                            int warp, std::uint64_t entry, std::uint64_t epoch) {
+  const ReceivedRoutes& routes = job.routes;
+  const int lane = threadIdx.x % kWarpSize;
+  PairCursor cursor(me, routes, crew, warp);
+  struct Pair {
+    bool is_there = false;
+    int source = 0, pair = 0, unit = 0, token = 0, first = 0, end = 0;
+    int slot = 0, index = -1;  // of this lane's assignment, if there are weights
+  };
+  const auto find = [&] {
+    Pair found;
+    found.is_there = cursor.next();
+    if (found.is_there) {
+      found.source = cursor.source;
+      found.pair = cursor.pair;
+      found.unit = cursor.unit();
+      found.token = routes.pair_token[cursor.pair];
+      if (job.has_weights) {
+        found.first = routes.pair_first[cursor.pair];
+        found.end = routes.pair_first[cursor.pair + 1];
+      }
+    }
+    return found;
+  };
+  const auto find_slot = [&](Pair& found) {
+    if (found.is_there && lane < found.end - found.first) {
+      found.slot = routes.assignment_slot[found.first + lane];
+      found.index = routes.assignment_index[found.first + lane];
+    }
+  };
+  Pair now = find(), second = find();
+  find_slot(now);
+  int piece = 0;
+  bool has_entered = false;  // a warp sends to one rank only
+  Seen seen;
+  // What is in each stage.
+  char* to[kRingStages];
+  int bytes[kRingStages], index[kRingStages];
+  bool ends_row[kRingStages];
+  float weight[kRingStages];
+  const auto load = [&](int s) {
+    if (!now.is_there) return false;
+    if (!has_entered) {
+      has_entered =
+          __all_sync(~0u, wait_for_entry(me, Phase::kCombine, now.source, entry, epoch) != 0);
+      if (!has_entered) return now.is_there = false;
+    }
+    if (!seen.wait_for_unit(progress, now.source, now.unit)) return now.is_there = false;
+    const int offset = piece * shape.piece_bytes;
+    bytes[s] = min(shape.piece_bytes, job.row_bytes - offset);
+    to[s] = place_of_sum(me, now.source, now.token, me.rank, job.row_bytes) + offset;
+    ends_row[s] = piece == shape.pieces - 1;
+    index[s] = ends_row[s] ? now.index : -1;
+    if (index[s] >= 0) weight[s] = job.w[now.slot];
+    if (lane == 0) {
+      start_load(ring.pieces + s * shape.piece_bytes,
+                 job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes + offset, bytes[s],
+                 ring.full + s);
+    }
+    ++piece;
+    if (!ends_row[s]) return true;
+    piece = 0;
+    now = second;
+    second = find();
+    find_slot(now);
+    return true;
+  };
+  float* values = reinterpret_cast<float*>(me.control_of[cursor.source] + me.control.values());
+  const auto store = [&](int s) {
+    if (lane == 0) start_store(to[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
+    if (index[s] >= 0) values[index[s]] = weight[s];
+    __syncwarp();
+  };
+  // Bit i: whether the piece sent i pieces ago was the last of its row.
+  std::uint32_t row_ends = 0;
+  int num_sent = 0, num_written = 0;
+  const auto stored = [&](int s) {
+    row_ends = row_ends << 1 | static_cast<std::uint32_t>(ends_row[s]);
+    num_sent += ends_row[s];
+    if (lane != 0) return;
+    wait_for_older_stores<kSentAhead>();
+    if (row_ends >> kSentAhead & 1) books.note(warp, ++num_written);
+  };
+  ring.run(load, store, stored);
+  if (lane == 0) {
+    books.note(warp, num_sent);
+    books.close(warp);
+  }
+}
+
+// Sums are in their source rank's window: tells the source rank of chunks that are complete.
+__device__ inline void publish_sent(const KernelContext& me, const ReceivedRoutes& routes,
+                                    const Batch& batch, std::uint64_t epoch) {
+  const int max_chunks = me.control.max_chunks();
+  const std::int32_t* chunk_pair = routes.chunk_pair + batch.source * (routes.num_chunks + 1);
+  auto* num_pushed =
+      reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_pushed());
+  auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[batch.source] + me.control.pushed());
+  count_off(
+      batch, num_pushed + batch.source * max_chunks,
+      [&](int pair) { return routes.pair_token[pair] / kChunk; },
+      [&](int chunk) { return chunk_pair[chunk + 1] - chunk_pair[chunk]; },
+      [&](int chunk) { store_relaxed(flags + me.rank * max_chunks + chunk, epoch); });
+}
+
+// Units of source `lane` that will be added.
+__device__ inline int needed_units(const KernelContext& me, const ReceivedRoutes& routes) {
+  const int lane = threadIdx.x % kWarpSize;
+  if (lane >= me.control.num_ranks || lane == me.rank) return 0;
+  return (routes.first_pair[lane + 1] - routes.first_pair[lane] + kUnit - 1) / kUnit;
+}
+
+}  // namespace ncclep::native

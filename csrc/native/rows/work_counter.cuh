@@ -1,0 +1,33 @@
+// Work that warps take piece by piece, in order: whoever is done with something else joins in.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "native/rows/ring.cuh"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+// One warp's access to the pieces of the current operation, numbered from 0.  `leave` starts the
+// numbers anew.
+class WorkCounter {
+ public:
+  __device__ explicit WorkCounter(const KernelContext& me) : next_(&me.state->next) { ask(); }
+
+  // The next number that no other warp has; beyond the last one there are more.  All lanes call it.
+  __device__ int take() {
+    const int taken = __shfl_sync(~0u, asked_, 0);
+    ask();  // ahead: the answer takes as long as a small load
+    return taken;
+  }
+
+ private:
+  __device__ void ask() {
+    if (threadIdx.x % kWarpSize == 0) asked_ = static_cast<int>(atomicAdd(next_, 1u));
+  }
+
+  unsigned int* next_;
+  int asked_ = 0;
+};
+
+}  // namespace ncclep::native
