@@ -51,7 +51,7 @@ def run_told(command: str, call: Callable[[], int]) -> int:
 
 
 @functools.cache
-def tell_at_the_end() -> None:
+def install_excepthook() -> None:
     """Have torchrun's summary, and the last line of a rank whose own collective failed because
     another rank has died, say what `run_told` would, where a script is run without it.
 

@@ -131,7 +131,7 @@ class EngineBase(Generic[_Plan]):
         if isinstance(rows := config.max_recv_rows, str):
             name = f"number of tokens (max_recv_rows={rows!r} depends on it, a number does not)"
             values[name] = num_tokens
-        return self.group.agree("plan", values, problem, self.timeout_s, told=num_tokens)
+        return self.group.agree("plan", values, problem, self.timeout_s, payload=num_tokens)
 
     def agree_on_rows(
         self,

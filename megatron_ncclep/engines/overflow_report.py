@@ -52,22 +52,22 @@ class Shortage:
             return None
         return group.share(cls.name(config), lambda: cls(group, config))
 
-    def note(self, needed: torch.Tensor, limit: int) -> None:
+    def record(self, needed: torch.Tensor, limit: int) -> None:
         """Write down what a plan needs.  Waits for nothing.
 
         Args:
             needed: int64 [num_ranks]: rows that each rank needs, padding of its blocks included.
             limit: rows that each has.
         """
-        if self._group.is_rehearsal:
+        if self._group.is_warmup:
             return
         needed = needed.to(self.words.device)
         lacked = torch.where(needed > limit, (needed - limit << _HALF) + limit, 0)
         torch.maximum(self.words, lacked, out=self.words)
 
     def for_kernel(self) -> torch.Tensor | None:
-        """`words`, for a kernel that does what `note` does; None if it should not."""
-        return None if self._group.is_rehearsal else self.words
+        """`words`, for a kernel that does what `record` does; None if it should not."""
+        return None if self._group.is_warmup else self.words
 
     def check(self) -> None:
         """Raise what was written down since the last time.  Waits for the current stream.

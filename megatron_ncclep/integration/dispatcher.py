@@ -175,10 +175,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                 chosen = to_all_slices(*chosen, self.num_local_experts, self._num_slices)
             # Before it captures a layer, Megatron runs it with whatever is in its buffers.
             is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
-            group.is_rehearsal = is_graph_capturing() and not is_captured
+            group.is_warmup = is_graph_capturing() and not is_captured
             with step_range("plan", hidden_states):
                 self._plan = self.engine.plan(chosen[0].topk_idx)
-            if not group.is_rehearsal and not _is_recomputing():
+            if not group.is_warmup and not _is_recomputing():
                 if self._can_drop:
                     assert self.num_dropped is not None  # static mode
                     self.num_dropped.add_(self._plan.num_dropped)

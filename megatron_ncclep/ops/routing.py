@@ -127,8 +127,8 @@ def _backwards_in_blocks(per_expert: torch.Tensor, block: int) -> torch.Tensor:
 @cache
 def _kernels() -> ModuleType | None:
     """Return the extension if it can be used on this GPU; looked for once, not at every layer."""
-    if extension.obstacle() is not None:
+    if extension.unavailable_reason() is not None:
         return None
-    if extension.gpu_obstacle("this GPU", *torch.cuda.get_device_capability()) is not None:
+    if extension.gpu_problem("this GPU", *torch.cuda.get_device_capability()) is not None:
         return None
     return extension.load()

@@ -13,7 +13,7 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import BUSY_WAIT_S
 
 
-class Exchange:
+class AllToAll:
     """An all-to-all that has been started: see `exchange`."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Unwaited:
         self._was_captured = False
         self._what, self._timeout_s = "", 0.0
 
-    def note(self, what: str, timeout_s: float) -> None:
+    def record(self, what: str, timeout_s: float) -> None:
         """What the current stream holds now has to be over by a later `check`."""
         if self._group.device.type != "cuda":
             return
@@ -144,5 +144,5 @@ def exchange(
     """
     # A dimension more, of which the bytes of a number are the entries.
     as_bytes = sent.contiguous().unsqueeze(-1).view(torch.uint8)
-    started = Exchange(group, as_bytes, sent_splits, received_splits, what, timeout_s)
+    started = AllToAll(group, as_bytes, sent_splits, received_splits, what, timeout_s)
     return started.finish().view(sent.dtype).squeeze(-1)

@@ -31,7 +31,7 @@ from megatron_ncclep.errors import (
 from megatron_ncclep.ranks.exchange import DYING_S, HostLink
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
-# Phase, call, whether there is a problem, what is told; length and hash of the values' text.  The
+# Phase, call, whether there is a problem, payload; length and hash of the values' text.  The
 # same size for every call, so that ranks in different calls can still read each other's.
 HASH_BYTES = 8
 MESSAGE = struct.Struct(f"<5q{HASH_BYTES}s")
@@ -46,11 +46,11 @@ class Agreement:
 
     Attributes:
         call: the number of the call, the same on every rank.
-        told: what each rank told the others, by rank.
+        gathered: every rank's `payload`, by rank.
     """
 
     call: int
-    told: list[int]
+    gathered: list[int]
 
 
 class Hosts:
@@ -105,13 +105,13 @@ class Hosts:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def enter(self, goes_on: bool = True, is_fresh: bool = False) -> int:
+    def enter(self, skips_exchange: bool = True, is_fresh: bool = False) -> int:
         """Count a call in which the hosts need not agree; `agree` counts its own.
 
         Not collective, but every rank counts the same calls.
 
         Args:
-            goes_on: this rank exchanges nothing in it.  Ranks that do raise, and are told.
+            skips_exchange: this rank exchanges nothing in it.  Ranks that do raise, and are told.
             is_fresh: ranks come to it that have refused an earlier call.
 
         Returns:
@@ -124,7 +124,7 @@ class Hosts:
         self._num_calls += 1
         self._is_used |= not is_fresh
         self._since = self._num_calls if is_fresh else 0
-        self._link.enter(self._num_calls, goes_on, self._since)
+        self._link.enter(self._num_calls, skips_exchange, self._since)
         return self._num_calls
 
     def refuse(self, reason: str) -> None:
@@ -144,13 +144,13 @@ class Hosts:
         """What `rank` refused last; empty if nothing, or if the ranks share no memory."""
         return self._link.refusal(rank)
 
-    def gone_on(self) -> int | None:
+    def rank_ahead(self) -> int | None:
         """A rank that exchanges nothing in the call in which this one does, or is in a later one.
 
         None if there is none, if all have exchanged something in this call, or if the ranks share
         no memory.
         """
-        return self._link.gone_on()
+        return self._link.rank_ahead()
 
     def lost(self, wait_s: float = DYING_S) -> str:
         """Say which ranks have died or left; empty if none is known.  See `HostLink.lost`."""
@@ -163,7 +163,7 @@ class Hosts:
         problem: str | None,
         timeout_s: float,
         error: type[EpError] = InputError,
-        told: int = 0,
+        payload: int = 0,
     ) -> Agreement:
         """Make sure that every rank is in the same call with matching arguments.  Collective.
 
@@ -176,7 +176,7 @@ class Hosts:
             problem: what is wrong on this rank, if anything is.
             timeout_s: seconds to wait for the other ranks.
             error: what to raise for a problem.
-            told: a number that may differ between ranks and is passed on to all of them.
+            payload: a number that may differ between ranks and is passed on to all of them.
 
         Raises:
             InputError: on every rank, when values differ or (unless `error` says otherwise) when
@@ -184,14 +184,14 @@ class Hosts:
             PeerError: a rank did not come in time, died, or is in another call.
         """
         # A rank that has refused a call comes to the end of an engine and to the next one's start.
-        call = self.enter(goes_on=False, is_fresh=phase in ("open", "close"))
+        call = self.enter(skips_exchange=False, is_fresh=phase in ("open", "close"))
         head = (PHASES.index(phase), call)
         text = repr(values).encode()  # a third of the time that JSON takes
         text_hash = hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
-        mine = MESSAGE.pack(*head, problem is not None, told, len(text), text_hash)
+        mine = MESSAGE.pack(*head, problem is not None, payload, len(text), text_hash)
         everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
         if problem is None and everything == mine * self.size:  # as it should be: no more to do
-            return Agreement(call, [told] * self.size)
+            return Agreement(call, [payload] * self.size)
         theirs = list(MESSAGE.iter_unpack(everything))
 
         if any(row[:2] != head for row in theirs):

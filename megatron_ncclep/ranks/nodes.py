@@ -178,7 +178,7 @@ def _own_node(group: EpGroup) -> tuple[str, bool]:
     ranks_on_each = envs.get("NCCLEP_LOCAL_RANKS")
     if ranks_on_each is not None:
         return f"node {group.rank // ranks_on_each}", False
-    return place.host_name(), group.device.type == "cuda" and extension.obstacle() is None
+    return place.host_name(), group.device.type == "cuda" and extension.unavailable_reason() is None
 
 
 def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.ProcessGroup:

@@ -57,9 +57,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for name in ("native_group", "native_low_latency"):
+    for name in ("group", "low_latency"):
         monkeypatch.setattr(
-            f"megatron_ncclep.engines.{name}.communicator_of", lambda group, timeout_s: None
+            f"megatron_ncclep.engines.native.{name}.communicator_of", lambda group, timeout_s: None
         )
     monkeypatch.setattr(native_windows, "open_checked", lambda *_: None)
     monkeypatch.setattr(native_low_latency, "_num_sms", lambda device: 132)

@@ -59,8 +59,8 @@ class Calls:
             return self._group.enter(), num_tokens if self._is_even else self._most_tokens
         agreement = self._engine.agree_on_routes(topk_idx, self._plan_problem(topk_idx))
         self._remember(key)
-        self._most_tokens = max(self._most_tokens, *agreement.told)
-        return agreement.call, self._most_tokens if self._is_free else max(agreement.told)
+        self._most_tokens = max(self._most_tokens, *agreement.gathered)
+        return agreement.call, self._most_tokens if self._is_free else max(agreement.gathered)
 
     def enter(
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None

@@ -82,7 +82,7 @@ from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, PeerError
 from megatron_ncclep.ranks.agreement import on_all_ranks
-from megatron_ncclep.ranks.all_to_all import Exchange
+from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import grid_of
 
@@ -330,9 +330,9 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         each = [1] * self.group.size
         what = "plan, exchanging how many rows each rank needs"
         sent = counts[:-1].expand(self.group.size, -1)
-        exchange = Exchange(self.group, sent, each, each, what, self.timeout_s)
+        exchange = AllToAll(self.group, sent, each, each, what, self.timeout_s)
         needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
-        self._shortage.note(needed, limit)
+        self._shortage.record(needed, limit)
 
     def _pieces(self, plan: HierarchicalPlan, rows: torch.Tensor) -> list[Piece]:
         """The chunks in which rows cross; the same on all ranks."""
@@ -345,10 +345,10 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
 
     def _start(
         self, messages: torch.Tensor, sizes: tuple[list[int], list[int]], what: str
-    ) -> Exchange:
+    ) -> AllToAll:
         return start(self.group, self.nodes, messages, sizes, what, self.timeout_s)
 
     def _leave(self, phase: str) -> None:
         """What comes last in each call: have `check` wait for what no host has waited for."""
         if not self._waits:
-            self._grid.unwaited.note(f"{phase} between nodes", self.timeout_s)
+            self._grid.unwaited.record(f"{phase} between nodes", self.timeout_s)

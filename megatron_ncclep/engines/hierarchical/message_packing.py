@@ -173,8 +173,8 @@ def _kernels(tensor: torch.Tensor) -> ModuleType | None:
 @cache
 def _kernels_on(device: torch.device) -> ModuleType | None:
     """Looked for once, not in every call."""
-    if extension.obstacle() is not None:
+    if extension.unavailable_reason() is not None:
         return None
-    if extension.gpu_obstacle("this GPU", *torch.cuda.get_device_capability(device)) is not None:
+    if extension.gpu_problem("this GPU", *torch.cuda.get_device_capability(device)) is not None:
         return None
     return extension.load()

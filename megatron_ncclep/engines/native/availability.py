@@ -30,7 +30,7 @@ SMS_FOR_NCCL = 32
 PLACE_BYTES = 4096
 
 
-def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
     """Say why the engine cannot run for `group`; None if it can.  Collective.
 
     What this rank alone finds, only this rank says: the ranks stop together all the same, and
@@ -38,7 +38,7 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
     """
 
     def look() -> tuple[str | None, _Place]:
-        problem = _own_obstacle(group, config, num_experts, ranks_per_gpu)
+        problem = _own_problem(group, config, num_experts, ranks_per_gpu)
         return problem, _Place() if problem else _own_place(group.device)
 
     what = "open, looking for what keeps the engine 'native' from running"
@@ -48,25 +48,25 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
     places = _exchange(group, mine, timeout_s)
     if any(each.gpu == "" for each in places):
         return problem
-    return _group_obstacle(places) or _lsa_obstacle(group, places, timeout_s)
+    return _group_problem(places) or _lsa_problem(group, places, timeout_s)
 
 
 # --- one rank ------------------------------------------------------------------------------------
 
 
-def _own_obstacle(
+def _own_problem(
     group: EpGroup, config: EpConfig, num_experts: int | None, ranks_per_gpu: int
 ) -> str | None:
     """Say what is in the way on this rank.  Not collective."""
     if group.device.type != "cuda":
         return "it needs GPUs and a process group with the nccl backend"
-    if problem := extension.obstacle():
+    if problem := extension.unavailable_reason():
         return problem
     gpu = torch.cuda.get_device_properties(group.device)
     capability = torch.cuda.get_device_capability(group.device)
     if capability < MIN_COMPUTE_CAPABILITY:
         return f"{gpu.name} is older than Hopper (sm_90)"
-    if problem := extension.gpu_obstacle(gpu.name, *capability):
+    if problem := extension.gpu_problem(gpu.name, *capability):
         return problem
     nccl, oldest = search.find_nccl(), search.version_text(search.OLDEST_NCCL)
     if nccl is None or (nccl.version or (0, 0, 0)) < search.OLDEST_NCCL:
@@ -83,7 +83,7 @@ def _own_obstacle(
             "slice of an expert counted (expert tensor parallelism)"
         )
     num_sms = config.num_sms or default_num_sms(group.device, ranks_per_gpu)
-    return _sms_obstacle(group.size, num_sms, gpu, ranks_per_gpu)
+    return _sms_problem(group.size, num_sms, gpu, ranks_per_gpu)
 
 
 def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
@@ -104,7 +104,7 @@ def default_num_sms(device: torch.device, ranks_per_gpu: int) -> int:
     return min(DEFAULT_NUM_SMS, most_sms(gpu.multi_processor_count, ranks_per_gpu))
 
 
-def _sms_obstacle(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:
+def _sms_problem(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:
     """Say what is wrong with the number of SMs, if anything is.
 
     Args:
@@ -178,7 +178,7 @@ def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
     return [_Place(**json.loads(each)) for each in theirs]
 
 
-def _group_obstacle(places: Sequence[_Place]) -> str | None:
+def _group_problem(places: Sequence[_Place]) -> str | None:
     """Say what of the ranks' GPUs together is in the way; the same on every rank."""
     rank_of: dict[str, int] = {}
     may_share = all(each.may_share for each in places)
@@ -208,7 +208,7 @@ def _group_obstacle(places: Sequence[_Place]) -> str | None:
     return None
 
 
-def _lsa_obstacle(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> str | None:
+def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> str | None:
     """Say which ranks NCCL finds in one NVLink domain, unless it is all of them.  Collective.
 
     The communicator is made here; it is the group's, so that every layer finds it made.

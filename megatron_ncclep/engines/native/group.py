@@ -126,16 +126,16 @@ class NativeGroup:
             "other ranks' output. What this group has returned since is NaN"
         )
 
-    def note_batches(self, told: list[int]) -> None:
+    def note_batches(self, num_tokens: list[int]) -> None:
         """Have hosts meet in the plans after a static one to which ranks brought different batches.
 
         One of these may be the first that is too large for the windows, on some ranks only.  A
         batch that all ranks have alike by chance says nothing of the next one; many in a row do.
 
         Args:
-            told: tokens of each rank, in a static plan on which all hosts agreed.
+            num_tokens: of each rank, in a static plan on which all hosts agreed.
         """
-        is_even = len(set(told)) == 1
+        is_even = len(set(num_tokens)) == 1
         self.plans_to_meet = max(0, self.plans_to_meet - 1) if is_even else EVEN_PLANS
 
     def bad_routings(self, *, forget: bool) -> str | None:

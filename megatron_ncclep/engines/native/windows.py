@@ -130,9 +130,9 @@ def open_checked(
         _on_all_ranks(group, native, what, step, f"({cause})", _other(), timeout_s)
 
     on_all_ranks("opening its windows", native.open)
-    on_all_ranks("writing to its windows", lambda: _leave(group, native, names))
-    on_all_ranks("checking its windows", lambda: _read_and_bring(group, native, names))
-    on_all_ranks("checking its windows", lambda: _look(group, native, names))
+    on_all_ranks("writing to its windows", lambda: _write_own(group, native, names))
+    on_all_ranks("checking its windows", lambda: _verify_peers_and_write(group, native, names))
+    on_all_ranks("checking its windows", lambda: _verify_own(group, native, names))
     on_all_ranks("clearing its windows", native.clear)
 
 
@@ -184,7 +184,7 @@ def _require_no_graph(group: EpGroup, is_captured: bool, timeout_s: float) -> No
 
 
 @dataclass(frozen=True)
-class _Word:
+class _Probe:
     """What one rank writes for another, at one end of a window.
 
     Attributes:
@@ -201,34 +201,34 @@ class _Word:
     value: int
 
 
-def _leave(group: EpGroup, native: Any, names: tuple[str, ...]) -> None:
+def _write_own(group: EpGroup, native: Any, names: tuple[str, ...]) -> None:
     """Write words to this rank's own windows, for the others to read."""
-    _store(_words(group, native, names, remote=False, writes=True))
+    _store(_probes(group, native, names, remote=False, writes=True))
 
 
-def _read_and_bring(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
+def _verify_peers_and_write(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
     """Read what the others left for this rank, and write words to their windows.
 
     Returns:
         what is wrong with the first word that is not as expected, if any is.
     """
-    left = _words(group, native, names, remote=True, writes=False)
+    left = _probes(group, native, names, remote=True, writes=False)
     problem = _difference(left, "reads {seen} from the {end} of the {window} window of {peer}")
-    _store(_words(group, native, names, remote=True, writes=True))
+    _store(_probes(group, native, names, remote=True, writes=True))
     return problem
 
 
-def _look(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
-    """Read what the others wrote to this rank's windows; return as `_read_and_bring` does."""
-    brought = _words(group, native, names, remote=False, writes=False)
+def _verify_own(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
+    """Read what the others wrote to this rank's windows; return what is wrong, if anything is."""
+    brought = _probes(group, native, names, remote=False, writes=False)
     return _difference(
         brought, "finds {seen} where {peer} wrote to the {end} of its {window} window"
     )
 
 
-def _words(
+def _probes(
     group: EpGroup, native: Any, names: tuple[str, ...], *, remote: bool, writes: bool
-) -> list[_Word]:
+) -> list[_Probe]:
     """The words that this rank reads or writes, in its own windows or in its peers' (`remote`).
 
     Of a window's 2 R words at each end, the first R are left by the window's rank for reader r, the
@@ -248,15 +248,15 @@ def _words(
                 numbers = struct.pack("<3q", native.generation, writer, reader)
                 value = hashlib.blake2b(subject + numbers, digest_size=WORD_BYTES).digest()
                 address = base + start + place * WORD_BYTES
-                words.append(_Word(name, end, peer, address, int.from_bytes(value, "little")))
+                words.append(_Probe(name, end, peer, address, int.from_bytes(value, "little")))
     return words
 
 
-def _store(words: list[_Word]) -> None:
+def _store(words: list[_Probe]) -> None:
     extension.load().store_words([word.address for word in words], [word.value for word in words])
 
 
-def _difference(words: list[_Word], text: str) -> str | None:
+def _difference(words: list[_Probe], text: str) -> str | None:
     """Read `words`; say of the first that has another value what `text` says."""
     found = extension.load().load_words([word.address for word in words])
     wrong = [(w, seen) for w, seen in zip(words, found, strict=True) if seen != w.value]

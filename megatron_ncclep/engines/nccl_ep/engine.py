@@ -79,7 +79,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         wanted = self._local(counts)
         if limit is not None and can_drop(self.config):
             if self._shortage is not None:
-                self._shortage.note(rows_needed(counts, alignment), limit)
+                self._shortage.record(rows_needed(counts, alignment), limit)
             topk_idx = drop_what_does_not_fit(topk_idx, counts, self.group.rank, alignment, limit)
             counts = self._exchange_counts(topk_idx)
         order = None
@@ -100,7 +100,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
             order=order,
             host_counts=padded,
             num_used=num_used,
-            num_staged_tokens=max(agreement.told),
+            num_staged_tokens=max(agreement.gathered),
             route=Route(),
         )
         if self._row_bytes:  # the layer has moved rows before: the library can plan now

@@ -20,7 +20,7 @@ import torch
 
 from megatron_ncclep.config import GROUPED_ALIGNMENT, EpConfig
 from megatron_ncclep.integration.experts.grouped import class_problem
-from megatron_ncclep.integration.experts.grouped_gemm import obstacle
+from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.refusals import config_problem
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -89,7 +89,7 @@ def choose(
     problem = (
         config_problem(config, num_experts, num_slices)
         or class_problem(experts)
-        or obstacle(device, dtype)
+        or unavailable_reason(device, dtype)
         or _rows_problem(options)
     )
     if problem:

@@ -35,7 +35,7 @@ DEFAULT_TOKENS = 128
 DTYPE = torch.bfloat16
 
 
-class InferenceExchange:
+class InferenceSession:
     """Low-latency mode and an engine in exact mode, for rows of one size.
 
     Attributes:
@@ -43,7 +43,7 @@ class InferenceExchange:
         engine: for batches that are larger than `max_tokens` on any rank.
         max_tokens: of a rank, up to which low-latency mode takes a batch.
         all_places: int32 [1] on the device: places that low-latency mode has for rows, of all
-            ranks together; the same memory as long as the exchange is open.
+            ranks together; the same memory as long as the session is open.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class InferenceExchange:
         hidden: int,
         top_k: int,
         options: EpConfig,
-    ) -> InferenceExchange:
-        """Return the group's exchange for these arguments, made if there is none.  Collective.
+    ) -> InferenceSession:
+        """Return the group's session for these arguments, made if there is none.  Collective.
 
         It stays until the group is closed (`megatron_ncclep.close`): CUDA graphs go on using its
         memory.
@@ -125,7 +125,7 @@ class InferenceExchange:
             self.max_tokens = num_tokens
         self._open()
         if num_tokens:
-            self._rehearse(most_tokens)
+            self._warm_up(most_tokens)
 
     def low_latency_for(self, num_tokens: int, problem: str | None) -> LowLatency | None:
         """Say what takes a batch: low-latency mode, or with None the engine.
@@ -152,9 +152,9 @@ class InferenceExchange:
                 )
             return self._low_latency
         timeout_s = self.group.deadline_s(self.engine.config)
-        told = self.group.agree("dispatch", {}, problem, timeout_s, told=num_tokens).told
+        agreement = self.group.agree("dispatch", {}, problem, timeout_s, payload=num_tokens)
         low_latency = self._open()
-        return low_latency if max(told) <= self.max_tokens else None
+        return low_latency if max(agreement.gathered) <= self.max_tokens else None
 
     def close(self) -> None:
         """Release what it holds.  Collective."""
@@ -162,8 +162,8 @@ class InferenceExchange:
             self._low_latency.close()
         self.engine.close()
 
-    def _rehearse(self, num_tokens: int) -> None:
-        """Run the engine with tokens that go nowhere."""
+    def _warm_up(self, num_tokens: int) -> None:
+        """Run the engine with tokens that are routed nowhere."""
         device = self.group.device
         topk = torch.full((num_tokens, self._top_k), NOT_ROUTED, device=device)
         x = torch.zeros(num_tokens, self._hidden, dtype=DTYPE, device=device)

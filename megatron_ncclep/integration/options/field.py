@@ -86,7 +86,7 @@ def options_hidden(config_class: Any) -> Iterator[None]:
             config_class.__dataclass_fields__[NAME] = field
 
 
-def settle_options(config: Any) -> EpConfig | None:
+def resolve_options(config: Any) -> EpConfig | None:
     """Return a checked copy of the options that count for `config`; None: the environment's.
 
     The config's own become an EpConfig where they were a mapping.
