@@ -13,8 +13,7 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
-from megatron_ncclep.engines.overflow_report import Shortage
-from megatron_ncclep.engines.rows_limit import rows_limit
+from megatron_ncclep.engines.overflow import Shortage, rows_limit
 from megatron_ncclep.errors import GroupClosedError
 from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.group import EpGroup

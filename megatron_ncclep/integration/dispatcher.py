@@ -11,8 +11,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron_ncclep.config import DROP, WORST, EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.engines.overflow_report import DropWarning
-from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.engines.overflow import DropWarning, can_drop
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.metrics import LayerCounts, Metrics
 from megatron_ncclep.ops.combine import combine

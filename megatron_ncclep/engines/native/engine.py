@@ -31,7 +31,7 @@ from megatron_ncclep.engines.native.plan import (
     plan_memory,
     try_allocate,
 )
-from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.engines.overflow import can_drop
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.group import EpGroup

@@ -24,8 +24,7 @@ from megatron_ncclep.engines.engine import (
     RoutePlan,
 )
 from megatron_ncclep.engines.nccl_ep.staging import MAX_TOKENS, NcclEpPlan, Route, Staging
-from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
-from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.engines.overflow import can_drop, drop_what_does_not_fit, rows_needed
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.group import EpGroup
 

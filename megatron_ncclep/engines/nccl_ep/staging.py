@@ -19,7 +19,7 @@ import torch
 from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.engines.rows_limit import rows_limit
+from megatron_ncclep.engines.overflow import rows_limit
 from megatron_ncclep.errors import EngineUnavailableError
 from megatron_ncclep.libraries import extension, search
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
