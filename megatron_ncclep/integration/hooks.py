@@ -33,8 +33,7 @@ import gc
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -79,18 +78,17 @@ from megatron_ncclep.integration.options.command_line import (
     change_core_config_from_args,
     change_parse_args,
 )
-from megatron_ncclep.integration.options.field import NAME as OPTIONS_FIELD
-from megatron_ncclep.integration.options.field import add_options_field, resolve_options
+from megatron_ncclep.integration.options.field import NAME, add_options_field, resolve_options
 from megatron_ncclep.integration.patching import (
     check_methods,
     is_changed,
     mark_patched,
     unknown_megatron,
     unpatched,
+    validated_as,
 )
 from megatron_ncclep.integration.teardown import change_destroy
 
-NAME = "ncclep"
 # Megatron validates the configuration and builds the layer as if this type had been asked for.
 VALIDATED_AS = "alltoall"
 _DISPATCHER_MODULE = "megatron_ncclep.integration.dispatcher"
@@ -209,10 +207,12 @@ def _change_post_init(module: ModuleType) -> None:
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         check_inference_type(self)
-        if getattr(self, TYPE_FIELD) == NAME:
-            check_supported(self)
-            check_graph_options(self)
-        with _as_stand_in(self):
+        if getattr(self, TYPE_FIELD) != NAME:
+            original(self)
+            return
+        check_supported(self)
+        check_graph_options(self)
+        with validated_as(self, TYPE_FIELD, VALIDATED_AS):
             original(self)
 
     config_class.__post_init__ = mark_patched(post_init)
@@ -252,7 +252,7 @@ def _change_layer(module: ModuleType) -> None:
         install_excepthook()
         if config.overlap_moe_expert_parallel_comm:
             keep_inputs(NAME)
-        with _as_stand_in(config):
+        with validated_as(config, TYPE_FIELD, VALIDATED_AS):
             original(self, *args, **kwargs)
         options, choice = select_experts(self, options, groups.expt_tp.size())
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
@@ -325,7 +325,7 @@ def _change_transformer_layer(module: Any) -> None:
 
 def _refuse_ignored_experts(config: Any) -> None:
     """Refuse grouped experts that a config itself asks for, beside a dispatcher of another type."""
-    given = vars(config).get(OPTIONS_FIELD)
+    given = vars(config).get(NAME)
     options = None if given is None else EpConfig.of(given)
     if options is not None and options.experts != EpConfig.experts:
         raise UnsupportedError(
@@ -365,19 +365,6 @@ HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
 }
 # Modules of these that an older Megatron-Core lacks, together with what is hooked there.
 NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE, _LOGGING_MODULE)
-
-
-@contextmanager
-def _as_stand_in(config: Any) -> Iterator[None]:
-    """Show `config` to Megatron as if it asked for the stand-in type; the value comes back."""
-    if getattr(config, TYPE_FIELD) != NAME:
-        yield
-        return
-    setattr(config, TYPE_FIELD, VALIDATED_AS)
-    try:
-        yield
-    finally:
-        setattr(config, TYPE_FIELD, NAME)
 
 
 def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:

@@ -1,8 +1,10 @@
-"""How a place of Megatron's is changed: what stands there is checked, wrapped once, and marked."""
+"""How a place in Megatron is changed: check what is there, wrap it once, and mark it."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -62,3 +64,14 @@ def mark_patched(function: Any) -> Any:
 def is_changed(function: Any) -> bool:
     """Whether `function` stands in the place of another already."""
     return getattr(function, _MARK, False)
+
+
+@contextmanager
+def validated_as(config: Any, field: str, value: str) -> Iterator[None]:
+    """Show Megatron another value in a field of `config`; its own value comes back."""
+    own = getattr(config, field)
+    setattr(config, field, value)
+    try:
+        yield
+    finally:
+        setattr(config, field, own)

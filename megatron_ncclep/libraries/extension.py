@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import re
@@ -36,6 +37,16 @@ def load() -> ModuleType:
         ImportError: there is none, or it does not load; `unavailable_reason` says so in words.
     """
     return importlib.import_module(NAME)
+
+
+@functools.cache
+def kernels_on(device: torch.device) -> ModuleType | None:
+    """Return the extension if its kernels run on `device`; looked up once for each device."""
+    if device.type != "cuda" or unavailable_reason() is not None:
+        return None
+    if gpu_problem("this GPU", *torch.cuda.get_device_capability(device)) is not None:
+        return None
+    return load()
 
 
 def limit(name: str) -> int | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 
 import torch
 
@@ -39,7 +37,7 @@ class Routes:
             [num_tokens, num_experts] of the same dtype.
         """
         num_tokens = len(self.topk_idx)
-        if grad_weights.is_cuda and (kernels := _kernels()) is not None:
+        if (kernels := extension.kernels_on(grad_weights.device)) is not None:
             grad_probs = grad_weights.new_empty(num_tokens, self.num_experts)
             stream = extension.current_stream()
             grad_weights = grad_weights.contiguous()
@@ -94,7 +92,7 @@ def routes_and_weights(
             f"{list(routing_map.shape)} on {routing_map.device}"
         )
     num_tokens, num_experts = routing_map.shape
-    if routing_map.is_cuda and (kernels := _kernels()) is not None:
+    if (kernels := extension.kernels_on(routing_map.device)) is not None:
         topk_idx = routing_map.new_empty(num_tokens, top_k, dtype=torch.int64)
         weights = probs.new_empty(num_tokens, top_k)
         kernels.routes_and_weights(
@@ -122,13 +120,3 @@ def _backwards_in_blocks(per_expert: torch.Tensor, block: int) -> torch.Tensor:
     if block == 1:
         return per_expert
     return per_expert.unflatten(1, (-1, block)).flip(2).flatten(1)
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """Return the extension if it can be used on this GPU; looked for once, not at every layer."""
-    if extension.unavailable_reason() is not None:
-        return None
-    if extension.gpu_problem("this GPU", *torch.cuda.get_device_capability()) is not None:
-        return None
-    return extension.load()

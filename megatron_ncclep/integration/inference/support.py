@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.inference.session import DTYPE, OPTIONS, InferenceSession
-from megatron_ncclep.integration.options.field import derived, resolve_options
+from megatron_ncclep.integration.options.field import NAME, derived, resolve_options
 from megatron_ncclep.integration.patching import (
     is_changed,
     mark_patched,
     unknown_megatron,
     unpatched,
+    validated_as,
 )
 from megatron_ncclep.ranks.group import EpGroup
 
-NAME = "ncclep"
 FIELD = "inference_moe_token_dispatcher_type"
 # Megatron builds the layer and its inference context as if this type had been asked for: with it
 # all ranks run the same CUDA graph in a step, or none, and only decode steps are in graphs.
@@ -160,7 +159,7 @@ def change_inference_setup(module: Any) -> None:
             original(self, pg_collection)
             return
         _check_layer(config, pg_collection)
-        with _as_stand_in(config):
+        with validated_as(config, FIELD, VALIDATED_AS):
             original(self, pg_collection)
         from megatron_ncclep.integration.inference.dispatcher import NcclEpInferenceDispatcher
 
@@ -229,7 +228,7 @@ def change_inference_context(module: Any) -> None:
         if not is_wanted(model_config):
             original(self, model_config, *args, **kwargs)
             return
-        with _as_stand_in(model_config):
+        with validated_as(model_config, FIELD, VALIDATED_AS):
             original(self, model_config, *args, **kwargs)
         from megatron.core import parallel_state
 
@@ -270,13 +269,3 @@ def _session(config: Any, process_group: Any) -> InferenceSession:
         config.moe_router_topk,
         resolve_options(config) or EpConfig.resolve(),
     )
-
-
-@contextmanager
-def _as_stand_in(config: Any) -> Iterator[None]:
-    """Show `config` to Megatron as if it asked for the stand-in type; the value comes back."""
-    setattr(config, FIELD, VALIDATED_AS)
-    try:
-        yield
-    finally:
-        setattr(config, FIELD, NAME)

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_ncclep.config import EpConfig
 
+# The field, and the type of dispatcher that it has options for.
 NAME = "ncclep"
 
 
