@@ -75,9 +75,9 @@ def create_engine(
         num_experts: E, experts of the whole group.
         config: options; default: those of the environment.  The same on all ranks, except for
             timeout_s and first_timeout_s: how long a rank waits is its own affair.
-        ranks_per_expert: topk_idx will have so many copies of each assignment, every one for
-            another rank (expert_slices.py).  It makes the limit "worst" of max_recv_rows as small
-            as it can be then, and changes nothing else; other routings are not allowed with it.
+        ranks_per_expert: topk_idx will have this many copies of each assignment, each for a
+            different rank (ops/expert_slices.py).  It makes max_recv_rows="worst" as small as that
+            allows, and changes nothing else; other routings are not allowed with it.
 
     Raises:
         InputError: on every rank, when the name is unknown, experts cannot be divided over the

@@ -26,7 +26,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     """Token dispatcher over the ranks that hold one layer's experts.
 
     These are the expert-parallel group, or with expert tensor parallelism Megatron's group `tp_ep`:
-    its ranks hold slices of the experts (expert_slices.py).
+    its ranks hold slices of the experts (ops/expert_slices.py).
 
     Megatron calls the hooks in the order in which they stand here, once per micro-batch; what the
     later ones need (plan and shape) is kept on the dispatcher between them, because Megatron's

@@ -1,15 +1,15 @@
-"""Gives Megatron-Core the dispatcher type `ncclep`; the only file that knows Megatron's insides.
+"""Gives Megatron-Core the dispatcher type `ncclep`.
 
-These places are changed, each in memory and each without effect on other dispatcher types:
+These places in Megatron are changed, each in memory and without effect on other dispatcher types:
 
     TransformerConfig, field moe_token_dispatcher_type   accepts the value; command lines offer it
     TransformerConfig, field ncclep                      is new: one config's options
-    TransformerConfig, field inference_moe_token_d...    accepts it too (inference_support.py)
+    TransformerConfig, field inference_moe_token_d...    accepts it too (inference/support.py)
     TransformerConfig.__post_init__                      validates the value as 'alltoall'
     MoELayer.__init__                                    builds our dispatcher, groups experts
     MoELayer._setup_inference_mode                       builds our dispatcher for generating text
     DynamicInferenceContext.__init__, update_requests    ready for CUDA graphs; asks for failures
-    TransformerLayer.__init__                            refuses CUDA graphs of a layer's that fail
+    TransformerLayer.__init__                            refuses CUDA graphs that would fail
     add_megatron_arguments                               offers our options, --ncclep-*
     parse_args                                           takes their values
     core_config_from_args                                takes YAML files without the new field
@@ -17,13 +17,13 @@ These places are changed, each in memory and each without effect on other dispat
     OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
     parallel_state.destroy_model_parallel                closes our groups first
 
-and the first layer with our dispatcher has torch ask for failures before any optimizer steps, an
-error that ends the script stand in torchrun's summary (failures.py), and, if asked for
-overlap_moe_expert_parallel_comm, has Megatron's schedule keep what backward needs
-(schedule_support.py).
+In addition, the first layer with our dispatcher makes torch ask for failures before any optimizer
+steps (checks/optimizer_step.py), puts an error that ends the script into torchrun's summary
+(error_reporting.py), and, with overlap_moe_expert_parallel_comm, makes Megatron's schedule keep
+what backward needs (checks/schedule.py).
 
-`HOOKS` says which module has which.  `install()` changes the modules that are imported already and
-hooks the import of the others (post_import.py), so that the order of imports does not matter.
+`HOOKS` lists the changes by module.  `install()` changes the modules that are already imported and
+hooks the import of the others (import_hook.py), so the order of imports does not matter.
 """
 
 from __future__ import annotations

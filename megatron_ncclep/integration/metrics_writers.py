@@ -1,6 +1,6 @@
-"""Metrics for Megatron's TensorBoard and W&B writers: written where it reports its own of MoE.
+"""Metrics for Megatron's TensorBoard and W&B writers: written where it reports its own MoE metrics.
 
-A part of integration.py, whose `HOOKS` say where each function belongs.
+`HOOKS` in hooks.py lists which module each function changes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Frees what the layers of a model hold when Megatron forgets its process groups.
 
-A part of integration.py, whose `HOOKS` say where each function belongs.
+`HOOKS` in hooks.py lists which module each function changes.
 """
 
 from __future__ import annotations

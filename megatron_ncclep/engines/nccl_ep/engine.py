@@ -2,7 +2,7 @@
 
 The library fixes when it makes a group how many tokens a rank may have and how long a row may be.
 Neither is known when an engine is made, so its staging memory is made at the first dispatch, and
-anew, on all ranks together, when a larger batch or a longer row comes (`nccl_ep_staging.py`).
+anew, on all ranks together, when a larger batch or a longer row comes (staging.py).
 
 How many rows each rank receives is worked out here, from the counts of assignments that the ranks
 exchange, so that a plan can exist before the length of its rows is known.

@@ -19,7 +19,7 @@ def activate(config: Any, rows: Tensor, probs: Tensor) -> Tensor:
     """Apply the activation and multiply every row by its probability.
 
     Args:
-        config: TransformerConfig; `check_supported` of refusals.py has passed it.
+        config: TransformerConfig; `check_config` in refusals.py has passed it.
         rows: [num_rows, features], twice as many with gated_linear_unit: gates, then values.
         probs: [num_rows].
 

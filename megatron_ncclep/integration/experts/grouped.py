@@ -1,6 +1,6 @@
 """Megatron's experts with another `forward`: grouped GEMMs over offsets on the device.
 
-Megatron builds the experts as ever, so that parameters, their names and values, random states and
+Megatron builds the experts as usual, so that parameters, their names and values, random states and
 checkpoints are its own; then `group_experts` changes their class to one derived from it.
 """
 

@@ -1,7 +1,7 @@
 """`inference_moe_token_dispatcher_type="ncclep"`: what it changes in Megatron, what is refused.
 
-A part of integration.py, whose `HOOKS` say where each function belongs.  Megatron-Core has that
-option from 0.18 on, and dispatchers of its own for it, `nccl` and `nvls`.
+`HOOKS` in hooks.py lists which module each function changes.  Megatron-Core has this option from
+0.18 on, with two dispatchers of its own, `nccl` and `nvls`.
 """
 
 from __future__ import annotations

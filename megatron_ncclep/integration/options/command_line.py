@@ -1,6 +1,6 @@
-"""The options on the command line of Megatron-LM's scripts, and in YAML files read in its place.
+"""The options on the command line of Megatron-LM's scripts, and in the YAML files that replace it.
 
-A part of integration.py, whose `HOOKS` say where each function belongs.
+`HOOKS` in hooks.py lists which module each function changes.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ NAME = "ncclep"
 class _Holder:
     """Where the field comes from: only dataclasses can make one."""
 
-    # Configs are equal, and are printed, as ever.
+    # Does not change how configs compare and print.
     ncclep: EpConfig | None = dataclasses.field(
         default=None, kw_only=True, compare=False, repr=False
     )
@@ -78,7 +78,7 @@ def _with_options(original: Any) -> Any:
 
 @contextmanager
 def options_hidden(config_class: Any) -> Iterator[None]:
-    """Hide the field from who lists the fields of `config_class`."""
+    """Hide the field from code that lists the fields of `config_class`."""
     field = config_class.__dataclass_fields__.pop(NAME, None)
     try:
         yield
