@@ -110,7 +110,7 @@ class EpConfig:
         str,
         "'grouped': Megatron's experts compute with one grouped GEMM a layer, which needs no host "
         "and pads blocks to 16 rows; 'auto': where that is faster, by shape, and logs the reason; "
-        "'megatron': as ever",
+        "'megatron': Megatron's own experts, unchanged",
     )
     timeout_s: float = _option(
         DEFAULT_TIMEOUT_S,

@@ -1,6 +1,6 @@
-"""Ceiling: what the links between the GPUs give to copies of whole rows, both directions at once.
+"""Ceiling: the bandwidth of copies of whole rows between the GPUs, both directions at once.
 
-Dispatch and combine can be no faster than their rows take at this rate: they are printed beside it.
+Dispatch and combine cannot move their rows faster than this; results are printed next to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which engine each number of ranks would get on this machine, and why not the others."""
+"""Which engine each number of ranks would get on this machine, and why the others cannot run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the engines of this package have in common: a group, options, and how their calls begin.
 
-Before an engine moves anything, all ranks must be in the same call with arguments that fit.  What
-is collective here raises the same on every rank when something is wrong on any.
+Before an engine moves anything, all ranks must be in the same call with matching arguments.  The
+collective functions here raise the same on every rank when something is wrong on any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Plan = TypeVar("_Plan", bound=RoutePlan)
 
 
 class EngineBase(Generic[_Plan]):
-    """What `Engine` asks for beside plan, dispatch and combine.
+    """What `Engine` requires besides plan, dispatch and combine.
 
     A base class, and not an object that engines hold, because nearly all of it is what `Engine`
     names: an engine would have to pass on each attribute and method.  Users know `Engine` only.
@@ -70,7 +70,7 @@ class EngineBase(Generic[_Plan]):
             self.group.release(Shortage.name(self.config), self.timeout_s)
 
     def _release(self) -> None:
-        """Give back what an engine has beside this.  Collective."""
+        """Give back what else an engine holds.  Collective."""
 
     def _require_open(self) -> None:
         self.group.require_open()
@@ -114,7 +114,7 @@ class EngineBase(Generic[_Plan]):
         )
 
     def agree_on_routes(self, topk_idx: torch.Tensor, problem: str | None) -> Agreement:
-        """Check the argument of plan on all ranks; tells every rank all numbers of tokens.
+        """Check the argument of plan on all ranks; every rank learns all numbers of tokens.
 
         Collective.  `problem`: what is wrong on this rank, if anything is.
         """
@@ -147,7 +147,7 @@ class EngineBase(Generic[_Plan]):
                 is y.
             plan: what the caller passed as plan.
             rows: the payload.
-            w: weights beside it, or None.
+            w: weights that go with it, or None.
             problem: what is wrong on this rank, `rows_problem` included; None if nothing is.
 
         Returns:

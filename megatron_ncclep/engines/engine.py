@@ -50,7 +50,7 @@ class EngineCaps:
     payload_dtypes: tuple[torch.dtype, ...]
     # The bytes of one row must be a multiple of this.
     row_bytes_multiple: int
-    # Options of EpConfig that the engine honours beside `engine`; any other one is refused.
+    # Options of EpConfig that the engine honours besides `engine`; any other one is refused.
     options: frozenset[str]
     # Dispatch moves rows of bytes (BYTES) too, whatever they stand for.
     moves_bytes: bool = False

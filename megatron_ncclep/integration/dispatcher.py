@@ -247,9 +247,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         return hidden_states + self.shared_experts.get_output()
 
     def _take_over(self, *tensors: torch.Tensor) -> None:
-        """Have memory of another stream kept until this one has used it, should all let go of it.
+        """Record the tensors on this stream so the allocator does not reuse them early.
 
-        Megatron does so for the inputs that it frees and for gradients.
+        Megatron does this for the inputs that it frees and for gradients.
         """
         if self._has_two_streams:
             for tensor in tensors:

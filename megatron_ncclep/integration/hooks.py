@@ -324,7 +324,7 @@ def _change_transformer_layer(module: Any) -> None:
 
 
 def _refuse_ignored_experts(config: Any) -> None:
-    """Refuse grouped experts that a config itself asks for, beside a dispatcher of another type."""
+    """Refuse grouped experts in a config whose dispatcher is of another type."""
     given = vars(config).get(NAME)
     options = None if given is None else EpConfig.of(given)
     if options is not None and options.experts != EpConfig.experts:

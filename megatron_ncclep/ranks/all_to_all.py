@@ -25,7 +25,7 @@ class AllToAll:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Start it.  Collective; waits for nobody.  The arguments are those of `exchange`."""
+        """Start it.  Collective; does not wait.  The arguments are those of `exchange`."""
         self._group, self._what, self._timeout_s = group, what, timeout_s
         self._sent = sent.contiguous()  # must stay until it is over
         self._received = sent.new_empty(sum(received_splits), *sent.shape[1:])
@@ -74,7 +74,7 @@ class Unwaited:
         self._what, self._timeout_s = "", 0.0
 
     def record(self, what: str, timeout_s: float) -> None:
-        """What the current stream holds now has to be over by a later `check`."""
+        """Record an event; `check` fails if it has not completed by the deadline."""
         if self._group.device.type != "cuda":
             return
         self._what, self._timeout_s = what, timeout_s
@@ -112,7 +112,7 @@ class Unwaited:
                 raise PeerError(
                     f"rank {self._group.rank} of {self._group.size}: {self._what} was not over "
                     f"within the deadline of {self._timeout_s:g} s: a rank died, is late, refused "
-                    "a call or left the group's order of calls; look at the other ranks' output"
+                    "a call, or made a different sequence of calls; look at the other ranks' output"
                 )
 
     def _raise_refusal(self) -> None:

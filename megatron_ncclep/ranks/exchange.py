@@ -94,7 +94,7 @@ class HostLink:
     def enter(self, call: int, skips_exchange: bool, since: int = 0) -> None:
         """Tell ranks that wait in this call or an earlier one where this one is.  Not collective.
 
-        Without shared memory nobody hears of it, nor of what `refuse` says.
+        Without shared memory the others learn neither this nor what `refuse` says.
 
         Args:
             call: number of the call, which grows.
@@ -134,7 +134,7 @@ class HostLink:
             )
 
     def close(self) -> None:
-        """Give the memory back; the link can be opened anew.  As collective as that is."""
+        """Give the memory back; the link can be opened again.  As collective as that is."""
         if self._memory is not None:
             self._memory.close()
         self._memory, self.is_open = None, False

@@ -1,4 +1,4 @@
-"""EpGroup: the ranks that exchange tokens, and what belongs to them and not to one layer.
+"""EpGroup: the ranks that exchange tokens, and what they share across layers.
 
 All layers of a model share the group's one EpGroup, and through it what its engines share.
 """

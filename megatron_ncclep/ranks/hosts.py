@@ -1,7 +1,7 @@
 """How the hosts of a group's ranks exchange messages, count their calls, and agree on them.
 
-Ranks that move rows must be in the same call with arguments that fit.  So each sends all others a
-message, through shared memory where they have some (`exchange.py`), and otherwise over torch.
+Ranks that move rows must be in the same call with matching arguments.  So each rank sends a message
+to all others, through shared memory where they have some (`exchange.py`), and otherwise over torch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Hosts:
         Not collective, but every rank counts the same calls.
 
         Args:
-            skips_exchange: this rank exchanges nothing in it.  Ranks that do raise, and are told.
+            skips_exchange: this rank exchanges nothing in it; ranks that do exchange raise.
             is_fresh: ranks come to it that have refused an earlier call.
 
         Returns:
@@ -130,14 +130,14 @@ class Hosts:
     def refuse(self, reason: str) -> None:
         """Count a call, and tell the other ranks why this one refuses it.
 
-        Not collective, and waits for nobody.  Ranks that wait in `exchange` for this one raise;
-        who waits on the device is up to the engine to tell, and then asks `refusal`.
+        Not collective, and does not wait.  Ranks that wait for this one in `exchange` raise; the
+        engine has to notify ranks that wait on the device, which then ask `refusal`.
         """
         self.enter()
         self._link.refuse(reason)
 
     def forget_refusal(self) -> None:
-        """Take back what `refuse` said, when what it ended is made anew.  Not collective."""
+        """Withdraw a refusal when the engine that it ended is created again.  Not collective."""
         self._link.refuse("")
 
     def refusal(self, rank: int) -> str:
@@ -183,7 +183,7 @@ class Hosts:
                 any rank has a problem.
             PeerError: a rank did not come in time, died, or is in another call.
         """
-        # A rank that has refused a call comes to the end of an engine and to the next one's start.
+        # A rank that has refused a call still takes part in closing engines and opening new ones.
         call = self.enter(skips_exchange=False, is_fresh=phase in ("open", "close"))
         head = (PHASES.index(phase), call)
         text = repr(values).encode()  # a third of the time that JSON takes
@@ -340,7 +340,7 @@ class Hosts:
                 self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
             # The backend's own words seldom say who it was, and may be those of a consequence.
-            lost = self.lost() or "a rank died, is late or left the group's order of calls"
+            lost = self.lost() or "a rank died, is late, or made a different sequence of calls"
             raise PeerError(
                 f"rank {self.rank} of {self.size}: no answer from the other ranks of the "
                 f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "
@@ -366,7 +366,7 @@ class Hosts:
 
 
 def different_calls(where: str) -> str:
-    """The text for ranks in different calls; `where` says which rank is in which."""
+    """Error text for ranks in different calls; `where` lists rank and call."""
     return (
         f"the ranks of the expert-parallel group are in different calls: {where}. "
         "Every rank must run the same layers in the same order, backward included"
@@ -374,7 +374,7 @@ def different_calls(where: str) -> str:
 
 
 def difference(phase: str, name: str, each: str) -> str:
-    """The text for a value that ranks must have alike; `each` says which rank has which."""
+    """Error text for a value that differs between ranks; `each` lists rank and value."""
     return (
         f"{phase}: {name} differs between the ranks of the expert-parallel group: {each}. "
         f"Give every rank the same {name}"

@@ -1,9 +1,9 @@
 """The grid of an expert-parallel group over several nodes: who is where, and how it is found.
 
-A node is what the engine inside it can serve: an NVLink domain, which may be many hosts, and
-without one a host.  With L ranks on each, node m has the ranks m * L to m * L + L - 1, so that
-experts in the order of ranks are in the order of nodes too.  Ranks with the same local index are
-a *rail*: rows cross the network only between them.
+A node is an NVLink domain (possibly several hosts), or a single host without NVLink.  With L ranks
+on each, node m has the ranks m * L to m * L + L - 1, so that experts in the order of ranks are in
+the order of nodes too.  Ranks with the same local index are a *rail*: rows cross the network only
+between them.
 
 Example: 2 nodes with 3 ranks each
 

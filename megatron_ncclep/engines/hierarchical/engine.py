@@ -1,7 +1,7 @@
 """The engine for several nodes: the process group's all-to-all between them, another one inside.
 
-No network code of our own: between nodes rows go the way that NCCL (on CPUs gloo) knows.  Inside
-a node `native` moves them, and where that cannot run `reference`.  `nodes.py` has the grid.
+It has no network code of its own: between nodes, rows travel by NCCL (gloo on CPUs).  Inside a node
+`native` moves them, or `reference` where that cannot run.  ranks/nodes.py has the grid.
 
     plan       the source rank finds out which nodes each of its tokens needs; each of these tokens
                goes, as its assignments there, to the rank with the source rank's local index on

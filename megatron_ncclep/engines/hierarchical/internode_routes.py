@@ -80,7 +80,7 @@ def start(
     what: str,
     timeout_s: float,
 ) -> AllToAll:
-    """Start to send `messages` over this rank's rail.  Waits for nobody.
+    """Start to send `messages` over this rank's rail.  Does not wait.
 
     Collective over the whole group, which has one all-to-all: off the rail nothing is sent.
 

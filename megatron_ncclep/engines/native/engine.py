@@ -1,8 +1,8 @@
 """This project's own engine: kernels on NCCL's windows, for ranks in one NVLink domain.
 
-The kernels and how they work: `csrc/native/`.  Here is what the host does: check arguments,
-allocate what a plan keeps, and queue.  The hosts of the ranks agree on a plan whose sizes they must
-know, and when windows grow; in all other calls the kernels compare what must be the same on all
+The kernels are in `csrc/native/`.  This module is the host's part: it checks arguments, allocates
+what a plan keeps, and queues the kernels.  The ranks' hosts agree when they must know a plan's
+sizes and when windows grow; in all other calls the kernels compare what must be the same on all
 ranks.
 """
 
@@ -64,12 +64,13 @@ class NativeEngine(EngineBase[NativePlan]):
     """See `Engine`.
 
     In static mode no call waits for the device or for another host, so that all of them can be
-    captured in a CUDA graph.  A graph must not run beside other work of the group on another
-    stream.  A batch that is larger than all before, or has longer rows, is refused during and after
-    a capture: windows that grow are made anew, and the graph would go on with the old ones.
+    captured in a CUDA graph.  A graph must not run concurrently with other work of the group on
+    another stream.  During and after a capture a batch that is larger than all before, or has
+    longer rows, is refused: windows are replaced when they grow, and the graph would use the old
+    ones.
 
-    A group of several ranks is at its end after an error in a call on which the hosts do not agree:
-    all its later calls raise the same on all ranks.
+    A multi-rank group is unusable after an error in a call on which the hosts do not agree: all its
+    later calls raise the same on all ranks.
 
     Autograd records nothing of it, whatever its arguments need: results are new tensors, which
     kernels write.
@@ -102,10 +103,11 @@ class NativeEngine(EngineBase[NativePlan]):
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
         """See `Engine.plan`.
 
-        The device checks the values of `topk_idx`.  In static mode nobody waits for it, nor for
-        other ranks' hosts unless windows have to grow or the ranks have lately brought different
-        numbers of tokens: what is no expert, or named twice, counts as not routed, and a later call
-        of `plan`, or `megatron_ncclep.check()`, raises InputError on all ranks.
+        The device checks the values of `topk_idx`.  In static mode the host waits neither
+        for it nor for other ranks' hosts, unless windows have to grow or the ranks have lately
+        brought different numbers of tokens: an index that is no expert, or is named twice, counts
+        as not routed, and a later `plan` or `megatron_ncclep.check()` raises InputError on all
+        ranks.
         """
         call, capacity, memory = self._enter_plan(topk_idx)
         num_tokens, top_k = topk_idx.shape
@@ -213,13 +215,13 @@ class NativeEngine(EngineBase[NativePlan]):
         return num_bytes
 
     def _begin(self) -> None:
-        """What comes first in each call: raise what there is to raise, set the deadline."""
+        """Preamble of every call: raise pending errors, set the deadline."""
         self._require_open()
         self._shared.raise_failure()
         self._native.timeout_s = self.timeout_s  # the group's other engines have theirs
 
     def _enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, PlanCapacity, list[Any]]:
-        """Check the arguments of plan, and have memory and windows for it.
+        """Check the arguments of plan; provide memory and windows for it.
 
         Returns:
             the number of the call, what the memory is for, and what `plan_memory` does.
@@ -292,13 +294,13 @@ class NativeEngine(EngineBase[NativePlan]):
             raise
         if most_tokens < expected:
             # No plan keeps more than it needs, as long as there is memory for both; all ranks go on
-            # now, so that this one must not fail.
+            # now, so this one must not fail.
             allocate(capacity)
         self._most_tokens = max(self._most_tokens, most_tokens)
         return agreement.call, capacity
 
     def _capacity(self, most_tokens: int, topk_idx: torch.Tensor) -> PlanCapacity:
-        """What to have room for in a plan; in static mode all that can come."""
+        """The capacity of a plan; in static mode everything that can arrive."""
         (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
         # In static mode the kernels compare it between ranks.
         limit = self.rows_limit(num_tokens, top_k)
@@ -317,7 +319,7 @@ class NativeEngine(EngineBase[NativePlan]):
         w: torch.Tensor | None,
         allocate: Callable[[NativePlan], tuple[Any, ...]],
     ) -> tuple[NativePlan, list[Any], int]:
-        """Check the arguments of dispatch or combine, and have memory and windows for it.
+        """Check the arguments of dispatch or combine; provide memory and windows for it.
 
         The device compares them with those of the other ranks.  With `check_calls` their hosts do,
         and only when they agree is anything queued.
@@ -355,10 +357,10 @@ class NativeEngine(EngineBase[NativePlan]):
         return plan, memory, stream
 
     def _together(self, phase: str, agree: Callable[[], _Result]) -> _Result:
-        """Agree, which only ranks do whose windows must grow, unless all ranks always do.
+        """Agree; only ranks whose windows must grow do so, unless all ranks always do.
 
         Raises:
-            RefusedError: not all ranks' windows must; the others are told.
+            RefusedError: only some ranks' windows must grow; all ranks raise it.
         """
         try:
             return agree()
@@ -376,7 +378,7 @@ class NativeEngine(EngineBase[NativePlan]):
             )
 
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
-        """Have windows for this much, the same on all ranks.  Collective when they grow."""
+        """Make sure that all ranks' windows are large enough.  Collective when they grow."""
         needed = (num_tokens, top_k, row_bytes)
         windows.reserve(self.group, self._native, *needed, self.timeout_s)
 

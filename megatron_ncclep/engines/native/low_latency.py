@@ -35,7 +35,7 @@ FIRST_TOKENS, FIRST_ROW_BYTES = 128, 16
 class NativeLowLatency:
     """See `LowLatencyCalls`.
 
-    A group of several ranks is at its end after an error, as after one of the engine's own calls.
+    A multi-rank group is unusable after an error, as after one of the engine's own calls.
     """
 
     def __init__(

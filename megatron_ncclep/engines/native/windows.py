@@ -1,8 +1,8 @@
-"""How the windows of the native engine grow, and how ranks see that they reach each other's.
+"""How the windows of the native engine grow, and how ranks verify that they reach each other's.
 
 A rank computes the addresses of its peers' windows from what NCCL keeps in device memory, which no
-header promises.  So whenever windows are made, words are written and read across all ranks, by the
-device, before anything else is: wrong addresses are an error and never wrong results.
+header documents.  So whenever windows are made, the device first writes and reads words across all
+ranks: wrong addresses are an error and never wrong results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ MIN_TOKENS = 128
 def reserve(
     group: EpGroup, native: Any, num_tokens: int, top_k: int, row_bytes: int, timeout_s: float
 ) -> None:
-    """Have windows for this much; the arguments are those of `grow`.  Collective when they grow.
+    """Make sure that windows are large enough, with the arguments of `grow`.
+
+    Collective when they grow.
 
     Raises:
         InputError: on every rank, when they must grow and a CUDA graph uses them.
@@ -50,8 +52,8 @@ def reserve(
 def tokens_of_windows(num_tokens: int) -> int:
     """For how many tokens to make windows when a batch has `num_tokens`.
 
-    At most an eighth more, or `MIN_TOKENS`: batches that grow a little must not make windows anew
-    each time.  Example: 5000 tokens get windows for 5120.
+    At most an eighth more, or `MIN_TOKENS`: batches that grow a little must not replace the
+    windows each time.  Example: 5000 tokens get windows for 5120.
     """
     step = max(MIN_TOKENS, (1 << num_tokens.bit_length()) // 16)
     return max(1, -(-num_tokens // step)) * step

@@ -1,4 +1,4 @@
-"""What keeps NVIDIA's NCCL EP from running for a group, in words."""
+"""Whether NVIDIA's NCCL EP can run for a group, and if not, why."""
 
 from __future__ import annotations
 

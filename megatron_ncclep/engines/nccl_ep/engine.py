@@ -1,11 +1,11 @@
 """The engine on NVIDIA's NCCL EP: HT-mode kernels of libnccl_ep.so, through its C interface.
 
-The library fixes when it makes a group how many tokens a rank may have and how long a row may be.
-Neither is known when an engine is made, so its staging memory is made at the first dispatch, and
-anew, on all ranks together, when a larger batch or a longer row comes (staging.py).
+The library fixes the number of tokens of a rank and the length of a row when it makes a group.
+Neither is known when an engine is made, so the staging memory is made at the first dispatch, and
+again, on all ranks together, when a larger batch or a longer row arrives (staging.py).
 
-How many rows each rank receives is worked out here, from the counts of assignments that the ranks
-exchange, so that a plan can exist before the length of its rows is known.
+The number of rows that each rank receives is computed here, from the counts of assignments that the
+ranks exchange, so that a plan can exist before the length of its rows is known.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CAPS = EngineCaps(
 
 
 class NcclEpEngine(EngineBase[NcclEpPlan]):
-    """See `Engine`.  Ranks agree on the host before every call, beside the work on the device."""
+    """See `Engine`.  Ranks agree on the host before every call, while the device works."""
 
     caps = CAPS
     plan_type = NcclEpPlan

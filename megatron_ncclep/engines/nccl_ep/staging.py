@@ -1,9 +1,9 @@
 """Staging memory of NVIDIA's NCCL EP: made when rows come, grown with them, freed when unused.
 
-The library fixes when it makes a group how many tokens a rank may have and how long a row may be;
+The library fixes the number of tokens of a rank and the length of a row when it makes a group, and
 plans are bound to the group that they were made for (`Route`).  So when a larger batch or a longer
-row comes, another group is made, on all ranks together, and the one before it is freed when no plan
-of any rank is bound to it any more.
+row arrives, all ranks together make another group, and the previous one is freed when no plan of
+any rank is bound to it any more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What Megatron's schedule that overlaps two micro-batches (1F1B) may free, with our dispatcher.
+"""What Megatron's schedule that overlaps two micro-batches (1F1B) may free with our dispatcher.
 
-With overlap_moe_expert_parallel_comm a layer is run in parts, and the storage of a part's input is
+With overlap_moe_expert_parallel_comm a layer runs in parts, and the storage of a part's input is
 freed right after its forward pass where backward does not need it.  Megatron decides that by the
-type of the dispatcher: what `alltoall` and the like send, and hand to the experts, are copies.
-Ours reads the layer's own tokens, from which router and shared experts take their gradients, and
-what it delivers is what the experts keep for their weights' gradients.
+type of the dispatcher: `alltoall` and the like send copies, and pass copies to the experts.  Ours
+reads the layer's own tokens, which router and shared experts need for their gradients, and the
+experts keep the rows that it delivers for their weights' gradients.
 """
 
 from __future__ import annotations

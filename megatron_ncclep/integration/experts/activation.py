@@ -1,6 +1,6 @@
 """The experts' activation with the rows' probabilities, as Megatron's experts compute it.
 
-The same functions of Megatron's are called under the same options, so that the bits are the same.
+It calls Megatron's own functions under the same options, so the results have the same bits.
 """
 
 from __future__ import annotations

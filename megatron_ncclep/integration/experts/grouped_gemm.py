@@ -2,8 +2,8 @@
 
 Expert g's rows are those from `offsets[g - 1]` (0 for the first) up to `offsets[g]`, and it has
 weights[g].  Example: offsets [2, 2, 5] over 8 rows: expert 0 has rows 0 and 1, expert 1 has none,
-expert 2 has rows 2 to 4.  Rows 5 to 7 belong to nobody: they are not read, and what comes out in
-their place is whatever the memory held.
+expert 2 has rows 2 to 4.  Rows 5 to 7 belong to no expert: they are not read, and their place in
+the result is left uninitialized.
 
 The offsets stay on the device.  `torch.nn.functional.grouped_mm` reads them there on GPUs of
 compute capability 9.x and 10.x in bf16.  On any other GPU, and in any other dtype, torch would copy

@@ -1,9 +1,9 @@
 """Megatron's dispatcher hooks while text is generated (transformer_impl='inference_optimized').
 
-Its inference experts are not given rows by expert.  They take any rows, with the experts of each as
-global numbers and the probabilities beside them, compute the rows that name one of their own, and
-return for every row the weighted sum of its experts here.  What low-latency mode delivers has that
-form: a row for each token that has an expert on this rank.
+Megatron's inference experts do not take rows ordered by expert.  They take rows in any order, with
+each row's global expert numbers and probabilities, compute the rows that name one of their experts,
+and return for every row the weighted sum over its experts here.  Low-latency mode delivers rows in
+that form: one for each token that has an expert on this rank.
 """
 
 from __future__ import annotations

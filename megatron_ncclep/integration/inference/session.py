@@ -1,12 +1,11 @@
 """What all layers of a group share while text is generated: low-latency mode, and an engine.
 
-A decode batch is a few tokens on each rank, and goes in low-latency mode.  A prompt may be
-thousands: a batch that is larger on any rank goes through the engine, in exact mode, on all ranks.
-Cut into pieces that low-latency mode takes, it would have every expert read its weights once for
-each piece.
+A decode batch is a few tokens on each rank and uses low-latency mode.  A prompt may be thousands of
+tokens: a batch that is too large on any rank goes through the engine, in exact mode, on all ranks.
+If it were cut into pieces for low-latency mode, every expert would read its weights once per piece.
 
-Outside of CUDA graphs the ranks' hosts tell each other how many tokens they have, in every layer,
-and so they choose the same.  Inside of one there is nothing to choose: its batch has to fit.
+Outside CUDA graphs the ranks' hosts exchange their numbers of tokens in every layer, so that all
+make the same choice.  Inside a graph there is no choice: its batch has to fit.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ OPTIONS = (
     *("check_calls", "engine", "first_timeout_s", "inference_tokens", "num_sms"),
     "timeout_s",
 )
-# Of a rank in low-latency mode, where nobody says how many.
+# Tokens of a rank in low-latency mode, unless the option says otherwise.
 DEFAULT_TOKENS = 128
 # What the inference experts of Megatron-Core take.
 DTYPE = torch.bfloat16

@@ -1,8 +1,7 @@
 """The field `ncclep` of Megatron's TransformerConfig: the options of one config's dispatchers.
 
-It is a field because copies are made of fields: `dataclasses.replace` and `asdict` see nothing
-else.  The class's own attribute of that name holds the options of the process (`install`), and
-shows through in every config that has none.
+It is a field because `dataclasses.replace` and `asdict` copy only fields.  The class attribute of
+that name holds the options of the process (`install`), and applies to every config that has none.
 """
 
 from __future__ import annotations
