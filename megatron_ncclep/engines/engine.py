@@ -195,6 +195,6 @@ class Engine(Protocol):
         """Release what the engine holds.  Idempotent; every later call raises GroupClosedError.
 
         All ranks close an engine, in the order in which they close others of the group; one that
-        nobody closes keeps its memory until `megatron_ncclep.close()`.
+        is never closed keeps its memory until `megatron_ncclep.close()`.
         """
         ...

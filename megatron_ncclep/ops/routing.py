@@ -68,7 +68,7 @@ def routes_and_weights(
     Args:
         routing_map: [num_tokens, num_experts] bool; at most `top_k` True in a row.
         probs: [num_tokens, num_experts] of any floating dtype, on the map's device.  NaN is passed
-            through to the experts it belongs to, and to nobody else.
+            through to the experts it belongs to, and to no other.
         top_k: K, columns of the results, the most experts that a token may have.
         block: experts are numbered backwards in blocks of this many, which divides their number:
             with 4 experts and blocks of 2, the experts of the map's columns are 1, 0, 3, 2.

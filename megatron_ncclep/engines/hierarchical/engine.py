@@ -307,7 +307,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _engine_inside(self) -> Engine:
         """The node's engine, made at the first plan.  Collective then."""
         if self._engine is None:
-            # Where not all fits, this engine tells, because all of its ranks must hear it.
+            # This engine reports what does not fit, because all of its ranks must know.
             inside = dataclasses.replace(self.config, engine=self.inside, on_overflow=DROP)
             self._engine = self._make_inside(self._grid.local, self._experts_of_node, inside)
             self._engine.ranks_per_expert = self.ranks_per_expert

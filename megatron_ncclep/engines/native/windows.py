@@ -94,7 +94,7 @@ def grow(
     smaller = "if it is for want of GPU memory: use smaller micro-batches"
     on_all_ranks(
         "leaving its windows", lambda: None, _other()
-    )  # nobody uses the old ones any longer
+    )  # no rank uses the old ones any longer
     on_all_ranks(
         "allocating its windows", lambda: native.allocate(num_tokens, top_k, row_bytes), smaller
     )
@@ -193,7 +193,7 @@ class _Probe:
         window, end: where, in words.
         peer: the other rank; this rank has one of its own too, since kernels use that address.
         address: as this rank addresses it.
-        value: tells writer, reader and place apart, and from windows that were there before.
+        value: different for each writer, reader, place and generation of windows.
     """
 
     window: str
@@ -233,8 +233,8 @@ def _probes(
 ) -> list[_Probe]:
     """The words that this rank reads or writes, in its own windows or in its peers' (`remote`).
 
-    Of a window's 2 R words at each end, the first R are left by the window's rank for reader r, the
-    last R are brought by writer r; the very last is the last 8 bytes of the window.
+    Each end of a window has 2 R words: the window's own rank writes the first R, one for each
+    reader; each writer r writes one of the last R.  The very last is the window's last 8 bytes.
     """
     me, size = group.rank, group.size
     is_left = remote != writes
