@@ -27,7 +27,7 @@ DEFAULT_TIMEOUT_S, FIRST_TIMEOUT_S = 60.0, 600.0
 # Options in which ranks may differ: how long a rank waits changes no message and no size.
 OWN_OPTIONS = ("timeout_s", "first_timeout_s")
 OPTION_PREFIX = "ncclep_"
-# Of max_recv_rows, beside a number of rows: room for all that can come,
+# Values of max_recv_rows other than a number of rows: room for all that can come,
 WORST = "worst"
 # or for so many times a balanced load, in at most three decimals.
 _FACTOR = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?x", re.ASCII)
@@ -110,7 +110,7 @@ class EpConfig:
         str,
         "'grouped': Megatron's experts compute with one grouped GEMM a layer, which needs no host "
         "and pads blocks to 16 rows; 'auto': where that is faster, by shape, and logs the reason; "
-        "'megatron': as ever",
+        "'megatron': Megatron's own experts, unchanged",
     )
     timeout_s: float = _option(
         DEFAULT_TIMEOUT_S,
@@ -230,7 +230,7 @@ class EpConfig:
 
     @property
     def block_alignment(self) -> int:
-        """What an expert's block of rows is padded to a multiple of: 1 where nobody asked."""
+        """The multiple to which an expert's block of rows is padded; 1 by default."""
         return 1 if self.alignment is None else self.alignment
 
     @classmethod

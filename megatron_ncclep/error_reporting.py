@@ -1,8 +1,8 @@
 """How a script ends when something goes wrong on a rank.
 
-What a user is to read is one line that names the rank, and under torchrun it stands in torchrun's
-summary too, in place of "error_file: <N/A>".  So it is with the `ncclep` command, and as far as it
-can be with scripts that are run without it.
+Users see one line naming the rank; under torchrun it also appears in torchrun's summary, in place
+of "error_file: <N/A>".  The `ncclep` command does this always; scripts that are run without it do
+so where possible.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def run_told(command: str, call: Callable[[], int]) -> int:
 
 
 @functools.cache
-def tell_at_the_end() -> None:
-    """Have torchrun's summary, and the last line of a rank whose own collective failed because
-    another rank has died, say what `run_told` would, where a script is run without it.
+def install_excepthook() -> None:
+    """Report errors as `run_told` does, for scripts that are run without it.
 
-    The traceback, and the exit status, are as ever.
+    That is in torchrun's summary, and in the last line of a rank whose own collective failed
+    because another rank has died.  Traceback and exit status do not change.
     """
     usual = sys.excepthook
 

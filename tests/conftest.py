@@ -134,10 +134,10 @@ def check_options(engine_names: list[str], ranks: list[int], backend: str, hosts
     for name in engine_names:
         if name not in ENGINES:
             raise pytest.UsageError(f"--engine {name}: the engines are {', '.join(ENGINES)}")
-        obstacle = obstacle_without_gpus(name) if backend == "gloo" else None
-        if obstacle:
+        reason = reason_without_gpus(name) if backend == "gloo" else None
+        if reason:
             raise pytest.UsageError(
-                f"--engine {name}: cannot run over gloo on the CPU: {obstacle}; on a machine with "
+                f"--engine {name}: cannot run over gloo on the CPU: {reason}; on a machine with "
                 "GPUs add --backend nccl"
             )
     if ranks[0] < 1:
@@ -161,14 +161,16 @@ def shares_gpus(num_ranks: int) -> bool:
     return num_ranks > torch.cuda.device_count()
 
 
-def obstacle_without_gpus(name: str) -> str | None:
+def reason_without_gpus(name: str) -> str | None:
     """What the engine says of a gloo group; asked in a group of this process alone."""
     if name == "reference":  # made for it
         return None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None  # just made
-        return ENGINES[name].obstacle(EpGroup.of(dist.group.WORLD), EpConfig(engine=name), None)
+        return ENGINES[name].unavailable_reason(
+            EpGroup.of(dist.group.WORLD), EpConfig(engine=name), None
+        )
     finally:
         dist.destroy_process_group()
 

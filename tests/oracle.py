@@ -154,9 +154,8 @@ def oracle_combine(
     The order of additions is the contract's: on an expert's rank over local experts, upwards, in
     fp32 (fp64 for fp64), rounded once; at the source rank over ranks, upwards, the source rank's
     part unrounded (with `round_source_part`: rounded like the others).  With `ranks_on_node` it
-    is that of
-    NODE_SUMS_ROUNDED: over the ranks of a node, the part of the one with the source rank's
-    place there unrounded, rounded once; at the source rank over nodes, upwards.
+    is that of NODE_SUMS_ROUNDED: over the ranks of a node, the part of the one with the source
+    rank's place there unrounded, rounded once; at the source rank over nodes, upwards.
     """
     dtype = y[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -15,7 +15,7 @@ import pytest
 import torch
 from processes import run_ranks
 
-from megatron_ncclep.error_reporting import run_told, tell_at_the_end
+from megatron_ncclep.error_reporting import install_excepthook, run_told
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension
 
@@ -54,7 +54,7 @@ def test_own_errors_of_other_scripts_stand_in_the_summary(
     """A script that torchrun runs without our command: its summary had "error_file: <N/A>"."""
     seen: list[object] = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: seen.append(args))
-    tell_at_the_end.__wrapped__()
+    install_excepthook.__wrapped__()
     for error in (KeyError("theirs"), RuntimeError("theirs"), PeerError("rank 1 has died")):
         sys.excepthook(type(error), error, None)
         assert seen.pop() == (type(error), error, None)
@@ -67,11 +67,11 @@ A_RANK_DIES = """
 import os, signal, sys
 import torch, torch.distributed as dist
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.error_reporting import tell_at_the_end
+from megatron_ncclep.error_reporting import install_excepthook
 
 dist.init_process_group("gloo")
 if "alone" in sys.argv:
-    tell_at_the_end()  # as the first layer does
+    install_excepthook()  # as the first layer does
 EpGroup.of(dist.group.WORLD).agree("plan", {}, None, 60.0)
 if dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -94,7 +94,9 @@ def test_a_dead_rank_is_named_where_a_collective_of_the_script_fails(
     assert killed.exit_code == -signal.SIGKILL
     lines = survivor.output.splitlines()
     assert "in all_reduce" in survivor.output, survivor.output  # the script's own traceback
-    if extension.obstacle() is not None:  # without shared memory nobody knows of the others
+    if (
+        extension.unavailable_reason() is not None
+    ):  # without shared memory nobody knows of the others
         assert survivor.exit_code == 1
         return
     assert survivor.exit_code == (1 if how == "alone" else 2)

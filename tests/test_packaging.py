@@ -294,12 +294,12 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
     assert "CUDA_HOME" in setup
     assert "/usr/local/cuda" in setup
     if any(home and Path(home, "bin/nvcc").exists() for home in homes):
-        assert extension.obstacle() is None
+        assert extension.unavailable_reason() is None
         # Of newer GPUs without machine code of their own, drivers compile the PTX.
         assert extension.architectures()[:2] == ["sm_90", "compute_90"]
         assert ("sm_100" in extension.architectures()) == (extension.cuda_version() >= (12, 8))
-    elif extension.obstacle() is not None:
-        assert "CUDA toolkit" in str(extension.obstacle())
+    elif extension.unavailable_reason() is not None:
+        assert "CUDA toolkit" in str(extension.unavailable_reason())
 
 
 def test_installed_package_finds_its_configs(tmp_path: Path):

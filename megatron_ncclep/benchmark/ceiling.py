@@ -1,6 +1,6 @@
-"""Ceiling: what the links between the GPUs give to copies of whole rows, both directions at once.
+"""Ceiling: the bandwidth of copies of whole rows between the GPUs, both directions at once.
 
-Dispatch and combine can be no faster than their rows take at this rate: they are printed beside it.
+Dispatch and combine cannot move their rows faster than this; results are printed next to it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def random_rows(rank: int, num_ranks: int, rows_per_peer: int) -> tuple[torch.Te
     return peer[order], row[order]
 
 
-def obstacle(group: EpGroup, row_bytes: int) -> str | None:
+def unavailable_reason(group: EpGroup, row_bytes: int) -> str | None:
     """Say why the ceiling cannot be measured; None if it can."""
     if group.device.type != "cuda":
         return "no GPUs"
@@ -63,7 +63,7 @@ def obstacle(group: EpGroup, row_bytes: int) -> str | None:
         return "one rank has no links"
     if row_bytes % 16:
         return f"rows of {row_bytes} bytes: the copy kernel takes multiples of 16"
-    return extension.obstacle()
+    return extension.unavailable_reason()
 
 
 def measure_ceiling(
@@ -74,7 +74,7 @@ def measure_ceiling(
     What was copied is compared with what should have been, so that a rate is one of real copies.
 
     Args:
-        group: of at least two ranks with a GPU each (see `obstacle`).
+        group: of at least two ranks with a GPU each (see `unavailable_reason`).
         timer: over the same ranks.
         row_bytes: of one row; a multiple of 16.
         timeout_s: for each wait.

@@ -11,8 +11,8 @@ from megatron_ncclep.benchmark.names import (
     default_names,
     is_train,
     kind_of,
-    obstacle,
     split_name,
+    unavailable_reason,
     variant_of,
 )
 from megatron_ncclep.benchmark.shapes import Checked, Shape, TrainingShape, at_least
@@ -147,7 +147,9 @@ class Job(Checked):
         for name in self.required:
             variant = variant_of(name)
             models = self.trainings if is_train(name) else (None,)
-            reasons = [obstacle(variant, self.device, model) for model in models if variant]
+            reasons = [
+                unavailable_reason(variant, self.device, model) for model in models if variant
+            ]
             if found := next(filter(None, reasons), None):
                 raise InputError(f"{name}: {found}")
 

@@ -39,7 +39,7 @@ from megatron_ncclep.benchmark.names import (
     INSTALL_ENGINE,
     LAYERS,
     dropped_problem,
-    obstacle,
+    unavailable_reason,
 )
 from megatron_ncclep.benchmark.subjects import (
     BOTH,
@@ -75,7 +75,7 @@ class LayerSubject(Subject):
     ) -> None:
         super().__init__(name, setting, workload)
         variant = LAYERS.parse(name)
-        if reason := obstacle(variant, setting.device):
+        if reason := unavailable_reason(variant, setting.device):
             raise UnavailableError(reason)
         with excused(Exception):  # none of this is ours
             initialize(setting)

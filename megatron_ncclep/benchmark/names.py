@@ -259,7 +259,9 @@ def split_name(name: str) -> tuple[str, int | None]:
     return base, int(sms)
 
 
-def obstacle(variant: Variant, device: str, training: TrainingShape | None = None) -> str | None:
+def unavailable_reason(
+    variant: Variant, device: str, training: TrainingShape | None = None
+) -> str | None:
     """Say why `variant` cannot run on `device`, as far as one process can tell; None if it can.
 
     Args:

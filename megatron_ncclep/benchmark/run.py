@@ -135,7 +135,7 @@ class _ShapeRun:
         def links() -> None:
             found.update(ceiling.measure_ceiling(group, timer, row_bytes, timeout_s))
 
-        status, reason = ranks.attempt(lambda: ceiling.obstacle(group, row_bytes))
+        status, reason = ranks.attempt(lambda: ceiling.unavailable_reason(group, row_bytes))
         if status == "ok":
             status, reason = ranks.attempt(links)
         result.set_ceiling(found if status == "ok" else {}, reason)

@@ -16,7 +16,7 @@ from megatron_ncclep.benchmark.names import (
     TRAININGS,
     Variant,
     dropped_problem,
-    obstacle,
+    unavailable_reason,
 )
 from megatron_ncclep.benchmark.ranks import DeviceMemory, Ranks
 from megatron_ncclep.benchmark.result import TrainingResult, TrainResult
@@ -79,7 +79,7 @@ class TrainingRun:
             result.max_recv_rows = self._job.max_recv_rows
         result.subjects = [entry.result for entry in entries]
         for entry in entries:
-            if reason := obstacle(entry.choice, ranks.setting.device, self._shape):
+            if reason := unavailable_reason(entry.choice, ranks.setting.device, self._shape):
                 entry.result.fail("unavailable", reason)
         if able := [entry for entry in entries if entry.result.status == "ok"]:
             ranks.step("text")

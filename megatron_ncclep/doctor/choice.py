@@ -1,4 +1,4 @@
-"""Which engine each number of ranks would get on this machine, and why not the others."""
+"""Which engine each number of ranks would get on this machine, and why the others cannot run."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Answer:
 
     Attributes:
         chosen: the engine that "auto" takes.
-        obstacles: engine -> why it cannot run; None if it can.
+        reasons: engine -> why it cannot run; None if it can.
         nodes: the grid of ranks that the engine 'hierarchical' sees, or why it sees none.
     """
 
     chosen: str
-    obstacles: dict[str, str | None]
+    reasons: dict[str, str | None]
     nodes: str = "not known"
 
 
@@ -68,7 +68,7 @@ def engines(num_ranks: int | None = None) -> Iterator[Finding]:
 
 def lsa_domain(pool: RankPool) -> Iterator[Finding]:
     """How many of the pool's ranks reach each other's memory by load and store.  Needs GPUs."""
-    if pool.size == 1 or extension.obstacle() is not None:
+    if pool.size == 1 or extension.unavailable_reason() is not None:
         return
     subject = "LSA domain"
     try:
@@ -107,7 +107,7 @@ def describe(answers: dict[int, Answer], backend: str) -> Iterator[Finding]:
     """Report the answers, by number of ranks; the grid of all of them only."""
     yield Finding("nodes", answers[max(answers)].nodes)
     for name in ENGINES:
-        texts = {n: a.obstacles[name] or f"can run over {backend}" for n, a in answers.items()}
+        texts = {n: a.reasons[name] or f"can run over {backend}" for n, a in answers.items()}
         yield Finding(f"engine {name}", by_num_ranks(texts))
     yield Finding("engine auto", by_num_ranks({n: f"takes {a.chosen}" for n, a in answers.items()}))
 
@@ -115,13 +115,13 @@ def describe(answers: dict[int, Answer], backend: str) -> Iterator[Finding]:
 def answer(group: EpGroup) -> Answer:
     """Look at every engine as this rank of `group` sees it.  Collective."""
     config = EpConfig(engine="auto", timeout_s=WAIT_S, first_timeout_s=WAIT_S)
-    obstacles: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
     for name, entry in ENGINES.items():
-        obstacles[name] = entry.obstacle(group, config, None)
-        if obstacles[name] is None and group.size < entry.caps.min_ranks:
-            obstacles[name] = f"it needs at least {entry.caps.min_ranks} ranks"
+        reasons[name] = entry.unavailable_reason(group, config, None)
+        if reasons[name] is None and group.size < entry.caps.min_ranks:
+            reasons[name] = f"it needs at least {entry.caps.min_ranks} ranks"
     chosen, _ = choose_engine(group, config)
-    return Answer(chosen, obstacles, str(find_nodes(group, WAIT_S)))
+    return Answer(chosen, reasons, str(find_nodes(group, WAIT_S)))
 
 
 def answer_rank(context: RankContext) -> Answer:
@@ -148,14 +148,14 @@ def answer_alone() -> Answer:
 
 def merge(answers: Sequence[Answer]) -> Answer:
     """Make the ranks' answers one; where they differ, it says which rank says what."""
-    obstacles: dict[str, str | None] = {}
-    for name in answers[0].obstacles:
-        texts = [answer.obstacles[name] for answer in answers]
+    reasons: dict[str, str | None] = {}
+    for name in answers[0].reasons:
+        texts = [answer.reasons[name] for answer in answers]
         if len(set(texts)) == 1:
-            obstacles[name] = texts[0]
+            reasons[name] = texts[0]
         else:
-            obstacles[name] = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
-    return Answer(answers[0].chosen, obstacles, answers[0].nodes)
+            reasons[name] = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
+    return Answer(answers[0].chosen, reasons, answers[0].nodes)
 
 
 def _lsa_size(context: RankContext) -> int:

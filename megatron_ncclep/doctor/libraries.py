@@ -139,15 +139,15 @@ def nccl_for_nccl_ep(
 
 def extension() -> Iterator[Finding]:
     """This package's extension and the GPUs that it has code for."""
-    obstacle = native_extension.obstacle()
-    if obstacle is not None:
-        yield Finding("extension", f"none: {obstacle}")
+    reason = native_extension.unavailable_reason()
+    if reason is not None:
+        yield Finding("extension", f"none: {reason}")
         return
     problems = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         capability = torch.cuda.get_device_capability(index)
         if capability >= MIN_COMPUTE_CAPABILITY:  # nothing helps an older one
-            problems.append(native_extension.gpu_obstacle(f"GPU {index}", *capability))
+            problems.append(native_extension.gpu_problem(f"GPU {index}", *capability))
     built = native_extension.cuda_version()
     driver = native_extension.OLDEST_DRIVER.get(built[0])
     yield Finding(

@@ -34,14 +34,14 @@ class EngineEntry:
     Attributes:
         caps: what the engine can do.
         build: makes the engine for a group, a number of experts and a config.
-        obstacle: says why the engine cannot run for a group with a config and a number of experts
-            (None: not known) and what would help; None if it can.
-            Called on every rank of the group, and may be collective.
+        unavailable_reason: says why the engine cannot run for a group with a config and a
+            number of experts (None: not known) and what would help; None if it can.  Called
+            on every rank of the group, and may be collective.
     """
 
     caps: EngineCaps
     build: Callable[[EpGroup, int, EpConfig], Engine]
-    obstacle: Callable[[EpGroup, EpConfig, int | None], str | None]
+    unavailable_reason: Callable[[EpGroup, EpConfig, int | None], str | None]
 
 
 AUTO = "auto"
@@ -49,11 +49,11 @@ AUTO = "auto"
 _OF_THE_LAYER = ("experts", "metrics_interval")
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
-    "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_availability.obstacle),
+    "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_availability.unavailable_reason),
     "hierarchical": EngineEntry(
-        HIERARCHICAL_CAPS, HierarchicalEngine, hierarchical_availability.obstacle
+        HIERARCHICAL_CAPS, HierarchicalEngine, hierarchical_availability.unavailable_reason
     ),
-    "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_availability.obstacle),
+    "nccl_ep": EngineEntry(NCCL_EP_CAPS, NcclEpEngine, nccl_ep_availability.unavailable_reason),
     "reference": EngineEntry(
         REFERENCE_CAPS, ReferenceEngine, lambda group, config, num_experts: None
     ),
@@ -75,9 +75,9 @@ def create_engine(
         num_experts: E, experts of the whole group.
         config: options; default: those of the environment.  The same on all ranks, except for
             timeout_s and first_timeout_s: how long a rank waits is its own affair.
-        ranks_per_expert: topk_idx will have so many copies of each assignment, every one for
-            another rank (expert_slices.py).  It makes the limit "worst" of max_recv_rows as small
-            as it can be then, and changes nothing else; other routings are not allowed with it.
+        ranks_per_expert: topk_idx will have this many copies of each assignment, each for a
+            different rank (ops/expert_slices.py).  It makes max_recv_rows="worst" as small as that
+            allows, and changes nothing else; other routings are not allowed with it.
 
     Raises:
         InputError: on every rank, when the name is unknown, experts cannot be divided over the
@@ -130,24 +130,28 @@ def choose_engine(
         EngineUnavailableError: on every rank, when the named engine (with "auto": any) cannot run.
     """
     if config.engine != AUTO:
-        obstacle = group.gather_problems(
-            _obstacle(config.engine, group, config, num_experts), "open", group.deadline_s(config)
+        reason = group.gather_problems(
+            _unavailable_reason(config.engine, group, config, num_experts),
+            "open",
+            group.deadline_s(config),
         )
-        if obstacle:
-            raise EngineUnavailableError(f"engine {config.engine!r} cannot run here: {obstacle}")
+        if reason:
+            raise EngineUnavailableError(f"engine {config.engine!r} cannot run here: {reason}")
         return config.engine, "asked for by name"
     reasons: list[str] = []
     for name in ENGINES:
-        obstacle = group.gather_problems(
-            _obstacle(name, group, config, num_experts), "open", group.deadline_s(config)
+        reason = group.gather_problems(
+            _unavailable_reason(name, group, config, num_experts), "open", group.deadline_s(config)
         )
-        if not obstacle:
+        if not reason:
             return name, "; ".join([*reasons, f"{name} can run"])
-        reasons.append(f"not {name}: {obstacle}")
+        reasons.append(f"not {name}: {reason}")
     raise EngineUnavailableError(f"no engine can run: {'; '.join(reasons)}")
 
 
-def _obstacle(name: str, group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+def _unavailable_reason(
+    name: str, group: EpGroup, config: EpConfig, num_experts: int | None
+) -> str | None:
     """Say why the engine cannot run for this group with these options.  May be collective."""
     entry = ENGINES[name]
     if problem := _ignored_options(entry.caps, config):
@@ -157,7 +161,7 @@ def _obstacle(name: str, group: EpGroup, config: EpConfig, num_experts: int | No
     most = entry.caps.max_local_experts
     if num_experts is not None and most is not None and num_experts > most * group.size:
         return f"it takes at most {most} experts on a rank: {num_experts} need more ranks"
-    return entry.obstacle(group, config, num_experts)
+    return entry.unavailable_reason(group, config, num_experts)
 
 
 def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:

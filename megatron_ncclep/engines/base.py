@@ -1,7 +1,7 @@
 """What the engines of this package have in common: a group, options, and how their calls begin.
 
-Before an engine moves anything, all ranks must be in the same call with arguments that fit.  What
-is collective here raises the same on every rank when something is wrong on any.
+Before an engine moves anything, all ranks must be in the same call with matching arguments.  The
+collective functions here raise the same on every rank when something is wrong on any.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
-from megatron_ncclep.engines.overflow_report import Shortage
-from megatron_ncclep.engines.rows_limit import rows_limit
+from megatron_ncclep.engines.overflow import Shortage, rows_limit
 from megatron_ncclep.errors import GroupClosedError
 from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.group import EpGroup
@@ -24,7 +23,7 @@ _Plan = TypeVar("_Plan", bound=RoutePlan)
 
 
 class EngineBase(Generic[_Plan]):
-    """What `Engine` asks for beside plan, dispatch and combine.
+    """What `Engine` requires besides plan, dispatch and combine.
 
     A base class, and not an object that engines hold, because nearly all of it is what `Engine`
     names: an engine would have to pass on each attribute and method.  Users know `Engine` only.
@@ -71,7 +70,7 @@ class EngineBase(Generic[_Plan]):
             self.group.release(Shortage.name(self.config), self.timeout_s)
 
     def _release(self) -> None:
-        """Give back what an engine has beside this.  Collective."""
+        """Give back what else an engine holds.  Collective."""
 
     def _require_open(self) -> None:
         self.group.require_open()
@@ -115,7 +114,7 @@ class EngineBase(Generic[_Plan]):
         )
 
     def agree_on_routes(self, topk_idx: torch.Tensor, problem: str | None) -> Agreement:
-        """Check the argument of plan on all ranks; tells every rank all numbers of tokens.
+        """Check the argument of plan on all ranks; every rank learns all numbers of tokens.
 
         Collective.  `problem`: what is wrong on this rank, if anything is.
         """
@@ -131,7 +130,7 @@ class EngineBase(Generic[_Plan]):
         if isinstance(rows := config.max_recv_rows, str):
             name = f"number of tokens (max_recv_rows={rows!r} depends on it, a number does not)"
             values[name] = num_tokens
-        return self.group.agree("plan", values, problem, self.timeout_s, told=num_tokens)
+        return self.group.agree("plan", values, problem, self.timeout_s, payload=num_tokens)
 
     def agree_on_rows(
         self,
@@ -148,7 +147,7 @@ class EngineBase(Generic[_Plan]):
                 is y.
             plan: what the caller passed as plan.
             rows: the payload.
-            w: weights beside it, or None.
+            w: weights that go with it, or None.
             problem: what is wrong on this rank, `rows_problem` included; None if nothing is.
 
         Returns:

@@ -50,7 +50,7 @@ class EngineCaps:
     payload_dtypes: tuple[torch.dtype, ...]
     # The bytes of one row must be a multiple of this.
     row_bytes_multiple: int
-    # Options of EpConfig that the engine honours beside `engine`; any other one is refused.
+    # Options of EpConfig that the engine honours besides `engine`; any other one is refused.
     options: frozenset[str]
     # Dispatch moves rows of bytes (BYTES) too, whatever they stand for.
     moves_bytes: bool = False
@@ -195,6 +195,6 @@ class Engine(Protocol):
         """Release what the engine holds.  Idempotent; every later call raises GroupClosedError.
 
         All ranks close an engine, in the order in which they close others of the group; one that
-        nobody closes keeps its memory until `megatron_ncclep.close()`.
+        is never closed keeps its memory until `megatron_ncclep.close()`.
         """
         ...

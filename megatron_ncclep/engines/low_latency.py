@@ -135,7 +135,7 @@ class LowLatency:
         weights: torch.Tensor,
         scales: torch.Tensor | None = None,
     ) -> None:
-        """Do the first half of `dispatch`, which waits for nobody.
+        """Do the first half of `dispatch`, which does not wait.
 
         The arguments must stay as they are until `complete_dispatch` is over on the device.
         """
@@ -171,7 +171,7 @@ class LowLatency:
         return out
 
     def send_combine(self, y: torch.Tensor, rows_of: torch.Tensor | None = None) -> None:
-        """Do the first half of `combine`, which waits for nobody.
+        """Do the first half of `combine`, which does not wait.
 
         The arguments must stay as they are until `complete_combine` is over on the device.
         """

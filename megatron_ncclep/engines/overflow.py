@@ -1,27 +1,103 @@
-"""Static mode for an engine that cannot drop in the contract's order: the source rank drops first.
+"""Static mode: how many rows there are, which assignments do not fit, and who is told.
 
-The contract takes assignments in the order (source rank, token, local expert) and counts the
-blocks of `alignment` rows that they open; the first that does not fit and all after it are
-dropped.  How many blocks the lower source ranks open follows from how many assignments each of
-them has for each expert, so every rank can tell for itself which of its own assignments fit.
-
-Example: alignment 2, room for 4 rows, one rank with two experts.  Source 0 has 3 assignments for
-    expert
-0, which open 2 blocks: the room is full.  Source 1's assignment for expert 0 fills the second
-block, but it is kept only if no assignment before it had to open a third.
+A rank's dispatched tensor has `rows_limit` rows, whatever arrives.  The contract takes assignments
+in the order (source rank, token, local expert) and counts the blocks of `alignment` rows that they
+open; the first that does not fit and all after it are dropped.  What was dropped is counted on the
+device, and reported before an optimizer steps.
 """
 
 from __future__ import annotations
 
+import logging
+import weakref
+
 import torch
 
+from megatron_ncclep.config import MAX_COUNT, RAISE, WORST, EpConfig, thousandths
 from megatron_ncclep.engines.engine import NOT_ROUTED
+from megatron_ncclep.errors import RowsDroppedError
+from megatron_ncclep.ranks.group import EpGroup
+
+# A word of `Shortage.words`: rows that a rank lacked above, rows that it had below.
+_HALF = 32
+
+
+# --- capacity ------------------------------------------------------------------------------------
+
+
+def rows_limit(
+    config: EpConfig,
+    num_ranks: int,
+    num_tokens: int,
+    top_k: int,
+    num_local_experts: int,
+    ranks_per_expert: int = 1,
+) -> int | None:
+    """How many rows every dispatched tensor has; None in exact mode.  Not collective.
+
+    The same on all ranks when they bring the same number of tokens, on which they agree.  How many
+    assignments always fit, however the rank's experts share them, depends on `max_recv_rows`:
+
+        4096      as many as fit into 4096 rows
+        "worst"   R * T * min(K, L): every token of every rank sends all it can to one rank
+        "1.25x"   1.25 * T * K, rounded up: a balanced load is T * K assignments for each rank
+
+    N assignments need most rows when each of min(L, N) experts has one assignment in an alignment
+    block of its own, and only then do the others fill blocks: min(L, N) + (N - min(L, N)) //
+    alignment blocks, at least one.
+
+    With experts in S slices (ops/expert_slices.py) K counts the S copies of each assignment, of
+    which a rank gets one: a balanced load is still T * K assignments, and the worst case has
+    min(K / S, L).
+
+    Example: 4 ranks of 8 tokens, top-2, 3 experts each, alignment 16.  The worst case is
+    4 * 8 * 2 = 64 assignments: 3 + 61 // 16 = 6 blocks, 96 rows.  "1.25x": 20 assignments,
+    3 + 17 // 16 = 4 blocks, 64 rows.
+
+    Args:
+        config: options of the engine.
+        num_ranks: R.
+        num_tokens: T, of this call.
+        top_k: K, columns of topk_idx.
+        num_local_experts: L.
+        ranks_per_expert: S: copies of each assignment, each for a different rank.
+
+    Returns:
+        a multiple of the alignment, at most the 2^31 - 1 rows that a row number can name.
+    """
+    rows, alignment = config.max_recv_rows, config.block_alignment
+    if not isinstance(rows, str):
+        return rows
+    num_assignments = num_ranks * num_tokens * min(top_k // ranks_per_expert, num_local_experts)
+    if rows != WORST:
+        factor = thousandths(rows)
+        assert factor is not None, "EpConfig has checked it"
+        num_assignments = min(num_assignments, -(-num_tokens * top_k * factor // 1000))
+    opened = min(num_local_experts, num_assignments)
+    num_blocks = max(1, opened + (num_assignments - opened) // alignment)
+    return min(num_blocks, MAX_COUNT // alignment) * alignment
+
+
+def can_drop(config: EpConfig) -> bool:
+    """Whether anything may not fit: not in exact mode, nor with room for all that can come."""
+    return config.max_recv_rows not in (None, WORST)
+
+
+# --- dropping ------------------------------------------------------------------------------------
 
 
 def drop_what_does_not_fit(
     topk_idx: torch.Tensor, counts: torch.Tensor, rank: int, alignment: int, max_recv_rows: int
 ) -> torch.Tensor:
     """Replace assignments that overflow their destination rank by `NOT_ROUTED`.  Not collective.
+
+    For an engine that cannot drop in the contract's order: the source rank drops first.  How many
+    blocks the lower source ranks open follows from how many assignments each of them has for each
+    expert, so every rank can tell which of its own assignments fit.
+
+    Example: alignment 2, room for 4 rows, one rank with two experts.  Source 0 has 3 assignments
+    for expert 0, which open 2 blocks: the room is full.  Source 1's assignment for expert 0 fills
+    the second block, but it is kept only if no assignment before it had to open a third.
 
     Args:
         topk_idx: [num_tokens, top_k] int64 of this rank.
@@ -39,11 +115,11 @@ def drop_what_does_not_fit(
     before = counts[:rank].sum(dim=0)
     blocks_before = ((before + alignment - 1) // alignment).view(num_ranks, -1).sum(dim=1)
 
-    # One column more than there are experts takes what is not routed.
+    # An extra column takes what is not routed.
     routed = topk_idx.new_zeros(num_tokens, num_experts + 1, dtype=torch.bool)
     column = torch.where(topk_idx == NOT_ROUTED, num_experts, topk_idx)
     routed = routed.scatter(1, column, True)[:, :num_experts]
-    # Of an assignment in its expert's block.
+    # Of each assignment within its expert's rows.
     place = before.to(topk_idx.device) + routed.cumsum(dim=0) - 1
     opens = routed & (place % alignment == 0)
     # For each destination, in the order (token, local expert).
@@ -68,3 +144,168 @@ def rows_needed(counts: torch.Tensor, alignment: int) -> torch.Tensor:
     """
     blocks = (counts.sum(dim=0) + alignment - 1) // alignment
     return blocks.view(len(counts), -1).sum(dim=1) * alignment
+
+
+# --- reporting -----------------------------------------------------------------------------------
+
+
+class Shortage:
+    """Rows that ranks lacked, for `on_overflow="raise"`; every rank knows it of all ranks.
+
+    Recording waits for nothing.  `EpGroup.check`, which `megatron_ncclep.check()` calls, reads what
+    the device has counted, in memory that stays where it is, so that what a replayed CUDA graph
+    adds is seen too.
+
+    A dropped row changes what its token's source rank gets, and with that the gradients of all
+    ranks: all must raise.  They need not tell each other: what a plan needs on each rank follows
+    from the counts of assignments that every engine's plan brings to all ranks.  So an engine
+    writes down the same on every rank, and it does not matter which of them asks how often.
+
+    Attributes:
+        words: int64 [num_ranks] on the group's device: for each rank, of the call in which it
+            lacked most since it was last asked, the rows that it lacked << 32 | those that it had;
+            0 if it lacked none.  One number, so that a kernel can take the larger of two at once.
+    """
+
+    def __init__(self, group: EpGroup, config: EpConfig) -> None:
+        self._group = group
+        self._option = config.max_recv_rows
+        self.words = torch.zeros(group.size, dtype=torch.int64, device=group.device)
+
+    @classmethod
+    def name(cls, config: EpConfig) -> str:
+        """What engines with this option share it as (`EpGroup.share`)."""
+        return f"rows lacked of {config.max_recv_rows}"
+
+    @classmethod
+    def shared(cls, group: EpGroup, config: EpConfig) -> Shortage | None:
+        """The group's, for an engine with these options; None where it has nothing to say."""
+        if config.on_overflow != RAISE or not can_drop(config):
+            return None
+        return group.share(cls.name(config), lambda: cls(group, config))
+
+    def record(self, needed: torch.Tensor, limit: int) -> None:
+        """Write down what a plan needs.  Waits for nothing.
+
+        Args:
+            needed: int64 [num_ranks]: rows that each rank needs, padding of its blocks included.
+            limit: rows that each has.
+        """
+        if self._group.is_warmup:
+            return
+        needed = needed.to(self.words.device)
+        lacked = torch.where(needed > limit, (needed - limit << _HALF) + limit, 0)
+        torch.maximum(self.words, lacked, out=self.words)
+
+    def for_kernel(self) -> torch.Tensor | None:
+        """`words`, for a kernel that does what `record` does; None if it should not."""
+        return None if self._group.is_warmup else self.words
+
+    def check(self) -> None:
+        """Raise what was written down since the last time.  Waits for the current stream.
+
+        Does nothing while that stream is captured in a CUDA graph.
+
+        Raises:
+            RowsDroppedError: a rank lacked rows; with the same text on all ranks.
+        """
+        if _is_capturing(self.words.device):
+            return
+        words = self.words.tolist()
+        if not any(words):
+            return
+        self.words.zero_()
+        had = {rank: word & (1 << _HALF) - 1 for rank, word in enumerate(words) if word}
+        needs = {rank: rows + (words[rank] >> _HALF) for rank, rows in had.items()}
+        each = ", ".join(f"rank {r} needed {needs[r]} rows and had {had[r]}" for r in had)
+        raise RowsDroppedError(
+            f"rows were dropped: with max_recv_rows={self._option}, {each} (of each rank the worst "
+            "call since the last check). on_overflow is 'raise', so no optimizer steps with these "
+            f"gradients: set max_recv_rows (--ncclep-max-recv-rows) to {max(needs.values())} or "
+            "more, to a larger factor or to 'worst', with which nothing is dropped; or leave it "
+            "out, or let rows be dropped with on_overflow='drop'"
+        )
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class DropWarning:
+    """Says once for a group and rank that rows were dropped: `on_overflow="drop"`.
+
+    A dispatcher adds its counter, which may be captured in a CUDA graph.
+    """
+
+    def __init__(self, group: EpGroup) -> None:
+        self._group = group
+        self._watched: list[tuple[weakref.ref[torch.Tensor], int | str | None]] = []
+        # What was watched when the counters were copied, and the copy on its way to the host.
+        self._options: list[int | str | None] = []
+        self._on_host: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._has_spoken = False
+
+    @classmethod
+    def of(cls, group: EpGroup) -> DropWarning:
+        """The group's."""
+        return group.share("warning of dropped rows", lambda: cls(group))
+
+    def watch(self, counter: torch.Tensor, config: EpConfig) -> None:
+        """Warn when `counter`, an int64 scalar on the group's device, is more than 0.
+
+        It is not kept alive: it goes with its dispatcher.
+
+        Args:
+            counter: what was dropped in static mode.
+            config: options of the dispatcher that counts.
+        """
+        self._watched = [(c, option) for c, option in self._watched if c() is not None]
+        self._watched.append((weakref.ref(counter), config.max_recv_rows))
+
+    def check(self) -> None:
+        """Warn of what is known to have been dropped.  Waits for nothing; not collective.
+
+        On a GPU the numbers are copied to the host at one call, and read at a later one.
+        """
+        if self._has_spoken or _is_capturing(self._group.device):
+            return
+        counts = self._known_counts()
+        if counts is None or not counts.any():
+            return
+        self._has_spoken = True
+        first = int(counts.nonzero()[0])
+        self._group.log_once(
+            logging.WARNING,
+            "overflow",
+            f"rank {self._group.rank}: {int(counts.sum())} rows did not fit into max_recv_rows="
+            f"{self._options[first]} and were dropped (this is said once; later ones are only "
+            "counted): raise it, set it to 'worst' or leave it out and nothing is dropped",
+        )
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _known_counts(self) -> torch.Tensor | None:
+        """The counters as they were at this call or an earlier one, on the CPU; None: not yet."""
+        if self._copied is None:
+            watched = [(c(), option) for c, option in self._watched]
+            counters = [counter for counter, _ in watched if counter is not None]
+            self._options = [option for counter, option in watched if counter is not None]
+            if not counters:
+                return None
+            counts = torch.stack(counters)
+            if not counts.is_cuda:
+                return counts
+            self._on_host = torch.empty(len(counts), dtype=torch.int64, pin_memory=True)
+            self._on_host.copy_(counts, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+            return None
+        if not self._copied.query():
+            return None
+        self._copied = None
+        return self._on_host
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,1 +1,1 @@
-"""Where Megatron-Core meets the dispatcher: hooks, options, and whatever else goes with MoE."""
+"""Where Megatron-Core meets the dispatcher: hooks, options, checks, experts and inference."""

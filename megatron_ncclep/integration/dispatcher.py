@@ -11,8 +11,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron_ncclep.config import DROP, WORST, EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.engines.overflow_report import DropWarning
-from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.engines.overflow import DropWarning, can_drop
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.metrics import LayerCounts, Metrics
 from megatron_ncclep.ops.combine import combine
@@ -27,7 +26,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     """Token dispatcher over the ranks that hold one layer's experts.
 
     These are the expert-parallel group, or with expert tensor parallelism Megatron's group `tp_ep`:
-    its ranks hold slices of the experts (expert_slices.py).
+    its ranks hold slices of the experts (ops/expert_slices.py).
 
     Megatron calls the hooks in the order in which they stand here, once per micro-batch; what the
     later ones need (plan and shape) is kept on the dispatcher between them, because Megatron's
@@ -175,10 +174,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                 chosen = to_all_slices(*chosen, self.num_local_experts, self._num_slices)
             # Before it captures a layer, Megatron runs it with whatever is in its buffers.
             is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
-            group.is_rehearsal = is_graph_capturing() and not is_captured
+            group.is_warmup = is_graph_capturing() and not is_captured
             with step_range("plan", hidden_states):
                 self._plan = self.engine.plan(chosen[0].topk_idx)
-            if not group.is_rehearsal and not _is_recomputing():
+            if not group.is_warmup and not _is_recomputing():
                 if self._can_drop:
                     assert self.num_dropped is not None  # static mode
                     self.num_dropped.add_(self._plan.num_dropped)
@@ -248,9 +247,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         return hidden_states + self.shared_experts.get_output()
 
     def _take_over(self, *tensors: torch.Tensor) -> None:
-        """Have memory of another stream kept until this one has used it, should all let go of it.
+        """Record the tensors on this stream so the allocator does not reuse them early.
 
-        Megatron does so for the inputs that it frees and for gradients.
+        Megatron does this for the inputs that it frees and for gradients.
         """
         if self._has_two_streams:
             for tensor in tensors:

@@ -1,15 +1,15 @@
-"""Gives Megatron-Core the dispatcher type `ncclep`; the only file that knows Megatron's insides.
+"""Gives Megatron-Core the dispatcher type `ncclep`.
 
-These places are changed, each in memory and each without effect on other dispatcher types:
+These places in Megatron are changed, each in memory and without effect on other dispatcher types:
 
     TransformerConfig, field moe_token_dispatcher_type   accepts the value; command lines offer it
     TransformerConfig, field ncclep                      is new: one config's options
-    TransformerConfig, field inference_moe_token_d...    accepts it too (inference_support.py)
+    TransformerConfig, field inference_moe_token_d...    accepts it too (inference/support.py)
     TransformerConfig.__post_init__                      validates the value as 'alltoall'
     MoELayer.__init__                                    builds our dispatcher, groups experts
     MoELayer._setup_inference_mode                       builds our dispatcher for generating text
     DynamicInferenceContext.__init__, update_requests    ready for CUDA graphs; asks for failures
-    TransformerLayer.__init__                            refuses CUDA graphs of a layer's that fail
+    TransformerLayer.__init__                            refuses CUDA graphs that would fail
     add_megatron_arguments                               offers our options, --ncclep-*
     parse_args                                           takes their values
     core_config_from_args                                takes YAML files without the new field
@@ -17,13 +17,13 @@ These places are changed, each in memory and each without effect on other dispat
     OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
     parallel_state.destroy_model_parallel                closes our groups first
 
-and the first layer with our dispatcher has torch ask for failures before any optimizer steps, an
-error that ends the script stand in torchrun's summary (failures.py), and, if asked for
-overlap_moe_expert_parallel_comm, has Megatron's schedule keep what backward needs
-(schedule_support.py).
+In addition, the first layer with our dispatcher makes torch ask for failures before any optimizer
+steps (checks/optimizer_step.py), puts an error that ends the script into torchrun's summary
+(error_reporting.py), and, with overlap_moe_expert_parallel_comm, makes Megatron's schedule keep
+what backward needs (checks/schedule.py).
 
-`HOOKS` says which module has which.  `install()` changes the modules that are imported already and
-hooks the import of the others (post_import.py), so that the order of imports does not matter.
+`HOOKS` lists the changes by module.  `install()` changes the modules that are already imported and
+hooks the import of the others (import_hook.py), so the order of imports does not matter.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ import gc
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.error_reporting import tell_at_the_end
+from megatron_ncclep.error_reporting import install_excepthook
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
 from megatron_ncclep.integration.checks.cuda_graphs import (
     Captured,
@@ -62,7 +61,7 @@ from megatron_ncclep.integration.experts.layer_experts import (
     check_experts,
     counts_wanted,
     need_no_host,
-    settle_experts,
+    select_experts,
 )
 from megatron_ncclep.integration.import_hook import after_import
 from megatron_ncclep.integration.inference.support import (
@@ -79,20 +78,19 @@ from megatron_ncclep.integration.options.command_line import (
     change_core_config_from_args,
     change_parse_args,
 )
-from megatron_ncclep.integration.options.field import NAME as OPTIONS_FIELD
-from megatron_ncclep.integration.options.field import add_options_field, settle_options
+from megatron_ncclep.integration.options.field import NAME, add_options_field, resolve_options
 from megatron_ncclep.integration.patching import (
     check_methods,
     is_changed,
-    marked,
-    not_known,
-    original_of,
+    mark_patched,
+    unknown_megatron,
+    unpatched,
+    validated_as,
 )
 from megatron_ncclep.integration.teardown import change_destroy
 
-NAME = "ncclep"
 # Megatron validates the configuration and builds the layer as if this type had been asked for.
-STAND_IN = "alltoall"
+VALIDATED_AS = "alltoall"
 _DISPATCHER_MODULE = "megatron_ncclep.integration.dispatcher"
 # The hooks of a dispatcher, and how many arguments MoELayer gives them.  After 0.19 a branch of
 # Megatron's gives dispatch_preprocess a fourth, and takes two results of combine_postprocess: of a
@@ -185,7 +183,7 @@ def _change_field(module: ModuleType) -> None:
     """Let the config's field, from which command lines take their choices, accept the value."""
     fields = getattr(module.TransformerConfig, "__dataclass_fields__", {})
     if TYPE_FIELD not in fields or not get_args(fields[TYPE_FIELD].type):
-        raise not_known(
+        raise unknown_megatron(
             f"{module.__name__}.TransformerConfig.{TYPE_FIELD}", "a Literal of type names"
         )
     field = fields[TYPE_FIELD]
@@ -202,30 +200,32 @@ def _add_options(module: ModuleType) -> None:
 def _change_post_init(module: ModuleType) -> None:
     """Let the config validate `ncclep` as it validates `alltoall`; the value stays `ncclep`."""
     config_class = module.TransformerConfig
-    original = original_of(module, config_class, "__post_init__", ["self"])
+    original = unpatched(module, config_class, "__post_init__", ["self"])
     if original is None:
         return
 
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         check_inference_type(self)
-        if getattr(self, TYPE_FIELD) == NAME:
-            check_supported(self)
-            check_graph_options(self)
-        with _as_stand_in(self):
+        if getattr(self, TYPE_FIELD) != NAME:
+            original(self)
+            return
+        check_supported(self)
+        check_graph_options(self)
+        with validated_as(self, TYPE_FIELD, VALIDATED_AS):
             original(self)
 
-    config_class.__post_init__ = marked(post_init)
+    config_class.__post_init__ = mark_patched(post_init)
 
 
 def _change_layer(module: ModuleType) -> None:
     """Let MoELayer build our dispatcher; the class stays the same object."""
     layer_class = module.MoELayer
-    original = original_of(module, layer_class, "__init__", ["config", "pg_collection"])
+    original = unpatched(module, layer_class, "__init__", ["config", "pg_collection"])
     if original is None:
         return
     if not hasattr(module, "get_default_pg_collection"):
-        raise not_known(f"{module.__name__}.get_default_pg_collection", "a function")
+        raise unknown_megatron(f"{module.__name__}.get_default_pg_collection", "a function")
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -245,16 +245,16 @@ def _change_layer(module: ModuleType) -> None:
                 f"{config.num_moe_experts} experts cannot be divided over "
                 f"{groups.ep.size()} expert-parallel ranks"
             )
-        options = training_options(config, settle_options(config) or EpConfig.resolve())
+        options = training_options(config, resolve_options(config) or EpConfig.resolve())
         check_experts(config, options, groups.ep.size(), groups.expt_tp.size())
         options = align_for_experts(config, options)
         check_before_steps()
-        tell_at_the_end()
+        install_excepthook()
         if config.overlap_moe_expert_parallel_comm:
             keep_inputs(NAME)
-        with _as_stand_in(config):
+        with validated_as(config, TYPE_FIELD, VALIDATED_AS):
             original(self, *args, **kwargs)
-        options, choice = settle_experts(self, options, groups.expt_tp.size())
+        options, choice = select_experts(self, options, groups.expt_tp.size())
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
         from megatron_ncclep.integration.dispatcher import NcclEpTokenDispatcher
 
@@ -281,7 +281,7 @@ def _change_layer(module: ModuleType) -> None:
             announce(choice, self.token_dispatcher.group)
         _check_graphs(self, captured_by(config))
 
-    layer_class.__init__ = marked(init)
+    layer_class.__init__ = mark_patched(init)
 
 
 def _check_graphs(layer: Any, captured: Captured) -> None:
@@ -309,7 +309,7 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
 def _change_transformer_layer(module: Any) -> None:
     """Refuse what Megatron's own graphs of a layer would hold: only the layer decides on that."""
     layer_class = module.TransformerLayer
-    original = original_of(module, layer_class, "__init__", ["config", "submodules"])
+    original = unpatched(module, layer_class, "__init__", ["config", "submodules"])
     if original is None:
         return
 
@@ -320,12 +320,12 @@ def _change_transformer_layer(module: Any) -> None:
         if dispatcher.__module__ == _DISPATCHER_MODULE:
             _check_graphs(self.mlp, captured_in(self))
 
-    layer_class.__init__ = marked(init)
+    layer_class.__init__ = mark_patched(init)
 
 
 def _refuse_ignored_experts(config: Any) -> None:
-    """Refuse grouped experts that a config itself asks for, beside a dispatcher of another type."""
-    given = vars(config).get(OPTIONS_FIELD)
+    """Refuse grouped experts in a config whose dispatcher is of another type."""
+    given = vars(config).get(NAME)
     options = None if given is None else EpConfig.of(given)
     if options is not None and options.experts != EpConfig.experts:
         raise UnsupportedError(
@@ -338,7 +338,7 @@ def _refuse_ignored_experts(config: Any) -> None:
 def _change_optimizer_graph(module: Any) -> None:
     """Check before a step that is a CUDA graph (`--optimizer-cuda-graph`): no hook runs in one."""
     wrapper = module.OptimizerCudaGraphWrapper
-    original = original_of(module, wrapper, "__call__", ["self"])
+    original = unpatched(module, wrapper, "__call__", ["self"])
     if original is None:
         return
 
@@ -347,7 +347,7 @@ def _change_optimizer_graph(module: Any) -> None:
         megatron_ncclep.check()  # does nothing where no layer has our dispatcher
         return original(self, *args, **kwargs)
 
-    wrapper.__call__ = marked(call)
+    wrapper.__call__ = mark_patched(call)
 
 
 # Module -> what is changed in it.
@@ -365,19 +365,6 @@ HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
 }
 # Modules of these that an older Megatron-Core lacks, together with what is hooked there.
 NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE, _LOGGING_MODULE)
-
-
-@contextmanager
-def _as_stand_in(config: Any) -> Iterator[None]:
-    """Show `config` to Megatron as if it asked for the stand-in type; the value comes back."""
-    if getattr(config, TYPE_FIELD) != NAME:
-        yield
-        return
-    setattr(config, TYPE_FIELD, STAND_IN)
-    try:
-        yield
-    finally:
-        setattr(config, TYPE_FIELD, NAME)
 
 
 def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:

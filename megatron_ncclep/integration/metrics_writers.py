@@ -1,6 +1,6 @@
-"""Metrics for Megatron's TensorBoard and W&B writers: written where it reports its own of MoE.
+"""Metrics for Megatron's TensorBoard and W&B writers: written where it reports its own MoE metrics.
 
-A part of integration.py, whose `HOOKS` say where each function belongs.
+`HOOKS` in hooks.py lists which module each function changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import sys
 from typing import Any
 
-from megatron_ncclep.integration.patching import marked, original_of
+from megatron_ncclep.integration.patching import mark_patched, unpatched
 
 _PARAMETERS = ["iteration", "writer", "wandb_writer"]
 PREFIX = "ncclep/"
@@ -18,20 +18,20 @@ PREFIX = "ncclep/"
 
 def change_report(module: Any) -> None:
     """From 0.18 on: `MoEMetricsTracker.report`, which every rank calls once a step."""
-    original = original_of(
+    original = unpatched(
         module, module.MoEMetricsTracker, "report", [*_PARAMETERS, "pg_collection"]
     )
     if original is not None:
-        module.MoEMetricsTracker.report = marked(_with_ours(original))
+        module.MoEMetricsTracker.report = mark_patched(_with_ours(original))
 
 
 def change_track(module: Any) -> None:
     """Until 0.17: `track_moe_metrics`, which every rank calls once a step."""
     if hasattr(module, "get_moe_metrics_tracker"):  # it has moe_logging, see `change_report`
         return
-    original = original_of(module, module, "track_moe_metrics", [*_PARAMETERS, "pg_collection"])
+    original = unpatched(module, module, "track_moe_metrics", [*_PARAMETERS, "pg_collection"])
     if original is not None:
-        module.track_moe_metrics = marked(_with_ours(original))
+        module.track_moe_metrics = mark_patched(_with_ours(original))
 
 
 def _with_ours(original: Any) -> Any:

@@ -1,8 +1,10 @@
-"""How a place of Megatron's is changed: what stands there is checked, wrapped once, and marked."""
+"""How a place in Megatron is changed: check what is there, wrap it once, and mark it."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +14,7 @@ from megatron_ncclep.integration.checks.unsupported import NEWEST, OLDEST
 _MARK = "_changed_by_megatron_ncclep"
 
 
-def original_of(module: ModuleType, owner: Any, name: str, parameters: list[str]) -> Any:
+def unpatched(module: ModuleType, owner: Any, name: str, parameters: list[str]) -> Any:
     """Return the function to wrap, or None if it is wrapped already; check its parameters.
 
     Raises:
@@ -21,12 +23,12 @@ def original_of(module: ModuleType, owner: Any, name: str, parameters: list[str]
     function = getattr(owner, name, None)
     where = f"{module.__name__}.{'' if owner is module else owner.__name__ + '.'}{name}"
     if not callable(function):
-        raise not_known(where, "a function")
+        raise unknown_megatron(where, "a function")
     if is_changed(function):
         return None
     missing = [p for p in parameters if p not in inspect.signature(function).parameters]
     if missing:
-        raise not_known(where, f"a function with the parameter {missing[0]!r}")
+        raise unknown_megatron(where, f"a function with the parameter {missing[0]!r}")
     return function
 
 
@@ -40,10 +42,12 @@ def check_methods(owner: Any, expected: dict[str, int]) -> None:
         function = getattr(owner, name, None)
         if not callable(function) or len(inspect.signature(function).parameters) != 1 + number:
             where = f"{owner.__module__}.{owner.__name__}.{name}"
-            raise not_known(where, f"a method of {number} argument{'s' if number > 1 else ''}")
+            raise unknown_megatron(
+                where, f"a method of {number} argument{'s' if number > 1 else ''}"
+            )
 
 
-def not_known(place: str, expected: str) -> IntegrationError:
+def unknown_megatron(place: str, expected: str) -> IntegrationError:
     """What to raise where Megatron-Core is not what the integration expects."""
     return IntegrationError(
         f"{place} is not {expected}: this Megatron-Core is not one that megatron_ncclep knows "
@@ -51,7 +55,7 @@ def not_known(place: str, expected: str) -> IntegrationError:
     )
 
 
-def marked(function: Any) -> Any:
+def mark_patched(function: Any) -> Any:
     """Remember that `function` stands in the place of another."""
     setattr(function, _MARK, True)
     return function
@@ -60,3 +64,14 @@ def marked(function: Any) -> Any:
 def is_changed(function: Any) -> bool:
     """Whether `function` stands in the place of another already."""
     return getattr(function, _MARK, False)
+
+
+@contextmanager
+def validated_as(config: Any, field: str, value: str) -> Iterator[None]:
+    """Show Megatron another value in a field of `config`; its own value comes back."""
+    own = getattr(config, field)
+    setattr(config, field, value)
+    try:
+        yield
+    finally:
+        setattr(config, field, own)

@@ -1,6 +1,6 @@
 """Frees what the layers of a model hold when Megatron forgets its process groups.
 
-A part of integration.py, whose `HOOKS` say where each function belongs.
+`HOOKS` in hooks.py lists which module each function changes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import sys
 from typing import Any
 
-from megatron_ncclep.integration.patching import marked, not_known, original_of
+from megatron_ncclep.integration.patching import mark_patched, unknown_megatron, unpatched
 
 _GETTERS = ("get_expert_model_parallel_group", "get_expert_tensor_and_model_parallel_group")
 
@@ -20,12 +20,12 @@ def change_destroy(module: Any) -> None:
     Megatron then only forgets its process groups, in every release: torch keeps them.  No other
     groups are closed: one of the user's own, or of vLLM in the same process, may live longer.
     """
-    original = original_of(module, module, "destroy_model_parallel", [])
+    original = unpatched(module, module, "destroy_model_parallel", [])
     if original is None:
         return
     for name in _GETTERS:
         if not callable(getattr(module, name, None)):
-            raise not_known(f"{module.__name__}.{name}", "a function")
+            raise unknown_megatron(f"{module.__name__}.{name}", "a function")
 
     @functools.wraps(original)
     def destroy(*args: Any, **kwargs: Any) -> Any:
@@ -39,4 +39,4 @@ def change_destroy(module: Any) -> None:
                     groups.close_group(process_group, alone)
         return original(*args, **kwargs)
 
-    module.destroy_model_parallel = marked(destroy)
+    module.destroy_model_parallel = mark_patched(destroy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import re
@@ -15,7 +16,7 @@ NAME = "megatron_ncclep._C"
 OLDEST_DRIVER = {12: "525.60", 13: "580.65"}
 
 
-def obstacle() -> str | None:
+def unavailable_reason() -> str | None:
     """Say why there is no extension and what would help; None if it can be used."""
     if importlib.util.find_spec(NAME) is None:
         return (
@@ -33,14 +34,24 @@ def load() -> ModuleType:
     """Return the extension.
 
     Raises:
-        ImportError: there is none, or it does not load; `obstacle` says so in words.
+        ImportError: there is none, or it does not load; `unavailable_reason` says so in words.
     """
     return importlib.import_module(NAME)
 
 
+@functools.cache
+def kernels_on(device: torch.device) -> ModuleType | None:
+    """Return the extension if its kernels run on `device`; looked up once for each device."""
+    if device.type != "cuda" or unavailable_reason() is not None:
+        return None
+    if gpu_problem("this GPU", *torch.cuda.get_device_capability(device)) is not None:
+        return None
+    return load()
+
+
 def limit(name: str) -> int | None:
     """A limit of the kernels, MAX_TOP_K say; None without the extension, and so without them."""
-    if obstacle() is not None:
+    if unavailable_reason() is not None:
         return None
     most: int = getattr(load(), name)
     return most
@@ -123,7 +134,7 @@ def runs_on(architecture: str, major: int, minor: int) -> bool:
     return own <= (major, minor) and (same_major or (kind == "compute" and not letter))
 
 
-def gpu_obstacle(gpu: str, major: int, minor: int) -> str | None:
+def gpu_problem(gpu: str, major: int, minor: int) -> str | None:
     """Say why the extension's kernels do not run on a GPU of this machine, and what would help.
 
     Args:
@@ -138,10 +149,10 @@ def gpu_obstacle(gpu: str, major: int, minor: int) -> str | None:
             f"{major}.{minor}) does not run: install the package again without "
             "NCCLEP_CUDA_ARCHITECTURES in the environment"
         )
-    return driver_obstacle(is_compiled=any(name.startswith("sm_") for name in fitting))
+    return driver_problem(is_compiled=any(name.startswith("sm_") for name in fitting))
 
 
-def driver_obstacle(*, is_compiled: bool = True) -> str | None:
+def driver_problem(*, is_compiled: bool = True) -> str | None:
     """Say why the driver is too old for the extension, and what would help; None if it is not.
 
     The CUDA runtime in the extension runs with every driver of its major version.  The driver's

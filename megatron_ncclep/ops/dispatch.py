@@ -67,7 +67,7 @@ def dispatch(
         plan: routes of this micro-batch.
         x: [..., hidden]; all leading dimensions together are the tokens.
         w: [num_tokens, top_k] of any floating dtype; or with `chosen`, a router's probabilities
-            [num_tokens, num_experts].  Weights travel as fp32 (as fp64 beside an fp64 `x`) and come
+            [num_tokens, num_experts].  Weights travel as fp32 (as fp64 with an fp64 `x`) and come
             back in their own dtype.
         chosen: what `routes_and_weights` has read off these probabilities; `plan` is that of its
             `topk_idx`.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 
 import torch
 
@@ -39,7 +37,7 @@ class Routes:
             [num_tokens, num_experts] of the same dtype.
         """
         num_tokens = len(self.topk_idx)
-        if grad_weights.is_cuda and (kernels := _kernels()) is not None:
+        if (kernels := extension.kernels_on(grad_weights.device)) is not None:
             grad_probs = grad_weights.new_empty(num_tokens, self.num_experts)
             stream = extension.current_stream()
             grad_weights = grad_weights.contiguous()
@@ -70,7 +68,7 @@ def routes_and_weights(
     Args:
         routing_map: [num_tokens, num_experts] bool; at most `top_k` True in a row.
         probs: [num_tokens, num_experts] of any floating dtype, on the map's device.  NaN is passed
-            through to the experts it belongs to, and to nobody else.
+            through to the experts it belongs to, and to no other.
         top_k: K, columns of the results, the most experts that a token may have.
         block: experts are numbered backwards in blocks of this many, which divides their number:
             with 4 experts and blocks of 2, the experts of the map's columns are 1, 0, 3, 2.
@@ -94,7 +92,7 @@ def routes_and_weights(
             f"{list(routing_map.shape)} on {routing_map.device}"
         )
     num_tokens, num_experts = routing_map.shape
-    if routing_map.is_cuda and (kernels := _kernels()) is not None:
+    if (kernels := extension.kernels_on(routing_map.device)) is not None:
         topk_idx = routing_map.new_empty(num_tokens, top_k, dtype=torch.int64)
         weights = probs.new_empty(num_tokens, top_k)
         kernels.routes_and_weights(
@@ -122,13 +120,3 @@ def _backwards_in_blocks(per_expert: torch.Tensor, block: int) -> torch.Tensor:
     if block == 1:
         return per_expert
     return per_expert.unflatten(1, (-1, block)).flip(2).flatten(1)
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """Return the extension if it can be used on this GPU; looked for once, not at every layer."""
-    if extension.obstacle() is not None:
-        return None
-    if extension.gpu_obstacle("this GPU", *torch.cuda.get_device_capability()) is not None:
-        return None
-    return extension.load()

@@ -1,4 +1,4 @@
-"""What one rank does alone, and all must hear of when it fails."""
+"""Steps that one rank takes alone, and whose failure all ranks must hear of."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def on_all_ranks(
 ) -> _Result:
     """Take a step that may fail on one rank alone; when it does on any, raise on all.
 
-    For what a rank does by itself between two exchanges, as opening a library: if it just raised,
-    the others would wait for it in the next exchange, and never hear why it does not come.
+    For what a rank does by itself between two exchanges, such as opening a library: if it just
+    raised, the others would wait for it in the next exchange and never learn why it is missing.
 
     Args:
         group: the ranks.

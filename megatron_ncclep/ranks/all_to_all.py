@@ -13,7 +13,7 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import BUSY_WAIT_S
 
 
-class Exchange:
+class AllToAll:
     """An all-to-all that has been started: see `exchange`."""
 
     def __init__(
@@ -25,7 +25,7 @@ class Exchange:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Start it.  Collective; waits for nobody.  The arguments are those of `exchange`."""
+        """Start it.  Collective; does not wait.  The arguments are those of `exchange`."""
         self._group, self._what, self._timeout_s = group, what, timeout_s
         self._sent = sent.contiguous()  # must stay until it is over
         self._received = sent.new_empty(sum(received_splits), *sent.shape[1:])
@@ -73,8 +73,8 @@ class Unwaited:
         self._was_captured = False
         self._what, self._timeout_s = "", 0.0
 
-    def note(self, what: str, timeout_s: float) -> None:
-        """What the current stream holds now has to be over by a later `check`."""
+    def record(self, what: str, timeout_s: float) -> None:
+        """Record an event; `check` fails if it has not completed by the deadline."""
         if self._group.device.type != "cuda":
             return
         self._what, self._timeout_s = what, timeout_s
@@ -112,7 +112,7 @@ class Unwaited:
                 raise PeerError(
                     f"rank {self._group.rank} of {self._group.size}: {self._what} was not over "
                     f"within the deadline of {self._timeout_s:g} s: a rank died, is late, refused "
-                    "a call or left the group's order of calls; look at the other ranks' output"
+                    "a call, or made a different sequence of calls; look at the other ranks' output"
                 )
 
     def _raise_refusal(self) -> None:
@@ -144,5 +144,5 @@ def exchange(
     """
     # A dimension more, of which the bytes of a number are the entries.
     as_bytes = sent.contiguous().unsqueeze(-1).view(torch.uint8)
-    started = Exchange(group, as_bytes, sent_splits, received_splits, what, timeout_s)
+    started = AllToAll(group, as_bytes, sent_splits, received_splits, what, timeout_s)
     return started.finish().view(sent.dtype).squeeze(-1)

@@ -79,26 +79,26 @@ class HostLink:
         """
         # Ranks that NCCL takes to be on different hosts are not to meet in memory either.
         host_ids = gather(place.host_id())
-        obstacle = _obstacle()
+        reason = _unavailable_reason()
         if host_ids != place.host_id() * self.size:
-            obstacle = f"{place.HOST_ID} puts them on different hosts"
-        self._memory, obstacle = open_together(self.rank, self.size, obstacle, gather)
+            reason = f"{place.HOST_ID} puts them on different hosts"
+        self._memory, reason = open_together(self.rank, self.size, reason, gather)
         self.is_open = True
         if self._memory is None and self.rank == 0:
             get_logger().info(
                 "hosts agree over the process group, some hundred microseconds a call, because "
                 "the ranks share no memory: %s",
-                obstacle,
+                reason,
             )
 
-    def enter(self, call: int, goes_on: bool, since: int = 0) -> None:
+    def enter(self, call: int, skips_exchange: bool, since: int = 0) -> None:
         """Tell ranks that wait in this call or an earlier one where this one is.  Not collective.
 
-        Without shared memory nobody hears of it, nor of what `refuse` says.
+        Without shared memory the others learn neither this nor what `refuse` says.
 
         Args:
             call: number of the call, which grows.
-            goes_on: this rank exchanges nothing in it.
+            skips_exchange: this rank exchanges nothing in it.
             since: what ranks refused in earlier calls does not keep them from coming to this one.
 
         Raises:
@@ -106,7 +106,7 @@ class HostLink:
         """
         if self._memory is not None:
             self._require_own_process(f"call {call}")
-            self._memory.enter(call, goes_on, since)
+            self._memory.enter(call, skips_exchange, since)
 
     def refuse(self, reason: str) -> None:
         """Write down, for the others to read, why this rank has refused the call that it is in.
@@ -120,7 +120,7 @@ class HostLink:
         """What `rank` refused last, in call `since` or later; empty if nothing, or not known."""
         return "" if self._memory is None else str(self._memory.refusal(rank, since))
 
-    def gone_on(self) -> int | None:
+    def rank_ahead(self) -> int | None:
         """A rank that exchanges nothing where this one does; None if there is none, or unknown."""
         rank = -1 if self._memory is None else self._memory.gone_on()
         return None if rank < 0 else rank
@@ -134,7 +134,7 @@ class HostLink:
             )
 
     def close(self) -> None:
-        """Give the memory back; the link can be opened anew.  As collective as that is."""
+        """Give the memory back; the link can be opened again.  As collective as that is."""
         if self._memory is not None:
             self._memory.close()
         self._memory, self.is_open = None, False
@@ -153,7 +153,7 @@ class HostLink:
         return text
 
 
-def _obstacle() -> str | None:
+def _unavailable_reason() -> str | None:
     """Say what keeps this rank from sharing memory, before it tries."""
     try:
         is_wanted = envs.get("NCCLEP_HOST_EXCHANGE")
@@ -161,4 +161,4 @@ def _obstacle() -> str | None:
         return str(error)
     if not is_wanted:
         return "NCCLEP_HOST_EXCHANGE turns it off"
-    return extension.obstacle()
+    return extension.unavailable_reason()

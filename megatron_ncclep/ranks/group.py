@@ -1,4 +1,4 @@
-"""EpGroup: the ranks that exchange tokens, and what belongs to them and not to one layer.
+"""EpGroup: the ranks that exchange tokens, and what they share across layers.
 
 All layers of a model share the group's one EpGroup, and through it what its engines share.
 """
@@ -40,7 +40,7 @@ class EpGroup(Hosts):
     """The ranks of one process group: hosts that agree, and what their engines and layers share.
 
     Attributes:
-        is_rehearsal: calls have made-up arguments: what they drop does not count.
+        is_warmup: calls have made-up arguments: what they drop does not count.
         is_closed: `close` was called.
         timeout_s: seconds that `close` waits; those of the engine that was made last.
     """
@@ -48,7 +48,7 @@ class EpGroup(Hosts):
     def __init__(self, process_group: dist.ProcessGroup, whole: EpGroup | None = None) -> None:
         """Not collective; the arguments are those of `Hosts`."""
         super().__init__(process_group, whole)
-        self.is_rehearsal = False
+        self.is_warmup = False
         self.is_closed = False
         self.timeout_s = EpConfig.timeout_s
         self._left_alone = False  # closed without the other ranks

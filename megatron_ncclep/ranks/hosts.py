@@ -1,7 +1,7 @@
 """How the hosts of a group's ranks exchange messages, count their calls, and agree on them.
 
-Ranks that move rows must be in the same call with arguments that fit.  So each sends all others a
-message, through shared memory where they have some (`exchange.py`), and otherwise over torch.
+Ranks that move rows must be in the same call with matching arguments.  So each rank sends a message
+to all others, through shared memory where they have some (`exchange.py`), and otherwise over torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_ncclep.errors import (
 from megatron_ncclep.ranks.exchange import DYING_S, HostLink
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
-# Phase, call, whether there is a problem, what is told; length and hash of the values' text.  The
+# Phase, call, whether there is a problem, payload; length and hash of the values' text.  The
 # same size for every call, so that ranks in different calls can still read each other's.
 HASH_BYTES = 8
 MESSAGE = struct.Struct(f"<5q{HASH_BYTES}s")
@@ -46,11 +46,11 @@ class Agreement:
 
     Attributes:
         call: the number of the call, the same on every rank.
-        told: what each rank told the others, by rank.
+        gathered: every rank's `payload`, by rank.
     """
 
     call: int
-    told: list[int]
+    gathered: list[int]
 
 
 class Hosts:
@@ -105,13 +105,13 @@ class Hosts:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def enter(self, goes_on: bool = True, is_fresh: bool = False) -> int:
+    def enter(self, skips_exchange: bool = True, is_fresh: bool = False) -> int:
         """Count a call in which the hosts need not agree; `agree` counts its own.
 
         Not collective, but every rank counts the same calls.
 
         Args:
-            goes_on: this rank exchanges nothing in it.  Ranks that do raise, and are told.
+            skips_exchange: this rank exchanges nothing in it; ranks that do exchange raise.
             is_fresh: ranks come to it that have refused an earlier call.
 
         Returns:
@@ -124,33 +124,33 @@ class Hosts:
         self._num_calls += 1
         self._is_used |= not is_fresh
         self._since = self._num_calls if is_fresh else 0
-        self._link.enter(self._num_calls, goes_on, self._since)
+        self._link.enter(self._num_calls, skips_exchange, self._since)
         return self._num_calls
 
     def refuse(self, reason: str) -> None:
         """Count a call, and tell the other ranks why this one refuses it.
 
-        Not collective, and waits for nobody.  Ranks that wait in `exchange` for this one raise;
-        who waits on the device is up to the engine to tell, and then asks `refusal`.
+        Not collective, and does not wait.  Ranks that wait for this one in `exchange` raise; the
+        engine has to notify ranks that wait on the device, which then ask `refusal`.
         """
         self.enter()
         self._link.refuse(reason)
 
     def forget_refusal(self) -> None:
-        """Take back what `refuse` said, when what it ended is made anew.  Not collective."""
+        """Withdraw a refusal when the engine that it ended is created again.  Not collective."""
         self._link.refuse("")
 
     def refusal(self, rank: int) -> str:
         """What `rank` refused last; empty if nothing, or if the ranks share no memory."""
         return self._link.refusal(rank)
 
-    def gone_on(self) -> int | None:
+    def rank_ahead(self) -> int | None:
         """A rank that exchanges nothing in the call in which this one does, or is in a later one.
 
         None if there is none, if all have exchanged something in this call, or if the ranks share
         no memory.
         """
-        return self._link.gone_on()
+        return self._link.rank_ahead()
 
     def lost(self, wait_s: float = DYING_S) -> str:
         """Say which ranks have died or left; empty if none is known.  See `HostLink.lost`."""
@@ -163,7 +163,7 @@ class Hosts:
         problem: str | None,
         timeout_s: float,
         error: type[EpError] = InputError,
-        told: int = 0,
+        payload: int = 0,
     ) -> Agreement:
         """Make sure that every rank is in the same call with matching arguments.  Collective.
 
@@ -176,22 +176,22 @@ class Hosts:
             problem: what is wrong on this rank, if anything is.
             timeout_s: seconds to wait for the other ranks.
             error: what to raise for a problem.
-            told: a number that may differ between ranks and is passed on to all of them.
+            payload: a number that may differ between ranks and is passed on to all of them.
 
         Raises:
             InputError: on every rank, when values differ or (unless `error` says otherwise) when
                 any rank has a problem.
             PeerError: a rank did not come in time, died, or is in another call.
         """
-        # A rank that has refused a call comes to the end of an engine and to the next one's start.
-        call = self.enter(goes_on=False, is_fresh=phase in ("open", "close"))
+        # A rank that has refused a call still takes part in closing engines and opening new ones.
+        call = self.enter(skips_exchange=False, is_fresh=phase in ("open", "close"))
         head = (PHASES.index(phase), call)
         text = repr(values).encode()  # a third of the time that JSON takes
         text_hash = hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
-        mine = MESSAGE.pack(*head, problem is not None, told, len(text), text_hash)
+        mine = MESSAGE.pack(*head, problem is not None, payload, len(text), text_hash)
         everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
         if problem is None and everything == mine * self.size:  # as it should be: no more to do
-            return Agreement(call, [told] * self.size)
+            return Agreement(call, [payload] * self.size)
         theirs = list(MESSAGE.iter_unpack(everything))
 
         if any(row[:2] != head for row in theirs):
@@ -340,7 +340,7 @@ class Hosts:
                 self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
             # The backend's own words seldom say who it was, and may be those of a consequence.
-            lost = self.lost() or "a rank died, is late or left the group's order of calls"
+            lost = self.lost() or "a rank died, is late, or made a different sequence of calls"
             raise PeerError(
                 f"rank {self.rank} of {self.size}: no answer from the other ranks of the "
                 f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "
@@ -366,7 +366,7 @@ class Hosts:
 
 
 def different_calls(where: str) -> str:
-    """The text for ranks in different calls; `where` says which rank is in which."""
+    """Error text for ranks in different calls; `where` lists rank and call."""
     return (
         f"the ranks of the expert-parallel group are in different calls: {where}. "
         "Every rank must run the same layers in the same order, backward included"
@@ -374,7 +374,7 @@ def different_calls(where: str) -> str:
 
 
 def difference(phase: str, name: str, each: str) -> str:
-    """The text for a value that ranks must have alike; `each` says which rank has which."""
+    """Error text for a value that differs between ranks; `each` lists rank and value."""
     return (
         f"{phase}: {name} differs between the ranks of the expert-parallel group: {each}. "
         f"Give every rank the same {name}"

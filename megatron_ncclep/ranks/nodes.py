@@ -1,9 +1,9 @@
 """The grid of an expert-parallel group over several nodes: who is where, and how it is found.
 
-A node is what the engine inside it can serve: an NVLink domain, which may be many hosts, and
-without one a host.  With L ranks on each, node m has the ranks m * L to m * L + L - 1, so that
-experts in the order of ranks are in the order of nodes too.  Ranks with the same local index are
-a *rail*: rows cross the network only between them.
+A node is an NVLink domain (possibly several hosts), or a single host without NVLink.  With L ranks
+on each, node m has the ranks m * L to m * L + L - 1, so that experts in the order of ranks are in
+the order of nodes too.  Ranks with the same local index are a *rail*: rows cross the network only
+between them.
 
 Example: 2 nodes with 3 ranks each
 
@@ -178,7 +178,7 @@ def _own_node(group: EpGroup) -> tuple[str, bool]:
     ranks_on_each = envs.get("NCCLEP_LOCAL_RANKS")
     if ranks_on_each is not None:
         return f"node {group.rank // ranks_on_each}", False
-    return place.host_name(), group.device.type == "cuda" and extension.obstacle() is None
+    return place.host_name(), group.device.type == "cuda" and extension.unavailable_reason() is None
 
 
 def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.ProcessGroup:

@@ -47,7 +47,7 @@ class RankPool:
     """Up to `size` processes under one group, started once because starting is slow.
 
     A function runs on the first R of them, over a group of just these.  When a rank dies or is late
-    the whole pool is killed; the next `run` starts it anew.
+    the whole pool is killed; the next `run` starts a new one.
 
     The ranks are forks of one process, so that they share what it has imported.  It imports what
     `folders` have before what this process would import, has the variables of `environment`, and
@@ -182,7 +182,7 @@ def _receive(pipe: Connection, device: str | None = None) -> Any:
 
 
 def _tracebacks_there(pipes: Sequence[Connection], first: int, end: int) -> list[str]:
-    """What ranks from `first` to `end` - 1 have raised so far; waits for nobody."""
+    """What ranks from `first` to `end` - 1 have raised so far; does not wait."""
     raised = []
     for rank, pipe in list(enumerate(pipes))[first:end]:
         try:

@@ -36,13 +36,13 @@ REASON_BYTES = 256
 
 
 def open_together(
-    rank: int, size: int, obstacle: str | None, gather: Callable[[bytes], bytes]
+    rank: int, size: int, reason: str | None, gather: Callable[[bytes], bytes]
 ) -> tuple[Any, str | None]:
     """Return the `_C.HostExchange` between all ranks, or None on all ranks and why.  Collective.
 
     Args:
         rank, size: of this process in the group.
-        obstacle: what keeps this rank from trying.
+        reason: what keeps this rank from trying.
         gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
 
     Returns:
@@ -56,14 +56,14 @@ def open_together(
 
     def do(step: Callable[[], None]) -> bool:
         """Take a step on every rank; return whether all could."""
-        nonlocal obstacle
+        nonlocal reason
         try:
-            if obstacle is None:
+            if reason is None:
                 step()
         except (LibraryError, OSError) as error:
-            obstacle = str(error)
+            reason = str(error)
         size = 1 + NAME_BYTES
-        theirs = gather(bytes([obstacle is None]) + opening.names[rank])
+        theirs = gather(bytes([reason is None]) + opening.names[rank])
         opening.names = [theirs[start + 1 : start + size] for start in range(0, len(theirs), size)]
         return all(theirs[::size])
 
@@ -71,12 +71,12 @@ def open_together(
         if do(opening.bind) and do(opening.send) and do(opening.receive):
             opening.undo.pop_all()
             return opening.memory, None
-    return None, _reasons(obstacle, gather)
+    return None, _reasons(reason, gather)
 
 
-def _reasons(obstacle: str | None, gather: Callable[[bytes], bytes]) -> str:
+def _reasons(reason: str | None, gather: Callable[[bytes], bytes]) -> str:
     """What is in the way of which rank; what is in the way of all is said once."""
-    mine = (obstacle or "").encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+    mine = (reason or "").encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
     theirs = gather(mine)
     texts = [
         theirs[start : start + REASON_BYTES].rstrip(b"\0").decode(errors="ignore")

@@ -10,7 +10,7 @@ import pytest
 from megatron_ncclep import cli
 from megatron_ncclep.benchmark import command, shapes
 from megatron_ncclep.benchmark.job import Job
-from megatron_ncclep.benchmark.names import TRAININGS, default_names, obstacle, split_name
+from megatron_ncclep.benchmark.names import TRAININGS, default_names, split_name, unavailable_reason
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 
@@ -283,13 +283,13 @@ def test_variants_of_a_training() -> None:
 def test_what_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     (small,), (large, _) = shapes.load("smoke").trainings, shapes.load("training").trainings
     choice = TRAININGS.parse("train:alltoall")
-    assert obstacle(choice, "cpu", small) is None
+    assert unavailable_reason(choice, "cpu", small) is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "megatron" or None)
-    reason = obstacle(choice, "cuda", large)
+    reason = unavailable_reason(choice, "cuda", large)
     assert reason is not None
     assert "pip install 'megatron-ncclep[te]'" in reason
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    reason = obstacle(choice, "cpu", small)
+    reason = unavailable_reason(choice, "cpu", small)
     assert reason is not None
     assert "pip install 'megatron-ncclep[train]'" in reason
 

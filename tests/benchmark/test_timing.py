@@ -180,10 +180,10 @@ def test_a_rate_is_what_one_rank_copies_in_the_median_of_the_slowest() -> None:
     assert len(timer.calls) == ceiling.WARMUP + ceiling.SAMPLES
 
 
-def obstacle_on_rank(context: RankContext) -> str | None:
-    return ceiling.obstacle(EpGroup.of(context.group), 4096)
+def reason_on_rank(context: RankContext) -> str | None:
+    return ceiling.unavailable_reason(EpGroup.of(context.group), 4096)
 
 
 def test_no_ceiling_on_a_cpu(pool: RankPool) -> None:
     if pool.backend == "gloo":
-        assert set(pool.run(obstacle_on_rank, ranks=2)) == {"no GPUs"}
+        assert set(pool.run(reason_on_rank, ranks=2)) == {"no GPUs"}

@@ -11,7 +11,7 @@ from slurm_cluster import SlurmCluster
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    reason = slurm_cluster.obstacle()
+    reason = slurm_cluster.unavailable_reason()
     needing = [item for item in items if reason and "slurm" in item.fixturenames]
     leave_out(config, items, dict.fromkeys(needing, reason or ""))
 

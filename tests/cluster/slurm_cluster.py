@@ -61,7 +61,7 @@ def find(program: str) -> str | None:
     return shutil.which(program, path=path) or shutil.which(f"{program}-wlm", path=path)
 
 
-def obstacle() -> str | None:
+def unavailable_reason() -> str | None:
     """Say which programs are missing and what brings them; None if all are there."""
     missing = [program for program in PROGRAMS if find(program) is None]
     if not missing:
@@ -141,7 +141,7 @@ class SlurmCluster:
 
     def _daemon(self, program: str, *arguments: str) -> None:
         path = find(program)
-        assert path is not None, obstacle()
+        assert path is not None, unavailable_reason()
         with (self.folder / f"{program}.out").open("wb") as out:
             command = [path, *arguments]
             self._daemons.append(
@@ -155,7 +155,7 @@ class SlurmCluster:
     def ask(self, program: str, *arguments: str) -> str:
         """Run one of Slurm's commands; what it printed, errors included."""
         path = find(program)
-        assert path is not None, obstacle()
+        assert path is not None, unavailable_reason()
         done = subprocess.run(
             [path, *arguments], env=self.environment, text=True, timeout=PATIENCE_S,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

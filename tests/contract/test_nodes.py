@@ -30,7 +30,7 @@ from megatron_ncclep.engines.hierarchical.engine import HierarchicalPlan
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, PeerError
 from megatron_ncclep.libraries.extension import StreamKeeper
-from megatron_ncclep.ranks.all_to_all import Exchange
+from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes, nodes_from
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -269,9 +269,9 @@ def chunked_on_rank(
 
         return call
 
-    finish, group = Exchange.finish, EpGroup.of(ctx.group)
+    finish, group = AllToAll.finish, EpGroup.of(ctx.group)
 
-    def come(exchange: Exchange, on_host: bool = True) -> torch.Tensor:
+    def come(exchange: AllToAll, on_host: bool = True) -> torch.Tensor:
         if exchange._group is group:  # not what moves inside
             events.append("come")
         return finish(exchange, on_host)
@@ -286,7 +286,7 @@ def chunked_on_rank(
             events.clear()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(hierarchical, "start", noted("cross", hierarchical.start))
-                patch.setattr(Exchange, "finish", come)
+                patch.setattr(AllToAll, "finish", come)
                 for step in ("dispatch", "combine"):
                     patch.setattr(plan.engine, step, noted(step, getattr(plan.engine, step)))
                 rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))

@@ -32,7 +32,7 @@ from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks import all_to_all
-from megatron_ncclep.ranks.all_to_all import Exchange, Unwaited
+from megatron_ncclep.ranks.all_to_all import AllToAll, Unwaited
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
@@ -105,9 +105,9 @@ def near() -> Iterator[None]:
 @contextmanager
 def far(group: EpGroup) -> Iterator[None]:
     """Whatever waits is an error: reading, agreeing, waiting on the host for an exchange."""
-    finish = Exchange.finish
+    finish = AllToAll.finish
 
-    def finish_at_once(exchange: Exchange, on_host: bool = True) -> torch.Tensor:
+    def finish_at_once(exchange: AllToAll, on_host: bool = True) -> torch.Tensor:
         if on_host and exchange._group is group:
             raise WaitedError(f"for {exchange._what}")
         with near():  # gloo brings it through the host
@@ -117,7 +117,7 @@ def far(group: EpGroup) -> Iterator[None]:
         raise WaitedError("for other hosts")
 
     with pytest.MonkeyPatch.context() as patch, NoMethodReads(), NoOperatorReads():
-        patch.setattr(Exchange, "finish", finish_at_once)
+        patch.setattr(AllToAll, "finish", finish_at_once)
         patch.setattr(group, "exchange", never)
         patch.setattr(Far, "is_on", True)
         yield
@@ -404,7 +404,7 @@ def test_what_crosses_has_a_deadline(
     )
     unwaited = Unwaited(group)
     unwaited.check()  # nothing has crossed
-    unwaited.note("dispatch between nodes", 0.05)
+    unwaited.record("dispatch between nodes", 0.05)
     if error is None:
         unwaited.check()
         return

@@ -15,8 +15,7 @@ from run_case import fitted, oracle_of
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
-from megatron_ncclep.engines.rows_limit import rows_limit
+from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_limit, rows_needed
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool

@@ -252,9 +252,9 @@ def test_laying_out() -> None:
 # ---- devices
 
 
-def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, bf16 = torch.device("cuda"), torch.bfloat16
-    assert grouped_gemm.obstacle(torch.device("cpu"), torch.float64) is None
+    assert grouped_gemm.unavailable_reason(torch.device("cpu"), torch.float64) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     for capability, dtype, problem in [
         ((9, 0), bf16, None),
@@ -264,11 +264,11 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
         ((9, 0), torch.float32, "for bf16, and the experts compute in torch.float32"),
     ]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        found = grouped_gemm.obstacle(gpu, dtype)
+        found = grouped_gemm.unavailable_reason(gpu, dtype)
         assert found is None if problem is None else problem in found
     monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
     monkeypatch.delattr(torch, "_grouped_mm", raising=False)
-    assert "use torch 2.10 or newer" in grouped_gemm.obstacle(gpu, bf16)
+    assert "use torch 2.10 or newer" in grouped_gemm.unavailable_reason(gpu, bf16)
 
 
 def test_without_torchs_operator(monkeypatch: pytest.MonkeyPatch) -> None:

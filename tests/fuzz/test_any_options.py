@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import ALIGNMENTS, EpConfig, add_option_arguments, given_options
-from megatron_ncclep.engines.rows_limit import rows_limit
+from megatron_ncclep.engines.overflow import rows_limit
 
 NAMES = [field.name for field in dataclasses.fields(EpConfig)]
 VARIABLES = {f"NCCLEP_{name.upper()}": name for name in NAMES}

@@ -59,7 +59,7 @@ def prepare_on_rank(ctx: RankContext) -> None:
 
 def prepare_for_graphs(layer: Any) -> None:
     """What Megatron's dynamic context has done."""
-    layer._inference_token_dispatcher.exchange.prepare(MAX_TOKENS, max(TOKENS))
+    layer._inference_token_dispatcher.session.prepare(MAX_TOKENS, max(TOKENS))
 
 
 def close(layer: Any) -> None:

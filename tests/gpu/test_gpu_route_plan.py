@@ -6,7 +6,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 
-from megatron_ncclep.ops import routing as route_plan
+from megatron_ncclep.libraries import extension
 from megatron_ncclep.ops.routing import routes_and_weights
 
 # Tokens, experts, top_k: warps that are not full, one assignment, more assignments than lanes, no
@@ -65,9 +65,9 @@ def test_same_bits_as_on_a_cpu(
         assert not weights.requires_grad
         return routes.topk_idx, weights, routes.probs_gradient(grad)
 
-    assert route_plan._kernels() is not None
     expected = run(routing_map, probs, grad)
     on_gpu = [tensor.cuda() for tensor in (routing_map, probs, grad)]
+    assert extension.kernels_on(on_gpu[0].device) is not None
     for inputs in (on_gpu, [turned(tensor) for tensor in on_gpu]):
         names = ("topk_idx", "weights", "gradient")
         for name, actual, wanted in zip(names, run(*inputs), expected, strict=True):

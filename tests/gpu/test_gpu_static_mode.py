@@ -20,7 +20,7 @@ from run_case import fitted, oracle_of
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.overflow_report import DropWarning
+from megatron_ncclep.engines.overflow import DropWarning
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool

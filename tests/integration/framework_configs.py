@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.integration.options.field import settle_options
+from megatron_ncclep.integration.options.field import resolve_options
 
 OWN = EpConfig(alignment=32, max_recv_rows="1.25x", timeout_s=7.5, on_overflow="raise")
 MOE = {**OPTIONS, "moe_token_dispatcher_type": "ncclep", "use_cpu_initialization": True}
@@ -164,7 +164,7 @@ def check_copies() -> None:
             ]
         for copied in copies:
             assert type(copied) is kind
-            assert settle_options(copied) == copied.ncclep == OWN
+            assert resolve_options(copied) == copied.ncclep == OWN
             assert copied.moe_token_dispatcher_type == "ncclep"
         copies[1].ncclep.alignment = 64  # its own
         assert made.ncclep == OWN
@@ -184,7 +184,7 @@ def check_configs_of_layers() -> None:
     )
     of_layer = made.get_config_for_layer(1)
     assert type(of_layer) is TransformerConfig
-    assert settle_options(of_layer) == of_layer.ncclep == OWN
+    assert resolve_options(of_layer) == of_layer.ncclep == OWN
 
 
 def check_overrides() -> None:
@@ -199,16 +199,16 @@ def check_overrides() -> None:
     values["ncclep"] |= {"alignment": 64, "engine": "reference"}
     lay_over(made, values)
     expected = dataclasses.replace(OWN, alignment=64, engine="reference")
-    assert settle_options(made) == made.ncclep == expected
+    assert resolve_options(made) == made.ncclep == expected
     made.ncclep.alignment = 7
     with pytest.raises(InputError, match="alignment 7: must be one of"):
         made.provide()
 
     without = Provider(**MOE)
     lay_over(without, {**for_omegaconf(without), "ncclep": {"alignment": 16}})
-    assert settle_options(without) == without.ncclep == EpConfig(alignment=16)
+    assert resolve_options(without) == without.ncclep == EpConfig(alignment=16)
     without.ncclep = as_file(OWN)  # a file that was not made into objects
-    assert settle_options(without) == without.ncclep == OWN
+    assert resolve_options(without) == without.ncclep == OWN
     without.ncclep = {"alignment": 16, "alingment": 32}
     with pytest.raises(InputError, match=r"unknown option 'alingment': .*'alignment'"):
         without.provide()
@@ -242,7 +242,7 @@ def check_files() -> None:
             plain["ncclep"] = data["ncclep"]
             again = made_from(yaml.safe_load(yaml.safe_dump(plain)))
             assert type(again) is Provider
-            assert settle_options(again) == again.ncclep == own
+            assert resolve_options(again) == again.ncclep == own
     # Only what is on a list of Megatron's may be made from a file: no class of ours is in there.
     assert "_target_" not in OWN.to_cfg_dict()
 
@@ -256,7 +256,7 @@ def check_files() -> None:
         Model.builder, Model.__qualname__ = "nobody", "Model"
         globals()["Model"] = Model  # found by its name
         again = Model.from_dict(Model(transformer=Provider(**{**MOE, "ncclep": OWN})).as_dict())
-        assert settle_options(again.transformer) == again.transformer.ncclep == OWN
+        assert resolve_options(again.transformer) == again.transformer.ncclep == OWN
 
 
 def check_logs(folder: Path) -> None:
@@ -299,7 +299,7 @@ def check_megatrons_yaml() -> None:
     given = SimpleNamespace(alignment=32, max_recv_rows="worst")
     found = core_config_from_args(SimpleNamespace(**base, ncclep=given))
     made = TransformerConfig(**{**MOE, "ncclep": found["ncclep"]})
-    assert settle_options(made) == made.ncclep == EpConfig(alignment=32, max_recv_rows="worst")
+    assert resolve_options(made) == made.ncclep == EpConfig(alignment=32, max_recv_rows="worst")
     assert "ncclep" in TransformerConfig.__dataclass_fields__
 
 

@@ -289,7 +289,7 @@ def check_replays() -> None:
         compare(train_same(layer), train_same(eager), f"local {recompute}")
 
 
-def check_rehearsals() -> None:
+def check_warmups() -> None:
     """What is dropped counts, except when a layer runs before it is captured in a CUDA graph.
 
     TransformerEngine captures layers with ones for hidden states, so that all tokens go to the same
@@ -340,7 +340,7 @@ def check_all() -> None:
         check_op_fuser(monkeypatch)
     check_rules_of_configs()
     check_replays()
-    check_rehearsals()
+    check_warmups()
     EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()
     cuda_graphs.CudaGraphManager = real
     for kind in kinds:

@@ -109,11 +109,11 @@ def check_options_field():
         assert dataclasses.replace(made, ncclep=EpConfig(alignment=32)).ncclep.alignment == 32
         assert kind(ncclep=own, **OPTIONS).ncclep is own
         from_dict = kind(**{**OPTIONS, "ncclep": dataclasses.asdict(made)["ncclep"]})
-        hooks.settle_options(from_dict)
+        hooks.resolve_options(from_dict)
         assert from_dict.ncclep == own
         from_dict.ncclep = "reference"
         with pytest.raises(InputError, match=r"'reference': give it a megatron_ncclep\.EpConfig"):
-            hooks.settle_options(from_dict)
+            hooks.resolve_options(from_dict)
     assert LaterConfig(extra=5, **OPTIONS).extra == 6
 
 
@@ -125,7 +125,7 @@ def check_options_of_the_process():
         megatron_ncclep.install(alignment=alignment)
         for made in [*before, *(kind(**OPTIONS) for kind in kinds)]:
             for config in (made, dataclasses.replace(made), copy.deepcopy(made)):
-                hooks.settle_options(config)
+                hooks.resolve_options(config)
                 assert config.ncclep.alignment == alignment
     own = dataclasses.replace(TransformerConfig(ncclep=EpConfig(alignment=64), **OPTIONS))
     assert own.ncclep.alignment == 64
@@ -183,7 +183,7 @@ def check_text_of_a_refusal():
     assert "another exception" not in printed
 
 
-def check_text_of_an_obstacle():
+def check_text_of_an_engine_that_cannot_run():
     """The same of an engine that cannot run, which users saw twice too."""
     config = TransformerConfig(
         moe_token_dispatcher_type="ncclep",
@@ -398,7 +398,7 @@ def check_all():
         check_command_line()
     check_text_of_a_refusal()
     check_before_steps()
-    check_text_of_an_obstacle()
+    check_text_of_an_engine_that_cannot_run()
     check_counts_of_experts()
     check_graphs_of_the_benchmark()
     name = "megatron.core.optimizer.optimizer_cuda_graph"

@@ -195,7 +195,7 @@ def test_the_lsa_domain(monkeypatch: pytest.MonkeyPatch) -> None:
             return [2] * self.size
 
     pool = Pool()
-    monkeypatch.setattr(choice.extension, "obstacle", lambda: None)
+    monkeypatch.setattr(choice.extension, "unavailable_reason", lambda: None)
     (finding,) = choice.lsa_domain(pool)  # type: ignore[arg-type]
     assert finding.value.startswith("2 of 4 GPUs reach each other's memory")
     pool.size = 3
@@ -204,11 +204,11 @@ def test_the_lsa_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.size = 1
     assert not [*choice.lsa_domain(pool)]  # type: ignore[arg-type]
     pool.size = 4
-    monkeypatch.setattr(choice.extension, "obstacle", lambda: "there is none")
+    monkeypatch.setattr(choice.extension, "unavailable_reason", lambda: "there is none")
     assert not [*choice.lsa_domain(pool)]  # type: ignore[arg-type]
 
 
-def test_ranks_that_see_different_obstacles() -> None:
+def test_ranks_that_find_different_reasons() -> None:
     def answer(first: str | None, second: str | None) -> choice.Answer:
         return choice.Answer("reference", {"first": first, "second": second})
 

@@ -182,7 +182,7 @@ def test_the_extension_runs_on_the_gpus(
     names = architectures.split()
     info = {"cuda": "13.1", "architectures": names}
     monkeypatch.setattr(module, "build_info", lambda: info, False)
-    monkeypatch.setattr(native.native_extension, "obstacle", lambda: None)
+    monkeypatch.setattr(native.native_extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(native.native_extension, "load", lambda: module)
     monkeypatch.setattr(native.native_extension, "driver_version", lambda: driver)
     (finding,) = examine("Extension")
@@ -219,5 +219,7 @@ def test_the_driver_says_which_cuda_it_serves(
 
 
 def test_a_package_without_extension_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.native_extension, "obstacle", lambda: "there is none: build it")
+    monkeypatch.setattr(
+        native.native_extension, "unavailable_reason", lambda: "there is none: build it"
+    )
     assert examine("Extension") == [Finding("extension", "none: there is none: build it")]

@@ -271,14 +271,14 @@ def choices_on_rank(ctx: RankContext) -> None:
         device: torch.device = GPU,
         in_graph: bool = False,
         options: EpConfig = AUTO,
-        obstacle: str | None = None,
+        reason: str | None = None,
         slices: int = 1,
         **fields: Any,
     ) -> tuple[str, str]:
         config = make_config("ncclep", torch.bfloat16, 4)
         vars(config).update(fields)
         of_layer = (layer.experts, num_experts, slices)
-        with mock.patch.object(choice, "obstacle", return_value=obstacle):
+        with mock.patch.object(choice, "unavailable_reason", return_value=reason):
             found = choice.choose(config, options, *of_layer, in_graph, device)
         return found.experts, found.reason
 
@@ -301,7 +301,7 @@ def choices_on_rank(ctx: RankContext) -> None:
             "megatron",
             True,
         )
-    assert chosen(64, obstacle="a GPU of 8.0", **SMALL)[1].endswith("do not support a GPU of 8.0")
+    assert chosen(64, reason="a GPU of 8.0", **SMALL)[1].endswith("do not support a GPU of 8.0")
     rows = EpConfig(experts="auto", max_recv_rows=40)
     assert "max_recv_rows=40: it must be a multiple of 16" in chosen(64, options=rows, **SMALL)[1]
 

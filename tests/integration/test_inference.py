@@ -45,16 +45,16 @@ FFN = 32
 SIZES = [(3, 4), (0, 2), (1, 0), (0, 0), (2, 9), (7, 0), (4, 4)]
 
 
-def taken(exchange: Any) -> Any:
+def taken(session: Any) -> Any:
     """Note what takes each batch: True for low-latency mode."""
-    choose, found = exchange.low_latency_for, []
+    choose, found = session.low_latency_for, []
 
     def low_latency_for(num_tokens: int, problem: str | None) -> Any:
         chosen = choose(num_tokens, problem)
         found.append(chosen is not None)
         return chosen
 
-    return mock.patch.object(exchange, "low_latency_for", low_latency_for), found
+    return mock.patch.object(session, "low_latency_for", low_latency_for), found
 
 
 def batches_on_rank(ctx: RankContext) -> list[bool]:
@@ -66,7 +66,7 @@ def batches_on_rank(ctx: RankContext) -> list[bool]:
         use_whole_numbers(built)
     rank = parallel_state.get_expert_model_parallel_rank()
     dispatcher = layer._inference_token_dispatcher
-    patch, found = taken(dispatcher.exchange)
+    patch, found = taken(dispatcher.session)
     with patch:
         for round_, sizes in enumerate(SIZES):
             batch = Batch.random(sizes[rank], 10 * round_ + ctx.rank, layer.config, "cpu")
@@ -165,7 +165,7 @@ def generate_on_rank(ctx: RankContext, kind: str) -> tuple[list[list[int]], list
         if kind == "nccl":
             return [generate(prompt, NUM_NEW) for prompt in prompts], found
         layer = gpt.decoder.layers[0].mlp
-        patch, found = taken(layer._inference_token_dispatcher.exchange)
+        patch, found = taken(layer._inference_token_dispatcher.session)
         with patch:
             return [generate(prompt, NUM_NEW) for prompt in prompts], found
 
@@ -222,7 +222,7 @@ def refusals_on_rank(ctx: RankContext) -> dict[str, str]:
             made.caps = dataclasses.replace(made.caps, **caps)
             return made
 
-        # An exchange of its own: what others of this group share is there already.
+        # A session of its own: what others of this group share is there already.
         case = dataclasses.replace(CASE, ncclep={"inference_tokens": 5})
         with mock.patch.object(inference_exchange, "create_engine", less):
             return build(case)
@@ -301,8 +301,8 @@ def test_what_is_refused_at_build(megatron_pool: RankPool) -> None:
 
 def batches_refused_on_rank(ctx: RankContext) -> None:
     layer = build_inference_layer(ctx, CASE)
-    exchange = layer._inference_token_dispatcher.exchange
-    rank, text = exchange.group.rank, ""
+    session = layer._inference_token_dispatcher.session
+    rank, text = session.group.rank, ""
     good = Batch.random(2, 1, layer.config, "cpu")
     # What a router gives that was made for training, on one rank; then rows and probabilities.
     for bad, words in (
@@ -314,17 +314,17 @@ def batches_refused_on_rank(ctx: RankContext) -> None:
         assert re.search(words, text), text
     assert experts_of(layer, good).shape == good.hidden.shape
     # A graph that Megatron has not announced, and a larger one.
-    with mock.patch.object(type(exchange), "is_capturing", True):
-        text = text_of(InputError, lambda: exchange.low_latency_for(5, None))
+    with mock.patch.object(type(session), "is_capturing", True):
+        text = text_of(InputError, lambda: session.low_latency_for(5, None))
         assert "graphs of 5 tokens on a rank, but low-latency mode was made for 4: set" in text
-        assert exchange.low_latency_for(4, None) is not None
-        opened, exchange._low_latency = exchange._low_latency, None
-        text = text_of(UnsupportedError, lambda: exchange.low_latency_for(4, None))
+        assert session.low_latency_for(4, None) is not None
+        opened, session._low_latency = session._low_latency, None
+        text = text_of(UnsupportedError, lambda: session.low_latency_for(4, None))
         assert "before the first batch: run the model once before" in text
-        exchange._low_latency = opened
-    exchange.prepare(4, 4)
-    assert "--ncclep-inference-tokens 5" in text_of(InputError, lambda: exchange.prepare(5, 5))
-    assert "takes at most 65536" in text_of(InputError, lambda: exchange.prepare(70000, 70000))
+        session._low_latency = opened
+    session.prepare(4, 4)
+    assert "--ncclep-inference-tokens 5" in text_of(InputError, lambda: session.prepare(5, 5))
+    assert "takes at most 65536" in text_of(InputError, lambda: session.prepare(70000, 70000))
 
 
 @pytest.mark.since("0.18")
@@ -377,7 +377,7 @@ def context_on_rank(ctx: RankContext) -> None:
     from megatron_ncclep.integration.inference.support import change_inference_context
     from megatron_ncclep.integration.patching import is_changed
 
-    # An exchange of its own.
+    # A session of its own.
     graphs = {**CASE.options, "cuda_graph_impl": "local"}
     case = dataclasses.replace(CASE, ncclep={"timeout_s": 51.0}, options=graphs)
     layer = build_inference_layer(ctx, case)
@@ -398,23 +398,23 @@ def context_on_rank(ctx: RankContext) -> None:
         real = DynamicInferenceContext(layer.config, config)
     assert max(real.cuda_graph_token_counts) == 136
     assert not real.use_cuda_graphs_for_non_decode_steps
-    assert layer._inference_token_dispatcher.exchange.max_tokens == 136
+    assert layer._inference_token_dispatcher.session.max_tokens == 136
     assert layer.config.inference_moe_token_dispatcher_type == "ncclep"
 
     case = dataclasses.replace(CASE, ncclep={"timeout_s": 50.0})
     layer = build_inference_layer(ctx, case)
     change_inference_context(SimpleNamespace(__name__="x", DynamicInferenceContext=Context))
-    exchange = layer._inference_token_dispatcher.exchange
-    assert exchange.max_tokens == 128
+    session = layer._inference_token_dispatcher.session
+    assert session.max_tokens == 128
     # The engine runs the largest batch before there are graphs.
-    plan = mock.Mock(wraps=exchange.engine.plan)
-    with mock.patch.object(exchange.engine, "plan", plan):
+    plan = mock.Mock(wraps=session.engine.plan)
+    with mock.patch.object(session.engine, "plan", plan):
         context: Any = Context(layer.config, [200, 8])
     assert [call.args[0].tolist() for call in plan.mock_calls] == [[[-1] * 3] * 300]
     assert (context.shown, layer.config.inference_moe_token_dispatcher_type) == ("nccl", "ncclep")
-    assert exchange.max_tokens == exchange._low_latency.sizes.max_tokens == 200
-    assert exchange.all_places.tolist() == [400]
-    with mock.patch.object(exchange.engine, "plan", None):
+    assert session.max_tokens == session._low_latency.sizes.max_tokens == 200
+    assert session.all_places.tolist() == [400]
+    with mock.patch.object(session.engine, "plan", None):
         Context(layer.config, None)
     text = text_of(InputError, lambda: Context(layer.config, [201]))
     assert "graphs of 201 tokens on a rank, but low-latency mode was made for 200" in text
@@ -428,7 +428,7 @@ def context_on_rank(ctx: RankContext) -> None:
     other.update_requests()
     assert (context.num_updates, other.num_updates, other.shown) == (1, 1, "nccl")
     group.release("planted", 60)
-    exchange.close()
+    session.close()
     batch = Batch.random(2, 1, layer.config, "cpu")
     assert "closed" in text_of(GroupClosedError, lambda: experts_of(layer, batch))
 

@@ -89,7 +89,7 @@ def test_looking_for_a_module_does_not_use_the_hook_up() -> None:
         from megatron_ncclep.integration.patching import is_changed
         module = __import__(name, fromlist=["x"])
         assert is_changed(module.TransformerConfig.__post_init__)
-        # The module has the loader it always has: sources and resources are found as ever.
+        # The module has the loader it always has: sources and resources are still found.
         assert type(module.__loader__).__name__ == "SourceFileLoader"
         assert module.__spec__.loader is module.__loader__
         import inspect

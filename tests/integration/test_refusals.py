@@ -144,7 +144,7 @@ def layers_on_rank(ctx: RankContext) -> None:
     layer = build_layer(config)
     assert layer.config is config
     assert layer.token_dispatcher.config is config
-    assert failures.tell_at_the_end.cache_info().currsize == 1
+    assert failures.install_excepthook.cache_info().currsize == 1
     assert config.moe_token_dispatcher_type == "ncclep"
 
     # So it does after an error of Megatron's, here in the middle of its constructor.
@@ -152,7 +152,7 @@ def layers_on_rank(ctx: RankContext) -> None:
         moe_layer.MoELayer(config, submodules=Planted())
     assert config.moe_token_dispatcher_type == "ncclep"
 
-    # Other types are Megatron's as ever.
+    # Other types still get Megatron's dispatchers.
     other = build_layer(make_config("allgather", torch.float32, 4))
     assert type(other.token_dispatcher) is moe_layer.MoEAllGatherTokenDispatcher
     assert other.config.moe_token_dispatcher_type == "allgather"

@@ -89,10 +89,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         options=frozenset(field.name for field in dataclasses.fields(EpConfig)),
     )
 
-    def no_obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> None:
+    def can_run(group: EpGroup, config: EpConfig, num_experts: int | None) -> None:
         return None
 
-    entry = engines.EngineEntry(caps, ReferenceEngine, no_obstacle)
+    entry = engines.EngineEntry(caps, ReferenceEngine, can_run)
     monkeypatch.setitem(engines.ENGINES, "recording", entry)
     for name, most in (
         ("few-assignments", NUM_EXPERTS - 1),
@@ -107,11 +107,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
             engine.caps = caps
             return engine
 
-        entry = engines.EngineEntry(limited, with_few_assignments, no_obstacle)
+        entry = engines.EngineEntry(limited, with_few_assignments, can_run)
         monkeypatch.setitem(engines.ENGINES, name, entry)
-    monkeypatch.setitem(
-        engines.ENGINES, "far", engines.EngineEntry(caps, EngineFarAway, no_obstacle)
-    )
+    monkeypatch.setitem(engines.ENGINES, "far", engines.EngineEntry(caps, EngineFarAway, can_run))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def make(

@@ -38,7 +38,7 @@ class ThreadGroup(EpGroup):
     def __init__(self, rank: int, messages: list[bytes], meeting: threading.Barrier) -> None:
         self.rank, self.size = rank, len(messages)
         self.device = torch.device("cuda", rank)
-        self.is_rehearsal, self.is_closed = False, False
+        self.is_warmup, self.is_closed = False, False
         self._logged: set[str] = set()
         self._ranks_per_node = [self.size]
         self._shared, self._num_calls = {}, 0

@@ -87,7 +87,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     }
     for name, answer in cuda.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(extension, "obstacle", lambda: None)
+    monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
     monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a"])
     monkeypatch.setattr(extension, "cuda_version", lambda: (13, 0))
     monkeypatch.setattr(extension, "driver_version", lambda: (13, 0))
@@ -211,7 +211,10 @@ OWN = {
         set_gpu(multi_processor_count=16),
         "rank 1: num_sms 32: at most 0 on NVIDIA H200 with 16 SMs",
     ),
-    "no extension": (on_all(extension, "obstacle", lambda: "there is none: build it"), "build it"),
+    "no extension": (
+        on_all(extension, "unavailable_reason", lambda: "there is none: build it"),
+        "build it",
+    ),
     "no NCCL": (
         on_all(search, "find_nccl", lambda: None),
         "it needs NCCL 2.28.9 or newer, here is none: pip install 'nvidia-nccl-cu",
@@ -259,7 +262,7 @@ def test_a_rank_that_cannot_even_look(
         return None
 
     for module in (native_availability, nccl_ep_availability):
-        monkeypatch.setattr(module, "_own_obstacle", look)
+        monkeypatch.setattr(module, "_own_problem", look)
     config = EpConfig(engine=engine)
     errors = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, config))
     kind = InputError if isinstance(error, InputError) else LibraryError
@@ -324,7 +327,8 @@ def unavailable_on_rank(ctx: RankContext) -> str:
 
 
 @pytest.mark.skipif(
-    extension.obstacle() is not None, reason=f"nothing to call: {extension.obstacle()}"
+    extension.unavailable_reason() is not None,
+    reason=f"nothing to call: {extension.unavailable_reason()}",
 )
 def test_the_limits_are_the_kernels_own() -> None:
     """What Python let through beyond them would write beyond what is there."""

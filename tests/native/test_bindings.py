@@ -22,9 +22,9 @@ from megatron_ncclep.libraries import extension
 UNIQUE_ID = bytes([7]) * 128
 
 
-if extension.obstacle() is not None:
+if extension.unavailable_reason() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
-    pytest.skip(f"nothing to call: {extension.obstacle()}", allow_module_level=True)
+    pytest.skip(f"nothing to call: {extension.unavailable_reason()}", allow_module_level=True)
 
 
 @pytest.fixture(scope="session")

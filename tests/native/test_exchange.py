@@ -37,9 +37,9 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.ranks.shared_memory import open_together
 
-if extension.obstacle() is not None:
+if extension.unavailable_reason() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
-    pytest.skip(f"nothing to call: {extension.obstacle()}", allow_module_level=True)
+    pytest.skip(f"nothing to call: {extension.unavailable_reason()}", allow_module_level=True)
 
 # Far more than a test takes; one that waits for it has failed.
 LONG_S = 60.0
@@ -112,8 +112,8 @@ def exchange_on_rank(ctx: RankContext, count: int) -> list[bool]:
         dist.all_gather_object(theirs, mine, ctx.group)
         return b"".join(theirs)
 
-    end, obstacle = open_together(ctx.rank, ctx.num_ranks, None, gather)
-    assert obstacle is None
+    end, reason = open_together(ctx.rank, ctx.num_ranks, None, gather)
+    assert reason is None
     delays = random.Random(ctx.rank)
     right = []
     with closing(end):
@@ -454,7 +454,7 @@ IN_THE_WAY: dict[str, tuple[tuple[int, ...], Callable[[], Any], str]] = {
     ),
     "no extension": (
         (FIRST, LAST),
-        lambda: mock.patch.object(extension, "obstacle", return_value="there is none"),
+        lambda: mock.patch.object(extension, "unavailable_reason", return_value="there is none"),
         "rank {rank}: there is none",
     ),
     "no room": (
@@ -525,7 +525,7 @@ def link_on_rank(ctx: RankContext, rank: int, obstacle: str) -> tuple[bool, str,
                 assert group.gather(mine, "test", LONG_S).tolist() == expected
         uses_memory = group._link._memory is not None
         assert len(open_files()) == len(before) + uses_memory
-        assert group.agree("plan", {"top_k": 2}, None, LONG_S, told=ctx.rank).told == ranks
+        assert group.agree("plan", {"top_k": 2}, None, LONG_S, payload=ctx.rank).gathered == ranks
         assert (group._link._memory is not None) == uses_memory  # chosen once
         problems = group.gather_problems("too large" if ctx.rank == 1 else None, "plan", LONG_S)
         process_group = group.process_group

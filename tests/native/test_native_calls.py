@@ -20,7 +20,7 @@ from megatron_ncclep.engines import base
 from megatron_ncclep.engines.native import group as native_group
 from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import NativeEngine
-from megatron_ncclep.engines.native.plan import next_crowding
+from megatron_ncclep.engines.native.plan import next_capacity_factor
 from megatron_ncclep.errors import (
     GroupClosedError,
     InputError,
@@ -237,7 +237,7 @@ def test_the_kernel_writes_down_what_ranks_lack() -> None:
         shortage = engine.group._shared["rows lacked of 64"].thing
         with pytest.raises(RowsDroppedError, match="rank 1 needed 80 rows and had 64"):
             shortage.check()
-        engine.group.is_rehearsal = True
+        engine.group.is_warmup = True
         engine.plan(assignments(10))
         assert native.named("plan")[-1][5] is None
 
@@ -317,10 +317,10 @@ def test_a_plan_needs_no_more_memory_once_ranks_have_agreed() -> None:
 
 def test_room_for_a_skewed_batch_is_given_up() -> None:
     """One such batch, and all later plans of the layer had room for it."""
-    crowding = [6.25]
+    factor = [6.25]
     for _ in range(2):
-        crowding.append(next_crowding(crowding[-1], 100, 100))
-    assert crowding == [6.25, 5.625, 5.078125]  # the docstring's
+        factor.append(next_capacity_factor(factor[-1], 100, 100))
+    assert factor == [6.25, 5.625, 5.078125]  # the docstring's
 
     def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
         for num_assignments in (400, *[200] * 60):

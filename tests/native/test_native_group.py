@@ -22,8 +22,8 @@ LATE = SimpleNamespace(
 )
 TEXT = (
     "rank 1 of 4: rank 2 did not come in dispatch, operation 41 of the group (deadline 1.5 s): it "
-    "died, is late or left the group's order of calls; look at the other ranks' output. What this "
-    "group has returned since is NaN"
+    "died, is late, or made a different sequence of calls; look at the other ranks' output. What "
+    "this group has returned since is NaN"
 )
 
 

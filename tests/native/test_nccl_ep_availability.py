@@ -48,7 +48,7 @@ class Machine:
             (search, "loaded_nccl", lambda: Library(NCCL, self.nccl, "loaded")),
             (search, "find_nccl", lambda: Library(self.ours, self.nccl, "")),
             (search, "find_nvcc", lambda: Path("/opt/nvcc") if self.has_nvcc else None),
-            (extension, "obstacle", lambda: None),
+            (extension, "unavailable_reason", lambda: None),
             (nccl_ep_availability, "communicator_of", self._communicator_of),
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
             (
@@ -59,13 +59,13 @@ class Machine:
         ):
             monkeypatch.setattr(module, name, answer)
 
-    def obstacles(self, num_sms: int | None = None) -> list[str | None]:
+    def unavailable_reasons(self, num_sms: int | None = None) -> list[str | None]:
         """What each rank says is in the way."""
         config = EpConfig(engine="nccl_ep", num_sms=num_sms, timeout_s=30)
 
         def ask(group: Any) -> str | None:
             group._ranks_per_node = self.nodes
-            return nccl_ep_availability.obstacle(group, config, 8)
+            return nccl_ep_availability.unavailable_reason(group, config, 8)
 
         answers = on_threads(NUM_RANKS, ask)
         for answer in answers:
@@ -73,9 +73,9 @@ class Machine:
                 raise answer
         return answers
 
-    def obstacle(self, num_sms: int | None = None) -> str | None:
+    def unavailable_reason(self, num_sms: int | None = None) -> str | None:
         """What is in the way, the same on all ranks."""
-        (text,) = set(self.obstacles(num_sms))
+        (text,) = set(self.unavailable_reasons(num_sms))
         assert (text is None) == (self.num_communicators > 0)
         return text
 
@@ -87,13 +87,13 @@ class Machine:
 def test_a_machine_that_has_everything(
     library: NcclEpLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Machine(monkeypatch, library).obstacle() is None
+    assert Machine(monkeypatch, library).unavailable_reason() is None
 
 
 def test_a_library_that_does_not_say_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says it when it is opened."""
     library = NcclEpLibrary(Path("/opt/libnccl_ep.so"), None, "")
-    assert Machine(monkeypatch, library).obstacle() is None
+    assert Machine(monkeypatch, library).unavailable_reason() is None
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_what_it_lacks(
     for name, value in lack.items():
         assert hasattr(machine, name)
         setattr(machine, name, value)
-    text = machine.obstacle()
+    text = machine.unavailable_reason()
     assert text is not None
     assert re.search(message, text), text
 
@@ -146,7 +146,7 @@ def test_what_it_lacks(
 def test_sources_of_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, EXTENSIONS)
     monkeypatch.setattr(nccl_ep_library, "jit_problem", lambda *_: "sources of something else")
-    assert machine.obstacle() == "sources of something else"
+    assert machine.unavailable_reason() == "sources of something else"
 
 
 @pytest.mark.parametrize(
@@ -170,19 +170,19 @@ def test_sms_that_are_safe(
 ) -> None:
     machine = Machine(monkeypatch, library)
     machine.nodes = nodes
-    text = machine.obstacle(num_sms)
+    text = machine.unavailable_reason(num_sms)
     assert (text is None) if most is None else (f"at most {most} are safe" in str(text))
 
 
 def test_pull_push(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, EXTENSIONS)
     monkeypatch.setenv(PULL_PUSH, "1")
-    assert "which libnccl_ep of nccl-extensions would ignore" in str(machine.obstacle())
+    assert "which libnccl_ep of nccl-extensions would ignore" in str(machine.unavailable_reason())
     machine.library, machine.nccl = TRANSFORMER_ENGINE, (2, 32, 3)
     machine.nodes = [1, 1]
-    assert "needs all ranks in one node" in str(machine.obstacle())
+    assert "needs all ranks in one node" in str(machine.unavailable_reason())
     machine.nodes = [2]
-    assert machine.obstacle() is None
+    assert machine.unavailable_reason() is None
 
 
 def test_ranks_with_libraries_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_ranks_with_libraries_that_differ(monkeypatch: pytest.MonkeyPatch) -> No
         "rank {} has libnccl_ep 0.2.0 of interface 2, NCCL 2.30.7",
         f"rank {{}} has libnccl_ep 0.2.0 of interface 3, NCCL 2.30.7 and {PULL_PUSH}",
     )
-    text = machine.obstacle()
+    text = machine.unavailable_reason()
     assert text in [
         f"it must be the same on all ranks: {a.format(0)}, {b.format(1)}"
         for a, b in (differ, differ[::-1])

@@ -28,9 +28,9 @@ from megatron_ncclep.libraries import extension
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
 from megatron_ncclep.libraries.nccl_ep import FIXED_ORDER, PULL_PUSH, NcclEpLibrary
 
-if extension.obstacle() is not None:
+if extension.unavailable_reason() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
-    pytest.skip(f"nothing to call: {extension.obstacle()}", allow_module_level=True)
+    pytest.skip(f"nothing to call: {extension.unavailable_reason()}", allow_module_level=True)
 
 NUM_RANKS, NUM_EXPERTS, TOP_K = 2, 8, 2
 CONFIG = EpConfig(engine="nccl_ep", timeout_s=30.0)

@@ -367,7 +367,8 @@ def test_an_engine_says_what_it_holds() -> None:
 
 
 needs_extension = pytest.mark.skipif(
-    extension.obstacle() is not None, reason=f"nothing to call: {extension.obstacle()}"
+    extension.unavailable_reason() is not None,
+    reason=f"nothing to call: {extension.unavailable_reason()}",
 )
 
 

@@ -1,9 +1,9 @@
 """How a call of the engine `hierarchical` begins: what is wrong with it, and whether hosts agree.
 
-Where no call may wait, in static mode over an engine that waits for nothing either, hosts agree on
-shapes when they are new: the sizes of all messages follow from them.  From then on a rank checks
-its own arguments and goes on.  What it refuses then the others hear from shared memory, if they
-have some with it, and otherwise by their deadline.
+Where no call may wait, that is, in static mode over an engine that does not wait either, hosts
+agree on shapes only when they are new: the sizes of all messages follow from them.  From then on a
+rank checks its own arguments and goes on.  If it refuses a call then, the others learn of it
+through shared memory where they have some, and otherwise when their deadline passes.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Calls:
             return self._group.enter(), num_tokens if self._is_even else self._most_tokens
         agreement = self._engine.agree_on_routes(topk_idx, self._plan_problem(topk_idx))
         self._remember(key)
-        self._most_tokens = max(self._most_tokens, *agreement.told)
-        return agreement.call, self._most_tokens if self._is_free else max(agreement.told)
+        self._most_tokens = max(self._most_tokens, *agreement.gathered)
+        return agreement.call, self._most_tokens if self._is_free else max(agreement.gathered)
 
     def enter(
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
@@ -82,7 +82,7 @@ class Calls:
     def refuse(self, phase: str, problem: str) -> NoReturn:
         """Raise for what is wrong on this rank, in a call in which hosts do not agree.
 
-        Not collective: the others are told (`EpGroup.refuse`), and the engine is at its end.  A
+        Not collective: the others are notified (`EpGroup.refuse`), and the engine is unusable.  A
         group of one rank goes on as if nothing had been called.
 
         Raises:
@@ -101,7 +101,7 @@ class Calls:
             raise RefusedError(self._refusal)
 
     def close(self) -> None:
-        """Forget it: an engine that is made anew starts anew.  Not collective."""
+        """Forget the refusal: a new engine starts afresh.  Not collective."""
         if self._refusal is not None:
             self._group.forget_refusal()
 

@@ -28,14 +28,14 @@ def engine_inside(
     if group.device.type != "cuda":
         return "reference", "not native: there are no GPUs"
     inside = None if num_experts is None else num_experts // grid.nodes.count
-    obstacle = native_availability.obstacle(grid.local, config, inside)
+    reason = native_availability.unavailable_reason(grid.local, config, inside)
     what = "open, choosing the engine inside a node"
-    if problems := group.gather_problems(obstacle, what, group.deadline_s(config)):
+    if problems := group.gather_problems(reason, what, group.deadline_s(config)):
         return "reference", f"not native: {problems}"
     return "native", ""
 
 
-def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
     """Say why the engine cannot run for `group`, or why "auto" does not take it.  Collective."""
     is_auto = config.engine != NAME
     if is_auto and group.device.type != "cuda":

@@ -1,7 +1,7 @@
 """The engine for several nodes: the process group's all-to-all between them, another one inside.
 
-No network code of our own: between nodes rows go the way that NCCL (on CPUs gloo) knows.  Inside
-a node `native` moves them, and where that cannot run `reference`.  `nodes.py` has the grid.
+It has no network code of its own: between nodes, rows travel by NCCL (gloo on CPUs).  Inside a node
+`native` moves them, or `reference` where that cannot run.  ranks/nodes.py has the grid.
 
     plan       the source rank finds out which nodes each of its tokens needs; each of these tokens
                goes, as its assignments there, to the rank with the source rank's local index on
@@ -82,7 +82,7 @@ from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, PeerError
 from megatron_ncclep.ranks.agreement import on_all_ranks
-from megatron_ncclep.ranks.all_to_all import Exchange
+from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import grid_of
 
@@ -307,7 +307,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _engine_inside(self) -> Engine:
         """The node's engine, made at the first plan.  Collective then."""
         if self._engine is None:
-            # Where not all fits, this engine tells, because all of its ranks must hear it.
+            # This engine reports what does not fit, because all of its ranks must know.
             inside = dataclasses.replace(self.config, engine=self.inside, on_overflow=DROP)
             self._engine = self._make_inside(self._grid.local, self._experts_of_node, inside)
             self._engine.ranks_per_expert = self.ranks_per_expert
@@ -330,9 +330,9 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         each = [1] * self.group.size
         what = "plan, exchanging how many rows each rank needs"
         sent = counts[:-1].expand(self.group.size, -1)
-        exchange = Exchange(self.group, sent, each, each, what, self.timeout_s)
+        exchange = AllToAll(self.group, sent, each, each, what, self.timeout_s)
         needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
-        self._shortage.note(needed, limit)
+        self._shortage.record(needed, limit)
 
     def _pieces(self, plan: HierarchicalPlan, rows: torch.Tensor) -> list[Piece]:
         """The chunks in which rows cross; the same on all ranks."""
@@ -345,10 +345,10 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
 
     def _start(
         self, messages: torch.Tensor, sizes: tuple[list[int], list[int]], what: str
-    ) -> Exchange:
+    ) -> AllToAll:
         return start(self.group, self.nodes, messages, sizes, what, self.timeout_s)
 
     def _leave(self, phase: str) -> None:
         """What comes last in each call: have `check` wait for what no host has waited for."""
         if not self._waits:
-            self._grid.unwaited.note(f"{phase} between nodes", self.timeout_s)
+            self._grid.unwaited.record(f"{phase} between nodes", self.timeout_s)

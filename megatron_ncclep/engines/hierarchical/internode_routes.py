@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ncclep.engines.engine import NOT_ROUTED
-from megatron_ncclep.ranks.all_to_all import Exchange
+from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
 
@@ -79,8 +79,8 @@ def start(
     sizes: tuple[list[int], list[int]],
     what: str,
     timeout_s: float,
-) -> Exchange:
-    """Start to send `messages` over this rank's rail.  Waits for nobody.
+) -> AllToAll:
+    """Start to send `messages` over this rank's rail.  Does not wait.
 
     Collective over the whole group, which has one all-to-all: off the rail nothing is sent.
 
@@ -99,4 +99,4 @@ def start(
         for rank, number in zip(rail, for_nodes, strict=True):
             for_ranks[rank] = number
         splits.append(for_ranks)
-    return Exchange(group, messages, splits[0], splits[1], what, timeout_s)
+    return AllToAll(group, messages, splits[0], splits[1], what, timeout_s)

@@ -4,18 +4,16 @@
     unpack     messages that have come -> rows and weights, for the engine inside the node
     add_up     messages that have come back -> each token's nodes' sums, added up at its source
 
-On GPUs a kernel each (csrc/hierarchical/message_packing.cu); on a CPU, and where the extension
-cannot run, what stands here, which says what the kernels have to do, to the bit.
+On GPUs each is a kernel (csrc/hierarchical/message_packing.cu); on a CPU, and where the extension cannot run,
+the code here does the same.  It defines, to the bit, what the kernels have to do.
 
-A message is the piece of the row and after it the weights, filled up to a multiple of 16 bytes.
-Example: a piece of 32 bytes and 3 weights have 32 + 12 bytes, and 4 that are zero.
+A message is a piece of the row followed by the weights, padded to a multiple of 16 bytes.
+Example: a piece of 32 bytes and 3 weights take 32 + 12 bytes, and 4 bytes of padding.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -73,7 +71,7 @@ def pack(
     """
     num_weights = 0 if w is None else w.shape[1]
     messages = rows.new_empty(num_messages, message_bytes(piece, num_weights), dtype=torch.uint8)
-    if (kernels := _kernels(rows)) is not None:
+    if (kernels := extension.kernels_on(rows.device)) is not None:
         stream = extension.current_stream()
         inputs = (rows.contiguous(), None if w is None else w.contiguous(), token)
         kernels.pack_messages(*inputs, tokens_each, *piece, messages, stream)
@@ -111,7 +109,7 @@ def unpack(
         return messages.view(dtype), None
     rows = messages.new_empty(len(messages), piece.size)
     w = messages.new_empty(len(messages), num_weights, dtype=torch.float32)
-    if (kernels := _kernels(messages)) is not None:
+    if (kernels := extension.kernels_on(messages.device)) is not None:
         kernels.unpack_messages(messages, rows, w, extension.current_stream())
     else:
         rows.copy_(messages[:, : piece.size])
@@ -143,7 +141,7 @@ def add_up(
         topk_w: fp32 [num_tokens, top_k]: gets the values of assignments, zero where an assignment
             goes nowhere; None where messages have none.
     """
-    if (kernels := _kernels(messages)) is not None:
+    if (kernels := extension.kernels_on(messages.device)) is not None:
         stream = extension.current_stream()
         kernels.add_up_messages(messages, place, out, *piece, assignment_node, topk_w, stream)
         return
@@ -163,18 +161,3 @@ def add_up(
         for node, at in enumerate(place):
             is_there = assignment_node == node
             topk_w.copy_(torch.where(is_there, values[at.clamp(min=0)], topk_w))
-
-
-def _kernels(tensor: torch.Tensor) -> ModuleType | None:
-    """The extension, if it can be used where `tensor` is."""
-    return _kernels_on(tensor.device) if tensor.is_cuda else None
-
-
-@cache
-def _kernels_on(device: torch.device) -> ModuleType | None:
-    """Looked for once, not in every call."""
-    if extension.obstacle() is not None:
-        return None
-    if extension.gpu_obstacle("this GPU", *torch.cuda.get_device_capability(device)) is not None:
-        return None
-    return extension.load()

@@ -1,7 +1,8 @@
-"""What keeps the native engine from running for a group, found before anything is allocated.
+"""Whether the native engine can run for a group, decided before anything is allocated.
 
-First each rank looks at itself; the ranks exchange what GPU each has and look at the group; at last
-NCCL says, of a communicator that the engine uses afterwards, who reaches whose memory.
+Each rank checks itself first; the ranks then exchange which GPU each has and check the group;
+finally NCCL reports, for a communicator that the engine uses afterwards, which ranks reach each
+other's memory.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from megatron_ncclep.ranks.group import EpGroup
 
 MIN_COMPUTE_CAPABILITY = (9, 0)
 DEFAULT_NUM_SMS = 32
-# SMs that are left to NCCL's kernels of other groups: by default they have up to so many CTAs.  One
-# of ours takes nearly all shared memory of its SM, so that no CTA of theirs fits beside it.
+# SMs left to NCCL's kernels of other groups, which by default have up to this many CTAs.  A CTA of
+# ours takes nearly all shared memory of its SM, so that none of theirs fits next to it.
 SMS_FOR_NCCL = 32
-# Of what a rank says of its GPU; as many on every rank, with room for the UUIDs of 90 GPUs.
+# Size of a rank's message about its GPU, the same on every rank: room for the UUIDs of 90 GPUs.
 PLACE_BYTES = 4096
 
 
-def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
     """Say why the engine cannot run for `group`; None if it can.  Collective.
 
-    What this rank alone finds, only this rank says: the ranks stop together all the same, and
-    `choose_engine` makes one text of theirs.
+    A problem that only this rank finds is returned only here: all ranks stop together all the
+    same, and `choose_engine` joins their texts.
     """
 
     def look() -> tuple[str | None, _Place]:
-        problem = _own_obstacle(group, config, num_experts, ranks_per_gpu)
+        problem = _own_problem(group, config, num_experts, ranks_per_gpu)
         return problem, _Place() if problem else _own_place(group.device)
 
     what = "open, looking for what keeps the engine 'native' from running"
@@ -48,25 +49,25 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
     places = _exchange(group, mine, timeout_s)
     if any(each.gpu == "" for each in places):
         return problem
-    return _group_obstacle(places) or _lsa_obstacle(group, places, timeout_s)
+    return _group_problem(places) or _lsa_problem(group, places, timeout_s)
 
 
 # --- one rank ------------------------------------------------------------------------------------
 
 
-def _own_obstacle(
+def _own_problem(
     group: EpGroup, config: EpConfig, num_experts: int | None, ranks_per_gpu: int
 ) -> str | None:
-    """Say what is in the way on this rank.  Not collective."""
+    """Say what keeps the engine from running on this rank.  Not collective."""
     if group.device.type != "cuda":
         return "it needs GPUs and a process group with the nccl backend"
-    if problem := extension.obstacle():
+    if problem := extension.unavailable_reason():
         return problem
     gpu = torch.cuda.get_device_properties(group.device)
     capability = torch.cuda.get_device_capability(group.device)
     if capability < MIN_COMPUTE_CAPABILITY:
         return f"{gpu.name} is older than Hopper (sm_90)"
-    if problem := extension.gpu_obstacle(gpu.name, *capability):
+    if problem := extension.gpu_problem(gpu.name, *capability):
         return problem
     nccl, oldest = search.find_nccl(), search.version_text(search.OLDEST_NCCL)
     if nccl is None or (nccl.version or (0, 0, 0)) < search.OLDEST_NCCL:
@@ -83,15 +84,15 @@ def _own_obstacle(
             "slice of an expert counted (expert tensor parallelism)"
         )
     num_sms = config.num_sms or default_num_sms(group.device, ranks_per_gpu)
-    return _sms_obstacle(group.size, num_sms, gpu, ranks_per_gpu)
+    return _sms_problem(group.size, num_sms, gpu, ranks_per_gpu)
 
 
 def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
     """How many SMs the kernels of one rank may have, at most.
 
-    They stay on their SMs while they wait for other ranks.  Were they all of a GPU's, NCCL's kernel
-    of another group could not start there, nor ours where that one was first: two groups would wait
-    for each other in a ring.  Ranks that share a GPU have to fit on it together.
+    They stay on their SMs while they wait for other ranks.  If they took all SMs of a GPU, NCCL's
+    kernel of another group could not start there, and ours could not where that one came first: two
+    groups would deadlock.  Ranks that share a GPU have to fit on it together.
     """
     return max(0, sms_of_gpu - SMS_FOR_NCCL) // ranks_per_gpu
 
@@ -104,7 +105,7 @@ def default_num_sms(device: torch.device, ranks_per_gpu: int) -> int:
     return min(DEFAULT_NUM_SMS, most_sms(gpu.multi_processor_count, ranks_per_gpu))
 
 
-def _sms_obstacle(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:
+def _sms_problem(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:
     """Say what is wrong with the number of SMs, if anything is.
 
     Args:
@@ -178,8 +179,8 @@ def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
     return [_Place(**json.loads(each)) for each in theirs]
 
 
-def _group_obstacle(places: Sequence[_Place]) -> str | None:
-    """Say what of the ranks' GPUs together is in the way; the same on every rank."""
+def _group_problem(places: Sequence[_Place]) -> str | None:
+    """Say what is wrong with the ranks' GPUs taken together; the same on every rank."""
     rank_of: dict[str, int] = {}
     may_share = all(each.may_share for each in places)
     for rank, each in enumerate(places):
@@ -208,7 +209,7 @@ def _group_obstacle(places: Sequence[_Place]) -> str | None:
     return None
 
 
-def _lsa_obstacle(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> str | None:
+def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> str | None:
     """Say which ranks NCCL finds in one NVLink domain, unless it is all of them.  Collective.
 
     The communicator is made here; it is the group's, so that every layer finds it made.

@@ -1,8 +1,8 @@
 """This project's own engine: kernels on NCCL's windows, for ranks in one NVLink domain.
 
-The kernels and how they work: `csrc/native/`.  Here is what the host does: check arguments,
-allocate what a plan keeps, and queue.  The hosts of the ranks agree on a plan whose sizes they must
-know, and when windows grow; in all other calls the kernels compare what must be the same on all
+The kernels are in `csrc/native/`.  This module is the host's part: it checks arguments, allocates
+what a plan keeps, and queues the kernels.  The ranks' hosts agree when they must know a plan's
+sizes and when windows grow; in all other calls the kernels compare what must be the same on all
 ranks.
 """
 
@@ -24,14 +24,14 @@ from megatron_ncclep.engines.native.availability import default_num_sms
 from megatron_ncclep.engines.native.group import BAD_ROUTING, NativeGroup, aligned
 from megatron_ncclep.engines.native.low_latency import NativeLowLatency
 from megatron_ncclep.engines.native.plan import (
-    ROOM,
+    HEADROOM,
     NativePlan,
-    Room,
-    next_crowding,
-    no_room,
+    PlanCapacity,
+    next_capacity_factor,
     plan_memory,
+    try_allocate,
 )
-from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.engines.overflow import can_drop
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.group import EpGroup
@@ -64,12 +64,13 @@ class NativeEngine(EngineBase[NativePlan]):
     """See `Engine`.
 
     In static mode no call waits for the device or for another host, so that all of them can be
-    captured in a CUDA graph.  A graph must not run beside other work of the group on another
-    stream.  A batch that is larger than all before, or has longer rows, is refused during and after
-    a capture: windows that grow are made anew, and the graph would go on with the old ones.
+    captured in a CUDA graph.  A graph must not run concurrently with other work of the group on
+    another stream.  During and after a capture a batch that is larger than all before, or has
+    longer rows, is refused: windows are replaced when they grow, and the graph would use the old
+    ones.
 
-    A group of several ranks is at its end after an error in a call on which the hosts do not agree:
-    all its later calls raise the same on all ranks.
+    A multi-rank group is unusable after an error in a call on which the hosts do not agree: all its
+    later calls raise the same on all ranks.
 
     Autograd records nothing of it, whatever its arguments need: results are new tensors, which
     kernels write.
@@ -95,30 +96,33 @@ class NativeEngine(EngineBase[NativePlan]):
         self._row_bytes = 16  # of the longest row so far
         self._most_tokens = 0  # of any rank so far
         # Assignments that the next plan has room for, as a multiple of a balanced load.
-        self._crowding = ROOM
+        self._capacity_factor = HEADROOM
         self._described: set[tuple[int, int]] = set()
         super().__init__(group, num_experts, config)
 
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
         """See `Engine.plan`.
 
-        The device checks the values of `topk_idx`.  In static mode nobody waits for it, nor for
-        other ranks' hosts unless windows have to grow or the ranks have lately brought different
-        numbers of tokens: what is no expert, or named twice, counts as not routed, and a later call
-        of `plan`, or `megatron_ncclep.check()`, raises InputError on all ranks.
+        The device checks the values of `topk_idx`.  In static mode the host waits neither
+        for it nor for other ranks' hosts, unless windows have to grow or the ranks have lately
+        brought different numbers of tokens: an index that is no expert, or is named twice, counts
+        as not routed, and a later `plan` or `megatron_ncclep.check()` raises InputError on all
+        ranks.
         """
-        call, room, memory = self._enter_plan(topk_idx)
+        call, capacity, memory = self._enter_plan(topk_idx)
         num_tokens, top_k = topk_idx.shape
-        limit, native, num_sms = room.limit, self._native, self.num_sms
+        limit, native, num_sms = capacity.limit, self._native, self.num_sms
         stream = self.streams.keep(topk_idx)
         assignments = topk_idx.contiguous()
         counts, token_routes, kept, routes = memory
         lacked = None if self._shortage is None else self._shortage.for_kernel()
-        handle = self._shared.module.NativePlan(counts, token_routes, room.most_tokens, top_k, call)
+        handle = self._shared.module.NativePlan(
+            counts, token_routes, capacity.most_tokens, top_k, call
+        )
         # All is queued before the host knows how much arrives; it seldom is more than expected.
         ticket = native.plan(
             *(handle, assignments, self.config.block_alignment, limit or 0, kept, lacked),
-            *(room.max_pairs, room.max_assignments, routes, num_sms, stream),
+            *(capacity.max_pairs, capacity.max_assignments, routes, num_sms, stream),
         )
         # The plan is made while the device works; it is complete when the sizes are written down.
         plan = NativePlan(
@@ -130,7 +134,7 @@ class NativeEngine(EngineBase[NativePlan]):
             counts=counts,
             token_routes=token_routes,
             routes=routes,
-            most_tokens=room.most_tokens,
+            most_tokens=capacity.most_tokens,
             handle=handle,
             stream=stream,
             shared=self._shared,
@@ -145,17 +149,22 @@ class NativeEngine(EngineBase[NativePlan]):
             if sizes.bad_ranks:
                 self._raise_bad_routing(topk_idx)
             plan.num_rows = sizes.num_rows
-            if sizes.num_pairs > room.max_pairs or sizes.num_assignments > room.max_assignments:
+            if (
+                sizes.num_pairs > capacity.max_pairs
+                or sizes.num_assignments > capacity.max_assignments
+            ):
                 needed = (sizes.num_pairs, sizes.num_assignments)
                 more: list[torch.Tensor] = []
-                size = native.routes_size(*needed, room.most_tokens)
-                problem = no_room("a plan's routes", more, lambda: (routes.new_empty(size),))
+                size = native.routes_size(*needed, capacity.most_tokens)
+                problem = try_allocate("a plan's routes", more, lambda: (routes.new_empty(size),))
                 if problem is not None:  # the other ranks have gone on
                     self._shared.refuse("plan", problem)
                 (plan.routes,) = more
                 native.plan_receive(handle, *needed, plan.routes, num_sms, stream)
-            balanced = room.most_tokens * top_k
-            self._crowding = next_crowding(self._crowding, sizes.num_assignments, balanced)
+            balanced = capacity.most_tokens * top_k
+            self._capacity_factor = next_capacity_factor(
+                self._capacity_factor, sizes.num_assignments, balanced
+            )
         return plan
 
     def dispatch(
@@ -206,13 +215,13 @@ class NativeEngine(EngineBase[NativePlan]):
         return num_bytes
 
     def _begin(self) -> None:
-        """What comes first in each call: raise what there is to raise, set the deadline."""
+        """Preamble of every call: raise pending errors, set the deadline."""
         self._require_open()
         self._shared.raise_failure()
         self._native.timeout_s = self.timeout_s  # the group's other engines have theirs
 
-    def _enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, Room, list[Any]]:
-        """Check the arguments of plan, and have memory and windows for it.
+    def _enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, PlanCapacity, list[Any]]:
+        """Check the arguments of plan; provide memory and windows for it.
 
         Returns:
             the number of the call, what the memory is for, and what `plan_memory` does.
@@ -220,9 +229,9 @@ class NativeEngine(EngineBase[NativePlan]):
         self._begin()
         memory: list[Any] = []
 
-        def allocate(room: Room) -> str | None:
-            arguments = (self._native, room, topk_idx, self._may_drop)
-            return no_room("a plan", memory, plan_memory, *arguments)
+        def allocate(capacity: PlanCapacity) -> str | None:
+            arguments = (self._native, capacity, topk_idx, self._may_drop)
+            return try_allocate("a plan", memory, plan_memory, *arguments)
 
         problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
         is_known = (
@@ -239,19 +248,19 @@ class NativeEngine(EngineBase[NativePlan]):
             return *agreed, memory
         problem = problem or self._shared.bad_routings(forget=self.group.size == 1)
         if problem is None:
-            room = self._room(self._native.max_tokens, topk_idx)
-            problem = allocate(room)
+            capacity = self._capacity(self._native.max_tokens, topk_idx)
+            problem = allocate(capacity)
         if problem is not None:
             self._shared.refuse("plan", problem)
-        return self.group.enter(), room, memory
+        return self.group.enter(), capacity, memory
 
     def _agree_on_plan(
         self,
         topk_idx: torch.Tensor,
         problem: str | None,
-        allocate: Callable[[Room], str | None],
+        allocate: Callable[[PlanCapacity], str | None],
         memory: list[Any],
-    ) -> tuple[int, Room]:
+    ) -> tuple[int, PlanCapacity]:
         """Agree on a plan with all ranks' hosts, tell each other how many tokens there are.
 
         Windows grow when they are too small, and `allocate` has put what the plan needs into
@@ -262,20 +271,20 @@ class NativeEngine(EngineBase[NativePlan]):
         problem = problem or self._plan_problem()
         if problem is None:
             expected = max(self._most_tokens, topk_idx.shape[0])
-            room = self._room(expected, topk_idx)
-            problem = allocate(room)
+            capacity = self._capacity(expected, topk_idx)
+            problem = allocate(capacity)
         try:
             agreement = self.agree_on_routes(topk_idx, problem)
-            most_tokens = max(agreement.told)
+            most_tokens = max(agreement.gathered)
             if self._is_static:  # in exact plans hosts meet anyway
-                self._shared.note_batches(agreement.told)
+                self._shared.note_batches(agreement.gathered)
             self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
             if most_tokens != expected:
-                room = self._room(most_tokens, topk_idx)
+                capacity = self._capacity(most_tokens, topk_idx)
             if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
-                problem = allocate(room) if most_tokens > expected else None
+                problem = allocate(capacity) if most_tokens > expected else None
                 if problems := self.group.gather_problems(problem, "plan", timeout_s):
                     raise InputError(f"plan: {problems}")
         except RefusedError:
@@ -285,22 +294,22 @@ class NativeEngine(EngineBase[NativePlan]):
             raise
         if most_tokens < expected:
             # No plan keeps more than it needs, as long as there is memory for both; all ranks go on
-            # now, so that this one must not fail.
-            allocate(room)
+            # now, so this one must not fail.
+            allocate(capacity)
         self._most_tokens = max(self._most_tokens, most_tokens)
-        return agreement.call, room
+        return agreement.call, capacity
 
-    def _room(self, most_tokens: int, topk_idx: torch.Tensor) -> Room:
-        """What to have room for in a plan; in static mode all that can come."""
+    def _capacity(self, most_tokens: int, topk_idx: torch.Tensor) -> PlanCapacity:
+        """The capacity of a plan; in static mode everything that can arrive."""
         (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
         # In static mode the kernels compare it between ranks.
         limit = self.rows_limit(num_tokens, top_k)
         most_pairs = self.group.size * most_tokens
         most_assignments = most_pairs * min(top_k, num_local)
-        expected = int(self._crowding * most_tokens * top_k) if limit is None else limit
+        expected = int(self._capacity_factor * most_tokens * top_k) if limit is None else limit
         max_assignments = min(most_assignments, expected)
         max_pairs = min(most_pairs, max_assignments)
-        return Room(num_local, most_tokens, max_pairs, max_assignments, limit)
+        return PlanCapacity(num_local, most_tokens, max_pairs, max_assignments, limit)
 
     def _enter(
         self,
@@ -310,7 +319,7 @@ class NativeEngine(EngineBase[NativePlan]):
         w: torch.Tensor | None,
         allocate: Callable[[NativePlan], tuple[Any, ...]],
     ) -> tuple[NativePlan, list[Any], int]:
-        """Check the arguments of dispatch or combine, and have memory and windows for it.
+        """Check the arguments of dispatch or combine; provide memory and windows for it.
 
         The device compares them with those of the other ranks.  With `check_calls` their hosts do,
         and only when they agree is anything queued.
@@ -325,7 +334,7 @@ class NativeEngine(EngineBase[NativePlan]):
         problem = self.rows_problem(phase, plan, rows, w)
         if problem is None:
             assert isinstance(plan, NativePlan)  # or it would be a problem
-            problem = no_room(f"the results of {phase}", memory, allocate, plan)
+            problem = try_allocate(f"the results of {phase}", memory, allocate, plan)
         is_known = not self.config.check_calls
         if is_known:
             if problem is not None:
@@ -348,15 +357,15 @@ class NativeEngine(EngineBase[NativePlan]):
         return plan, memory, stream
 
     def _together(self, phase: str, agree: Callable[[], _Result]) -> _Result:
-        """Agree, which only ranks do whose windows must grow, unless all ranks always do.
+        """Agree; only ranks whose windows must grow do so, unless all ranks always do.
 
         Raises:
-            RefusedError: not all ranks' windows must; the others are told.
+            RefusedError: only some ranks' windows must grow; all ranks raise it.
         """
         try:
             return agree()
         except PeerError:
-            rank = self.group.gone_on()
+            rank = self.group.rank_ahead()
             always = self.config.check_calls or (phase == "plan" and not self._is_static)
             if rank is None or always:  # it is in another call, or gone
                 raise
@@ -369,7 +378,7 @@ class NativeEngine(EngineBase[NativePlan]):
             )
 
     def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
-        """Have windows for this much, the same on all ranks.  Collective when they grow."""
+        """Make sure that all ranks' windows are large enough.  Collective when they grow."""
         needed = (num_tokens, top_k, row_bytes)
         windows.reserve(self.group, self._native, *needed, self.timeout_s)
 

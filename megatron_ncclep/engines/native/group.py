@@ -1,10 +1,10 @@
-"""What the native engines of one group share: windows, and word of what failed on the device.
+"""What the native engines of one group share: windows, and what failed on the device.
 
 Kernels wait for other ranks, and compare their calls.  When such a wait passes its deadline, or
-when a rank is in another call or has refused one, no call is there that could raise: the kernel
-makes its outputs NaN, later kernels of the group do nothing else, and the host raises at the next
-occasion: the engine's next call, or `NativeGroup.check`.  Kernels also tell of routings that no
-host has looked at: of these the group goes on.
+when a rank is in another call or has refused one, the Python call has already returned: the kernel
+makes its outputs NaN, as do later kernels of the group, and the host raises at the next
+opportunity: the engine's next call, or `NativeGroup.check`.  Kernels also report bad routings that
+no host has looked at; after those the group can go on.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import difference, different_calls
 
-# What a rank says that has learnt of a bad routing; the whole story comes after it.
+# What a rank reports once it knows of a bad routing; the details follow.
 BAD_ROUTING = "the routing of an earlier plan was bad"
 # Hosts agree on so many static plans more after one to which ranks brought different numbers of
 # tokens.
 EVEN_PLANS = 100
-# What ranks must have alike, beside the phase, in the order in which differences are told.
+# What must be equal on all ranks besides the phase, in the order in which differences are reported.
 VALUES = (
     *("top_k", "alignment", "max_recv_rows"),
     *("plan", "dtype", "hidden size", "presence of weights"),
@@ -81,8 +81,8 @@ class NativeGroup:
     def refuse(self, phase: str, problem: str) -> NoReturn:
         """Raise for what is wrong on this rank, and have the other ranks raise it.
 
-        Not collective, and waits for nobody.  The others' waits end, what they are at becomes NaN,
-        and their next call raises the same InputError, as all later calls do here and there.  A
+        Not collective, and does not wait.  The others' waits end, their present results become NaN,
+        and their next call raises the same InputError, as do all later calls on every rank.  A
         group of one rank goes on as if nothing had been called.
 
         Args:
@@ -105,7 +105,7 @@ class NativeGroup:
     def _error_of(self, failure: Any) -> EpError:
         """The exception for a failure of the device."""
         me, peer, phase = self.group.rank, failure.peer, failure.phase
-        # It may have refused where nobody could tell the device: in a capture.
+        # It may have refused during a capture, when the device could not be told.
         if refusal := self.group.refusal(peer):
             return RefusedError(refusal)
         if failure.reason == "refused":
@@ -119,23 +119,23 @@ class NativeGroup:
             calls = sorted([(me, failure.own_call), (peer, failure.peer_call)])
             return _difference({r: self.module.call_values(call) for r, call in calls}, phase)
         whose = "its low-latency object" if phase.startswith("low-latency") else "the group"
-        lost = self.group.lost(0) or "it died, is late or left the group's order of calls"
+        lost = self.group.lost(0) or "it died, is late, or made a different sequence of calls"
         return PeerError(
             f"rank {me} of {self.group.size}: rank {peer} did not come in {phase}, operation "
             f"{failure.epoch} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at the "
             "other ranks' output. What this group has returned since is NaN"
         )
 
-    def note_batches(self, told: list[int]) -> None:
+    def note_batches(self, num_tokens: list[int]) -> None:
         """Have hosts meet in the plans after a static one to which ranks brought different batches.
 
         One of these may be the first that is too large for the windows, on some ranks only.  A
         batch that all ranks have alike by chance says nothing of the next one; many in a row do.
 
         Args:
-            told: tokens of each rank, in a static plan on which all hosts agreed.
+            num_tokens: of each rank, in a static plan on which all hosts agreed.
         """
-        is_even = len(set(told)) == 1
+        is_even = len(set(num_tokens)) == 1
         self.plans_to_meet = max(0, self.plans_to_meet - 1) if is_even else EVEN_PLANS
 
     def bad_routings(self, *, forget: bool) -> str | None:
@@ -214,7 +214,7 @@ class NativeGroup:
 
     def close(self) -> None:
         """Free the windows.  Collective."""
-        if self._refusal is not None:  # an engine that is made anew starts anew
+        if self._refusal is not None:  # a new engine starts afresh
             self.group.forget_refusal()
         self.native.close()
 

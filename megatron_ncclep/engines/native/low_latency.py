@@ -17,7 +17,7 @@ from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatency
 from megatron_ncclep.engines.native import windows
 from megatron_ncclep.engines.native.availability import most_sms
 from megatron_ncclep.engines.native.group import NativeGroup, aligned
-from megatron_ncclep.engines.native.plan import no_room
+from megatron_ncclep.engines.native.plan import try_allocate
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
@@ -35,7 +35,7 @@ FIRST_TOKENS, FIRST_ROW_BYTES = 128, 16
 class NativeLowLatency:
     """See `LowLatencyCalls`.
 
-    A group of several ranks is at its end after an error, as after one of the engine's own calls.
+    A multi-rank group is unusable after an error, as after one of the engine's own calls.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class NativeLowLatency:
     def _allocated(self, phase: str, allocate: Callable[[], tuple[Any, ...]]) -> list[Any]:
         """What `allocate` returns; without memory for it the call is refused, for all ranks."""
         memory: list[Any] = []
-        if problem := no_room(f"a low-latency {phase}", memory, allocate):
+        if problem := try_allocate(f"a low-latency {phase}", memory, allocate):
             self._shared.refuse(f"low-latency {phase}", problem)
         return memory
 

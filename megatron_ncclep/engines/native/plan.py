@@ -12,7 +12,7 @@ from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.native.group import NativeGroup
 
 # An exact plan has room for this many times the assignments that are expected to arrive.
-ROOM = 1.25
+HEADROOM = 1.25
 # What a plan takes back of the room that it did not need, for the plans after it.
 TAKEN_BACK = 1 / 8
 
@@ -57,7 +57,7 @@ class NativePlan(RoutePlan):
         return self.counts.nbytes + self.token_routes.nbytes + self.routes.nbytes
 
 
-class Room(NamedTuple):
+class PlanCapacity(NamedTuple):
     """What the memory of a plan is for.
 
     Attributes:
@@ -74,31 +74,30 @@ class Room(NamedTuple):
     limit: int | None
 
 
-def next_crowding(crowding: float, num_assignments: int, balanced: int) -> float:
-    """For which multiple of a balanced load the next plan of a layer has room.
+def next_capacity_factor(factor: float, num_assignments: int, balanced: int) -> float:
+    """For which multiple of a balanced load the next plan of a layer has capacity.
 
-    `ROOM` times what came last, and at least of what is balanced: at once where that is more than
-    before.  Where it is less, room is given up step by step, because batches alternate.  Example:
-    after a plan with five times a balanced load, 6.25; then, with balanced plans, 5.625, 5.078 and
-    so on down to 1.25.
+    `HEADROOM` times the last load, which counts as at least balanced.  It rises at once and falls
+    step by step, because batches alternate.  Example: after a plan with five times a
+    balanced load, 6.25; then, with balanced plans, 5.625, 5.078 and so on down to 1.25.
 
     Args:
-        crowding: what the last plan had room for.
+        factor: what the last plan had room for.
         num_assignments: that it received.
         balanced: assignments that each rank receives in a balanced plan.
     """
-    needed = ROOM * max(1.0, num_assignments / max(balanced, 1))
-    return max(needed, crowding - TAKEN_BACK * (crowding - needed))
+    needed = HEADROOM * max(1.0, num_assignments / max(balanced, 1))
+    return max(needed, factor - TAKEN_BACK * (factor - needed))
 
 
 def plan_memory(
-    native: Any, room: Room, topk_idx: torch.Tensor, may_drop: bool
+    native: Any, capacity: PlanCapacity, topk_idx: torch.Tensor, may_drop: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Allocate a plan's `counts`, `token_routes`, `routes`, and what static mode keeps.
 
     Args:
         native: the group's `_C.NativeGroup`.
-        room: what it is for.
+        capacity: what it is for.
         topk_idx: [num_tokens, top_k].
         may_drop: whether anything may be dropped; otherwise the third is None.
 
@@ -106,17 +105,17 @@ def plan_memory(
         torch.OutOfMemoryError: there is no memory.
     """
     num_tokens, top_k = topk_idx.shape
-    size = native.routes_size(room.max_pairs, room.max_assignments, room.most_tokens)
+    size = native.routes_size(capacity.max_pairs, capacity.max_assignments, capacity.most_tokens)
     int32: Any = {"dtype": torch.int32, "device": topk_idx.device}
     return (
-        torch.empty(2 * room.num_local_experts + 1, dtype=torch.int64, device=topk_idx.device),
+        torch.empty(2 * capacity.num_local_experts + 1, dtype=torch.int64, device=topk_idx.device),
         torch.empty(4, num_tokens, **int32),
         torch.empty(num_tokens, top_k, **int32) if may_drop else None,
         torch.empty(size, **int32),
     )
 
 
-def no_room(
+def try_allocate(
     what: str, memory: list[Any], allocate: Callable[..., tuple[Any, ...]], *arguments: Any
 ) -> str | None:
     """Put what `allocate` returns into `memory`; say so if there is no memory for it."""

@@ -1,8 +1,8 @@
-"""How the windows of the native engine grow, and how ranks see that they reach each other's.
+"""How the windows of the native engine grow, and how ranks verify that they reach each other's.
 
 A rank computes the addresses of its peers' windows from what NCCL keeps in device memory, which no
-header promises.  So whenever windows are made, words are written and read across all ranks, by the
-device, before anything else is: wrong addresses are an error and never wrong results.
+header documents.  So whenever windows are made, the device first writes and reads words across all
+ranks: wrong addresses are an error and never wrong results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ MIN_TOKENS = 128
 def reserve(
     group: EpGroup, native: Any, num_tokens: int, top_k: int, row_bytes: int, timeout_s: float
 ) -> None:
-    """Have windows for this much; the arguments are those of `grow`.  Collective when they grow.
+    """Make sure that windows are large enough, with the arguments of `grow`.
+
+    Collective when they grow.
 
     Raises:
         InputError: on every rank, when they must grow and a CUDA graph uses them.
@@ -50,8 +52,8 @@ def reserve(
 def tokens_of_windows(num_tokens: int) -> int:
     """For how many tokens to make windows when a batch has `num_tokens`.
 
-    At most an eighth more, or `MIN_TOKENS`: batches that grow a little must not make windows anew
-    each time.  Example: 5000 tokens get windows for 5120.
+    At most an eighth more, or `MIN_TOKENS`: batches that grow a little must not replace the
+    windows each time.  Example: 5000 tokens get windows for 5120.
     """
     step = max(MIN_TOKENS, (1 << num_tokens.bit_length()) // 16)
     return max(1, -(-num_tokens // step)) * step
@@ -92,7 +94,7 @@ def grow(
     smaller = "if it is for want of GPU memory: use smaller micro-batches"
     on_all_ranks(
         "leaving its windows", lambda: None, _other()
-    )  # nobody uses the old ones any longer
+    )  # no rank uses the old ones any longer
     on_all_ranks(
         "allocating its windows", lambda: native.allocate(num_tokens, top_k, row_bytes), smaller
     )
@@ -130,9 +132,9 @@ def open_checked(
         _on_all_ranks(group, native, what, step, f"({cause})", _other(), timeout_s)
 
     on_all_ranks("opening its windows", native.open)
-    on_all_ranks("writing to its windows", lambda: _leave(group, native, names))
-    on_all_ranks("checking its windows", lambda: _read_and_bring(group, native, names))
-    on_all_ranks("checking its windows", lambda: _look(group, native, names))
+    on_all_ranks("writing to its windows", lambda: _write_own(group, native, names))
+    on_all_ranks("checking its windows", lambda: _verify_peers_and_write(group, native, names))
+    on_all_ranks("checking its windows", lambda: _verify_own(group, native, names))
     on_all_ranks("clearing its windows", native.clear)
 
 
@@ -184,14 +186,14 @@ def _require_no_graph(group: EpGroup, is_captured: bool, timeout_s: float) -> No
 
 
 @dataclass(frozen=True)
-class _Word:
+class _Probe:
     """What one rank writes for another, at one end of a window.
 
     Attributes:
         window, end: where, in words.
         peer: the other rank; this rank has one of its own too, since kernels use that address.
         address: as this rank addresses it.
-        value: tells writer, reader and place apart, and from windows that were there before.
+        value: different for each writer, reader, place and generation of windows.
     """
 
     window: str
@@ -201,38 +203,38 @@ class _Word:
     value: int
 
 
-def _leave(group: EpGroup, native: Any, names: tuple[str, ...]) -> None:
+def _write_own(group: EpGroup, native: Any, names: tuple[str, ...]) -> None:
     """Write words to this rank's own windows, for the others to read."""
-    _store(_words(group, native, names, remote=False, writes=True))
+    _store(_probes(group, native, names, remote=False, writes=True))
 
 
-def _read_and_bring(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
+def _verify_peers_and_write(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
     """Read what the others left for this rank, and write words to their windows.
 
     Returns:
         what is wrong with the first word that is not as expected, if any is.
     """
-    left = _words(group, native, names, remote=True, writes=False)
+    left = _probes(group, native, names, remote=True, writes=False)
     problem = _difference(left, "reads {seen} from the {end} of the {window} window of {peer}")
-    _store(_words(group, native, names, remote=True, writes=True))
+    _store(_probes(group, native, names, remote=True, writes=True))
     return problem
 
 
-def _look(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
-    """Read what the others wrote to this rank's windows; return as `_read_and_bring` does."""
-    brought = _words(group, native, names, remote=False, writes=False)
+def _verify_own(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
+    """Read what the others wrote to this rank's windows; return what is wrong, if anything is."""
+    brought = _probes(group, native, names, remote=False, writes=False)
     return _difference(
         brought, "finds {seen} where {peer} wrote to the {end} of its {window} window"
     )
 
 
-def _words(
+def _probes(
     group: EpGroup, native: Any, names: tuple[str, ...], *, remote: bool, writes: bool
-) -> list[_Word]:
+) -> list[_Probe]:
     """The words that this rank reads or writes, in its own windows or in its peers' (`remote`).
 
-    Of a window's 2 R words at each end, the first R are left by the window's rank for reader r, the
-    last R are brought by writer r; the very last is the last 8 bytes of the window.
+    Each end of a window has 2 R words: the window's own rank writes the first R, one for each
+    reader; each writer r writes one of the last R.  The very last is the window's last 8 bytes.
     """
     me, size = group.rank, group.size
     is_left = remote != writes
@@ -248,15 +250,15 @@ def _words(
                 numbers = struct.pack("<3q", native.generation, writer, reader)
                 value = hashlib.blake2b(subject + numbers, digest_size=WORD_BYTES).digest()
                 address = base + start + place * WORD_BYTES
-                words.append(_Word(name, end, peer, address, int.from_bytes(value, "little")))
+                words.append(_Probe(name, end, peer, address, int.from_bytes(value, "little")))
     return words
 
 
-def _store(words: list[_Word]) -> None:
+def _store(words: list[_Probe]) -> None:
     extension.load().store_words([word.address for word in words], [word.value for word in words])
 
 
-def _difference(words: list[_Word], text: str) -> str | None:
+def _difference(words: list[_Probe], text: str) -> str | None:
     """Read `words`; say of the first that has another value what `text` says."""
     found = extension.load().load_words([word.address for word in words])
     wrong = [(w, seen) for w, seen in zip(words, found, strict=True) if seen != w.value]

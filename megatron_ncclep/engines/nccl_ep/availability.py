@@ -1,4 +1,4 @@
-"""What keeps NVIDIA's NCCL EP from running for a group, in words."""
+"""Whether NVIDIA's NCCL EP can run for a group, and if not, why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_SMS_BETWEEN_NODES = 16
 MIN_COMPUTE_CAPABILITY = (9, 0)
 
 
-def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
+def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
     """Say why the engine cannot run for `group`; None if it can.  Collective.
 
     `CAPS` has what depends on `num_experts`.  What this rank alone finds, only this rank says.
@@ -31,7 +31,7 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
     timeout_s = group.deadline_s(config)
     nodes = group.ranks_per_node(timeout_s)
     what = "open, looking for what keeps the engine 'nccl_ep' from running"
-    problem = on_all_ranks(group, what, lambda: _own_obstacle(group, config, nodes), timeout_s)
+    problem = on_all_ranks(group, what, lambda: _own_problem(group, config, nodes), timeout_s)
     if group.gather_problems(problem, what, timeout_s):
         return problem
     if unequal := _unequal(group, timeout_s):
@@ -43,11 +43,11 @@ def obstacle(group: EpGroup, config: EpConfig, num_experts: int | None) -> str |
     return None
 
 
-def _own_obstacle(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | None:
+def _own_problem(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | None:
     """Say what is in the way on this rank; `nodes`: ranks of each node.  Not collective."""
     if group.device.type != "cuda":
         return "it needs GPUs and a process group with the nccl backend"
-    if problem := extension.obstacle() or extension.driver_obstacle():
+    if problem := extension.unavailable_reason() or extension.driver_problem():
         return problem
     if torch.cuda.get_device_capability(group.device) < MIN_COMPUTE_CAPABILITY:
         return f"{torch.cuda.get_device_name(group.device)} is older than Hopper (sm_90)"
@@ -59,10 +59,10 @@ def _own_obstacle(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | N
     library = nccl_ep_library.find_nccl_ep()
     if library is None:
         return nccl_ep_library.NO_LIBRARY
-    return _library_obstacle(library) or _mode_obstacle(library, group, config, len(nodes))
+    return _library_problem(library) or _mode_problem(library, group, config, len(nodes))
 
 
-def _library_obstacle(library: NcclEpLibrary) -> str | None:
+def _library_problem(library: NcclEpLibrary) -> str | None:
     """Say what the library lacks in this process, if anything."""
     if library.version is not None and library.version[:2] != VERSION:
         return (
@@ -86,7 +86,7 @@ def _library_obstacle(library: NcclEpLibrary) -> str | None:
     return nccl_ep_library.jit_problem(library, nccl_ep_library.jit_folders(library), nccl)
 
 
-def _mode_obstacle(
+def _mode_problem(
     library: NcclEpLibrary, group: EpGroup, config: EpConfig, num_nodes: int
 ) -> str | None:
     """Say why the library cannot work as it was asked to over this many nodes."""
@@ -123,7 +123,7 @@ def _unequal(group: EpGroup, timeout_s: float) -> str | None:
 def _identity() -> list[int]:
     """This rank's versions of libnccl_ep and NCCL, the interface, and whether it pulls."""
     library, nccl = nccl_ep_library.find_nccl_ep(), nccl_ep_library.nccl_in_use()
-    assert library is not None  # `_own_obstacle` found one
+    assert library is not None  # `_own_problem` found one
     versions = [library.version, nccl.version if nccl else None]
     numbers = [n for version in versions for n in version or (-1, -1, -1)]
     return [*numbers, library.interface or -1, int(envs.get(nccl_ep_library.PULL_PUSH))]

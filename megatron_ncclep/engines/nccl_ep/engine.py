@@ -1,11 +1,11 @@
 """The engine on NVIDIA's NCCL EP: HT-mode kernels of libnccl_ep.so, through its C interface.
 
-The library fixes when it makes a group how many tokens a rank may have and how long a row may be.
-Neither is known when an engine is made, so its staging memory is made at the first dispatch, and
-anew, on all ranks together, when a larger batch or a longer row comes (`nccl_ep_staging.py`).
+The library fixes the number of tokens of a rank and the length of a row when it makes a group.
+Neither is known when an engine is made, so the staging memory is made at the first dispatch, and
+again, on all ranks together, when a larger batch or a longer row arrives (staging.py).
 
-How many rows each rank receives is worked out here, from the counts of assignments that the ranks
-exchange, so that a plan can exist before the length of its rows is known.
+The number of rows that each rank receives is computed here, from the counts of assignments that the
+ranks exchange, so that a plan can exist before the length of its rows is known.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from megatron_ncclep.engines.engine import (
     RoutePlan,
 )
 from megatron_ncclep.engines.nccl_ep.staging import MAX_TOKENS, NcclEpPlan, Route, Staging
-from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_needed
-from megatron_ncclep.engines.rows_limit import can_drop
+from megatron_ncclep.engines.overflow import can_drop, drop_what_does_not_fit, rows_needed
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -51,7 +50,7 @@ CAPS = EngineCaps(
 
 
 class NcclEpEngine(EngineBase[NcclEpPlan]):
-    """See `Engine`.  Ranks agree on the host before every call, beside the work on the device."""
+    """See `Engine`.  Ranks agree on the host before every call, while the device works."""
 
     caps = CAPS
     plan_type = NcclEpPlan
@@ -79,7 +78,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         wanted = self._local(counts)
         if limit is not None and can_drop(self.config):
             if self._shortage is not None:
-                self._shortage.note(rows_needed(counts, alignment), limit)
+                self._shortage.record(rows_needed(counts, alignment), limit)
             topk_idx = drop_what_does_not_fit(topk_idx, counts, self.group.rank, alignment, limit)
             counts = self._exchange_counts(topk_idx)
         order = None
@@ -100,7 +99,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
             order=order,
             host_counts=padded,
             num_used=num_used,
-            num_staged_tokens=max(agreement.told),
+            num_staged_tokens=max(agreement.gathered),
             route=Route(),
         )
         if self._row_bytes:  # the layer has moved rows before: the library can plan now

@@ -1,9 +1,9 @@
 """Staging memory of NVIDIA's NCCL EP: made when rows come, grown with them, freed when unused.
 
-The library fixes when it makes a group how many tokens a rank may have and how long a row may be;
+The library fixes the number of tokens of a rank and the length of a row when it makes a group, and
 plans are bound to the group that they were made for (`Route`).  So when a larger batch or a longer
-row comes, another group is made, on all ranks together, and the one before it is freed when no plan
-of any rank is bound to it any more.
+row arrives, all ranks together make another group, and the previous one is freed when no plan of
+any rank is bound to it any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.engines.rows_limit import rows_limit
+from megatron_ncclep.engines.overflow import rows_limit
 from megatron_ncclep.errors import EngineUnavailableError
 from megatron_ncclep.libraries import extension, search
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library

@@ -320,7 +320,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
             rows = (place % alignment == 0).long().cumsum(0) * alignment
             kept = rows <= limit
             if self._shortage is not None:
-                self._shortage.note(self._needed(rows), limit)
+                self._shortage.record(self._needed(rows), limit)
         routed = local_expert[kept].bincount(minlength=num_local)
         padded = (routed + alignment - 1) // alignment * alignment
         num_rows = int(padded.sum()) if limit is None else limit

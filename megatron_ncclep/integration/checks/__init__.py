@@ -1,1 +1,1 @@
-"""What is refused beside the dispatcher, and when it is found."""
+"""Megatron's options that the dispatcher refuses, and when it checks them."""

@@ -1,10 +1,10 @@
-"""What Megatron's schedule that overlaps two micro-batches (1F1B) may free, with our dispatcher.
+"""What Megatron's schedule that overlaps two micro-batches (1F1B) may free with our dispatcher.
 
-With overlap_moe_expert_parallel_comm a layer is run in parts, and the storage of a part's input is
+With overlap_moe_expert_parallel_comm a layer runs in parts, and the storage of a part's input is
 freed right after its forward pass where backward does not need it.  Megatron decides that by the
-type of the dispatcher: what `alltoall` and the like send, and hand to the experts, are copies.
-Ours reads the layer's own tokens, from which router and shared experts take their gradients, and
-what it delivers is what the experts keep for their weights' gradients.
+type of the dispatcher: `alltoall` and the like send copies, and pass copies to the experts.  Ours
+reads the layer's own tokens, which router and shared experts need for their gradients, and the
+experts keep the rows that it delivers for their weights' gradients.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from megatron_ncclep.errors import IntegrationError
 from megatron_ncclep.integration.checks.unsupported import NEWEST, OLDEST
+from megatron_ncclep.integration.patching import is_changed, mark_patched
 
 # The parts whose input is needed in backward.
 KEPT = ("moe_dispatch", "mlp")
 # Where Megatron decides, from 0.19 on and before.
 PLACES = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables")
 _FUNCTION = "should_free_input"
-_MARK = "_changed_by_megatron_ncclep"
 
 
 def keep_inputs(dispatcher_type: str) -> None:
@@ -36,7 +36,7 @@ def keep_inputs(dispatcher_type: str) -> None:
         function = getattr(module, _FUNCTION, None)
         if function is None:
             continue
-        if not hasattr(function, _MARK):
+        if not is_changed(function):
             setattr(module, _FUNCTION, _keeping(function, dispatcher_type))
         return
     raise IntegrationError(
@@ -53,5 +53,4 @@ def _keeping(original: Any, dispatcher_type: str) -> Any:
             return False
         return bool(original(name, is_moe, config, *args, **kwargs))
 
-    setattr(should_free_input, _MARK, True)
-    return should_free_input
+    return mark_patched(should_free_input)

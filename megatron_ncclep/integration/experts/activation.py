@@ -1,6 +1,6 @@
 """The experts' activation with the rows' probabilities, as Megatron's experts compute it.
 
-The same functions of Megatron's are called under the same options, so that the bits are the same.
+It calls Megatron's own functions under the same options, so the results have the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def activate(config: Any, rows: Tensor, probs: Tensor) -> Tensor:
     """Apply the activation and multiply every row by its probability.
 
     Args:
-        config: TransformerConfig; `check_supported` of refusals.py has passed it.
+        config: TransformerConfig; `check_config` in refusals.py has passed it.
         rows: [num_rows, features], twice as many with gated_linear_unit: gates, then values.
         probs: [num_rows].
 

@@ -1,6 +1,6 @@
 """Megatron's experts with another `forward`: grouped GEMMs over offsets on the device.
 
-Megatron builds the experts as ever, so that parameters, their names and values, random states and
+Megatron builds the experts as usual, so that parameters, their names and values, random states and
 checkpoints are its own; then `group_experts` changes their class to one derived from it.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ncclep.config import GROUPED_ALIGNMENT
 from megatron_ncclep.integration.experts.activation import activate
 from megatron_ncclep.integration.experts.expert_stack import lay_out
-from megatron_ncclep.integration.experts.grouped_gemm import obstacle
+from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
 from megatron_ncclep.integration.experts.refusals import recomputes_activation, unsupported
 
@@ -118,7 +118,7 @@ class GroupedExperts:
 
     def _check_when_run(self, rows: Tensor, weight: torch.nn.Parameter) -> None:
         """Refuse what can only be seen then."""
-        if problem := obstacle(rows.device, rows.dtype):
+        if problem := unavailable_reason(rows.device, rows.dtype):
             raise unsupported(problem)
         if hasattr(weight, "get_main_grad") or hasattr(weight, "device_mesh"):
             raise unsupported("FSDP: use DistributedDataParallel, with the distributed optimizer")
@@ -191,6 +191,6 @@ def group_experts(experts: Any, last_expert_first: bool = False) -> None:
     weight = experts.weights_of("linear_fc1")[0]
     if weight.is_cuda:
         dtype = torch.bfloat16 if experts.config.bf16 else weight.dtype
-        if problem := obstacle(weight.device, dtype):
+        if problem := unavailable_reason(weight.device, dtype):
             raise unsupported(problem)
     experts.lay_out_weights()

@@ -2,12 +2,12 @@
 
 Expert g's rows are those from `offsets[g - 1]` (0 for the first) up to `offsets[g]`, and it has
 weights[g].  Example: offsets [2, 2, 5] over 8 rows: expert 0 has rows 0 and 1, expert 1 has none,
-expert 2 has rows 2 to 4.  Rows 5 to 7 belong to nobody: they are not read, and what comes out in
-their place is whatever the memory held.
+expert 2 has rows 2 to 4.  Rows 5 to 7 belong to no expert: they are not read, and their place in
+the result is left uninitialized.
 
 The offsets stay on the device.  `torch.nn.functional.grouped_mm` reads them there on GPUs of
 compute capability 9.x and 10.x in bf16.  On any other GPU, and in any other dtype, torch would copy
-them to the host and multiply expert by expert, so `obstacle` says no; on a CPU that is the way.
+them to the host and multiply expert by expert, which `unavailable_reason` refuses except on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CAPABILITIES = (9, 10)
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Say what keeps grouped GEMMs from running there without the host, if anything does."""
     if device.type == "cpu":
         return None
@@ -115,7 +115,7 @@ def _torch_grouped_mm() -> object | None:
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     operator = _torch_grouped_mm()
-    assert callable(operator), "obstacle() comes first"
+    assert callable(operator), "unavailable_reason() comes first"
     result: Tensor = operator(a, b, offs=offsets)
     return result
 

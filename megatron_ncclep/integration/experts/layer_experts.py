@@ -32,7 +32,7 @@ def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: in
         check_config(config, config.num_moe_experts // num_ranks, num_slices)
 
 
-def settle_experts(
+def select_experts(
     layer: Any, options: EpConfig, num_slices: int
 ) -> tuple[EpConfig, Choice | None]:
     """Have the layer's experts be those that the options ask for.  Not collective.

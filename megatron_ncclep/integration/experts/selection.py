@@ -1,12 +1,12 @@
 """Which experts `experts="auto"` takes: grouped ones where they were measured to be faster.
 
-TransformerEngine's experts (Megatron's) are launched one by one, which takes the host a time for
-each, whatever it computes.  Grouped experts are launched all at once, and no host waits for the
-numbers of their rows.  So what counts is the work of one expert: rows times hidden size times the
-expert's own, in multiply-adds of one of its three products.
+TransformerEngine's experts (Megatron's) are launched one by one, at a constant cost to the host for
+each, whatever its size.  Grouped experts are launched all at once, and no host waits for their
+numbers of rows.  So what counts is the work of one expert, in multiply-adds of one of its three
+products: rows times hidden size times the expert's own size.
 
-Rows of an expert are those of a balanced routing: tokens of a rank times top-k over the experts of
-a rank, however many ranks share them.
+The rows are those of a balanced routing: tokens of a rank times top-k over the experts of a rank,
+however many ranks share them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from megatron_ncclep.config import GROUPED_ALIGNMENT, EpConfig
 from megatron_ncclep.integration.experts.grouped import class_problem
-from megatron_ncclep.integration.experts.grouped_gemm import obstacle
+from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.refusals import config_problem
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -89,7 +89,7 @@ def choose(
     problem = (
         config_problem(config, num_experts, num_slices)
         or class_problem(experts)
-        or obstacle(device, dtype)
+        or unavailable_reason(device, dtype)
         or _rows_problem(options)
     )
     if problem:

@@ -1,9 +1,9 @@
 """Megatron's dispatcher hooks while text is generated (transformer_impl='inference_optimized').
 
-Its inference experts are not given rows by expert.  They take any rows, with the experts of each as
-global numbers and the probabilities beside them, compute the rows that name one of their own, and
-return for every row the weighted sum of its experts here.  What low-latency mode delivers has that
-form: a row for each token that has an expert on this rank.
+Megatron's inference experts do not take rows ordered by expert.  They take rows in any order, with
+each row's global expert numbers and probabilities, compute the rows that name one of their experts,
+and return for every row the weighted sum over its experts here.  Low-latency mode delivers rows in
+that form: one for each token that has an expert on this rank.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron.core.transformer.moe.token_dispatcher_inference import (
 
 from megatron_ncclep.engines.engine import NOT_ROUTED, RoutePlan
 from megatron_ncclep.engines.low_latency import LowLatency
-from megatron_ncclep.integration.inference.session import DTYPE, InferenceExchange
+from megatron_ncclep.integration.inference.session import DTYPE, InferenceSession
 
 
 class NcclEpInferenceDispatcher(MoETokenDispatcher):
-    """Token dispatcher of one layer for generating text; all layers of a group share its exchange.
+    """Token dispatcher of one layer for generating text; all layers of a group share its session.
 
     Megatron calls the hooks in the order in which they stand here.  What the later ones need is
     kept on the dispatcher between them, and nothing from one pass to the next: a CUDA graph may
@@ -39,7 +39,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         local_expert_indices: list[int],
         config: Any,
         pg_collection: Any,
-        exchange: InferenceExchange,
+        session: InferenceSession,
     ) -> None:
         """Not collective.
 
@@ -48,10 +48,10 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
             local_expert_indices: their global numbers, consecutive.
             config: TransformerConfig.
             pg_collection: Megatron's process groups.
-            exchange: of the expert-parallel group.
+            session: of the expert-parallel group.
         """
         super().__init__(config=config, pg_collection=pg_collection)
-        self.exchange = exchange
+        self.session = session
         self._num_local_experts, self._first_expert = num_local_experts, local_expert_indices[0]
         self.routing_map: torch.Tensor | None = None
         self._shape: torch.Size | None = None
@@ -95,14 +95,14 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         """
         assert self.routing_map is not None, "dispatch_preprocess comes first"
         problem = self._problem(hidden_states, self.routing_map, probs)
-        self._low_latency = self.exchange.low_latency_for(len(hidden_states), problem)
+        self._low_latency = self.session.low_latency_for(len(hidden_states), problem)
         if self._low_latency is None:
             return self._dispatch_many(hidden_states, self.routing_map, probs)
         received = self._low_latency.dispatch(hidden_states, self.routing_map, probs)
         # Where no expert is named, -1 becomes the expert before this rank's first one, or stays
         # -1: another rank's or nobody's, which experts skip alike.
         self.routing_map = (received.topk_idx + self._first_expert).flatten(0, 1)
-        self._num_valid = self.exchange.all_places
+        self._num_valid = self.session.all_places
         return received.rows.flatten(0, 1), received.weights.flatten(0, 1)
 
     def dispatch_postprocess(
@@ -122,7 +122,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         # have as many tokens as this one.
         assert self._shape is not None
         ReadByExperts._host_valid_tokens_estimate = max(
-            1, self._shape[:-1].numel() * self.exchange.group.size
+            1, self._shape[:-1].numel() * self.session.group.size
         )
         return hidden_states, None, probs
 
@@ -142,11 +142,11 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         rows = hidden_states.to(DTYPE)
         low_latency, self._low_latency = self._low_latency, None
         if low_latency is not None:
-            places = (self.exchange.group.size, low_latency.sizes.max_tokens)
+            places = (self.session.group.size, low_latency.sizes.max_tokens)
             return low_latency.combine(rows.unflatten(0, places))
         assert self._plan is not None, "token_dispatch comes first"
         plan, self._plan = self._plan, None
-        out, _ = self.exchange.engine.combine(plan, rows[: plan.num_rows])
+        out, _ = self.session.engine.combine(plan, rows[: plan.num_rows])
         return out
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do `token_dispatch` through the engine: a row for each assignment."""
-        engine = self.exchange.engine
+        engine = self.session.engine
         self._plan = plan = engine.plan(routing_map)
         rows, weights = engine.dispatch(plan, hidden_states, probs)
         assert weights is not None  # as there were probs

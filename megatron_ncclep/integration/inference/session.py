@@ -1,12 +1,11 @@
 """What all layers of a group share while text is generated: low-latency mode, and an engine.
 
-A decode batch is a few tokens on each rank, and goes in low-latency mode.  A prompt may be
-thousands: a batch that is larger on any rank goes through the engine, in exact mode, on all ranks.
-Cut into pieces that low-latency mode takes, it would have every expert read its weights once for
-each piece.
+A decode batch is a few tokens on each rank and uses low-latency mode.  A prompt may be thousands of
+tokens: a batch that is too large on any rank goes through the engine, in exact mode, on all ranks.
+If it were cut into pieces for low-latency mode, every expert would read its weights once per piece.
 
-Outside of CUDA graphs the ranks' hosts tell each other how many tokens they have, in every layer,
-and so they choose the same.  Inside of one there is nothing to choose: its batch has to fit.
+Outside CUDA graphs the ranks' hosts exchange their numbers of tokens in every layer, so that all
+make the same choice.  Inside a graph there is no choice: its batch has to fit.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ OPTIONS = (
     *("check_calls", "engine", "first_timeout_s", "inference_tokens", "num_sms"),
     "timeout_s",
 )
-# Of a rank in low-latency mode, where nobody says how many.
+# Tokens of a rank in low-latency mode, unless the option says otherwise.
 DEFAULT_TOKENS = 128
 # What the inference experts of Megatron-Core take.
 DTYPE = torch.bfloat16
 
 
-class InferenceExchange:
+class InferenceSession:
     """Low-latency mode and an engine in exact mode, for rows of one size.
 
     Attributes:
@@ -43,7 +42,7 @@ class InferenceExchange:
         engine: for batches that are larger than `max_tokens` on any rank.
         max_tokens: of a rank, up to which low-latency mode takes a batch.
         all_places: int32 [1] on the device: places that low-latency mode has for rows, of all
-            ranks together; the same memory as long as the exchange is open.
+            ranks together; the same memory as long as the session is open.
     """
 
     def __init__(
@@ -85,8 +84,8 @@ class InferenceExchange:
         hidden: int,
         top_k: int,
         options: EpConfig,
-    ) -> InferenceExchange:
-        """Return the group's exchange for these arguments, made if there is none.  Collective.
+    ) -> InferenceSession:
+        """Return the group's session for these arguments, made if there is none.  Collective.
 
         It stays until the group is closed (`megatron_ncclep.close`): CUDA graphs go on using its
         memory.
@@ -125,7 +124,7 @@ class InferenceExchange:
             self.max_tokens = num_tokens
         self._open()
         if num_tokens:
-            self._rehearse(most_tokens)
+            self._warm_up(most_tokens)
 
     def low_latency_for(self, num_tokens: int, problem: str | None) -> LowLatency | None:
         """Say what takes a batch: low-latency mode, or with None the engine.
@@ -152,9 +151,9 @@ class InferenceExchange:
                 )
             return self._low_latency
         timeout_s = self.group.deadline_s(self.engine.config)
-        told = self.group.agree("dispatch", {}, problem, timeout_s, told=num_tokens).told
+        agreement = self.group.agree("dispatch", {}, problem, timeout_s, payload=num_tokens)
         low_latency = self._open()
-        return low_latency if max(told) <= self.max_tokens else None
+        return low_latency if max(agreement.gathered) <= self.max_tokens else None
 
     def close(self) -> None:
         """Release what it holds.  Collective."""
@@ -162,8 +161,8 @@ class InferenceExchange:
             self._low_latency.close()
         self.engine.close()
 
-    def _rehearse(self, num_tokens: int) -> None:
-        """Run the engine with tokens that go nowhere."""
+    def _warm_up(self, num_tokens: int) -> None:
+        """Run the engine with tokens that are routed nowhere."""
         device = self.group.device
         topk = torch.full((num_tokens, self._top_k), NOT_ROUTED, device=device)
         x = torch.zeros(num_tokens, self._hidden, dtype=DTYPE, device=device)

@@ -1,29 +1,33 @@
 """`inference_moe_token_dispatcher_type="ncclep"`: what it changes in Megatron, what is refused.
 
-A part of integration.py, whose `HOOKS` say where each function belongs.  Megatron-Core has that
-option from 0.18 on, and dispatchers of its own for it, `nccl` and `nvls`.
+`HOOKS` in hooks.py lists which module each function changes.  Megatron-Core has this option from
+0.18 on, with two dispatchers of its own, `nccl` and `nvls`.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.integration.inference.session import DTYPE, OPTIONS, InferenceExchange
-from megatron_ncclep.integration.options.field import derived, settle_options
-from megatron_ncclep.integration.patching import is_changed, marked, not_known, original_of
+from megatron_ncclep.integration.inference.session import DTYPE, OPTIONS, InferenceSession
+from megatron_ncclep.integration.options.field import NAME, derived, resolve_options
+from megatron_ncclep.integration.patching import (
+    is_changed,
+    mark_patched,
+    unknown_megatron,
+    unpatched,
+    validated_as,
+)
 from megatron_ncclep.ranks.group import EpGroup
 
-NAME = "ncclep"
 FIELD = "inference_moe_token_dispatcher_type"
 # Megatron builds the layer and its inference context as if this type had been asked for: with it
 # all ranks run the same CUDA graph in a step, or none, and only decode steps are in graphs.
-STAND_IN = "nccl"
+VALIDATED_AS = "nccl"
 SINCE = "0.18"
 IMPL = "inference_optimized"
 
@@ -46,7 +50,9 @@ def change_inference_field(module: Any) -> None:
                 changed.__init__ = _refusing(changed.__init__)
         return
     if not get_args(field.type):
-        raise not_known(f"{module.__name__}.TransformerConfig.{FIELD}", "a Literal of type names")
+        raise unknown_megatron(
+            f"{module.__name__}.TransformerConfig.{FIELD}", "a Literal of type names"
+        )
     if NAME not in get_args(field.type):
         field.type = Literal[(*get_args(field.type), NAME)]
         config_class.__annotations__[FIELD] = field.type
@@ -61,7 +67,7 @@ def _refusing(original: Any) -> Any:
             raise UnsupportedError(_not_in_this_release())
         original(self, *args, **kwargs)
 
-    return marked(init)
+    return mark_patched(init)
 
 
 def offer_inference_type(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +148,7 @@ def change_inference_setup(module: Any) -> None:
     layer_class = module.MoELayer
     if not _has_field():
         return
-    original = original_of(module, layer_class, "_setup_inference_mode", ["pg_collection"])
+    original = unpatched(module, layer_class, "_setup_inference_mode", ["pg_collection"])
     if original is None:
         return
 
@@ -153,7 +159,7 @@ def change_inference_setup(module: Any) -> None:
             original(self, pg_collection)
             return
         _check_layer(config, pg_collection)
-        with _as_stand_in(config):
+        with validated_as(config, FIELD, VALIDATED_AS):
             original(self, pg_collection)
         from megatron_ncclep.integration.inference.dispatcher import NcclEpInferenceDispatcher
 
@@ -163,10 +169,10 @@ def change_inference_setup(module: Any) -> None:
             self.local_expert_indices,
             config=config,
             pg_collection=pg_collection,
-            exchange=_exchange(config, pg_collection.ep),
+            session=_session(config, pg_collection.ep),
         )
 
-    layer_class._setup_inference_mode = marked(setup_inference_mode)
+    layer_class._setup_inference_mode = mark_patched(setup_inference_mode)
 
 
 def _check_layer(config: Any, pg_collection: Any) -> None:
@@ -212,8 +218,8 @@ def change_inference_context(module: Any) -> None:
     context_class = module.DynamicInferenceContext
     if not _has_field():
         return
-    original = original_of(module, context_class, "__init__", ["model_config", "inference_config"])
-    update = original_of(module, context_class, "update_requests", [])
+    original = unpatched(module, context_class, "__init__", ["model_config", "inference_config"])
+    update = unpatched(module, context_class, "update_requests", [])
     if original is None or update is None:
         return
 
@@ -222,18 +228,18 @@ def change_inference_context(module: Any) -> None:
         if not is_wanted(model_config):
             original(self, model_config, *args, **kwargs)
             return
-        with _as_stand_in(model_config):
+        with validated_as(model_config, FIELD, VALIDATED_AS):
             original(self, model_config, *args, **kwargs)
         from megatron.core import parallel_state
 
         # Without expert parallelism the context has no group, and layers have one of one rank.
         group = self.expert_model_parallel_group or parallel_state.get_expert_model_parallel_group()
-        exchange = _exchange(model_config, group)
+        session = _session(model_config, group)
         # With sequence parallelism a rank has a part of them.
         parts = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
         in_graphs = max(self.cuda_graph_token_counts or [0])
-        exchange.prepare(-(-in_graphs // parts), -(-self.max_tokens // parts))
-        self._ncclep_group = exchange.group
+        session.prepare(-(-in_graphs // parts), -(-self.max_tokens // parts))
+        self._ncclep_group = session.group
 
     @functools.wraps(update)
     def update_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -244,8 +250,8 @@ def change_inference_context(module: Any) -> None:
             group.check()
         return update(self, *args, **kwargs)
 
-    context_class.__init__ = marked(init)
-    context_class.update_requests = marked(update_requests)
+    context_class.__init__ = mark_patched(init)
+    context_class.update_requests = mark_patched(update_requests)
 
 
 def _has_field() -> bool:
@@ -254,22 +260,12 @@ def _has_field() -> bool:
     return FIELD in TransformerConfig.__dataclass_fields__
 
 
-def _exchange(config: Any, process_group: Any) -> InferenceExchange:
+def _session(config: Any, process_group: Any) -> InferenceSession:
     """What all layers with this config share in a group.  Collective the first time."""
-    return InferenceExchange.shared(
+    return InferenceSession.shared(
         process_group,
         config.num_moe_experts,
         config.moe_latent_size or config.hidden_size,
         config.moe_router_topk,
-        settle_options(config) or EpConfig.resolve(),
+        resolve_options(config) or EpConfig.resolve(),
     )
-
-
-@contextmanager
-def _as_stand_in(config: Any) -> Iterator[None]:
-    """Show `config` to Megatron as if it asked for the stand-in type; the value comes back."""
-    setattr(config, FIELD, STAND_IN)
-    try:
-        yield
-    finally:
-        setattr(config, FIELD, NAME)

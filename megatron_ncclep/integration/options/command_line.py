@@ -1,6 +1,6 @@
-"""The options on the command line of Megatron-LM's scripts, and in YAML files read in its place.
+"""The options on the command line of Megatron-LM's scripts, and in the YAML files that replace it.
 
-A part of integration.py, whose `HOOKS` say where each function belongs.
+`HOOKS` in hooks.py lists which module each function changes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.inference.support import FIELD as INFERENCE_FIELD
 from megatron_ncclep.integration.inference.support import ignored_option, offer_inference_type
 from megatron_ncclep.integration.options.field import NAME, options_hidden
-from megatron_ncclep.integration.patching import marked, original_of
+from megatron_ncclep.integration.patching import mark_patched, unpatched
 
 TYPE_FIELD = "moe_token_dispatcher_type"
 
 
 def change_add_arguments(module: Any) -> None:
     """Offer our options on Megatron's command line."""
-    original = original_of(module, module, "add_megatron_arguments", ["parser"])
+    original = unpatched(module, module, "add_megatron_arguments", ["parser"])
     if original is None:
         return
 
@@ -38,7 +38,7 @@ def change_add_arguments(module: Any) -> None:
         _escape_percent_signs(parser)
         return parser
 
-    module.add_megatron_arguments = marked(add_megatron_arguments)
+    module.add_megatron_arguments = mark_patched(add_megatron_arguments)
 
 
 def _escape_percent_signs(parser: Any) -> None:
@@ -52,7 +52,7 @@ def _escape_percent_signs(parser: Any) -> None:
 
 def change_parse_args(module: Any) -> None:
     """Make the options of the command line the defaults of the process's configs."""
-    original = original_of(module, module, "parse_args", [])
+    original = unpatched(module, module, "parse_args", [])
     if original is None:
         return
 
@@ -78,12 +78,12 @@ def change_parse_args(module: Any) -> None:
             megatron_ncclep.install(**options)
         return parsed
 
-    module.parse_args = marked(parse_args)
+    module.parse_args = mark_patched(parse_args)
 
 
 def change_core_config_from_args(module: Any) -> None:
     """Let YAML files (`--yaml-cfg`) leave the field out: Megatron wants each in every file."""
-    original = original_of(module, module, "core_config_from_args", ["args", "dataclass"])
+    original = unpatched(module, module, "core_config_from_args", ["args", "dataclass"])
     if original is None:
         return
 
@@ -93,7 +93,7 @@ def change_core_config_from_args(module: Any) -> None:
         with nullcontext() if hasattr(args, NAME) else options_hidden(dataclass):
             return original(args, dataclass)
 
-    module.core_config_from_args = marked(core_config_from_args)
+    module.core_config_from_args = mark_patched(core_config_from_args)
 
 
 def _config_class() -> Any:

@@ -1,8 +1,7 @@
 """The field `ncclep` of Megatron's TransformerConfig: the options of one config's dispatchers.
 
-It is a field because copies are made of fields: `dataclasses.replace` and `asdict` see nothing
-else.  The class's own attribute of that name holds the options of the process (`install`), and
-shows through in every config that has none.
+It is a field because `dataclasses.replace` and `asdict` copy only fields.  The class attribute of
+that name holds the options of the process (`install`), and applies to every config that has none.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 from megatron_ncclep.config import EpConfig
 
+# The field, and the type of dispatcher that it has options for.
 NAME = "ncclep"
 
 
@@ -23,7 +23,7 @@ NAME = "ncclep"
 class _Holder:
     """Where the field comes from: only dataclasses can make one."""
 
-    # Configs are equal, and are printed, as ever.
+    # Does not change how configs compare and print.
     ncclep: EpConfig | None = dataclasses.field(
         default=None, kw_only=True, compare=False, repr=False
     )
@@ -77,7 +77,7 @@ def _with_options(original: Any) -> Any:
 
 @contextmanager
 def options_hidden(config_class: Any) -> Iterator[None]:
-    """Hide the field from who lists the fields of `config_class`."""
+    """Hide the field from code that lists the fields of `config_class`."""
     field = config_class.__dataclass_fields__.pop(NAME, None)
     try:
         yield
@@ -86,7 +86,7 @@ def options_hidden(config_class: Any) -> Iterator[None]:
             config_class.__dataclass_fields__[NAME] = field
 
 
-def settle_options(config: Any) -> EpConfig | None:
+def resolve_options(config: Any) -> EpConfig | None:
     """Return a checked copy of the options that count for `config`; None: the environment's.
 
     The config's own become an EpConfig where they were a mapping.
