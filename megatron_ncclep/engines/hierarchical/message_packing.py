@@ -4,8 +4,8 @@
     unpack     messages that have come -> rows and weights, for the engine inside the node
     add_up     messages that have come back -> each token's nodes' sums, added up at its source
 
-On GPUs each is a kernel (csrc/hierarchical/message_packing.cu); on a CPU, and where the extension cannot run,
-the code here does the same.  It defines, to the bit, what the kernels have to do.
+On GPUs each is a kernel (csrc/hierarchical/message_packing.cu); on a CPU, and where the extension
+cannot run, the code here does the same.  It defines, to the bit, what the kernels have to do.
 
 A message is a piece of the row followed by the weights, padded to a multiple of 16 bytes.
 Example: a piece of 32 bytes and 3 weights take 32 + 12 bytes, and 4 bytes of padding.
