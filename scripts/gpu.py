@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,9 +65,6 @@ class Step:
         return [*run, f"--junitxml={report}", *self.tests.split(), *options]
 
 
-LAYERS = (
-    "tests/gpu/test_gpu_moe_layer.py tests/gpu/test_gpu_shapes.py tests/gpu/test_gpu_experts.py"
-)
 GRAPHS = "tests/gpu/test_graphs.py tests/gpu/test_gpu_static_mode.py"
 ENGINE = f"{GRAPHS} tests/gpu/test_gpu_stream_order.py tests/gpu/test_gpu_streams.py " + (
     "tests/gpu/test_gpu_route_plan.py tests/gpu/test_gpu_metrics.py"
@@ -92,6 +88,8 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (4,), f"{ENGINE} tests/gpu/test_gpu_low_latency.py"),
         Step("native", (8,), f"{GRAPHS} tests/gpu/test_gpu_low_latency.py"),
         Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
+        Step("hierarchical", (2,), "tests/gpu/test_gpu_nodes.py", hosts=2),
+        Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py tests/gpu/test_large_offsets.py"),
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
@@ -196,29 +194,14 @@ def mps(is_wanted: bool) -> Iterator[None]:
                 del os.environ[name]
 
 
-def versions() -> str:
-    """The machine and what it runs."""
+def described() -> str:
+    """The machine and what it runs, as `ncclep bench` has it."""
     import torch
 
-    import megatron_ncclep
-    from megatron_ncclep.libraries import search
+    from megatron_ncclep.benchmark.machine import machine, versions
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, text=True, capture_output=True).stdout.split("\n")[0]
-    found = {
-        "GPUs": ", ".join(gpus) or "none",
-        "driver": driver,
-        "Python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "NCCL": str(search.find_nccl()),
-        "megatron_ncclep": megatron_ncclep.__version__,
-    }
-    for name in ("megatron-core", "transformer-engine", "nccl-extensions"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = machine(device, 1) | versions(device)
     return "\n".join(f"{name}: {value}" for name, value in found.items())
 
 
@@ -230,7 +213,7 @@ def write_summary(out: Path, outcomes: list[Outcome]) -> str:
     everything = [each for each in earlier if each.part not in parts] + outcomes
     everything.sort(key=lambda each: [*PARTS].index(each.part))
     kept.write_text(json.dumps([asdict(each) for each in everything]))
-    lines = [datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), versions(), ""]
+    lines = [datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), described(), ""]
     for each in everything:
         result = "pass" if each.passed else "FAIL"
         lines.append(f"{each.part:9} {result} {each.seconds:4} s  {each.step}: {each.counts}")

@@ -37,6 +37,10 @@ REDUCTIONS = (SOURCE_PART_UNROUNDED, EVERY_PART_ROUNDED, NODE_SUMS_ROUNDED)
 BY_RANK = "by rank"  # the contract's: upwards
 BY_RAIL = "by rail"  # by local index and then by node: ranks 0 2 1 3 of two nodes of two
 SLOT_ORDERS = (BY_RANK, BY_RAIL)
+# Options of EpConfig that all engines honour.
+COMMON_OPTIONS = frozenset(
+    ("alignment", "check_calls", "first_timeout_s", "max_recv_rows", "on_overflow", "timeout_s")
+)
 
 
 @dataclass(frozen=True)

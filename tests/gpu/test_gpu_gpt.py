@@ -108,6 +108,7 @@ def test_a_run_goes_on_in_another_layout(
 ) -> None:
     if megatron_pool.size != 4:
         pytest.skip("its layouts are for four ranks")
-    for losses, expected in megatron_pool.run(losses_on_rank, tmp_path):
+    options = {"ncclep": EpConfig(engine=engine_name)}
+    for losses, expected in megatron_pool.run(losses_on_rank, tmp_path, options):
         assert expected[-1] < expected[0] - 0.2
         assert losses == pytest.approx(expected, rel=SAME)

@@ -7,6 +7,7 @@ whole model, so that ranks that hold others can read them.  What the dispatcher 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpt_training import Layout, Training, checkpoints_written
@@ -19,14 +20,19 @@ PARTS = [("alltoall", Layout(ep=4, tp=2)), ("ncclep", Layout(ep=2, tp=2, etp=2))
 
 
 @checkpoints_written()
-def losses_on_rank(ctx: RankContext, folder: Path) -> tuple[list[float], list[float]]:
-    """Losses of a run in the parts above, and of one that goes on as the first part does."""
+def losses_on_rank(
+    ctx: RankContext, folder: Path, options: dict[str, Any]
+) -> tuple[list[float], list[float]]:
+    """Losses of a run in the parts above, and of one that goes on as the first part does.
+
+    `options`: fields of TransformerConfig.
+    """
     from megatron.core import dist_checkpointing
 
     def build(part: int, seed: int) -> Training:
         # Megatron's distributed optimizer does not load torch's Adam in another layout (KeyError:
         # 'step'), with any dispatcher; the fused ones need a GPU.
-        return Training({}, seed, *PARTS[part], distributed=False, device=ctx.device)
+        return Training(dict(options), seed, *PARTS[part], distributed=False, device=ctx.device)
 
     first = build(part=0, seed=0)
     losses = [first.step()[0] for _ in range(STEPS)]
@@ -44,7 +50,7 @@ def losses_on_rank(ctx: RankContext, folder: Path) -> tuple[list[float], list[fl
     "uninterrupted run's, 2e-4 (fp32, Adam)",
 )
 def test_a_run_goes_on_in_another_layout(megatron_pool: RankPool, tmp_path: Path) -> None:
-    for losses, expected in megatron_pool.run(losses_on_rank, tmp_path):
+    for losses, expected in megatron_pool.run(losses_on_rank, tmp_path, {}):
         assert expected[-1] < expected[0] - 0.2
         # fp32 (6e-8 a rounding) in another order of sums; Adam's first steps divide by gradients'
         # sizes, so that an error of 1e-6 stays one.  A step's loss moves by 1e-2 or more.

@@ -17,7 +17,12 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.base import EngineBase
-from megatron_ncclep.engines.engine import SOURCE_PART_UNROUNDED, EngineCaps, RoutePlan
+from megatron_ncclep.engines.engine import (
+    COMMON_OPTIONS,
+    SOURCE_PART_UNROUNDED,
+    EngineCaps,
+    RoutePlan,
+)
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.engines.native import windows
 from megatron_ncclep.engines.native.availability import default_num_sms
@@ -43,12 +48,7 @@ CAPS = EngineCaps(
     reduction=SOURCE_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
-    options=frozenset(
-        {
-            *("alignment", "check_calls", "first_timeout_s", "max_recv_rows", "num_sms"),
-            *("on_overflow", "timeout_s"),
-        }
-    ),
+    options=COMMON_OPTIONS | {"num_sms"},
     moves_bytes=True,
     max_tokens=extension.limit("MAX_TOKENS"),
     max_top_k=extension.limit("MAX_TOP_K"),

@@ -18,6 +18,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import (
     BYTES,
+    COMMON_OPTIONS,
     EVERY_PART_ROUNDED,
     NOT_ROUTED,
     EngineCaps,
@@ -33,12 +34,7 @@ CAPS = EngineCaps(
     reduction=EVERY_PART_ROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
-    options=frozenset(
-        {
-            *("alignment", "check_calls", "first_timeout_s", "max_recv_rows", "num_sms"),
-            *("on_overflow", "timeout_s"),
-        }
-    ),
+    options=COMMON_OPTIONS | {"num_sms"},
     moves_bytes=True,
     max_tokens=MAX_TOKENS,
     max_top_k=32,

@@ -27,6 +27,7 @@ from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import (
     BY_RAIL,
     BY_RANK,
+    COMMON_OPTIONS,
     NODE_SUMS_ROUNDED,
     NOT_ROUTED,
     REDUCTIONS,
@@ -46,12 +47,7 @@ CAPS = EngineCaps(
     reduction=SOURCE_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     row_bytes_multiple=1,
-    options=frozenset(
-        {
-            *("alignment", "check_calls", "first_timeout_s", "max_recv_rows", "on_overflow"),
-            "timeout_s",
-        }
-    ),
+    options=COMMON_OPTIONS,
     moves_bytes=True,
     low_latency_tokens=65536,
 )
