@@ -276,9 +276,7 @@ def _change_layer(module: ModuleType) -> None:
             self.token_dispatcher.set_shared_experts(overlapped)
         announce_alignment(config, options, self.token_dispatcher.group)
         if choice is not None:
-            from megatron_ncclep.integration.experts.selection import announce
-
-            announce(choice, self.token_dispatcher.group)
+            choice.announce(self.token_dispatcher.group)
         _check_graphs(self, captured_by(config))
 
     layer_class.__init__ = mark_patched(init)
@@ -327,7 +325,7 @@ def _refuse_ignored_experts(config: Any) -> None:
     """Refuse grouped experts in a config whose dispatcher is of another type."""
     given = vars(config).get(NAME)
     options = None if given is None else EpConfig.of(given)
-    if options is not None and options.experts != EpConfig.experts:
+    if options is not None and options.experts == "grouped":
         raise UnsupportedError(
             f"config.ncclep has experts={options.experts!r}, but the dispatcher is "
             f"{getattr(config, TYPE_FIELD)!r}, which would ignore it: leave it out, or set "

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_ncclep.integration.experts import grouped_gemm
 from megatron_ncclep.integration.experts.expert_stack import lay_out, stack_of, view_of
 from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
+from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
 IN, OUT = 16, 24
 # Sizes of the experts' blocks, and rows after the last one.
@@ -45,7 +46,9 @@ class Problem:
     def run(self, into_main_grad: bool = False, **more: Any) -> tuple[Tensor, Tensor]:
         """Output and input gradient; the weights' gradients are where they belong."""
         rows = self.rows.clone().requires_grad_()
-        output = grouped_linear(rows, self.offsets, self.weights, into_main_grad, **more)
+        output = grouped_linear(
+            rows, self.offsets, self.weights, GradientTarget(into_main_grad), **more
+        )
         output.backward(self.grad)
         assert rows.grad is not None
         return output.detach(), rows.grad
@@ -98,7 +101,7 @@ def test_rows_made_again() -> None:
         return again.rows
 
     rows = again.rows.clone().requires_grad_()
-    output = grouped_linear(rows, again.offsets, again.weights, False, make)
+    output = grouped_linear(rows, again.offsets, again.weights, GradientTarget(), make)
     assert made == []
     assert output.grad_fn.saved_tensors[0] is None
     output.backward(again.grad)

@@ -15,10 +15,18 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
 from megatron_ncclep.config import GROUPED_ALIGNMENT
+from megatron_ncclep.integration.checks.cuda_graphs import flags_tell_of_the_step
 from megatron_ncclep.integration.experts.activation import activate
 from megatron_ncclep.integration.experts.expert_stack import lay_out
+from megatron_ncclep.integration.experts.fused_swiglu import (
+    Products,
+    other_activation,
+    swiglu_experts,
+)
+from megatron_ncclep.integration.experts.fused_swiglu import unavailable_reason as fused_unavailable
 from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
+from megatron_ncclep.integration.experts.main_grad import GradientTarget
 from megatron_ncclep.integration.experts.refusals import recomputes_activation, unsupported
 
 
@@ -39,6 +47,8 @@ class GroupedExperts:
 
     config: Any
     num_local_experts: int
+    _products: Products | None = None
+    _has_products: bool | None = None
 
     def weights_of(self, layer: str) -> list[torch.nn.Parameter]:
         """The weights of `linear_fc1` or `linear_fc2`, in the blocks' order."""
@@ -89,14 +99,18 @@ class GroupedExperts:
             rows = (probs.unsqueeze(-1) * rows).to(rows.dtype)
             probs = torch.ones_like(probs)
 
-        into_main_grad = self._adds_to_main_grad(fc1[0])
-        hidden = grouped_linear(rows, offsets, fc1, into_main_grad)
+        target = GradientTarget(
+            self._adds_to_main_grad(fc1[0]), may_overwrite=flags_tell_of_the_step(config)
+        )
+        products = self._products_of(rows)
+        if products is not None and other_activation(config) is None:
+            return swiglu_experts(rows, probs, offsets, fc1, fc2, products, target), None
+        hidden = grouped_linear(rows, offsets, fc1, target, products=products)
         activated = activate(config, hidden, probs)
         again = None
         if recomputes_activation(config):
             again = partial(activate, config, hidden.detach(), probs.detach())
-        output = grouped_linear(activated, offsets, fc2, into_main_grad, again)
-        return output, None
+        return grouped_linear(activated, offsets, fc2, target, again, products), None
 
     def lay_out_weights(self) -> None:
         """Put the experts' weights behind one another, as Megatron's buffers do."""
@@ -115,6 +129,16 @@ class GroupedExperts:
             return True
         has_own_graphs = getattr(config, "cuda_graph_impl", None) == "local"
         return hasattr(weight, "grad_added_to_main_grad") and not has_own_graphs
+
+    def _products_of(self, rows: Tensor) -> Products | None:
+        """quack-kernels' products, if they can run there; what the first call found stays."""
+        if self._has_products is None:
+            self._has_products = fused_unavailable(rows.device, rows.dtype) is None
+            if self._has_products:
+                from megatron_ncclep.integration.experts.quack_products import QuackProducts
+
+                self._products = QuackProducts()
+        return self._products
 
     def _check_when_run(self, rows: Tensor, weight: torch.nn.Parameter) -> None:
         """Refuse what can only be seen then."""

@@ -12,6 +12,8 @@ them to the host and multiply expert by expert, which `unavailable_reason` refus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,29 +66,27 @@ def input_gradient(grad: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     return _by_rows(grad, weights, offsets)
 
 
-def weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """Return grad[g]^T @ rows[g] for every expert: [num_experts, out_features, in_features].
-
-    Sums are made in fp32 and rounded once.  An expert without rows gets zeros.
+def weight_gradients(
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    out: Tensor | Sequence[Tensor] | None = None,
+    adds: bool = False,
+) -> Tensor | Sequence[Tensor]:
+    """Compute grad[g]^T @ rows[g] for every expert, in the rows' dtype, and store or add it.
 
     Args:
         grad, rows, offsets: as above.
+        out, adds: see `main_grad.WeightProduct`.
     """
-    out_features, in_features = grad.shape[1], rows.shape[1]
-    if not len(rows):  # a case of its own in torch's kernels, and not the same in all versions
-        return rows.new_zeros(len(offsets), out_features, in_features)
-    if not _has_kernel(rows):
-        gradients = rows.new_zeros(len(offsets), out_features, in_features)
-        for expert, (begin, end) in enumerate(_blocks(offsets)):
-            torch.mm(grad[begin:end].t(), rows[begin:end], out=gradients[expert])
-        return gradients
-    gradients = _grouped_mm(grad.t(), rows, offsets)
-    if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
-        # Blackwell's kernel leaves what the memory held for an expert without rows
-        # (pytorch/pytorch#172439).
-        is_empty = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
-        gradients.masked_fill_(is_empty[:, None, None], 0)
-    return gradients
+    stack = _weight_gradients(grad, rows, offsets)
+    if out is None:
+        return stack
+    # One kernel for all experts, where memory allows.
+    pairs = [(out, stack)] if isinstance(out, Tensor) else zip(out, stack.unbind(), strict=True)
+    for each, gradient in pairs:
+        each.add_(gradient) if adds else each.copy_(gradient)
+    return out
 
 
 def _by_rows(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
@@ -124,3 +124,25 @@ def _blocks(offsets: Tensor) -> list[tuple[int, int]]:
     """First row and end of every expert's block, on the host."""
     ends = offsets.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _weight_gradients(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Return grad[g]^T @ rows[g] for every expert: [num_experts, out_features, in_features].
+
+    Sums are made in fp32 and rounded once.  An expert without rows gets zeros.
+    """
+    out_features, in_features = grad.shape[1], rows.shape[1]
+    if not len(rows):  # a case of its own in torch's kernels, and not the same in all versions
+        return rows.new_zeros(len(offsets), out_features, in_features)
+    if not _has_kernel(rows):
+        gradients = rows.new_zeros(len(offsets), out_features, in_features)
+        for expert, (begin, end) in enumerate(_blocks(offsets)):
+            torch.mm(grad[begin:end].t(), rows[begin:end], out=gradients[expert])
+        return gradients
+    gradients = _grouped_mm(grad.t(), rows, offsets)
+    if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
+        # Blackwell's kernel leaves what the memory held for an expert without rows
+        # (pytorch/pytorch#172439).
+        is_empty = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
+        gradients.masked_fill_(is_empty[:, None, None], 0)
+    return gradients

@@ -43,17 +43,21 @@ def select_experts(
         num_slices: ranks that each expert's own hidden size is divided among.
 
     Returns:
-        the options, in which `experts` is no longer "auto"; and if it was, what was chosen.
+        the options, in which `experts` is no longer "auto"; and what was chosen, if it was, or how
+        grouped experts compute.
     """
-    choice = None
-    if options.experts == "auto":
-        from megatron_ncclep.integration.experts.selection import choose
+    if options.experts == "megatron":
+        return options, None
+    from megatron_ncclep.integration.experts import selection
 
-        in_graph = may_hold_experts(layer.config)
-        choice = choose(
-            *(layer.config, options, layer.experts, layer.num_local_experts, num_slices), in_graph
+    config, in_graph = layer.config, may_hold_experts(layer.config)
+    if options.experts == "auto":
+        choice = selection.choose(
+            *(config, options, layer.experts, layer.num_local_experts, num_slices), in_graph
         )
         options = dataclasses.replace(options, experts=choice.experts)
+    else:
+        choice = selection.asked_for(config)
     if options.experts == "grouped":
         from megatron_ncclep.integration.experts.grouped import group_experts
 

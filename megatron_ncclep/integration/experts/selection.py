@@ -1,9 +1,12 @@
 """Which experts `experts="auto"` takes: grouped ones where they were measured to be faster.
 
-TransformerEngine's experts (Megatron's) are launched one by one, at a constant cost to the host for
-each, whatever its size.  Grouped experts are launched all at once, and no host waits for their
-numbers of rows.  So what counts is the work of one expert, in multiply-adds of one of its three
-products: rows times hidden size times the expert's own size.
+Grouped experts compute in one of two ways.  With quack-kernels, the products add weight gradients
+to main_grad themselves, in fp32, and hold SwiGLU: they were the faster ones in all shapes measured.
+With torch's grouped_mm, gradients are rounded, and a pass over all weights adds them, which
+TransformerEngine's fused accumulation does without.  Then what counts is the work of one expert, in
+multiply-adds of one of its three products: rows times hidden size times the expert's own size.
+TransformerEngine launches its experts' products one by one, at a cost to the host for each,
+whatever its size.
 
 The rows are those of a balanced routing: tokens of a rank times top-k over the experts of a rank,
 however many ranks share them.
@@ -19,22 +22,26 @@ from typing import Any
 import torch
 
 from megatron_ncclep.config import GROUPED_ALIGNMENT, EpConfig
+from megatron_ncclep.integration.experts import fused_swiglu
 from megatron_ncclep.integration.experts.grouped import class_problem
 from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.refusals import config_problem
 from megatron_ncclep.ranks.group import EpGroup
 
-# Where both took as long.  One H200, forward and backward of a layer with the dispatcher `ncclep`,
-# `ncclep bench --config layers`, 2026-11-22: G multiply-adds, us with Megatron's and grouped ones
+# Where torch's products and Megatron's experts took as long.  One H100, 2026-11-24, experts alone,
+# forward and backward into main_grad with gradient_accumulation_fusion: G multiply-adds, and how
+# many times as fast torch's were
 #
-#     0.8   qwen3-30b-a3b            16479    5954
-#     1.1   gpt-oss-120b             25756   11588
-#     1.9   deepseek-v3              41103   30386
-#     6.4   qwen3-30b-a3b, 1 of 8     6738    5739
-#     8.5   gpt-oss-120b, 1 of 8      6951    6409
-#    15     deepseek-v3, 1 of 8      17042   17227
-#     120   mixtral-8x7b             30808   31442
-EVEN_WORK = 12e9
+#     0.8   qwen3-30b-a3b              1.68
+#     1.6   moe-2b                     1.10
+#     6.4   qwen3-30b-a3b, rank of 8   0.96
+#     8.5   gpt-oss-120b, rank of 8    0.86
+#    60     deepseek-v3, rank of 8     0.83
+#   120     mixtral-8x7b               0.86
+EVEN_WORK = 3e9
+# The same without the option; one H200, 2026-11-22, whole layers: from 8.5 (1.08 times as fast) to
+# 15 G (0.99).
+EVEN_WORK_UNFUSED = 12e9
 # Of a micro-batch, where Megatron's arguments do not say.
 USUAL_TOKENS = 4096
 
@@ -51,13 +58,17 @@ class Choice:
     experts: str
     reason: str
 
+    def announce(self, process_group: Any) -> None:
+        """Log the choice, once for the group and on its first rank only."""
+        group = EpGroup.of(process_group)
+        if group.rank == 0:
+            text = f"experts: {self.experts}, because {self.reason}"
+            group.log_once(logging.INFO, text, text)
 
-def announce(choice: Choice, process_group: Any) -> None:
-    """Log a choice, once for the group and on its first rank only."""
-    group = EpGroup.of(process_group)
-    if group.rank == 0:
-        text = f"experts: {choice.experts}, because {choice.reason}"
-        group.log_once(logging.INFO, text, text)
+
+def asked_for(config: Any) -> Choice:
+    """Grouped experts that nothing was chosen of but how they compute."""
+    return Choice("grouped", f"the options say so; {_products(config, *_where(config))}")
 
 
 def choose(
@@ -84,20 +95,22 @@ def choose(
     Returns:
         the same on all ranks with the same device and Megatron's arguments.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if config.bf16 else config.params_dtype
+    device, dtype = _where(config, device)
     problem = (
         config_problem(config, num_experts, num_slices)
         or class_problem(experts)
         or unavailable_reason(device, dtype)
-        or _rows_problem(options)
+        or _blocks_problem(options)
     )
     if problem:
         return Choice("megatron", f"grouped ones do not support {problem}")
+    products = _products(config, device, dtype)
     if in_graph:
-        return Choice("grouped", "CUDA graphs hold the experts, and Megatron's need the host")
+        return Choice("grouped", f"CUDA graphs hold them, and Megatron's need the host; {products}")
     if device.type != "cuda":
         return Choice("megatron", f"grouped ones were not measured on a {device.type.upper()}")
+    if _not_fused(config, device, dtype) is None:
+        return Choice("grouped", f"they were the faster ones in all shapes measured; {products}")
     known = tokens_of_micro_batch(config)
     tokens = known or USUAL_TOKENS
     said = f"{tokens} tokens" if known else f"{tokens} tokens, assumed"
@@ -106,13 +119,37 @@ def choose(
     width = getattr(config, "moe_latent_size", None) or config.hidden_size
     ffn_width = config.moe_ffn_hidden_size // num_slices
     work = rows * width * ffn_width
+    even = EVEN_WORK if config.gradient_accumulation_fusion else EVEN_WORK_UNFUSED
+    is_small = work <= even
     shape = (
         f"each of {num_experts} has about {rows} rows ({said}) of {width} x {ffn_width}, "
         f"{work / 1e9:.1f} G multiply-adds"
     )
-    if work <= EVEN_WORK:
-        return Choice("grouped", f"{shape}: up to {EVEN_WORK / 1e9:g} G they were the faster ones")
-    return Choice("megatron", f"{shape}: from {EVEN_WORK / 1e9:g} G on they were the faster ones")
+    limit = f"up to {even / 1e9:g} G" if is_small else f"from {even / 1e9:g} G on"
+    return Choice(
+        "grouped" if is_small else "megatron",
+        f"{shape}: {limit} they were the faster ones, where grouped ones have {products}",
+    )
+
+
+def _where(config: Any, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
+    """Where experts will compute, and in which dtype."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, torch.bfloat16 if config.bf16 else config.params_dtype
+
+
+def _not_fused(config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say why the products will not hold the activation, if they will not."""
+    return fused_swiglu.unavailable_reason(device, dtype) or fused_swiglu.other_activation(config)
+
+
+def _products(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Say how grouped experts compute."""
+    if reason := fused_swiglu.unavailable_reason(device, dtype):
+        return f"products of torch, and weight gradients in a pass of their own ({reason})"
+    named = f"products of {fused_swiglu.PACKAGE}, which add weight gradients in fp32"
+    other = fused_swiglu.other_activation(config)
+    return f"{named}; the activation takes passes of its own ({other})" if other else named
 
 
 def tokens_of_micro_batch(config: Any) -> int | None:
@@ -130,7 +167,9 @@ def tokens_of_micro_batch(config: Any) -> int | None:
     return max(1, int(length) * int(batch) // int(ranks))
 
 
-def _rows_problem(options: EpConfig) -> str | None:
+def _blocks_problem(options: EpConfig) -> str | None:
+    if options.alignment == 1:
+        return f"alignment=1: it must be a multiple of {GROUPED_ALIGNMENT}, or left out"
     rows = options.max_recv_rows
     if isinstance(rows, int) and rows % GROUPED_ALIGNMENT:
         return f"max_recv_rows={rows}: it must be a multiple of {GROUPED_ALIGNMENT}"

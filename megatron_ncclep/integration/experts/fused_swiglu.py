@@ -1,0 +1,189 @@
+"""All of an expert layer with SwiGLU as one step of autograd: two products forward, four back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_ncclep.integration.experts.expert_stack import stack_of
+from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES
+from megatron_ncclep.integration.experts.main_grad import (
+    GradientTarget,
+    store_weight_gradients,
+)
+
+PACKAGE = "quack-kernels"
+# The one that was tried: what is called of it has no promise to stay.
+VERSION = "0.6.5"
+INSTALL = "pip install 'megatron-ncclep[experts]'"
+_CAPABILITY = 9
+
+
+class Products(Protocol):
+    """The products of one layer; see quack_products.py for shapes and meaning."""
+
+    def fc1(
+        self, rows: Tensor, weights: Tensor, probs: Tensor, ends: Tensor, keep: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """Gate and up, and the activated rows."""
+
+    def fc2(self, activated: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """The output."""
+
+    def fc2_backward(
+        self, grad: Tensor, weights: Tensor, probs: Tensor, gate_up: Tensor, ends: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of gate and up, the activated rows, and the probabilities' gradient."""
+
+    def fc1_backward(self, gate_up_grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """The rows' gradient."""
+
+    def weight_gradients(
+        self,
+        grad: Tensor,
+        rows: Tensor,
+        ends: Tensor,
+        interleaved: bool,
+        out: Tensor | Sequence[Tensor] | None = None,
+        adds: bool = False,
+    ) -> Tensor | Sequence[Tensor]:
+        """The weights' gradients."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is the same for all rows of a call.
+
+    Attributes:
+        products: of the layer.
+        target: where the weights' gradients go.
+        has_backward: gradients will be asked for.
+    """
+
+    products: Products
+    target: GradientTarget
+    has_backward: bool
+
+
+def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say what keeps quack-kernels' products from running there, if anything does."""
+    if device.type != "cuda":
+        return f"{PACKAGE} has no kernels for a {device.type.upper()}"
+    try:
+        version = metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return f"{PACKAGE} is not installed: {INSTALL}"
+    if version != VERSION:
+        return f"{PACKAGE} {version} is installed and {VERSION} is what was tried: {INSTALL}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != _CAPABILITY:
+        return (
+            f"{PACKAGE} was tried on compute capability {_CAPABILITY}.x, and "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
+    if dtype is not torch.bfloat16:
+        return f"{PACKAGE} was tried in bf16, and the experts compute in {dtype}"
+    return None
+
+
+def other_activation(config: Any) -> str | None:
+    """Say what of a TransformerConfig is not plain SwiGLU, if anything is."""
+    if config.activation_func is not F.silu or not config.gated_linear_unit:
+        return "the activation is not SwiGLU"
+    if getattr(config, "activation_func_clamp_value", None) is not None:
+        return "activation_func_clamp_value is set"
+    if getattr(config, "glu_linear_offset", 0):
+        return "glu_linear_offset is set"
+    return None
+
+
+def swiglu_experts(
+    rows: Tensor,
+    probs: Tensor,
+    offsets: Tensor,
+    fc1: Sequence[Tensor],
+    fc2: Sequence[Tensor],
+    products: Products,
+    target: GradientTarget,
+) -> Tensor:
+    """Apply every expert to its block of rows: fc2(silu(gate) * up * probability).
+
+    Kept for backward are the rows, gate and up, and the probabilities.  Nothing is read on the
+    host.  Rows after the last block may hold anything; their results and gradients are undefined.
+
+    Args:
+        rows: [num_rows, hidden].
+        probs: [num_rows], of any dtype.
+        offsets: ends of the blocks, int32 [num_experts], on the rows' device.
+        fc1: one parameter [2 * ffn, hidden] for each block, in the blocks' order, gates first.
+        fc2: likewise, [hidden, ffn].
+        products: of this layer.
+        target: where the weights' gradients go.
+
+    Returns:
+        [num_rows, hidden].
+    """
+    has_backward = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (rows, probs, *fc1, *fc2)
+    )
+    mode = Mode(products, target, has_backward)
+    result: Tensor = _SwigluExperts.apply(rows, probs, offsets, mode, *fc1, *fc2)
+    return result
+
+
+class _SwigluExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, probs: Tensor, offsets: Tensor, mode: Mode, *weights: Tensor
+    ) -> Tensor:
+        fc1, fc2 = _halves(weights)
+        rows, scale, ends = rows.contiguous(), _aligned(probs), F.pad(offsets, (1, 0))
+        products = mode.products
+        gate_up, activated = products.fc1(rows, stack_of(fc1), scale, ends, mode.has_backward)
+        # The weights one by one, not their stack: where that is a copy, it is not kept.
+        ctx.save_for_backward(rows, scale, ends, gate_up, *weights)
+        ctx.mode, ctx.probs_dtype = mode, probs.dtype
+        return products.fc2(activated, stack_of(fc2), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, probs, ends, gate_up, *weights = ctx.saved_tensors
+        (fc1, fc2), mode, grad = _halves(weights), ctx.mode, grad.contiguous()
+        products: Products = mode.products
+        gate_up_grad, activated, probs_grad = products.fc2_backward(
+            grad, stack_of(fc2), probs, gate_up, ends
+        )
+        needs_fc1, needs_fc2 = map(any, _halves(ctx.needs_input_grad[4:]))
+        rows_grad = None
+        fc1_grads: list[Tensor | None] = [None] * len(fc1)
+        fc2_grads = list(fc1_grads)
+        if needs_fc2:  # autograd drops what comes for those that are frozen
+            product = partial(products.weight_gradients, grad, activated, ends, False)
+            fc2_grads = store_weight_gradients(fc2, product, mode.target)
+        if ctx.needs_input_grad[0]:
+            rows_grad = products.fc1_backward(gate_up_grad, stack_of(fc1), ends)
+        if needs_fc1:
+            product = partial(products.weight_gradients, gate_up_grad, rows, ends, True)
+            fc1_grads = store_weight_gradients(fc1, product, mode.target)
+        return rows_grad, probs_grad.to(ctx.probs_dtype), None, None, *fc1_grads, *fc2_grads
+
+
+def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What belongs to fc1, and what to fc2."""
+    half = len(values) // 2
+    return values[:half], values[half:]
+
+
+def _aligned(probs: Tensor) -> Tensor:
+    """The probabilities in fp32, contiguous, at an address that kernels take."""
+    result = probs.float().contiguous()
+    return result.clone() if result.data_ptr() % ADDRESS_BYTES else result

@@ -1,0 +1,87 @@
+"""Where the experts' weight gradients go: into Megatron's `main_grad`, or to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_ncclep.integration.experts.expert_stack import view_of
+
+
+class WeightProduct(Protocol):
+    """Makes the weights' gradients of one layer."""
+
+    def __call__(
+        self, out: Tensor | Sequence[Tensor] | None = None, adds: bool = False
+    ) -> Tensor | Sequence[Tensor]:
+        """Compute them for all experts.
+
+        Args:
+            out: where to, one tensor of all experts [num_experts, out_features, in_features], or,
+                where memory allows no such view, one [out_features, in_features] for each; None: a
+                new tensor of all, in the operands' dtype.
+            adds: add to what `out` holds.
+
+        Returns:
+            out, or the new tensor.
+        """
+
+
+@dataclass(frozen=True)
+class GradientTarget:
+    """Where weight gradients go.
+
+    Attributes:
+        into_main_grad: they are added to the parameters' `main_grad`, where these have one, instead
+            of leaving that to who reads `.grad`.
+        may_overwrite: a parameter's flag tells of this very step, so that the first micro-batch can
+            be told.  It does not in a CUDA graph that is captured with one micro-batch and replayed
+            for all.
+    """
+
+    into_main_grad: bool = False
+    may_overwrite: bool = False
+
+
+def store_weight_gradients(
+    weights: Sequence[Any], product: WeightProduct, target: GradientTarget
+) -> list[Tensor | None]:
+    """Compute the weights' gradients where they belong and return what autograd is to be given.
+
+    Megatron's DDP has a hook behind every parameter that reduces gradients when all are there.  It
+    runs after autograd has set `.grad`, and adds that up itself unless the parameter says
+    `grad_added_to_main_grad`.  So autograd is given something: memory of the right shape, which
+    nobody reads, or zeros where Megatron asks for them.  Where nobody knows of the flag, nothing
+    may come, or it would be taken for a gradient of its own.
+
+    The gradient of a step's first micro-batch is stored instead of added: `zero_grad_buffer` has
+    just reset both the buffer and the flag, and to read zeros takes as long as to write.
+
+    Args:
+        weights: one parameter [out_features, in_features] for each expert.
+        product: makes the gradients of all of them.
+        target: where they go.
+    """
+    if not (target.into_main_grad and all(hasattr(weight, "main_grad") for weight in weights)):
+        return list(product())
+    main_grads = [weight.main_grad for weight in weights]
+    is_first = target.may_overwrite and all(
+        getattr(weight, "grad_added_to_main_grad", None) is False for weight in weights
+    )
+    whole = view_of(main_grads)
+    product(main_grads if whole is None else whole, adds=not is_first)
+    unread = torch.empty_like(weights[0])
+    results: list[Tensor | None] = []
+    for weight in weights:
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            results.append(None)
+            continue
+        weight.grad_added_to_main_grad = True
+        wants_zeros = getattr(weight, "zero_out_wgrad", False)
+        # Each a tensor object of its own: autograd copies what has another owner.
+        results.append(torch.zeros_like(unread) if wants_zeros else unread.detach())
+    return results

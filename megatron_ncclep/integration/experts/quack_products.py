@@ -1,0 +1,243 @@
+"""The experts' products by quack-kernels: SwiGLU in their epilogues, gradients added in fp32.
+
+A layer of experts with SwiGLU is five products here, and no pass over memory besides:
+
+    fc1             gate, up = rows @ fc1^T; stores both, and silu(gate) * up * probability
+    fc2             activated @ fc2^T
+    fc2_backward    grad @ fc2; from it and gate, up: their gradients, the probabilities' gradient,
+                    and the activated rows once more, so that forward need not keep them
+    fc1_backward    gradient of gate and up @ fc1
+    weight_gradients    main_grad[g] += grad[g]^T @ rows[g], summed and added in fp32
+
+Between fc1 and fc1_backward, gate and up lie interleaved (gate 0, up 0, gate 1, ...), as a tile of
+the product needs them; the weights stay as Megatron lays them out, all gates, then all ups.
+
+Expert g's rows are those from `ends[g]` up to `ends[g + 1]`, and `ends[0]` is 0.  The kernels read
+`ends` on the device.  Rows after the last block are neither read nor written.
+
+Tile shapes, one H100, 2026-11-24, the six shapes of configs/benchmark/layers.yaml with few or many
+experts: of 20 to 48 shapes for each product, these two were within 2 to 4 % of the best one on
+average, and within 10 % in each case.
+
+This module imports quack-kernels; `fused_swiglu.unavailable_reason` says whether it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from quack.activation import swiglu
+from quack.epilogue import gemm_epilogue, pack, unpack
+from quack.epilogue.library import dgated_mod
+from quack.epilogue.ops import ColVecLoad
+from quack.gemm import gemm, run_gemm_plan
+from quack.gemm_runtime.host import run_gemm_epi_plan
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of the result that a CTA computes at a time."""
+
+    rows: int
+    columns: int
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """Arguments of quack's calls: two CTAs share the rows' operand, two consumers take turns.
+
+        CTAs claim tiles from a counter, because experts have uneven numbers of rows.  Which CTA
+        computes a tile does not change a bit of it.
+        """
+        return {
+            "tile_M": self.rows,
+            "tile_N": self.columns,
+            "cluster_M": 1,
+            "cluster_N": 2,
+            "pingpong": True,
+            "is_dynamic_persistent": True,
+            "tile_count_semaphore": torch.zeros(1, dtype=torch.int32, device=device),
+        }
+
+
+PLAIN = Tile(192, 128)
+# Its epilogue holds gate, up and three results in registers.
+WITH_BACKWARD = Tile(128, 128)
+
+
+@gemm_epilogue(
+    outputs=("activated",),
+    ops={"probs": ColVecLoad("probs")},
+    mode="acc_pair",
+)
+def swiglu_and_probs(acc, probs):  # type: ignore[no-untyped-def]
+    """Epilogue: keep gate and up, and apply SwiGLU and the row's probability in fp32."""
+    gate, up = unpack(acc)
+    return {"D": pack(gate, up), "activated": swiglu(gate, up) * probs}
+
+
+_swiglu_backward = dgated_mod("swiglu", has_scale=True, has_reduce=True)
+
+
+class QuackProducts:
+    """The products of one layer's experts.
+
+    Compiled kernels are the same for any number of rows and experts.  quack's own lookup is by the
+    tensors' sizes and remembers all it has seen; rows differ in every step, so what it resolves in
+    the first call is kept here instead.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, Any] = {}
+
+    def __reduce__(self) -> tuple[type[QuackProducts], tuple[()]]:
+        """A copy of a model, and a pickled one, look kernels up again."""
+        return QuackProducts, ()
+
+    def fc1(
+        self, rows: Tensor, weights: Tensor, probs: Tensor, ends: Tensor, keep: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """Multiply by fc1 and apply SwiGLU and the probabilities.
+
+        Args:
+            rows: [num_rows, hidden] in bf16.
+            weights: [num_experts, 2 * ffn, hidden], gates before ups.
+            probs: fp32 [num_rows].
+            ends: int32 [num_experts + 1].
+            keep: backward will follow.
+
+        Returns:
+            gate and up, interleaved, [num_rows, 2 * ffn], or None unless kept; and the activated
+            rows [num_rows, ffn].
+        """
+        columns = weights.shape[1]
+        gate_up = rows.new_empty(len(rows), columns) if keep else None
+        activated = rows.new_empty(len(rows), columns // 2)
+        values = {"activated": activated, "probs": probs}
+        self._with_epilogue(swiglu_and_probs, PLAIN, (rows, weights, gate_up, None), values, ends)
+        return gate_up, activated
+
+    def fc2(self, activated: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """Multiply the activated rows by fc2, [num_experts, hidden, ffn]: [num_rows, hidden]."""
+        output = activated.new_empty(len(activated), weights.shape[1])
+        self._plain("fc2", (activated, weights, output, None), {"cu_seqlens_m": ends})
+        return output
+
+    def fc2_backward(
+        self, grad: Tensor, weights: Tensor, probs: Tensor, gate_up: Tensor, ends: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Go back through fc2, the probabilities and SwiGLU.
+
+        Args:
+            grad: of the output, [num_rows, hidden].
+            weights: fc2, [num_experts, hidden, ffn].
+            probs, gate_up, ends: of `fc1`.
+
+        Returns:
+            the gradient of gate and up, interleaved; the activated rows once more; and the
+            probabilities' gradient, fp32 [num_rows].
+        """
+        num_rows, ffn = len(grad), weights.shape[2]
+        gate_up_grad = torch.empty_like(gate_up)
+        activated = grad.new_empty(num_rows, ffn)
+        # A sum over each tile's columns; adding these up in order gives the same bits every time.
+        tiles = -(-ffn // WITH_BACKWARD.columns)
+        sums = torch.empty(num_rows, tiles, dtype=torch.float32, device=grad.device)
+        values = {"mAuxOut": activated, "mColVecBroadcast": probs, "mColVecReduce": sums}
+        tensors = (grad, weights.mT, gate_up_grad, gate_up)
+        self._with_epilogue(_swiglu_backward, WITH_BACKWARD, tensors, values, ends)
+        return gate_up_grad, activated, sums.sum(dim=1)
+
+    def fc1_backward(self, gate_up_grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """Multiply the gradient of gate and up by fc1's transpose: [num_rows, hidden]."""
+        result = gate_up_grad.new_empty(len(gate_up_grad), weights.shape[2])
+        tensors = (gate_up_grad, weights.mT, result, None)
+        self._plain("fc1_backward", tensors, {"cu_seqlens_m": ends}, concat=("B",))
+        return result
+
+    def weight_gradients(
+        self,
+        grad: Tensor,
+        rows: Tensor,
+        ends: Tensor,
+        interleaved: bool,
+        out: Tensor | Sequence[Tensor] | None = None,
+        adds: bool = False,
+    ) -> Tensor | Sequence[Tensor]:
+        """Compute grad[g]^T @ rows[g] for every expert, with sums in fp32.
+
+        Args:
+            grad: [num_rows, out_features].
+            rows: [num_rows, in_features].
+            ends: int32 [num_experts + 1].
+            interleaved: the gradient's columns are gate 0, up 0, gate 1, ...; the result's rows
+                are all gates, then all ups.
+            out, adds: see `main_grad.WeightProduct`; what is in fp32 is added to in fp32.
+        """
+        if out is None:
+            out = rows.new_empty(len(ends) - 1, grad.shape[1], rows.shape[1])
+        if isinstance(out, Tensor):
+            parts = [(ends, out)]
+        else:
+            # Kernels want addresses of a multiple of 16 bytes, so each pair lies in four numbers.
+            pairs = torch.stack([ends[:-1], *[ends[1:]] * 3], dim=1)
+            parts = [(pair[:2], each[None]) for pair, each in zip(pairs, out, strict=True)]
+        for part_ends, part in parts:
+            if not len(rows):
+                if not adds:
+                    part.zero_()
+                continue
+            # Loading what is there is faster than having the stores add to it.
+            self._plain(
+                ("weight_gradients", part.dtype, interleaved, adds),
+                (grad.mT, rows.mT, part, part if adds else None),
+                {"cu_seqlens_k": part_ends},
+                concat=(("C", "out") if adds else ("out",)) if interleaved else (),
+            )
+        return out
+
+    def _plain(
+        self,
+        key: Any,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        ends: dict[str, Tensor],
+        concat: tuple[str, ...] = (),
+    ) -> None:
+        """Run a product without an epilogue of ours; `key` tells apart what is compiled."""
+        a, b, out, c = tensors
+        if 0 in a.shape:
+            return
+        options = PLAIN.options(a.device)
+        plan = self._plans.get(key)
+        if plan is None:
+            self._plans[key] = gemm(a, b, out, c, concat_layout=concat, **ends, **options)
+            return
+        counter = options["tile_count_semaphore"]
+        run_gemm_plan(plan, a, b, out, c, tile_count_semaphore=counter, **ends)
+
+    def _with_epilogue(
+        self,
+        epilogue: Any,
+        tile: Tile,
+        tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        values: dict[str, Tensor],
+        ends: Tensor,
+    ) -> None:
+        a, b, out, c = tensors
+        if 0 in a.shape:
+            return
+        options = tile.options(a.device)
+        key = (epilogue, out is None)
+        plan = self._plans.get(key)
+        if plan is None:
+            concat = ("B",) if epilogue is swiglu_and_probs else ()
+            self._plans[key] = epilogue.gemm(
+                *(a, b, out, c), epi_args=values, cu_seqlens_m=ends, concat_layout=concat, **options
+            )
+            return
+        counter = options["tile_count_semaphore"]
+        run_gemm_epi_plan(
+            plan, a, b, out, c, values, cu_seqlens_m=ends, tile_count_semaphore=counter
+        )

@@ -1,0 +1,250 @@
+"""quack-kernels' products on GPUs: against fp64, bit by bit against themselves, and main_grad."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ncclep.integration.experts.fused_swiglu import swiglu_experts, unavailable_reason
+from megatron_ncclep.integration.experts.main_grad import GradientTarget
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("quack") is None, reason="quack-kernels is not installed"
+)
+
+HIDDEN, FFN = 256, 192
+# More and fewer rows than a tile has, none, and a last block that ends inside a tile.
+SIZES = (16, 0, 400, 128, 0, 272, 48)
+REST = 40  # rows after the last block, all NaN
+INTO_MAIN_GRAD = GradientTarget(into_main_grad=True)
+# bf16 moves a value by at most 2^-9 of itself, 1.1e-3 as a root mean square.  A result is rounded
+# once; gate and up, activated rows and their gradients, which go into it, once or twice before.
+TOLERANCE = 5e-3
+
+
+class Experts:
+    """Weights as Megatron lays them out, rows of one micro-batch, and main_grads in one buffer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        from megatron_ncclep.integration.experts.quack_products import QuackProducts
+
+        generator = torch.Generator("cuda").manual_seed(5)
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            values = scale * torch.randn(shape, generator=generator, device="cuda")
+            return values.bfloat16()
+
+        self.used = sum(SIZES)
+        self.rows, self.grad = draw(self.used + REST, HIDDEN), draw(self.used + REST, HIDDEN)
+        self.probs = draw(self.used + REST).abs().float()
+        for tensor in (self.rows, self.grad, self.probs):
+            tensor[self.used :] = torch.nan
+        self.offsets = torch.tensor(SIZES, device="cuda").cumsum(0, dtype=torch.int32)
+        number = len(SIZES)
+        stacks = (draw(number, 2 * FFN, HIDDEN, scale=0.06), draw(number, HIDDEN, FFN, scale=0.07))
+        self.fc1, self.fc2 = ([torch.nn.Parameter(weight) for weight in stack] for stack in stacks)
+        self.main_grads = [torch.zeros(stack.shape, device="cuda", dtype=dtype) for stack in stacks]
+        for weights, buffer in zip((self.fc1, self.fc2), self.main_grads, strict=True):
+            for weight, main_grad in zip(weights, buffer, strict=True):
+                weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
+        self.products = QuackProducts()
+
+    def run(self, target: GradientTarget = INTO_MAIN_GRAD) -> list[Tensor]:
+        """Output, and gradients of the rows and probabilities that belong to an expert."""
+        for weight in (*self.fc1, *self.fc2):
+            weight.grad = None
+        rows, probs = self.rows.clone().requires_grad_(), self.probs.clone().requires_grad_()
+        out = swiglu_experts(
+            *(rows, probs, self.offsets, self.fc1, self.fc2, self.products, target)
+        )
+        out.backward(self.grad)
+        assert rows.grad is not None
+        assert probs.grad is not None
+        return [tensor[: self.used] for tensor in (out.detach(), rows.grad, probs.grad)]
+
+    def everything(self) -> list[Tensor]:
+        """The same and the main_grads, which begin at zero."""
+        for buffer in self.main_grads:
+            buffer.zero_()
+        return [*self.run(), *(buffer.clone() for buffer in self.main_grads)]
+
+    def exact(self) -> list[Tensor]:
+        """All of `everything` in fp64."""
+        rows, probs = (t[: self.used].double().requires_grad_() for t in (self.rows, self.probs))
+        stacks = [
+            torch.stack([w.detach() for w in weights]).double().requires_grad_()
+            for weights in (self.fc1, self.fc2)
+        ]
+        parts = []
+        for block, scale, fc1, fc2 in zip(
+            rows.split(SIZES), probs.split(SIZES), *stacks, strict=True
+        ):
+            gate, up = (block @ fc1.t()).chunk(2, dim=1)
+            parts.append(F.silu(gate) * up * scale[:, None] @ fc2.t())
+        out = torch.cat(parts)
+        wanted = [rows, probs, *stacks]
+        return [out, *torch.autograd.grad(out, wanted, self.grad[: self.used].double())]
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.detach()).norm() / wanted.detach().norm())
+
+
+def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+
+
+def against_fp64_on_rank(ctx: RankContext) -> None:
+    assert unavailable_reason(torch.device("cuda"), torch.bfloat16) is None
+    experts = Experts()
+    for mine, exact in zip(experts.everything(), experts.exact(), strict=True):
+        assert distance(mine, exact) < TOLERANCE
+    for buffer in experts.main_grads:
+        assert not buffer[1].any()  # of an expert without rows
+        assert not buffer[4].any()
+    experts.run(GradientTarget())  # no main_grad: bf16, rounded once
+    for weights, buffer in zip((experts.fc1, experts.fc2), experts.main_grads, strict=True):
+        for weight, main_grad in zip(weights, buffer, strict=True):
+            assert torch.equal(weight.grad, main_grad.bfloat16())
+
+
+def test_against_fp64(megatron_pool: RankPool) -> None:
+    megatron_pool.run(against_fp64_on_rank)
+
+
+def bits_on_rank(ctx: RankContext) -> None:
+    """Whatever else differs, the bits do not."""
+    experts = Experts()
+    expected = experts.everything()
+    assert same(experts.everything(), expected) == [True] * 5
+    with torch.no_grad():  # keeps nothing for backward: another kernel
+        target = (experts.products, INTO_MAIN_GRAD)
+        out = swiglu_experts(
+            *(experts.rows, experts.probs, experts.offsets, experts.fc1, experts.fc2, *target)
+        )
+    assert torch.equal(out[: experts.used], expected[0])
+    experts.products = copy.deepcopy(experts.products)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_stream = experts.everything()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert same(on_stream, expected) == [True] * 5
+
+
+def test_the_same_bits(megatron_pool: RankPool) -> None:
+    megatron_pool.run(bits_on_rank)
+
+
+def main_grads_on_rank(ctx: RankContext) -> None:
+    experts = Experts()
+    *_, fc1, fc2 = experts.everything()
+    # a + a is exact in fp32, so a rounding on the way would show.
+    experts.run()
+    assert same(experts.main_grads, [2 * fc1, 2 * fc2]) == [True, True]
+    # A step's first micro-batch reads nothing, for experts without rows either.
+    overwrites = GradientTarget(into_main_grad=True, may_overwrite=True)
+    for weight in (*experts.fc1, *experts.fc2):
+        weight.main_grad.fill_(torch.nan)
+        weight.grad_added_to_main_grad = False
+    experts.run(overwrites)
+    assert same(experts.main_grads, [fc1, fc2]) == [True, True]
+    experts.run(overwrites)
+    assert same(experts.main_grads, [2 * fc1, 2 * fc2]) == [True, True]
+    # In buckets, with gaps between: one product for each.
+    for weight in (*experts.fc1, *experts.fc2):
+        weight.main_grad = torch.zeros_like(weight.main_grad)
+    experts.run()
+    for weights, expected in ((experts.fc1, fc1), (experts.fc2, fc2)):
+        assert same([weight.main_grad for weight in weights], expected) == [True] * len(SIZES)
+    # grad_reduce_in_fp32=False.
+    rounded = Experts(torch.bfloat16)
+    *_, fc1_rounded, fc2_rounded = rounded.everything()
+    assert same([fc1_rounded, fc2_rounded], [fc1.bfloat16(), fc2.bfloat16()]) == [True, True]
+
+
+def test_main_grads(megatron_pool: RankPool) -> None:
+    megatron_pool.run(main_grads_on_rank)
+
+
+def no_rows_on_rank(ctx: RankContext) -> None:
+    """A rank to which no token goes; and one with rows of nobody."""
+    for rows in (0, 64):
+        experts = Experts()
+        experts.used = 0
+        experts.offsets = torch.zeros_like(experts.offsets)
+        for name in ("rows", "grad", "probs"):
+            setattr(experts, name, getattr(experts, name)[-rows:] if rows else experts.rows[:0])
+        experts.probs = experts.rows.new_empty(rows)
+        for buffer in experts.main_grads:
+            buffer.fill_(3.0)
+        out, *_ = experts.run()
+        assert out.shape == (0, HIDDEN)
+        assert all(bool((buffer == 3).all()) for buffer in experts.main_grads)
+        for weight in (*experts.fc1, *experts.fc2):
+            weight.grad_added_to_main_grad = False
+        experts.run(GradientTarget(into_main_grad=True, may_overwrite=True))
+        assert not any(bool(buffer.any()) for buffer in experts.main_grads)
+
+
+def test_no_rows(megatron_pool: RankPool) -> None:
+    megatron_pool.run(no_rows_on_rank)
+
+
+def errors_on_rank(ctx: RankContext) -> dict[str, tuple[float, float]]:
+    """Name of a result -> how far ours and TransformerEngine's are from fp64."""
+    import transformer_engine.pytorch as te
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    experts = Experts()
+    ours, exact = experts.everything(), experts.exact()
+    layers: list[Any] = []
+    for weights in (experts.fc1, experts.fc2):
+        layer = te.GroupedLinear(
+            *(len(SIZES), *weights[0].shape[::-1]),
+            bias=False,
+            params_dtype=torch.bfloat16,
+            device="cuda",
+            fuse_wgrad_accumulation=True,
+        )
+        for i, weight in enumerate(weights):
+            parameter = getattr(layer, f"weight{i}")
+            parameter.data.copy_(weight.detach())
+            parameter.main_grad = torch.zeros(weight.shape, device="cuda")
+        layers.append(layer)
+    rows, probs = (
+        tensor[: experts.used].clone().requires_grad_() for tensor in (experts.rows, experts.probs)
+    )
+    hidden = layers[0](rows, list(SIZES))
+    out = layers[1](weighted_bias_swiglu_impl(hidden, None, probs[:, None]), list(SIZES))
+    out.backward(experts.grad[: experts.used])
+    stacks = [
+        torch.stack([getattr(layer, f"weight{i}").main_grad for i in range(len(SIZES))])
+        for layer in layers
+    ]
+    theirs = [out.detach(), rows.grad, probs.grad, *stacks]
+
+    names = ("output", "rows' gradient", "probabilities' gradient", "fc1's", "fc2's")
+    return {
+        name: (distance(a, c), distance(b, c))
+        for name, a, b, c in zip(names, ours, theirs, exact, strict=True)
+    }
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="TransformerEngine, whose fused accumulation is compared, is not installed",
+)
+def test_no_further_from_fp64_than_transformer_engine(megatron_pool: RankPool) -> None:
+    """Both round at random, so a hundredth more is no difference."""
+    for errors in megatron_pool.run(errors_on_rank):
+        for name, (ours, theirs) in errors.items():
+            assert ours < 1.01 * theirs, (name, ours, theirs)
