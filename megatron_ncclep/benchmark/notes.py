@@ -27,13 +27,17 @@ STEPS_NOTE = (
     "18 bytes a parameter each. A step is zeroing the gradients, forward, backward, gradient "
     "reduction and Adam; the batches lie on the device. bf16 weights, gradients in fp32, Adam's "
     "moments and weights in fp32, in the distributed optimizer; Megatron-LM's fusions as it has "
-    "them by default, gradient accumulation fusion where Apex is installed. Steps follow each "
-    "other without a pause. "
+    "them by default. Steps follow each other without a pause. "
     "Shown is the median of the slowest rank in milliseconds, with the 10th "
     'to the 90th percentile below it; "speed" divides the first subject\'s time by it; "turns" are '
     "the medians of the two turns. Loss is that of the last step that is compared with alltoall's; "
     '"apart" is the largest difference of the losses in nats, "layer" the larger one of the first '
     "MoE layer's output and gradient for given hidden states, relative to their size."
+)
+FUSION_NOTE = (
+    "Weight gradients are added to the fp32 main_grad by the layers themselves (gradient "
+    "accumulation fusion), as in training: by TransformerEngine's layers, and by Megatron-Core's "
+    "output layer with a function of {}, the same for all subjects."
 )
 PROFILE_NOTE = (
     "With the profiler, apart from timing: the device's time by kind, where kernels that overlap "
@@ -63,10 +67,12 @@ def notes(result: dict[str, Any]) -> list[str]:
     """The notes on the tables of a whole result."""
     trainings, low_latency = result["trainings"], result["low_latency"]
     profiled = any(s["kinds_us"] for training in trainings for s in training["subjects"])
+    fused_by = dict.fromkeys(training["fused_by"] for training in trainings)
     on_cpu = any(not found["on_gpu"] and not found["error"] for found in low_latency)
     return [
         *(SHAPE_NOTES if result["shapes"] else ()),
         *[STEPS_NOTE] * bool(trainings),
+        *[FUSION_NOTE.format(whose) for whose in fused_by if whose is not None],
         *[PROFILE_NOTE] * profiled,
         *[LOW_LATENCY_NOTE] * bool(low_latency),
         *[NO_GPU_NOTE] * on_cpu,

@@ -226,12 +226,15 @@ class TrainingResult(Measured):
         tokens: of all ranks in one step.
         text: what was trained on, in words.
         max_recv_rows: option of static subjects.
+        fused_by: whose function adds the output layer's weight gradients to main_grad, where the
+            layers add theirs themselves; None: DistributedDataParallel's hooks add all of them.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     text: str = ""
     max_recv_rows: int | str | None = None
+    fused_by: str | None = None
 
 
 # Lists of bench.json -> what each entry is, and each of its subjects.

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron_ncclep.benchmark.ceiling import Ceiling
+from megatron_ncclep.benchmark.gradient_fusion import STAND_IN
 from megatron_ncclep.benchmark.names import LIBRARY
 from megatron_ncclep.benchmark.result import (
     FORMAT,
@@ -45,6 +46,7 @@ def sample_training() -> dict[str, Any]:
     training = TrainingResult.of(TrainingShape("4096x2", "moe-2b"))
     training.settings = training_settings()
     training.tokens, training.max_recv_rows = 8192, "1.5x"
+    training.fused_by = STAND_IN
     for name, times, apart in (
         ("train:alltoall_fused", (160e3, 164e3), 2e-3),
         ("train:ncclep:native:grouped:full_iteration", (65e3, 66e3), 1e-3),

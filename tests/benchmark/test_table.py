@@ -138,6 +138,14 @@ def test_kernels_that_wait_for_other_ranks_are_not_busy() -> None:
     assert pieces(training["subjects"][0], is_busy_known(training)) == {"step": 162.0}
 
 
+def test_who_adds_the_gradients_is_told() -> None:
+    result = sample_result()
+    words = "output layer with a function of ncclep bench"
+    assert words in " ".join(render(result).split())
+    result["trainings"][0]["fused_by"] = None
+    assert "accumulation fusion" not in render(result)
+
+
 def test_what_was_not_profiled_has_no_columns() -> None:
     """Zeros for a CPU would look like measurements."""
     result = sample_result()
