@@ -1,10 +1,11 @@
 """Weight gradients that linear layers add to the fp32 `main_grad` themselves, as in training.
 
-With `gradient_accumulation_fusion` TransformerEngine's layers do that.  Megatron-Core's own ones, of
-which a model of TransformerEngine's has one, the output layer, call one function of Apex' extension
-`fused_weight_gradient_mlp_cuda`, and refuse the option without it.  Apex has to be compiled, so it
-is missing on many machines.  Measured without the option, all of a model's gradients would be
-written, read and added once more than in training; hence this stand-in, the same for all subjects.
+With `gradient_accumulation_fusion` TransformerEngine's layers do that.  Megatron-Core's own ones,
+of which a model of TransformerEngine's has one, the output layer, call one function of Apex'
+extension `fused_weight_gradient_mlp_cuda`, and refuse the option without it.  Apex has to be
+compiled, so it is missing on many machines.  Measured without the option, all of a model's
+gradients would be written, read and added once more than in training; hence this stand-in, the same
+for all subjects.
 """
 
 from __future__ import annotations

@@ -16,9 +16,11 @@ import torch
 from dispatcher_bugs import put_into, setting_of
 from imports import import_megatron_on_cpu
 
+from megatron_ncclep.benchmark import accumulating_subject, experts
 from megatron_ncclep.benchmark import layer as layers
-from megatron_ncclep.benchmark.layer import Results, route, shared_layer
+from megatron_ncclep.benchmark.accumulating_subject import Results
 from megatron_ncclep.benchmark.run import make_subject
+from megatron_ncclep.benchmark.shared_layer import route, shared_layer
 from megatron_ncclep.benchmark.subjects import BOTH, Setting, UnavailableError
 from megatron_ncclep.benchmark.workload import Workload
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -76,8 +78,9 @@ def prepared_on(
 ) -> Any:
     """Prepare a subject; a CUDA graph is played by `replayed_on_cpu`."""
     with (
-        mock.patch.object(layers, "captured", replayed_on_cpu),
+        mock.patch.object(accumulating_subject, "captured", replayed_on_cpu),
         mock.patch.object(layers, "unavailable_reason", return_value=None),
+        mock.patch.object(experts, "unavailable_reason", return_value=None),
     ):
         return make_subject(name, setting_of(context), workload, max_recv_rows=max_recv_rows)
 
@@ -184,7 +187,8 @@ def test_layers_share_weights_and_free_them(two_ranks: RankPool) -> None:
     num_weights = 8 * 32 + 4 * (2 * FFN * 32 + 32 * FFN)
     for found in two_ranks.run(share_on_rank):
         kinds = ["SequentialMLP", "GroupedLocalExperts"]
-        assert found == [kinds, True, 0, 4 * num_weights, 1, 0, [None, None]]
+        # Weights in fp32, and as much of gradients.
+        assert found == [kinds, True, 0, 8 * num_weights, 1, 0, [None, None]]
 
 
 def test_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
