@@ -82,11 +82,12 @@ class ExpertsSubject(AccumulatingSubject):
         expected: tuple[Received, dict[str, torch.Tensor]],
         workload: Workload,
     ) -> str | None:
+        wanted = expected[1]
         actual = {
-            name: None if found is None else found[self._place].view(len(self._place), -1)
+            name: None if found is None else found[self._place].view_as(wanted[name])
             for name, found in results.items()
         }
-        return results_problem(workload, self._rank, actual, expected[1])
+        return results_problem(workload, self._rank, actual, wanted)
 
     def close(self) -> None:
         """See `Subject.close`."""
