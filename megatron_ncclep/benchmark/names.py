@@ -223,9 +223,11 @@ class ExpertsVariant:
         return self.graphs
 
 
+# What other experts are compared with.
+MEGATRONS_EXPERTS = "experts:megatron"
 # By name: all that there are.
 EXPERTS = {
-    "experts:megatron": ExpertsVariant(grouped=False),
+    MEGATRONS_EXPERTS: ExpertsVariant(grouped=False),
     "experts:grouped": ExpertsVariant(grouped=True),
     f"experts:grouped:{FULL_ITERATION}": ExpertsVariant(grouped=True, graphs=FULL_ITERATION),
 }

@@ -113,6 +113,7 @@ class _ShapeRun:
         result.row_bytes, result.on_gpu = shape.row_bytes, ranks.on_gpu
         result.wire_bytes = wire_rows(workload.tables, list(case.tokens)) * shape.row_bytes
         if not self._low_latency:
+            result.set_products(workload)
             self._measure_ceiling(result)
         entries = [self._prepare(name, workload) for name in self._job.measured]
         result.subjects = [entry.result for entry in entries]

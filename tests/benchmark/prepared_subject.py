@@ -1,4 +1,4 @@
-"""Layers and experts made ready on a CPU, those that are CUDA graphs too, for tests of their checks."""
+"""Layers and experts made ready on a CPU, even those that are CUDA graphs, for tests."""
 
 from __future__ import annotations
 

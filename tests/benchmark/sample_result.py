@@ -88,12 +88,15 @@ def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
     shape = ShapeResult.of(SHAPE)
     shape.row_bytes, shape.wire_bytes, shape.on_gpu = 14336, 159_000_000, True
     shape.set_ceiling({"push": Ceiling(350.0, 96), "pull": Ceiling(318.0, 24)}, None)
+    shape.expert_rows, shape.products_us = 40_000, {"forward": 4459.0, "backward": 8919.0}
     shape.subjects = [
         subject("native@24", "engine", (20, 500, 530, 510, 540), "24"),
         subject(LIBRARY, "library", (140, 800, 700, 720, 770), "16"),
         subject("alltoall", "megatron", (5001, 4002), "-"),
         subject("layer:ncclep:native:grouped:full_iteration", "layer", (12005,), "-"),
         subject("layer:alltoall", "layer", (9003, 16004), "-"),
+        subject("experts:megatron", "experts", (6003, 12004), "-"),
+        subject("experts:grouped", "experts", (5003, 10004), "-"),
         SubjectResult("flex_deepep", "unavailable", "ImportError: no DeepEP", "megatron"),
     ]
     shape.judge(required)
