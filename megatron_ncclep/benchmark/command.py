@@ -57,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "whole training steps: train:DISPATCHER, such as layer:alltoall_fused and "
         "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
         ":static for a fixed number of received rows, and :full_iteration (one CUDA graph of "
-        "forward and backward; needs grouped, implies static) or, in training, :partial_graphs (Megatron-Core's of attention, router and "
-        "preprocessing) and :optimizer_graph (Megatron-Core's of the optimizer's step)",
+        "forward and backward; needs grouped, implies static) or, in training, :partial_graphs "
+        "(Megatron-Core's of attention, router and preprocessing) and :optimizer_graph "
+        "(Megatron-Core's of the optimizer's step)",
     )
     parser.add_argument(
         "--max-recv-rows",

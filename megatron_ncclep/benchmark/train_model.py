@@ -148,15 +148,15 @@ class SubjectModel(TrainedModel):
                 first_timeout_s=setting.timeout_s,
                 **choice.options(max_recv_rows),
             )
-        fusions = _fusions(settings, on_gpu)
-        if fusions.get("gradient_accumulation_fusion"):
+        fused = fusions(settings, on_gpu)
+        if fused.get("gradient_accumulation_fusion"):
             self.fused_by = gradient_fusion.provide()
         config = transformer_config(
             settings,
             choice.dispatcher.dispatcher,
             setting.num_ranks,
             options,
-            **fusions,
+            **fused,
             **choice.dispatcher.options,
             **graph_fields(choice.graphs),
         )
@@ -278,7 +278,7 @@ class SubjectModel(TrainedModel):
         }
 
 
-def _fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
+def fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
     """The fusions that Megatron-LM has on unless told otherwise, where they can be had.
 
     Without TransformerEngine gradients are left to DistributedDataParallel's hooks: every layer
