@@ -1,7 +1,8 @@
 """What whole layers and experts alone have in common: forward, and backward as in training.
 
-Weight gradients are added to fp32 main_grads, as in a micro-batch that is not the first; reducing
-them over the ranks, which training does once a step, is not in it.
+Weight gradients are added to fp32 main_grads, as in a micro-batch that is not the first: in a first
+one TransformerEngine's layers write theirs over what is there.  Reducing gradients over the ranks,
+which training does once a step, is not in it.
 """
 
 from __future__ import annotations
