@@ -51,13 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--subjects",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
-        "(default: all but layers and those that train; an unknown name lists them); NAME@N lets "
-        "an engine's kernels use N SMs. A whole MoELayer: layer:DISPATCHER, whole training steps: "
-        "train:DISPATCHER, such as layer:alltoall_fused and train:ncclep:native, and after it, in "
-        "this order, :grouped for this package's experts, :static for a fixed number of received "
-        "rows, and :full_iteration (one CUDA graph of forward and backward; needs grouped, implies "
-        "static) or, in training, :partial_graphs (Megatron-Core's of attention, router and "
-        "preprocessing) and :optimizer_graph (Megatron-Core's of the optimizer's step)",
+        "(default: all but layers, experts and those that train; an unknown name lists them); "
+        "NAME@N lets an engine's kernels use N SMs. Experts alone: experts:megatron, "
+        "experts:grouped and experts:grouped:full_iteration. A whole MoELayer: layer:DISPATCHER, "
+        "whole training steps: train:DISPATCHER, such as layer:alltoall_fused and "
+        "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
+        ":static for a fixed number of received rows, and :full_iteration (one CUDA graph of "
+        "forward and backward; needs grouped, implies static) or, in training, :partial_graphs "
+        "(Megatron-Core's of attention, router and preprocessing) and :optimizer_graph "
+        "(Megatron-Core's of the optimizer's step)",
     )
     parser.add_argument(
         "--max-recv-rows",

@@ -10,9 +10,12 @@
     ncclep:ENGINE          this package's dispatcher through the same hooks
     layer:DISPATCHER...    a whole MoELayer (router, dispatcher, experts) with any of those through
                            hooks, such as layer:alltoall and layer:ncclep:native
+    experts:megatron,      the experts of such a layer alone: Megatron-Core's or this package's, the
+    experts:grouped        latter with :full_iteration too
     train:DISPATCHER...    whole training steps of a model
 
-The last two are measured only when they are asked for, and take words for variants, in this order:
+The last three kinds are measured only when they are asked for.  Layers and trainings take words for
+variants, in this order:
 
     grouped         this package's experts in place of Megatron-Core's (ncclep only)
     static          a fixed number of received rows (ncclep only), which graphs need and imply
@@ -201,6 +204,33 @@ class Grammar:
         )
 
 
+@dataclass(frozen=True)
+class ExpertsVariant:
+    """Experts alone.
+
+    Attributes:
+        grouped: this package's, not Megatron-Core's.
+        graphs: `FULL_ITERATION`; None: no CUDA graph.
+    """
+
+    grouped: bool
+    graphs: str | None = None
+    static = False
+
+    @property
+    def captured(self) -> str | None:
+        """As of a `Variant`."""
+        return self.graphs
+
+
+# What other experts are compared with.
+MEGATRONS_EXPERTS = "experts:megatron"
+# By name: all that there are.
+EXPERTS = {
+    MEGATRONS_EXPERTS: ExpertsVariant(grouped=False),
+    "experts:grouped": ExpertsVariant(grouped=True),
+    f"experts:grouped:{FULL_ITERATION}": ExpertsVariant(grouped=True, graphs=FULL_ITERATION),
+}
 LAYERS = Grammar("layer:DISPATCHER[:grouped][:static][:full_iteration]")
 TRAININGS = Grammar(
     "train:DISPATCHER[:grouped][:static][:full_iteration or :partial_graphs][:optimizer_graph]"
@@ -214,18 +244,20 @@ def is_train(name: str) -> bool:
     return TRAININGS.has(name)
 
 
-def variant_of(name: str) -> Variant | None:
-    """Read the name of a layer or a training; None: it is neither.
+def variant_of(name: str) -> Variant | ExpertsVariant | None:
+    """Read the name of a layer, a training or experts; None: it is none of them.
 
     Raises:
         InputError: unknown words, or variants that do not go together.
     """
+    if name in EXPERTS:
+        return EXPERTS[name]
     return next((kind.parse(name) for kind in (LAYERS, TRAININGS) if kind.has(name)), None)
 
 
 def kind_of(name: str) -> str:
-    """ "engine", "library", "megatron" (a dispatcher), "layer" or "train"."""
-    if LAYERS.has(name) or TRAININGS.has(name):
+    """ "engine", "library", "megatron" (a dispatcher), "layer", "experts" or "train"."""
+    if LAYERS.has(name) or TRAININGS.has(name) or name in EXPERTS:
         return name.partition(":")[0]
     base, _ = split_name(name)
     return "engine" if base in ENGINES else "library" if base in LIBRARIES else "megatron"
@@ -243,7 +275,7 @@ def split_name(name: str) -> tuple[str, int | None]:
         InputError: unknown, or a number of SMs for something that has no such option.
     """
     base, at, sms = name.partition("@")
-    known = [*ENGINES, *LIBRARIES, *DISPATCHERS]
+    known = [*ENGINES, *LIBRARIES, *DISPATCHERS, *EXPERTS]
     if variant_of(base) is None and base not in known:
         raise InputError(
             f"unknown subject {name!r}: there are {', '.join(known)}, {LAYERS.form}, and "
@@ -260,12 +292,12 @@ def split_name(name: str) -> tuple[str, int | None]:
 
 
 def unavailable_reason(
-    variant: Variant, device: str, training: TrainingShape | None = None
+    variant: Variant | ExpertsVariant, device: str, training: TrainingShape | None = None
 ) -> str | None:
     """Say why `variant` cannot run on `device`, as far as one process can tell; None if it can.
 
     Args:
-        training: what it trains; None: it is a layer.
+        training: what it trains; None: it is a layer, or its experts.
     """
     if training is not None and importlib.util.find_spec("megatron") is None:
         return INSTALL_MEGATRON

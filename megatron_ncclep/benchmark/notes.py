@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ncclep.benchmark.result import PEAK_TFLOPS
+from megatron_ncclep.benchmark.subjects import WITH_EXPERTS
+
 SHAPE_NOTES = (
     "Times are microseconds: the median over the samples of the slowest rank, all ranks starting "
     "together, and below it the 10th to the 90th percentile; sum adds the medians. bwd_dispatch is "
@@ -15,10 +18,18 @@ SHAPE_NOTES = (
     "plus what is held outside of it.",
     "On GPUs the passes of engines are timed while the device is kept busy, so that launching them "
     "does not count. Megatron-Core's dispatchers are timed through their hooks, with identity "
-    "experts, from an idle device: their host time counts. A whole MoELayer is timed likewise, "
-    "with its router, its experts and their weight gradients; compare layers with each other only. "
-    "One that is one CUDA graph has only a sum, the time of a replay, which keeps all gradients. "
-    "GB held counts the weights, which all layers share, for each of them.",
+    "experts, from an idle device: their host time counts.",
+)
+EXPERTS_NOTE = (
+    "Whole MoELayers, with router and experts, and experts alone, on the rows that they receive, "
+    "are timed from an idle device too; compare layers with layers only. Weight gradients are "
+    "added to fp32 main_grads as in training: on GPUs by TransformerEngine's layers and by this "
+    "package's experts themselves (gradient accumulation fusion), the router's by "
+    "DistributedDataParallel's hook. They are not reduced over the ranks. What is one CUDA graph "
+    "has only a sum, the time of a replay. Limit is the time of the experts' products on the rank "
+    f"with most rows at {PEAK_TFLOPS} TFLOP/s, which the product of two 8192 x 8192 matrices in "
+    "bf16 reaches on an H100 or H200. \"of Megatron's\" divides the sum by that of Megatron-Core's "
+    "experts. GB held counts the weights and main_grads, which all share, for each of them."
 )
 STEPS_NOTE = (
     "Training steps. "
@@ -27,13 +38,17 @@ STEPS_NOTE = (
     "18 bytes a parameter each. A step is zeroing the gradients, forward, backward, gradient "
     "reduction and Adam; the batches lie on the device. bf16 weights, gradients in fp32, Adam's "
     "moments and weights in fp32, in the distributed optimizer; Megatron-LM's fusions as it has "
-    "them by default, gradient accumulation fusion where Apex is installed. Steps follow each "
-    "other without a pause. "
+    "them by default. Steps follow each other without a pause. "
     "Shown is the median of the slowest rank in milliseconds, with the 10th "
     'to the 90th percentile below it; "speed" divides the first subject\'s time by it; "turns" are '
     "the medians of the two turns. Loss is that of the last step that is compared with alltoall's; "
     '"apart" is the largest difference of the losses in nats, "layer" the larger one of the first '
     "MoE layer's output and gradient for given hidden states, relative to their size."
+)
+FUSION_NOTE = (
+    "Weight gradients are added to the fp32 main_grad by the layers themselves (gradient "
+    "accumulation fusion), as in training: by TransformerEngine's layers, and by Megatron-Core's "
+    "output layer with a function of {}, the same for all subjects."
 )
 PROFILE_NOTE = (
     "With the profiler, apart from timing: the device's time by kind, where kernels that overlap "
@@ -63,10 +78,19 @@ def notes(result: dict[str, Any]) -> list[str]:
     """The notes on the tables of a whole result."""
     trainings, low_latency = result["trainings"], result["low_latency"]
     profiled = any(s["kinds_us"] for training in trainings for s in training["subjects"])
+    fused_by = dict.fromkeys(training["fused_by"] for training in trainings)
+    with_experts = any(
+        subject["kind"] in WITH_EXPERTS
+        for shape in result["shapes"]
+        if shape["expert_rows"] is not None  # older results did not add gradients
+        for subject in shape["subjects"]
+    )
     on_cpu = any(not found["on_gpu"] and not found["error"] for found in low_latency)
     return [
         *(SHAPE_NOTES if result["shapes"] else ()),
+        *[EXPERTS_NOTE] * with_experts,
         *[STEPS_NOTE] * bool(trainings),
+        *[FUSION_NOTE.format(whose) for whose in fused_by if whose is not None],
         *[PROFILE_NOTE] * profiled,
         *[LOW_LATENCY_NOTE] * bool(low_latency),
         *[NO_GPU_NOTE] * on_cpu,

@@ -1,9 +1,10 @@
 """Draw the result of `ncclep bench`, or the metrics in the log of `ncclep train`.
 
 Of a result it draws a bar for each subject, stacked by pass, and the limit: the time that the rows
-take at the ceiling of the links, measured in the same run.  Whole layers have a panel of their own,
-without it.  A training step's bar is the device's time by kind of kernel and idle time; without a
-profile, and with several ranks, the step's time.  Low-latency mode has lines over the tokens.
+take at the ceiling of the links, measured in the same run.  Whole layers and experts alone have
+panels of their own, without it.  A training step's bar is the device's time by kind of kernel and
+idle time; without a profile, and with several ranks, the step's time.  Low-latency mode has lines
+over the tokens.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ COLORS = {
 # Of the legend; panels without passes begin with the kinds of kernels.
 PASSES = (*STEPS, *WHOLE, BOTH, "limit")
 PIECES = (*KINDS, IDLE, STEP)
+# Kinds of subjects that have a panel of their own, and what its title adds.
+PANELS = {"layer": ", whole MoELayer", "experts": ", experts alone"}
 STYLES = ("-", "--", ":", "-.")  # of subjects of low-latency mode
 # Narrower pieces of a training step have no room for their number.
 LABELLED_SHARE = 0.06
@@ -102,7 +105,8 @@ def _require_matplotlib() -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw a whole result (see result.py): panels for each shape, its layers, and each training.
+    """Draw a whole result (see result.py): panels for each shape, also its layers and experts, and
+    for each training.
 
     Raises:
         InputError: nothing was measured, or there is no matplotlib.
@@ -150,28 +154,29 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _measured(shape: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What was measured: all but layers, and layers."""
-    measured = [subject for subject in shape["subjects"] if subject["passes"]]
-    others = [subject for subject in measured if subject["kind"] != "layer"]
-    return others, [subject for subject in measured if subject["kind"] == "layer"]
+def _measured(shape: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """What was measured, by panel: without experts, and each kind of PANELS."""
+    panels: dict[str | None, list[dict[str, Any]]] = {kind: [] for kind in (None, *PANELS)}
+    for subject in shape["subjects"]:
+        if subject["passes"]:
+            panels[subject["kind"] if subject["kind"] in PANELS else None].append(subject)
+    return list(panels.values())
 
 
 def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any]]) -> None:
-    """Draw `subjects`, either layers or others, of one shape."""
-    layers = subjects[0]["kind"] == "layer"
+    """Draw `subjects` of one shape and one panel."""
+    computing = PANELS.get(subjects[0]["kind"], "")
     for place, subject in enumerate(subjects):
         times = {name: passed["median_us"] for name, passed in subject["passes"].items()}
         _draw_bar(panel, place, times, f"{sum(times.values()):,.0f}", "white")
-    if result["limit_us"] is not None and not layers:
+    if result["limit_us"] is not None and not computing:
         panel.axvline(
             4 * result["limit_us"], color=COLORS["limit"], linestyle="--", linewidth=1.5,
             label="limit",
         )  # fmt: skip
     _finish_bars(panel, [title(subject["name"]) for subject in subjects], margin=0.12)
     panel.set_xlabel("time of one forward and backward (microseconds)")
-    layer = ", whole MoELayer" if layers else ""
-    panel.set_title(f"{sizes(result['shape'])}{layer}", fontsize=10)
+    panel.set_title(f"{sizes(result['shape'])}{computing}", fontsize=10)
 
 
 def pieces(subject: dict[str, Any], busy_known: bool) -> dict[str, float]:

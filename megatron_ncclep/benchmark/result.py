@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from megatron_ncclep.benchmark.ceiling import Ceiling
 from megatron_ncclep.benchmark.shapes import Shape, TrainingShape
+from megatron_ncclep.benchmark.subjects import WITH_EXPERTS
 from megatron_ncclep.benchmark.timing import quantiles
 from megatron_ncclep.benchmark.workload import Workload, network_rows
 from megatron_ncclep.errors import InputError
@@ -18,10 +19,12 @@ from megatron_ncclep.ranks.nodes import Nodes
 
 FORMAT = 1
 # Passes that move every row over the wire once; a forward or backward of Megatron has two of them.
-# A layer's do much else: no rate is worked out for them.
+# Those of WITH_EXPERTS do much else: no rate is worked out for them.
 CROSSINGS = {
     "dispatch": 1, "combine": 1, "bwd_dispatch": 1, "bwd_combine": 1, "forward": 2, "backward": 2,
 }  # fmt: skip
+# What one product of two matrices of 8192 x 8192 in bf16 reaches, measured on H100 and H200.
+PEAK_TFLOPS = 790
 
 
 @dataclass
@@ -169,6 +172,10 @@ class ShapeResult(Measured):
         ceiling: "push" and "pull" -> {"gb_per_s", "num_sms"}; empty if not measured.
         ceiling_reason: why it was not.
         limit_us: wire_bytes at the better of the two rates: the least that one pass can take.
+        expert_rows: that the experts of the rank with most rows are given, without padding; None:
+            the shape does not say how large experts are.
+        products_us: "forward" and "backward" -> time of the products of these rows with the
+            experts' weights at PEAK_TFLOPS; None without a GPU, and in fp32.
         on_gpu: whether a GPU took part; if not, the times are those of hosts.
         max_tokens: that the objects of low-latency mode were made for; None: it is not this mode.
     """
@@ -179,6 +186,8 @@ class ShapeResult(Measured):
     ceiling: dict[str, dict[str, Any]] = field(default_factory=dict)
     ceiling_reason: str | None = None
     limit_us: float | None = None
+    expert_rows: int | None = None
+    products_us: dict[str, float] | None = None
     on_gpu: bool = False
     max_tokens: int | None = None
 
@@ -194,6 +203,17 @@ class ShapeResult(Measured):
             "flat_bytes": flat * self.row_bytes,
         }
 
+    def set_products(self, work: Workload) -> None:
+        """Work out what the experts compute at least; with `on_gpu` set, how long that takes."""
+        ffn = work.ffn_hidden_size
+        if ffn is None:
+            return
+        self.expert_rows = max(int(table.routed.sum()) for table in work.tables)
+        if self.on_gpu and work.case.dtype.itemsize == 2:
+            # Gates, values and outputs; backward has two products for each of forward.
+            forward = 3 * 2 * self.expert_rows * work.case.hidden * ffn / PEAK_TFLOPS * 1e-6
+            self.products_us = {"forward": forward, "backward": 2 * forward}
+
     def set_ceiling(self, found: Mapping[str, Ceiling], reason: str | None) -> None:
         """Take what `measure_ceiling` found; nothing: `reason` says why."""
         self.ceiling = {name: dataclasses.asdict(best) for name, best in found.items()}
@@ -208,7 +228,7 @@ class ShapeResult(Measured):
             if subject.passes:
                 subject.sum_us = sum(times["median_us"] for times in subject.passes.values())
             for name, times in subject.passes.items():
-                if name in CROSSINGS and subject.kind != "layer":
+                if name in CROSSINGS and subject.kind not in WITH_EXPERTS:
                     crossed = CROSSINGS[name] * self.wire_bytes
                     times["gb_per_s"] = crossed / times["median_us"] * 1e-3
                     if self.limit_us is not None:
@@ -226,12 +246,15 @@ class TrainingResult(Measured):
         tokens: of all ranks in one step.
         text: what was trained on, in words.
         max_recv_rows: option of static subjects.
+        fused_by: whose function adds the output layer's weight gradients to main_grad, where the
+            layers add theirs themselves; None: DistributedDataParallel's hooks add all of them.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     text: str = ""
     max_recv_rows: int | str | None = None
+    fused_by: str | None = None
 
 
 # Lists of bench.json -> what each entry is, and each of its subjects.

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ncclep.benchmark import ceiling
 from megatron_ncclep.benchmark.engine_subject import EngineSubject
+from megatron_ncclep.benchmark.experts import ExpertsSubject
 from megatron_ncclep.benchmark.job import LOW_LATENCY, Job
 from megatron_ncclep.benchmark.layer import LayerSubject
 from megatron_ncclep.benchmark.library_subject import LibrarySubject
@@ -30,7 +31,12 @@ from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
 
-SUBJECTS = {"engine": EngineSubject, "library": LibrarySubject, "megatron": MegatronSubject}
+SUBJECTS = {
+    "engine": EngineSubject,
+    "library": LibrarySubject,
+    "megatron": MegatronSubject,
+    "experts": ExpertsSubject,
+}
 
 
 def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measured | None:
@@ -107,6 +113,7 @@ class _ShapeRun:
         result.row_bytes, result.on_gpu = shape.row_bytes, ranks.on_gpu
         result.wire_bytes = wire_rows(workload.tables, list(case.tokens)) * shape.row_bytes
         if not self._low_latency:
+            result.set_products(workload)
             self._measure_ceiling(result)
         entries = [self._prepare(name, workload) for name in self._job.measured]
         result.subjects = [entry.result for entry in entries]

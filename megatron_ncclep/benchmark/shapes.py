@@ -77,7 +77,7 @@ class Shape(Checked):
         dtype: of the payload, a key of `DTYPES`.
         skew: 0 spreads tokens evenly over experts; 1 sends everything to as few as possible.
         alignment: rows that an expert's block is padded to a multiple of.
-        ffn_hidden_size: of one expert; only layers need it.
+        ffn_hidden_size: of one expert; only layers and experts need it.
     """
 
     name: str
@@ -173,7 +173,7 @@ class Measurement(Checked):
     Attributes:
         shapes: of one MoE layer.
         trainings: of subjects that train.  With the shapes at least one, all with different names.
-        subjects: names to measure; empty: all but layers and training.
+        subjects: names to measure; empty: all but layers, experts and training.
         warmup, samples: untimed and timed rounds.
         timeout_s: seconds that a rank waits for the others.
     """

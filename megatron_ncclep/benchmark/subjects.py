@@ -19,12 +19,14 @@ from megatron_ncclep.testing.cases import refusal
 # of combine (a dispatch of gradients), bwd_combine the backward of dispatch.
 STEPS = ("plan", "dispatch", "combine", "bwd_dispatch", "bwd_combine")
 WHOLE = ("forward", "backward")
-# Of a layer that is one CUDA graph.
+# Of layers and experts that are one CUDA graph.
 BOTH = "forward+backward"
 # Of low-latency mode: each half of a pair alone, and both right after each other.
 PAIR = ("dispatch", "combine", "pair")
+# Kinds of subjects that compute with experts; rows on the wire say little about their time.
+WITH_EXPERTS = ("layer", "experts")
 # Kinds of subjects that have the passes `WHOLE`, and whose host time counts.
-LAUNCHED = ("megatron", "layer")
+LAUNCHED = ("megatron", *WITH_EXPERTS)
 
 
 class UnavailableError(EpError):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ncclep.benchmark.kernel_kinds import KINDS
-from megatron_ncclep.benchmark.names import LAYERS, LIBRARIES, TRAININGS
+from megatron_ncclep.benchmark.names import LAYERS, LIBRARIES, MEGATRONS_EXPERTS, TRAININGS
 from megatron_ncclep.benchmark.notes import notes
 from megatron_ncclep.benchmark.result import CROSSINGS
 from megatron_ncclep.benchmark.subjects import BOTH, LAUNCHED, PAIR, STEPS, WHOLE
@@ -134,7 +134,8 @@ def _held(subject: Subject) -> str:
 
 
 def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> list[str]:
-    shape, limit = result["shape"], result["limit_us"] if with_ratios else None
+    shape, ffn = result["shape"], result["shape"]["ffn_hidden_size"]
+    wire, products = _limits(result) if with_ratios else ({}, {})
     usual = {"skew": 0, "alignment": 1}
     extras = "".join(f", {name} {shape[name]}" for name in usual if shape[name] != usual[name])
     lines = [
@@ -148,17 +149,27 @@ def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> lis
     engines = [s for s in measured if s["kind"] not in LAUNCHED]
     dispatchers = [s for s in measured if s["kind"] == "megatron"]
     layers = [s for s in measured if s["kind"] == "layer"]
+    experts = [s for s in measured if s["kind"] == "experts"]
     if engines:
-        lines += ["", *_passes("", engines, STEPS, limit, with_ratios)]
+        lines += ["", *_passes("", engines, STEPS, wire, with_ratios)]
     if dispatchers:
-        lines += ["", *_passes("through Megatron's hooks", dispatchers, WHOLE, limit)]
+        lines += ["", *_passes("through Megatron's hooks", dispatchers, WHOLE, wire)]
     if layers:
-        # The limit is that of rows on the wire, and says nothing about experts.
-        size = f"whole MoELayer, F {shape['ffn_hidden_size']}"
+        size = f"whole MoELayer, F {ffn}"
         if any(LAYERS.parse(subject["name"]).static for subject in layers):
             size += f"; static: {max_recv_rows} rows"
-        lines += ["", *_passes(size, layers, WHOLE, None)]
+        lines += ["", *_passes(size, layers, WHOLE, products)]
+    if experts:
+        size = f"experts alone, F {ffn}, {result['expert_rows']} rows"
+        lines += ["", *_passes(size, experts, WHOLE, products, with_ratios)]
     return lines + _problems(result["subjects"])
+
+
+def _limits(result: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Pass -> its least time, of rows on the wire and of products; empty where it is not known."""
+    limit_us, products_us = result["limit_us"], result["products_us"]
+    wire = {} if limit_us is None else {name: n * limit_us for name, n in CROSSINGS.items()}
+    return wire, products_us or {}
 
 
 def sizes(shape: dict[str, Any]) -> str:
@@ -196,11 +207,16 @@ def _passes(
     head: str,
     subjects: Sequence[Subject],
     names: Sequence[str],
-    limit_us: float | None,
+    limit: dict[str, float],
     with_ratios: bool = True,
 ) -> list[str]:
-    """A block, under `head`, of subjects with the passes `names`; of STEPS with rates."""
+    """A block, under `head`, of subjects with the passes `names`; of STEPS with rates.
+
+    Args:
+        limit: pass -> the least time that it can take; empty if that is not known.
+    """
     rates = names is STEPS and with_ratios
+    megatrons = next((s["sum_us"] for s in subjects if s["name"] == MEGATRONS_EXPERTS), None)
     library = min((s["sum_us"] for s in subjects if s["kind"] == "library"), default=None)
     columns: Columns = {"SMs": lambda s: str(s["sms"])} if names is STEPS else {}
     columns |= {name: _median(name) for name in names}
@@ -209,6 +225,8 @@ def _passes(
         columns["of lib."] = lambda s: f"{s['sum_us'] / library:.2f}" if library else "-"
         columns["disp GB/s"] = lambda s: _rate(s["passes"]["dispatch"])
         columns["comb GB/s"] = lambda s: _rate(s["passes"]["combine"])
+    if with_ratios and megatrons is not None:
+        columns["of Megatron's"] = lambda s: f"{s['sum_us'] / megatrons:.2f}"
     columns |= {"GB held": _held, "check": lambda s: "ok"}
     blanks = [""] * (names is STEPS)
 
@@ -218,10 +236,10 @@ def _passes(
         return blanks + [_spread(passes[name]) if name else "" for name in shown]
 
     rows = _columns(head, columns, subjects, below)
-    if limit_us is not None:
-        crossings = [CROSSINGS.get(name, 0) for name in names]
-        least = [_time(count * limit_us) if count else "-" for count in crossings]
-        rows.append(["limit", *blanks, *least, _time(sum(crossings) * limit_us)])
+    if limit:
+        least = [_time(limit[name]) if name in limit else "-" for name in names]
+        total = sum(limit.get(name, 0) for name in names)
+        rows.append(["limit", *blanks, *least, _time(total)])
     return align(rows)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_ncclep.benchmark import gradient_fusion
 from megatron_ncclep.benchmark.megatron_setup import close_dispatcher
 from megatron_ncclep.benchmark.names import Variant
 from megatron_ncclep.benchmark.ranks import Ranks
@@ -114,9 +114,15 @@ class SubjectModel(TrainedModel):
         text: what to train on.
         max_recv_rows: option of a static subject.
 
+    Attributes:
+        fused_by: whose function adds the output layer's weight gradients to main_grad, see
+            gradient_fusion.py; None: no layer adds its own, DistributedDataParallel's hooks do.
+
     Raises:
         EngineUnavailableError, InputError, UnsupportedError: it cannot be built here.
     """
+
+    fused_by: str | None = None
 
     def __init__(
         self,
@@ -142,12 +148,15 @@ class SubjectModel(TrainedModel):
                 first_timeout_s=setting.timeout_s,
                 **choice.options(max_recv_rows),
             )
+        fused = fusions(settings, on_gpu)
+        if fused.get("gradient_accumulation_fusion"):
+            self.fused_by = gradient_fusion.provide()
         config = transformer_config(
             settings,
             choice.dispatcher.dispatcher,
             setting.num_ranks,
             options,
-            **_fusions(settings, on_gpu),
+            **fused,
             **choice.dispatcher.options,
             **graph_fields(choice.graphs),
         )
@@ -269,14 +278,17 @@ class SubjectModel(TrainedModel):
         }
 
 
-def _fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
-    """The fusions that Megatron-LM has on unless told otherwise, where they can be had."""
+def fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
+    """The fusions that Megatron-LM has on unless told otherwise, where they can be had.
+
+    Without TransformerEngine gradients are left to DistributedDataParallel's hooks: every layer
+    would be one of Megatron-Core's own, and call Apex or what stands in for it.
+    """
     if not on_gpu:
         return {}  # they would need a compiler
-    apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "bias_activation_fusion": settings["swiglu"],
         "bias_dropout_fusion": True,
         "apply_rope_fusion": settings.uses_engine,
-        "gradient_accumulation_fusion": apex,
+        "gradient_accumulation_fusion": settings.uses_engine,
     }

@@ -51,6 +51,8 @@ class _Entry:
     # Of this rank, one list for each turn.
     times: list[list[float]] = field(default_factory=list)
     profile: StepProfile | None = None
+    # Of the model, the same for all subjects.
+    fused_by: str | None = None
 
 
 class TrainingRun:
@@ -86,16 +88,16 @@ class TrainingRun:
             initialize(ranks.setting)
             text = load_text(settings, ranks, Path(self._job.out) / "data")
             result.text = text.source
-            self._measure(able, text, result.tokens)
+            self._measure(able, text, result)
         return result
 
-    def _measure(self, entries: list[_Entry], text: TrainingText, tokens: int) -> None:
+    def _measure(self, entries: list[_Entry], text: TrainingText, result: TrainingResult) -> None:
         """Check and time subjects, and summarise them over the ranks.
 
         Args:
             entries: of the subjects.
             text: to train on.
-            tokens: of all ranks in one step.
+            result: of all of them.
         """
         control = next((entry for entry in entries if entry.choice.name == CONTROL), None)
         if control is None:  # all are compared with it, measured or not
@@ -111,8 +113,9 @@ class TrainingRun:
                 if entry.result.status == "ok":
                     self._turn(entry, text, turn)
         curve = _curve_of(control)
+        result.fused_by = control.fused_by
         for entry in entries:
-            self._finish(entry, curve, tokens)
+            self._finish(entry, curve, result.tokens)
 
     def _check_bits(self, entry: _Entry, text: TrainingText) -> None:
         """Compare a subject that has graphs with itself without them, bit by bit."""
@@ -173,6 +176,7 @@ class TrainingRun:
         def make() -> None:
             with excused(*choice.dispatcher.excuses):
                 models.append(SubjectModel(choice, self._settings, setting, text, max_recv_rows))
+            entry.fused_by = models[0].fused_by
 
         def use() -> None:
             with excused(*(() if choice.ours else (Exception,))):

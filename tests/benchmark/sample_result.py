@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron_ncclep.benchmark.ceiling import Ceiling
+from megatron_ncclep.benchmark.gradient_fusion import STAND_IN
 from megatron_ncclep.benchmark.names import LIBRARY
 from megatron_ncclep.benchmark.result import (
     FORMAT,
@@ -45,6 +46,7 @@ def sample_training() -> dict[str, Any]:
     training = TrainingResult.of(TrainingShape("4096x2", "moe-2b"))
     training.settings = training_settings()
     training.tokens, training.max_recv_rows = 8192, "1.5x"
+    training.fused_by = STAND_IN
     for name, times, apart in (
         ("train:alltoall_fused", (160e3, 164e3), 2e-3),
         ("train:ncclep:native:grouped:full_iteration", (65e3, 66e3), 1e-3),
@@ -86,12 +88,15 @@ def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
     shape = ShapeResult.of(SHAPE)
     shape.row_bytes, shape.wire_bytes, shape.on_gpu = 14336, 159_000_000, True
     shape.set_ceiling({"push": Ceiling(350.0, 96), "pull": Ceiling(318.0, 24)}, None)
+    shape.expert_rows, shape.products_us = 40_000, {"forward": 4459.0, "backward": 8919.0}
     shape.subjects = [
         subject("native@24", "engine", (20, 500, 530, 510, 540), "24"),
         subject(LIBRARY, "library", (140, 800, 700, 720, 770), "16"),
         subject("alltoall", "megatron", (5001, 4002), "-"),
         subject("layer:ncclep:native:grouped:full_iteration", "layer", (12005,), "-"),
         subject("layer:alltoall", "layer", (9003, 16004), "-"),
+        subject("experts:megatron", "experts", (6003, 12004), "-"),
+        subject("experts:grouped", "experts", (5003, 10004), "-"),
         SubjectResult("flex_deepep", "unavailable", "ImportError: no DeepEP", "megatron"),
     ]
     shape.judge(required)

@@ -139,6 +139,13 @@ def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message
             ["--smoke", "--subjects", "layer:ncclep:native:grouped:full_iteration"],
             "full_iteration: a CPU has no CUDA graphs: leave full_iteration out",
         ),
+        (["--smoke", "--subjects", "experts:native"], "unknown subject 'experts:native': there"),
+        (["--smoke", "--subjects", "experts:megatron:full_iteration"], "unknown subject"),
+        (["--smoke", "--subjects", "experts:megatron@8"], "would ignore a number of SMs"),
+        (
+            ["--smoke", "--subjects", "experts:grouped:full_iteration"],
+            "full_iteration: a CPU has no CUDA graphs: leave full_iteration out",
+        ),
         (["--smoke", "--subjects", "nccl_ep_library+pull_push"], "unknown subject"),
         (["--smoke", "--subjects", "nccl_ep_library:nccl-extensions+pull_push"], "unknown subject"),
         (["--smoke", "--subjects", "nccl_ep@x"], "write a number of SMs after the @"),
@@ -215,10 +222,11 @@ def test_what_the_command_line_names_wins_over_the_file() -> None:
     assert make("smoke", subjects="nccl_ep@24").subjects == ("nccl_ep@24",)
 
 
-def test_layers_are_measured_only_when_asked_for() -> None:
-    assert not any(name.startswith("layer:") for name in default_names())
-    wanted = ("layer:alltoall_fused", "layer:ncclep:native")
-    assert make("models", subjects=",".join(wanted)).subjects == wanted
+def test_layers_and_experts_are_measured_only_when_asked_for() -> None:
+    assert not any(name.startswith(("layer:", "experts:")) for name in default_names())
+    wanted = ("layer:alltoall_fused", "layer:ncclep:native", "experts:megatron", "experts:grouped")
+    job = make("models", subjects=",".join(wanted))
+    assert (job.subjects, job.measured, job.needs_megatron) == (wanted, wanted, True)
 
 
 def test_received_rows_of_static_layers_and_trainings() -> None:

@@ -6,19 +6,17 @@ And layers share their weights.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from dispatcher_bugs import put_into, setting_of
+from dispatcher_bugs import put_into
 from imports import import_megatron_on_cpu
+from prepared_subject import prepared_on
 
-from megatron_ncclep.benchmark import layer as layers
-from megatron_ncclep.benchmark.layer import Results, route, shared_layer
 from megatron_ncclep.benchmark.run import make_subject
+from megatron_ncclep.benchmark.shared_layer import route, shared_layer
 from megatron_ncclep.benchmark.subjects import BOTH, Setting, UnavailableError
 from megatron_ncclep.benchmark.workload import Workload
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -55,31 +53,6 @@ REJECTED = [
     *((name, bug) for name in ("alltoall", "ncclep:reference") for bug in EXPECTED),
     *((name, bug) for name in WITH_BUGS for bug in OF_LAYERS),
 ]
-
-
-def replayed_on_cpu(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
-    """In place of a CUDA graph: every replay leaves its results where the first one has."""
-    results = call()
-
-    def replay() -> None:
-        for name, value in call().items():
-            kept = results[name]
-            assert (kept is None) == (value is None)
-            if kept is not None and value is not None:
-                kept.copy_(value)
-
-    return replay, results
-
-
-def prepared_on(
-    context: RankContext, name: str, workload: Workload, max_recv_rows: Any = "worst"
-) -> Any:
-    """Prepare a subject; a CUDA graph is played by `replayed_on_cpu`."""
-    with (
-        mock.patch.object(layers, "captured", replayed_on_cpu),
-        mock.patch.object(layers, "unavailable_reason", return_value=None),
-    ):
-        return make_subject(name, setting_of(context), workload, max_recv_rows=max_recv_rows)
 
 
 def check_on_rank(
@@ -184,7 +157,8 @@ def test_layers_share_weights_and_free_them(two_ranks: RankPool) -> None:
     num_weights = 8 * 32 + 4 * (2 * FFN * 32 + 32 * FFN)
     for found in two_ranks.run(share_on_rank):
         kinds = ["SequentialMLP", "GroupedLocalExperts"]
-        assert found == [kinds, True, 0, 4 * num_weights, 1, 0, [None, None]]
+        # Weights in fp32, and as much of gradients.
+        assert found == [kinds, True, 0, 8 * num_weights, 1, 0, [None, None]]
 
 
 def test_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:

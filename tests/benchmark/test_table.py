@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_result import sample_result
+import torch
+from sample_result import SHAPE, sample_result
 
 from megatron_ncclep import cli
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.plot import draw, pieces
+from megatron_ncclep.benchmark.result import ShapeResult
 from megatron_ncclep.benchmark.table import WIDTH, is_busy_known, render
+from megatron_ncclep.benchmark.workload import Workload, tables_of
+from megatron_ncclep.testing.cases import Case
 
 
 def row(text: str, start: str) -> list[str]:
@@ -45,15 +49,50 @@ def test_numbers_of_the_table() -> None:
     assert max(len(line) for line in text.splitlines()) <= WIDTH
 
 
+def test_experts_stand_beside_the_time_of_their_products() -> None:
+    """And layers: 40000 rows of 7168 by 3 x 2048 at 790 TFLOP/s take 4.459 ms, and twice that."""
+    result = sample_result()
+    text = render(result)
+    assert row(text, "experts alone, F 2048, 40000 rows")[1:] == [
+        "forward", "backward", "sum", "of Megatron's", "GB held", "check",
+    ]  # fmt: skip
+    assert row(text, "experts:megatron")[1:5] == ["6003", "12004", "18007", "1.00"]
+    assert row(text, "experts:grouped")[1:5] == ["5003", "10004", "15007", "0.83"]
+    limits = [line.split() for line in text.splitlines() if line.startswith("limit ")]
+    assert limits[-2:] == [["limit", "4459", "8919", "13378"]] * 2
+    assert "790 TFLOP/s" in text
+    result["shapes"][0]["subjects"] = result["shapes"][0]["subjects"][:3]
+    assert "790 TFLOP/s" not in render(result)
+
+
+def test_time_of_the_products() -> None:
+    """Rank 1 has most rows: two of top-1's three tokens, with 2 x 3 products of 64 x 16 each."""
+    case = Case("a", (2, 1), 2, top_k=1, hidden=64, dtype=torch.bfloat16)
+    work = Workload(case, 0, ffn_hidden_size=16)
+    work.tables = tables_of([torch.tensor([[0], [1]]), torch.tensor([[1]])], 2, alignment=16)
+    shape = ShapeResult.of(SHAPE)
+    shape.set_products(work)
+    assert (shape.expert_rows, shape.products_us) == (2, None)  # no GPU
+    shape.on_gpu = True
+    shape.set_products(work)
+    forward = 2 * 2 * 3 * 64 * 16 / 790e12 * 1e6
+    assert shape.products_us == pytest.approx({"forward": forward, "backward": 2 * forward})
+    work.ffn_hidden_size = None
+    other = ShapeResult.of(SHAPE)
+    other.set_products(work)
+    assert other.expert_rows is None
+
+
 def test_ranks_that_share_a_gpu_have_no_ratios() -> None:
     result = sample_result()
-    assert {"of lib.", "speed", "limit"} <= set(render(result).replace("  ", "\n").split("\n"))
+    ratios = {"of lib.", "speed", "limit", "of Megatron's"}
+    assert ratios <= set(render(result).replace("  ", "\n").split("\n"))
     result["machine"]["ranks_per_gpu"] = 4
     text = render(result)
     assert "RANKS SHARE A GPU, up to 4 of them" in text
     assert row(text, "native@24")[:7] == ["native@24", "24", "20", "500", "530", "510", "540"]
     tables = text.partition("Times are microseconds")[0].partition("NVIDIA H")[2]
-    for ratio in ("of lib.", "disp GB/s", "(91%)", "  speed", "\nlimit"):
+    for ratio in (*ratios - {"speed", "limit"}, "disp GB/s", "(91%)", "  speed", "\nlimit"):
         assert ratio not in tables, ratio
 
 
@@ -87,8 +126,10 @@ def test_the_yardstick_is_the_quickest_of_nvidias() -> None:
 
 def test_a_layer_has_no_rate() -> None:
     """Most of its time is not spent on rows."""
-    layer = sample_result()["shapes"][0]["subjects"][-2]
-    assert set(layer["passes"]["forward"]) == {"median_us", "p10_us", "p90_us"}
+    *_, layer, _, experts, _ = sample_result()["shapes"][0]["subjects"]
+    for subject, kind in ((layer, "layer"), (experts, "experts")):
+        assert subject["kind"] == kind
+        assert set(subject["passes"]["forward"]) == {"median_us", "p10_us", "p90_us"}
 
 
 def test_rates_count_every_crossing_of_the_wire_once() -> None:
@@ -138,6 +179,14 @@ def test_kernels_that_wait_for_other_ranks_are_not_busy() -> None:
     assert pieces(training["subjects"][0], is_busy_known(training)) == {"step": 162.0}
 
 
+def test_who_adds_the_gradients_is_told() -> None:
+    result = sample_result()
+    words = "output layer with a function of ncclep bench"
+    assert words in " ".join(render(result).split())
+    result["trainings"][0]["fused_by"] = None
+    assert "output layer" not in render(result)
+
+
 def test_what_was_not_profiled_has_no_columns() -> None:
     """Zeros for a CPU would look like measurements."""
     result = sample_result()
@@ -180,7 +229,8 @@ def test_without_a_ceiling_there_is_no_percentage() -> None:
     text = render(result)
     assert "ceiling not measured: no GPUs" in text
     assert "%" not in text.partition("Times are")[0]
-    assert not any(line.startswith("limit") for line in text.splitlines())
+    limits = [line for line in text.splitlines() if line.startswith("limit")]
+    assert len(limits) == 2  # of layers and experts: what products take
 
 
 # --- plot ----------------------------------------------------------------------------------------
@@ -221,10 +271,11 @@ def test_bars_are_the_jsons_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     draw(sample_result(), tmp_path / "x.png")
     rows = [(20, 500, 530, 510, 540), (140, 800, 700, 720, 770), (5001, 4002)]
     rows += [(12005,), (9003, 16004)]
+    rows += [(6003, 12004), (5003, 10004)]
     rows += [(9, 40, 3, 2, 6, 102), (9, 40, 3, 2, 6, 5.5)]  # milliseconds, with idle
     # Each piece of a row begins where the one before it ends.
     assert bars == [(sum(row[:i]), width) for row in rows for i, width in enumerate(row)]
-    assert lines == pytest.approx([4 * 159e6 / 350e3])  # not in the panel of layers
+    assert lines == pytest.approx([4 * 159e6 / 350e3])  # not in those of layers and experts
 
 
 def test_every_piece_has_a_colour() -> None:
@@ -236,7 +287,9 @@ def test_every_piece_has_a_colour() -> None:
 def test_an_older_result_is_drawn(tmp_path: Path) -> None:
     source = tmp_path / "bench.json"
     old = sample_result()
-    del old["trainings"], old["shapes"][0]["network"]
+    shape = old["shapes"][0]
+    shape["subjects"] = [s for s in shape["subjects"] if s["kind"] != "experts"]
+    del old["trainings"], shape["network"], shape["expert_rows"], shape["products_us"]
     results.save(old, source)
     assert results.load(source)["shapes"][0]["network"] is None
     assert cli.main(["plot", str(source), "--subjects", "native@24"]) == 0

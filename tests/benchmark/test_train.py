@@ -20,7 +20,7 @@ from megatron_ncclep.benchmark.names import TRAININGS
 from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.benchmark.train_check import bits_problem, curve_problem
-from megatron_ncclep.benchmark.train_model import Curve, SubjectModel, load_text
+from megatron_ncclep.benchmark.train_model import Curve, SubjectModel, fusions, load_text
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 if find_spec("megatron") is None:
@@ -98,6 +98,14 @@ def test_a_model_goes_when_it_is_closed(found: list[dict[str, str | None]]) -> N
 def test_wrong_results_are_rejected(found: list[dict[str, str | None]], bug: str) -> None:
     said = [here[bug] for here in found]
     assert any(EXPECTED[bug] in problem for problem in said if problem), said
+
+
+def test_layers_add_their_gradients_themselves_where_transformer_engine_can() -> None:
+    """It was off but where Apex is installed, which is seldom."""
+    (small,), (large, _) = load("smoke").trainings, load("training").trainings
+    assert fusions(large.settings(1), on_gpu=True)["gradient_accumulation_fusion"] is True
+    assert fusions(small.settings(1), on_gpu=True)["gradient_accumulation_fusion"] is False
+    assert fusions(small.settings(1), on_gpu=False) == {}
 
 
 # --- what is compared ----------------------------------------------------------------------------
