@@ -136,7 +136,7 @@ class Variant:
 
     def options(self, max_recv_rows: Any) -> dict[str, Any]:
         """The fields of EpConfig that the words ask for; `max_recv_rows`: of a static one."""
-        options: dict[str, Any] = {"experts": "grouped"} if self.grouped else {}
+        options: dict[str, Any] = {"experts": "grouped" if self.grouped else "megatron"}
         return options | ({"max_recv_rows": max_recv_rows} if self.static else {})
 
 

@@ -188,7 +188,10 @@ class Training:
             "cuda_graph_warmup_steps": WARMUP,
         }
         fields |= {**self.job.options, **graphs}
-        return TransformerConfig(ncclep=EpConfig(engine=engine, **self.job.ncclep), **fields)
+        return TransformerConfig(
+            ncclep=EpConfig(**{"engine": engine, "experts": "megatron", **self.job.ncclep}),
+            **fields,
+        )
 
     def _gpt(self) -> Any:
         from megatron.core.models.gpt import gpt_layer_specs

@@ -130,7 +130,7 @@ def train_kind_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> di
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_experts_equal_alltoall(megatron_pool: RankPool, engine_name: str, kind: Experts) -> None:
     megatron_pool.run(prepare_on_rank)
-    ncclep = EpConfig(engine=engine_name, **kind.ncclep)
+    ncclep = EpConfig(engine=engine_name, experts="megatron", **kind.ncclep)
     case = LayerCase(
         kind.name,
         ep=megatron_pool.size,

@@ -30,7 +30,7 @@ SAME = 2e-4
 def losses_of(
     ctx: RankContext, dispatcher: str, engine_name: str, layout: Layout, options: dict[str, Any]
 ) -> list[float]:
-    options = {**options, "ncclep": EpConfig(engine=engine_name)}
+    options = {**options, "ncclep": EpConfig(engine=engine_name, experts="megatron")}
     training = Training(options, 0, dispatcher, layout, device=ctx.device)
     return [training.step()[0] for _ in range(STEPS)]
 
@@ -76,7 +76,7 @@ def pipeline_differences(ctx: RankContext, engine_name: str) -> list[str]:
             ctx,
             dispatcher,
             ep,
-            {**OPTIONS, "ncclep": EpConfig(engine=engine_name)},
+            {**OPTIONS, "ncclep": EpConfig(engine=engine_name, experts="megatron")},
             num_micro_batches=4,
             pp=2,
         )
@@ -108,7 +108,7 @@ def test_a_run_goes_on_in_another_layout(
 ) -> None:
     if megatron_pool.size != 4:
         pytest.skip("its layouts are for four ranks")
-    options = {"ncclep": EpConfig(engine=engine_name)}
+    options = {"ncclep": EpConfig(engine=engine_name, experts="megatron")}
     for losses, expected in megatron_pool.run(losses_on_rank, tmp_path, options):
         assert expected[-1] < expected[0] - 0.2
         assert losses == pytest.approx(expected, rel=SAME)

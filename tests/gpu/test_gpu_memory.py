@@ -157,7 +157,7 @@ def differences_on_rank(ctx: RankContext, engine_name: str, saving: Saving) -> l
         "moe_grouped_gemm": True,
         "gradient_accumulation_fusion": True,
         "use_cpu_initialization": False,
-        "ncclep": EpConfig(engine=engine_name),
+        "ncclep": EpConfig(engine=engine_name, experts="megatron"),
         **saving.options,
     }
 
@@ -207,7 +207,7 @@ STATIC = {"ncclep": {"experts": "grouped", "max_recv_rows": "worst"}}
 def test_compiled_layer(
     megatron_pool: RankPool, engine_name: str, options: dict[str, Any], compiler: Compiler
 ) -> None:
-    ncclep = EpConfig(engine=engine_name, **options.get("ncclep", {}))
+    ncclep = EpConfig(engine=engine_name, experts="megatron", **options.get("ncclep", {}))
     # Few experts, so that each has two rows or more: none and one are compiled apart.
     few = {"num_moe_experts": 2 * megatron_pool.size}
     found = megatron_pool.run(compiled_on_rank, {**options, **few, "ncclep": ncclep}, compiler)

@@ -94,7 +94,7 @@ def differences_on_rank(ctx: RankContext, engine_name: str, case: ScheduleCase) 
         "expert_model_parallel_size": max(2, ctx.num_ranks),
         # The others add up in whatever order their blocks come, run by run.
         "attention_backend": AttnBackend.unfused,
-        "ncclep": EpConfig(engine=engine_name, **case.ncclep),
+        "ncclep": EpConfig(**{"engine": engine_name, "experts": "megatron", **case.ncclep}),
     }
     if case.use_te:
         options |= {

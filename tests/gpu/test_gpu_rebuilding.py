@@ -41,7 +41,9 @@ def few(request: pytest.FixtureRequest, backend: str) -> Iterator[RankPool]:
 def train(ctx: RankContext, engine_name: str) -> Engine:
     """A model's step; returns its engine."""
     rows = 2 * SEQUENCE * BATCH
-    options = EpConfig(engine=engine_name, metrics_interval=1, max_recv_rows=rows)
+    options = EpConfig(
+        engine=engine_name, experts="megatron", metrics_interval=1, max_recv_rows=rows
+    )
     fields = {"hidden_size": HIDDEN, "ffn_hidden_size": 32, "ncclep": options}
     layer = build_layer(
         make_config("ncclep", torch.bfloat16, ctx.num_ranks, **fields), device="cuda"

@@ -97,7 +97,10 @@ def test_packed_sequences_equal_alltoall(
     experts' blocks are longer in static mode, for which cuBLAS may take another kernel.
     """
     rows = None if mode == "exact" else 2048
-    options = {**SHAPE, "ncclep": EpConfig(engine=engine_name, max_recv_rows=rows)}
+    options = {
+        **SHAPE,
+        "ncclep": EpConfig(engine=engine_name, experts="megatron", max_recv_rows=rows),
+    }
     arguments = (torch.bfloat16, options, True)
     ours = megatron_pool.run(train_packed_on_rank, "ncclep", *arguments)
     theirs, again = (

@@ -41,7 +41,7 @@ def test_overlap_changes_no_bits(
     megatron_pool: RankPool, engine_name: str, max_recv_rows: str | None
 ) -> None:
     small = {"hidden_size": 1024, "moe_shared_expert_intermediate_size": 2048}
-    ncclep = EpConfig(engine=engine_name, max_recv_rows=max_recv_rows)
+    ncclep = EpConfig(engine=engine_name, experts="megatron", max_recv_rows=max_recv_rows)
     case = LayerCase(
         "bits",
         ep=megatron_pool.size,
