@@ -1,8 +1,8 @@
 """What whole layers and experts alone have in common: forward, and backward as in training.
 
 Weight gradients are added to fp32 main_grads, as in a micro-batch that is not the first: in a first
-one TransformerEngine's layers write theirs over what is there.  Reducing gradients over the ranks,
-which training does once a step, is not in it.
+one, TransformerEngine's layers and grouped experts write theirs over what is there.  Reducing
+gradients over the ranks, which training does once a step, is not in it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ class AccumulatingSubject(Subject):
         _inputs: leaves whose gradients are results.
         _grad_out: gradient of the output.
         _captured: where the CUDA graph, if it is one, leaves its results.
+        _grouped: its experts are this package's.
     """
 
     _host_counts = True
 
     _inputs: tuple[torch.Tensor, ...]
     _grad_out: torch.Tensor
+    _grouped = False
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
         super().__init__(name, setting, workload)
@@ -64,12 +66,16 @@ class AccumulatingSubject(Subject):
         """See `Subject.clock`.  Gradients begin at zero, as in each step of training; not timed.
 
         Whoever adds a gradient says so at the weight until then, and the next subject may leave it
-        to the hooks.
+        to the hooks.  Grouped experts find what a first micro-batch has left there: they would not
+        add to main_grads that have just been reset.
         """
         timed = super().clock(timer)
 
         def clock() -> Any:
             self._shared.zero_grad_buffer()
+            if self._grouped:
+                for weight in self._shared.module.experts.parameters():
+                    weight.grad_added_to_main_grad = True
             return timed()
 
         return clock

@@ -39,6 +39,7 @@ class ExpertsSubject(AccumulatingSubject):
         if reason := unavailable_reason(variant, setting.device):
             raise UnavailableError(reason)
         super().__init__(name, setting, workload)
+        self._grouped = variant.grouped
         received = received_rows(workload, setting.rank)
         with excused(UnsupportedError if variant.grouped else Exception):
             self._experts = experts_of_subject(self._shared, variant.grouped)

@@ -46,6 +46,7 @@ class LayerSubject(AccumulatingSubject):
         if reason := unavailable_reason(variant, setting.device):
             raise UnavailableError(reason)
         super().__init__(name, setting, workload)
+        self._grouped = variant.grouped
         # MoELayer's shape is [sequence, batch, hidden].
         self._x = workload.x.detach()[:, None].requires_grad_()
         self._inputs, self._grad_out = (self._x,), workload.grad_out

@@ -83,7 +83,7 @@ def captured_by(config: Any) -> Captured:
         config: TransformerConfig, validated.
     """
     impl, names = _impl(config), _modules(config)
-    if _holds_iteration(config):
+    if holds_iteration(config):
         return Captured.DISPATCH
     if impl != "transformer_engine":
         return Captured.NOTHING
@@ -167,14 +167,13 @@ def check_captured(
 def flags_tell_of_the_step(config: Any) -> bool:
     """Whether `grad_added_to_main_grad` says which micro-batch of a step is the first.
 
-    DDP resets it together with the gradients.  What Megatron captures of single layers is replayed
-    for every micro-batch, and with TransformerEngine's graphs DDP leaves the flag alone; a graph of
-    the whole iteration holds every micro-batch once.
+    DDP resets it together with the gradients, but not with TransformerEngine's graphs, and what
+    Megatron's own graphs of layers do sets it whatever the micro-batch.
     """
-    return _impl(config) == "none" or _holds_iteration(config)
+    return _impl(config) == "none" or holds_iteration(config)
 
 
-def _holds_iteration(config: Any) -> bool:
+def holds_iteration(config: Any) -> bool:
     """Whether one graph holds forward and backward of the whole model."""
     impl = _impl(config)
     return impl == "full_iteration" or (impl == "local" and "full_iteration" in _modules(config))

@@ -15,9 +15,9 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
 from megatron_ncclep.config import GROUPED_ALIGNMENT
-from megatron_ncclep.integration.checks.cuda_graphs import flags_tell_of_the_step
+from megatron_ncclep.integration.checks.cuda_graphs import flags_tell_of_the_step, holds_iteration
 from megatron_ncclep.integration.experts.activation import activate
-from megatron_ncclep.integration.experts.expert_stack import lay_out
+from megatron_ncclep.integration.experts.expert_stack import lay_out, view_of
 from megatron_ncclep.integration.experts.fused_swiglu import (
     Products,
     other_activation,
@@ -100,7 +100,7 @@ class GroupedExperts:
             probs = torch.ones_like(probs)
 
         target = GradientTarget(
-            self._adds_to_main_grad(fc1[0]), may_overwrite=flags_tell_of_the_step(config)
+            self._adds_to_main_grad(fc1[0]), flags_tell_of_the_step(config), holds_iteration(config)
         )
         products = self._products_of(rows)
         if products is not None and other_activation(config) is None:
@@ -113,9 +113,14 @@ class GroupedExperts:
         return grouped_linear(activated, offsets, fc2, target, again, products), None
 
     def lay_out_weights(self) -> None:
-        """Put the experts' weights behind one another, as Megatron's buffers do."""
+        """Put the experts' weights behind one another, as Megatron's buffers do.
+
+        Where they lie so already, they stay: a CUDA graph may know their addresses.
+        """
         for layer in ("linear_fc1", "linear_fc2"):
-            lay_out(self.weights_of(layer))
+            weights = self.weights_of(layer)
+            if view_of(weights) is None:
+                lay_out(weights)
 
     def _adds_to_main_grad(self, weight: torch.nn.Parameter) -> bool:
         """Whether backward adds to main_grad itself, for all experts at once.

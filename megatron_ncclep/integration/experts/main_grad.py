@@ -38,13 +38,15 @@ class GradientTarget:
     Attributes:
         into_main_grad: they are added to the parameters' `main_grad`, where these have one, instead
             of leaving that to who reads `.grad`.
-        may_overwrite: a parameter's flag tells of this very step, so that the first micro-batch can
-            be told.  It does not in a CUDA graph that is captured with one micro-batch and replayed
-            for all.
+        may_overwrite: DDP resets a parameter's flag when it resets `main_grad`, so that a step's
+            first micro-batch can be told.
+        holds_iteration: a CUDA graph that is being captured holds every micro-batch of a step.  Any
+            other is captured with one micro-batch and replayed for all.
     """
 
     into_main_grad: bool = False
     may_overwrite: bool = False
+    holds_iteration: bool = False
 
 
 def store_weight_gradients(
@@ -69,7 +71,9 @@ def store_weight_gradients(
     if not (target.into_main_grad and all(hasattr(weight, "main_grad") for weight in weights)):
         return list(product())
     main_grads = [weight.main_grad for weight in weights]
-    is_first = target.may_overwrite and all(
+    is_captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    may_overwrite = target.may_overwrite and (target.holds_iteration or not is_captured)
+    is_first = may_overwrite and all(
         getattr(weight, "grad_added_to_main_grad", None) is False for weight in weights
     )
     whole = view_of(main_grads)
