@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from megatron_setup import initialize, make_config, make_experts_differ
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.integration.experts import fused_swiglu
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 needs_te = pytest.mark.skipif(
@@ -151,7 +152,10 @@ def automatic_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
     for tokens in (16, 2**24):
         arguments = SimpleNamespace(seq_length=tokens, micro_batch_size=1)
         holder = SimpleNamespace(_GLOBAL_ARGS=arguments)
-        with mock.patch.dict(sys.modules, {"megatron.training.global_vars": holder}):
+        with (
+            mock.patch.dict(sys.modules, {"megatron.training.global_vars": holder}),
+            mock.patch.object(fused_swiglu, "unavailable_reason", return_value="a test says so"),
+        ):
             layer = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts="auto"))
         found.append(type(layer.experts).__name__)
         layer.token_dispatcher.engine.close()

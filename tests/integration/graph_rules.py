@@ -40,7 +40,8 @@ FULL_ITERATION = (
     else {"cuda_graph_impl": "full_iteration", MODULES: []}
 )
 PARTS = ["attn", "moe_router", "moe_preprocess"]
-EXACT, STATIC = EpConfig(engine="reference"), EpConfig(engine="reference", max_recv_rows=64)
+EXACT = EpConfig(engine="reference", experts="megatron")
+STATIC = dataclasses.replace(EXACT, max_recv_rows=64)
 CAPTURABLE = EpConfig(engine="capturable", experts="grouped", max_recv_rows=64)
 MADE: list[ReferenceEngine] = []
 CAPACITY = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
