@@ -79,15 +79,15 @@ class Bars:
     rows: Sequence[tuple[str, float, str]]  # what, length relative to the panel, label
 
 
-def gains(steps: Sequence[Bars], hooks: Sequence[Bars], measured: str) -> str:
+def gains(steps: Sequence[Bars], hooks: Sequence[Bars], measured: Sequence[str]) -> str:
     """Training steps on the left, the dispatcher alone on the right.
 
     Args:
         steps: lengths are speeds, with the baseline's as 1.
         hooks: lengths are times.
-        measured: what it was measured on, one line.
+        measured: what steps and dispatcher were measured on, one line each.
     """
-    canvas = Canvas(900, 420, "ncclep and Megatron's alltoall on 2 H200s")
+    canvas = Canvas(900, 440, "ncclep and Megatron's alltoall")
     canvas.text(24, 34, "Whole training steps: tokens/s", 16, bold=True)
     canvas.text(24, 54, "higher is better", 12, fill=MUTED)
     canvas.text(496, 34, "Dispatcher of one MoE layer: µs", 16, bold=True)
@@ -95,7 +95,8 @@ def gains(steps: Sequence[Bars], hooks: Sequence[Bars], measured: str) -> str:
     _panel(canvas, steps, left=24, label=156, width=160, colours=(GREY, *BLUES), gap=26)
     _panel(canvas, hooks, left=496, label=104, width=180, colours=(GREY, BLUES[2]), gap=14)
     canvas.line(24, 378, 876, 378)
-    canvas.text(24, 400, measured, 12, fill=MUTED)
+    for line, (what, machine) in enumerate(zip(("Steps", "Dispatcher"), measured, strict=True)):
+        canvas.text(24, 400 + 18 * line, f"{what}: {machine}", 12, fill=MUTED)
     return canvas.svg()
 
 

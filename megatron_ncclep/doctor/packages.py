@@ -88,6 +88,25 @@ def megatron_core() -> Iterator[Finding]:
             yield Finding(name, "not in this version, which needs no hook there")
             continue
         yield _hook_point(name)
+    yield _experts()
+
+
+def _experts() -> Finding:
+    """What the experts of bf16 models compute with, unless the options say otherwise."""
+    import torch
+
+    from megatron_ncclep.integration.experts import fused_swiglu, grouped_gemm
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        value = "Megatron's own: grouped ones are for GPUs"
+    elif reason := grouped_gemm.unavailable_reason(device, torch.bfloat16):
+        value = f"Megatron's own: {reason}"
+    elif reason := fused_swiglu.unavailable_reason(device, torch.bfloat16):
+        value = f"grouped GEMMs of torch, where they are faster than Megatron's: {reason}"
+    else:
+        value = f"grouped GEMMs of {fused_swiglu.PACKAGE} {fused_swiglu.VERSION}"
+    return Finding("experts", value)
 
 
 def _hook_point(name: str) -> Finding:

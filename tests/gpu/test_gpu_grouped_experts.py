@@ -148,6 +148,9 @@ def test_layer_equals_transformer_engines(
 
 def automatic_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
     """The classes of experts with few rows, and with many, as Megatron's arguments say."""
+    # Imports what a layer needs: what is imported under the patch below is forgotten after it.
+    layer = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts="megatron"))
+    layer.token_dispatcher.engine.close()
     found = []
     for tokens in (16, 2**24):
         arguments = SimpleNamespace(seq_length=tokens, micro_batch_size=1)
