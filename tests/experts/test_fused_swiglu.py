@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ncclep.integration.experts import fused_swiglu
+from megatron_ncclep.integration.experts import fused_swiglu, main_grad
 from megatron_ncclep.integration.experts.fused_swiglu import swiglu_experts
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
@@ -31,6 +31,7 @@ class LoopProducts:
 
     def __init__(self) -> None:
         self.kept: list[bool] = []
+        self.num_weight_products = 0
 
     def blocks(self, ends: Tensor) -> list[slice]:
         return [slice(*pair) for pair in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
@@ -78,6 +79,7 @@ class LoopProducts:
         out: Tensor | Sequence[Tensor] | None = None,
         adds: bool = False,
     ) -> Tensor | Sequence[Tensor]:
+        self.num_weight_products += 1
         if interleaved:
             grad = torch.cat([grad[:, ::2], grad[:, 1::2]], dim=1)
         if out is None:
@@ -172,6 +174,7 @@ def test_frozen_weights() -> None:
         weight.requires_grad_(False)
     layer.run()
     assert all(weight.grad is None for weight in layer.fc1)
+    assert layer.products.num_weight_products == 1
     torch.testing.assert_close(
         [weight.grad for weight in layer.fc2], Layer().expected()[1][3:], **CLOSE
     )
@@ -192,8 +195,8 @@ def test_micro_batches(lie_together: bool, may_overwrite: bool) -> None:
     for weights in (layer.fc1, layer.fc2):
         buffer = torch.empty(len(weights) + 1, *weights[0].shape)
         places = buffer if lie_together else [buffer[0], *buffer[2:]]
-        for weight, main_grad in zip(weights, places, strict=False):
-            weight.main_grad = main_grad
+        for weight, place in zip(weights, places, strict=False):
+            weight.main_grad = place
     for _ in range(2):
         for weight in layer.weights:
             weight.main_grad.fill_(7.0)  # zero in Megatron; here it shows what was read
@@ -208,6 +211,23 @@ def test_micro_batches(lie_together: bool, may_overwrite: bool) -> None:
                 weight.grad = None
                 expected = before + count * gradient.float()
                 torch.testing.assert_close(weight.main_grad, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("holds_iteration", [True, False])
+def test_captured_micro_batches(holds_iteration: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of one micro-batch is replayed for all: what it stored would replace the others'."""
+    monkeypatch.setattr(main_grad, "_is_captured", lambda weights: True)
+    layer = Layer()
+    _, gradients = layer.expected()
+    for weight in layer.weights:
+        weight.main_grad = torch.full(weight.shape, 7.0)
+        weight.grad_added_to_main_grad = False
+    layer.run(GradientTarget(True, may_overwrite=True, holds_iteration=holds_iteration))
+    before = 0.0 if holds_iteration else 7.0
+    for weight, gradient in zip(layer.weights, gradients, strict=True):
+        torch.testing.assert_close(
+            weight.main_grad, before + gradient.float(), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_gradient_that_ddp_has_not_heard_of_is_added() -> None:

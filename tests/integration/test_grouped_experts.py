@@ -52,6 +52,10 @@ def parameters_on_rank(ctx: RankContext) -> None:
         weights = ours.experts.weights_of(layer)
         assert weights[0] is getattr(ours.experts.local_experts[-1], layer).weight
         assert view_of(weights) is not None
+        # Where a CUDA graph has seen them.
+        addresses = [weight.data_ptr() for weight in weights]
+        ours.experts.lay_out_weights()
+        assert [weight.data_ptr() for weight in weights] == addresses
     assert ours.token_dispatcher.engine.config.alignment == 16
 
 

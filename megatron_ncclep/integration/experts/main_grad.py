@@ -71,8 +71,7 @@ def store_weight_gradients(
     if not (target.into_main_grad and all(hasattr(weight, "main_grad") for weight in weights)):
         return list(product())
     main_grads = [weight.main_grad for weight in weights]
-    is_captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    may_overwrite = target.may_overwrite and (target.holds_iteration or not is_captured)
+    may_overwrite = target.may_overwrite and (target.holds_iteration or not _is_captured(weights))
     is_first = may_overwrite and all(
         getattr(weight, "grad_added_to_main_grad", None) is False for weight in weights
     )
@@ -89,3 +88,8 @@ def store_weight_gradients(
         # Each a tensor object of its own: autograd copies what has another owner.
         results.append(torch.zeros_like(unread) if wants_zeros else unread.detach())
     return results
+
+
+def _is_captured(weights: Sequence[Any]) -> bool:
+    """Whether what is queued now becomes part of a CUDA graph."""
+    return weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
