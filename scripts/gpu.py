@@ -93,7 +93,7 @@ PARTS: dict[str, list[Step]] = {
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
-        Step("native", (1,), "tests/gpu/test_gpu_gradient_fusion.py"),
+        Step("native", (1,), "tests/gpu/test_gpu_quack.py tests/gpu/test_gpu_gradient_fusion.py"),
         Step("native", (4,), "tests/gpu/test_gpu_moe_layer.py tests/gpu/test_gpu_shapes.py"),
         Step(
             "native", (2,), "tests/gpu/test_gpu_shared_experts.py tests/gpu/test_gpu_inference.py"

@@ -1,13 +1,15 @@
 """The experts' products by quack-kernels: SwiGLU in their epilogues, gradients added in fp32.
 
-A layer of experts with SwiGLU is five products here, and no pass over memory besides:
+A layer of experts with SwiGLU is six products here, and nothing else passes over its rows:
 
-    fc1             gate, up = rows @ fc1^T; stores both, and silu(gate) * up * probability
-    fc2             activated @ fc2^T
-    fc2_backward    grad @ fc2; from it and gate, up: their gradients, the probabilities' gradient,
-                    and the activated rows once more, so that forward need not keep them
-    fc1_backward    gradient of gate and up @ fc1
-    weight_gradients    main_grad[g] += grad[g]^T @ rows[g], summed and added in fp32
+    fc1                 gate, up = rows @ fc1^T; stores both, and silu(gate) * up * probability
+    fc2                 activated @ fc2^T
+    fc2_backward        grad @ fc2; from it and gate, up: their gradients, the probabilities'
+                        gradient, and the activated rows once more, so that forward need not keep
+                        them
+    weight_gradients    of fc2 and of fc1: main_grad[g] += grad[g]^T @ rows[g], summed and added in
+                        fp32
+    fc1_backward        gradient of gate and up @ fc1
 
 Between fc1 and fc1_backward, gate and up lie interleaved (gate 0, up 0, gate 1, ...), as a tile of
 the product needs them; the weights stay as Megatron lays them out, all gates, then all ups.
@@ -15,9 +17,9 @@ the product needs them; the weights stay as Megatron lays them out, all gates, t
 Expert g's rows are those from `ends[g]` up to `ends[g + 1]`, and `ends[0]` is 0.  The kernels read
 `ends` on the device.  Rows after the last block are neither read nor written.
 
-Tile shapes, one H100, 2026-11-24, the six shapes of configs/benchmark/layers.yaml with few or many
-experts: of 20 to 48 shapes for each product, these two were within 2 to 4 % of the best one on
-average, and within 10 % in each case.
+Tile shapes: on one H100, 2026-11-24, six shapes of configs/benchmark/layers.yaml and 20 to 48 tiles
+for each product, these two were within 2 to 4 % of the best one on average, and within 10 % in each
+case (benchmarks/results/2026-11-24-grouped-products.txt).
 
 This module imports quack-kernels; `fused_swiglu.unavailable_reason` says whether it can.
 """
