@@ -174,6 +174,19 @@ def test_tables_and_figures_are_up_to_date():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="with this Python tests run with one Megatron-Core only"
+)
+def test_what_works_is_what_the_tests_show():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support_table.py")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # Subjects of the README's rows, and the columns of bench.txt that it shows of them.
 TRAINING = (
     "alltoall_fused", "ncclep:native", "ncclep:native:grouped",

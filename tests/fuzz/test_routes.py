@@ -38,16 +38,20 @@ def test_any_map(case: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     topk_idx = routes.topk_idx
     assert topk_idx.shape == weights.shape == (len(routing_map), top_k)
     assert weights.dtype == probs.dtype
+    grad = torch.arange(1.0, 1.0 + weights.numel()).view(weights.shape).to(probs.dtype)
+    expected_grad = torch.zeros_like(probs)
     for token, row in enumerate(routing_map.tolist()):
         experts = [expert for expert, is_chosen in enumerate(row) if is_chosen]
         filler = NOT_ROUTED
         if len(experts) > top_k:
             experts, filler = [], TOO_MANY_EXPERTS
         missing = top_k - len(experts)
+        expected_grad[token, experts] = grad[token, : len(experts)]
         assert topk_idx[token].tolist() == experts + [filler] * missing
         expected = torch.cat([probs[token, experts], probs.new_zeros(missing)])
         # The same bits, NaN and the sign of zero included.
         assert torch.equal(weights[token].view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(routes.probs_gradient(grad), expected_grad)
 
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
