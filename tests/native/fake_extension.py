@@ -57,15 +57,16 @@ FakePlanSizes = namedtuple("FakePlanSizes", interface()["NativePlanSizes"], defa
 
 
 class Fake:
-    """What records calls and answers them; attributes are 0 until somebody sets them.
+    """A class of the extension, or the module; its attributes are 0 until somebody sets them.
 
     Attributes:
-        calls: name and arguments of each call, with the arguments' names, but for `QUERIES`.
+        methods: name -> names of the arguments.
+        calls: name and arguments of each call, in order; arguments have their names.
         answers: method -> what it returns, an exception that it raises, or a function of its
             arguments; a method without an answer returns None.
     """
 
-    # What changes nothing.
+    # Methods that change nothing; their calls are not recorded.
     QUERIES = ("fits", "routes_size", "sums_size", "bad_ranks", "bad_low_latency", "failure")
 
     def __init__(self, bound_as: str, **answers: Any) -> None:
