@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 import threading
@@ -28,6 +29,29 @@ def compile_fake(path: Path, ep_version: int = 200, nccl_version: int = 23007) -
         [compiler, "-shared", "-fPIC", *defines, source, "-o", path], check=True, timeout=60
     )
     return path
+
+
+class Recorder:
+    """The calls that the library of `compile_fake` got from this process."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.fake_calls.restype = ctypes.c_char_p
+        self.fail_next(0)
+
+    def lines(self) -> list[str]:
+        """What was called since the last `lines` or `fail_next`, with the arguments."""
+        lines: list[str] = self._library.fake_calls().decode().splitlines()
+        self.fail_next(0)
+        return lines
+
+    def fail_next(self, result: int) -> None:
+        """Have the next call that can fail return `result`."""
+        self._library.fake_reset(result)
+
+    def show_values(self) -> None:
+        """Have it write down what is in small tensors."""
+        self._library.fake_show_values(1)
 
 
 class ThreadGroup(EpGroup):

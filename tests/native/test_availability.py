@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_extension import FakeExtension
 from fakes import ThreadGroup, compile_fake, on_threads
 
 from megatron_ncclep import engines
@@ -91,11 +92,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a"])
     monkeypatch.setattr(extension, "cuda_version", lambda: (13, 0))
     monkeypatch.setattr(extension, "driver_version", lambda: (13, 0))
-    # Another number than any of the extension's, so that nobody has it from elsewhere.
-    native = SimpleNamespace(
-        MAX_RANKS=32, MAX_EXPERTS=512, native_min_sms=lambda ranks: 5 + ranks // 32
-    )
-    monkeypatch.setattr(extension, "load", lambda: native)
+    monkeypatch.setattr(extension, "load", FakeExtension)
     monkeypatch.setattr(search, "find_nccl", lambda: Library(Path("libnccl.so.2"), (2, 28, 9), ""))
     monkeypatch.setattr(native_availability, "communicator_of", machine.communicator_of)
     return machine

@@ -5,7 +5,6 @@ A library of our own stands in for both (`fake_nccl.c`); it is compiled here.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import struct
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import compile_fake
+from fakes import Recorder, compile_fake
 
 from megatron_ncclep.errors import LibraryError
 from megatron_ncclep.libraries import extension
@@ -31,25 +30,6 @@ if extension.unavailable_reason() is not None:
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A libnccl and libnccl_ep in one."""
     return compile_fake(tmp_path_factory.mktemp("fake") / "libfake.so")
-
-
-class Recorder:
-    """The calls that the fake library got."""
-
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
-        self._library.fake_calls.restype = ctypes.c_char_p
-        self.fail_next(0)
-
-    def lines(self) -> list[str]:
-        """What was called since the last `lines` or `fail_next`."""
-        lines: list[str] = self._library.fake_calls().decode().splitlines()
-        self.fail_next(0)
-        return lines
-
-    def fail_next(self, result: int) -> None:
-        """Have the next call that can fail return `result`."""
-        self._library.fake_reset(result)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fake_extension import FakeExtension
 
 from megatron_ncclep.errors import LibraryError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension
@@ -415,13 +416,6 @@ def test_what_cannot_be_opened() -> None:
                 make(file, TOKEN, 3, 1)
 
 
-class NoRoom:
-    """An extension that cannot make or open shared memory."""
-
-    def HostExchange(self, *_: Any) -> None:  # noqa: N802
-        raise LibraryError("no room for shared memory")
-
-
 def refusing(module: Any, name: str) -> Any:
     """A system that refuses `name`."""
     return mock.patch.object(module, name, side_effect=PermissionError(1, "not permitted"))
@@ -459,7 +453,11 @@ IN_THE_WAY: dict[str, tuple[tuple[int, ...], Callable[[], Any], str]] = {
     ),
     "no room": (
         (FIRST, LAST),
-        lambda: mock.patch.object(extension, "load", return_value=NoRoom()),
+        lambda: mock.patch.object(
+            extension,
+            "load",
+            return_value=FakeExtension(HostExchange=LibraryError("no room for shared memory")),
+        ),
         "rank {rank}: no room for shared memory",
     ),
     "no sockets": (

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_extension import STREAM, play
 from fakes import ThreadGroup, on_threads
-from test_native_calls import STREAM, RecordingKeeper, RecordingNative
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency import LowLatency
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.engines.native import availability as native_availability
-from megatron_ncclep.engines.native import group as native_group
 from megatron_ncclep.engines.native import low_latency as native_low_latency
 from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import CAPS
@@ -28,38 +26,10 @@ from megatron_ncclep.libraries import extension
 MAX_TOKENS, HIDDEN, TOP_K = 128, 4096, 2  # a row is 8 pieces: half a CTA's number of tokens
 
 
-class WithWindows(RecordingNative):
-    windows: tuple[Any, ...] = ("there",)
-
-
-class RecordingLowLatency:
-    """A `_C.NativeLowLatency` that writes down how many CTAs each call has."""
-
-    rows = scales = experts = weights = num_bytes = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.num_ctas: list[tuple[str, int]] = []
-
-    def dispatch(self, *arguments: Any) -> None:
-        self.num_ctas.append(("dispatch", arguments[6]))
-
-    def complete_dispatch(self, *arguments: Any) -> None:
-        pass
-
-    def combine(self, *arguments: Any) -> None:
-        self.num_ctas.append(("combine", arguments[5]))
-
-
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(NativeGroup=WithWindows, NativeLowLatency=RecordingLowLatency)
-    monkeypatch.setattr(extension, "load", lambda: module)
-    monkeypatch.setattr(extension, "StreamKeeper", RecordingKeeper)
-    monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for module_with_it in (native_group, native_low_latency):
-        monkeypatch.setattr(module_with_it, "communicator_of", lambda group, timeout_s: None)
+    play(monkeypatch)
+    monkeypatch.setattr(native_windows, "grow", lambda *_: None)
     monkeypatch.setattr(native_windows, "open_checked", lambda *_: None)
     monkeypatch.setattr(native_low_latency, "_num_sms", lambda device: 132)
     monkeypatch.setattr(
@@ -92,7 +62,7 @@ def test_a_rank_with_few_tokens_adds_up_what_many_bring() -> None:
         ll, calls = make(group)
         for num_tokens in (1, 40, 128):
             pair(ll, num_tokens)
-        return calls._native.num_ctas
+        return [(name, arguments.num_ctas) for name, arguments in calls._native.calls]
 
     assert on_threads(1, run) == [
         [
@@ -121,7 +91,7 @@ def test_sms_are_left_to_nccl(
     def run(group: ThreadGroup) -> list[tuple[str, int]]:
         ll, calls = make(group, num_sms=num_sms)
         pair(ll, MAX_TOKENS)
-        return calls._native.num_ctas
+        return [(name, arguments.num_ctas) for name, arguments in calls._native.calls]
 
     assert on_threads(1, run) == [[("dispatch", most), ("combine", most)]]
 
@@ -153,7 +123,7 @@ def test_a_bad_routing_ends_a_group_of_several_ranks_only(num_ranks: int) -> Non
 
     def run(group: ThreadGroup) -> list[str]:
         ll, calls = make(group)
-        calls._shared.native.bad["low latency"] = 1
+        calls._shared.native.bad["bad_low_latency"] = 1
         said = []
         for _ in range(2):
             try:

@@ -8,15 +8,14 @@ plans fit, few waits fail, and torch's own allocations start at multiples of 512
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_extension import STREAM, FakeFailure, FakeGroup, FakePlanSizes, play
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import base
 from megatron_ncclep.engines.native import group as native_group
 from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import NativeEngine
@@ -28,104 +27,22 @@ from megatron_ncclep.errors import (
     RefusedError,
     RowsDroppedError,
 )
-from megatron_ncclep.libraries import extension
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
-STREAM = 7
 # More than the engine has room for when nobody has told it what comes.
 MANY = 10**4
 # What a stand-in for torch's allocator takes for more than there is.
 NO_MEMORY = 2**40
 
 
-class RecordingNative:
-    """A `_C.NativeGroup` that does nothing.
+def with_memory_for(num_allocations: int) -> Callable[..., int]:
+    """`routes_size` on a GPU that has memory for so many."""
+    left = iter(range(num_allocations))
 
-    Attributes:
-        calls: name and arguments of each call that queues work or makes windows.
-        num_allocations: of routes, for which there is memory.
-        bad: whose routing the device found bad, one bit each, until it is told to forget.
-        sizes: what the device says of the next plan.
-    """
+    def routes_size(max_pairs: int, max_assignments: int, most_tokens: int) -> int:
+        return NO_MEMORY if next(left, None) is None else max_pairs + max_assignments
 
-    def __init__(self, *_: Any) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.held = (0, 0, 0)
-        self.failed: Any = None
-        self.num_allocations = MANY
-        self.bad = {"static": 0, "low latency": 0}
-        self.was_captured = False
-        self.timeout_s = 0.0
-        self.sizes = SimpleNamespace(num_rows=5, num_pairs=2, num_assignments=3, bad_ranks=0)
-
-    def named(self, name: str) -> list[tuple[Any, ...]]:
-        return [arguments for called, arguments in self.calls if called == name]
-
-    def fits(self, *wanted: int) -> bool:
-        return all(n <= held for n, held in zip(wanted, self.held, strict=True))
-
-    def grow(self, *wanted: int) -> None:
-        self.calls.append(("grow", wanted))
-        self.held = wanted
-
-    @property
-    def max_tokens(self) -> int:
-        return self.held[0]
-
-    def routes_size(self, max_pairs: int, max_assignments: int, most_tokens: int) -> int:
-        self.num_allocations -= 1
-        size = max_pairs + max_assignments
-        return size if self.num_allocations >= 0 else NO_MEMORY
-
-    def sums_size(self, *_: Any) -> int:
-        return 0
-
-    def bad_ranks(self, forget: bool) -> int:
-        return self.tell("static", forget)
-
-    def bad_low_latency(self, forget: bool) -> int:
-        return self.tell("low latency", forget)
-
-    def tell(self, what: str, forget: bool) -> int:
-        mask = self.bad[what]
-        self.bad[what] = 0 if forget else mask
-        return mask
-
-    def failure(self) -> Any:
-        return self.failed
-
-    def wait_for_sizes(self, *_: Any) -> Any:
-        return self.sizes
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        if name not in ("plan", "plan_receive", "dispatch", "combine", "refuse"):
-            raise AttributeError(name)
-
-        def record(*arguments: Any) -> int:
-            self.calls.append((name, arguments))
-            return 1
-
-        return record
-
-
-class RecordingKeeper:
-    """A `StreamKeeper` that writes down what it is to keep.
-
-    Attributes:
-        current: handle of the current stream.
-        kept: tensors, for whatever stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.current = STREAM
-        self.kept: list[torch.Tensor | None] = []
-
-    def keep(self, *tensors: torch.Tensor | None) -> int:
-        self.kept += tensors
-        return self.current
-
-    def lacks(self, *tensors: torch.Tensor) -> bool:
-        return not all(any(kept is tensor for kept in self.kept) for tensor in tensors)
+    return routes_size
 
 
 def allocator(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -143,26 +60,15 @@ def allocator(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", allocator(torch.empty))
     monkeypatch.setattr(torch.Tensor, "new_empty", allocator(torch.Tensor.new_empty))
-    module = SimpleNamespace(
-        NativeGroup=RecordingNative, NativePlan=lambda *arguments: SimpleNamespace(made=arguments)
-    )
-    monkeypatch.setattr(extension, "load", lambda: module)
-    monkeypatch.setattr(extension, "StreamKeeper", RecordingKeeper)
-    monkeypatch.setattr(base, "StreamKeeper", RecordingKeeper)
-    monkeypatch.setattr(extension, "current_stream", lambda: STREAM)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(
-        "megatron_ncclep.engines.native.group.communicator_of", lambda group, timeout_s: None
-    )
+    play(monkeypatch)
     monkeypatch.setattr(NativeEngine, "_describe", lambda *_: None)
     monkeypatch.setattr(
-        native_windows, "grow", lambda group, native, *sizes: native.grow(*sizes[:3])
+        native_windows, "grow", lambda group, native, *sizes: native.allocate(*sizes[:3])
     )
 
 
 def on_ranks(
-    function: Callable[[NativeEngine, RecordingNative, int], Any],
+    function: Callable[[NativeEngine, FakeGroup, int], Any],
     num_ranks: int = NUM_RANKS,
     **options: Any,
 ) -> None:
@@ -187,19 +93,19 @@ def test_windows_and_chunks_are_for_the_rank_with_the_most_tokens(options: dict[
     """Windows and what a plan keeps have the same layout on all ranks, which read each other's."""
     tokens = (3, 300)
 
-    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         made = engine.plan(assignments(tokens[rank]))
-        assert native.named("grow") == [(384, TOP_K, 16)]
-        counts, token_routes, most_tokens, top_k, number = made.handle.made
+        assert native.named("allocate") == [(384, TOP_K, 16)]
+        counts, token_routes, most_tokens, top_k, number = made.handle
         assert number == made.plan_id
         assert (most_tokens, top_k) == (made.most_tokens, TOP_K)
         assert (counts.shape, token_routes.shape) == (
             (NUM_EXPERTS // NUM_RANKS * 2 + 1,),
             (4, tokens[rank]),
         )
-        ((*_, max_pairs, max_assignments, _, _, _),) = native.named("plan")
-        assert max_pairs <= NUM_RANKS * max(tokens)
-        assert max_assignments == (64 if options else int(1.25 * max(tokens) * TOP_K))
+        (call,) = native.named("plan")
+        assert call.max_pairs <= NUM_RANKS * max(tokens)
+        assert call.max_assignments == (64 if options else int(1.25 * max(tokens) * TOP_K))
         # In static mode as many as there are windows for: no host asks the others.
         assert made.most_tokens == (384 if options else max(tokens))
 
@@ -209,17 +115,15 @@ def test_windows_and_chunks_are_for_the_rank_with_the_most_tokens(options: dict[
 def test_a_limit_in_words_follows_the_batch() -> None:
     """Two assignments of every token of both ranks, at worst; a plan has room for all of them."""
 
-    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         for num_tokens, num_rows in ((300, 1200), (10, 40)):
             native.calls.clear()
             assert engine.plan(assignments(num_tokens)).num_rows == num_rows
-            ((_, _, alignment, limit, kept, _, max_pairs, max_assignments, *_),) = native.named(
-                "plan"
-            )
-            assert (alignment, limit) == (1, num_rows)
-            assert kept is None  # nothing can be dropped
-            assert max_pairs >= NUM_RANKS * num_tokens
-            assert max_assignments == num_rows
+            (call,) = native.named("plan")
+            assert (call.alignment, call.max_recv_rows) == (1, num_rows)
+            assert call.kept is None  # nothing can be dropped
+            assert call.max_pairs >= NUM_RANKS * num_tokens
+            assert call.max_assignments == num_rows
 
     on_ranks(plan, max_recv_rows="worst")
 
@@ -227,9 +131,9 @@ def test_a_limit_in_words_follows_the_batch() -> None:
 def test_the_kernel_writes_down_what_ranks_lack() -> None:
     """With on_overflow="raise" only: the host asks before an optimizer steps."""
 
-    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         engine.plan(assignments(10))
-        ((_, _, _, _, _, lacked, *_),) = native.named("plan")
+        (lacked,) = [call.lacked for call in native.named("plan")]
         if engine.config.on_overflow == "drop":
             assert lacked is None
             return
@@ -239,7 +143,7 @@ def test_the_kernel_writes_down_what_ranks_lack() -> None:
             shortage.check()
         engine.group.is_warmup = True
         engine.plan(assignments(10))
-        assert native.named("plan")[-1][5] is None
+        assert native.named("plan")[-1].lacked is None
 
     on_ranks(plan, max_recv_rows=64, on_overflow="raise")
     on_ranks(plan, max_recv_rows=64)
@@ -255,20 +159,18 @@ def test_routes_that_do_not_fit_are_received_again(
 ) -> None:
     """The first time the device has written nothing: memory as it was would be taken for routes."""
 
-    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
-        native.sizes = SimpleNamespace(
-            num_rows=5, num_pairs=num_pairs, num_assignments=num_assignments, bad_ranks=0
-        )
+    def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
+        native.answers["wait_for_sizes"] = FakePlanSizes(5, num_pairs, num_assignments)
         made = engine.plan(assignments(10))
         received = native.named("plan_receive")
         assert len(received) == times
         # A plan is made with its first routes; those that follow take their place.
-        handle, *_, max_pairs, max_assignments, routes, _, _ = (native.named("plan") + received)[-1]
-        assert handle is made.handle
-        assert max_pairs >= num_pairs
-        assert max_assignments >= num_assignments
-        assert made.routes is routes
-        assert len(routes) == max_pairs + max_assignments
+        last = (native.named("plan") + received)[-1]
+        assert last.plan is made.handle
+        assert last.max_pairs >= num_pairs
+        assert last.max_assignments >= num_assignments
+        assert made.routes is last.routes
+        assert len(last.routes) == last.max_pairs + last.max_assignments
         assert made.num_rows == 5
 
     on_ranks(plan)
@@ -278,17 +180,18 @@ def test_routes_that_do_not_fit_are_received_again(
 def test_a_rank_without_memory_for_routes_tells_the_others(num_ranks: int) -> None:
     """They had gone on, and waited for it in their next plan until the deadline."""
 
-    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         if rank != num_ranks - 1:
             engine.plan(assignments(10))
             return
-        native.sizes.num_assignments, native.num_allocations = MANY, 1
+        native.answers["wait_for_sizes"] = FakePlanSizes(num_assignments=MANY)
+        native.answers["routes_size"] = with_memory_for(1)
         with pytest.raises(InputError, match="no GPU memory for a plan's routes: CUDA out") as told:
             engine.plan(assignments(10))
         assert native.named("plan_receive") == []
         assert native.named("refuse") == [("plan", STREAM)] * (num_ranks - 1)
         if num_ranks == 1:
-            native.num_allocations = MANY
+            native.answers["routes_size"] = with_memory_for(MANY)
             engine.plan(assignments(10))
             return
         assert told.type is RefusedError
@@ -303,10 +206,10 @@ def test_a_plan_needs_no_more_memory_once_ranks_have_agreed() -> None:
     alone.
     """
 
-    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         engine.plan(assignments(300))
         first, small = engine.plan(assignments(10)), native.named("plan")[-1]
-        native.num_allocations = 1 if rank == 1 else MANY
+        native.answers["routes_size"] = with_memory_for(1 if rank == 1 else MANY)
         second, large = engine.plan(assignments(10)), native.named("plan")[-1]
         assert small[6:8] == large[6:8]  # room for as many pairs and assignments
         assert len(first.routes) == sum(small[6:8])
@@ -322,13 +225,11 @@ def test_room_for_a_skewed_batch_is_given_up() -> None:
         factor.append(next_capacity_factor(factor[-1], 100, 100))
     assert factor == [6.25, 5.625, 5.078125]  # the docstring's
 
-    def plan(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         for num_assignments in (400, *[200] * 60):
-            native.sizes = SimpleNamespace(
-                num_rows=5, num_pairs=2, num_assignments=num_assignments, bad_ranks=0
-            )
+            native.answers["wait_for_sizes"] = FakePlanSizes(num_assignments=num_assignments)
             engine.plan(assignments(100))
-        rooms = [arguments[7] for arguments in native.named("plan")]
+        rooms = [call.max_assignments for call in native.named("plan")]
         assert rooms[:2] == [250, 400]  # a quarter more than balanced; all that can come
         assert rooms[1:] == sorted(rooms[1:], reverse=True)
         assert rooms[-1] == 250
@@ -340,12 +241,10 @@ def test_room_for_a_skewed_batch_is_given_up() -> None:
 def test_a_wait_that_failed_on_the_device_is_raised_by_the_next_call() -> None:
     """The kernels end, with NaN: nothing but the next call can say that a rank did not come."""
 
-    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         plan = engine.plan(assignments(4))
         native.calls.clear()
-        native.failed = SimpleNamespace(
-            reason="late", phase="dispatch", peer=1, epoch=9, deadline_s=2.0
-        )
+        native.failed = FakeFailure(peer=1, epoch=9)
         for call in (
             lambda: engine.plan(assignments(4)),
             lambda: engine.dispatch(plan, torch.zeros(4, HIDDEN)),
@@ -368,9 +267,9 @@ def test_a_later_plan_tells_of_a_bad_routing(
 ) -> None:
     """Once where the group can go on; a group of one rank was told in all later plans."""
 
-    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         engine.plan(assignments(4))
-        native.bad["static"] = 1
+        native.bad["bad_ranks"] = 1
         for error in errors:
             if error is None:
                 engine.plan(assignments(4))
@@ -386,7 +285,7 @@ def test_a_later_plan_tells_of_a_bad_routing(
 def test_memory_is_kept_for_the_stream_that_uses_it(options: dict[str, int]) -> None:
     """A plan made on one stream, used on another and dropped: its routes were overwritten."""
 
-    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         keeper: Any = engine.streams
         topk_idx = assignments(4)
         plan = engine.plan(topk_idx)
@@ -417,7 +316,7 @@ def misaligned(num_rows: int) -> torch.Tensor:
 def test_rows_reach_the_kernels_at_multiples_of_16_bytes() -> None:
     """The kernels copy 16 bytes at a time; elsewhere a GPU faults, and the process is lost."""
 
-    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         plan = engine.plan(assignments(4))
         x, y = misaligned(4), misaligned(5)
         engine.dispatch(plan, x)
@@ -437,7 +336,7 @@ def test_rows_reach_the_kernels_at_multiples_of_16_bytes() -> None:
 def test_hosts_meet_only_where_they_must() -> None:
     """In exact mode once a layer; in static mode when windows grow, and never again."""
 
-    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         def layer(num_tokens: int) -> list[str]:
             engine.group.exchanged.clear()  # type: ignore[attr-defined]
             plan = engine.plan(assignments(num_tokens))
@@ -460,7 +359,7 @@ def test_hosts_meet_in_some_plans_after_uneven_batches(monkeypatch: pytest.Monke
     """One uneven batch, of an exact plan too, and they met in all later static plans."""
     monkeypatch.setattr(native_group, "EVEN_PLANS", 3)
 
-    def use(static: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def use(static: NativeEngine, native: FakeGroup, rank: int) -> None:
         group: Any = static.group
         exact = NativeEngine(group, NUM_EXPERTS, EpConfig(engine="native"))
 
@@ -483,7 +382,7 @@ def test_hosts_meet_in_some_plans_after_uneven_batches(monkeypatch: pytest.Monke
 def test_a_refusal_waits_for_nobody() -> None:
     """The other rank hears of it on its device; no call of the two meets on the host."""
 
-    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         plan = engine.plan(assignments(4))
         engine.dispatch(plan, torch.zeros(4, HIDDEN))
         native.calls.clear()
@@ -503,7 +402,7 @@ def test_a_refusal_waits_for_nobody() -> None:
 def test_nothing_is_asked_of_a_group_that_was_closed(options: dict[str, int]) -> None:
     """What the extension keeps for it is freed."""
 
-    def use(engine: NativeEngine, native: RecordingNative, rank: int) -> None:
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         plan, x = engine.plan(assignments(3)), torch.zeros(3, HIDDEN)
         engine.group.is_closed, engine._shared.native, engine._native = True, None, None
         for call in (

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_extension import STREAM, FakeExtension, FakeFailure, FakeGroup, play
 
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.plan import NativePlan
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
-from megatron_ncclep.libraries import extension
 
-LATE = SimpleNamespace(
-    reason="late", phase="dispatch", peer=2, epoch=41, deadline_s=1.5, own_call=0, peer_call=0
-)
+LATE = FakeFailure(phase="dispatch", peer=2, epoch=41, deadline_s=1.5)
 TEXT = (
     "rank 1 of 4: rank 2 did not come in dispatch, operation 41 of the group (deadline 1.5 s): it "
     "died, is late, or made a different sequence of calls; look at the other ranks' output. What "
@@ -27,52 +25,26 @@ TEXT = (
 )
 
 
-class FailingNative:
-    """An extension's group in which a kernel that is under way will fail."""
-
-    def __init__(self, was_captured: bool = False) -> None:
-        self.was_captured = was_captured
-        self.what_failed = LATE
-        self.waited_for: list[str] = []
-        self.is_over = False
-        self.bad = {"static": 0, "low latency": 0}  # what the kernels under way will tell
-
-    def bad_ranks(self, forget: bool) -> int:
-        return self.tell("static", forget)
-
-    def bad_low_latency(self, forget: bool) -> int:
-        return self.tell("low latency", forget)
-
-    def tell(self, what: str, forget: bool) -> int:
-        mask = self.bad[what] if self.is_over else 0
-        self.bad[what] = 0 if forget else self.bad[what]
-        return mask
-
-    def failure(self) -> Any:
-        return self.what_failed if self.is_over else None
-
-    def refuse(self, phase: str, stream: int) -> None:
-        self.waited_for.append(f"nobody, in phase {phase} on stream {stream}")
-
-    def wait_until_idle(self) -> None:
-        self.waited_for.append("what is queued")
-        self.is_over = not self.was_captured
-
-    def replay_ends(self) -> None:
-        self.waited_for.append("the current stream")
-        self.is_over = True
-
-
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> FailingNative:
-    native = FailingNative()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    stream = SimpleNamespace(synchronize=native.replay_ends)
+def native(monkeypatch: pytest.MonkeyPatch) -> FakeGroup:
+    """One in which a kernel that is under way will fail."""
+
+    def calls_end() -> None:
+        native.is_over = not native.was_captured
+
+    def replay_ends() -> None:
+        native.calls.append(("the current stream", ()))
+        native.is_over = True
+
+    native = FakeGroup(wait_until_idle=calls_end)
+    native.is_over, native.failed = False, LATE
+    play(monkeypatch)
+    stream = SimpleNamespace(synchronize=replay_ends)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     return native
 
 
-def group_of(native: FailingNative, lost: str = "") -> NativeGroup:
+def group_of(native: FakeGroup, lost: str = "") -> NativeGroup:
     group = object.__new__(NativeGroup)
     group.group = SimpleNamespace(  # type: ignore[assignment]
         rank=1,
@@ -87,35 +59,33 @@ def group_of(native: FailingNative, lost: str = "") -> NativeGroup:
     return group
 
 
-def test_a_check_waits_for_the_device_before_it_says_that_all_is_well(
-    native: FailingNative,
-) -> None:
+def test_a_check_waits_for_the_device_before_it_says_that_all_is_well(native: FakeGroup) -> None:
     group = group_of(native)
     group.raise_failure()  # nothing is known yet, and it does not wait
-    assert native.waited_for == []
+    assert native.calls == []
     with pytest.raises(PeerError) as caught:
         group.check()
     assert str(caught.value) == TEXT
-    assert native.waited_for == ["what is queued"]
+    assert native.names == ["wait_until_idle"]
 
 
-def test_a_rank_that_has_died_is_named(native: FailingNative) -> None:
+def test_a_rank_that_has_died_is_named(native: FakeGroup) -> None:
     """Where ranks share a host's memory it is known."""
     native.is_over = True
     with pytest.raises(PeerError, match=r"1\.5 s\): rank 2 \(process 7\) has died; look at the"):
         group_of(native, lost="rank 2 (process 7) has died").raise_failure()
 
 
-def test_a_check_waits_for_a_replayed_graph(native: FailingNative) -> None:
+def test_a_check_waits_for_a_replayed_graph(native: FakeGroup) -> None:
     """A replay makes no call of the engine: nothing but the caller's stream knows of it."""
     native.was_captured = True
     with pytest.raises(PeerError, match="rank 2 did not come in dispatch"):
         group_of(native).check()
-    assert native.waited_for == ["what is queued", "the current stream"]
+    assert native.names == ["wait_until_idle", "the current stream"]
 
 
 def test_a_check_in_a_capture_waits_for_nothing(
-    native: FailingNative, monkeypatch: pytest.MonkeyPatch
+    native: FakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     group = group_of(native)
@@ -123,16 +93,16 @@ def test_a_check_in_a_capture_waits_for_nothing(
     native.is_over = True
     with pytest.raises(PeerError):
         group.check()
-    assert native.waited_for == []
+    assert native.calls == []
 
 
 @pytest.mark.parametrize("was_captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize(
     ("kind", "call"),
-    [("static", "plan (static mode)"), ("low latency", "low-latency dispatch")],
+    [("bad_ranks", "plan (static mode)"), ("bad_low_latency", "low-latency dispatch")],
 )
 def test_a_check_tells_of_a_bad_routing_once(
-    native: FailingNative,
+    native: FakeGroup,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     call: str,
@@ -141,57 +111,56 @@ def test_a_check_tells_of_a_bad_routing_once(
     """Only calls asked for it: with replayed graphs, which make none, nobody ever heard of it."""
     group = group_of(native)
     group.num_experts = 8
-    native.what_failed, native.was_captured = None, was_captured
+    native.failed, native.was_captured = None, was_captured
     for mask, ranks in ((2, "rank 1"), (0, ""), (5, "rank 0, 2")):
-        native.is_over, native.waited_for = False, []
+        native.is_over, native.calls = False, []
         native.bad[kind] = mask
         with monkeypatch.context() as patch:  # the ranks may not know the same yet
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             group.check()
-        assert native.waited_for == []
+        assert native.calls == []
         if mask == 0:
             group.check()
             continue
         with pytest.raises(InputError, match=f"^in an earlier {re.escape(call)}, .* of {ranks} na"):
             group.check()
-        assert ("the current stream" in native.waited_for) == was_captured
+        assert ("the current stream" in native.names) == was_captured
         group.raise_failure()  # the group can go on
         group.check()
 
 
-def test_a_failure_is_told_before_a_bad_routing(native: FailingNative) -> None:
-    native.bad["static"] = 2
+def test_a_failure_is_told_before_a_bad_routing(native: FakeGroup) -> None:
+    native.bad["bad_ranks"] = 2
     for _ in range(2):
         with pytest.raises(PeerError):
             group_of(native).check()
 
 
 def test_a_refusal_is_the_error_of_all_later_calls(
-    native: FailingNative, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    native: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(extension, "current_stream", lambda: 7)
     group = group_of(native)
     for call in (lambda: group.refuse("dispatch", "x is wrong"), group.raise_failure, group.check):
         with pytest.raises(RefusedError) as caught:
             call()
         assert str(caught.value) == "dispatch: rank 1: x is wrong"
     assert capsys.readouterr().out == "dispatch: rank 1: x is wrong\n"  # to the other ranks
-    assert native.waited_for[0] == "nobody, in phase dispatch on stream 7"
+    assert native.calls[0] == ("refuse", ("dispatch", STREAM))
 
 
-def test_a_group_of_one_rank_goes_on_after_a_refusal(native: FailingNative) -> None:
+def test_a_group_of_one_rank_goes_on_after_a_refusal(native: FakeGroup) -> None:
     group = group_of(native)
     group.group.size = 1
     with pytest.raises(InputError, match=r"^dispatch: rank 1: x is wrong$"):
         group.refuse("dispatch", "x is wrong")
     group.raise_failure()
-    assert native.waited_for == []
+    assert native.calls == []
 
 
 @pytest.mark.parametrize("reason", ["late", "refused"])
 @pytest.mark.parametrize("said", ["dispatch: rank 2: x is wrong", ""])
 def test_the_refusal_of_another_rank_is_told_in_its_words(
-    native: FailingNative, reason: str, said: str
+    native: FakeGroup, reason: str, said: str
 ) -> None:
     """In a capture a rank can only write it down, and the others are late for it; without shared
     memory it can only tell the device.
@@ -199,7 +168,7 @@ def test_the_refusal_of_another_rank_is_told_in_its_words(
     group = group_of(native)
     group.group.refusal = lambda rank: said if rank == 2 else ""  # type: ignore[method-assign]
     native.is_over = True
-    native.what_failed = SimpleNamespace(**{**vars(LATE), "reason": reason})
+    native.failed = LATE._replace(reason=reason)
     expected = {
         ("late", ""): "rank 2 did not come in dispatch",
         ("refused", ""): "dispatch: rank 2 has refused a call: look at its output",
@@ -239,20 +208,19 @@ PLAN = {"phase": "plan", "top_k": 2, "alignment": 16, "max_recv_rows": 64}
     ids=str,
 )
 def test_calls_that_differ_say_in_what(
-    native: FailingNative, mine: Any, theirs: Any, error: Any, text: str,
+    native: FakeGroup, mine: Any, theirs: Any, error: Any, text: str,
 ) -> None:  # fmt: skip
     """The device found it: two numbers, in which the extension finds the values."""
     calls = {11: mine, 22: theirs}
     native.is_over = True
-    failed = {"reason": "differs", "phase": mine["phase"], "own_call": 11, "peer_call": 22}
-    native.what_failed = SimpleNamespace(**{**vars(LATE), **failed})
+    native.failed = LATE._replace(reason="differs", phase=mine["phase"], own_call=11, peer_call=22)
     group = group_of(native)
-    group.module = SimpleNamespace(call_values=calls.get)  # type: ignore[assignment]
+    group.module = FakeExtension(call_values=calls.get)  # type: ignore[assignment]
     with pytest.raises(error, match=text):
         group.raise_failure()
 
 
-def test_sizes_of_a_plan_that_failed_are_not_given_out(native: FailingNative) -> None:
+def test_sizes_of_a_plan_that_failed_are_not_given_out(native: FakeGroup) -> None:
     """A failed static plan has zero rows for every expert: experts would train on nothing."""
     plan = NativePlan(
         plan_id=1, num_tokens=0, top_k=1, num_experts=4, num_rows=8,

@@ -6,7 +6,6 @@ the extension calls.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import ThreadGroup, compile_fake, on_threads
+from fakes import Recorder, ThreadGroup, compile_fake, on_threads
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.nccl_ep import staging as nccl_ep_staging
@@ -36,14 +35,13 @@ NUM_RANKS, NUM_EXPERTS, TOP_K = 2, 8, 2
 CONFIG = EpConfig(engine="nccl_ep", timeout_s=30.0)
 
 
-class Rank:
+class Rank(Recorder):
     """One rank: its staging memory, and what its libraries get to hear."""
 
     def __init__(self, group: ThreadGroup, library: Path) -> None:
         self.group = group
         self.rank = group.rank
-        self._fake = ctypes.CDLL(str(library))
-        self._fake.fake_calls.restype = ctypes.c_char_p
+        super().__init__(library)
         self.num_exchanges = 0
         self._exchange = group.exchange
         group.exchange = self._count  # type: ignore[method-assign]
@@ -55,17 +53,7 @@ class Rank:
 
     def lines(self, name: str = "") -> list[str]:
         """The calls since the last time, with their arguments: of the function `name`, or all."""
-        lines = self._fake.fake_calls().decode().splitlines()
-        self._fake.fake_reset(0)
-        return [line for line in lines if line.startswith(f"{name} " if name else "")]
-
-    def show_values(self) -> None:
-        """Have the library write down what is in small tensors."""
-        self._fake.fake_show_values(1)
-
-    def fail_next(self) -> None:
-        """Have the library's next call fail."""
-        self._fake.fake_reset(3)
+        return [line for line in super().lines() if line.startswith(f"{name} " if name else "")]
 
     def bind(self, plan: NcclEpPlan) -> Any:
         return self.staging.bind(plan, row_bytes=64, alignment=1)
@@ -214,7 +202,7 @@ def fail_to_grow(rank: Rank) -> str:
     rank.bind(old)
     rank.calls()
     if rank.rank == 1:
-        rank.fail_next()
+        rank.fail_next(3)
     with pytest.raises(LibraryError) as caught:
         rank.bind(plan(300))
     rank.calls()
@@ -238,7 +226,7 @@ def fail_to_rebind(rank: Rank) -> None:
     old = plan(100)
     handle = rank.bind(old)
     rank.bind(plan(300))
-    rank.fail_next()
+    rank.fail_next(3)
     with pytest.raises(LibraryError, match="ncclEpHandleMemSize"):
         rank.bind(old)
     rank.calls()

@@ -1,21 +1,20 @@
 """Windows grow on all ranks or on none, and wrong addresses are found before anything uses them.
 
 Ranks are threads, and device memory is a table from address to word; what NCCL and the device do is
-in `FakeNative`, and each test breaks one thing of it.
+in `Rank`, and each test breaks one thing of it.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from fake_extension import FakeExtension, FakeGroup, one_for_each_rank
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
@@ -36,37 +35,18 @@ def address_of(window: int, rank: int, generation: int) -> int:
     return (2 * generation + window + 1) << 40 | rank << 32
 
 
-class FakeNative:
-    """What `_C.NativeGroup` does for windows, right in every respect."""
+class Rank:
+    """NCCL, and the device of one rank, right in every respect."""
 
     def __init__(self, rank: int, memory: Memory) -> None:
         self.rank, self.memory = rank, memory
-        self.generation = 0
-        self.was_captured = False
-        self.calls: list[str] = []
-        self._forget()
-
-    def _forget(self) -> None:
-        self.max_tokens = self.max_top_k = self.row_bytes = self.num_bytes = 0
-        self.windows: list[Any] = []
-
-    def fits(self, num_tokens: int, top_k: int, row_bytes: int) -> bool:
-        has = (self.max_tokens, self.max_top_k, self.row_bytes)
-        return all(n <= h for n, h in zip((num_tokens, top_k, row_bytes), has, strict=True))
-
-    def allocate(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
-        self.calls.append("allocate")
-        self.generation += 1
-        self.max_tokens = max(self.max_tokens, num_tokens)
-        self.max_top_k = max(self.max_top_k, top_k)
-        self.row_bytes = max(self.row_bytes, row_bytes)
-        self.num_bytes = self.max_tokens * self.row_bytes
+        self.native = FakeGroup(open=self.open, clear=self.clear)
+        self.module = FakeExtension(load_words=self.load_words, store_words=self.store_words)
 
     def open(self) -> None:
-        self.calls.append("open")
-        self.windows = [
+        self.native.windows = [
             SimpleNamespace(
-                address=address_of(w, self.rank, self.generation),
+                address=address_of(w, self.rank, self.native.generation),
                 peers=[self.peer(w, r) for r in range(NUM_RANKS)],
                 num_bytes=num_bytes,
             )
@@ -74,7 +54,7 @@ class FakeNative:
         ]
 
     def peer(self, window: int, rank: int) -> int:
-        return address_of(window, rank, self.generation)
+        return address_of(window, rank, self.native.generation)
 
     def load_words(self, addresses: list[int]) -> list[int]:
         return [self.memory.get(address, 0) for address in addresses]
@@ -83,43 +63,23 @@ class FakeNative:
         self.memory.update(zip(addresses, words, strict=True))
 
     def clear(self) -> None:
-        self.calls.append("clear")
-        for window in self.windows:
+        for window in self.native.windows:
             for address in range(window.address, window.address + window.num_bytes, 8):
                 self.memory.pop(address, None)
 
-    def drop(self) -> None:
-        self.calls.append("drop")
-        self._forget()
 
-
-class ExtensionOfEachRank:
-    """Loads and stores words as the stand-in of the rank whose thread asks."""
-
-    def __init__(self) -> None:
-        self.here = threading.local()
-
-    def load_words(self, addresses: list[int]) -> list[int]:
-        return list(self.here.native.load_words(addresses))
-
-    def store_words(self, addresses: list[int], words: list[int]) -> None:
-        self.here.native.store_words(addresses, words)
-
-
-def grow(natives: list[FakeNative], *sizes: int) -> list[Any]:
-    stand_in = ExtensionOfEachRank()
-
+def grow(ranks: list[Rank], *sizes: int) -> list[Any]:
     def grow_rank(group: ThreadGroup) -> None:
-        stand_in.here.native = natives[group.rank]
-        native_windows.grow(group, natives[group.rank], *sizes, DEADLINE_S)
+        torch.cuda.set_device(group.device)
+        native_windows.grow(group, ranks[group.rank].native, *sizes, DEADLINE_S)
 
-    with mock.patch.object(native_windows, "extension", SimpleNamespace(load=lambda: stand_in)):
+    with one_for_each_rank([rank.module for rank in ranks]):
         return on_threads(NUM_RANKS, grow_rank)
 
 
-def natives_with(rank: int, broken: type[FakeNative]) -> list[FakeNative]:
+def ranks_with(rank: int, broken: type[Rank]) -> list[Rank]:
     memory: Memory = {}
-    return [(broken if r == rank else FakeNative)(r, memory) for r in range(NUM_RANKS)]
+    return [(broken if r == rank else Rank)(r, memory) for r in range(NUM_RANKS)]
 
 
 def error_of_all(errors: list[Any]) -> str:
@@ -133,57 +93,57 @@ def error_of_all(errors: list[Any]) -> str:
 def test_every_end_of_every_window_is_written_and_cleared() -> None:
     written: set[int] = set()
 
-    class Recording(FakeNative):
+    class Recording(Rank):
         def store_words(self, addresses: list[int], words: list[int]) -> None:
             written.update(addresses)
             super().store_words(addresses, words)
 
     memory: Memory = {}
-    natives = [Recording(rank, memory) for rank in range(NUM_RANKS)]
-    assert grow(natives, 128, 8, 16) == [None] * NUM_RANKS
+    ranks = [Recording(rank, memory) for rank in range(NUM_RANKS)]
+    assert grow(ranks, 128, 8, 16) == [None] * NUM_RANKS
     for window, num_bytes in enumerate(WINDOW_BYTES):
         for rank in range(NUM_RANKS):
             start = address_of(window, rank, 1)
             assert {start, start + num_bytes - 8} <= written
     assert memory == {}
-    assert all(native.calls == ["allocate", "open", "clear"] for native in natives)
+    assert all(rank.native.names == ["allocate", "open", "clear"] for rank in ranks)
 
 
 # --- wrong addresses -----------------------------------------------------------------------------
 
 
-class SwappedPeers(FakeNative):
+class SwappedPeers(Rank):
     def peer(self, window: int, rank: int) -> int:
         return super().peer(window, (0, 2, 1)[rank])
 
 
-class OwnMemoryForAPeer(FakeNative):
+class OwnMemoryForAPeer(Rank):
     def peer(self, window: int, rank: int) -> int:
         return super().peer(window, self.rank)
 
 
-class WrongOwnMapping(FakeNative):
+class WrongOwnMapping(Rank):
     def peer(self, window: int, rank: int) -> int:
         return super().peer(window, rank) + 4096 * (rank == self.rank)
 
 
-class AnotherWindow(FakeNative):
+class AnotherWindow(Rank):
     def peer(self, window: int, rank: int) -> int:
         return super().peer(0, rank)
 
 
-class ShiftedByAPage(FakeNative):
+class ShiftedByAPage(Rank):
     def peer(self, window: int, rank: int) -> int:
         return super().peer(window, rank) + 4096
 
 
-class LastPageIsNotMapped(FakeNative):
+class LastPageIsNotMapped(Rank):
     def load_words(self, addresses: list[int]) -> list[int]:
         words = super().load_words(addresses)
         return [0 if a % 2**32 >= 4096 else w for a, w in zip(addresses, words, strict=True)]
 
 
-class StoresAreLost(FakeNative):
+class StoresAreLost(Rank):
     """Those to other ranks: what it reads is right."""
 
     def store_words(self, addresses: list[int], words: list[int]) -> None:
@@ -211,36 +171,29 @@ class StoresAreLost(FakeNative):
     ],
 )
 def test_wrong_addresses_are_an_error_on_all_ranks(
-    broken: type[FakeNative], message: str, monkeypatch: pytest.MonkeyPatch
+    broken: type[Rank], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_windows, "find_nccl", lambda: "9.9.9, libnccl.so.2 (loaded)")
-    natives = natives_with(1, broken)
-    text = error_of_all(grow(natives, 128, 8, 16))
+    ranks = ranks_with(1, broken)
+    text = error_of_all(grow(ranks, 128, 8, 16))
     assert re.search(message, text), text
     assert "use the engine nccl_ep or reference, and report this with NCCL 9.9.9" in text
-    assert all(native.calls[-1] == "drop" for native in natives)
+    assert all(rank.native.names[-1] == "drop" for rank in ranks)
 
 
 def test_windows_that_were_there_before_are_not_taken_for_the_new_ones() -> None:
-    class StaysBehind(FakeNative):
+    class StaysBehind(Rank):
         def peer(self, window: int, rank: int) -> int:
             return address_of(window, rank, 1)
 
-    natives = natives_with(1, StaysBehind)
-    for native in natives:
-        native.clear = lambda: None  # type: ignore[method-assign]
-    assert grow(natives, 128, 8, 16) == [None] * NUM_RANKS
-    assert "rank 1: it reads" in error_of_all(grow(natives, 256, 8, 16))
+    ranks = ranks_with(1, StaysBehind)
+    for rank in ranks:
+        rank.native.answers["clear"] = None
+    assert grow(ranks, 128, 8, 16) == [None] * NUM_RANKS
+    assert "rank 1: it reads" in error_of_all(grow(ranks, 256, 8, 16))
 
 
 # --- steps that fail -----------------------------------------------------------------------------
-
-
-def failing(step: str) -> type[FakeNative]:
-    def fail(self: FakeNative, *_: Any) -> None:
-        raise LibraryError(f"{step} went wrong")
-
-    return type("Failing", (FakeNative,), {step: fail})
 
 
 @pytest.mark.parametrize(
@@ -256,24 +209,22 @@ def failing(step: str) -> type[FakeNative]:
 def test_a_step_that_fails_on_one_rank_fails_on_all(
     step: str, what: str, remedy: str, before: list[str]
 ) -> None:
-    natives = natives_with(2, failing(step))
-    text = error_of_all(grow(natives, 128, 8, 16))
+    ranks = ranks_with(2, Rank)
+    broken = ranks[2].module if step.endswith("words") else ranks[2].native
+    broken.answers[step] = LibraryError(f"{step} went wrong")
+    text = error_of_all(grow(ranks, 128, 8, 16))
     assert f"{what} its windows (tokens 0 -> 128" in text
     assert f"rank 2: {step} went wrong; " in text
     assert remedy in text
-    assert natives[2].calls == [*before, "drop"]
     done = before if step.endswith("words") else [*before, step]
-    assert natives[0].calls == [*done, "drop"]  # and nobody has gone on to the next
+    assert all(rank.native.names == [*done, "drop"] for rank in ranks)  # none goes on to the next
 
 
 def test_a_step_that_fails_unexpectedly_is_told_too() -> None:
     """Only the extension's own errors were; after any other the ranks waited for the failed one."""
-
-    class OutOfHostMemory(FakeNative):
-        def open(self) -> None:
-            raise MemoryError("std::bad_alloc")
-
-    text = error_of_all(grow(natives_with(2, OutOfHostMemory), 128, 8, 16))
+    ranks = ranks_with(2, Rank)
+    ranks[2].native.answers["open"] = MemoryError("std::bad_alloc")
+    text = error_of_all(grow(ranks, 128, 8, 16))
     assert "opening its windows" in text
     assert "rank 2: MemoryError('std::bad_alloc'); " in text
 
@@ -295,14 +246,14 @@ def engine_on(group: Any, native: Any, timeout_s: float = DEADLINE_S) -> NativeE
 
 def test_windows_that_a_graph_holds_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    natives = natives_with(0, FakeNative)
-    grow(natives, 128, 8, 16)
-    natives[1].was_captured = True
+    ranks = ranks_with(0, Rank)
+    grow(ranks, 128, 8, 16)
+    ranks[1].native.was_captured = True
 
     def reserve(num_tokens: int) -> list[Any]:
         return on_threads(
             NUM_RANKS,
-            lambda group: engine_on(group, natives[group.rank])._reserve(num_tokens, 8, 16),
+            lambda group: engine_on(group, ranks[group.rank].native)._reserve(num_tokens, 8, 16),
         )
 
     assert reserve(128) == [None] * NUM_RANKS
@@ -310,7 +261,7 @@ def test_windows_that_a_graph_holds_do_not_grow(monkeypatch: pytest.MonkeyPatch)
     assert [type(error) for error in errors] == [InputError] * NUM_RANKS, errors
     assert len({str(error) for error in errors}) == 1
     assert "cannot grow: rank 1: a CUDA graph holds calls of this group; " in str(errors[0])
-    assert all(native.calls == ["allocate", "open", "clear"] for native in natives)
+    assert all(rank.native.names == ["allocate", "open", "clear"] for rank in ranks)
 
 
 # --- what is said --------------------------------------------------------------------------------
@@ -318,10 +269,10 @@ def test_windows_that_a_graph_holds_do_not_grow(monkeypatch: pytest.MonkeyPatch)
 
 def test_growth_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "megatron_ncclep")
-    natives = natives_with(0, FakeNative)
-    grow(natives, 1024, 8, 16)  # of the first plan, which knows of no row: nothing worth saying
-    grow(natives, 1024, 8, 1024)
-    grow(natives, 1024, 8, 4096)
+    ranks = ranks_with(0, Rank)
+    grow(ranks, 1024, 8, 16)  # of the first plan, which knows of no row: nothing worth saying
+    grow(ranks, 1024, 8, 1024)
+    grow(ranks, 1024, 8, 4096)
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         (
             "INFO",
@@ -339,7 +290,7 @@ def test_engines_of_a_group_have_deadlines_of_their_own(monkeypatch: pytest.Monk
     is_captured = False
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
-    native = SimpleNamespace(failure=lambda: None, timeout_s=0.0)
+    native = FakeGroup()
     (group,) = on_threads(1, lambda group: group)
     engines = [engine_on(group, native, timeout_s) for timeout_s in (2.0, 60.0)]
 
@@ -361,7 +312,7 @@ def test_engines_of_a_group_have_deadlines_of_their_own(monkeypatch: pytest.Monk
 
 
 def test_an_engine_says_what_it_holds() -> None:
-    native = FakeNative(0, {})
+    native = FakeGroup()
     native.allocate(128, 8, 64)
     assert engine_on(None, native).nbytes() == 8192
 

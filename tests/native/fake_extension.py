@@ -1,0 +1,222 @@
+"""Stands in for the extension where a test is about what Python asks of it.
+
+Methods, their arguments and attributes are those of `csrc/bindings`: nothing else can be called.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ncclep.engines import base
+from megatron_ncclep.engines.native import group as native_group
+from megatron_ncclep.engines.native import low_latency as native_low_latency
+from megatron_ncclep.libraries import extension
+
+STREAM = 7
+
+
+@functools.cache
+def interface() -> dict[str, dict[str, list[str] | None]]:
+    """What `csrc/bindings` binds: class, or "" for the module -> name -> names of the arguments.
+
+    An attribute has None instead; a class has the arguments that make one.
+    """
+    folder = Path(__file__).parents[2] / "csrc" / "bindings"
+    text = "".join(path.read_text() for path in sorted(folder.glob("*.cpp")))
+    found: dict[str, dict[str, list[str] | None]] = {"": {}}
+    made = ""
+    for before, piece in pairwise(re.split(r"(?=py::class_<|\.def|\.attr\()", text)):
+        name, arguments = re.search(r'"(\w+)"', piece), re.findall(r'"(\w+)"_a', piece)
+        is_module = before.endswith("module")
+        if name and piece.startswith("py::class_"):
+            made = name[1]
+            found[made] = {}
+        elif piece.startswith(".def(py::init"):
+            found[""][made] = arguments
+        elif name and (is_module or not piece.startswith(".attr")):
+            owner = found["" if is_module else made]
+            owner[name[1]] = arguments if piece.startswith(".def(") else None
+    return found
+
+
+FakeFailure = namedtuple(
+    "FakeFailure", interface()["NativeFailure"], defaults=("late", "dispatch", 1, 9, 2.0, 0, 0)
+)
+FakePlanSizes = namedtuple("FakePlanSizes", interface()["NativePlanSizes"], defaults=(5, 2, 3, 0))
+
+
+class Fake:
+    """A class of the extension, or the module; its attributes are 0 until somebody sets them.
+
+    Attributes:
+        methods: name -> names of the arguments.
+        calls: name and arguments of each call, in order; arguments have their names.
+        answers: method -> what it returns, an exception that it raises, or a function of its
+            arguments; a method without an answer returns None.
+    """
+
+    # Methods that change nothing; their calls are not recorded.
+    QUERIES = ("fits", "routes_size", "sums_size", "bad_ranks", "bad_low_latency", "failure")
+
+    def __init__(self, bound_as: str, **answers: Any) -> None:
+        members = interface()[bound_as]
+        self.methods = {name: names for name, names in members.items() if names is not None}
+        vars(self).update(dict.fromkeys(members.keys() - self.methods.keys(), 0))
+        self.calls: list[tuple[str, Any]] = []
+        self.answers = answers
+        if unknown := answers.keys() - self.methods.keys():
+            raise ValueError(f"answers of {unknown}, which are no methods of '{bound_as}'")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the calls, in order."""
+        return [name for name, _ in self.calls]
+
+    def named(self, name: str) -> list[Any]:
+        """The arguments of each call of `name`."""
+        return [arguments for called, arguments in self.calls if called == name]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in vars(self).get("methods", ()):
+            raise AttributeError(name)
+        return functools.partial(self._call, name)
+
+    def _call(self, method: str, /, *values: Any, **named: Any) -> Any:
+        arguments = namedtuple(method, self.methods[method])(*values, **named)  # type: ignore[misc]
+        if method not in self.QUERIES:
+            self.calls.append((method, arguments))
+        answer = self.answers.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(*arguments) if callable(answer) else answer
+
+
+class FakeGroup(Fake):
+    """A `_C.NativeGroup` that remembers for how much it has windows.
+
+    Attributes:
+        is_over: whether kernels have ended.  Only then does the device say what they found:
+        failed: a `FakeFailure`, or None.
+        bad: whose routing was bad, one bit each, until it is told to forget.
+    """
+
+    def __init__(self, **answers: Any) -> None:
+        own = {
+            "fits": lambda *wanted: all(n <= h for n, h in zip(wanted, self._held(), strict=True)),
+            "allocate": self._allocate,
+            "drop": self._drop,
+            "routes_size": lambda max_pairs, max_assignments, _: max_pairs + max_assignments,
+            "sums_size": 0,
+            "plan": 1,
+            "wait_for_sizes": FakePlanSizes(),
+            "failure": lambda: self.failed if self.is_over else None,
+            "bad_ranks": lambda forget: self._bad("bad_ranks", forget),
+            "bad_low_latency": lambda forget: self._bad("bad_low_latency", forget),
+        }
+        super().__init__("NativeGroup", **{**own, **answers})
+        self.is_over, self.failed = True, None
+        self.bad = {"bad_ranks": 0, "bad_low_latency": 0}
+
+    def _held(self) -> tuple[int, int, int]:
+        return self.max_tokens, self.max_top_k, self.row_bytes
+
+    def _allocate(self, *wanted: int) -> None:
+        self.generation += 1
+        self.max_tokens, self.max_top_k, self.row_bytes = map(max, self._held(), wanted)
+        self.num_bytes = self.max_tokens * self.row_bytes
+
+    def _drop(self) -> None:
+        self.windows = self.max_tokens = self.max_top_k = self.row_bytes = self.num_bytes = 0
+
+    def _bad(self, method: str, forget: bool) -> int:
+        mask = self.bad[method] if self.is_over else 0
+        self.bad[method] = 0 if forget else self.bad[method]
+        return mask
+
+
+class FakeExtension(Fake):
+    """The extension.
+
+    Attributes:
+        nccl: the `_C.Nccl` that it opens.
+        made: its communicators.
+    """
+
+    def __init__(self, **answers: Any) -> None:
+        own = {
+            "Nccl": lambda path: self.nccl,
+            "Communicator": self._make,
+            "NativeGroup": lambda *_: FakeGroup(),
+            "NativePlan": lambda *arguments: arguments,
+            "NativeLowLatency": lambda *_: Fake("NativeLowLatency"),
+            # Another number than the extension's, so that nobody has it from elsewhere.
+            "native_min_sms": lambda num_ranks: 5 + num_ranks // 32,
+        }
+        super().__init__("", **{**own, **answers})
+        self.nccl, self.made = Fake("Nccl"), []
+        self.MAX_RANKS, self.MAX_EXPERTS = 32, 512
+
+    def _make(self, *_: Any) -> Fake:
+        self.made.append(Fake("Communicator"))
+        return self.made[-1]
+
+
+class FakeKeeper:
+    """A `StreamKeeper` that writes down what it is to keep.
+
+    Attributes:
+        current: handle of the current stream.
+        kept: tensors, for whatever stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.current = STREAM
+        self.kept: list[torch.Tensor | None] = []
+
+    def keep(self, *tensors: torch.Tensor | None) -> int:
+        self.kept += tensors
+        return self.current
+
+    def lacks(self, *tensors: torch.Tensor) -> bool:
+        return not all(any(kept is tensor for kept in self.kept) for tensor in tensors)
+
+
+def play(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the native engine find a `FakeExtension` and the stream `STREAM`, and need no GPU."""
+    module = FakeExtension()
+    for where, name, value in (
+        (extension, "load", lambda: module),
+        (extension, "StreamKeeper", FakeKeeper),
+        (base, "StreamKeeper", FakeKeeper),
+        (extension, "current_stream", lambda: STREAM),
+        (native_group, "communicator_of", lambda *_: None),
+        (native_low_latency, "communicator_of", lambda *_: None),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "synchronize", lambda device: None),
+    ):
+        monkeypatch.setattr(where, name, value)
+
+
+@contextmanager
+def one_for_each_rank(modules: Sequence[FakeExtension]) -> Iterator[pytest.MonkeyPatch]:
+    """Have a rank find the one of its number, by the device that is current in a thread."""
+    here = threading.local()
+
+    def set_device(device: torch.device) -> None:
+        here.module = modules[device.index]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "set_device", set_device)
+        patch.setattr(extension, "load", lambda: here.module)
+        yield patch
