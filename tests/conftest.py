@@ -16,6 +16,7 @@ from contract_cases import contract_cases, for_engine
 from imports import import_dynamo
 from left_out import leave_out, print_left_out, tell_the_printer, told_by
 from megatron_versions import INSTALLED, SUPPORTED
+from patience import PatientPool
 from processes import LOCAL_RANKS
 from small_job import Trainer
 
@@ -315,6 +316,6 @@ def pool(backend: str, rank_counts: list[int], hosts: int) -> Iterator[RankPool]
     """As many ranks as the largest --ranks; a test that needs fewer uses the first ones."""
     size = rank_counts[-1]
     prepare = import_dynamo if backend == "gloo" else None
-    pool = RankPool(size, backend, prepare=prepare, hosts=hosts)
+    pool = PatientPool(size, backend, prepare=prepare, hosts=hosts)
     yield pool
     pool.close()

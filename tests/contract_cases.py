@@ -10,6 +10,7 @@ import dataclasses
 
 import torch
 from oracle import oracle_rows_limit
+from patience import patient
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
@@ -32,8 +33,8 @@ LIBRARY_HIDDEN = 64
 
 # Seconds that a rank waits for the others.  What hangs on GPUs should not hang for long; on a CPU
 # the ranks share few cores with everything else, and a compiler takes its time.
-DEADLINE_S = {"cpu": 120.0, "cuda": 20.0}
-COMPILER_DEADLINE_S = 60.0
+DEADLINE_S = {"cpu": patient(120.0), "cuda": patient(20.0)}
+COMPILER_DEADLINE_S = patient(60.0)
 
 
 def deadline_s(engine: str, device: str) -> float:

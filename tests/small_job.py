@@ -17,10 +17,11 @@ import yaml
 from fork_server import ForkServer
 from imports import import_megatron_on_cpu
 from megatron_versions import INSTALLED, python_path
+from patience import patient
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-TIMEOUT_S = 600  # a hung run must end the test; a busy machine must not
+TIMEOUT_S = patient(600)  # a hung run must end the test; a busy machine must not
 
 MODEL: dict[str, Any] = yaml.safe_load((TESTS / "convergence" / "model.yaml").read_text()) | {
     # So that a resumed run needs the right random numbers.

@@ -203,13 +203,12 @@ def _measure_in_pool(job: Job) -> list[Measured]:
 
 
 def _summary(error: Exception) -> str:
-    """The last line of every rank's traceback, or the whole message if it has none."""
+    """What stands before the ranks' tracebacks, such as who died, and the last line of each."""
     before, *parts = re.split(r"^--- (?=rank \d+ ---$)", str(error), flags=re.MULTILINE)
-    if not parts:
-        return before.strip()
-    return "; ".join(
-        f"{part.split(' ---', 1)[0]}: {part.strip().splitlines()[-1]}" for part in parts
-    )
+    return "; ".join([
+        *before.strip().splitlines(),
+        *(f"{part.split(' ---', 1)[0]}: {part.strip().splitlines()[-1]}" for part in parts),
+    ])  # fmt: skip
 
 
 def _measure_as_rank(job: Job) -> list[Measured]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_ncclep.ranks import place
+
+# Seconds that the other ranks have to answer once one has failed.  An error of all ranks comes from
+# all of them within moments, on a busy machine too.  A rank that waits in a collective for one that
+# has failed has nothing to add, and its own deadline may be minutes away.
+GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,9 @@ class RankError(AssertionError):
 class RankPool:
     """Up to `size` processes under one group, started once because starting is slow.
 
-    A function runs on the first R of them, over a group of just these.  When a rank dies or is late
-    the whole pool is killed; the next `run` starts a new one.
+    A function runs on the first R of them, over a group of just these.  When it raises on a rank,
+    or a rank dies or is late, the whole pool is killed: the groups of a job that failed are of no
+    use to another one.  The next `run` starts new processes.
 
     The ranks are forks of one process, so that they share what it has imported.  It imports what
     `folders` have before what this process would import, has the variables of `environment`, and
@@ -90,39 +97,51 @@ class RankPool:
             function: importable by name.
             args: that `torch.save` can write.
             ranks: R; default: all.
-            timeout: seconds for all of them together.
+            timeout: seconds for all of them together.  Once a rank has failed, the others have
+                `GRACE_S` at most.
 
         Raises:
-            RankError: with the traceback of every rank that failed.
+            RankError: with the traceback of every rank that failed, and which did not answer.
         """
         if self._process is None:
             self._start()
         ranks = ranks or self.size
-        job = _packed((function, args, ranks))
-        for pipe in self._pipes[:ranks]:
-            pipe.send_bytes(job)
-        deadline = time.monotonic() + timeout
-        answers: list[Any] = []
-        failures = []
-        for rank, pipe in enumerate(self._pipes[:ranks]):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                failures.append(f"rank {rank} did not answer within {timeout} s")
-                # What another one has raised may be why.
-                failures += _tracebacks_there(self._pipes, rank + 1, ranks)
-                self.close()
-                break
-            try:
-                # Tensors of a GPU arrive on the CPU: this process has no business there.
-                succeeded, answer = _receive(pipe, "cpu")
-            except EOFError as error:
-                self.close()
-                raise RankError(f"rank {rank} died") from error
-            answers.append(answer)
-            if not succeeded:
-                failures.append(f"--- rank {rank} ---\n{answer}")
-        if failures:
+        try:
+            return self._run(_packed((function, args, ranks)), ranks, timeout)
+        except BaseException:
+            self.close()  # an answer that comes late would be taken for that of the next job
+            raise
+
+    def _run(self, job: bytes, ranks: int, timeout: float) -> list[Any]:
+        """Send a job and collect the answers, as `run` says."""
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:ranks])}
+        for pipe in waiting:
+            with contextlib.suppress(ConnectionError):  # it has died since: there is no answer
+                pipe.send_bytes(job)
+        answers: dict[int, Any] = {}
+        dead: list[int] = []
+        raised: dict[int, str] = {}
+        deadline, allowed = time.monotonic() + timeout, f"{timeout:g} s"
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for pipe in set(waiting).intersection(ready):
+                rank = waiting.pop(pipe)
+                try:
+                    # Tensors of a GPU arrive on the CPU: this process has no business there.
+                    succeeded, answer = _receive(pipe, "cpu")
+                except (EOFError, ConnectionError):
+                    dead.append(rank)
+                else:
+                    (answers if succeeded else raised)[rank] = answer
+                if rank not in answers and time.monotonic() + GRACE_S < deadline:
+                    deadline = time.monotonic() + GRACE_S
+                    allowed = f"{GRACE_S:g} s after rank {rank} had failed"
+        late = waiting.values()
+        if dead or late or raised:
+            failures = [f"rank {rank} died" for rank in sorted(dead)]
+            failures += [f"rank {rank} did not answer within {allowed}" for rank in late]
+            failures += [f"--- rank {rank} ---\n{raised[rank]}" for rank in sorted(raised)]
             raise RankError("\n" + "\n".join(failures))
-        return answers
+        return [answers[rank] for rank in range(ranks)]
 
     def close(self) -> None:
         """Kill the processes of this pool.  A later `run` starts new ones."""
@@ -179,19 +198,6 @@ def _receive(pipe: Connection, device: str | None = None) -> Any:
         EOFError: the other end is dead, or was closed.
     """
     return torch.load(io.BytesIO(pipe.recv_bytes()), map_location=device, weights_only=False)
-
-
-def _tracebacks_there(pipes: Sequence[Connection], first: int, end: int) -> list[str]:
-    """What ranks from `first` to `end` - 1 have raised so far; does not wait."""
-    raised = []
-    for rank, pipe in list(enumerate(pipes))[first:end]:
-        try:
-            succeeded, answer = _receive(pipe, "cpu") if pipe.poll(0) else (True, None)
-        except EOFError:
-            succeeded, answer = False, "died"
-        if not succeeded:
-            raised.append(f"--- rank {rank} ---\n{answer}")
-    return raised
 
 
 def _fork_ranks(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import patient
 
 from megatron_ncclep.benchmark.subjects import Setting
 from megatron_ncclep.ranks.pool import RankContext
@@ -63,6 +64,6 @@ def setting_of(context: RankContext) -> Setting:
         rank=context.rank,
         num_ranks=context.num_ranks,
         device="cpu",
-        timeout_s=60,
-        new_group=lambda: dist.new_group(timeout=timedelta(seconds=60)),  # type: ignore[arg-type,return-value]
+        timeout_s=patient(60),
+        new_group=lambda: dist.new_group(timeout=timedelta(seconds=patient(60))),  # type: ignore[arg-type,return-value]
     )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from dispatcher_bugs import BUGS
 from imports import import_megatron_on_cpu
+from patience import PatientPool
 from prepared_subject import prepared_on
 
 from megatron_ncclep.benchmark.experts import blocks_of
@@ -129,7 +130,7 @@ def experts_on_rank(context: RankContext, name: str, case: str, bug: str) -> str
 @pytest.fixture(scope="module")
 def two_ranks() -> Any:
     """Two processes of their own: Megatron on a CPU needs patches that last."""
-    pool = RankPool(2, prepare=import_megatron_on_cpu)
+    pool = PatientPool(2, prepare=import_megatron_on_cpu)
     yield pool
     pool.close()
 

@@ -9,10 +9,11 @@ import torch
 from dispatcher_bugs import setting_of
 from imports import import_megatron_on_cpu
 from megatron_versions import importable, python_path
+from patience import PatientPool
 
 from megatron_ncclep.benchmark import gradient_fusion
 from megatron_ncclep.benchmark.gradient_fusion import STAND_IN, wgrad_gemm_accum_fp32
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 ROWS, IN, OUT = 5, 3, 4
 
@@ -81,7 +82,7 @@ def output_layer_on_rank(context: RankContext) -> tuple[str, bool, bool]:
 @pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-Core is not installed")
 @pytest.mark.parametrize("release", importable())
 def test_the_output_layer_calls_it(release: str) -> None:
-    pool = RankPool(1, "gloo", python_path(release), prepare=import_megatron_on_cpu)
+    pool = PatientPool(1, "gloo", python_path(release), prepare=import_megatron_on_cpu)
     try:
         assert pool.run(output_layer_on_rank) == [(STAND_IN, True, True)]
     finally:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from dispatcher_bugs import put_into
 from imports import import_megatron_on_cpu
+from patience import PatientPool
 from prepared_subject import prepared_on
 
 from megatron_ncclep.benchmark.run import make_subject
@@ -122,7 +123,7 @@ def share_on_rank(context: RankContext) -> list[Any]:
 @pytest.fixture(scope="module")
 def two_ranks() -> Any:
     """Two processes of their own: Megatron on a CPU needs patches that last."""
-    pool = RankPool(2, prepare=import_megatron_on_cpu)
+    pool = PatientPool(2, prepare=import_megatron_on_cpu)
     yield pool
     pool.close()
 

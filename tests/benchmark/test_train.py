@@ -13,6 +13,7 @@ import pytest
 import torch
 from dispatcher_bugs import put_into
 from imports import import_megatron_on_cpu
+from patience import PatientPool
 
 from megatron_ncclep.benchmark import train_profile
 from megatron_ncclep.benchmark.megatron_setup import initialize
@@ -21,7 +22,7 @@ from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.benchmark.train_check import bits_problem, curve_problem
 from megatron_ncclep.benchmark.train_model import Curve, SubjectModel, fusions, load_text
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 if find_spec("megatron") is None:
     pytest.skip("Megatron-Core is not installed", allow_module_level=True)
@@ -76,7 +77,7 @@ def problems_on_rank(context: RankContext, folder: str) -> dict[str, str | None]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
     """What the check says on each of two ranks, by bug."""
-    pool = RankPool(2, prepare=import_megatron_on_cpu)
+    pool = PatientPool(2, prepare=import_megatron_on_cpu)
     try:
         return pool.run(problems_on_rank, str(tmp_path_factory.mktemp("data")))
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from patience import patient
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
@@ -26,7 +27,7 @@ from megatron_ncclep.ranks import group as ranks_group
 from megatron_ncclep.ranks.exchange import HostLink
 from megatron_ncclep.ranks.group import EpGroup
 
-DEADLINE_S = 60.0
+DEADLINE_S = patient(60.0)
 # Each test has groups of this process alone: with GPUs nothing of them would differ.
 pytestmark = pytest.mark.cpu_only
 

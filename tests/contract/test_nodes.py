@@ -16,6 +16,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import config_of, contract_cases, for_engine
+from patience import PatientPool, patient
 from run_case import caps_of, ranks_on_node
 from test_autograd import step_of_both
 from test_overflow import TOO_MUCH, raised_on_rank
@@ -161,7 +162,7 @@ def test_larger_grids(monkeypatch: pytest.MonkeyPatch, num_ranks: int, local_ran
     """3 x 2 and 2 x 4."""
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
     cases = possible_cases(num_ranks)
-    with closing(RankPool(num_ranks)) as pool:
+    with closing(PatientPool(num_ranks)) as pool:
         results = pool.run(every_case_on_rank, cases)
     for i, case in enumerate(cases):
         assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
@@ -193,7 +194,9 @@ def test_all_nodes_hear_that_rows_were_dropped(pool: RankPool, rows: int | str) 
 
 def wrong_on_rank(ctx: RankContext, culprit: int) -> tuple[str, str]:
     """What is said of a wrong dispatch on one rank, and whether the group goes on."""
-    with closing(create_engine(ctx.group, 8, EpConfig(engine=ENGINE, timeout_s=60))) as engine:
+    with closing(
+        create_engine(ctx.group, 8, EpConfig(engine=ENGINE, timeout_s=patient(60)))
+    ) as engine:
         plan = engine.plan(torch.tensor([[0, 7]]))
         x = torch.ones(1 + (ctx.rank == culprit), 16)
         with pytest.raises(InputError) as caught:

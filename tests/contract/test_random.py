@@ -35,7 +35,6 @@ def test_random_batches_are_the_oracles(
         try:
             results = pool.run(round_on_rank, engine_name, round_seed, count, sizes, ranks=ranks)
         except RankError as error:
-            pool.close()  # the group of a call that failed is of no use to the next test
             raise AssertionError(f"{again}\n{error}") from error
         differences = [difference for difference, _ in results if difference]
         assert not differences, "\n".join([again, *differences])

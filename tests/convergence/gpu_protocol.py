@@ -111,7 +111,6 @@ def run_lane(args: argparse.Namespace, index: int, until: float) -> None:
             except RankError as error:
                 if time.time() < until:  # otherwise it was cut off, and the log shows where
                     run.write("failed", reason=str(error).strip()[-MOST_CHARACTERS:])
-                pool.close()  # groups of a training that failed are of no use to the next one
             known[arm] = time.monotonic() - begin
             print(f"lane {index}: {arm}, seed {seed}: {known[arm]:.0f} s", flush=True)
     finally:

@@ -18,9 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 from outcome import shared_memory
+from patience import patient
 
 # On a machine where everything else runs too; nothing here takes longer than the start of torch.
-LONG_S = 300.0
+LONG_S = patient(300.0)
 
 # The launchers run on CPUs whatever the tests' backend is.
 pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PatientPool
 
 from megatron_ncclep.ranks.pool import RankPool
 
@@ -18,6 +19,6 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("contract", 
 def megatron_pool(backend: str, rank_counts: list[int], hosts: int) -> Iterator[RankPool]:
     """Processes of their own for Megatron: as many of the ranks asked for as divide 16 experts."""
     size = next(n for n in range(rank_counts[-1], 0, -1) if 16 % n == 0)
-    pool = RankPool(size, backend, hosts=hosts)
+    pool = PatientPool(size, backend, hosts=hosts)
     yield pool
     pool.close()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_setup import build_layer, initialize, make_config
+from patience import PatientPool
 from rebuilding_case import MODELS, SETTLED, growth, held
 
 import megatron_ncclep
@@ -33,7 +34,7 @@ TOLERANCE = 24 * 2**20
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.needs_ranks(2))])
 def few(request: pytest.FixtureRequest, backend: str) -> Iterator[RankPool]:
     """Processes in which nothing else runs."""
-    pool = RankPool(request.param, backend)
+    pool = PatientPool(request.param, backend)
     yield pool
     pool.close()
 

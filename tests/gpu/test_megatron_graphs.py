@@ -18,6 +18,7 @@ import pytest
 import torch
 from graph_training import ALL_ROWS, LONGEST, SEQUENCE, STEPS, Job, Trained, start, train
 from layer_case import options_shown
+from patience import PatientPool
 
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
@@ -103,7 +104,7 @@ JOBS = {
 @pytest.fixture
 def one_rank(backend: str) -> Iterator[RankPool]:
     """A process for one test."""
-    pool = RankPool(1, backend)
+    pool = PatientPool(1, backend)
     yield pool
     pool.close()
 

@@ -10,6 +10,7 @@ from imports import import_megatron_on_cpu
 from left_out import leave_out
 from megatron_versions import INSTALLED, SUPPORTED, importable, python_path
 from packaging.version import Version
+from patience import PatientPool
 
 from megatron_ncclep.ranks.pool import RankPool
 
@@ -58,7 +59,9 @@ def megatron_pool(megatron_release: str) -> Iterator[RankPool]:
     # The kernels with which Megatron generates text are Triton's, which runs them on a CPU if told
     # so before they are imported.
     environment = {"TRITON_INTERPRET": "1"}
-    pool = RankPool(4, "gloo", python_path(megatron_release), environment, import_megatron_on_cpu)
+    pool = PatientPool(
+        4, "gloo", python_path(megatron_release), environment, import_megatron_on_cpu
+    )
     yield pool
     pool.close()
 

@@ -14,10 +14,11 @@ import tempfile
 import textwrap
 
 from fork_server import ForkServer
+from patience import patient
 
 # Imported beforehand, where they are there: 0.16.1's wheel has no command line.
 MODULES = ("pytest", "megatron.core.transformer.moe.moe_layer", "megatron.training.arguments")
-TIMEOUT_S = 240
+TIMEOUT_S = patient(240)
 # What ranks of a job have in their environment; nobody has started this code as one.
 AS_RANK = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"

@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from compile_case import Compiler, compiled_model_on_rank, compiled_on_rank
+from compile_case import COMPILES_S, Compiler, compiled_model_on_rank, compiled_on_rank
 from megatron_versions import INSTALLED
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankPool
 
 CASES: dict[str, dict[str, Any]] = {
-    "exact": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "static": {"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")},
+    "exact": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+        "ncclep": EpConfig(first_timeout_s=COMPILES_S),
+    },
+    "static": {
+        "ncclep": EpConfig(experts="grouped", max_recv_rows="worst", first_timeout_s=COMPILES_S)
+    },
 }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import processes
 import pytest
 from megatron_versions import INSTALLED, importable, python_path
+from patience import patient
 
 from megatron_ncclep.cli import run as launch
 from megatron_ncclep.errors import InputError, IntegrationError
@@ -24,7 +25,7 @@ from megatron_ncclep.integration.import_hook import after_import
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # A hung run must end the test; a busy machine must not.
-TIMEOUT_S = 900
+TIMEOUT_S = patient(900)
 
 # Four experts per token: `alltoall` adds their rows one after the other, our dispatcher first those
 # of each rank and then the ranks' sums.  Two fp32 summation orders, one rounding apart (6e-8), and

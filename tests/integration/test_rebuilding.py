@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from imports import import_megatron_on_cpu
 from megatron_setup import build_layer, initialize, make_config
+from patience import PatientPool, patient
 from rebuilding_case import MODELS, growth, held, mapped
 
 import megatron_ncclep
@@ -31,7 +32,7 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 LAYERS, RANKS = 2, 2
-LONG_S = 60
+LONG_S = patient(60)
 EXPERTS = 4
 
 
@@ -71,7 +72,7 @@ def build(engine: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
     """Two processes in which nothing else runs."""
-    pool = RankPool(RANKS, "gloo", prepare=import_megatron_on_cpu)
+    pool = PatientPool(RANKS, "gloo", prepare=import_megatron_on_cpu)
     yield pool
     pool.close()
 

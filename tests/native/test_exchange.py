@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_extension import FakeExtension
+from patience import patient
 
 from megatron_ncclep.errors import LibraryError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension
@@ -43,8 +44,8 @@ if extension.unavailable_reason() is not None:
     pytest.skip(f"nothing to call: {extension.unavailable_reason()}", allow_module_level=True)
 
 # Far more than a test takes; one that waits for it has failed.
-LONG_S = 60.0
-SOON_S = 30.0
+LONG_S = patient(60.0)
+SOON_S = patient(30.0)
 # More than one round of the exchange moves.
 LONG_MESSAGE = 5000
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import stand_in
 import torch
+from patience import PatientPool
 
 from megatron_ncclep.errors import EpError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
@@ -33,7 +34,7 @@ FP8 = SimpleNamespace(
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool(2, folders=[str(Path(__file__).parent)])
+    pool = PatientPool(2, folders=[str(Path(__file__).parent)])
     yield pool
     pool.close()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +15,16 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from contract_cases import deadline_s
+from patience import VARIABLE, PatientPool, patient
 
+from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 PREPARED: list[int] = []
+# Far longer than any wait that is meant to end.
+LONG_S = 60.0
 
 
 def prepare() -> None:
@@ -42,13 +50,47 @@ def hang(ctx: RankContext) -> None:
 
 
 def fail(ctx: RankContext) -> None:
+    """Rank 0 waits in torch's barrier, for as long as torch lets it."""
     if ctx.rank == 1:
         raise ZeroDivisionError("a bug")
+    dist.barrier(ctx.group)
+
+
+def fail_early_and_late(ctx: RankContext) -> None:
+    time.sleep(ctx.rank)
+    raise ZeroDivisionError(f"a bug of rank {ctx.rank}")
+
+
+def give_up(ctx: RankContext) -> None:
+    if ctx.rank == 0:
+        EpGroup.of(ctx.group).exchange(b"?", "a call that rank 1 does not make", 1e-3)
+
+
+def meet(ctx: RankContext) -> bytes:
+    return EpGroup.of(ctx.group).exchange(bytes([ctx.rank]), "a call", 60.0)
+
+
+def deadline_on_rank(ctx: RankContext) -> float:
+    return deadline_s("reference", ctx.device)
+
+
+def end_later(ctx: RankContext) -> int:
+    """The rank answers, and dies when nobody asks it anything."""
+    if ctx.rank == 1:
+        threading.Timer(0.1, os._exit, (3,)).start()
+    return os.getpid()
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     pool = RankPool(2, prepare=prepare)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def patient_pool() -> Iterator[PatientPool]:
+    pool = PatientPool(2)
     yield pool
     pool.close()
 
@@ -86,15 +128,90 @@ def test_a_rank_that_is_gone_costs_all_processes(
     assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
 
 
-def test_an_exception_costs_nothing(pool: RankPool) -> None:
+def test_a_failure_is_told_while_others_wait(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank raised, the others waited for it in a collective for up to five minutes, and the pool
+    waited for them: that looked like a hang.
+    """
+    monkeypatch.setattr("megatron_ncclep.ranks.pool.GRACE_S", 1.5)
     before = pool.run(whereabouts)
-    with pytest.raises(RankError, match=r"(?s)--- rank 1 ---.*ZeroDivisionError: a bug"):
-        pool.run(fail)
-    assert pool.run(whereabouts) == before
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool.run(fail, timeout=LONG_S)
+    assert time.monotonic() - start < LONG_S / 2
+    late = "rank 0 did not answer within 1.5 s after rank 1 had failed"
+    assert re.search(rf"(?s){late}.*--- rank 1 ---.*ZeroDivisionError: a bug", str(caught.value))
+    assert "--- rank 0 ---" not in str(caught.value)
+    after = pool.run(whereabouts)
+    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in after)
+    assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
+
+
+def test_later_errors_are_collected(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_ncclep.ranks.pool.GRACE_S", LONG_S)
+    with pytest.raises(RankError) as caught:
+        pool.run(fail_early_and_late)
+    text = str(caught.value)
+    for rank in range(2):
+        assert re.search(rf"(?s)--- rank {rank} ---.*Error: a bug of rank {rank}\n", text), text
+    assert "did not answer" not in text
+
+
+def test_a_group_that_gave_up_is_not_used_again(pool: RankPool) -> None:
+    """Every further call of it fails, whoever catches the first error."""
+    with pytest.raises(RankError, match="PeerError: rank 0 of 2: no answer from the other ranks"):
+        pool.run(give_up)
+    assert pool.run(meet) == [bytes([0, 1])] * 2
+
+
+def test_a_rank_that_died_between_jobs_is_told(pool: RankPool) -> None:
+    _, dying = pool.run(end_later)
+    assert pool._pipes[1].poll(LONG_S)  # its end is closed
+    with pytest.raises(RankError, match="rank 1 died"):
+        pool.run(whereabouts)
+    assert dying not in [pid for pid, *_ in pool.run(whereabouts)]
+
+
+def test_an_interrupted_job_leaves_no_answers_behind(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_ncclep.ranks.pool.wait", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(whereabouts)
+    assert pool.run(meet) == [bytes([0, 1])] * 2
+
+
+def test_jobs_may_take_longer(patient_pool: PatientPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter ones here, so that the test ends: of a job with a deadline, and of one without."""
+    monkeypatch.setenv(VARIABLE, "0.005")
+    with pytest.raises(RankError, match=r"rank 1 did not answer within 0\.1 s"):
+        patient_pool.run(hang, timeout=20)
+    with pytest.raises(RankError, match=r"rank 1 did not answer within 1\.2 s"):
+        patient_pool.run(hang)
+
+
+def test_engines_on_ranks_are_as_patient(
+    patient_pool: PatientPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = deadline_s("reference", "cpu")
+    monkeypatch.setenv(VARIABLE, str(2 * patient(1)))
+    assert patient_pool.run(deadline_on_rank) == [2 * before] * 2
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "long"])
+def test_patience_is_a_positive_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ValueError, match=f"{VARIABLE}='{text}': must be a positive number"):
+        patient(60)
 
 
 def test_a_failed_test_costs_later_ones_nothing() -> None:
-    """A rank that compiled for too long failed its test, and then every other one of its pool."""
+    """A rank that compiled for too long failed its test, and then every other one of its pool.
+
+    The ranks catch the error here: the pool hears of none.
+    """
     planted = str(Path(__file__).with_name("planted_failure.py"))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--ranks", "2", planted]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
