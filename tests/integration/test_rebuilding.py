@@ -94,7 +94,7 @@ def groups_anew_on_rank(ctx: RankContext) -> tuple[dict[str, Any], list[Any]]:
         # At once, while the model is alive and torch still has the process groups.
         assert (mapped(), Windows.open) == (0, 0)
         with pytest.raises(
-            GroupClosedError, match=r"destroy_model_parallel.*build the model\) anew"
+            GroupClosedError, match=r"destroy_model_parallel.*build the model\) again"
         ):
             layers[0](torch.randn(4, 4, layers[0].config.hidden_size))
         del layers, group
