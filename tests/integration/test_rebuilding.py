@@ -186,7 +186,7 @@ def left_alone_on_rank(ctx: RankContext) -> list[Any]:
             group.timeout_s = 0.1
             megatron_ncclep.close(ctx.group)
             assert (mapped(), Windows.open) == (0, 0)
-            with pytest.raises(GroupClosedError, match="make the engine"):
+            with pytest.raises(GroupClosedError, match="create the engine"):
                 engine.plan(torch.zeros(1, 1, dtype=torch.int64))
         dist.barrier(ctx.group)
         if ctx.rank == 0:

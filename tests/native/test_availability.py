@@ -288,7 +288,7 @@ def test_an_nccl_that_is_too_old(
 @pytest.mark.parametrize(
     ("num_ranks", "num_experts", "options", "text"),
     [
-        (NUM_RANKS, 513, {}, "it takes at most 512 experts in all: there are 513"),
+        (NUM_RANKS, 513, {}, "it takes at most 512 experts in total: there are 513"),
         (NUM_RANKS, None, {"num_sms": 4}, "num_sms 4: its kernels need at least 5 for 3 ranks"),
         (32, None, {"num_sms": 5}, "num_sms 5: its kernels need at least 6 for 32 ranks"),
         (
