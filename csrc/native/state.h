@@ -91,7 +91,7 @@ struct Control {
   }
   // uint64 [R][chunks]: epoch of the combine whose sums for my chunk rank r has pushed.
   NCCLEP_BOTH std::size_t pushed() const { return staged() + num_ranks * kPhases * 8; }
-  // The next three are used by this rank alone. uint64 [R][units]: epoch of the combine that has
+  // The next three are used by this rank alone: uint64 [R][units]: epoch of the combine that has
   // computed the sums of a unit of rank r's pairs.
   NCCLEP_BOTH std::size_t added() const {
     return pushed() + static_cast<std::size_t>(num_ranks) * max_chunks() * 8;

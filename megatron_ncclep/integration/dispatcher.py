@@ -125,8 +125,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                 self, config.num_moe_experts * self._num_slices // self._ranks.size
             )
         # int64 scalar on the device: assignments dropped so far in static mode, in forward passes
-        # only, each once.  It stays the same tensor, so that a CUDA graph that is replayed goes on
-        # counting.
+        # only, each once.  It stays the same tensor, so that a replayed CUDA graph keeps counting.
         self.num_dropped: torch.Tensor | None = None
         if self._is_static:
             self.num_dropped = torch.zeros((), dtype=torch.int64, device=self._ranks.device)

@@ -26,7 +26,7 @@ WINDOW = ("low-latency",)
 # CTAs of a kernel: as many as leave several warps of each with a piece of a row, of 1 KiB.
 DEFAULT_MOST_CTAS = 120
 LEAST_CTAS, PIECE_BYTES, PIECES_PER_CTA = 8, 1024, 4
-# A combine has CTAs for at least this fraction of max_tokens: one in
+# A combine has CTAs for at least max_tokens / LEAST_SHARE tokens.
 LEAST_SHARE = 8
 # Windows for a group that has none yet: its control window tells ranks that another one stops.
 FIRST_TOKENS, FIRST_ROW_BYTES = 128, 16
