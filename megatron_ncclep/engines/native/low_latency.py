@@ -189,7 +189,7 @@ class NativeLowLatency:
         """The number of tokens to size CTAs for: only the device knows how many rows were received.
 
         On a rank with one token and 128 received rows, CTAs for one token would take 34 us; CTAs
-        for 16 tokens, an eighth of 128, take 13 us, as long as enough CTAs do; with nothing to send
+        for 16 tokens, an eighth of 128, take 13 us, no longer than more CTAs; with nothing to send
         they cost half a us.
         """
         return max(self._num_tokens, -(-self._sizes.max_tokens // LEAST_SHARE))
