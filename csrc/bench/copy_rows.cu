@@ -1,5 +1,5 @@
 // One elected thread of each warp drives a ring of kStages row-sized buffers in shared memory: a
-// bulk copy fills a stage, and when its barrier says so another bulk copy empties it.
+// bulk copy fills a stage, and once its barrier completes another bulk copy drains it.
 //
 // Example, kStages = 4, one warp, rows 0 1 2 ...: loads of rows 0, 1 and 2 are in flight before row
 // 0 is stored; row 3 is loaded into the free stage 3 next, and row 4 into stage 0 once the store of
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kStages = 4;
 constexpr int kMaxWarps = 8;
-constexpr int kSharedBytes = 200 * 1024;  // of the 227 KiB that a CTA can have
+constexpr int kSharedBytes = 200 * 1024;  // out of the 227 KiB available to a CTA
 constexpr int kWarpSize = 32;
 
 struct Peers {
@@ -59,8 +59,7 @@ __global__ void copy_rows_kernel(char* local, Peers peers, const int* peer_of_ro
                 ring + static_cast<std::size_t>(stage) * row_bytes, row_bytes);
     commit_stores();
     if (turn + kStages - 1 < count) {
-      // The next load goes into the stage before this one; all stores but the last have read
-      // theirs.
+      // The next load goes into the previous stage; every store but the last has read its stage.
       wait_for_reads_of_stores<1>();
       load(turn + kStages - 1);
     }

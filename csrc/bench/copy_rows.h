@@ -1,5 +1,5 @@
-// Rows to or from the memory of other ranks: what an NVLink gives to copies of whole rows, which is
-// the ceiling of dispatch and combine.
+// Copies rows to or from the memory of other ranks: the bandwidth that NVLink gives to copies of
+// whole rows, which is the ceiling of dispatch and combine.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the parts of the extension share, and what each part adds to it.
+// Helpers that the binding files share, and the functions with which each adds to the module.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,5 @@
-// Kernels and copies that need no group: routes, messages of the network, words of windows, and
-// what measures a machine.
+// Kernels and copies that need no group: routes, network messages, words in windows, and
+// measurements of the machine.
 #include <optional>
 #include <string>
 #include <vector>
@@ -19,7 +19,8 @@ using namespace py::literals;
 namespace ncclep::bindings {
 namespace {
 
-// What the device is to read or write: there, and at a multiple of `alignment` bytes.
+// Checks an address that the device will read or write: not null, and a multiple of `alignment`
+// bytes.
 void require_address(std::uintptr_t address, std::uintptr_t alignment) {
   require(address != 0 && address % alignment == 0, "address ", address, ": must be a multiple of ",
           alignment, " and not 0");
@@ -27,7 +28,7 @@ void require_address(std::uintptr_t address, std::uintptr_t alignment) {
 
 char* pointer(std::uintptr_t number) { return reinterpret_cast<char*>(number); }
 
-// What checks windows: words of any rank's memory.
+// Probes windows: reads and writes words in any rank's memory.
 void bind_words(py::module_& module) {
   module.def(
       "load_words",
@@ -45,25 +46,26 @@ void bind_words(py::module_& module) {
       "addresses"_a, "words"_a, Unlocked());
 }
 
-// Checks int64 indices [T, K], numbers [T, K] for them, and numbers [T, E] of the same dtype.
+// Checks int64 expert indices [T, K], one number per assignment [T, K], and one per expert [T, E]
+// of the same dtype.
 void require_assignments(const char* call, const Tensor& topk_idx, const Tensor& of_assignments,
                          const Tensor& of_experts) {
   require(topk_idx.dtype == DType::kInt64 && topk_idx.shape.size() == 2 &&
               of_assignments.shape == topk_idx.shape,
-          call, " needs int64 [T, K], and numbers [T, K] for it");
+          call, " needs int64 [T, K], and one number [T, K] for each assignment");
   require(of_experts.shape.size() == 2 && of_experts.shape[0] == topk_idx.shape[0] &&
               of_experts.dtype == of_assignments.dtype && itemsize_of(of_experts.dtype) > 1,
           call, " needs numbers [T, E] and [T, K] of one dtype of 2, 4 or 8 bytes");
-  // One warp for each token, and experts and assignments in int.
+  // There is one warp per token, and the kernels count experts and assignments in int.
   for (const std::int64_t size : {topk_idx.shape[0], topk_idx.shape[1], of_experts.shape[1]}) {
     require(size <= INT32_MAX, call, ": ", size, " tokens, experts or assignments are too many");
   }
 }
 
-// Checks that the experts [T, E] can be divided into blocks of so many.
+// Checks that the experts of [T, E] divide evenly into blocks of `block`.
 void require_block(const char* call, const Tensor& of_experts, int block) {
   require(block > 0 && of_experts.shape[1] % block == 0, call, ": blocks of ", block,
-          " experts must be equal parts of all");
+          " experts must divide all experts evenly");
 }
 
 void bind_routes(py::module_& module) {
@@ -76,7 +78,7 @@ void bind_routes(py::module_& module) {
                 "routes_and_weights needs a bool map [T, E]");
         require_assignments("routes_and_weights", topk_idx, weights, probs);
         require(not_routed < 0 && too_many_experts < 0,
-                "routes_and_weights needs negative numbers for what is no expert");
+                "routes_and_weights needs negative values for not_routed and too_many_experts");
         require(probs.shape == routing_map.shape,
                 "routes_and_weights needs probabilities of the map's shape");
         require_block("routes_and_weights", probs, block);

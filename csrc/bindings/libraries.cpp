@@ -43,7 +43,7 @@ void bind_host(py::module_& module) {
                     " s: it must be a number of seconds, at most ", kForever);
             const std::string_view message = mine;
             py::bytes all(nullptr, exchange.num_ranks() * message.size());
-            char* to = PyBytes_AS_STRING(all.ptr());  // nobody else has these bytes yet
+            char* to = PyBytes_AS_STRING(all.ptr());  // nothing else refers to these bytes yet
             {
               py::gil_scoped_release unlocked;
               exchange.exchange(message.data(), message.size(), to, what, timeout_s, raise_signals);
@@ -96,7 +96,7 @@ void bind_nccl(py::module_& module) {
                              [](const Window& window) { return number(window.address()); })
       .def_property_readonly("peers", [](const Window& window) { return numbers(window.peers()); })
       .def("close", &Window::close, Unlocked());
-  // Of the start of the struct that NCCL keeps for a window: no window, and no GPU, is needed.
+  // Parses the head of the struct that NCCL keeps for a window: needs neither a window nor a GPU.
   module.def(
       "window_peers",
       [](const py::bytes& head, int rank, int num_ranks) {

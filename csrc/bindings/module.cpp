@@ -6,7 +6,7 @@ namespace py = pybind11;
 
 namespace {
 
-// In one piece, for setup.py, which looks for it in the file: a compiler may keep a text as short
+// One string, because setup.py searches the binary for it: a compiler may embed a string as short
 // as "13.0" in its instructions.
 [[gnu::used]] const char kBuiltWith[] = "CUDA " NCCLEP_CUDA_VERSION " for " NCCLEP_ARCHITECTURES;
 
@@ -20,7 +20,7 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  // The names that the package's errors have; pybind11 keeps a reference for the process.
+  // The package's own exception types; pybind11 holds a reference for the life of the process.
   py::register_local_exception_translator([](std::exception_ptr pending) {
     try {
       if (pending) std::rethrow_exception(pending);

@@ -28,7 +28,7 @@ inline DType dtype_of(const std::string& name) {
 namespace pybind11::detail {
 
 // Takes anything that has torch.Tensor's data_ptr, shape, dtype and is_contiguous.  A layer passes
-// dozens of tensors, so names are not made anew and dtypes not spelled out for each of them.
+// dozens of tensors, so attribute names are interned once and dtypes are cached by object.
 template <>
 struct type_caster<ncclep::Tensor> {
   PYBIND11_TYPE_CASTER(ncclep::Tensor, const_name("Tensor"));
@@ -64,7 +64,7 @@ struct type_caster<ncclep::Tensor> {
     if (result == nullptr) throw error_already_set();
     return reinterpret_steal<object>(result);
   }
-  // A number that Python could not convert.
+  // Python could not convert the number.
   static void raise_pending() {
     if (PyErr_Occurred() != nullptr) throw error_already_set();
   }

@@ -1,5 +1,5 @@
-// Copies of 16 bytes from global to shared memory that a thread does not wait for.  What a thread
-// has copied, it alone sees without further ado.
+// Asynchronous 16-byte copies from global to shared memory.  After its wait, a thread sees its own
+// copies; other threads need a barrier.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ __device__ inline void copy_async(void* shared, const void* global) {
 // Ends the thread's current group of copies, which may be empty.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all but the thread's last kPending groups are there.
+// Waits until all but the thread's last kPending groups of copies have arrived.
 template <int kPending>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

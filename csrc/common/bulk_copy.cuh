@@ -19,7 +19,7 @@ __device__ inline void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// What this thread has seen of global memory through ordinary loads, its bulk copies see too.
+// Makes global memory that this thread has seen through ordinary loads visible to its bulk copies.
 __device__ inline void fence_for_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Starts a copy of `bytes` into shared memory, which completes phase after phase of `full`.

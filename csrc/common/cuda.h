@@ -7,7 +7,7 @@
 
 namespace ncclep {
 
-// `call`: one text or several, what was called.
+// `call`: the parts of the text that names what was called.
 template <typename... Text>
 void cuda_check(cudaError_t result, const Text&... call) {
   if (result != cudaSuccess) fail(call..., " failed: ", cudaGetErrorString(result));

@@ -23,7 +23,7 @@ constexpr int itemsize_of(DType dtype) {
   return 0;
 }
 
-// As torch calls it.
+// Torch's name for it.
 constexpr const char* name_of(DType dtype) {
   switch (dtype) {
     case DType::kUint8:

@@ -8,20 +8,19 @@
 
 namespace ncclep {
 
-// A call of NCCL, of CUDA, of the system or of an engine's library failed.  Python sees
-// errors.LibraryError.
+// A call to NCCL, CUDA, the system or an engine's library failed.  Python sees errors.LibraryError.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Another rank died, did not come in time, or is in another call.  Python sees errors.PeerError.
+// Another rank died, missed the deadline, or is in a different call.  Python sees errors.PeerError.
 class PeerError : public Error {
  public:
   using Error::Error;
 };
 
-// A number, a pointer or a text, as text.  Without streams: their locales crash in a process that
+// Formats a number, a pointer or a string.  Avoids iostreams: their locales crash in a process that
 // has two copies of the C++ library, one of them linked into this extension.
 template <typename Part>
 std::string text_of(const Part& part) {

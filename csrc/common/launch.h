@@ -1,4 +1,5 @@
-// Launching a kernel whose CTAs wait for each other: all of them run at once, or none.
+// Launches a kernel whose CTAs wait for each other: all of them are resident at once, or none
+// starts.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +11,7 @@
 
 namespace ncclep {
 
-// `what` names the kernel in errors; `parameters` are what the kernel takes.
+// `what` names the kernel in errors; `parameters` are the kernel's arguments.
 template <typename... Parameters>
 void launch_cooperatively(const char* what, void (*kernel)(Parameters...), int num_ctas,
                           int num_threads, std::size_t shared_bytes, std::uintptr_t stream,

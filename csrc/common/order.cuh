@@ -1,4 +1,4 @@
-// Loads, stores and fences that other ranks see in order, and the clock.
+// Loads, stores and fences with an order that other ranks observe, and the clock.
 #pragma once
 
 #include <cstdint>
@@ -17,21 +17,21 @@ __device__ inline std::uint64_t load_acquire(const std::uint64_t* word) {
   return value;
 }
 
-// Looks without ordering anything after it: for loops that look often.
+// Does not order later accesses after it: for polling loops.
 __device__ inline std::uint64_t load_relaxed(const std::uint64_t* word) {
   std::uint64_t value;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 }
 
-// Orders what was loaded before, by load_relaxed, before everything that follows.
+// Orders earlier loads by load_relaxed before everything that follows.
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ inline void store_release(std::uint64_t* word, std::uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// For words that carry all that they say.
+// For words that carry their whole message, so nothing else has to be visible with them.
 __device__ inline void store_relaxed(std::uint64_t* word, std::uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }

@@ -1,4 +1,4 @@
-// What a host does between two questions while it waits.
+// How a waiting host thread pauses between polls.
 #pragma once
 
 #include <sched.h>
@@ -9,14 +9,14 @@
 
 namespace ncclep {
 
-// Call it after `waited` seconds of a wait.  It gives the core away at first, and later sleeps, so
-// that the ranks it waits for run where there are fewer cores than ranks.  A rank that sleeps comes
-// late to what follows, and the others then wait for it: what is usual in a training step must not
-// last until it sleeps.
+// Call it after `waited` seconds of a wait.  It yields the core at first and sleeps later, so that
+// the ranks it waits for can run where there are fewer cores than ranks.  A rank that sleeps wakes
+// up late and the others then wait for it, so the usual waits of a training step must end before
+// the first sleep.
 inline void pause_in_wait(double waited) {
   constexpr double kYieldTime = 5e-3;
-  // A sleep is a hundredth of what has been waited, within these: a rank that compiles, or reads
-  // data, for seconds has the cores for that, and the others lose 1 %.
+  // A sleep lasts a hundredth of the time waited so far, within these bounds: a rank that compiles
+  // or reads data for seconds gets the cores, and the others lose 1 %.
   constexpr double kShortestSleep = 50e-6, kLongestSleep = 1e-3;
   if (waited < kYieldTime) {
     sched_yield();

@@ -1,4 +1,4 @@
-// A library that is found and opened at run time, so that the extension links to none.
+// A library found and opened at run time, so that the extension itself links to none.
 #pragma once
 
 #include <dlfcn.h>
@@ -9,8 +9,8 @@
 
 namespace ncclep {
 
-// Open for the rest of the process: what a library started (threads, communicators) may outlive
-// any object of ours.
+// Stays open for the rest of the process: what the library started (threads, communicators) may
+// outlive any object of ours.
 class SharedLibrary {
  public:
   explicit SharedLibrary(const std::string& path) : path_(path) {

@@ -12,7 +12,7 @@ cudaStream_t stream_of(std::uintptr_t handle) { return reinterpret_cast<cudaStre
 
 cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
 
-// The number of the capture that the stream takes part in, which no other capture has; 0: none.
+// The unique id of the capture that the stream takes part in; 0: none.
 unsigned long long capture_of(std::uintptr_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long number = 0;
@@ -29,8 +29,8 @@ Event::Event() {
   event_ = event;
 }
 
-// An event may go before its work is over; the only errors are those of a CUDA that is shutting
-// down.
+// An event may be destroyed before its work is over; the only possible errors come from CUDA
+// shutting down.
 Event::~Event() { cudaEventDestroy(event_of(event_)); }
 
 void Event::record(std::uintptr_t stream) {
@@ -49,14 +49,14 @@ bool Event::is_over() const {
 
 bool StreamOrder::queue(std::uintptr_t stream, const std::function<void()>& launch) {
   const unsigned long long capture = capture_of(stream);
-  // While it is captured a stream has no number to ask for, and waiting for itself costs nothing.
+  // The id of a stream cannot be queried during capture, and waiting for itself costs nothing.
   unsigned long long number = 0;
   if (capture == 0) cuda_check(cudaStreamGetId(stream_of(stream), &number), "cudaStreamGetId");
   Last& last = capture != 0 ? last_captured_ : last_;
   if (capture != 0 ? last.capture == capture : last.stream != number) last.done.hold_back(stream);
   launch();
-  // Now, not when the next operation comes: that one must not wait for what the caller queues here
-  // in between, which may itself wait for another rank.
+  // Record now, not at the next operation: that one must not wait for work that the caller queues
+  // here in between, which may itself wait for another rank.
   last.done.record(stream);
   last.stream = number;
   last.capture = capture;

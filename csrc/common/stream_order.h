@@ -1,4 +1,4 @@
-// Operations that run one after the other, whatever streams they are queued on.
+// Runs operations one after the other, whatever streams they are queued on.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class Event {
   Event& operator=(const Event&) = delete;
 
   void record(std::uintptr_t stream);
-  // Has what is queued on `stream` from now on wait until the event's work is over.
+  // Makes work queued on `stream` from now on wait until the event's work is over.
   void hold_back(std::uintptr_t stream) const;
   // Whether the work before the last record is over; true before the first.  Throws when the device
   // has failed.
@@ -27,25 +27,25 @@ class Event {
 
 // The order of all kernels that use the windows of one communicator.  Groups of one communicator
 // share it: their kernels wait for other ranks, and if two groups ran at once, in one order here
-// and in the other order elsewhere, each could hold the SMs that the other one needs.
+// and in the other order on another rank, each could hold the SMs that the other one needs (a
+// deadlock).
 class StreamOrder {
  public:
-  // Queues what `launch` queues on `stream`, after the operation before.  Between a CUDA graph and
-  // what is queued without one the order is up to the caller: an event must not lead into a graph
-  // that is being captured, or out of one.
+  // Runs `launch`, which queues work on `stream`, ordered after the previous operation.  The caller
+  // orders CUDA graphs against work queued outside them: no event may lead into or out of a graph
+  // that is being captured.
   //
   // Returns whether the stream is being captured.
   bool queue(std::uintptr_t stream, const std::function<void()>& launch);
-  // Whether all that was queued here, and not captured, is over.  Throws when the device has
-  // failed.
+  // Whether everything queued here outside captures is over.  Throws when the device has failed.
   bool is_idle() const { return last_.done.is_over(); }
 
  private:
   // The last operation that was queued, or captured.
   struct Last {
     Event done;
-    unsigned long long stream = 0;   // its number, which no later stream has
-    unsigned long long capture = 0;  // the number of the capture; 0: none
+    unsigned long long stream = 0;   // its id, which CUDA never reuses
+    unsigned long long capture = 0;  // the id of the capture; 0: none
   };
 
   Last last_, last_captured_;

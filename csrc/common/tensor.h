@@ -22,8 +22,8 @@ struct Tensor {
   }
 };
 
-// Throws unless the numbers that something calls a tensor can be one's: no negative size, no more
-// elements than memory can hold, and memory for them, at a multiple of the dtype's size.
+// Throws unless shape and pointer describe a possible tensor: no negative size, no more elements
+// than memory can hold, and a pointer to them at a multiple of the dtype's size.
 inline void require_tensor(const Tensor& tensor) {
   const int itemsize = itemsize_of(tensor.dtype);
   std::int64_t num_bytes = itemsize;
@@ -31,14 +31,15 @@ inline void require_tensor(const Tensor& tensor) {
   for (const std::int64_t size : tensor.shape) {
     require(size >= 0, "a tensor has a negative size, ", size);
     is_empty = is_empty || size == 0;
-    // Sizes beside a zero too, so that nobody who multiplies some of them overflows.
+    // Also when another size is zero, so that products of some of the sizes cannot overflow.
     require(size == 0 || !__builtin_mul_overflow(num_bytes, size, &num_bytes),
             "a tensor has more elements than any memory");
   }
   if (is_empty) return;
   require(tensor.data != nullptr, "a tensor with elements has no memory");
-  require(reinterpret_cast<std::uintptr_t>(tensor.data) % itemsize == 0, "a tensor of numbers of ",
-          itemsize, " bytes starts at ", tensor.data, ", no multiple of it");
+  require(reinterpret_cast<std::uintptr_t>(tensor.data) % itemsize == 0,
+          "a tensor with elements of ", itemsize, " bytes starts at ", tensor.data,
+          ", not a multiple of that");
 }
 
 }  // namespace ncclep

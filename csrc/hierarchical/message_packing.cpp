@@ -1,4 +1,4 @@
-// What may be wrong with the tensors of messages, and the jobs for the kernels.
+// Checks the tensors of messages and builds the kernels' jobs.
 #include "hierarchical/message_packing.h"
 
 #include <climits>
@@ -17,7 +17,8 @@ void require_vectors(const char* what, const Tensor& tensor) {
           ": rows and messages must start at a multiple of ", kMessageVector, " bytes");
 }
 
-// Rows of whole vectors, in which a piece lies, and messages that have it and room for weights.
+// Rows of whole vectors that contain the piece, and messages with room for the piece and the
+// weights.
 void require_rows(const char* what, const Tensor& rows, const Tensor& messages, std::int64_t first,
                   std::int64_t piece_bytes, std::int64_t num_weights) {
   require(rows.shape.size() == 2 && messages.shape.size() == 2 && messages.dtype == DType::kUint8,
@@ -57,10 +58,9 @@ void pack_messages(const Tensor& rows, const std::optional<Tensor>& w,
   if (w) require_weights(what, *w, rows.shape[0]);
   const std::int64_t num_messages = messages.shape[0];
   require(tokens_each >= 0 && (token || tokens_each > 0 || num_messages == 0), what,
-          ": tokens_each ", tokens_each,
-          ": must say whose row each message has, if `token` does not");
+          ": tokens_each ", tokens_each, ": must be positive if `token` is not given");
   require(!token || (token->dtype == DType::kInt32 && token->num_elements() == num_messages), what,
-          ": whose row each message has must be int32 [", num_messages, "]");
+          ": the token of each message must be int32 [", num_messages, "]");
   PackMessages job{};
   job.rows = static_cast<const char*>(rows.data);
   job.w = pointer<const float>(w);

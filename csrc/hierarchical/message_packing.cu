@@ -1,5 +1,5 @@
-// One warp for each message, or for each token at the source rank; all is in this GPU's memory, and
-// bound by it.  A lane has some vectors of a row on their way at a time.
+// One warp per message, or per token at the source rank.  Everything is in this GPU's memory and
+// bound by its bandwidth, so a lane keeps several vectors of a row in flight.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -20,7 +20,7 @@ __device__ std::int64_t row_of_warp() {
   return static_cast<std::int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / kLanesOfRow;
 }
 
-// Bytes of a row, by one warp.
+// Copies bytes of a row with one warp.
 __device__ void copy_bytes(char* to, const char* from, int num_bytes) {
   const auto* source = reinterpret_cast<const uint4*>(from);
   auto* target = reinterpret_cast<uint4*>(to);
@@ -65,7 +65,7 @@ __global__ void unpack_kernel(UnpackMessages job) {
   }
 }
 
-// The message of a node for a token; negative if there is none.
+// The message from `node` for a token; negative if there is none.
 __device__ std::int64_t place_of(const AddUpMessages& job, int node, std::int64_t token) {
   return __ldg(job.place + node * job.num_tokens + token);
 }

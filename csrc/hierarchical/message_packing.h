@@ -1,8 +1,8 @@
 // Messages between nodes: one for each token that crosses, row and weights together.
 //
-// A message is a piece of the row (the same columns of all rows) and after it the weights, fp32,
-// filled up with zeros to a multiple of kMessageVector bytes.  What travels between nodes is up
-// to others (megatron_ncclep/engines/hierarchical/message_packing.py says what these kernels do).
+// A message is a piece of the row (the same columns of all rows) followed by the weights, fp32,
+// padded with zeros to a multiple of kMessageVector bytes.  Which tokens cross is decided elsewhere
+// (megatron_ncclep/engines/hierarchical/message_packing.py specifies what these kernels do).
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ constexpr int kMessageVector = 16;
 struct PackMessages {
   const char* rows;  // [T, row_bytes]
   const float* w;    // [T, K], or null
-  // [num_messages]: whose row each has; null: message i has that of token i % tokens_each, if there
-  // is such a token.
+  // [num_messages]: the token whose row each message carries; null: message i carries that of token
+  // i % tokens_each, if there is such a token.
   const std::int32_t* token;
   char* messages;  // [num_messages, message_bytes]
   std::int64_t num_messages, num_tokens, tokens_each;
@@ -51,7 +51,7 @@ struct AddUpMessages {
   int first, piece_bytes, num_weights, message_bytes;
 };
 
-// These queue one kernel each, and wait for nothing; what is wrong with a job is not looked for.
+// Each queues one kernel and does not wait; jobs are not validated.
 void pack_messages(const PackMessages& job, std::uintptr_t stream);
 void unpack_messages(const UnpackMessages& job, std::uintptr_t stream);
 // Each token's messages in ascending order of nodes, in fp32 from +0, rounded once.

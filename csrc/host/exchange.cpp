@@ -24,7 +24,7 @@ constexpr std::size_t kCacheLine = 64;
 // Says that the memory is laid out as below; change it with the layout.
 constexpr std::uint64_t kLayout = 0x6e63636c65700003;
 
-// A wait asks without pause this often (a few microseconds); see `pause_in_wait`.
+// A wait polls this many times (a few microseconds) before it pauses; see `pause_in_wait`.
 constexpr int kSpins = 100;
 
 void pause_cpu() {
@@ -39,16 +39,16 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Process numbers mean the same for two processes of one namespace only; 0: unknown.
+// The PID namespace: process ids are comparable only within one; 0: unknown.
 std::uint64_t process_namespace() {
   struct stat status;
   return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
 }
 
-// A dead process exists until its parent asks for its status, in state Z.
+// A dead process remains, in state Z, until its parent collects its status.
 bool has_died(pid_t process) {
   if (kill(process, 0) != 0) return errno == ESRCH;
-  char start[512];  // with all of the name, of which the system keeps 64 bytes at most
+  char start[512];  // holds the whole name: the system keeps at most 64 bytes of it
   const int file = open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY);
   if (file < 0) return errno == ENOENT;
   const ssize_t length = read(file, start, sizeof(start));
@@ -60,13 +60,13 @@ bool has_died(pid_t process) {
 
 constexpr char kGaveUp[] = "gave up waiting for other ranks";
 
-// Adds a rank to a list of them, unless there is nothing to say of it.
+// Appends a rank and its reason to a list, unless the reason is empty.
 void add_name(std::string& names, int rank, const std::string& reason) {
   if (reason.empty()) return;
   names += join_text(names.empty() ? "" : "; ", "rank ", rank, " ", reason);
 }
 
-// The text of a system call's failure.
+// Throws the error of a failed system call.
 [[noreturn]] void fail_in(const char* call, int error) {
   fail("shared memory: ", call, " failed: ", std::strerror(error));
 }
@@ -76,7 +76,7 @@ void add_name(std::string& names, int rank, const std::string& reason) {
 struct alignas(kCacheLine) HostExchange::Slot {
   std::atomic<std::uint64_t> sequence;  // of the message; 0: none yet
   std::uint64_t call;                   // in which it was written
-  std::uint64_t length;                 // of the whole message, of which the bytes are a part
+  std::uint64_t length;                 // of the whole message; `bytes` is one part of it
   char bytes[kCapacity];
 };
 
@@ -85,7 +85,7 @@ struct alignas(kCacheLine) HostExchange::Rank {
   std::uint64_t process_namespace;
   std::atomic<std::uint64_t> gave_up_at;  // the sequence number; 0: it has not
   std::atomic<std::uint64_t> is_closed;
-  std::atomic<std::uint64_t> call;           // that it has come to, times 2; + 1: it goes on
+  std::atomic<std::uint64_t> call;  // the call it has reached, times 2; + 1: it skips the exchange
   std::atomic<std::uint64_t> refused;        // the call that it has refused
   std::atomic<std::uint64_t> reason_length;  // of what follows; 0: it has refused nothing
   char reason[kReasonBytes];
@@ -99,7 +99,7 @@ struct alignas(kCacheLine) HostExchange::Segment {
   alignas(kCacheLine) Rank ranks[];
 };
 
-// Between processes only what needs no lock is atomic.
+// Only lock-free atomics work across processes.
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 HostExchange::HostExchange(int file, const std::string& token, int num_ranks, int rank)
@@ -135,7 +135,7 @@ void HostExchange::map(int file) {
 }
 
 void HostExchange::join(const std::string& token) {
-  if (rank_ == 0) {  // all the rest is zero, as it should be
+  if (rank_ == 0) {  // everything else starts as zero
     segment_->layout = kLayout;
     segment_->num_ranks = num_ranks_;
     std::memcpy(segment_->token, token.data(), kTokenBytes);
@@ -188,7 +188,7 @@ void HostExchange::exchange(const char* mine, std::size_t length, char* all,
   has_met_ = true;
 }
 
-// Writes this rank's next message and waits for everybody's.
+// Writes this rank's next message and waits for those of all ranks.
 void HostExchange::round(const char* mine, std::size_t length, std::size_t total,
                          const std::string& what, double timeout_s,
                          const std::function<void()>& poll) {
@@ -217,13 +217,13 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
       }
       pause_in_wait(waited);
     }
-    // A rank may come so late that another one has given up: then the call has failed for all.
+    // A rank may come so late that another one has given up: then the call fails on all ranks.
     for (int rank = 0; rank < num_ranks_; ++rank) {
       const std::uint64_t end = segment_->ranks[rank].gave_up_at.load(std::memory_order_acquire);
       if (end != 0 && end <= sequence_) raise_if_lost(true, what, timeout_s);
     }
   } catch (...) {
-    // The other ranks must not take this rank's message for a sign that it goes on.
+    // The other ranks must not take this rank's message as a sign that it completed the call.
     if (is_void()) {
       own.sequence.store(sequence_ < 2 ? 0 : sequence_ - 2, std::memory_order_release);
       --sequence_;
@@ -276,7 +276,8 @@ int HostExchange::gone_on() {
   return -1;
 }
 
-// Whether nothing is exchanged in this call after all: the ranks may meet in another one.
+// Whether this call's exchange is void: all ranks are alive, and some rank skipped or refused it,
+// so they may still meet in a later call.
 bool HostExchange::is_void() const {
   bool is_void = false;
   for (int rank = 0; rank < num_ranks_; ++rank) {
@@ -291,7 +292,7 @@ bool HostExchange::has_gone_on(int rank) const {
          segment_->ranks[rank_].call.load();
 }
 
-// Says why `rank` will write nothing more; empty when it may.
+// Why `rank` will never write again; empty if it still may.
 std::string HostExchange::why_gone(int rank) const {
   const Rank& peer = segment_->ranks[rank];
   if (peer.is_closed != 0) return "has closed its end";
@@ -303,7 +304,7 @@ std::string HostExchange::why_gone(int rank) const {
   return "";
 }
 
-// Says why `rank` will not come to the present round; empty when it may.
+// Why `rank` will not come to the current round; empty if it still may.
 std::string HostExchange::why_never(int rank) const {
   const std::uint64_t end = segment_->ranks[rank].gave_up_at.load(std::memory_order_acquire);
   if (end != 0 && end <= sequence_) return kGaveUp;
@@ -315,14 +316,14 @@ std::string HostExchange::why_never(int rank) const {
     } else if (has_gone_on(rank)) {
       reason = join_text("has gone on to call ", segment_->ranks[rank].call / 2,
                          " without an exchange in call ", segment_->ranks[rank_].call / 2,
-                         ", in which this rank is");
+                         ", in which this rank is waiting");
     }
   }
-  // It may have come just before that.
+  // It may have written its message just before.
   return reason.empty() || has_come(rank) ? "" : reason;
 }
 
-// Throws when a rank will never come, or, when it `is_late`, when one has not come.
+// Throws if any rank will never come or, with `is_late`, if any has not come yet.
 void HostExchange::raise_if_lost(bool is_late, const std::string& what, double timeout_s) const {
   std::string names;
   for (int rank = 0; rank < num_ranks_; ++rank) {

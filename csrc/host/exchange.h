@@ -1,4 +1,4 @@
-// Small messages between the hosts' processes of one node, through shared memory.
+// Small messages between the processes of one node, through shared memory.
 #pragma once
 
 #include <atomic>
@@ -15,34 +15,36 @@ namespace ncclep {
 // An all-gather of bytes, in a few microseconds where the ranks have a core each.
 //
 // Every rank has two slots.  Message n of a rank lies in its slot n % 2; the slot's sequence number
-// is written last.  A rank writes message n + 2 after it has read everybody's n + 1, and they wrote
-// n + 1 after they had read everybody's n: so nobody overwrites what somebody still reads.
+// is written last.  A rank writes message n + 2 only after it has read every rank's n + 1, and each
+// rank wrote its n + 1 only after it had read every rank's n: so no message is overwritten while a
+// rank still reads it.
 //
 //     sequence  rank 0's slots  rank 1's slots
 //        1        -  1            -  1          both read 1
 //        2        2  1            -  1          rank 0 waits for rank 1's 2; 1 may still be read
 //        2        2  1            2  1          both read 2
-//        3        2  3            2  1          1 is overwritten: rank 1 has come to 2
+//        3        2  3            2  1          1 is overwritten: rank 1 has reached 2
 //
-// Torch-free and without CUDA.  One thread at a time is inside; others wait for it.
+// Uses neither torch nor CUDA.  A mutex admits one thread at a time.
 class HostExchange {
  public:
   // Bytes that one round moves; longer messages take several.
   static constexpr std::size_t kCapacity = 2048;
-  // Far more than a node has: two messages of each take memory.
+  // Far more than a node has; the bound keeps the segment small, since every rank has two slots.
   static constexpr int kMaxRanks = 4096;
   // How often a wait looks for dead peers and calls `poll`.
   static constexpr double kCheckInterval = 0.05;
 
-  // Bytes that are kept of a refusal.
+  // Longer refusals are truncated to this many bytes.
   static constexpr std::size_t kReasonBytes = 512;
   // Bytes of a token.
   static constexpr std::size_t kTokenBytes = 16;
 
-  // Maps `file`, which stays the caller's and may be closed after that.  Rank 0 comes first: it
-  // gives the file its size and writes `token` there, and the others throw unless they find it.  A
-  // file without a name (memfd_create) is gone with the last process that maps it, however that
-  // ends. Throws when the system refuses, or when the memory is not for `num_ranks` ranks.
+  // Maps `file`, which the caller still owns and may close afterwards.  Rank 0 must come first: it
+  // sets the size of the file and writes `token` there, and the others throw unless they find it.
+  // An unnamed file (memfd_create) disappears with the last process that maps it, however that
+  // process ends.  Throws when a system call fails, or when the memory is not laid out for
+  // `num_ranks` ranks.
   HostExchange(int file, const std::string& token, int num_ranks, int rank);
   ~HostExchange();
   HostExchange(const HostExchange&) = delete;
@@ -52,30 +54,29 @@ class HostExchange {
   //
   // `what` names the call in errors.  `poll` is called now and then in a long wait and may throw.
   // Throws PeerError when a rank has died, has closed its end, or does not come within `timeout_s`
-  // seconds; it names these ranks, and all later calls of this rank throw at once.  Throws
-  // PeerError and goes on working when a rank has gone on without an exchange or has refused the
-  // call, on all that wait for it, and when the lengths differ, on all ranks.
+  // seconds; it names these ranks, and all later calls of this rank throw at once.  Also throws
+  // PeerError, but the object stays usable: on every waiting rank when some rank has skipped this
+  // exchange or refused the call, and on all ranks when the lengths differ.
   void exchange(const char* mine, std::size_t length, char* all, const std::string& what,
                 double timeout_s, const std::function<void()>& poll);
 
-  // Writes down that this rank has come to call number `call`, and whether it exchanges nothing in
-  // it, for those that wait in an exchange of this call or an earlier one.  Numbers grow.  Not
-  // collective, and does not wait, as the next ones.
+  // Publishes that this rank has reached call number `call`, and with `goes_on` that it exchanges
+  // nothing in it, for ranks that wait in an exchange of this call or an earlier one.  Numbers
+  // increase.  Like the functions below, not collective and never waits.
   //
-  // In an exchange of this call, ranks are not expected that have refused call `since` or a later
-  // one.
+  // An exchange in this call does not wait for ranks that have refused call `since` or a later one.
   void enter(std::uint64_t call, bool goes_on, std::uint64_t since);
-  // Writes down why this rank has refused the call that it entered, and exchanges nothing in it;
-  // empty: there is nothing to say any more.
+  // Publishes why this rank refused the call that it entered, in which it exchanges nothing; empty:
+  // clears the reason.
   void refuse(const std::string& reason);
-  // What `rank` wrote down last, if it was in call `since` or later.
+  // The last reason that `rank` published, if it refused call `since` or a later one.
   std::string refusal(int rank, std::uint64_t since);
-  // The first rank that has gone on where this one stands; -1: none, or all have exchanged in this
-  // call, and whoever is in a later one left none of them waiting.
+  // The first rank that has skipped this call's exchange or is in a later call; -1: none, or all
+  // ranks have exchanged in this call, so that a rank in a later one left nobody waiting here.
   int gone_on();
 
-  // Says which ranks have died, have closed their end or gave up, and will not come to the next
-  // exchange; empty when none has, and after `close`.  Not collective, and does not wait.
+  // Lists the ranks that have died, closed their end or given up and so will not come to the next
+  // exchange; empty when there is none, and after `close`.  Not collective, and does not wait.
   std::string lost();
 
   // Unmaps the memory and tells the other ranks.  Not collective.
@@ -107,7 +108,7 @@ class HostExchange {
   std::mutex mutex_;
   Segment* segment_ = nullptr;
   std::size_t num_bytes_ = 0;
-  std::int64_t process_ = 0;    // this one; a forked child's copy of the object tells nobody
+  std::int64_t process_ = 0;    // that joined; a forked child's copy of the object marks nothing
   std::uint64_t sequence_ = 0;  // of the last message that this rank wrote
   std::uint64_t since_ = 0;     // see `enter`
   bool has_given_up_ = false;

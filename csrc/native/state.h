@@ -1,4 +1,4 @@
-// What a group's kernels share: where things lie in the control window, and the state of one rank.
+// Shared by all kernels of a group: the layout of the control window and the state of one rank.
 //
 // Letters: R ranks, E experts of the whole group, T tokens of a rank, K assignments of a token.  A
 // *pair* is a (source rank, token) that has assignments on a rank; an *assignment* is one (token,
@@ -20,14 +20,14 @@ constexpr int kMaxRanks = 32;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxExperts = 512;
 constexpr int kMaxTokens = 65536;
-// Far beyond any row, and so that sizes of pieces of it are in int.
+// Far longer than any row, and small enough that sizes of its pieces fit in int.
 constexpr int kMaxRowBytes = 1 << 30;
 // Tokens are counted, and their sums flagged, in chunks of this many.
 constexpr int kChunk = 128;
 constexpr int num_chunks_of(int num_tokens) {
   return num_tokens / kChunk + (num_tokens % kChunk != 0);
 }
-// Pairs of a source whose sums are made, and flagged, together.
+// Pairs of a source whose sums are computed, and flagged, together.
 constexpr int kUnit = 32;
 // Rows of x are staged, and flagged, in at most this many phases.
 constexpr int kPhases = 9;
@@ -42,14 +42,14 @@ enum class Phase : std::uint32_t {
   kLowLatencyCombine
 };
 
-// Why a group has failed on this rank: another one was late, is in another call, or has refused
-// one; or this one's low-latency calls did not take turns.
+// Why a group has failed on this rank: another rank was late, is in a different call, or refused a
+// call; or this rank's low-latency calls did not alternate.
 enum class Reason : std::uint32_t { kNone, kLate, kDiffers, kRefused, kOutOfTurn };
 
-// What one rank tells another is one word, written by that rank alone.
+// Each signal from one rank to another is one word, which only the sender writes.
 enum Signal : int { kRoutesWritten, kReceived, kNumSignals };
 
-// What a rank writes for another to fetch.
+// Routes that a rank writes into its own window for another to fetch.
 struct PairRoute {
   std::int32_t token, first_assignment;
 };
@@ -61,7 +61,7 @@ struct AssignmentRoute {
 // The control window of each rank.  `[r]` is written by rank r, or, where it says so, for rank r.
 struct Control {
   int num_ranks, num_experts;
-  int max_tokens;  // a multiple of kChunk, so that everything lies at multiples of 8 bytes
+  int max_tokens;  // a multiple of kChunk, so every array starts at a multiple of 8 bytes
   int max_top_k;
 
   NCCLEP_BOTH int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
@@ -73,13 +73,13 @@ struct Control {
 
   // uint64 [kNumSignals][R]: epochs.
   NCCLEP_BOTH std::size_t signals() const { return 0; }
-  // uint64 [2][R]: the call that rank r has entered (device/call_barrier.cuh); two, for two calls
-  // in a row.
+  // uint64 [2][R]: the call that rank r has entered (device/call_barrier.cuh); two, for consecutive
+  // calls.
   NCCLEP_BOTH std::size_t entries() const { return signals() + kNumSignals * num_ranks * 8; }
-  // uint64 [1]: number + 1 of a rank that goes no further, written by any such; 0: none.
+  // uint64 [1]: 1 + a rank that has stopped, written by any such rank; 0: none.
   NCCLEP_BOTH std::size_t stop() const { return entries() + 2 * num_ranks * 8; }
   // uint64 [2][R][experts of a rank + 1]: rank r's assignments for each of my experts, then its
-  // pairs here; with the number of the plan (device/wait.cuh).  Two: see plan/plan.cu.
+  // pairs on this rank; with the number of the plan (device/wait.cuh).  Why two: see plan/plan.cu.
   NCCLEP_BOTH std::size_t counts() const { return stop() + 8; }
   // uint64 [R][E]: the same for all experts, before anything is dropped; in static mode only.
   NCCLEP_BOTH std::size_t wanted() const {
@@ -91,23 +91,23 @@ struct Control {
   }
   // uint64 [R][chunks]: epoch of the combine whose sums for my chunk rank r has pushed.
   NCCLEP_BOTH std::size_t pushed() const { return staged() + num_ranks * kPhases * 8; }
-  // Three for this rank alone.  uint64 [R][units]: epoch of the combine that has made the sums of
-  // a unit of rank r's pairs.
+  // The next three are used by this rank alone: uint64 [R][units]: epoch of the combine that has
+  // computed the sums of a unit of rank r's pairs.
   NCCLEP_BOTH std::size_t added() const {
     return pushed() + static_cast<std::size_t>(num_ranks) * max_chunks() * 8;
   }
-  // uint32 [R][units], [R][chunks]: how many of their pairs' sums are made, are pushed.
+  // uint32 [R][units], [R][chunks]: how many sums of their pairs are computed, and are pushed.
   NCCLEP_BOTH std::size_t num_added() const {
     return added() + static_cast<std::size_t>(num_ranks) * max_units() * 8;
   }
   NCCLEP_BOTH std::size_t num_pushed() const {
     return num_added() + static_cast<std::size_t>(num_ranks) * max_units() * 4;
   }
-  // float [2][R][T * K]: weights of rank r's assignments; two, for two dispatches in a row.
+  // float [2][R][T * K]: weights of rank r's assignments; two, for consecutive dispatches.
   NCCLEP_BOTH std::size_t weights() const {
     return num_pushed() + static_cast<std::size_t>(num_ranks) * max_chunks() * 8;
   }
-  // float [T * K]: what combine brings back to my assignments.
+  // float [T * K]: the values that combine returns for my assignments.
   NCCLEP_BOTH std::size_t values() const { return weights() + 2 * num_ranks * assignments() * 4; }
   // AssignmentRoute [R][T * K], for rank r to fetch: my assignments for it, by token and local
   // expert.
@@ -128,16 +128,17 @@ struct Control {
 // In mapped host memory: written by the device, polled by the host.
 struct Mailbox {
   // Of a plan that the host waits for, each with the host's ticket in the upper half: rows, pairs,
-  // assignments, and whose routing names what is no expert, or one twice (one bit each).
+  // assignments, and the ranks whose routing names an invalid expert, or one expert twice (one bit
+  // per rank).
   volatile std::uint64_t sizes[4];
-  // The same for the rows of each expert's block.
+  // Likewise the rows of each expert's block.
   volatile std::uint64_t rows_of_expert[kMaxExperts];
-  // The same bits of all plans that the host did not wait for, until it has read them.
+  // The same rank bits of all plans that the host did not wait for, until it has read them.
   volatile std::uint32_t bad_ranks;
-  // The same of low-latency dispatches.
+  // Likewise of low-latency dispatches.
   volatile std::uint32_t bad_low_latency;
-  // Why the group has failed: because of whom, in what; the calls of this rank and that one, if
-  // they differ.  `failed_phase` is written last.
+  // Why the group has failed: the reason, the rank that caused it, and the phase; the calls of this
+  // rank and that one, if they differ.  `failed_phase` is written last.
   std::uint32_t failed_reason;
   std::int32_t failed_peer;
   std::uint64_t failed_epoch, failed_deadline_ns, failed_calls[2];
@@ -148,29 +149,30 @@ struct Mailbox {
 struct State {
   std::uint64_t epoch;     // operations that are over
   std::uint64_t plans;     // plans that are over
-  std::uint64_t received;  // the last of them whose routes were received; 0: none in these windows
+  std::uint64_t received;  // the last plan whose routes were received; 0: none in these windows
   std::uint64_t dispatches;
-  std::uint64_t entries;    // calls that were entered (device/call_barrier.cuh) and are over
-  std::uint64_t waited_ns;  // for others to enter the calls of this rank, in all
-  unsigned int arrived;     // at grid barriers of the current operation, one after the other
-  unsigned int leaving;     // CTAs of the current operation that are done
-  unsigned int next;        // piece of its work that no warp has taken yet (rows/work_counter.cuh)
-  unsigned int failed;      // no kernel does anything any more
-  unsigned int is_bad;      // this rank's routing, in the current plan
-  unsigned int staged[kPhases];  // CTAs that have staged their share of a phase of this dispatch
+  std::uint64_t entries;         // calls that were entered (device/call_barrier.cuh) and are over
+  std::uint64_t waited_ns;       // in total, for other ranks to enter this rank's calls
+  unsigned int arrived;          // at the current operation's grid barriers, all counted together
+  unsigned int leaving;          // CTAs of the current operation that are done
+  unsigned int next;             // next work item that no warp has taken (rows/work_counter.cuh)
+  unsigned int failed;           // kernels do no more work, and fill their outputs with NaN
+  unsigned int is_bad;           // this rank's routing in the current plan
+  unsigned int staged[kPhases];  // CTAs that have staged their part of each phase
 };
 
-// What every kernel of a group gets.
+// Passed to every kernel of a group.
 struct KernelContext {
   Control control;
   int rank;
   char* control_of[kMaxRanks];  // control windows, by rank
-  char* rows_of[kMaxRanks];     // row windows, by rank: two for dispatch, then the one for combine
-  std::size_t dispatch_bytes;   // of one of the two
+  char* rows_of[kMaxRanks];     // row windows, by rank: two halves for dispatch, then combine's
+  std::size_t dispatch_bytes;   // of one half
   State* state;
   Mailbox* mailbox;
   std::uint64_t deadline_ns;
-  // What all ranks must have alike (host/call.h); 0 where the hosts have agreed.
+  // The arguments that must be equal on all ranks (host/call.h); 0 where the hosts have agreed on
+  // them.
   std::uint64_t call;
 };
 

@@ -1,4 +1,5 @@
-// NCCL, found at run time: the functions that this extension calls, and a communicator of its own.
+// NCCL, found at run time: the functions that this extension calls, and the extension's own
+// communicator.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,7 @@
 
 namespace ncclep {
 
-// What follows is NCCL's documented C interface, as far as it is used here (since NCCL 2.28).
+// The part of NCCL's documented C interface that is used here (NCCL 2.28 and later).
 struct NcclUniqueId {
   char bytes[128];
 };
@@ -32,7 +33,7 @@ constexpr int kNcclWindowCollSymmetric = 1;
 
 class Nccl {
  public:
-  // Opens libnccl.so.2 at `path`; when the process has it already, it is that one.
+  // Opens libnccl.so.2 at `path`; if the process has already loaded it, uses that one.
   explicit Nccl(const std::string& path);
 
   const std::string& path() const { return library_.path(); }
@@ -61,13 +62,13 @@ class Nccl {
 
 // One rank of a communicator over the expert-parallel group, on the current device.
 //
-// Making and closing it is collective.  An object that nobody closes is left to the end of the
-// process: garbage collection is not collective.
+// Construction and closing are collective.  An object that is not closed lives until the process
+// ends: garbage collection is not collective.
 class Communicator {
  public:
   Communicator(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id, int num_ranks, int rank);
 
-  // Destroys the communicator; whatever was made with it must be closed before.  Idempotent.
+  // Destroys the communicator; everything made with it must be closed first.  Idempotent.
   void close();
   // Gives up without the other ranks; for a process that is about to end.
   void abort();
@@ -78,7 +79,7 @@ class Communicator {
   int rank() const { return rank_; }
   // Ranks that reach each other's memory by load and store (NVLink), this one included.
   int lsa_size() const { return lsa_size_; }
-  // In which kernels run that use this communicator's windows; made at the first call.
+  // The order of the kernels that use this communicator's windows; created on the first call.
   const std::shared_ptr<StreamOrder>& order();
 
  private:

@@ -12,15 +12,16 @@ namespace ncclep {
 
 namespace {
 
-// The start of what a window handle points to in device memory (NCCL 2.28 and later): the ranks of
-// an NVLink domain lie one after the other in a flat address range.  No header says so: who opens a
-// window verifies the addresses by writing and reading (the native engine when it makes windows).
+// The head of the struct that a window handle points to in device memory (NCCL 2.28 and later): the
+// ranks of an NVLink domain lie one after the other in a flat address range.  No header documents
+// this, so whoever opens a window verifies the addresses by writing and reading (the native engine
+// does when it makes windows).
 struct WindowOnDevice {
   void* host_side;
   char* flat_base;
   int lsa_rank;
   int world_rank;
-  std::uint32_t stride_4g;  // distance of two ranks, in units of 2^32 bytes
+  std::uint32_t stride_4g;  // distance between consecutive ranks, in units of 2^32 bytes
 };
 
 // Ranks of an NVLink domain: more than any has.
@@ -39,7 +40,7 @@ std::vector<char*> peers_in(const void* head, std::size_t num_bytes, int rank, i
           num_bytes);
   std::memcpy(&window, head, sizeof(window));
   const auto unknown = [](const auto&... what) {
-    fail(what..., ": this NCCL's windows are not laid out as this extension knows them");
+    fail(what..., ": this NCCL lays out its windows in a way that this extension does not know");
   };
   if (window.world_rank != rank || window.lsa_rank != rank) {
     unknown("the window names rank ", window.world_rank, ", place ", window.lsa_rank,

@@ -9,16 +9,17 @@
 
 namespace ncclep {
 
-// The ranks' addresses, by rank, in the first `num_bytes` bytes of what a window handle points to.
-// `head` may be longer than what is read of it.  Throws unless they can be addresses of windows.
+// The ranks' addresses, by rank, from the first `num_bytes` bytes of the struct that a window
+// handle points to.  `head` may be longer than the part that is read.  Throws unless the addresses
+// are plausible.
 std::vector<char*> peers_in(const void* head, std::size_t num_bytes, int rank, int num_ranks);
 
-// Opening it, and closing it once it is open, is collective.  An open one that nobody closes is
-// left to the end of the process.
+// Opening a window, and closing an open one, is collective.  An open window that is not closed
+// lives until the process ends.
 class Window {
  public:
   // Allocates `num_bytes` (rounded up to NCCL's 4096) on this rank.  Not collective: a rank without
-  // so much memory can still tell the others, which would wait for it in `open`.
+  // enough memory can still tell the others, which would otherwise wait for it in `open`.
   Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes);
   ~Window();
   Window(const Window&) = delete;

@@ -1,9 +1,8 @@
-// The C interface of NVIDIA's libnccl_ep 0.2, as far as it is used here, in declarations of our
-// own.
+// Our own declarations of the part of the C interface of NVIDIA's libnccl_ep 0.2 that is used here.
 //
 // Every struct starts with its size and a magic number; the library reads no further than the size.
 // The sizes are those of its interface version 2.  Version 3 adds two fields to the end of
-// GroupConfig, SMs of dispatch and of combine, and takes max_num_sms for those that are not there.
+// GroupConfig, SMs of dispatch and of combine, and uses max_num_sms where they are absent.
 #pragma once
 
 #include <cstddef>

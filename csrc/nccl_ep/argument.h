@@ -25,7 +25,7 @@ inline int datatype_of(DType dtype) {
     case DType::kFloat32:
       return kNcclFloat32;
     case DType::kFloat64:
-      break;  // the library moves none
+      break;  // the library moves no such data
   }
   fail("no NCCL datatype for dtype ", static_cast<int>(dtype));
 }

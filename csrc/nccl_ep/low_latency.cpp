@@ -20,7 +20,7 @@ LowLatencyHandle::LowLatencyHandle(std::shared_ptr<Group> group, int top_k)
 void LowLatencyHandle::require_rows(const char* call, const Tensor& tokens,
                                     const Tensor& rows) const {
   const GroupOptions& options = group_->options();
-  // The library ends the process over a type that it does not expect; bf16 it is known to take.
+  // The library aborts the process on a type that it does not expect; bf16 is known to work.
   require(tokens.dtype == DType::kBFloat16 && tokens.shape.size() == 2 && 0 < tokens.shape[0] &&
               tokens.shape[0] <= options.max_tokens && 0 < tokens.shape[1] &&
               static_cast<std::uint64_t>(tokens.shape[1]) * itemsize_of(tokens.dtype) <=

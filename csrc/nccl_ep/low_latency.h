@@ -9,16 +9,16 @@
 
 namespace ncclep::nccl_ep {
 
-// Rows [R, M, H], where M is the group's max_tokens: a place for each token of each rank, of which
-// a rank fills the first ones, in any order.  `stream` is a cudaStream_t.
+// Rows [R, M, H], where M is the group's max_tokens: a place for each token of each rank; a rank
+// fills the first of its places, in any order.  `stream` is a cudaStream_t.
 class LowLatencyHandle : public HandleOwner {
  public:
   // Collective.  The group must be of low-latency mode.
   LowLatencyHandle(std::shared_ptr<Group> group, int top_k);
 
   // x [T, H], topk_idx [T, K] int64 and w [T, K] fp32 -> rows [R, M, H]; their experts, local
-  // numbers or -1, int32 [R, M, K]; fp32 weights [R, M, K]; and how many came from each rank, int32
-  // [R].  Collective, as `combine`; queued when it returns.
+  // numbers or -1, int32 [R, M, K]; fp32 weights [R, M, K]; and the number of rows from each rank,
+  // int32 [R].  Collective, like `combine`; queued when it returns.
   void dispatch(const Tensor& x, const Tensor& topk_idx, const Tensor& w, const Tensor& rows,
                 const Tensor& row_topk_idx, const Tensor& row_w, const Tensor& counts,
                 std::uintptr_t stream);

@@ -32,7 +32,7 @@ void check(const GroupOptions& options, int num_ranks) {
   require(options.max_tokens > 0 && options.row_bytes > 0 && options.top_k > 0,
           "NCCL EP needs max_tokens, row_bytes and top_k, not ", options.max_tokens, ", ",
           options.row_bytes, " and ", options.top_k);
-  // As nanoseconds it must fit.
+  // Must fit in 64 bits as nanoseconds.
   require(options.timeout_s > 0 && options.timeout_s <= kMaxTimeout, "a deadline of ",
           options.timeout_s, " s: it must be positive, and at most ", kMaxTimeout);
 }
@@ -43,7 +43,8 @@ bool is_rows(const Tensor& tensor) {
           tensor.dtype == DType::kBFloat16);
 }
 
-// `tokens` [T, H] and `topk_w` [T, K], `rows` [N, H] and `row_w` [N]; the weights both or not.
+// `tokens` [T, H] and `topk_w` [T, K], `rows` [N, H] and `row_w` [N]; the weights are both given or
+// both absent.
 void check_rows(const char* call, const GroupOptions& options, int top_k, const Tensor& tokens,
                 const std::optional<Tensor>& topk_w, const Tensor& rows,
                 const std::optional<Tensor>& row_w) {
@@ -55,7 +56,8 @@ void check_rows(const char* call, const GroupOptions& options, int top_k, const 
   require(tokens.shape[0] <= options.max_tokens && 0 < row_bytes && row_bytes <= options.row_bytes,
           call, ": ", tokens.shape[0], " tokens and rows of ", row_bytes,
           " bytes: the group is for ", options.max_tokens, " and ", options.row_bytes);
-  require(topk_w.has_value() == row_w.has_value(), call, ": weights must go in and come out");
+  require(topk_w.has_value() == row_w.has_value(), call,
+          ": weights must be given on both sides or on neither");
   if (!topk_w) return;
   require(topk_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
               topk_w->shape.size() == 2 && topk_w->shape[0] == tokens.shape[0] &&
@@ -127,7 +129,7 @@ std::size_t Group::handle_bytes(std::size_t alignment, int top_k) const {
 }
 
 HandleOwner::~HandleOwner() {
-  // A closed group took its handles with it.
+  // Closing a group also destroys its handles.
   if (handle_ != nullptr && !group_->is_closed()) group_->library().destroy_handle(handle_);
 }
 

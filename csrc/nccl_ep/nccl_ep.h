@@ -22,7 +22,7 @@ namespace ncclep::nccl_ep {
 class Library {
  public:
   // Opens libnccl_ep.so at `path`.  The process must have libnccl.so.2 open already, because the
-  // library links to it by name.  Throws when its version is not one whose interface is known here.
+  // library links to it by name.  Throws unless the interface of its version is known here.
   explicit Library(const std::string& path);
 
   const std::string& path() const { return library_.path(); }
@@ -52,12 +52,12 @@ struct GroupOptions {
   unsigned row_bytes;      // at most
   unsigned top_k;          // at most
   unsigned num_sms;        // 0: the library's own choice
-  double timeout_s;        // of its waits on the device; it traps when it is over
+  double timeout_s;        // deadline of its waits on the device; it traps when that passes
   bool low_latency;        // for `LowLatencyHandle`, which ignores max_recv_rows; not for `Handle`
 };
 
-// Making and closing it is collective.  An object that nobody closes is left to the end of the
-// process.
+// Construction and closing are collective.  An object that is not closed lives until the process
+// ends.
 class Group {
  public:
   Group(std::shared_ptr<Library> library, std::shared_ptr<Communicator> communicator,
@@ -93,9 +93,9 @@ class HandleOwner {
 
  protected:
   HandleOwner(std::shared_ptr<Group> group, int top_k) : group_(std::move(group)), top_k_(top_k) {}
-  // Makes the handle: what the group's mode and `layout` need.
+  // Makes the handle that the group's mode and `layout` need.
   void init(int layout, const HandleConfig* config, const TensorArgument* memory);
-  // The handle, which nobody has closed.
+  // The handle, which must not be closed.
   void* get() const;
   void update(const TensorArgument* topk_idx, const LayoutInfo* layout, std::uintptr_t stream);
   void dispatch(const DispatchInputs& inputs, const DispatchOutputs& outputs,

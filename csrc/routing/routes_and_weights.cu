@@ -15,7 +15,7 @@ __device__ std::int64_t token_of_warp() {
   return static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
 }
 
-// The column of an expert's number, and the other way round.
+// The column of an expert, or the expert of a column: the mapping is its own inverse.
 __device__ int mirrored(int expert, int block) {
   return block == 1 ? expert : expert / block * block + block - 1 - expert % block;
 }
@@ -56,7 +56,7 @@ __global__ void probs_gradient_kernel(ProbsGradient job) {
   const std::int64_t* experts = job.topk_idx + token * job.top_k;
   const Bits* grad_weights = static_cast<const Bits*>(job.grad_weights) + token * job.top_k;
   Bits* grad_probs = static_cast<Bits*>(job.grad_probs) + token * job.num_experts;
-  // A row's experts ascend, so the lane's place among them only moves on; negative ones come last.
+  // A row's experts ascend, so the lane's place among them only increases; negative ones come last.
   int place = 0;
   for (int expert = threadIdx.x % kWarpSize; expert < job.num_experts; expert += kWarpSize) {
     while (place < job.top_k && experts[place] >= 0 && experts[place] < expert) ++place;

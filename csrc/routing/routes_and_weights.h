@@ -1,7 +1,7 @@
-// Routing maps and probabilities as Megatron's routers make them -> what an engine's plan and
-// dispatch take; and the gradient of the probabilities.
+// Converts routing maps and probabilities of Megatron's routers into the arguments of an engine's
+// plan and dispatch, and computes the gradient of the probabilities.
 //
-// Numbers are copied and never calculated with, so of their dtype only the size matters.
+// Numbers are only copied, never computed with, so only the size of their dtype matters.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +13,16 @@ struct RoutesAndWeights {
   const void* probs;                // [T, E]
   std::int64_t num_tokens;
   int num_experts, top_k;
-  int block;                      // experts are numbered backwards in blocks of so many; 1: as ever
-  int itemsize;                   // bytes of a probability and of a weight: 2, 4 or 8
-  std::int64_t not_routed;        // fills a row up
-  std::int64_t too_many_experts;  // all of a row with more than K experts
+  int block;     // experts are numbered backwards in blocks of this size; 1: in the usual order
+  int itemsize;  // bytes of a probability and of a weight: 2, 4 or 8
+  std::int64_t not_routed;        // fills the rest of a row
+  std::int64_t too_many_experts;  // fills every slot of a row with more than K experts
   std::int64_t* topk_idx;         // [T, K]
   void* weights;                  // [T, K]
 };
 
-// Queues it: lists the experts of each row of the map, in ascending order of their numbers, and the
-// row's probabilities for them; zero where there is no expert.
+// Queues a kernel that lists the experts of each row of the map, in ascending order of their
+// numbers, and the row's probabilities for them; zero where there is no expert.
 void routes_and_weights(const RoutesAndWeights& job, std::uintptr_t stream);
 
 struct ProbsGradient {
@@ -35,7 +35,8 @@ struct ProbsGradient {
   void* grad_probs;  // [T, E]
 };
 
-// Queues it: brings the gradient of each weight to its probability, and zero to the others.
+// Queues a kernel that copies the gradient of each weight to its probability, and writes zero to
+// the others.
 void probs_gradient(const ProbsGradient& job, std::uintptr_t stream);
 
 }  // namespace ncclep::routes

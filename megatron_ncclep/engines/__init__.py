@@ -34,9 +34,9 @@ class EngineEntry:
     Attributes:
         caps: what the engine can do.
         build: makes the engine for a group, a number of experts and a config.
-        unavailable_reason: says why the engine cannot run for a group with a config and a
-            number of experts (None: not known) and what would help; None if it can.  Called
-            on every rank of the group, and may be collective.
+        unavailable_reason: why the engine cannot run for a group with a config and a number of
+            experts (None: not known), and the remedy; None if it can run.  Called on every rank of
+            the group, and may be collective.
     """
 
     caps: EngineCaps
@@ -45,7 +45,7 @@ class EngineEntry:
 
 
 AUTO = "auto"
-# Options that no engine has: Megatron's layer and its dispatcher take them.
+# Options of Megatron's layer and its dispatcher, which no engine has.
 _OF_THE_LAYER = ("experts", "metrics_interval")
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
@@ -74,15 +74,15 @@ def create_engine(
         process_group: the expert-parallel group; its rank order is the experts' order.
         num_experts: E, experts of the whole group.
         config: options; default: those of the environment.  The same on all ranks, except for
-            timeout_s and first_timeout_s: how long a rank waits is its own affair.
+            timeout_s and first_timeout_s, which each rank may choose for itself.
         ranks_per_expert: topk_idx will have this many copies of each assignment, each for a
-            different rank (ops/expert_slices.py).  It makes max_recv_rows="worst" as small as that
-            allows, and changes nothing else; other routings are not allowed with it.
+            different rank (ops/expert_slices.py).  It only makes max_recv_rows="worst" as small as
+            that allows; routings without these copies are not allowed with it.
 
     Raises:
-        InputError: on every rank, when the name is unknown, experts cannot be divided over the
-            ranks, an option would be ignored by the engine, the environment's options are wrong, or
-            the ranks' arguments differ.
+        InputError: on every rank, when the name is unknown, the experts cannot be divided evenly
+            over the ranks, the engine would ignore an option, the environment's options are
+            invalid, or the ranks' arguments differ.
         EngineUnavailableError: the named engine cannot run here; says why.
         GroupClosedError: the process group was destroyed.
         PeerError: a rank did not come in time.
@@ -92,14 +92,14 @@ def create_engine(
     group = EpGroup.of(process_group)
     problem = None
     try:
-        envs.get("NCCLEP_HOST_EXCHANGE")  # which the first exchange reads, where it cannot be told
+        envs.get("NCCLEP_HOST_EXCHANGE")  # the first exchange reads it, too late to report an error
         config = config or EpConfig.resolve()
     except InputError as error:
         config, problem = EpConfig(), str(error)
     problem = problem or _problem(group, num_experts, config)
     group.begin_first_step()
     values: dict[str, int | str | None] = {}
-    if problem is None:  # otherwise num_experts need not even be a number
+    if problem is None:  # otherwise num_experts may not even be a number
         values = {
             "version of megatron_ncclep": __version__,
             "num_experts": num_experts,
@@ -119,12 +119,12 @@ def choose_engine(
 ) -> tuple[str, str]:
     """Return the name of the engine to use and the reason, without making it.  Collective.
 
-    All ranks choose the same: what stands in the way of an engine on one rank does so on all.
+    All ranks choose the same engine: one that cannot run on some rank is not used on any.
 
     Args:
         group: the expert-parallel group.
-        config: the same engine on every rank.
-        num_experts: E; None: as many as any engine takes.
+        config: options, with the same `engine` on every rank.
+        num_experts: E; None: skip the engines' limits on experts.
 
     Raises:
         EngineUnavailableError: on every rank, when the named engine (with "auto": any) cannot run.
@@ -137,7 +137,7 @@ def choose_engine(
         )
         if reason:
             raise EngineUnavailableError(f"engine {config.engine!r} cannot run here: {reason}")
-        return config.engine, "asked for by name"
+        return config.engine, "requested by name"
     reasons: list[str] = []
     for name in ENGINES:
         reason = group.gather_problems(
@@ -180,7 +180,7 @@ def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
 
 
 def _ignored_options(caps: EngineCaps, config: EpConfig) -> str | None:
-    """Say which of the options given the engine would ignore, if any."""
+    """Say which of the given options the engine would ignore, if any."""
     ignored = sorted(set(config.non_default()) - caps.options - {"engine", *_OF_THE_LAYER})
     if not ignored:
         return None

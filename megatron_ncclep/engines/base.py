@@ -1,7 +1,7 @@
-"""What the engines of this package have in common: a group, options, and how their calls begin.
+"""Base class of this package's engines: a group, options, and the start of every call.
 
 Before an engine moves anything, all ranks must be in the same call with matching arguments.  The
-collective functions here raise the same on every rank when something is wrong on any.
+collective functions here raise the same error on every rank when something is wrong on any.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _Plan = TypeVar("_Plan", bound=RoutePlan)
 
 
 class EngineBase(Generic[_Plan]):
-    """What `Engine` requires besides plan, dispatch and combine.
+    """The parts of `Engine` other than plan, dispatch and combine.
 
-    A base class, and not an object that engines hold, because nearly all of it is what `Engine`
-    names: an engine would have to pass on each attribute and method.  Users know `Engine` only.
+    A base class rather than a member of each engine, because nearly all of it is part of `Engine`:
+    an engine would have to forward every attribute and method.  Users only see `Engine`.
 
     Attributes:
         plan_type: class of the engine's plans.
         caps, config, ranks_per_expert: see `Engine`.
-        num_nodes: of a grid.  This engine serves one of its nodes, and each of the ranks brings as
-            many tokens for each node as a rank of the grid has.
+        num_nodes: nodes of the grid.  The engine serves one of them, and each of its ranks brings
+            as many tokens for each node as a rank of the grid has.
         group: the ranks.
         num_experts: of the whole group.
         num_local_experts: of each rank.
-        streams: keeps tensors for kernels on streams that the tensors do not belong to.
+        streams: keeps tensors alive for kernels on streams other than their own.
     """
 
     plan_type: type[_Plan]
@@ -45,7 +45,7 @@ class EngineBase(Generic[_Plan]):
     num_nodes = 1
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
-        """Not collective; comes after what may fail on one rank."""
+        """Not collective; called after every step that may fail on one rank."""
         self.group = group
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
@@ -70,7 +70,7 @@ class EngineBase(Generic[_Plan]):
             self.group.release(Shortage.name(self.config), self.timeout_s)
 
     def _release(self) -> None:
-        """Give back what else an engine holds.  Collective."""
+        """Release whatever else the engine holds.  Collective."""
 
     def _require_open(self) -> None:
         self.group.require_open()
@@ -83,7 +83,7 @@ class EngineBase(Generic[_Plan]):
         """Begin dispatch or combine where all ranks' hosts agree on it.  Collective.
 
         Returns:
-            plan, as what it is.
+            plan, with its own type.
         """
         self._require_open()
         problem = self.rows_problem(phase, plan, rows, w)
@@ -94,7 +94,7 @@ class EngineBase(Generic[_Plan]):
     def rows_limit(self, num_tokens: int, top_k: int) -> int | None:
         """How many rows a dispatched tensor has in static mode; None in exact mode.
 
-        Inside a node as many as a rank of the whole grid has.
+        Inside a node, as many as a rank of the whole grid has.
         """
         ranks, tokens = self.group.size * self.num_nodes, num_tokens // self.num_nodes
         shape = (ranks, tokens, top_k, self.num_local_experts)
@@ -109,12 +109,12 @@ class EngineBase(Generic[_Plan]):
     ) -> str | None:
         """Say what is wrong with the arguments of dispatch or combine on this rank."""
         problem = checks.plan_problem(plan, self.plan_type, self.num_experts)
-        return problem or checks.rows_problem(  # otherwise it need not even be a plan
+        return problem or checks.rows_problem(  # otherwise it may not even be a plan
             phase == "dispatch", plan, rows, w, self.caps, self.group.device
         )
 
     def agree_on_routes(self, topk_idx: torch.Tensor, problem: str | None) -> Agreement:
-        """Check the argument of plan on all ranks; every rank learns all numbers of tokens.
+        """Check the argument of plan on all ranks; every rank learns every rank's number of tokens.
 
         Collective.  `problem`: what is wrong on this rank, if anything is.
         """
@@ -145,7 +145,7 @@ class EngineBase(Generic[_Plan]):
         Args:
             phase: "dispatch", where `rows` is x at the tokens' source ranks, or "combine", where it
                 is y.
-            plan: what the caller passed as plan.
+            plan: the plan as the caller passed it.
             rows: the payload.
             w: weights that go with it, or None.
             problem: what is wrong on this rank, `rows_problem` included; None if nothing is.

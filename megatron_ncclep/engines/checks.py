@@ -1,7 +1,7 @@
-"""What makes an argument of plan, dispatch or combine wrong, in words, for every engine.
+"""Argument checks of plan, dispatch and combine, with error texts, for every engine.
 
 Each function returns None or a sentence with the value and the remedy.  It does not raise: the
-engine tells the sentence to the other ranks first (`EpGroup.agree`), so that all of them raise.
+engine first sends the sentence to the other ranks (`EpGroup.agree`), so that all of them raise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ncclep.engines.engine import (
 def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str | None:
     """Say what is wrong with the device of `tensor`, if it is not `device`.
 
-    Where one of the two has no number, as the CPU has none, the type decides.
+    Where one of the two has no index, as on the CPU, only the type is compared.
     """
     if tensor.device == device:
         return None
@@ -43,8 +43,8 @@ def topk_problem(
 ) -> str | None:
     """Say what is wrong with the routing of this rank, if anything is.
 
-    Waits once for the device, to read values on the host: an engine that must not wait asks for
-    the shape only, and checks the values in its own kernel.
+    Waits once for the device, to read values on the host: an engine that must not wait checks only
+    the shape here, and the values in its own kernel.
     """
     return topk_shape_problem(topk_idx, device, caps) or topk_value_problem(topk_idx, num_experts)
 
@@ -52,7 +52,7 @@ def topk_problem(
 def topk_shape_problem(
     topk_idx: torch.Tensor, device: torch.device, caps: EngineCaps
 ) -> str | None:
-    """Say what is wrong with the routing whatever its values are.  Waits for nothing."""
+    """Say what is wrong with the routing apart from its values.  Does not wait."""
     if topk_idx.dim() != 2:
         return f"topk_idx has shape {list(topk_idx.shape)}: it must be [num_tokens, top_k]"
     if topk_idx.dtype not in (torch.int32, torch.int64):
@@ -78,8 +78,8 @@ def topk_shape_problem(
 def topk_value_problem(topk_idx: torch.Tensor, num_experts: int) -> str | None:
     """Say what is wrong with the values of a routing whose shape is right.  Waits for the device.
 
-    What is no expert and not `NOT_ROUTED` (`TOO_MANY_EXPERTS` among it), or an expert that a token
-    names twice.
+    That is an index that is neither an expert nor `NOT_ROUTED` (`TOO_MANY_EXPERTS` included), or an
+    expert that a token names twice.
     """
     too_many = topk_idx == TOO_MANY_EXPERTS
     outside = (topk_idx < NOT_ROUTED) | (topk_idx >= num_experts)
@@ -120,7 +120,7 @@ def payload_problem(
     if problem := device_problem(name, tensor, device):
         return problem
     if tensor.dtype == BYTES and not is_dispatch:
-        return f"{name} is {BYTES}: combine adds rows up, and bytes are no numbers; dispatch only"
+        return f"{name} is {BYTES}: combine cannot add up rows of bytes; dispatch moves them"
     if tensor.dtype not in caps.payload_dtypes and not (tensor.dtype == BYTES and caps.moves_bytes):
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in caps.payload_dtypes)
         also = f", and in dispatch {BYTES}" if is_dispatch and caps.moves_bytes else ""
@@ -135,20 +135,20 @@ def payload_problem(
 
 
 def weight_dtype(payload: torch.Tensor) -> torch.dtype:
-    """The dtype weights travel in: fp32, or fp64 beside an fp64 payload (gradient checks)."""
+    """The dtype in which weights travel: fp32, or fp64 with an fp64 payload (gradient checks)."""
     return torch.float64 if payload.dtype == torch.float64 else torch.float32
 
 
 def weights_problem(
     w: torch.Tensor | None, shape: tuple[int, ...], payload: torch.Tensor, device: torch.device
 ) -> str | None:
-    """Say what is wrong with the weights `w` beside `payload`, if there are any."""
+    """Say what is wrong with the weights `w` of `payload`, if there are any."""
     if w is None:
         return None
     if tuple(w.shape) != shape:
         return f"w has shape {list(w.shape)}: the plan expects {list(shape)}"
     if w.dtype != weight_dtype(payload):
-        return f"w is {w.dtype}: beside {payload.dtype} rows it must be {weight_dtype(payload)}"
+        return f"w is {w.dtype}: with {payload.dtype} rows it must be {weight_dtype(payload)}"
     return device_problem("w", w, device)
 
 
@@ -160,7 +160,7 @@ def rows_problem(
     caps: EngineCaps,
     device: torch.device,
 ) -> str | None:
-    """Say what is wrong with what dispatch (`is_dispatch`) or combine of `Engine` is given."""
+    """Say what is wrong with the arguments of dispatch (`is_dispatch`) or combine of `Engine`."""
     num_rows = plan.num_tokens if is_dispatch else plan.num_rows
     w_shape = (plan.num_tokens, plan.top_k) if is_dispatch else (plan.num_rows,)
     return payload_problem(is_dispatch, rows, num_rows, caps, device) or weights_problem(

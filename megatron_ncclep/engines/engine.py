@@ -1,6 +1,6 @@
-"""The engine interface: what moves tokens, without autograd and without Megatron.
+"""The engine interface: moving tokens, without autograd and without Megatron.
 
-docs/contract.md states the contract in full; `reference.py` is its meaning in code.
+docs/contract.md states the contract in full; the engine `reference` is its meaning in code.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron_ncclep.config import EpConfig
 
 # An entry of topk_idx that routes nowhere.
 NOT_ROUTED = -1
-# What a row of topk_idx holds when the routing map named more experts than top_k for its token.
+# Fills a row of topk_idx when the routing map named more than top_k experts for its token.
 TOO_MANY_EXPERTS = -(2**31)
 
-# The dtype of rows that dispatch copies and that are no numbers to combine: of rows in FP8, say,
-# with their scales (packed_rows.py).
+# The dtype of rows that dispatch copies but combine cannot add up: FP8 rows with their scales, for
+# example (ops/packed_rows.py).
 BYTES = torch.uint8
 
 # How combine rounds.  All add a rank's rows in local-expert order and the ranks' parts in rank
@@ -32,9 +32,9 @@ EVERY_PART_ROUNDED = "every part rounded"  # for an engine that treats all ranks
 NODE_SUMS_ROUNDED = "node sums rounded"
 REDUCTIONS = (SOURCE_PART_UNROUNDED, EVERY_PART_ROUNDED, NODE_SUMS_ROUNDED)
 
-# In which order the rows of an expert stand in their block, and are kept where not all fit: by
-# token within a source rank, and by source rank as follows.
-BY_RANK = "by rank"  # the contract's: upwards
+# The order in which an expert's rows lie in their block, and in which they are kept where not all
+# fit: by token within a source rank, and the source ranks as follows.
+BY_RANK = "by rank"  # the contract's: in ascending order
 BY_RAIL = "by rail"  # by local index and then by node: ranks 0 2 1 3 of two nodes of two
 SLOT_ORDERS = (BY_RANK, BY_RAIL)
 # Options of EpConfig that all engines honour.
@@ -45,7 +45,7 @@ COMMON_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class EngineCaps:
-    """What an engine can do; checked before every call, so that a limit is an error with words."""
+    """What an engine can do; checked before every call, so exceeding a limit is a clear error."""
 
     name: str
     # How combine adds up, one of REDUCTIONS; engines with the same one, and the same slot order,
@@ -56,9 +56,9 @@ class EngineCaps:
     row_bytes_multiple: int
     # Options of EpConfig that the engine honours besides `engine`; any other one is refused.
     options: frozenset[str]
-    # Dispatch moves rows of bytes (BYTES) too, whatever they stand for.
+    # Dispatch moves rows of bytes (BYTES) too, whatever they encode.
     moves_bytes: bool = False
-    # In which order rows stand, one of SLOT_ORDERS.
+    # The order of rows in a block, one of SLOT_ORDERS.
     slot_order: str = BY_RANK
     # Largest number of rows that one rank may receive.
     max_rows: int = 2**31 - 1
@@ -77,10 +77,11 @@ class EngineCaps:
     compiles_at_run_time: bool = False
     # In static mode no call waits for the device: a CUDA graph can capture all of them.
     captures_static: bool = False
-    # Its kernels wait for those of other ranks until a deadline; then the next call says for whom.
+    # Its kernels wait for those of other ranks until a deadline; when that passes, the next call
+    # raises and names the rank.
     device_deadline: bool = False
-    # Dispatch and combine, and plan in static mode, wait for no other host unless the option
-    # check_calls is set: the devices compare arguments, and errors come with a later call.
+    # Dispatch and combine, and plan in static mode, do not wait for other hosts unless the option
+    # check_calls is set: the devices compare arguments, and a later call raises the errors.
     compares_on_device: bool = False
 
 
@@ -128,7 +129,7 @@ class RoutePlan:
         return self.counts[-1]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the plan itself keeps; a plan in it has its own."""
+        """The plan's own tensors, without those of a plan inside it."""
         values = (getattr(self, f.name) for f in fields(self))
         return [v for v in values if isinstance(v, torch.Tensor)]
 
@@ -150,7 +151,7 @@ class Engine(Protocol):
 
     caps: EngineCaps
     config: EpConfig
-    # What `create_engine` was told.
+    # As passed to `create_engine`.
     ranks_per_expert: int
 
     def plan(self, topk_idx: torch.Tensor) -> RoutePlan:

@@ -1,8 +1,8 @@
 """Low-latency mode: dispatch and combine of a few tokens, without a plan.
 
-For decoding, where a rank has 1 to some hundred tokens and launches and waits are everything.
-Top-k indices go straight in, and a token's row crosses to a rank once, however many of its experts
-are there.  docs/contract.md ("Low-latency mode") states it in full.
+For decoding, where a rank has from one to a few hundred tokens, and launches and waits dominate.
+Top-k indices go straight in, and a token's row is sent to a rank once, however many of its experts
+are there. docs/contract.md ("Low-latency mode") states it in full.
 
 Example: two ranks, four experts, top-2, max_tokens 3; rank 1 holds experts 2 and 3.  Rank 0's
 tokens 0, 1, 2 name experts (0, 1), (3, 0), (2, 3).  From rank 0, rank 1 gets counts[0] = 2 and
@@ -27,7 +27,7 @@ from megatron_ncclep.ranks.group import EpGroup
 
 
 class _Last(enum.Enum):
-    """What the last call was."""
+    """The last call."""
 
     COMBINED = "combine"
     DISPATCH_SENT = "send_dispatch"
@@ -36,10 +36,10 @@ class _Last(enum.Enum):
 
 
 class LowLatencyCalls(Protocol):
-    """What an engine does for a `LowLatency`, which has made sure of turns and arguments."""
+    """An engine's part of a `LowLatency`, which has checked turns and arguments before."""
 
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
-        """Raise what there is to raise, `problem` on all ranks; comes first in each call.
+        """Preamble of every call: raise pending errors, and `problem` on all ranks.
 
         Args:
             phase: "dispatch" or "combine".
@@ -49,11 +49,11 @@ class LowLatencyCalls(Protocol):
         ...
 
     def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
-        """Say what is wrong with the values of a routing, where the host is to look at them."""
+        """Say what is wrong with the values of a routing, if the host checks them."""
         ...
 
     def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
-        """Do the first half and, if it `completes`, the second; what it returns is there then."""
+        """Do the first half and, if it `completes`, the second, after which the result is valid."""
         ...
 
     def complete_dispatch(self) -> LowLatencyRows:
@@ -63,7 +63,7 @@ class LowLatencyCalls(Protocol):
     def combine(
         self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
     ) -> torch.Tensor:
-        """As `dispatch`.  With `rows_of`, y is [rows, hidden]."""
+        """Like `dispatch`.  With `rows_of`, y is [rows, hidden]."""
         ...
 
     def complete_combine(self) -> torch.Tensor:
@@ -76,15 +76,15 @@ class LowLatencyCalls(Protocol):
 
 
 class LowLatency:
-    """Dispatch and combine in turns, for one micro-batch at a time; made by `create_low_latency`.
+    """Alternating dispatch and combine, one micro-batch at a time; made by `create_low_latency`.
 
     All calls are collective, and every rank makes the same ones in the same order.  A rank may have
-    any number of tokens up to `max_tokens`, also none.  Results may be used on the stream on which
-    the call was made.  Two micro-batches at a time need two objects.
+    any number of tokens up to `max_tokens`, including none.  Results may be used on the stream on
+    which the call was made.  Two micro-batches at a time need two objects.
 
     Attributes:
         group: the ranks.
-        sizes: what it was made for.
+        sizes: as passed to `create_low_latency`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LowLatency:
         calls: LowLatencyCalls,
         release: Callable[[], None],
     ) -> None:
-        """Not collective; `calls` are the engine's, which has these `caps`; `release` ends them."""
+        """Not collective; `calls` belong to an engine with these `caps`; `release` closes them."""
         self.group, self.sizes = group, sizes
         self._caps, self._calls, self._release = caps, calls, release
         self._last = _Last.COMBINED
@@ -116,7 +116,7 @@ class LowLatency:
             x: [num_tokens, hidden] of the payload's dtype.
             topk_idx: [num_tokens, top_k] int32 or int64: distinct experts of all ranks; -1: none.
             weights: [num_tokens, top_k] fp32.
-            scales: [num_tokens, num_scales] fp32, if the object was made for any.
+            scales: [num_tokens, num_scales] fp32, if the object was made with num_scales.
 
         Raises:
             InputError: something is wrong on some rank; docs/contract.md says when the other ranks
@@ -152,11 +152,11 @@ class LowLatency:
         return rows
 
     def combine(self, y: torch.Tensor, rows_of: torch.Tensor | None = None) -> torch.Tensor:
-        """Bring back what the experts made of the last dispatch's rows, and add it up.
+        """Return the experts' outputs for the last dispatch's rows, and add them up.
 
         Args:
-            y: [num_ranks, max_tokens, hidden] of the object's dtype, a row for each place; what is
-                behind `counts` is not read.  With `rows_of`, rows in any order, [..., hidden].
+            y: [num_ranks, max_tokens, hidden] of the object's dtype, a row for each place; rows
+                beyond `counts` are not read.  With `rows_of`, rows in any order, [..., hidden].
             rows_of: int32 [num_ranks, max_tokens, top_k]: which rows of y are added up for each
                 place, in this order; -1: none.  `LowLatencyRows.by_expert` makes one.
 

@@ -1,4 +1,4 @@
-"""What low-latency mode is made for, takes and brings; `low_latency.py` says how it works."""
+"""Sizes, arguments and results of low-latency mode; `low_latency.py` explains how it works."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 from megatron_ncclep.engines.engine import NOT_ROUTED, EngineCaps
 
-# What is combined, and rows that only travel, a byte for each number.
+# Dtypes of combined rows, and one-byte dtypes of rows that are only dispatched.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
 @dataclass(frozen=True)
 class LowLatencySizes:
-    """What an object is made for; the same on all ranks.
+    """The sizes that an object is made for; the same on all ranks.
 
     Attributes:
         max_tokens: of any rank.
         hidden: numbers of a row.
         top_k: assignments of a token.
-        dtype: of what is combined: bf16, fp16 or fp32.
-        payload: dtype of what is dispatched: the same, or one of `ONE_BYTE`.
+        dtype: of combined rows: bf16, fp16 or fp32.
+        payload: dtype of dispatched rows: the same, or one of `ONE_BYTE`.
         num_scales: fp32 numbers that travel with each dispatched row.
     """
 
@@ -34,7 +34,7 @@ class LowLatencySizes:
     num_scales: int = 0
 
     def problem(self, caps: EngineCaps) -> str | None:
-        """Say what is wrong with them for an engine, if anything is."""
+        """Say which size an engine does not support, if any."""
         limits = {
             "max_tokens": (self.max_tokens, caps.low_latency_tokens),
             "top_k": (self.top_k, caps.max_top_k or 2**31 - 1),
@@ -47,7 +47,7 @@ class LowLatencySizes:
             return f"dtype {self.dtype}: low-latency mode combines {', '.join(map(str, DTYPES))}"
         if self.payload not in (self.dtype, *ONE_BYTE):
             return (
-                f"payload {self.payload}: rows are {self.dtype}, as what is combined, or one of "
+                f"payload {self.payload}: rows must be {self.dtype}, like combined rows, or one of "
                 f"{', '.join(map(str, ONE_BYTE))}"
             )
         if not isinstance(self.num_scales, int) or self.num_scales < 0:
@@ -65,7 +65,7 @@ class LowLatencySizes:
         return None
 
     def values(self) -> dict[str, int | str | None]:
-        """What the ranks compare."""
+        """The values that must be equal on all ranks."""
         return {
             "max_tokens": self.max_tokens,
             "hidden size": self.hidden,
@@ -91,12 +91,12 @@ class ExpertRows:
     """Dispatched rows by expert; see `LowLatencyRows.by_expert` and `packed_by_expert`.
 
     Attributes:
-        rows: by_expert: [num_local_experts, num_ranks * max_tokens, hidden]; those behind an
-            expert's count are undefined.  packed_by_expert: [num_ranks * max_tokens * min(top_k,
-            num_local_experts), hidden]; those behind the sum of counts are undefined.
+        rows: by_expert: [num_local_experts, num_ranks * max_tokens, hidden]; those beyond an
+            expert's count are undefined. packed_by_expert: [num_ranks * max_tokens * min(top_k,
+            num_local_experts), hidden]; those beyond the sum of counts are undefined.
         counts: int32 [num_local_experts]: rows of each expert.
-        rows_of: int32 [num_ranks, max_tokens, top_k]: what `combine` takes with rows like these:
-            where the rows for a place are, as if all dimensions of `rows` but the last were one.
+        rows_of: int32 [num_ranks, max_tokens, top_k]: for `combine` of rows in this layout: the
+            indices of the rows for a place, as if all dimensions of `rows` but the last were one.
     """
 
     rows: torch.Tensor
@@ -106,10 +106,10 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class LowLatencyRows:
-    """What a dispatch brings, by source rank; on this rank's device.
+    """The result of a dispatch, by source rank; on this rank's device.
 
-    It is valid until the object's next dispatch, or until it is closed: an engine may return the
-    memory that the other ranks write to.
+    It is valid until the object's next dispatch or its close: an engine may return the memory that
+    the other ranks write to.
 
     Attributes:
         rows: [num_ranks, max_tokens, hidden]; a source's rows in the order of its tokens, one for
@@ -134,7 +134,7 @@ class LowLatencyRows:
     def by_expert(self) -> ExpertRows:
         """Copy the rows to blocks of experts, in the order of source rank and token in each.
 
-        Waits for nothing; a CUDA graph can hold it.
+        Does not wait; a CUDA graph can capture it.
         """
         num_places, top_k = self.counts.numel() * self.topk_idx.shape[1], self.topk_idx.shape[2]
         num_local = self.num_local_experts
@@ -158,11 +158,10 @@ class LowLatencyRows:
         )
 
     def packed_by_expert(self) -> ExpertRows:
-        """Copy the rows to blocks of experts right behind each other, as grouped GEMMs take them.
+        """Copy the rows to contiguous blocks of experts, as grouped GEMMs take them.
 
         The order is that of `by_expert`.  The copy has min(top_k, num_local_experts) rows for each
-        place, where `by_expert` has num_local_experts.  Waits for nothing; a CUDA graph can hold
-        it.
+        place, where `by_expert` has num_local_experts.  Does not wait; a CUDA graph can capture it.
         """
         num_places, top_k = self.counts.numel() * self.topk_idx.shape[1], self.topk_idx.shape[2]
         num_local = self.num_local_experts
@@ -170,7 +169,7 @@ class LowLatencyRows:
         assignments = self.topk_idx.view(num_places, top_k).long()
         place = torch.arange(num_places, device=assignments.device).view(-1, 1)
         key = torch.where(assignments >= 0, assignments * num_places + place, nowhere)
-        # Of each place in ascending order of experts, which is the order of additions.
+        # Each place's assignments in ascending order of experts, which is the order of additions.
         key = key.sort(dim=1).values[:, :kept].reshape(-1)
         order = key.argsort(stable=True)
         row = torch.empty_like(order)

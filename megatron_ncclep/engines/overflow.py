@@ -1,9 +1,9 @@
-"""Static mode: how many rows there are, which assignments do not fit, and who is told.
+"""Static mode: the number of rows, which assignments are dropped, and how drops are reported.
 
 A rank's dispatched tensor has `rows_limit` rows, whatever arrives.  The contract takes assignments
 in the order (source rank, token, local expert) and counts the blocks of `alignment` rows that they
-open; the first that does not fit and all after it are dropped.  What was dropped is counted on the
-device, and reported before an optimizer steps.
+open; the first that does not fit and all after it are dropped.  Drops are counted on the device and
+reported before an optimizer steps.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ def rows_limit(
 ) -> int | None:
     """How many rows every dispatched tensor has; None in exact mode.  Not collective.
 
-    The same on all ranks when they bring the same number of tokens, on which they agree.  How many
-    assignments always fit, however the rank's experts share them, depends on `max_recv_rows`:
+    The same on all ranks when they bring the same number of tokens, on which they agree.  The
+    number of assignments that always fit, however they are spread over the rank's experts, depends
+    on `max_recv_rows`:
 
         4096      as many as fit into 4096 rows
-        "worst"   R * T * min(K, L): every token of every rank sends all it can to one rank
+        "worst"   R * T * min(K, L): every token of every rank sends as many as possible to one rank
         "1.25x"   1.25 * T * K, rounded up: a balanced load is T * K assignments for each rank
 
-    N assignments need most rows when each of min(L, N) experts has one assignment in an alignment
-    block of its own, and only then do the others fill blocks: min(L, N) + (N - min(L, N)) //
+    N assignments need the most rows when each of min(L, N) experts has one assignment in an
+    alignment block of its own before the others fill blocks: min(L, N) + (N - min(L, N)) //
     alignment blocks, at least one.
 
-    With experts in S slices (ops/expert_slices.py) K counts the S copies of each assignment, of
-    which a rank gets one: a balanced load is still T * K assignments, and the worst case has
-    min(K / S, L).
+    With experts in S slices (ops/expert_slices.py), K counts the S copies of each assignment, and a
+    rank gets one of them: a balanced load is still T * K assignments, and the worst case has min(K
+    / S, L).
 
     Example: 4 ranks of 8 tokens, top-2, 3 experts each, alignment 16.  The worst case is
     4 * 8 * 2 = 64 assignments: 3 + 61 // 16 = 6 blocks, 96 rows.  "1.25x": 20 assignments,
@@ -79,7 +80,7 @@ def rows_limit(
 
 
 def can_drop(config: EpConfig) -> bool:
-    """Whether anything may not fit: not in exact mode, nor with room for all that can come."""
+    """Whether rows may be dropped: not in exact mode, nor with room for all that can arrive."""
     return config.max_recv_rows not in (None, WORST)
 
 
@@ -115,11 +116,11 @@ def drop_what_does_not_fit(
     before = counts[:rank].sum(dim=0)
     blocks_before = ((before + alignment - 1) // alignment).view(num_ranks, -1).sum(dim=1)
 
-    # An extra column takes what is not routed.
+    # An extra column takes assignments that are not routed.
     routed = topk_idx.new_zeros(num_tokens, num_experts + 1, dtype=torch.bool)
     column = torch.where(topk_idx == NOT_ROUTED, num_experts, topk_idx)
     routed = routed.scatter(1, column, True)[:, :num_experts]
-    # Of each assignment within its expert's rows.
+    # The place of each assignment within its expert's rows.
     place = before.to(topk_idx.device) + routed.cumsum(dim=0) - 1
     opens = routed & (place % alignment == 0)
     # For each destination, in the order (token, local expert).
@@ -150,21 +151,22 @@ def rows_needed(counts: torch.Tensor, alignment: int) -> torch.Tensor:
 
 
 class Shortage:
-    """Rows that ranks lacked, for `on_overflow="raise"`; every rank knows it of all ranks.
+    """Rows that ranks lacked, for `on_overflow="raise"`; every rank knows those of all ranks.
 
-    Recording waits for nothing.  `EpGroup.check`, which `megatron_ncclep.check()` calls, reads what
-    the device has counted, in memory that stays where it is, so that what a replayed CUDA graph
-    adds is seen too.
+    Recording does not wait.  `EpGroup.check`, which `megatron_ncclep.check()` calls, reads what the
+    device has counted, at an address that never changes, so that it also sees what a replayed CUDA
+    graph adds.
 
-    A dropped row changes what its token's source rank gets, and with that the gradients of all
-    ranks: all must raise.  They need not tell each other: what a plan needs on each rank follows
-    from the counts of assignments that every engine's plan brings to all ranks.  So an engine
-    writes down the same on every rank, and it does not matter which of them asks how often.
+    A dropped row changes the result at its token's source rank, and with it the gradients of all
+    ranks: all must raise.  They need not tell each other: the rows that a plan needs on each rank
+    follow from the counts of assignments that every engine's plan sends to all ranks.  So an engine
+    records the same on every rank, and it does not matter how often each of them checks.
 
     Attributes:
         words: int64 [num_ranks] on the group's device: for each rank, of the call in which it
-            lacked most since it was last asked, the rows that it lacked << 32 | those that it had;
-            0 if it lacked none.  One number, so that a kernel can take the larger of two at once.
+            lacked most since the last check, the rows that it lacked << 32 | those that it had; 0
+            if it lacked none.  One number, so that a kernel can take the maximum of two in one
+            operation.
     """
 
     def __init__(self, group: EpGroup, config: EpConfig) -> None:
@@ -174,18 +176,18 @@ class Shortage:
 
     @classmethod
     def name(cls, config: EpConfig) -> str:
-        """What engines with this option share it as (`EpGroup.share`)."""
+        """The name under which engines with this option share it (`EpGroup.share`)."""
         return f"rows lacked of {config.max_recv_rows}"
 
     @classmethod
     def shared(cls, group: EpGroup, config: EpConfig) -> Shortage | None:
-        """The group's, for an engine with these options; None where it has nothing to say."""
+        """The group's, for an engine with these options; None where nothing is to be recorded."""
         if config.on_overflow != RAISE or not can_drop(config):
             return None
         return group.share(cls.name(config), lambda: cls(group, config))
 
     def record(self, needed: torch.Tensor, limit: int) -> None:
-        """Write down what a plan needs.  Waits for nothing.
+        """Record the rows that a plan needs.  Does not wait.
 
         Args:
             needed: int64 [num_ranks]: rows that each rank needs, padding of its blocks included.
@@ -198,16 +200,16 @@ class Shortage:
         torch.maximum(self.words, lacked, out=self.words)
 
     def for_kernel(self) -> torch.Tensor | None:
-        """`words`, for a kernel that does what `record` does; None if it should not."""
+        """`words`, for a kernel that does the work of `record`; None if it should not record."""
         return None if self._group.is_warmup else self.words
 
     def check(self) -> None:
-        """Raise what was written down since the last time.  Waits for the current stream.
+        """Raise what was recorded since the last check.  Waits for the current stream.
 
         Does nothing while that stream is captured in a CUDA graph.
 
         Raises:
-            RowsDroppedError: a rank lacked rows; with the same text on all ranks.
+            RowsDroppedError: a rank lacked rows; the text is the same on all ranks.
         """
         if _is_capturing(self.words.device):
             return
@@ -231,15 +233,15 @@ class Shortage:
 
 
 class DropWarning:
-    """Says once for a group and rank that rows were dropped: `on_overflow="drop"`.
+    """Warns once per group and rank that rows were dropped: `on_overflow="drop"`.
 
-    A dispatcher adds its counter, which may be captured in a CUDA graph.
+    Dispatchers register their counters, which may be captured in a CUDA graph.
     """
 
     def __init__(self, group: EpGroup) -> None:
         self._group = group
         self._watched: list[tuple[weakref.ref[torch.Tensor], int | str | None]] = []
-        # What was watched when the counters were copied, and the copy on its way to the host.
+        # The options of the counters that were copied, and the copy, which may still be in flight.
         self._options: list[int | str | None] = []
         self._on_host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
@@ -253,19 +255,19 @@ class DropWarning:
     def watch(self, counter: torch.Tensor, config: EpConfig) -> None:
         """Warn when `counter`, an int64 scalar on the group's device, is more than 0.
 
-        It is not kept alive: it goes with its dispatcher.
+        The counter is not kept alive: it goes away with its dispatcher.
 
         Args:
-            counter: what was dropped in static mode.
+            counter: the number of rows dropped in static mode.
             config: options of the dispatcher that counts.
         """
         self._watched = [(c, option) for c, option in self._watched if c() is not None]
         self._watched.append((weakref.ref(counter), config.max_recv_rows))
 
     def check(self) -> None:
-        """Warn of what is known to have been dropped.  Waits for nothing; not collective.
+        """Warn of drops that are known so far.  Does not wait; not collective.
 
-        On a GPU the numbers are copied to the host at one call, and read at a later one.
+        On a GPU the counters are copied to the host at one call, and read at a later one.
         """
         if self._has_spoken or _is_capturing(self._group.device):
             return
@@ -278,7 +280,7 @@ class DropWarning:
             logging.WARNING,
             "overflow",
             f"rank {self._group.rank}: {int(counts.sum())} rows did not fit into max_recv_rows="
-            f"{self._options[first]} and were dropped (this is said once; later ones are only "
+            f"{self._options[first]} and were dropped (reported once; later ones are only "
             "counted): raise it, set it to 'worst' or leave it out and nothing is dropped",
         )
 
@@ -286,7 +288,7 @@ class DropWarning:
         """Nothing to give back."""
 
     def _known_counts(self) -> torch.Tensor | None:
-        """The counters as they were at this call or an earlier one, on the CPU; None: not yet."""
+        """The counters as of this call or an earlier one, on the CPU; None: not copied yet."""
         if self._copied is None:
             watched = [(c(), option) for c, option in self._watched]
             counters = [counter for counter, _ in watched if counter is not None]

@@ -28,25 +28,28 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     These are the expert-parallel group, or with expert tensor parallelism Megatron's group `tp_ep`:
     its ranks hold slices of the experts (ops/expert_slices.py).
 
-    Megatron calls the hooks in the order in which they stand here, once per micro-batch; what the
-    later ones need (plan and shape) is kept on the dispatcher between them, because Megatron's
-    hooks have no other place for it.  What backward needs is in the autograd graph, so that any
-    number of micro-batches may be between forward and backward.
+    Megatron calls the hooks in the order in which they are defined here, once per micro-batch.  The
+    dispatcher keeps what later hooks need (plan and shape), because Megatron's hooks have no other
+    place for it.  What backward needs is in the autograd graph, so any number of micro-batches may
+    be between forward and backward.
 
-    A CUDA graph may end after `dispatch_preprocess`; then that does not run in Python, and Megatron
-    puts the tensor back that `cudagraph_attrs` names.  So it leaves nothing else behind.
+    A CUDA graph may end after `dispatch_preprocess`; then that hook does not run in Python on
+    replay, and Megatron restores the tensor that `cudagraph_attrs` names.  So the hook stores
+    nothing else.
 
-    With moe_shared_expert_overlap the layer hands its shared experts over (`set_shared_experts`):
-    the hooks that communicate run them on their own stream, the first half beside the dispatch and
-    the second beside the combine.  Either half is queued after our kernels, and may start no
-    earlier: so these get their SMs first, and the shared experts' GEMMs all others.
+    With moe_shared_expert_overlap the layer passes its shared experts to the dispatcher
+    (`set_shared_experts`): the hooks that communicate run them on their own stream, the first half
+    concurrently with dispatch and the second with combine.  Each half is queued after our kernels
+    and may not start earlier, so our kernels get their SMs first, and the shared experts' GEMMs all
+    others.
 
     A layer that is recomputed is planned and dispatched again in backward, and so are its shared
-    experts.  To torch.compile the hooks that call the engine are opaque: it would look for tensors
-    in the agreement of hosts, and compile it anew for other numbers of rows.
+    experts.  To torch.compile the hooks that call the engine are opaque: it would trace tensors in
+    the hosts' agreement, and recompile for other numbers of rows.
 
     With overlap_moe_expert_parallel_comm Megatron calls the hooks on two streams, which it orders:
-    those that communicate on one, the others on another, between which `_take_over` hands memory.
+    those that communicate on one, the others on the other.  `_take_over` makes passing memory
+    between them safe.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
         self.cudagraph_attrs = ["_routing_map"]
-        # What `metrics_interval` asks for.
+        # For `metrics_interval`.
         self._counts: LayerCounts | None = None
         if interval := self.engine.config.metrics_interval:
             try:
@@ -122,8 +125,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                 self, config.num_moe_experts * self._num_slices // self._ranks.size
             )
         # int64 scalar on the device: assignments dropped so far in static mode, in forward passes
-        # only, each once.  It stays the same tensor, so that a CUDA graph that is replayed goes on
-        # counting.
+        # only, each once.  It stays the same tensor, so that a replayed CUDA graph keeps counting.
         self.num_dropped: torch.Tensor | None = None
         if self._is_static:
             self.num_dropped = torch.zeros((), dtype=torch.int64, device=self._ranks.device)
@@ -133,7 +135,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the map; what it holds is read together with the rest, in `token_dispatch`.
+        """Keep the map, which `token_dispatch` reads.
 
         Args:
             hidden_states: [..., hidden]; all leading dimensions together are the tokens.
@@ -141,7 +143,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             probs: [num_tokens, num_experts].
 
         Returns:
-            hidden_states and probs as they are.
+            hidden_states and probs, unchanged.
         """
         self._routing_map = routing_map
         return hidden_states, probs
@@ -164,15 +166,16 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._take_over(hidden_states, probs, routing_map)
         self._hidden_shape, group, shared = hidden_states.shape, self._ranks, self.shared_experts
         if shared is not None:
-            # Its backward reads them on its stream, at a time when nobody else may hold them.
+            # Its backward reads them on its stream, when no other reference may be left.
             hidden_states.record_stream(shared.stream)
-            # Before the plan, in exact mode: the host does this while the device is still busy.
+            # Before the plan, so that in exact mode the host does this while the device is still
+            # busy.
             shared.pre_forward_comm(hidden_states)
         try:
             chosen = routes_and_weights(routing_map, probs, self._top_k(routing_map), self._block)
             if self._num_slices > 1:
                 chosen = to_all_slices(*chosen, self.num_local_experts, self._num_slices)
-            # Before it captures a layer, Megatron runs it with whatever is in its buffers.
+            # Before it captures a layer, Megatron runs it with arbitrary data in its buffers.
             is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
             group.is_warmup = is_graph_capturing() and not is_captured
             with step_range("plan", hidden_states):
@@ -196,16 +199,15 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Say where each expert's rows are; the rows are already in the experts' order.
+        """Return the numbers of rows of each expert; the rows are already in the experts' order.
 
         Returns:
             rows, tokens_per_expert int64 [num_local_experts] in the blocks' order, and the rows'
-            weights.
-            tokens_per_expert is on the CPU, where Megatron's experts want it, or for experts that
-            take it there on the device, and then nothing is waited for.  It adds up to the number
-            of rows, except in static mode for experts that take it on the device and do not ask
-            for more: there the rows after the last block, which are zero, are nobody's.  Elsewhere
-            they count as the last expert's.
+            weights. tokens_per_expert is on the CPU, where Megatron's experts expect it, or on the
+            device for experts that take it there, in which case the host does not wait.  It adds up
+            to the number of rows, except in static mode for experts that take it on the device and
+            do not need the full sum: there the rows after the last block, which are zero, belong to
+            no expert.  Otherwise they count as the last expert's.
         """
         plan = self._plan
         assert plan is not None, "token_dispatch comes first"
@@ -241,7 +243,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         return out
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Wait for the shared experts, if there are any here, and add their output."""
+        """Wait for the shared experts, if this dispatcher has any, and add their output."""
         if self.shared_experts is None:
             return hidden_states
         return hidden_states + self.shared_experts.get_output()
@@ -257,24 +259,25 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                     tensor.record_stream(torch.cuda.current_stream())
 
     def _let_shared_experts_start(self) -> None:
-        """Let their stream go on when all that is queued so far has run."""
+        """Let their stream continue once everything queued so far has run."""
         if self.shared_experts is not None:
             self.shared_experts.stream.wait_stream(torch.cuda.current_stream())
 
     @property
     def _router_adds_assignments(self) -> bool:
-        """Whether a token may have more experts than the router's top-k: with padding to capacity
-        an expert takes tokens that did not choose it.
+        """Whether a token may have more experts than the router's top-k.
 
-        Asked for each micro-batch, because Megatron turns it on in a config and off again while it
+        With padding to capacity an expert also gets tokens that did not choose it.
+
+        Read for each micro-batch, because Megatron turns it on and off in the config while it
         generates tokens (`set_decode_expert_padding`).
         """
         return bool(self.config.moe_pad_expert_input_to_capacity)
 
     def _finish_shared_experts(self, *, has_dispatched: bool) -> None:
-        """Run what an error has left of their forward pass, for nothing.
+        """Finish their forward pass after an error, discarding the result.
 
-        From Megatron-Core 0.18 on they assert that the next one begins after the end of this one.
+        From Megatron-Core 0.18 on they assert that a pass has ended before the next one begins.
         """
         shared = self.shared_experts
         if shared is None:
@@ -287,7 +290,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             shared.get_output()
 
     def _top_k(self, routing_map: torch.Tensor) -> int:
-        """Experts of a token in this micro-batch, at most; the same on every rank.
+        """The most experts of a token in this micro-batch; the same on every rank.
 
         Raises:
             InputError: on every rank, see `_too_few_columns`.
@@ -295,7 +298,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         top_k: int = self.config.moe_router_topk
         if not self._router_adds_assignments:
             return top_k
-        if self._is_static:  # what the map holds would have to be waited for
+        if self._is_static:  # reading the map would have to wait for the device
             if problem := self._too_few_columns():
                 raise problem
             return int(self.config.num_moe_experts)
@@ -329,7 +332,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             )
 
     def _require_columns_for_all_slices(self) -> None:
-        """Refuse a top-k that is more assignments than the engine takes when slices multiply it.
+        """Refuse a top-k that, multiplied by the slices, exceeds the engine's limit on assignments.
 
         Raises:
             InputError: on every rank, whose options are the same.
@@ -348,8 +351,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         )
 
     def _too_few_columns(self) -> InputError | None:
-        """What to raise for capacity padding in static mode where `_top_k` has no bound that
-        serves: the same on every rank, whose options are the same.
+        """The error for capacity padding in static mode where `_top_k` has no usable bound.
+
+        The same on every rank, because their options are the same.
         """
         experts, caps, slices = self.config.num_moe_experts, self.engine.caps, self._num_slices
         rows, problem = self.engine.config.max_recv_rows, None
@@ -373,7 +377,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
 
 
 def _is_recomputing() -> bool:
-    """Whether this forward pass is one that a backward pass runs once more, whoever asked for it:
-    Megatron's checkpoints, TransformerEngine's and torch's all run it inside autograd's engine.
+    """Whether this forward pass is a recomputation during backward, whoever requested it.
+
+    Activation checkpointing of Megatron, TransformerEngine and torch runs inside autograd's engine.
     """
     return bool(torch._C._current_graph_task_id() != -1)

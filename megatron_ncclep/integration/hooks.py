@@ -1,6 +1,6 @@
 """Gives Megatron-Core the dispatcher type `ncclep`.
 
-These places in Megatron are changed, each in memory and without effect on other dispatcher types:
+It patches these places in Megatron, in memory only and without effect on other dispatcher types:
 
     TransformerConfig, field moe_token_dispatcher_type   accepts the value; command lines offer it
     TransformerConfig, field ncclep                      is new: one config's options
@@ -19,8 +19,8 @@ These places in Megatron are changed, each in memory and without effect on other
 
 In addition, the first layer with our dispatcher makes torch ask for failures before any optimizer
 steps (checks/optimizer_step.py), puts an error that ends the script into torchrun's summary
-(error_reporting.py), and, with overlap_moe_expert_parallel_comm, makes Megatron's schedule keep
-what backward needs (checks/schedule.py).
+(error_reporting.py), and, with overlap_moe_expert_parallel_comm, makes Megatron's schedule keep the
+inputs that backward needs (checks/schedule.py).
 
 `HOOKS` lists the changes by module.  `install()` changes the modules that are already imported and
 hooks the import of the others (import_hook.py), so the order of imports does not matter.
@@ -89,12 +89,12 @@ from megatron_ncclep.integration.patching import (
 )
 from megatron_ncclep.integration.teardown import change_destroy
 
-# Megatron validates the configuration and builds the layer as if this type had been asked for.
+# Megatron validates the configuration and builds the layer as if this type had been requested.
 VALIDATED_AS = "alltoall"
 _DISPATCHER_MODULE = "megatron_ncclep.integration.dispatcher"
-# The hooks of a dispatcher, and how many arguments MoELayer gives them.  After 0.19 a branch of
-# Megatron's gives dispatch_preprocess a fourth, and takes two results of combine_postprocess: of a
-# tensor [2, ...] it would take the halves.
+# The hooks of a dispatcher, and how many arguments MoELayer passes to them.  After 0.19 a branch of
+# Megatron passes a fourth to dispatch_preprocess, and unpacks two results of combine_postprocess:
+# from a tensor [2, ...] it would take the halves.
 _DISPATCHER_HOOKS = {
     "dispatch_preprocess": 3,
     "token_dispatch": 2,
@@ -124,12 +124,12 @@ def install(**options: Any) -> None:
 
     Args:
         options: fields of `EpConfig`; they become the defaults of every TransformerConfig.  A
-            config's own `config.ncclep = EpConfig(...)` and the command line win over them, they
-            win over the environment.
+            config's own `config.ncclep = EpConfig(...)` and the command line take precedence over
+            them, and they over the environment.
 
     Raises:
         InputError: an option is unknown or outside its limits.
-        IntegrationError: this Megatron-Core lacks a place that the integration changes, or a model
+        IntegrationError: this Megatron-Core lacks a place that the integration patches, or a model
             was built before it could take effect.
     """
     resolved = EpConfig.resolve(**options) if options else None
@@ -147,7 +147,7 @@ def install(**options: Any) -> None:
 
 
 def change_module(module: ModuleType) -> None:
-    """Change one of the modules that `HOOKS` names; what is changed already stays as it is.
+    """Patch one of the modules that `HOOKS` names; does nothing to what is already patched.
 
     Raises:
         IntegrationError: a place is not what the integration expects; names it.
@@ -171,7 +171,7 @@ def warn_if_untested() -> None:
 def check_dispatcher_hooks(layer_module: ModuleType) -> None:
     """Require Megatron's dispatchers to have the hooks that ours has.
 
-    Not when the module is changed: that would be an error of other dispatchers' users too.
+    Not when the module is patched: then users of other dispatchers would get the error too.
 
     Raises:
         IntegrationError: names the hook.
@@ -269,8 +269,8 @@ def _change_layer(module: ModuleType) -> None:
             last_expert_first=options.experts == "grouped",
         )
         if hasattr(self, "_training_token_dispatcher"):
-            # From 0.18 on, with transformer_impl='inference_optimized': what every pass takes that
-            # does not generate text.
+            # From 0.18 on, with transformer_impl='inference_optimized': the dispatcher of every
+            # pass that does not generate text.
             self._training_token_dispatcher = self.token_dispatcher
         if overlapped is not None:
             self.token_dispatcher.set_shared_experts(overlapped)
@@ -283,7 +283,7 @@ def _change_layer(module: ModuleType) -> None:
 
 
 def _check_graphs(layer: Any, captured: Captured) -> None:
-    """Refuse CUDA graphs that would hold what needs the host; the layer's engine is closed then.
+    """Refuse CUDA graphs that would capture work that needs the host; closes the layer's engine.
 
     Raises:
         UnsupportedError: names the option, its value, the reason and the remedy.
@@ -305,7 +305,7 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
 
 
 def _change_transformer_layer(module: Any) -> None:
-    """Refuse what Megatron's own graphs of a layer would hold: only the layer decides on that."""
+    """Refuse unsupported graphs that Megatron captures itself, which only the layer knows of."""
     layer_class = module.TransformerLayer
     original = unpatched(module, layer_class, "__init__", ["config", "submodules"])
     if original is None:
@@ -322,7 +322,7 @@ def _change_transformer_layer(module: Any) -> None:
 
 
 def _refuse_ignored_experts(config: Any) -> None:
-    """Refuse grouped experts in a config whose dispatcher is of another type."""
+    """Refuse grouped experts in a config with a different dispatcher type."""
     given = vars(config).get(NAME)
     options = None if given is None else EpConfig.of(given)
     if options is not None and options.experts == "grouped":
@@ -334,7 +334,7 @@ def _refuse_ignored_experts(config: Any) -> None:
 
 
 def _change_optimizer_graph(module: Any) -> None:
-    """Check before a step that is a CUDA graph (`--optimizer-cuda-graph`): no hook runs in one."""
+    """Check before optimizer steps in CUDA graphs (`--optimizer-cuda-graph`): they run no hooks."""
     wrapper = module.OptimizerCudaGraphWrapper
     original = unpatched(module, wrapper, "__call__", ["self"])
     if original is None:
@@ -348,7 +348,7 @@ def _change_optimizer_graph(module: Any) -> None:
     wrapper.__call__ = mark_patched(call)
 
 
-# Module -> what is changed in it.
+# Module -> the patches for it.
 HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _GROUPS_MODULE: (change_destroy,),
     _CONFIG_MODULE: (_change_field, change_inference_field, _add_options, _change_post_init),
@@ -361,12 +361,12 @@ HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _ARGUMENTS_MODULE: (change_add_arguments, change_parse_args),
     _YAML_MODULE: (change_core_config_from_args,),
 }
-# Modules of these that an older Megatron-Core lacks, together with what is hooked there.
+# The modules among these that an older Megatron-Core lacks, along with the features hooked there.
 NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE, _LOGGING_MODULE)
 
 
 def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
-    """Raise when an MoELayer exists that was built without what `install` is about to set.
+    """Raise when an MoELayer exists that was built before the settings of this `install`.
 
     Before the first `install` that is every layer; later only a layer with our dispatcher, whose
     options are about to change.
@@ -375,7 +375,7 @@ def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
     if not is_first and not has_options:
         return
     for layer in gc.get_objects():
-        # Without a dispatcher: one that was refused while it was built, and not yet collected.
+        # Without a dispatcher: a layer refused during construction and not yet garbage-collected.
         if type(layer) is not layer_module.MoELayer or not hasattr(layer, "token_dispatcher"):
             continue
         dispatcher = type(layer.token_dispatcher)

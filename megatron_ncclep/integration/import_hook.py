@@ -11,10 +11,10 @@ from typing import Any
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Call `change(module)` when the module `name` gets imported; now, if it already was.
+    """Call `change(module)` when the module `name` is imported, or now if it already was.
 
-    Imports nothing itself.  A second call with the same arguments does nothing while the module is
-    not imported yet.  What `change` raises is raised by the import.
+    Imports nothing itself.  A second call with the same arguments does nothing until the module is
+    imported.  Errors of `change` propagate from the import.
     """
     if name in sys.modules:
         change(sys.modules[name])
@@ -23,14 +23,14 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module where the others find it, and has it changed once it has run."""
+    """Finds one module by the other finders, and patches it after its execution."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._change = change
 
     def waits_for(self, name: str, change: Callable[[ModuleType], None]) -> bool:
-        """Say whether this finder already does what the arguments ask for."""
+        """Whether this finder already has these arguments."""
         return (name, change) == (self._name, self._change)
 
     def find_spec(

@@ -1,4 +1,4 @@
-"""Metrics for Megatron's TensorBoard and W&B writers: written where it reports its own MoE metrics.
+"""Metrics for Megatron's TensorBoard and W&B writers, written with its own MoE metrics.
 
 `HOOKS` in hooks.py lists which module each function changes.
 """
@@ -48,8 +48,8 @@ def _with_ours(original: Any) -> Any:
 
 
 def _write(iteration: int, writer: Any, wandb_writer: Any) -> None:
-    """Write what is known now; only one rank has writers, but all take part."""
-    if "megatron_ncclep.metrics" not in sys.modules:  # no layer of ours has any
+    """Write the metrics known so far; only one rank has writers, but all take part."""
+    if "megatron_ncclep.metrics" not in sys.modules:  # no layer has our metrics
         return
     from megatron_ncclep import metrics
 

@@ -1,4 +1,4 @@
-"""How a place in Megatron is changed: check what is there, wrap it once, and mark it."""
+"""Patching a place in Megatron: check what is there, wrap it once, and mark it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def unpatched(module: ModuleType, owner: Any, name: str, parameters: list[str]) 
     """Return the function to wrap, or None if it is wrapped already; check its parameters.
 
     Raises:
-        IntegrationError: it is not there, or takes other parameters; names it.
+        IntegrationError: it does not exist, or takes other parameters; names it.
     """
     function = getattr(owner, name, None)
     where = f"{module.__name__}.{'' if owner is module else owner.__name__ + '.'}{name}"
@@ -33,7 +33,7 @@ def unpatched(module: ModuleType, owner: Any, name: str, parameters: list[str]) 
 
 
 def check_methods(owner: Any, expected: dict[str, int]) -> None:
-    """Require a class of Megatron's to have methods of so many arguments.
+    """Require a class of Megatron's to have methods with the expected numbers of arguments.
 
     Raises:
         IntegrationError: one is missing, or takes other arguments; names it.
@@ -48,7 +48,7 @@ def check_methods(owner: Any, expected: dict[str, int]) -> None:
 
 
 def unknown_megatron(place: str, expected: str) -> IntegrationError:
-    """What to raise where Megatron-Core is not what the integration expects."""
+    """The error for a Megatron-Core that differs from what the integration expects."""
     return IntegrationError(
         f"{place} is not {expected}: this Megatron-Core is not one that megatron_ncclep knows "
         f"({OLDEST} to {NEWEST})"
@@ -56,19 +56,19 @@ def unknown_megatron(place: str, expected: str) -> IntegrationError:
 
 
 def mark_patched(function: Any) -> Any:
-    """Remember that `function` stands in the place of another."""
+    """Mark `function` as a replacement of another."""
     setattr(function, _MARK, True)
     return function
 
 
 def is_changed(function: Any) -> bool:
-    """Whether `function` stands in the place of another already."""
+    """Whether `function` is such a replacement."""
     return getattr(function, _MARK, False)
 
 
 @contextmanager
 def validated_as(config: Any, field: str, value: str) -> Iterator[None]:
-    """Show Megatron another value in a field of `config`; its own value comes back."""
+    """Show Megatron another value in a field of `config`, and restore its own value afterwards."""
     own = getattr(config, field)
     setattr(config, field, value)
     try:

@@ -1,4 +1,4 @@
-"""Frees what the layers of a model hold when Megatron forgets its process groups.
+"""Frees the resources of a model's layers when Megatron drops its process groups.
 
 `HOOKS` in hooks.py lists which module each function changes.
 """
@@ -15,10 +15,11 @@ _GETTERS = ("get_expert_model_parallel_group", "get_expert_tensor_and_model_para
 
 
 def change_destroy(module: Any) -> None:
-    """`destroy_model_parallel`: close the groups first over which Megatron's layers dispatch.
+    """`destroy_model_parallel`: first close the groups over which Megatron's layers dispatch.
 
-    Megatron then only forgets its process groups, in every release: torch keeps them.  No other
-    groups are closed: one of the user's own, or of vLLM in the same process, may live longer.
+    Megatron itself only drops its references to the process groups, in every release: torch keeps
+    them.  Other groups are not closed: the user's own, or vLLM's in the same process, may live
+    longer.
     """
     original = unpatched(module, module, "destroy_model_parallel", [])
     if original is None:
@@ -31,7 +32,7 @@ def change_destroy(module: Any) -> None:
     def destroy(*args: Any, **kwargs: Any) -> Any:
         groups = sys.modules.get("megatron_ncclep.ranks.group")
         if groups is not None:
-            # After an error of this rank's own the others may never come here.
+            # After an error on this rank the others may never get here.
             alone = sys.exc_info()[0] is not None
             for name in _GETTERS:
                 process_group = getattr(module, name)(check_initialized=False)

@@ -1,4 +1,4 @@
-"""Step 3, combine: the experts' rows come back and are added up; differentiable."""
+"""Step 3, combine: return the experts' rows and add them up; differentiable."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def combine(
     """Add every token's expert outputs up, unweighted.  Collective, differentiable.
 
     Args:
-        engine: that made `plan`.
+        engine: the one that made `plan`.
         plan: routes of this micro-batch.
         y: [plan.num_rows, hidden]; padding rows are not read.
-        shape: of the result: [..., hidden], where all leading dimensions together are the tokens.
+        shape: of the result: [..., hidden], whose leading dimensions together are the tokens.
 
     Returns:
         [plan.num_tokens, hidden], or as `shape` says; zero for a token without experts.

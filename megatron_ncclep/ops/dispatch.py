@@ -1,4 +1,4 @@
-"""Step 2, dispatch: every token's row goes to a slot of each of its experts; differentiable."""
+"""Step 2, dispatch: send every token's row to a slot of each of its experts; differentiable."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_ncclep.ops.routing import Routes
 class Dispatch(torch.autograd.Function):
     """Forward: `engine.dispatch`.  Its backward is a combine of gradients over the same plan.
 
-    What a layer needs around them, other shapes and dtypes and the probabilities' gradient, is done
-    here too: each node of its own would cost the host more than the kernel behind it.
+    Conversions that a layer needs around them (shapes, dtypes, the probabilities' gradient) are
+    done here too: an autograd node for each would cost the host more time than its kernel takes.
     """
 
     @staticmethod
@@ -30,7 +30,7 @@ class Dispatch(torch.autograd.Function):
         plan: RoutePlan,
         routes: Routes | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the rows `x` and the weights: `w`, or where those are probabilities, `weights`."""
+        """Send the rows `x` and their weights: `w`, or `weights` if `w` holds probabilities."""
         ctx.engine, ctx.plan, ctx.routes = engine, plan, routes
         ctx.shape, ctx.w_dtype = x.shape, w.dtype
         if weights is None:
@@ -63,13 +63,13 @@ def dispatch(
     """Move every token to its experts, with each assignment's weight.  Collective, differentiable.
 
     Args:
-        engine: that made `plan`.
+        engine: the one that made `plan`.
         plan: routes of this micro-batch.
         x: [..., hidden]; all leading dimensions together are the tokens.
         w: [num_tokens, top_k] of any floating dtype; or with `chosen`, a router's probabilities
             [num_tokens, num_experts].  Weights travel as fp32 (as fp64 with an fp64 `x`) and come
             back in their own dtype.
-        chosen: what `routes_and_weights` has read off these probabilities; `plan` is that of its
+        chosen: the result of `routes_and_weights` for these probabilities; `plan` was made from its
             `topk_idx`.
 
     Returns:
@@ -82,5 +82,5 @@ def dispatch(
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` as [num_tokens, hidden]; what has fewer dimensions stays, for the engine to refuse."""
+    """`x` as [num_tokens, hidden]; fewer dimensions are left for the engine to refuse."""
     return x.flatten(0, -2) if x.dim() > 2 else x

@@ -2,9 +2,10 @@
 
 Megatron cuts the two matrices of an expert along the expert's own hidden size: each of S ranks has
 a slice, needs every row of the expert, and returns a part of its output; the parts are added up.
-To an engine each slice is an expert of its own.  Its group has all ranks that hold experts, those
-of one expert next to each other, and a token with K experts has K * S assignments: so its row
-crosses once to each rank that needs it, and combine adds up the slices' parts with everything else.
+To an engine each slice is an expert of its own.  Its group has all ranks that hold experts, with
+the ranks of one expert next to each other, and a token with K experts has K * S assignments: so its
+row is sent once to each rank that needs it, and combine adds up the slices' parts with everything
+else.
 
 Example, 4 experts of which each rank holds 2, in 2 slices: ranks 0 and 1 have slices of experts 0
 and 1, ranks 2 and 3 of experts 2 and 3.
@@ -40,8 +41,8 @@ class SlicedRoutes(Routes):
     def probs_gradient(self, grad_weights: torch.Tensor) -> torch.Tensor:
         """See `Routes.probs_gradient`.
 
-        The gradients of an assignment's copies are added up, because each slice knows of its own
-        part of the output only.
+        The gradients of an assignment's copies are added up, because each slice computes only its
+        own part of the output.
         """
         copies = grad_weights.unflatten(1, (-1, self.num_slices))
         return self.whole.probs_gradient(copies.sum(dim=2))
@@ -62,11 +63,11 @@ def to_all_slices(
 
     Returns:
         the routes to the slices, with top_k * num_slices assignments, and their weights
-        [num_tokens, top_k * num_slices]; the copies of an assignment stand next to each other, and
-        what is not routed stays as it is.
+        [num_tokens, top_k * num_slices]; the copies of an assignment are adjacent, and entries that
+        are not routed stay unchanged.
     """
     topk_idx = routes.topk_idx
-    # Expert e is on the ranks from e // L * S on, L experts on each, at the same place on all.
+    # Expert e is on the S ranks from e // L * S on, each with L experts, at the same place on all.
     before = topk_idx.div(num_local_experts, rounding_mode="floor")
     first = topk_idx.add(before, alpha=num_local_experts * (num_slices - 1))
     steps = torch.arange(

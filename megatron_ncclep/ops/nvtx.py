@@ -1,4 +1,4 @@
-"""NVTX ranges named as the steps, for Nsight Systems: "ncclep plan", "ncclep dispatch", ..."""
+"""NVTX ranges named after the steps, for Nsight Systems: "ncclep plan", "ncclep dispatch", ..."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 class step_range:  # noqa: N801 - used as a function
-    """Show what the host does inside as a range "ncclep `name`"; nothing where no GPU takes part.
+    """Mark the host's work inside as a range "ncclep `name`"; does nothing without a GPU.
 
-    A class, because what contextlib makes of a function takes the host three times as long.
+    A class, because a context manager made by contextlib takes the host three times as long.
     """
 
     __slots__ = ("_name",)
@@ -17,8 +17,9 @@ class step_range:  # noqa: N801 - used as a function
         """Name a range.
 
         Args:
-            name: of the step: "plan", "dispatch", "combine", or one with "backward" behind it.
-            tensor: what the step takes.
+            name: of the step: "plan", "dispatch" or "combine", with " backward" appended in
+                backward.
+            tensor: the step's input.
         """
         self._name = f"ncclep {name}" if tensor.is_cuda else None
 

@@ -1,13 +1,13 @@
-"""Rows that were quantised before dispatch, each with its scales, as rows of bytes that cross once.
+"""Rows quantised before dispatch, packed with their scales into rows of bytes that are sent once.
 
-A packed row is the numbers of the row, one byte each, then its scales in fp32, then zeros up to a
+A packed row is the row's values, one byte each, then its scales in fp32, then zeros up to a
 multiple of 16 bytes.  Example, 256 numbers in FP8 with a scale for each 128: 256 + 8 bytes, packed
 into 272, where bf16 has 512.  `Engine.dispatch` copies them as they are (`EngineCaps.moves_bytes`),
-so that rows quantised at the source rank and then routed are those that were routed and then
-quantised, bit for bit.  A padding row is zero, numbers and scales.
+so rows quantised at the source rank and then routed equal rows routed and then quantised, bit for
+bit.  A padding row is zero, values and scales.
 
-Nothing in training packs rows: what TransformerEngine 2.20.2 does with the rows of an expert needs
-more than one row knows, and its grouped product takes rows of bf16 and quantises them itself.
+Training packs no rows: TransformerEngine 2.20.2 quantises the rows of an expert with information
+beyond a single row, and its grouped GEMM takes rows of bf16 and quantises them itself.
 
     blockwise     forward and input gradients would do with rows quantised in blocks of 1 x 128; a
                   weight's gradient takes blocks of 128 x 1 of the rows as they were, after routing
@@ -23,13 +23,13 @@ import torch
 from megatron_ncclep.engines.engine import BYTES
 from megatron_ncclep.errors import InputError
 
-# What the bytes of a packed row are a multiple of: what the kernels copy at a time.
+# The bytes of a packed row are a multiple of this, the unit that the kernels copy.
 MULTIPLE = 16
 _SCALE_BYTES = 4
 
 
 def pack_rows(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Put quantised rows and their scales together.  Not collective, no autograd.
+    """Pack quantised rows and their scales together.  Not collective, no autograd.
 
     Args:
         data: [num_tokens, hidden] of a dtype of one byte (float8_e4m3fn, uint8); hidden is a
@@ -66,7 +66,7 @@ def pack_rows(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def unpack_rows(
     packed: torch.Tensor, hidden: int, num_scales: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take rows and scales apart again; both are views.  Not collective, waits for nothing.
+    """Split rows and scales again; both are views.  Not collective, does not wait.
 
     Args:
         packed: [num_rows, row_bytes] uint8, as `pack_rows` made them or dispatch delivered them.
@@ -78,7 +78,7 @@ def unpack_rows(
         data [num_rows, hidden] of `dtype`, and scales [num_rows, num_scales] fp32.
 
     Raises:
-        InputError: the rows are not as long as such ones are.
+        InputError: the rows do not have the length of such packed rows.
     """
     end, row_bytes = _extent(hidden, num_scales)
     if packed.dtype != BYTES or packed.dim() != 2 or packed.shape[1] != row_bytes:

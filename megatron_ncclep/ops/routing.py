@@ -1,4 +1,4 @@
-"""Step 1, plan: routing map and probabilities -> what `Engine.plan` and `dispatch` take."""
+"""Step 1, plan: routing map and probabilities -> the arguments of `Engine.plan` and `dispatch`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_ncclep.libraries import extension
 
 @dataclass(frozen=True)
 class Routes:
-    """Each token's experts, and how they were read off the routing map.
+    """Each token's experts, and how they were read from the routing map.
 
     Attributes:
-        topk_idx: [num_tokens, top_k] int64, in ascending order; `NOT_ROUTED` fills a row up, and a
-            row of a token with more than `top_k` experts is `TOO_MANY_EXPERTS` throughout, which
+        topk_idx: [num_tokens, top_k] int64, in ascending order; `NOT_ROUTED` fills the rest of a
+            row; the row of a token with more than `top_k` experts is all `TOO_MANY_EXPERTS`, which
             the engine's plan refuses on every rank.
         num_experts: columns of the map.
         block: experts are numbered backwards in blocks of this many.
@@ -28,7 +28,7 @@ class Routes:
     block: int
 
     def probs_gradient(self, grad_weights: torch.Tensor) -> torch.Tensor:
-        """Bring each weight's gradient to its probability; the others get zero.
+        """Scatter each weight's gradient to its probability; the others get zero.
 
         Args:
             grad_weights: [num_tokens, top_k], gradients of the weights of `routes_and_weights`.
@@ -43,7 +43,7 @@ class Routes:
             grad_weights = grad_weights.contiguous()
             kernels.probs_gradient(self.topk_idx, grad_weights, grad_probs, self.block, stream)
             return grad_probs
-        # Column num_experts takes what is not routed; it is cut off.
+        # Column num_experts collects assignments that are not routed; it is cut off.
         grad_probs = grad_weights.new_zeros(num_tokens, self.num_experts + 1)
         column = torch.where(self.topk_idx >= 0, self.topk_idx, self.num_experts)
         grad_probs = grad_probs.scatter(1, column, grad_weights)[:, :-1]
@@ -55,11 +55,12 @@ def routes_and_weights(
 ) -> tuple[Routes, torch.Tensor]:
     """List each token's experts, in ascending order, and its probabilities for them.
 
-    Not collective, does not wait for the device.  Autograd records nothing of it: `dispatch` takes
-    the routes beside the probabilities, and its backward is theirs (`Routes.probs_gradient`).
+    Not collective, does not wait for the device.  Autograd records none of it: `dispatch` takes the
+    routes together with the probabilities, and its backward computes their gradient
+    (`Routes.probs_gradient`).
 
-    The map is the truth: probabilities say nothing about where a token goes (a router may give an
-    expert that is not chosen a positive one, or a chosen one zero).
+    Only the map decides where a token goes, not the probabilities (a router may give an expert that
+    is not chosen a positive one, or a chosen one zero).
 
     Example, top_k 2, four experts, map `[[F, T, F, T], [F, F, T, F]]` and probabilities
     `[[.1, .2, .3, .4], [.5, .6, .7, .8]]`: experts `[[1, 3], [2, -1]]`, weights
@@ -68,18 +69,18 @@ def routes_and_weights(
     Args:
         routing_map: [num_tokens, num_experts] bool; at most `top_k` True in a row.
         probs: [num_tokens, num_experts] of any floating dtype, on the map's device.  NaN is passed
-            through to the experts it belongs to, and to no other.
+            through to its own experts only.
         top_k: K, columns of the results, the most experts that a token may have.
         block: experts are numbered backwards in blocks of this many, which divides their number:
             with 4 experts and blocks of 2, the experts of the map's columns are 1, 0, 3, 2.
 
     Returns:
-        the routes; and weights [num_tokens, top_k] of the dtype of `probs`: zero where no expert
-        is.
+        the routes; and weights [num_tokens, top_k] of the dtype of `probs`: zero where there is no
+        expert.
 
     Raises:
         InputError: `routing_map` is not a two-dimensional bool tensor with experts, or `probs` has
-            another shape or is elsewhere.
+            a different shape or device.
     """
     if routing_map.dim() != 2 or routing_map.dtype != torch.bool or routing_map.shape[1] == 0:
         raise InputError(
@@ -103,7 +104,7 @@ def routes_and_weights(
     probs = _backwards_in_blocks(probs.detach(), block)
     routing_map = _backwards_in_blocks(routing_map, block)
     place = routing_map.cumsum(dim=1) - 1  # of an expert among its token's
-    # Column top_k takes what is not routed; it is cut off.
+    # Column top_k collects experts that are not chosen; it is cut off.
     column = torch.where(routing_map, place, top_k).clamp(max=top_k)
     experts = torch.arange(num_experts, device=routing_map.device).expand(num_tokens, -1)
     topk_idx = experts.new_full((num_tokens, top_k + 1), NOT_ROUTED)
@@ -116,7 +117,7 @@ def routes_and_weights(
 
 
 def _backwards_in_blocks(per_expert: torch.Tensor, block: int) -> torch.Tensor:
-    """Turn the order of each `block` columns of [num_tokens, num_experts] around."""
+    """Reverse the order of each block of `block` columns of [num_tokens, num_experts]."""
     if block == 1:
         return per_expert
     return per_expert.unflatten(1, (-1, block)).flip(2).flatten(1)

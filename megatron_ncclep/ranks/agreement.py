@@ -1,4 +1,4 @@
-"""Steps that one rank takes alone, and whose failure all ranks must hear of."""
+"""Steps that each rank takes alone, and whose failure must reach all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_ncclep.errors import (
 )
 from megatron_ncclep.ranks.group import EpGroup
 
-# What a step raises on all ranks when it raised it on one; anything else counts as the first.  If
-# ranks differ, the first of these: a rank that was late may have waited for one that failed.
+# Errors of a step that are raised on all ranks with their own type; any other counts as the first.
+# If ranks differ, the first of these is raised: a late rank may have waited for one that failed.
 STEP_ERRORS: tuple[type[EpError], ...] = (
     LibraryError,
     InputError,
@@ -31,10 +31,10 @@ _Result = TypeVar("_Result")
 def on_all_ranks(
     group: EpGroup, what: str, step: Callable[[], _Result], timeout_s: float
 ) -> _Result:
-    """Take a step that may fail on one rank alone; when it does on any, raise on all.
+    """Take a step that may fail on one rank alone; if it fails on any, raise on all.
 
-    For what a rank does by itself between two exchanges, such as opening a library: if it just
-    raised, the others would wait for it in the next exchange and never learn why it is missing.
+    For local work between two exchanges, such as opening a library: if a rank just raised, the
+    others would wait for it in the next exchange and never learn why it is missing.
 
     Args:
         group: the ranks.
@@ -43,7 +43,7 @@ def on_all_ranks(
         timeout_s: seconds to wait for the other ranks.
 
     Returns:
-        what `step` returned here, when it went well on all ranks.
+        what `step` returned here, if it succeeded on all ranks.
 
     Raises:
         one of STEP_ERRORS: on every rank, with the reasons of all that failed.
@@ -52,7 +52,7 @@ def on_all_ranks(
     failure: Exception | None = None
     try:
         result = step()
-    except Exception as error:  # whatever it is, the other ranks have to know
+    except Exception as error:  # of any kind: the other ranks have to know
         failure = error
     problem = None if failure is None else _reason(failure)
     if problems := group.gather_problems(problem, what, timeout_s):
@@ -67,6 +67,6 @@ def on_all_ranks(
 
 
 def _reason(error: Exception) -> str:
-    """What an exception says; for one that is not this package's, its type too."""
+    """The text of an exception; with its type, unless it is one of this package's."""
     text = str(error)
     return text if text and isinstance(error, EpError) else f"{type(error).__name__}: {text}"

@@ -41,11 +41,11 @@ class AllToAll:
                 group=process_group,
                 async_op=True,
             )
-        except RuntimeError as error:  # of a peer that is gone; told by `finish`
+        except RuntimeError as error:  # a peer is gone; `finish` raises it
             self._failure = error
 
     def finish(self, on_host: bool = True) -> torch.Tensor:
-        """Return what has come, by source; raises what `EpGroup.wait` does.
+        """Return the received entries, by source; raises what `EpGroup.wait` does.
 
         Args:
             on_host: wait for it, at most until the deadline.  Otherwise only the current stream
@@ -65,7 +65,7 @@ class AllToAll:
 
 
 class Unwaited:
-    """Exchanges of a group that no host has waited for: `check` does, with a deadline."""
+    """Exchanges of a group that no host has waited for; `check` waits, with a deadline."""
 
     def __init__(self, group: EpGroup) -> None:
         self._group = group
@@ -87,12 +87,13 @@ class Unwaited:
     def check(self) -> None:
         """Wait until the last exchange is over.  Not collective.
 
-        Of a CUDA graph that holds exchanges and was replayed on the current stream too.  While that
-        stream is being captured nothing can be waited for.
+        This includes exchanges in a CUDA graph that was replayed on the current stream.  While that
+        stream is being captured waiting is impossible.
 
         Raises:
             PeerError: it was not over in time.
-            RefusedError: it was not, and a rank that shares memory with this one says why.
+            RefusedError: it was not, because a rank that shares memory with this one refused a
+                call.
         """
         if self._last is None and not self._was_captured:
             return
@@ -129,10 +130,10 @@ def exchange(
     what: str,
     timeout_s: float,
 ) -> torch.Tensor:
-    """Send `sent_splits[r]` entries of dimension 0 to rank r; return what comes, by source.
+    """Send `sent_splits[r]` entries of dimension 0 to rank r; return what arrives, by source.
 
-    As bytes: exact for every dtype, whatever the backend knows.  Collective; raises what
-    `EpGroup.wait` does.
+    Sends bytes: exact for every dtype, even those that the backend does not know.  Collective;
+    raises what `EpGroup.wait` does.
 
     Args:
         group: the ranks.
@@ -142,7 +143,7 @@ def exchange(
         what: names the call in errors.
         timeout_s: seconds to wait for the other ranks.
     """
-    # A dimension more, of which the bytes of a number are the entries.
+    # An extra dimension holds the bytes of each number.
     as_bytes = sent.contiguous().unsqueeze(-1).view(torch.uint8)
     started = AllToAll(group, as_bytes, sent_splits, received_splits, what, timeout_s)
     return started.finish().view(sent.dtype).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The NCCL communicator of an expert-parallel group: our own, so that torch's stays untouched."""
+"""The NCCL communicator of an expert-parallel group: our own, separate from torch's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ UNIQUE_ID_BYTES = 128
 
 
 def communicator_of(group: EpGroup, timeout_s: float) -> Any:
-    """Return the `_C.Communicator` over `group`, made at the first call.  Collective.
+    """Return the `_C.Communicator` over `group`, made on the first call.  Collective.
 
     All engines and layers of the group share it, until `EpGroup.close`: making one takes a second.
 
     Raises:
-        EngineUnavailableError: no libnccl.so.2 is to be found.
+        EngineUnavailableError: libnccl.so.2 was not found.
         LibraryError: NCCL, or the extension, could not make it.
         PeerError: the other ranks did not come within `timeout_s` seconds.
         All but the last on every rank, whichever rank failed, and with its reason.
@@ -35,7 +35,7 @@ def _create(group: EpGroup, timeout_s: float) -> Any:
     theirs = group.exchange(unique_id, "open, exchanging NCCL's unique id", timeout_s)
     made: list[Any] = []
     try:
-        # Another rank may take all of its time here before it says that it failed.
+        # Another rank may use up its whole deadline here before it reports a failure.
         on_all_ranks(
             group,
             "making an NCCL communicator",
@@ -43,14 +43,14 @@ def _create(group: EpGroup, timeout_s: float) -> Any:
             2 * timeout_s,
         )
     except EpError:
-        for communicator in made:  # not on all ranks, so it is of no use
+        for communicator in made:  # not made on all ranks, so useless
             communicator.abort()
         raise
     return made[0]
 
 
 def _open(group: EpGroup) -> tuple[Any, bytes]:
-    """Return the `_C.Nccl`, and NCCL's unique id, which rank 0's is.  Not collective."""
+    """Return the `_C.Nccl`, and on rank 0 NCCL's unique id, elsewhere zeros.  Not collective."""
     native = extension.load()
     library = find_nccl()
     if library is None:
@@ -62,7 +62,7 @@ def _open(group: EpGroup) -> tuple[Any, bytes]:
 
 
 def _make(group: EpGroup, nccl: Any, unique_id: bytes, timeout_s: float) -> Any:
-    """Return the `_C.Communicator`.  Waits for the other ranks' NCCL, but they need not come."""
+    """Return the `_C.Communicator`.  Waits for the other ranks' NCCL until the deadline."""
     made: list[Any] = []
 
     def make() -> None:
@@ -78,8 +78,9 @@ def _make(group: EpGroup, nccl: Any, unique_id: bytes, timeout_s: float) -> Any:
     thread.join(timeout_s)
     if not made:
         raise PeerError(
-            f"none over the {group.size} ranks of the expert-parallel group within {timeout_s:g} "
-            "s: look at the other ranks' output, or at NCCL's own with NCCL_DEBUG=INFO"
+            f"no communicator over the {group.size} ranks of the expert-parallel group within "
+            f"{timeout_s:g} s: look at the other ranks' output, or at NCCL's own with "
+            "NCCL_DEBUG=INFO"
         )
     if isinstance(made[0], Exception):
         raise made[0]

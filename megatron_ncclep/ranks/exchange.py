@@ -1,4 +1,4 @@
-"""HostLink: small messages between the hosts of a group, through shared memory where there is some.
+"""HostLink: small messages between a group's hosts, through shared memory where they have some.
 
 The ranks of a group agree several times a layer.  Over NCCL even the smallest message costs a few
 hundred microseconds; through memory that the processes of one node share it costs a few.
@@ -18,22 +18,22 @@ from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.shared_memory import open_together
 
-# A process whose connections are closed is not always dead yet; seconds to wait for that.
+# A process whose connections are closed may not be dead yet; seconds to wait until it is.
 DYING_S = 2.0
 ASK_AGAIN_S = 0.005
 
 
 class HostLink:
-    """The memory through which this rank and the others exchange messages, if they can share some.
+    """The shared memory through which the ranks exchange messages, if they can share any.
 
     All ranks use shared memory or none does: they use it when the extension loads on every rank, no
     rank's environment turns it off, and rank 0 can send every other rank the memory that it makes
-    (`shared_memory.open_together`).  The last also tells ranks of several nodes apart, and
-    containers with a network namespace of their own.
+    (`shared_memory.open_together`).  The last condition also excludes ranks on different nodes, and
+    in containers with their own network namespace.
 
     Attributes:
         rank, size: of this process in the group.
-        is_open: it is known whether they do.
+        is_open: whether `open` has settled if they share memory.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -77,7 +77,7 @@ class HostLink:
         Raises:
             what `gather` raises; the link is not open then.
         """
-        # Ranks that NCCL takes to be on different hosts are not to meet in memory either.
+        # Ranks that NCCL treats as on different hosts must not share memory either.
         host_ids = gather(place.host_id())
         reason = _unavailable_reason()
         if host_ids != place.host_id() * self.size:
@@ -92,14 +92,14 @@ class HostLink:
             )
 
     def enter(self, call: int, skips_exchange: bool, since: int = 0) -> None:
-        """Tell ranks that wait in this call or an earlier one where this one is.  Not collective.
+        """Tell ranks that wait in this or an earlier call that this rank is here.  Not collective.
 
-        Without shared memory the others learn neither this nor what `refuse` says.
+        Without shared memory the others learn neither this nor the reason given to `refuse`.
 
         Args:
-            call: number of the call, which grows.
+            call: number of the call; numbers increase.
             skips_exchange: this rank exchanges nothing in it.
-            since: what ranks refused in earlier calls does not keep them from coming to this one.
+            since: ranks that refused calls before this one are still expected to come.
 
         Raises:
             GroupClosedError: this process was forked from the rank's.
@@ -109,19 +109,19 @@ class HostLink:
             self._memory.enter(call, skips_exchange, since)
 
     def refuse(self, reason: str) -> None:
-        """Write down, for the others to read, why this rank has refused the call that it is in.
+        """Publish why this rank has refused its current call.
 
-        With an empty text it takes that back.
+        An empty text withdraws it.
         """
         if self._memory is not None:
             self._memory.refuse(reason.encode())
 
     def refusal(self, rank: int, since: int = 0) -> str:
-        """What `rank` refused last, in call `since` or later; empty if nothing, or not known."""
+        """Why `rank` last refused call `since` or a later one; empty if unknown or never."""
         return "" if self._memory is None else str(self._memory.refusal(rank, since))
 
     def rank_ahead(self) -> int | None:
-        """A rank that exchanges nothing where this one does; None if there is none, or unknown."""
+        """A rank that skips the exchange that this one is in; None if none is known."""
         rank = -1 if self._memory is None else self._memory.gone_on()
         return None if rank < 0 else rank
 
@@ -130,19 +130,19 @@ class HostLink:
         if os.getpid() != self._process:
             raise GroupClosedError(
                 f"{what}: this process was forked from process {self._process}, which is rank "
-                f"{self.rank} of {self.size}, and is no rank itself: call the engine there"
+                f"{self.rank} of {self.size}, and is not a rank itself: call the engine there"
             )
 
     def close(self) -> None:
-        """Give the memory back; the link can be opened again.  As collective as that is."""
+        """Release the memory; the link can be opened again.  As collective as its `close`."""
         if self._memory is not None:
             self._memory.close()
         self._memory, self.is_open = None, False
 
     def lost(self, wait_s: float = DYING_S) -> str:
-        """Say which ranks have died or left, as far as shared memory tells; empty if none has.
+        """Say which ranks have died or left, as far as shared memory shows; empty if none has.
 
-        For whoever saw a connection end: it waits up to `wait_s` seconds for the process behind it
+        For use after a connection broke: it waits up to `wait_s` seconds for the process behind it
         to be dead.  Not collective.
         """
         if self._memory is None:
@@ -157,7 +157,7 @@ def _unavailable_reason() -> str | None:
     """Say what keeps this rank from sharing memory, before it tries."""
     try:
         is_wanted = envs.get("NCCLEP_HOST_EXCHANGE")
-    except InputError as error:  # without shared memory it can be told; create_engine does
+    except InputError as error:  # create_engine reports it, over torch
         return str(error)
     if not is_wanted:
         return "NCCLEP_HOST_EXCHANGE turns it off"

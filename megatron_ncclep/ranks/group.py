@@ -28,11 +28,11 @@ _Thing = TypeVar("_Thing")
 # The groups of this process that are open, in the order in which they were made, which is the same
 # on all ranks that share some.  It does not hold the torch groups.
 _groups: list[EpGroup] = []
-# Seconds that freeing may take when waiting for the other ranks has used up the deadline.
+# Seconds left for freeing when waiting for the other ranks has used up the deadline.
 FREE_S = 5.0
 _CLOSED = (
     "the expert-parallel group was closed, by megatron_ncclep.close() or by Megatron's "
-    "destroy_model_parallel(): make the engine (or build the model) anew"
+    "destroy_model_parallel(): create the engine (or build the model) again"
 )
 
 
@@ -40,9 +40,9 @@ class EpGroup(Hosts):
     """The ranks of one process group: hosts that agree, and what their engines and layers share.
 
     Attributes:
-        is_warmup: calls have made-up arguments: what they drop does not count.
+        is_warmup: calls have made-up arguments, and the rows that they drop do not count.
         is_closed: `close` was called.
-        timeout_s: seconds that `close` waits; those of the engine that was made last.
+        timeout_s: seconds that `close` waits; taken from the newest engine.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, whole: EpGroup | None = None) -> None:
@@ -62,7 +62,7 @@ class EpGroup(Hosts):
     def of(cls, process_group: dist.ProcessGroup) -> EpGroup:
         """Return the open EpGroup of `process_group`, made if there is none.  Not collective.
 
-        When it makes one, it frees what groups hold that torch has destroyed since.
+        When it makes one, it also frees the groups that torch has destroyed since.
 
         Raises:
             GroupClosedError: the process group was destroyed.
@@ -92,11 +92,11 @@ class EpGroup(Hosts):
             raise GroupClosedError(_CLOSED)
 
     def share(self, name: str, make: Callable[[], _Thing]) -> _Thing:
-        """Return the group's thing called `name`, made by `make` when there is none yet.
+        """Return the group's object called `name`, made by `make` if there is none yet.
 
         It belongs to the group: all engines and layers of the group share it, and its `close` is
-        called when as many of them have released it.  If it has a method `check`, `EpGroup.check`
-        calls it.  As collective as `make` is.
+        called when all of them have released it.  If it has a method `check`, `EpGroup.check` calls
+        it.  As collective as `make` is.
         """
         if name not in self._shared:
             self._shared[name] = _Shared(make())
@@ -106,10 +106,10 @@ class EpGroup(Hosts):
         return thing
 
     def release(self, name: str, timeout_s: float) -> None:
-        """Give back what `share` returned; the last user closes it.  Collective.
+        """Release the object that `share` returned; the last user closes it.  Collective.
 
-        Does nothing when the group is closed, or when torch has destroyed it: there is nobody to
-        agree with then, and `close` frees the thing.
+        Does nothing when the group is closed, or when torch has destroyed it: the ranks cannot
+        agree then, and `close` frees the object.
         """
         if not self.is_alive:
             return
@@ -121,12 +121,12 @@ class EpGroup(Hosts):
             shared.thing.close()
 
     def close(self, alone: bool = False) -> None:
-        """Close what engines share, the last made first, and what the hosts share.  Idempotent.
+        """Close what engines share, newest first, and what the hosts share.  Idempotent.
 
         Collective, unless torch has destroyed the group.  Waits at most `timeout_s` seconds for the
-        other ranks.  If they do not come, or if they have died, this rank frees its part without
-        them, and logs the reason: the memory of a window stays as long as any rank maps it, so that
-        nothing is taken away from a kernel that still runs elsewhere.
+        other ranks.  If they do not come, or have died, this rank frees its part without them, and
+        logs the reason: the memory of a window stays as long as any rank maps it, so a kernel that
+        still runs elsewhere loses nothing.
 
         Args:
             alone: do not wait for the other ranks.
@@ -136,14 +136,14 @@ class EpGroup(Hosts):
         give_up = time.monotonic() + self.timeout_s
         if self._whole is None:
             self._left_alone = alone or not self._agree_to_close()
-        else:  # a part goes with the whole group, whose ranks have agreed
+        else:  # a part closes with the whole group, whose ranks have agreed
             assert isinstance(self._whole, EpGroup)
             self._left_alone = self._whole._left_alone
-        # From here on nothing that is closed waits for another rank.
+        # From here on, closing never waits for another rank.
         self.is_closed = True
         if self in _groups:
             _groups.remove(self)
-        # Freeing waits for the device, which may be waiting for a rank that is gone.
+        # Freeing waits for the device, which may itself wait for a rank that is gone.
         thread = threading.Thread(target=self._free, name="ncclep-close", daemon=True)
         thread.start()
         thread.join(max(give_up - time.monotonic(), FREE_S))
@@ -154,7 +154,7 @@ class EpGroup(Hosts):
             )
 
     def _agree_to_close(self) -> bool:
-        """Whether all ranks close the group now.  Collective."""
+        """Whether all ranks are closing the group now.  Collective."""
         if not self.is_alive:
             self._log_close(logging.DEBUG, "closed after torch has destroyed the process group")
             return False
@@ -173,10 +173,10 @@ class EpGroup(Hosts):
             name, shared = self._shared.popitem()
             try:
                 if self._left_alone and hasattr(shared.thing, "abort"):
-                    shared.thing.abort()  # a communicator, which must not wait for its other ranks
+                    shared.thing.abort()  # a communicator, which must not wait for the other ranks
                 else:
                     shared.thing.close()
-            except Exception as error:  # the rest is freed all the same
+            except Exception as error:  # the rest must still be freed
                 self._log_close(logging.WARNING, f"{name} could not be freed: {error}")
         self._link.close()
 
@@ -186,10 +186,10 @@ class EpGroup(Hosts):
         )
 
     def check(self) -> None:
-        """Raise what went wrong on the device and no call has raised yet.  Not collective.
+        """Raise failures on the device that no call has raised yet.  Not collective.
 
-        Calls `check` of everything that engines share and that has one.  Each waits for the device
-        as it says itself; with engines whose calls wait on the host there is nothing to ask.
+        Calls `check` of every shared object that has one.  Each documents how it waits for the
+        device; engines whose calls wait on the host need no check.
 
         Raises:
             PeerError: a wait for another rank passed its deadline on the device: what engines have
@@ -199,20 +199,20 @@ class EpGroup(Hosts):
         for shared in list(self._shared.values()):
             if check := getattr(shared.thing, "check", None):
                 check()
-        if self._is_used:  # otherwise another model's optimizer steps before this one's first call
+        if self._is_used:  # otherwise it is another model's step, before this group's first call
             self._is_first_step = False
 
     def begin_first_step(self) -> None:
-        """Let ranks be as late as in a first step: there is a new engine.  Not collective."""
+        """Use the first step's longer deadline again, for a new engine.  Not collective."""
         self._is_first_step, self._is_used = True, False
 
     def deadline_s(self, config: EpConfig) -> float:
         """Seconds for which an engine with these options waits now.  Not collective.
 
         `config.first_deadline_s` in the first step of the group's newest engine, which ends with
-        the first `check` after a call: a rank that compiles is late, and not dead.
-        `config.timeout_s` afterwards, and always for what a CUDA graph captures, because its
-        kernels keep the deadline.  The ranks of a node follow the whole group.
+        the first `check` after a call: a rank that compiles is late, not dead.  `config.timeout_s`
+        afterwards, and always during CUDA graph capture, because the captured kernels keep their
+        deadline.  The group of a node's ranks follows the whole group.
         """
         if isinstance(self._whole, EpGroup):
             return self._whole.deadline_s(config)
@@ -222,10 +222,10 @@ class EpGroup(Hosts):
         return config.timeout_s if is_captured else config.first_deadline_s
 
     def waited_ns(self) -> torch.Tensor:
-        """For how long this rank has waited so far for others to come to the same call: int64 [1].
+        """Nanoseconds that this rank has waited so far for others to reach a call: int64 [1].
 
-        Its host, in `exchange`, and its device, which what engines share here knows
-        (`device_waited_ns`).  Not collective, and waits for nothing: it is on the group's device.
+        The sum of the host's waits, in `exchange`, and the device's, which shared objects report
+        (`device_waited_ns`).  On the group's device.  Not collective, and does not wait.
         """
         waited = torch.full((1,), self._waited_ns, dtype=torch.int64, device=self.device)
         for shared in self._shared.values():
@@ -236,14 +236,14 @@ class EpGroup(Hosts):
     def log_once(self, level: int, subject: str, text: str) -> None:
         """Log `text` unless this rank has logged something with the same `subject` for the group.
 
-        The layers of a model share the group, so that a line stands once and not once per layer.
+        The layers of a model share the group, so a line is logged once and not once per layer.
         """
         if subject not in self._logged:
             self._logged.add(subject)
             get_logger().log(level, text)
 
     def ranks_per_node(self, timeout_s: float) -> list[int]:
-        """How many ranks of the group each node has.  Collective the first time it is asked."""
+        """How many ranks of the group each node has.  Collective on the first call."""
         if self._ranks_per_node is None:
             mine = torch.tensor([_number_of(place.host_name())])
             hosts = self.gather(mine, "open, exchanging the names of nodes", timeout_s)
@@ -253,7 +253,7 @@ class EpGroup(Hosts):
     def ranks_per_gpu(self, timeout_s: float) -> int:
         """The most ranks that share a GPU, also with other groups; 1 as a rule.
 
-        Collective the first time it is asked.
+        Collective on the first call.
         """
         if self._ranks_per_gpu is None:
             if self.device.type != "cuda":
@@ -295,14 +295,14 @@ def check_all() -> None:
 
 
 def all_shared(name: str) -> list[Any]:
-    """What groups of this process share as `name` (`EpGroup.share`).  Not collective."""
+    """The objects that this process's groups share as `name` (`EpGroup.share`).  Not collective."""
     return [group._shared[name].thing for group in _groups if name in group._shared]
 
 
 def lost_ranks() -> str:
     """Say which ranks of this process's groups have died or left, after an error of any kind.
 
-    Not collective.  Empty if none is known: only ranks that share memory know of each other.
+    Not collective.  Empty if none is known: only ranks that share memory can tell.
     """
     found = [(group, group.lost()) for group in list(_groups)]
     return "; ".join(
@@ -313,13 +313,13 @@ def lost_ranks() -> str:
 
 
 def _number_of(name: str) -> int:
-    """A number for a name, which other names do not have."""
+    """A number that identifies a name (56 bits of its SHA-256)."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 @dataclass
 class _Shared:
-    """Something that belongs to a group, and how many use it."""
+    """An object that belongs to a group, and the number of its users."""
 
     thing: Any
     num_users: int = 0

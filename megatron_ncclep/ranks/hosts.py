@@ -31,18 +31,18 @@ from megatron_ncclep.errors import (
 from megatron_ncclep.ranks.exchange import DYING_S, HostLink
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
-# Phase, call, whether there is a problem, payload; length and hash of the values' text.  The
-# same size for every call, so that ranks in different calls can still read each other's.
+# Phase, call, whether there is a problem, payload; length and hash of the values' text.  The same
+# size for every call, so that ranks in different calls can still read each other's messages.
 HASH_BYTES = 8
 MESSAGE = struct.Struct(f"<5q{HASH_BYTES}s")
 TEXT_BYTES = 1024
-# A wait for the device asks without pause for this long, and then with pauses of this length.
+# A wait for the device polls without pause for this long, and then with pauses of this length.
 BUSY_WAIT_S = 1e-3
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What `Hosts.agree` found.
+    """The result of `Hosts.agree`.
 
     Attributes:
         call: the number of the call, the same on every rank.
@@ -59,7 +59,7 @@ class Hosts:
     Attributes:
         process_group: the torch.distributed group.
         rank, size: of this process in the group.
-        device: where tensors live that the group's backend moves.
+        device: of the tensors that the group's backend moves.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, whole: Hosts | None = None) -> None:
@@ -67,7 +67,8 @@ class Hosts:
 
         Args:
             process_group: of torch's; held weakly.
-            whole: the group of which it is a part that torch does not list; lives as long.
+            whole: the group of which this is a part that torch does not list; lives as long as that
+                group.
         """
         self._process_group = weakref.ref(process_group)
         self._whole = whole
@@ -80,8 +81,8 @@ class Hosts:
         else:
             on_gpu, self.device = whole.device.type == "cuda", whole.device
         self._num_calls = 0
-        self._is_used = False  # a call was made that neither opens nor closes anything
-        self._since = 0  # what was refused in earlier calls has no part in the present one
+        self._is_used = False  # whether any call but opening and closing was made
+        self._since = 0  # refusals of earlier calls do not affect the current one
         self._waited_ns = 0  # for other ranks, in `exchange`
         self._link = HostLink(self.rank, self.size)
         # Agreement must not wait for what the model has queued on the device.
@@ -112,7 +113,7 @@ class Hosts:
 
         Args:
             skips_exchange: this rank exchanges nothing in it; ranks that do exchange raise.
-            is_fresh: ranks come to it that have refused an earlier call.
+            is_fresh: ranks that have refused an earlier call take part too.
 
         Returns:
             the number of the call, the same on every rank.
@@ -141,14 +142,14 @@ class Hosts:
         self._link.refuse("")
 
     def refusal(self, rank: int) -> str:
-        """What `rank` refused last; empty if nothing, or if the ranks share no memory."""
+        """Why `rank` last refused a call; empty if it did not, or without shared memory."""
         return self._link.refusal(rank)
 
     def rank_ahead(self) -> int | None:
-        """A rank that exchanges nothing in the call in which this one does, or is in a later one.
+        """A rank that skips this call's exchange, or is in a later call.
 
-        None if there is none, if all have exchanged something in this call, or if the ranks share
-        no memory.
+        None if there is none, if all ranks have exchanged something in this call, or if the ranks
+        share no memory.
         """
         return self._link.rank_ahead()
 
@@ -186,11 +187,11 @@ class Hosts:
         # A rank that has refused a call still takes part in closing engines and opening new ones.
         call = self.enter(skips_exchange=False, is_fresh=phase in ("open", "close"))
         head = (PHASES.index(phase), call)
-        text = repr(values).encode()  # a third of the time that JSON takes
+        text = repr(values).encode()  # takes a third of JSON's time
         text_hash = hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
         mine = MESSAGE.pack(*head, problem is not None, payload, len(text), text_hash)
         everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
-        if problem is None and everything == mine * self.size:  # as it should be: no more to do
+        if problem is None and everything == mine * self.size:  # the usual case: nothing more to do
             return Agreement(call, [payload] * self.size)
         theirs = list(MESSAGE.iter_unpack(everything))
 
@@ -207,9 +208,9 @@ class Hosts:
         return Agreement(call, [row[3] for row in theirs])
 
     def _what_differs(self, text: bytes, most_bytes: int, phase: str, timeout_s: float) -> str:
-        """Exchange texts of values; say what each rank has of the first that differs.  Collective.
+        """Exchange the values' texts; list all ranks' values of the first that differs.
 
-        `most_bytes`: of the longest text of any rank.
+        Collective.  `most_bytes`: of the longest text of any rank.
         """
         what = f"{phase}, exchanging what differs"
         texts = self.exchange_padded(text, most_bytes, what, timeout_s)
@@ -254,7 +255,7 @@ class Hosts:
             raise
 
     def _exchange_without_memory(self, mine: bytes, what: str, timeout_s: float) -> bytes:
-        """Do what `exchange` does where no memory is shared, or not yet: at the first exchange."""
+        """`exchange` where no memory is shared, or not yet: on the first exchange."""
         if not self._link.is_open:
             self._link.open(lambda part: self._exchange_by_torch(part, what, timeout_s))
             theirs = self._link.exchange(mine, what, timeout_s)
@@ -263,10 +264,10 @@ class Hosts:
         return self._exchange_by_torch(mine, what, timeout_s)
 
     def _exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:
-        """Do what `exchange` does, with an all-gather of the process group.
+        """`exchange` by an all-gather of the process group.
 
         Raises:
-            UnsupportedError: a CUDA graph is being captured, which would hold the all-gather and
+            UnsupportedError: a CUDA graph is being captured, which would record the all-gather and
                 not run it.
         """
         if self._stream is not None and torch.cuda.is_current_stream_capturing():
@@ -310,11 +311,11 @@ class Hosts:
         return torch.frombuffer(theirs, dtype=mine.dtype).view(self.size, -1)
 
     def gather_problems(self, problem: str | None, phase: str, timeout_s: float) -> str:
-        """Exchange what is wrong on which rank.  Collective.
+        """Exchange the ranks' problems.  Collective.
 
         Returns:
-            one text, the same on every rank; empty when nothing is wrong on any.  A problem that
-            all ranks have is said once.
+            one text, the same on every rank; empty when no rank has a problem.  A problem that all
+            ranks have appears once.
         """
         mine = (problem or "").encode()[:TEXT_BYTES]
         what = f"{phase}, exchanging error messages"
@@ -329,7 +330,7 @@ class Hosts:
 
         Raises:
             GroupClosedError: the process group was destroyed.
-            PeerError: the backend gave up or the time is over; names this rank and `what`.
+            PeerError: the backend gave up or the deadline passed; names this rank and `what`.
         """
         group = self.process_group
         try:
@@ -339,7 +340,7 @@ class Hosts:
             else:
                 self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
-            # The backend's own words seldom say who it was, and may be those of a consequence.
+            # The backend's own text seldom names the rank, and may only describe a consequence.
             lost = self.lost() or "a rank died, is late, or made a different sequence of calls"
             raise PeerError(
                 f"rank {self.rank} of {self.size}: no answer from the other ranks of the "
@@ -351,7 +352,7 @@ class Hosts:
         """Wait until the collective `work` is done on the device.
 
         NCCL's own wait with a deadline sleeps a millisecond at a time, longer than a whole layer
-        takes; so this asks an event.
+        takes; so this polls an event.
         """
         work.wait()  # the current stream, not the host
         done = torch.cuda.Event()
@@ -383,13 +384,13 @@ def difference(phase: str, name: str, each: str) -> str:
 
 _CPU = torch.device("cpu")
 _DESTROYED = (
-    "the expert-parallel process group was destroyed: make the engine (or the model) anew after "
+    "the expert-parallel process group was destroyed: create the engine (or the model) again after "
     "torch.distributed is initialised again"
 )
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    """Copy what a tensor holds; torch itself needs numpy for that."""
+    """A copy of a tensor's bytes; torch itself needs numpy for that."""
     tensor = tensor.cpu().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
@@ -397,8 +398,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 def _is_alive(process_group: dist.ProcessGroup) -> bool:
     """Whether torch still knows the group.
 
-    Every call of an engine asks; of torch's functions that fail for a group that it does not know,
-    this is the quickest.
+    Every call of an engine asks this; it uses the fastest of torch's functions that fail for an
+    unknown group.
     """
     try:
         dist.get_process_group_ranks(process_group)

@@ -1,9 +1,8 @@
-"""The grid of an expert-parallel group over several nodes: who is where, and how it is found.
+"""The grid of an expert-parallel group over several nodes: its layout, and how it is found.
 
 A node is an NVLink domain (possibly several hosts), or a single host without NVLink.  With L ranks
-on each, node m has the ranks m * L to m * L + L - 1, so that experts in the order of ranks are in
-the order of nodes too.  Ranks with the same local index are a *rail*: rows cross the network only
-between them.
+on each, node m has the ranks m * L to m * L + L - 1, so experts in rank order are in node order
+too.  Ranks with the same local index are a *rail*: rows cross the network only between them.
 
 Example: 2 nodes with 3 ranks each
 
@@ -37,7 +36,7 @@ from megatron_ncclep.ranks.group import EpGroup
 
 NAME_BYTES = 64
 NONCE_BYTES = 16
-# So many nodes are named in an error.
+# The most nodes that an error names.
 MOST_NAMED = 8
 
 
@@ -58,7 +57,7 @@ class Nodes:
         return rank // self.ranks_on_each
 
     def local_index(self, rank: int) -> int:
-        """Which of its node's ranks `rank` is."""
+        """The index of `rank` among its node's ranks."""
         return rank % self.ranks_on_each
 
     def ranks_of(self, node: int) -> list[int]:
@@ -83,7 +82,7 @@ class Nodes:
 
 
 def nodes_from(names: list[str]) -> Nodes | str:
-    """Read the grid from what each rank calls its node; a text if it is none, saying why."""
+    """Derive the grid from each rank's node name; returns the reason if it is no grid."""
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     first, parts = 0, []
     for name, length in runs[:MOST_NAMED]:
@@ -110,7 +109,7 @@ class Grid:
     Attributes:
         nodes: the shape.
         local: this node's ranks, by local index; the whole group where there is one node.
-        unwaited: what crossed the network and no host has waited for.
+        unwaited: network transfers that no host has waited for.
     """
 
     def __init__(self, group: EpGroup, nodes: Nodes, timeout_s: float) -> None:
@@ -124,8 +123,8 @@ class Grid:
             self.local = EpGroup(self._made, group)
 
     def check(self) -> None:
-        """See `EpGroup.check`: what crossed the network, and what this node's ranks share."""
-        # First, because it has a deadline: what moves inside waits for what crosses.
+        """See `EpGroup.check`: network transfers, and what this node's ranks share."""
+        # First, because it has a deadline: transfers inside the node wait for those between nodes.
         self.unwaited.check()
         if self._made is not None:
             self.local.check()
@@ -138,12 +137,12 @@ class Grid:
 
 
 def grid_of(group: EpGroup, timeout_s: float) -> Grid:
-    """Return the group's grid, found and made at the first call.  Collective.
+    """Return the group's grid, found and made on the first call.  Collective.
 
-    It belongs to the group, as its communicator does, until `EpGroup.close`.
+    It belongs to the group, like its communicator, until `EpGroup.close`.
 
     Raises:
-        EngineUnavailableError: on every rank: the ranks are no grid; says where they are.
+        EngineUnavailableError: on every rank: the ranks do not form a grid; says where they are.
         InputError: on every rank: NCCLEP_LOCAL_RANKS is wrong on one.
         PeerError: a rank did not come in time.
     """
@@ -158,7 +157,7 @@ def grid_of(group: EpGroup, timeout_s: float) -> Grid:
 
 
 def find_nodes(group: EpGroup, timeout_s: float) -> Nodes | str:
-    """Find out which ranks are on which node; a text if they are no grid.  Collective."""
+    """Find out which ranks are on which node; or why they form no grid.  Collective."""
     what = "open, looking for the nodes of the ranks"
     name, can_ask_nccl = on_all_ranks(group, what, lambda: _own_node(group), timeout_s)
     theirs = group.exchange_padded(name.encode()[:NAME_BYTES], NAME_BYTES, what, timeout_s)
@@ -167,14 +166,14 @@ def find_nodes(group: EpGroup, timeout_s: float) -> Nodes | str:
     if bool(can_ask.all()):
         size: int = communicator_of(group, timeout_s).lsa_size
         sizes = group.gather(torch.tensor([size]), what, timeout_s).flatten().tolist()
-        # Ranks without NVLink are each a domain of their own: then their hosts say more.
+        # Ranks without NVLink are each their own domain: then their host names tell more.
         if min(sizes) > 1:
             names = [f"NVLink domain {rank // most}" for rank, most in enumerate(sizes)]
     return nodes_from(names)
 
 
 def _own_node(group: EpGroup) -> tuple[str, bool]:
-    """What this rank calls its node, and whether NCCL can be asked for a better answer."""
+    """This rank's name for its node, and whether NCCL can give a better answer."""
     ranks_on_each = envs.get("NCCLEP_LOCAL_RANKS")
     if ranks_on_each is not None:
         return f"node {group.rank // ranks_on_each}", False
@@ -184,9 +183,9 @@ def _own_node(group: EpGroup) -> tuple[str, bool]:
 def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.ProcessGroup:
     """Make a process group of this node's ranks.  Collective over `group` only.
 
-    Not by torch's new_group, which all ranks of the job must call, of which some may have no MoE
-    layer.  Where it can do with the members alone it names the group after how many groups this
-    process is in: a name that members may not have alike, and that a destroyed group may have had.
+    Not by torch's new_group, which all ranks of the job must call, although some may have no MoE
+    layer.  Where new_group needs only the members, it names the group by the number of groups that
+    this process is in, which may differ between members, or repeat the name of a destroyed group.
     """
     what = "open, making the group of a node's ranks"
     words = group.exchange(os.urandom(NONCE_BYTES), what, timeout_s)[:NONCE_BYTES].hex()
@@ -201,7 +200,7 @@ def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.Proce
             made.append(error)
 
     def wait() -> dist.ProcessGroup:
-        # torch waits for the others as long as the group's collectives may take, half an hour.
+        # torch waits for the others for the timeout of the group's collectives, half an hour.
         thread = threading.Thread(target=make, name="ncclep-node-group", daemon=True)
         thread.start()
         thread.join(timeout_s)
@@ -215,7 +214,7 @@ def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.Proce
 
 
 def _make_group(device: str, name: str, rank: int, size: int) -> dist.ProcessGroup:
-    """Do what torch does when it makes a group, but for its own list of groups.  Collective."""
+    """Make a group as torch does, but without adding it to torch's list of groups.  Collective."""
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     group = dist.ProcessGroup(store, rank, size)
     backend: Any

@@ -1,8 +1,8 @@
 """Where a rank runs: its host and its GPU, also where ranks share one GPU.
 
-NCCL 2.30 and newer run several ranks on one GPU when `NCCL_MULTI_RANK_GPU_ENABLE=1` asks for it,
-and take ranks whose `NCCL_HOSTID` differs to be on different hosts.  Both are for tests: ranks
-that share a GPU take turns on it, so that their timings mean nothing.
+NCCL 2.30 and newer can run several ranks on one GPU, with `NCCL_MULTI_RANK_GPU_ENABLE=1`, and treat
+ranks whose `NCCL_HOSTID` differs as on different hosts.  Both are for tests: ranks that share a GPU
+take turns on it, so their timings are meaningless.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HOW_TO_SHARE = (
     f"for tests, NCCL {search.version_text(OLDEST_NCCL)} or newer lets ranks share a GPU with "
     f"{ENABLE}=1"
 )
-# Ranks on one GPU need these too, unless the environment says otherwise: few CTAs of NCCL's, which
-# all have to fit on the GPU, no multicast, and a network between their "hosts".
+# Further defaults for ranks on one GPU, which the environment overrides: no multicast, few CTAs of
+# NCCL's, which all have to fit on the GPU, and a network between their "hosts".
 DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -48,12 +48,12 @@ def may_share_gpu() -> bool:
 
 
 def use_gpu(local_rank: int) -> int:
-    """Make a GPU of this machine the current one of a rank, before it uses CUDA or NCCL.
+    """Select a GPU of this machine for a rank, before it uses CUDA or NCCL.
 
-    Ranks beyond the number of GPUs share them in turn, where NCCL allows it.
+    Ranks beyond the number of GPUs share them round-robin, where NCCL allows it.
 
     Args:
-        local_rank: of the machine's ranks.
+        local_rank: the rank's index on this machine.
 
     Returns:
         the GPU's index.
@@ -78,12 +78,12 @@ def most_ranks_per_gpu(num_ranks: int = 1) -> int:
     """How many ranks share a GPU of this machine.
 
     Args:
-        num_ranks: on this machine, where no launcher has said so in LOCAL_WORLD_SIZE.
+        num_ranks: on this machine, used where no launcher has set LOCAL_WORLD_SIZE.
     """
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     return -(-num_ranks // max(1, torch.cuda.device_count())) if may_share_gpu() else 1
 
 
 def pretend_host(rank: int, ranks_on_each: int) -> None:
-    """Make this process, a rank, appear on one of several hosts; before it uses NCCL."""
+    """Make this rank's process appear on one of several hosts; call before it uses NCCL."""
     os.environ[HOST_ID] = f"host{rank // ranks_on_each}"

@@ -1,8 +1,8 @@
-"""Memory that all ranks of a group map and that has no name, so that no end of them leaves it.
+"""Unnamed memory that all ranks of a group map: it disappears however their processes end.
 
-Rank 0 makes it (memfd_create) and sends its file descriptor to the others through sockets whose
-addresses, random ones in the network namespace, go with the sockets.  NCCL hands the memory of its
-windows over in the same way, so that what keeps ranks from this keeps them from the windows too.
+Rank 0 makes it (memfd_create) and sends its file descriptor to the others through sockets with
+random addresses in the network namespace, which disappear with the sockets.  NCCL passes the memory
+of its windows on in the same way, so ranks that cannot do this cannot use windows either.
 
     every rank          rank 0              the others
     says that it can                        have bound a socket
@@ -29,9 +29,9 @@ from typing import Any
 from megatron_ncclep.errors import LibraryError
 from megatron_ncclep.libraries import extension
 
-# Of the token that tells the group's memory from any other, and of a random address.
+# Size of the token that identifies the group's memory, and of a random address.
 NAME_BYTES = 16
-# Of a reason that is told to the other ranks.
+# Size of a reason that is sent to the other ranks.
 REASON_BYTES = 256
 
 
@@ -46,8 +46,8 @@ def open_together(
         gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
 
     Returns:
-        the memory's exchange and None; or None and what is in the way of which rank, the same text
-        on all ranks.
+        the memory's exchange and None; or None and each rank's obstacle, the same text on all
+        ranks.
 
     Raises:
         what `gather` raises; nothing stays open then.
@@ -75,7 +75,7 @@ def open_together(
 
 
 def _reasons(reason: str | None, gather: Callable[[bytes], bytes]) -> str:
-    """What is in the way of which rank; what is in the way of all is said once."""
+    """Each rank's obstacle; one that all ranks share appears once."""
     mine = (reason or "").encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
     theirs = gather(mine)
     texts = [
@@ -93,8 +93,8 @@ class _Opening:
     Attributes:
         names: by rank; rank 0's is the token, another rank's its address.
         memory: a `_C.HostExchange`, once this rank has it.
-        on_the_way: closes what is needed only on the way.
-        undo: closes what is kept if all goes well.
+        on_the_way: closes what is needed only during the attempt.
+        undo: closes what is kept if the attempt succeeds.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -104,7 +104,7 @@ class _Opening:
         self.on_the_way, self.undo = ExitStack(), ExitStack()
 
     def bind(self) -> None:
-        """Have an address, except for rank 0, which only sends."""
+        """Bind a socket to an address, except on rank 0, which only sends."""
         self._socket = self.on_the_way.enter_context(
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         )
@@ -129,7 +129,7 @@ class _Opening:
             socket.send_fds(self._socket, [b"memory"], [file])
 
     def receive(self) -> None:
-        """All but rank 0: take what was sent, which must be here by now, and map it."""
+        """All but rank 0: receive the file, which must have arrived by now, and map it."""
         if self.rank == 0:
             return
         _, files, _, _ = socket.recv_fds(self._socket, len(b"memory"), 1)
@@ -144,5 +144,5 @@ class _Opening:
 
 
 def _address(name: bytes) -> bytes:
-    """An address that is no file: it begins with a zero byte."""
+    """An abstract socket address, not a file: it begins with a zero byte."""
     return b"\0ncclep-" + name.hex().encode()

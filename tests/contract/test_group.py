@@ -188,7 +188,7 @@ def test_a_closed_group_says_what_to_do_and_can_be_used_anew(
         lambda: low_latency.dispatch(x, routing, w),
         lambda: create_low_latency(engine, **sizes),
     ):
-        with pytest.raises(GroupClosedError, match=r"closed, by megatron_ncclep\.close.*anew"):
+        with pytest.raises(GroupClosedError, match=r"closed, by megatron_ncclep\.close.*again"):
             call()
     assert ended == ["low latency"]
     low_latency.close()

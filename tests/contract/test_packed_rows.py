@@ -108,7 +108,7 @@ def test_bytes_have_no_backward(pool: RankPool, engine_name: str) -> None:
     """Gradients of weights would come back with those of the rows, which bytes have not."""
     case = fitted(CASES[0], pool, engine_name)
     for text in pool.run(backward_on_rank, case, engine_name, ranks=case.num_ranks):
-        assert "y is torch.uint8: combine adds rows up, and bytes are no numbers" in text
+        assert "y is torch.uint8: combine cannot add up rows of bytes" in text
 
 
 def test_an_engine_that_moves_no_bytes_says_so() -> None:

@@ -381,7 +381,7 @@ def check_rebuilding():
             except ZeroDivisionError:
                 parallel_state.destroy_model_parallel()
         assert ended == [(how, True)] * 2, "and the one that is not Megatron's stays"
-        with pytest.raises(GroupClosedError, match=r"build the model\) anew"):
+        with pytest.raises(GroupClosedError, match=r"build the model\) again"):
             layer(torch.zeros(1, 1, 8))
         parallel_state.destroy_model_parallel()  # there is nothing any more
         megatron_ncclep.close(other)

@@ -95,7 +95,7 @@ def groups_anew_on_rank(ctx: RankContext) -> tuple[dict[str, Any], list[Any]]:
         # At once, while the model is alive and torch still has the process groups.
         assert (mapped(), Windows.open) == (0, 0)
         with pytest.raises(
-            GroupClosedError, match=r"destroy_model_parallel.*build the model\) anew"
+            GroupClosedError, match=r"destroy_model_parallel.*build the model\) again"
         ):
             layers[0](torch.randn(4, 4, layers[0].config.hidden_size))
         del layers, group
@@ -187,7 +187,7 @@ def left_alone_on_rank(ctx: RankContext) -> list[Any]:
             group.timeout_s = 0.1
             megatron_ncclep.close(ctx.group)
             assert (mapped(), Windows.open) == (0, 0)
-            with pytest.raises(GroupClosedError, match="make the engine"):
+            with pytest.raises(GroupClosedError, match="create the engine"):
                 engine.plan(torch.zeros(1, 1, dtype=torch.int64))
         dist.barrier(ctx.group)
         if ctx.rank == 0:

@@ -137,7 +137,7 @@ def test_ranks_share_a_gpu_where_nccl_allows_it(
     monkeypatch.setattr(search, "find_nccl", lambda: library)
     config = EpConfig(engine="native")
     choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, config))
-    assert choices == [("native", "asked for by name")] * NUM_RANKS
+    assert choices == [("native", "requested by name")] * NUM_RANKS
     assert "num_sms 34: at most 33 for each of 3 ranks on NVIDIA H200" in reasons(num_sms=34)
 
 
@@ -214,11 +214,11 @@ OWN = {
     ),
     "no NCCL": (
         on_all(search, "find_nccl", lambda: None),
-        "it needs NCCL 2.28.9 or newer, here is none: pip install 'nvidia-nccl-cu",
+        "it needs NCCL 2.28.9 or newer, found none: pip install 'nvidia-nccl-cu",
     ),
     "an NCCL without a version": (
         on_all(search, "find_nccl", lambda: Library(Path("x.so"), None, "named")),
-        "here is version unknown, x.so (named): pip install 'nvidia-nccl-cu",
+        "found version unknown, x.so (named): pip install 'nvidia-nccl-cu",
     ),
 }
 
@@ -278,14 +278,14 @@ def test_an_nccl_that_is_too_old(
     path = compile_fake(tmp_path / "libold.so", nccl_version=22703)
     monkeypatch.setenv("NCCLEP_NCCL_LIBRARY", str(path))
     text = reasons()
-    assert f"it needs NCCL 2.28.9 or newer, here is 2.27.3, {path} (NCCLEP_NCCL_LIBRARY)" in text
+    assert f"it needs NCCL 2.28.9 or newer, found 2.27.3, {path} (NCCLEP_NCCL_LIBRARY)" in text
     assert machine.made == []
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_experts", "options", "text"),
     [
-        (NUM_RANKS, 513, {}, "it takes at most 512 experts in all: there are 513"),
+        (NUM_RANKS, 513, {}, "it takes at most 512 experts in total: there are 513"),
         (NUM_RANKS, None, {"num_sms": 4}, "num_sms 4: its kernels need at least 5 for 3 ranks"),
         (32, None, {"num_sms": 5}, "num_sms 5: its kernels need at least 6 for 32 ranks"),
         (
@@ -314,7 +314,7 @@ def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[
     machine.lsa_size = num_ranks
     config = EpConfig(engine="native", **options)
     choices = on_threads(num_ranks, lambda group: engines.choose_engine(group, config, 512))
-    assert choices == [("native", "asked for by name")] * num_ranks
+    assert choices == [("native", "requested by name")] * num_ranks
 
 
 def unavailable_on_rank(ctx: RankContext) -> str:

@@ -110,8 +110,9 @@ def test_a_rank_that_waits_in_nccl_gives_up_and_hears_why(fakes: list[FakeExtens
     errors = create([0.2, DEADLINE_S, DEADLINE_S])
     assert [type(error) for error in errors] == [LibraryError] * NUM_RANKS, errors
     for error in errors:
-        assert "rank 0: none over the 3 ranks of the expert-parallel group within 0.2 s" in str(
-            error
+        assert (
+            "rank 0: no communicator over the 3 ranks of the expert-parallel group within 0.2 s"
+            in str(error)
         )
         assert "rank 1: ncclCommInitRank failed: why" in str(error)
     never.set()
@@ -122,7 +123,7 @@ def test_a_rank_that_is_late_without_a_reason(fakes: list[FakeExtension]) -> Non
     fakes[2].answers["Communicator"] = lambda *_: never.wait()
     errors = create([DEADLINE_S, DEADLINE_S, 0.2])
     assert [type(error) for error in errors] == [PeerError] * NUM_RANKS, errors
-    assert all("rank 2: none over the 3 ranks" in str(error) for error in errors)
+    assert all("rank 2: no communicator over the 3 ranks" in str(error) for error in errors)
     assert fakes[0].made[0].names == ["abort"]
     never.set()
 

@@ -410,7 +410,7 @@ def test_nothing_is_asked_of_a_group_that_was_closed(options: dict[str, int]) ->
             lambda: engine.dispatch(plan, x),
             lambda: engine.combine(plan, x),
         ):
-            with pytest.raises(GroupClosedError, match="anew"):
+            with pytest.raises(GroupClosedError, match="again"):
                 call()
 
     on_ranks(use, **options)

@@ -1,13 +1,13 @@
-// What the ranks must have alike in a call, compared on the device.
+// Compares on the device the arguments that must be equal on all ranks of a call.
 //
-// The hosts agree on a plan in exact mode.  In every other call (dispatch, combine, a plan in
-// static mode) they do not wait for each other: a rank that enters tells all others in which call
-// it is, and none leaves before all have entered the same one.  Every rank compares itself with all
-// others, so that all find out when any two differ.
+// In exact mode the hosts agree on a plan.  In every other call (dispatch, combine, a plan in
+// static mode) they do not wait for each other: a rank that enters tells all others which call it
+// is in, and no rank leaves before all have entered the same one.  Every rank compares itself with
+// all others, so every rank notices when any two differ.
 //
-// A rank's entry is a word: the call's number in the upper 16 bits, and what must be alike
-// (host/call.h). Two words are enough: a rank enters call n + 2 after all have entered n + 1, and
-// so have left n.
+// A rank's entry is one word: the call's number in the upper 16 bits, and below it what must be
+// equal (host/call.h).  Two words per rank are enough: a rank enters call n + 2 only after all have
+// entered n + 1, and so have left n.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,12 +19,13 @@
 
 namespace ncclep::native {
 
-// The call that this kernel is; the same on every rank, and in every CTA until the last one leaves.
+// The number of this kernel's call; the same on every rank, and in every CTA until the last one
+// leaves.
 __device__ inline std::uint64_t current_entry(const KernelContext& me) {
   return *static_cast<volatile std::uint64_t*>(&me.state->entries) + 1;
 }
 
-// Where `rank` says to rank `to` that it has entered.
+// The word in which `rank` tells rank `to` that it has entered.
 __device__ inline std::uint64_t* entry_word(const KernelContext& me, int to, std::uint64_t number,
                                             int rank) {
   return reinterpret_cast<std::uint64_t*>(me.control_of[to] + me.control.entries()) +
@@ -35,14 +36,14 @@ __device__ inline std::uint64_t entry_of(const KernelContext& me, std::uint64_t 
   return number << 48 | me.call;
 }
 
-// Tells every rank that this one has entered, and so has left the call before.  By all threads of
-// one CTA.
+// Tells every rank that this one has entered, and so has left the previous call.  Called by all
+// threads of one CTA.
 __device__ inline void enter(const KernelContext& me, std::uint64_t number) {
   if (static_cast<int>(threadIdx.x) >= me.control.num_ranks) return;
   store_release(entry_word(me, threadIdx.x, number, me.rank), entry_of(me, number));
 }
 
-// Waits until `peer` has entered call `number`, whatever that is there; returns its entry, or 0
+// Waits until `peer` has entered its call `number`, whichever call that is; returns its entry, or 0
 // when the group has failed.
 __device__ inline std::uint64_t wait_for_entry(const KernelContext& me, Phase phase, int peer,
                                                std::uint64_t number, std::uint64_t epoch) {
@@ -55,8 +56,8 @@ __device__ inline std::uint64_t wait_for_entry(const KernelContext& me, Phase ph
   return is_here ? entry : 0;
 }
 
-// Waits until all ranks have entered, and compares.  By one warp of one CTA, before the kernel's
-// other waits: those of this warp would be in vain if a rank is elsewhere.
+// Waits until all ranks have entered, and compares their entries.  Called by one warp of one CTA
+// before its other waits in the kernel, which would be in vain if a rank is in a different call.
 __device__ inline void compare_entries(const KernelContext& me, Phase phase, std::uint64_t number,
                                        std::uint64_t epoch) {
   const int peer = threadIdx.x % kMaxRanks;
@@ -68,7 +69,7 @@ __device__ inline void compare_entries(const KernelContext& me, Phase phase, std
     }
   }
   __syncwarp();
-  // Operations of a group run one after the other, so that nobody else adds to it.
+  // Operations of a group run one after the other, so nothing else adds to it.
   if (peer == 0) me.state->waited_ns += now_ns() - begin;
 }
 

@@ -1,4 +1,4 @@
-// A rank whose arguments are wrong goes no further, and says so to the others without waiting.
+// A rank with invalid arguments stops here and tells the others without waiting for them.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace ncclep::native {
 
-// Queues telling all other ranks, which ends their waits, and makes the group fail on this one.
+// Queues a kernel that tells all other ranks, which ends their waits, and marks the group failed on
+// this one.
 void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream);
 
 }  // namespace ncclep::native

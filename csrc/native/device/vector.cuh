@@ -1,4 +1,5 @@
-// 16 bytes of a row as fp32 numbers: adding them to sums, and rounding sums to them.
+// 16-byte vectors of a row in fp32 arithmetic: adding a vector to sums, and rounding sums to a
+// vector.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,10 +1,10 @@
-// The only loops that wait: for a word that another rank writes, and for the other CTAs of a grid.
+// All waiting loops: for a word that another rank writes, and for the other CTAs of a grid.
 //
-// Every wait has the group's deadline.  When it passes, who waited for whom is written to the
-// mailbox and the group has failed: no wait of this rank waits any longer, the kernel runs to its
-// end and fills what it was to deliver with NaN, later kernels of the group do nothing else, and
-// the host raises.  So it is, without the deadline, when a rank says that it goes no further
-// (refusal.h), or is found to be in another call (call_barrier.cuh).
+// Every wait has the group's deadline.  When it passes, the kernel writes to the mailbox which rank
+// waited for which, and the group has failed: no further wait of this rank blocks, the kernel runs
+// to its end and fills its outputs with NaN, later kernels of the group do only the latter, and the
+// host raises.  The same happens, without waiting for the deadline, when a rank announces that it
+// stops (refusal.h) or is found to be in a different call (call_barrier.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ __device__ inline bool has_failed(const KernelContext& me) {
   return *static_cast<volatile unsigned int*>(&me.state->failed) != 0;
 }
 
-// Because of `peer`; `its_call` is for Reason::kDiffers.
+// `peer` caused the failure; `its_call` is used with Reason::kDiffers.
 __device__ inline void report_failure(const KernelContext& me, Reason reason, Phase phase, int peer,
                                       std::uint64_t epoch, std::uint64_t its_call = 0) {
   if (atomicExch(&me.state->failed, 1u) != 0) return;
@@ -32,12 +32,12 @@ __device__ inline void report_failure(const KernelContext& me, Reason reason, Ph
   me.mailbox->failed_phase = static_cast<std::uint32_t>(phase);
 }
 
-// Where a rank that goes no further says so to rank `to`.
+// The word in which a rank that stops tells rank `to`.
 __device__ inline std::uint64_t* stop_word(const KernelContext& me, int to) {
   return reinterpret_cast<std::uint64_t*>(me.control_of[to] + me.control.stop());
 }
 
-// Whether another rank goes no further, so that there is nothing to wait for.
+// Whether another rank has stopped, so that there is nothing to wait for.
 __device__ inline bool is_refused(const KernelContext& me, Phase phase, std::uint64_t epoch) {
   const std::uint64_t word = load_relaxed(stop_word(me, me.rank));
   if (word == 0) return false;
@@ -45,11 +45,11 @@ __device__ inline bool is_refused(const KernelContext& me, Phase phase, std::uin
   return true;
 }
 
-// The time that a wait has left.
+// The time left for one wait.
 class Deadline {
  public:
-  // Asked again and again by a wait that goes on.  True when it is in vain, or too long, now or
-  // before.
+  // Polled by a wait that continues.  True when the group has failed, so that the wait is in vain,
+  // or when the deadline has passed.
   __device__ bool has_passed(const KernelContext& me, Phase phase, int peer, std::uint64_t epoch) {
     if (++num_asked_ % 64 != 0) return false;
     if (has_failed(me) || is_refused(me, phase, epoch)) return true;
@@ -64,7 +64,7 @@ class Deadline {
   std::uint64_t start_ = 0;
 };
 
-// Calls `is_over` until it is true.  False when the group has failed, now or before.
+// Calls `is_over` until it is true.  False when the group has failed, during this wait or earlier.
 template <typename IsOver>
 __device__ bool wait_until(const KernelContext& me, Phase phase, int peer, std::uint64_t epoch,
                            IsOver&& is_over) {
@@ -80,8 +80,8 @@ __device__ inline bool wait_for(const KernelContext& me, Phase phase, int peer,
   return wait_until(me, phase, peer, epoch, [&] { return load_acquire(word) >= epoch; });
 }
 
-// A number and what belongs to it, in one word: the lower 31 bits of the number above 32 bits of
-// value.  The highest bit is set, so that a word of a new window, which is zero, has no number.
+// A number and its value in one word: the lower 31 bits of the number above the 32 bits of the
+// value.  The highest bit is set, so a word of a new window, which is zero, carries no number.
 __device__ inline std::uint64_t numbered(std::uint64_t number, std::uint32_t value) {
   constexpr std::uint64_t kIsWritten = std::uint64_t{1} << 63;
   return kIsWritten | number << 32 | value;
@@ -96,8 +96,8 @@ __device__ inline bool has_number(std::uint64_t word, std::uint64_t number) {
   return word >> 32 == numbered(number, 0) >> 32;
 }
 
-// What `peer` posted with `number`; -1 when the group has failed.  With kLoad = load_acquire, what
-// it wrote before is visible, too.
+// The value that `peer` posted with `number`; -1 when the group has failed.  With kLoad =
+// load_acquire, everything it wrote before is visible too.
 template <std::uint64_t (*kLoad)(const std::uint64_t*) = load_relaxed>
 __device__ std::int64_t wait_for_numbered(const KernelContext& me, Phase phase, int peer,
                                           const std::uint64_t* word, std::uint64_t number) {
@@ -116,19 +116,19 @@ __device__ inline std::uint64_t* signal_word(char* control, const Control& layou
          peer;
 }
 
-// Words in shared memory that one thread of a CTA writes and other warps look at; fences say what
-// goes with them.  They are atomic, so that compute-sanitizer does not take them for races.
+// Words in shared memory that one thread of a CTA writes and other warps poll; callers order other
+// data with fences.  Accesses are atomic so that compute-sanitizer does not report them as races.
 __device__ inline void show(int* word, int value) { atomicExch(word, value); }
 __device__ inline int look(int* word) { return atomicAdd(word, 0); }
 
-// The operation that this kernel is; the same on every rank, and in every CTA until `leave`.
+// The number of this kernel's operation; the same on every rank, and in every CTA until `leave`.
 __device__ inline std::uint64_t current_epoch(const KernelContext& me) {
   return *static_cast<volatile std::uint64_t*>(&me.state->epoch) + 1;
 }
 
-// All threads of all CTAs arrive here; the grid must be resident (a cooperative launch).  What was
-// written before is visible after.  False, for the whole CTA, when the group has failed: what the
-// other CTAs should have written may be missing.
+// A barrier for all threads of all CTAs; the grid must be resident (a cooperative launch).  What
+// was written before it is visible after it.  False, for the whole CTA, when the group has failed:
+// what the other CTAs should have written may be missing.
 __device__ inline bool grid_barrier(const KernelContext& me, Phase phase) {
   bool all_here = true;
   __syncthreads();
@@ -144,14 +144,14 @@ __device__ inline bool grid_barrier(const KernelContext& me, Phase phase) {
   return __syncthreads_and(all_here);
 }
 
-// Whether the group had failed before this kernel, which then moves nothing and tells nobody.  All
-// threads of a CTA call it; it is a barrier of the CTA.
+// Whether the group had failed before this kernel, which then moves no data and signals no rank.
+// All threads of a CTA call it; it is a barrier of the CTA.
 __device__ inline bool had_failed(const KernelContext& me) {
   return __syncthreads_or(threadIdx.x == 0 && has_failed(me));
 }
 
-// Makes every number NaN in what a failed kernel was to deliver: bf16, fp16 and fp32 of which all
-// bits are set.  By one CTA; `memory` is aligned to 16 bytes, and null when there is none.
+// Fills an output of a failed kernel with NaN: bf16, fp16 and fp32 are NaN when all bits are set.
+// Called by one CTA; `memory` is aligned to 16 bytes, or null when there is none.
 __device__ inline void fill_nan(void* memory, std::size_t num_bytes) {
   auto* vectors = static_cast<uint4*>(memory);
   auto* words = static_cast<std::uint32_t*>(memory);
@@ -164,8 +164,8 @@ __device__ inline void fill_nan(void* memory, std::size_t num_bytes) {
   }
 }
 
-// All threads call this last.  True for all threads of the CTA that leaves last; what the others
-// wrote is visible to it, also to be passed on to other ranks.
+// All threads call this last.  True for all threads of the CTA that leaves last; everything that
+// the others wrote is visible to it, and through its releases to other ranks.
 __device__ inline bool leave(const KernelContext& me) {
   __shared__ bool is_last;
   __syncthreads();

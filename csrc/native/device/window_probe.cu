@@ -38,7 +38,7 @@ void access(std::vector<Access>& accesses, bool is_store) {
   access_kernel<<<1, kThreads>>>(static_cast<Access*>(memory), static_cast<int>(accesses.size()),
                                  is_store);
   cuda_check(cudaGetLastError(), "launching the check of windows");
-  // An address that leads nowhere shows here.
+  // An invalid address fails here.
   cuda_check(cudaDeviceSynchronize(), is_store ? "writing to windows" : "reading windows");
   cuda_check(cudaMemcpy(accesses.data(), memory, num_bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
 }

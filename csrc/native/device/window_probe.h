@@ -1,4 +1,4 @@
-// Words that ranks leave in each other's windows, to see whether they reach them.
+// Words that ranks write into each other's windows, to verify that the addresses are right.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 
 namespace ncclep::native {
 
-// What the device reads at these addresses of this rank's or another's memory, as the engine's
-// kernels would.  Waits for the device.
+// Reads the words at these addresses, in this rank's or another's memory, on the device as the
+// engine's kernels would.  Waits for the device.
 std::vector<std::uint64_t> load_words(const std::vector<std::uintptr_t>& addresses);
 
-// Has the device write one word to each address, and waits until it has.
+// Writes one word to each address on the device, and waits until that is done.
 void store_words(const std::vector<std::uintptr_t>& addresses,
                  const std::vector<std::uint64_t>& words);
 

@@ -8,16 +8,16 @@ namespace {
 
 // Fields, from the lowest bit on.
 constexpr int kPhaseBits = 3;
-// Of rows: 16-byte vectors of a row, dtype, weights, plan.
+// Dispatch and combine: 16-byte vectors of a row, dtype, weights, plan.
 constexpr int kVectorBits = 27, kDTypeBits = 3, kWeightBits = 1, kPlanBits = 14;
-// Of a plan: top-k, the alignment's power of two, rows.
+// Plan: top-k, the alignment's power of two, rows.
 constexpr int kTopKBits = 6, kPowerBits = 5, kRowBits = 32;
 
 static_assert(kPhaseBits + kVectorBits + kDTypeBits + kWeightBits + kPlanBits == 48);
 static_assert(kPhaseBits + kTopKBits + kPowerBits + kRowBits <= 48);
 static_assert(kMaxRowBytes / 16 < 1 << kVectorBits && kMaxTopK < 1 << kTopKBits);
 
-// Puts fields together, or takes them apart in the same order.
+// Packs fields, or unpacks them in the same order.
 class Bits {
  public:
   explicit Bits(std::uint64_t bits = 0) : bits_(bits) {}
@@ -82,7 +82,7 @@ std::map<std::string, std::int64_t> values_of(std::uint64_t call) {
   const std::int64_t row_bytes = 16 * bits.take(kVectorBits);
   const auto dtype = static_cast<DType>(bits.take(kDTypeBits));
   values["dtype"] = static_cast<std::int64_t>(dtype);
-  const int itemsize = itemsize_of(dtype);  // 0: no rank has packed this
+  const int itemsize = itemsize_of(dtype);  // 0: not a dtype, so no rank packed this
   values["hidden size"] = itemsize == 0 ? 0 : row_bytes / itemsize;
   values["presence of weights"] = bits.take(kWeightBits);
   values["plan"] = bits.take(kPlanBits);
@@ -130,7 +130,7 @@ Phase phase_of(const std::string& name) {
                      Phase::kLowLatencyDispatch, Phase::kLowLatencyCombine}) {
     if (name == name_of(phase)) return phase;
   }
-  fail("there is no phase '", name, "' of a call");
+  fail("no call has a phase '", name, "'");
 }
 
 }  // namespace ncclep::native

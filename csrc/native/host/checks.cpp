@@ -12,10 +12,10 @@ namespace {
 
 constexpr double kMaxTimeout = 1e9;
 constexpr int kMaxAlignment = 256;
-// What the kernels copy at a time.
+// Bytes that the kernels copy at a time.
 constexpr int kVector = 16;
 
-// A tensor's size in words, [3, 8], if anybody asks for them.
+// Formats a tensor's shape, [3, 8], but only when converted to a string.
 struct Shape {
   const Tensor& tensor;
 
@@ -82,8 +82,7 @@ void check_plan(const Control& control, const Plan& plan) {
       shape_of(plan.counts));
   require(plan.token_routes.dtype == DType::kInt32 && plan.token_routes.shape.size() == 2 &&
               plan.token_routes.shape[0] == 4,
-          "what a plan knows at the source rank must be int32 [4, T], not ",
-          shape_of(plan.token_routes));
+          "a plan's token routes must be int32 [4, T], not ", shape_of(plan.token_routes));
   require(0 < plan.top_k && plan.top_k <= control.max_top_k, "a plan of top-k ", plan.top_k,
           ": the windows are for ", control.max_top_k, " at most");
   require(0 <= plan.num_chunks && plan.num_chunks <= control.max_chunks() &&
@@ -118,7 +117,7 @@ void check_drop(const Control& control, const Plan& plan, std::int64_t max_recv_
           "the assignments that are kept must be int32 [", num_tokens_of(plan), ", ", plan.top_k,
           "] for this plan, not ", shape_of(kept));
   require(!lacked || (lacked->dtype == DType::kInt64 && has_shape(*lacked, {control.num_ranks})),
-          "what ranks lacked must be int64 [", control.num_ranks, "]");
+          "the rows that ranks lacked must be int64 [", control.num_ranks, "]");
 }
 
 void check_routes(const Tensor& routes, std::int64_t size) {
@@ -134,7 +133,7 @@ void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const 
   require(token_rows.shape.size() == 2 && rows.shape.size() == 2 &&
               token_rows.shape[1] == rows.shape[1] && token_rows.dtype == rows.dtype,
           what, ": rows ", shape_of(token_rows), " and ", shape_of(rows),
-          " must be as long as each other, and of one dtype");
+          " must have the same hidden size and the same dtype");
   require(rows.dtype == DType::kFloat32 || rows.dtype == DType::kFloat16 ||
               rows.dtype == DType::kBFloat16 || (is_dispatch && rows.dtype == DType::kUint8),
           what, ": rows must be bf16, fp16 or fp32", is_dispatch ? ", or bytes" : "");
@@ -150,7 +149,8 @@ void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const 
   require(token_rows.shape[0] == num_tokens_of(plan) && rows.shape[0] == plan.num_rows, what,
           ": rows ", shape_of(token_rows), " at the source rank and ", shape_of(rows),
           " at the experts, but the plan has ", num_tokens_of(plan), " and ", plan.num_rows);
-  require(topk_w.has_value() == row_w.has_value(), what, ": weights must go in and come out");
+  require(topk_w.has_value() == row_w.has_value(), what,
+          ": weights must be given on both sides or on neither");
   if (!topk_w) return;
   require(topk_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
               has_shape(*topk_w, {num_tokens_of(plan), plan.top_k}) &&
@@ -162,11 +162,11 @@ void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const 
 void check_sums(const std::optional<Tensor>& sums, std::int64_t num_sums, const Tensor& rows) {
   require(sums || num_sums == 0, "combine: ", num_sums, " sums need scratch");
   if (!sums) return;
-  require(sums->shape.size() == 2 && sums->dtype == rows.dtype && sums->shape[1] == rows.shape[1] &&
-              sums->shape[0] >= num_sums &&
-              reinterpret_cast<std::uintptr_t>(sums->data) % kVector == 0,
-          "combine: the sums' scratch must be like the rows, with ", num_sums, " of them, not ",
-          shape_of(*sums));
+  require(
+      sums->shape.size() == 2 && sums->dtype == rows.dtype && sums->shape[1] == rows.shape[1] &&
+          sums->shape[0] >= num_sums && reinterpret_cast<std::uintptr_t>(sums->data) % kVector == 0,
+      "combine: scratch for the sums must match the rows' hidden size and dtype, with at least ",
+      num_sums, " rows, not ", shape_of(*sums));
 }
 
 }  // namespace ncclep::native

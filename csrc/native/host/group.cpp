@@ -1,4 +1,4 @@
-// What a group holds for as long as it lives.
+// The group's lifecycle: windows, state, and the context of its kernels.
 #include "native/host/group.h"
 
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
   try {
     allocate_state();
   } catch (const Error&) {
-    free_state();  // nothing uses it yet, and nobody will close this
+    free_state();  // nothing uses it yet, and no caller could close this object
     throw;
   }
 }
@@ -83,11 +83,11 @@ void Group::open() {
 
 void Group::clear() {
   require_open();
-  // Flags hold epochs, which only grow: nothing that was written before may look like one.
+  // Flags hold epochs, which only increase: stale memory must not look like one.
   for (const std::shared_ptr<Window>& window : windows()) {
     cuda_check(cudaMemset(window->address(), 0, window->num_bytes()), "cudaMemset");
   }
-  // All ranks have received the last plan, and nothing in the new windows says so.
+  // All ranks have received the last plan, but the new windows do not record that.
   cuda_check(cudaMemset(&state_->received, 0, sizeof(state_->received)), "cudaMemset");
   cuda_check(cudaDeviceSynchronize(), "clearing the windows");
 }
@@ -134,7 +134,7 @@ std::size_t Group::num_bytes() const {
 
 KernelContext Group::context(std::uint64_t call) const {
   require(rows_window_ != nullptr && rows_window_->is_open() && state_ != nullptr,
-          "the native group has no windows: making them comes first, and close last");
+          "the native group has no windows: make them before the first call, and close it last");
   KernelContext context{};
   context.control = control_;
   context.rank = communicator_->rank();

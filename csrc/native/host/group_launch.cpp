@@ -1,4 +1,4 @@
-// The steps as the host queues them: plan, dispatch, combine.
+// The group's members that queue the steps: plan, dispatch, combine.
 #include <cuda_runtime.h>
 
 #include <optional>
@@ -60,8 +60,8 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
   check_plan(control_, plan);
   check_topk(plan, topk_idx, alignment);
   require(max_recv_rows > 0 || (max_recv_rows == 0 && !kept), "a plan of ", max_recv_rows,
-          " rows: only in static mode, where it is positive, assignments are dropped");
-  require(kept || !lacked, "a plan that drops nothing: no rank lacks anything");
+          " rows: assignments are dropped only in static mode, where it is positive");
+  require(kept || !lacked, "a plan that drops nothing: `lacked` needs `kept`");
   if (kept) check_drop(control_, plan, max_recv_rows, *kept, lacked);
   const bool is_static = max_recv_rows > 0;
   take_routes(plan, max_pairs, max_assignments, routes);

@@ -1,4 +1,4 @@
-// What the host learns of a group from its device: it waits for it, or looks how far it has come.
+// What the host reads of the group's progress on the device, with and without waiting.
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -18,10 +18,10 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// How often a host that waits calls `poll`, and asks the driver how the stream is getting on.
+// How often a waiting host calls `poll`, and queries the stream's status.
 constexpr double kPollInterval = 0.05, kQueryInterval = 1e-3;
 
-// Asks whether it `is_over`, which may throw, until it is.  `poll` is called now and then, and may
+// Calls `is_over`, which may throw, until it returns true.  `poll` is called now and then, and may
 // throw.
 template <typename IsOver>
 void wait_until(const IsOver& is_over, const std::function<void()>& poll) {
@@ -66,9 +66,10 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
     return true;
   };
   const auto has_failed = [&] { return mailbox_->failed_phase != 0; };
-  // What is queued before the plan, such as a receive from a pipeline stage that compiles, may take
-  // any time, and no rank of this group is late.  From then on the device has a deadline of its own
-  // and knows who was late, so this one is longer: it is for a kernel that cannot start.
+  // Work queued before the plan, such as a receive from a pipeline stage that compiles, may take
+  // any time without any rank of this group being late.  Once the stream reaches the plan, the
+  // device has its own deadline and knows which rank was late, so this one is longer: it is for a
+  // kernel that cannot start.
   const double limit = 2 * timeout_s_;
   std::optional<Clock::time_point> reached;
   const auto is_over = [&] {
@@ -79,18 +80,17 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
       }
       if (has_failed()) return true;
     } while (seconds_since(start) < kQueryInterval);
-    // A fault of any kernel before this one shows here; the mailbox would never say so.
+    // A fault of any earlier kernel shows up here; the mailbox would never report it.
     const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
     if (status != cudaErrorNotReady) {
       cuda_check(status, "waiting for a plan's rows");
-      require(is_told() || has_failed(),
-              "the device is done with a plan and has not counted its rows");
+      require(is_told() || has_failed(), "the device finished a plan without counting its rows");
       return true;
     }
     if (!reached && reached_->is_over()) reached = Clock::now();
     require(!reached || seconds_since(*reached) <= limit,
             "the device did not count the rows of a plan within ", limit,
-            " s after its stream had come to it: other work keeps its kernel from the GPU's SMs");
+            " s after its stream reached it: other work keeps its kernel from the GPU's SMs");
     return false;
   };
   wait_until(is_over, poll);
@@ -128,7 +128,7 @@ void Group::copy_waited_ns(const Tensor& out, std::uintptr_t stream) const {
   require(out.dtype == DType::kInt64 && out.num_elements() == 1,
           "out: must be int64 and have one element");
   auto* const on = reinterpret_cast<cudaStream_t>(stream);
-  if (state_ == nullptr) {  // no windows yet: nobody has waited
+  if (state_ == nullptr) {  // no windows yet: no kernel has waited
     cuda_check(cudaMemsetAsync(out.data, 0, sizeof(std::int64_t), on), "cudaMemsetAsync");
     return;
   }

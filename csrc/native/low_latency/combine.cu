@@ -1,10 +1,10 @@
-// Low-latency combine: what experts made of each row goes to its source rank, which adds up
+// Low-latency combine: the experts' outputs for each row return to its source rank, which sums them
 // (protocol.h).
 //
-// A rank adds up the rows that it has for a place in fp32, in the order that it is given, and sends
-// the sum, rounded once; the source rank adds the ranks' sums in fp32, in ascending order of ranks,
-// its own unrounded, and rounds once: the contract's order.  With a row for each place there is
-// nothing to add at the experts, and rows cross as they are.
+// A rank sums its rows for each place in fp32, in the given order, and sends the sum, rounded once;
+// the source rank adds the ranks' sums in fp32, in ascending order of ranks, its own unrounded, and
+// rounds once: the contract's order.  With one row per place there is nothing to add at the
+// experts' rank, and rows are sent unchanged.
 #include <cuda_runtime.h>
 
 #include "common/cuda.h"
@@ -18,7 +18,7 @@ namespace {
 // Rows, or sums, that are loaded together.
 constexpr int kAtOnce = 4;
 
-// The part of a row that a lane has of a piece.
+// One lane's vectors of a piece of a row.
 struct Part {
   uint4 vectors[kLlVectors];
 
@@ -63,7 +63,7 @@ struct Sum {
   }
 };
 
-// Adds the rows of a place, where there may be several; by one warp.
+// Adds the rows of a place, of which there may be several.  Called by one warp.
 template <typename T>
 __device__ void add_rows(const LowLatencyWindow& window, const LowLatencyCombine& job,
                          std::size_t row, int offset, Sum<T>& sum) {
@@ -88,7 +88,8 @@ __device__ void add_rows(const LowLatencyWindow& window, const LowLatencyCombine
   }
 }
 
-// This CTA's share of what goes to other ranks; `counts`: how many rows each has here.
+// Sends this CTA's share of the rows for other ranks; `counts`: how many rows each of them has
+// here.
 template <typename T>
 __device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
                           const LowLatencyCombine& job, const int* counts) {
@@ -98,7 +99,7 @@ __device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
   int total = 0;
   for (int rank = 0; rank < num_ranks; ++rank) total += rank == me.rank ? 0 : counts[rank];
   for (int i = warp * gridDim.x + blockIdx.x; i < total * pieces; i += gridDim.x * kLlWarps) {
-    // The next rank first, so that all ranks do not begin with the same one.
+    // Starts with the next rank, so that the ranks do not all send to the same one first.
     int place = i / pieces, rank = (me.rank + 1) % num_ranks;
     while (place >= counts[rank]) {
       place -= counts[rank];
@@ -120,7 +121,7 @@ __device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
   }
 }
 
-// What the source rank adds for a token, in pieces of its row; by one warp each.
+// The source rank's sum for a token, one piece of the row per warp.
 template <typename T>
 class SourceSums {
  public:
@@ -128,7 +129,8 @@ class SourceSums {
                         const LowLatencyCombine& job, const Places& places)
       : me_(me), ll_(ll), job_(job), places_(places) {}
 
-  // What does not depend on other ranks.  `item`: piece by piece, token by token.
+  // The part that does not depend on other ranks.  Items number the pieces of all tokens, token by
+  // token.
   __device__ void begin(int item) {
     const LowLatencyWindow& window = ll_.window;
     const int lane = threadIdx.x % 32;
@@ -149,7 +151,7 @@ class SourceSums {
     }
   }
 
-  // The rest; NaN when not everybody's part is here.
+  // The rest; writes NaN unless the parts of all ranks are here.
   __device__ void finish(bool is_here) {
     const LowLatencyWindow& window = ll_.window;
     char* out = job_.out + static_cast<std::size_t>(token_) * window.sum_bytes;
@@ -219,7 +221,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     if (!has_failed) send_back<T>(me, ll, job, counts);
     const unsigned int sent = count_sent(ll.state, false, has_failed);
     if (thread == 0 && sent != 0 && sent < kSentFailed) {
-      fence_system();  // passes on what the other CTAs' fences have shown to this thread
+      fence_system();  // passes on what this thread saw through the other CTAs' fences
       for (int rank = 0; rank < window.num_ranks; ++rank) {
         post_numbered(sent_word(ll, rank, Turn::kCombine, me.rank), now.number, 0);
       }
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   int item = thread / 32 * gridDim.x + blockIdx.x;
   SourceSums<T> sums(me, ll, job, places);
   if (item < items) sums.begin(item);
-  // Every CTA waits for every rank, whether it has a part for this one or not: nobody may leave
+  // Every CTA waits for every rank, whether or not it has a part for this one: no rank may leave
   // before all have sent (protocol.h).
   if (thread < window.num_ranks && !has_failed) {
     has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, thread,

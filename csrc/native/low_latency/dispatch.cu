@@ -1,5 +1,5 @@
-// Low-latency dispatch: rows from their source rank straight into the windows of the ranks that
-// have experts for them (protocol.h).
+// Low-latency dispatch: the source rank writes rows straight into the windows of the ranks that
+// hold their experts (protocol.h).
 //
 // Example: two ranks, four experts, top-2; rank 1 holds experts 2 and 3.  Rank 0's tokens 0, 1, 2
 // name experts (0, 1), (3, 0), (2, 3).  Rank 1 gets two rows from rank 0: token 1 at place 0, with
@@ -36,9 +36,9 @@ __device__ std::uint32_t find_ranks(const KernelContext& me, const LowLatencyDis
   return ranks;
 }
 
-// A token's experts and weights, and the scales of its row, to all of `ranks`; by one warp, whose
-// lane r has its place at rank r.  False if its routing is bad: such an assignment counts as not
-// routed.
+// Sends a token's experts and weights, and the scales of its row, to all of `ranks`.  Called by one
+// warp, whose lane r holds the token's place at rank r.  False if the token's routing is bad:
+// invalid assignments count as not routed.
 __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll,
                             const LowLatencyDispatch& job, int token, std::uint32_t ranks,
                             int own_place) {
@@ -52,7 +52,7 @@ __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll
   }
   int expert = is_expert(me, named) ? static_cast<int>(named) : -1;
   bool is_good = expert == named || named == -1;
-  // Of an expert that is named twice the first assignment counts.
+  // If an expert is named twice, its first assignment counts.
   const std::uint32_t same = __match_any_sync(~0u, expert);
   if (expert >= 0 && (same & ((1u << lane) - 1)) != 0) {
     is_good = false;
@@ -78,7 +78,7 @@ __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll
   return is_good;
 }
 
-// This CTA's share.  False for a thread that has found a bad routing.
+// Sends this CTA's share.  False for a thread that has found a bad routing.
 __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
                           const LowLatencyDispatch& job, const Places& places) {
   const LowLatencyWindow& window = ll.window;
@@ -114,7 +114,7 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
   return is_good;
 }
 
-// Waits for all ranks' rows, by one CTA.
+// Waits for all ranks' rows.  Called by one CTA.
 __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
                         const LowLatencyDispatch& job, std::uint64_t number, bool has_failed) {
   __shared__ int counts[kMaxRanks];
@@ -135,7 +135,7 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   }
   has_failed = __syncthreads_or(has_failed);
   if (rank < window.num_ranks) job.counts[rank] = has_failed ? 0 : counts[rank];
-  // Places that nothing came for have no experts.
+  // Places that received no row have no experts.
   char* own = ll.window_of[me.rank];
   const int of_rank = window.max_tokens * window.top_k;
   for (int from = 0; from < window.num_ranks; ++from) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   const unsigned int sent = count_sent(ll.state, !is_good, has_failed);
   if (sent == 0) return;
   if (thread == 0 && sent < kSentFailed) {
-    fence_system();  // passes on what the other CTAs' fences have shown to this thread
+    fence_system();  // passes on what this thread saw through the other CTAs' fences
     const std::uint32_t bad = sent >= kSentBad ? kBadRouting : 0;
     for (int rank = 0; rank < window.num_ranks; ++rank) {
       post_numbered(sent_word(ll, rank, Turn::kDispatch, me.rank), now.number, counts[rank] | bad);

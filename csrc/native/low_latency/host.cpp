@@ -12,13 +12,13 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr int kVector = 16;  // what the kernels copy at a time
+constexpr int kVector = 16;  // bytes that the kernels copy at a time
 constexpr int kMaxHidden = 1 << 20;
 
 void require_shape(const char* what, const Tensor& tensor, DType dtype,
                    const std::vector<std::int64_t>& shape) {
   require(tensor.dtype == dtype && tensor.shape == shape, what,
-          " has another dtype or shape than this object's");
+          " does not have the dtype and shape of this object");
   require(reinterpret_cast<std::uintptr_t>(tensor.data) % kVector == 0 || itemsize_of(dtype) == 8 ||
               dtype == DType::kInt32,
           what, " must start at a multiple of ", kVector, " bytes");
@@ -35,9 +35,9 @@ LowLatencyWindow layout_of(int num_ranks, const LowLatencySizes& sizes) {
           kMaxHidden);
   require(sizes.dtype == DType::kBFloat16 || sizes.dtype == DType::kFloat16 ||
               sizes.dtype == DType::kFloat32,
-          "what is combined must be bf16, fp16 or fp32");
+          "combined rows must be bf16, fp16 or fp32");
   require(sizes.payload == sizes.dtype || sizes.payload == DType::kUint8,
-          "rows must have the dtype of what is combined, or be bytes");
+          "dispatched rows must have the dtype of combined rows, or be bytes");
   LowLatencyWindow layout{};
   layout.num_ranks = num_ranks;
   layout.max_tokens = sizes.max_tokens;
@@ -101,7 +101,8 @@ void LowLatency::require_open() const {
 std::uintptr_t LowLatency::address(std::size_t offset) const {
   require_open();
   require(window_->is_open(), "the low-latency window is not open");
-  // As the kernels write it: two addresses of one memory need not show the same.
+  // Through the address that the kernels write to: two mappings of the same memory need not be
+  // coherent.
   return reinterpret_cast<std::uintptr_t>(window_->peers()[group_->communicator()->rank()] +
                                           offset);
 }
@@ -159,7 +160,7 @@ void LowLatency::complete_dispatch(const Tensor& counts, std::uintptr_t stream) 
 void LowLatency::combine(const Tensor& y, const std::optional<Tensor>& rows_of, const Tensor& out,
                          bool sends, bool completes, int num_ctas, std::uintptr_t stream) {
   require_open();
-  require(sends || completes, "half of a combine at least");
+  require(sends || completes, "a combine must send, complete or do both");
   const std::int64_t num_rows =
       rows_of && !y.shape.empty() ? y.shape[0] : static_cast<std::int64_t>(layout_.places());
   require(num_rows <= INT32_MAX, num_rows, " rows: at most 2^31 - 1");

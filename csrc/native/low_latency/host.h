@@ -1,4 +1,4 @@
-// What a rank holds for low-latency calls (protocol.h): a window, state, and the calls.
+// A rank's object for low-latency calls (protocol.h): a window, state, and the calls.
 #pragma once
 
 #include <cstddef>
@@ -17,20 +17,20 @@ namespace ncclep::native {
 
 struct LowLatencySizes {
   int max_tokens, hidden, top_k;
-  DType payload, dtype;  // of dispatched rows, of what is combined
-  int num_scales;        // fp32, of each dispatched row
+  DType payload, dtype;  // dtypes of dispatched and of combined rows
+  int num_scales;        // fp32 scales of each dispatched row
 };
 
-// Made by all ranks of a group that has windows, with the same sizes, in three steps as the group's
-// own windows are: the constructor allocates, `open` is collective, `clear` makes it fit for use.
-// An object that nobody closes is left to the end of the process.
+// Made by all ranks of a group that has windows, with the same sizes, in three steps like the
+// group's own windows: the constructor allocates, `open` is collective, `clear` prepares it for
+// use.  An object that is not closed lives until the process ends.
 //
-// The caller sees to it that dispatch, combine and their halves take turns (LowLatency in
-// engines/low_latency.py), and the device refuses to send out of turn.  Out of turn, results are
-// undefined, but no memory is touched that is not the object's or an argument.
+// The caller ensures that dispatch, combine and their halves alternate (LowLatency in
+// engines/low_latency.py), and the device refuses to send out of turn.  Results of calls out of
+// turn are undefined, but they touch no memory other than the object's and the arguments'.
 class LowLatency {
  public:
-  // `generation` tells its window apart from others there were.  Not collective.
+  // `generation` distinguishes its window from earlier ones.  Not collective.
   LowLatency(std::shared_ptr<Group> group, const LowLatencySizes& sizes, int generation);
   ~LowLatency();
   LowLatency(const LowLatency&) = delete;
@@ -47,18 +47,19 @@ class LowLatency {
   int generation() const { return generation_; }
   std::size_t num_bytes() const { return window_ ? window_->num_bytes() : 0; }
 
-  // Where in this rank's memory is what the last dispatch brought; see LowLatencyWindow.
+  // Addresses in this rank's memory of what the last dispatch delivered; see LowLatencyWindow.
   std::uintptr_t rows() const { return address(layout_.rows()); }
   std::uintptr_t scales() const { return address(layout_.scales()); }
   std::uintptr_t experts() const { return address(layout_.experts()); }
   std::uintptr_t weights() const { return address(layout_.weights()); }
 
-  // Queues a dispatch, or its first half.  What it is given stays until the second half is over.
+  // Queues a dispatch, or its first half.  The arguments must stay alive until the second half is
+  // over.
   void dispatch(const Tensor& x, const std::optional<Tensor>& scales, const Tensor& topk_idx,
                 const Tensor& weights, const Tensor& counts, bool completes, int num_ctas,
                 std::uintptr_t stream);
   void complete_dispatch(const Tensor& counts, std::uintptr_t stream);
-  // Queues a combine, its first half, or its second one with the same arguments.
+  // Queues a combine, its first half, or, with the same arguments, its second half.
   void combine(const Tensor& y, const std::optional<Tensor>& rows_of, const Tensor& out, bool sends,
                bool completes, int num_ctas, std::uintptr_t stream);
 

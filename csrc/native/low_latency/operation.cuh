@@ -1,4 +1,4 @@
-// What low-latency dispatch and combine have in common.
+// Shared by low-latency dispatch and combine.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,7 @@
 namespace ncclep::native {
 
 constexpr int kLlThreads = 512, kLlWarps = kLlThreads / 32;
-// A warp moves pieces of so many 16-byte vectors of each lane.
+// A warp moves pieces of kLlVectors 16-byte vectors per lane.
 constexpr int kLlVectors = 2, kLlStride = 32 * 16, kLlPiece = kLlVectors * kLlStride;
 
 static_assert(kLlThreads >= kLowLatencyTokens, "a thread for each token");
@@ -17,20 +17,20 @@ static_assert(kLlThreads >= kMaxRanks && kMaxRanks == 32, "a lane for each rank"
 
 enum class Turn : int { kDispatch, kCombine };
 
-// Where `from` says to rank `to` that it has sent.
+// The word in which `from` tells rank `to` that it has sent.
 __device__ inline std::uint64_t* sent_word(const LowLatencyContext& ll, int to, Turn turn,
                                            int from) {
   return reinterpret_cast<std::uint64_t*>(ll.window_of[to] + ll.window.sent()) +
          static_cast<int>(turn) * ll.window.num_ranks + from;
 }
 
-// The operation that this kernel is; the same in every CTA until all have counted themselves.
+// This kernel's operation; the same in every CTA until all have counted themselves.
 struct Operation {
   std::uint64_t number;
-  bool has_failed;  // the group, before this kernel
+  bool has_failed;  // the group had failed before this kernel
 };
 
-// By all threads; no barrier: only thread 0 knows of a failure.
+// Called by all threads.  Not a barrier: only thread 0 learns of a failure.
 __device__ inline Operation begin(const KernelContext& me, const LowLatencyContext& ll, Turn turn,
                                   bool sends) {
   const auto* state = static_cast<volatile LowLatencyState*>(ll.state);
@@ -40,7 +40,8 @@ __device__ inline Operation begin(const KernelContext& me, const LowLatencyConte
   now.has_failed = has_failed(me);
   const bool is_in_turn = dispatches == combines + (turn == Turn::kCombine);
   if (sends && !is_in_turn && !now.has_failed) {
-    // As when a graph that holds a dispatch only is replayed twice: others may still be reading.
+    // For example, a graph that holds only a dispatch is replayed twice: others may still be
+    // reading.
     const Phase phase =
         turn == Turn::kDispatch ? Phase::kLowLatencyDispatch : Phase::kLowLatencyCombine;
     report_failure(me, Reason::kOutOfTurn, phase, me.rank, now.number);
@@ -49,13 +50,13 @@ __device__ inline Operation begin(const KernelContext& me, const LowLatencyConte
   return now;
 }
 
-// Which ranks this rank's tokens go to, and where: a token's place is the number of tokens before
-// it that go to the same rank.
+// The ranks that this rank's tokens go to, and their places there: a token's place is the number of
+// earlier tokens that go to the same rank.
 struct Places {
   std::uint32_t ranks_of[kLowLatencyTokens];
   std::uint32_t tokens_of[kMaxRanks][kLlWarps];  // a bit for each
 
-  // `ranks`: of the token that has this thread's number.  A barrier has to follow.
+  // `ranks`: of the token with this thread's index.  A barrier must follow.
   __device__ void set(std::uint32_t ranks, int num_tokens, int num_ranks) {
     const int token = threadIdx.x, warp = threadIdx.x / 32;
     if (token < num_tokens) ranks_of[token] = ranks;
@@ -79,17 +80,17 @@ struct Places {
   }
 };
 
-// Where a row begins in [R, max_tokens] of them.
+// The index of a row in [R, max_tokens].
 __device__ inline std::size_t row_at(const LowLatencyWindow& window, int rank, int place) {
   return static_cast<std::size_t>(rank) * window.max_tokens + place;
 }
 
-// `LowLatencyState::sent`: CTAs, those with a bad routing, those that found that the group failed.
+// Fields of `LowLatencyState::sent`: CTAs that have sent, those with a bad routing, and those that
+// found the group failed.
 constexpr unsigned int kSentCta = 1, kSentBad = 1 << 10, kSentFailed = 1 << 20;
 
-// All threads call it when what they send is on its way.  Returns the sum in the CTA that is last:
-// what all CTAs wrote comes before what its thread 0 stores after a fence of the system.  0 in the
-// others.
+// All threads call it after issuing what they send.  Returns the sum in the last CTA, where the
+// writes of all CTAs come before what its thread 0 stores after a system fence; 0 in the others.
 __device__ inline unsigned int count_sent(LowLatencyState* state, bool is_bad, bool has_failed) {
   __shared__ unsigned int sum;
   is_bad = __syncthreads_or(is_bad);

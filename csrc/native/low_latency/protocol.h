@@ -1,39 +1,41 @@
 // Low-latency mode: dispatch and combine of a few tokens, without a plan.
 //
-// Every rank has one more window.  In dispatch a rank copies the row of each of its tokens to every
-// rank that has experts for it, once, into the part of that rank's window that is for its tokens,
-// in their order; with the row go the token's experts there and their weights.  In combine what the
-// experts made of it comes back, one row for each (token, rank), to the same place in the source
-// rank's window, and the source rank adds the rows up.
+// Every rank has one more window.  In dispatch a rank copies the row of each of its tokens once to
+// every rank that has experts for it, into the part of that rank's window reserved for the source
+// rank, in token order; the token's experts on that rank and their weights travel with the row.  In
+// combine the experts' outputs come back, one row for each (token, rank), to the same place in the
+// source rank's window, and the source rank adds the rows up.
 //
-// Each operation ends with one word to every rank, which says that all has been written, and how
-// many rows; and with a wait for all ranks' words.  Nothing else is waited for: no barrier of the
-// grid, none at the entry.  A CTA that has sent counts itself; the last one has seen what all wrote
-// (a fence of the GPU each, before the count) and publishes it, with one fence of the system.  In
-// dispatch it waits, alone, for the others' words.  In combine every CTA waits for them, because
-// all of them add up: so its CTAs must fit on the GPU together.
+// Each operation ends with one word to every rank, which says that everything has been written, and
+// how many rows; and with a wait for all ranks' words.  There is no other wait: no grid barrier,
+// and no barrier at the start of the call.  A CTA that has sent counts itself; the last one has
+// seen the writes of all (each CTA issues a GPU-scope fence before it counts) and publishes them
+// with one system fence.  In dispatch it alone waits for the others' words.  In combine every CTA
+// waits for them, because all of them add up, so its CTAs must be resident on the GPU together.
 //
-// Why one window and one word for each source are enough.  Dispatch and combine take turns, D1, C1,
-// D2, C2...; a rank begins an operation when the one before is over there; an operation is over on
-// a rank only when all ranks' words of it have come; and a rank gives its word only when all of its
+// Why one window and one word per source are enough.  Dispatch and combine alternate, D1, C1, D2,
+// C2...; a rank begins an operation after its previous one is over; an operation is over on a rank
+// only when all ranks' words for it have arrived; and a rank posts its word only when all of its
 // CTAs have sent.  Let rank B write into rank A's window:
 //
-// - In Dn: rows, experts and weights, where only B writes.  A reads what D(n-1) brought there in
-//   the experts' kernels, which come before C(n-1) on A's stream, and in the sending part of
-//   C(n-1).  B is in Dn, so it has A's word of C(n-1), which A gave when all of its CTAs had sent.
-//   (What A reads of its own window while it adds up, the rows from itself, only A overwrites.)
-// - In Cn: sums.  A reads the last ones in C(n-1), which was over before A's Dn began; and B has
-//   A's word of Dn.
-// - The word of Dn.  A reads it in Dn, waiting, and in Cn, for the number of rows to send back:
-//   every CTA before it counts itself.  B gives its next, of D(n+1), when it has A's word of Cn.
-// - The word of Cn.  A reads it in Cn only.  B gives its next when it has A's word of D(n+1).
+// - In Dn: rows, experts and weights, where only B writes.  A reads what D(n-1) wrote there in the
+//   experts' kernels, which come before C(n-1) on A's stream, and in the sending part of C(n-1).  B
+//   is in Dn, so it has A's word of C(n-1), which A posted when all of its CTAs had sent.  (While
+//   it adds up, A also reads its own rows in its own window, which only A overwrites.)
+// - In Cn: sums.  A reads the previous ones in C(n-1), which was over before A's Dn began; and B
+//   has A's word of Dn.
+// - The word of Dn.  A reads it in Dn, while waiting, and in Cn, for the number of rows to send
+//   back, in every CTA before it counts itself.  B posts its next, of D(n+1), once it has A's word
+//   of Cn.
+// - The word of Cn.  A reads it in Cn only.  B posts its next once it has A's word of D(n+1).
 //
-// So addresses never change, and a CUDA graph can hold any number of operations and be replayed as
-// often as they take turns.  Rows are valid until this rank's next dispatch begins.  Two
-// micro-batches at a time need two objects, whose operations all ranks queue in the same order.
+// So addresses never change, and a CUDA graph can hold any number of operations and be replayed any
+// number of times as long as they alternate.  Rows are valid until this rank's next dispatch
+// begins.  Two micro-batches at a time need two objects, whose operations all ranks queue in the
+// same order.
 //
-// Halves: `sends` writes and gives the word, `completes` waits and delivers.  What is said above
-// holds with the second half for "is over".
+// Halves: `sends` writes and posts the word, `completes` waits and delivers.  The argument above
+// holds when an operation counts as over after its second half.
 #pragma once
 
 #include <cstddef>
@@ -44,19 +46,19 @@
 
 namespace ncclep::native {
 
-// Tokens of a rank, at most: a thread for each.
+// The most tokens of a rank: a thread for each.
 constexpr int kLowLatencyTokens = 512;
 
 // A rank's window.  `[r]` is written by rank r.  Bytes are multiples of 16.
 struct LowLatencyWindow {
   int num_ranks, max_tokens, top_k;
-  int row_bytes, scale_bytes, sum_bytes;  // of a dispatched row, what travels with it, a sum
+  int row_bytes, scale_bytes, sum_bytes;  // of a dispatched row, of its scales, of a sum
 
   NCCLEP_BOTH std::size_t places() const {
     return static_cast<std::size_t>(num_ranks) * max_tokens;
   }
-  // uint64 [2][R]: the last dispatch and the last combine that rank r has sent: kBadRouting and how
-  // many rows, with its number (device/wait.cuh).
+  // uint64 [2][R]: the last dispatch and the last combine that rank r has sent: kBadRouting and the
+  // number of rows, tagged with the operation's number (device/wait.cuh).
   NCCLEP_BOTH std::size_t sent() const { return 0; }
   // int32 [R][max_tokens][K]: a row's experts among this rank's, -1 for those of other ranks.
   NCCLEP_BOTH std::size_t experts() const { return 2 * num_ranks * 8; }
@@ -73,18 +75,18 @@ struct LowLatencyWindow {
   NCCLEP_BOTH std::size_t num_bytes() const { return sums() + places() * sum_bytes; }
 };
 
-// In a word of dispatch: the sender's routing names what is no expert, or an expert twice.
+// In a word of dispatch: the sender's routing names an invalid expert, or an expert twice.
 constexpr std::uint32_t kBadRouting = 1u << 31;
 
 // In device memory of one rank; zero at the start.
 struct LowLatencyState {
   std::uint64_t dispatches, combines;  // that were sent
   unsigned int sent;                   // CTAs of the current operation (operation.cuh)
-  // Of the last dispatch, for its combine: the ranks of each token, one bit each.
+  // The ranks of each token in the last dispatch, one bit each, for its combine.
   std::uint32_t ranks_of[kLowLatencyTokens];
 };
 
-// What every kernel gets beside KernelContext.
+// Passed to every low-latency kernel besides KernelContext.
 struct LowLatencyContext {
   LowLatencyWindow window;
   char* window_of[kMaxRanks];  // by rank
@@ -99,16 +101,16 @@ struct LowLatencyDispatch {
   const void* topk_idx;  // [T, K], int32 or int64; -1: not routed
   bool is_int64;
   int num_tokens;
-  std::int32_t* counts;  // [R]: rows that came from each rank; 0 after a failure
+  std::int32_t* counts;  // [R]: rows received from each rank; 0 after a failure
 };
 
 struct LowLatencyCombine {
   bool sends, completes;
   // A row for each place, [R, max_tokens, sum_bytes]; or, with `rows_of`, rows in any order.
   const char* y;
-  // int32 [R, max_tokens, K]: the rows that are added up for a place, in this order; -1: none.
+  // int32 [R, max_tokens, K]: the rows of y to add up for a place, in this order; -1: none.
   const std::int32_t* rows_of;
-  int num_rows;    // of y, with `rows_of`; what is none of them is not read
+  int num_rows;    // of y, with `rows_of`; indices outside are ignored
   char* out;       // [T, sum_bytes]
   int num_tokens;  // as dispatched
   DType dtype;

@@ -1,10 +1,10 @@
-// A rank's tokens in chunks, in shared memory: what the kernels of plan have in common.
+// A rank's tokens in chunks, in shared memory: shared by the kernels of plan.
 //
 // Every CTA has a range of chunks and holds as many of them at a time as fit.  For each chunk it
-// has a bitmap over the tokens for every *column*: who has an assignment for an expert, then who
-// has a pair on a rank.  Places are prefix sums over tokens: inside a chunk the population count of
-// a bitmap, over the chunks and CTAs before it sums of such counts.  Nothing depends on the order
-// in which threads run.
+// has a bitmap over the tokens for every *column*: first one per expert (tokens with an assignment
+// for it), then one per rank (tokens with a pair on it).  Places are prefix sums over tokens: the
+// population count of a bitmap inside a chunk, plus sums of such counts over the earlier chunks and
+// CTAs.  Nothing depends on the order in which threads run.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,21 +25,22 @@ constexpr std::size_t kMaxHeldBytes = 160 * 1024;
 
 static_assert(kChunk == 128, "a bitmap is two words of 64 bits");
 
-// How the tokens are shared out among the CTAs.
+// How the tokens are partitioned among the CTAs.
 struct Share {
   int num_tokens, top_k, num_experts, num_ranks;
-  int num_ctas;  // the last one has no tokens if that is possible
+  int num_ctas;  // the last one has no tokens where possible
   int per_cta;   // chunks of a CTA, at most
-  int held;      // of them, in shared memory at a time
+  int held;      // chunks in shared memory at a time
 
   NCCLEP_BOTH int num_chunks() const { return (num_tokens + kChunk - 1) / kChunk; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
   NCCLEP_BOTH int num_columns() const { return num_experts + num_ranks; }
-  // CTAs with tokens; what each writes to scratch is its columns and whether its routing is bad.
+  // CTAs with tokens; each writes its counts per column, and whether its routing is bad, to
+  // scratch.
   NCCLEP_BOTH int num_parts() const { return (num_chunks() + per_cta - 1) / per_cta; }
   NCCLEP_BOTH int part_size() const { return num_columns() + 1; }
 
-  // Where the arrays of `Held` lie, as multiples of `held`.
+  // Offsets of the arrays of `Held`, in units of `held` bytes.
   NCCLEP_BOTH std::size_t assignments() const { return num_columns() * sizeof(ulonglong2); }
   NCCLEP_BOTH std::size_t of_token() const { return assignments() + 2 * kChunk * top_k; }
   NCCLEP_BOTH std::size_t before() const { return of_token() + 2 * kChunk * num_ranks; }
@@ -55,12 +56,13 @@ inline Share share_out(int num_tokens, int top_k, const Control& control, int nu
   return share;
 }
 
-// Chunks in shared memory.  `[chunk]` counts the held ones, and a token's place is in its chunk.
+// Chunks in shared memory.  `[chunk]` indexes the held chunks, and `place` is a token's index in
+// its chunk.
 struct Held {
   ulonglong2* bitmaps;        // [chunk][column]
   std::int16_t* assignments;  // [chunk][place][k]: expert, or -1
-  std::uint16_t* of_token;    // [chunk][rank][place]: what a token has for a rank
-  std::int32_t* before;       // [chunk][column]: in this rank's tokens before the chunk
+  std::uint16_t* of_token;    // [chunk][rank][place]: a token's assignments for a rank
+  std::int32_t* before;       // [chunk][column]: count over this rank's tokens before the chunk
   std::int32_t* of_rank;      // [chunk][rank]
 
   __device__ Held(const Share& share, char* memory)
@@ -100,7 +102,7 @@ __device__ inline int warp_scan(int value) {
   return value;
 }
 
-// One warp turns what each token of a chunk has into what the tokens before it have.
+// Turns each token's count in a chunk into the sum over the tokens before it.  Called by one warp.
 __device__ inline void scan_tokens(std::uint16_t* of_token) {
   const int lane = threadIdx.x % kWarpSize;
   int sum = 0;
@@ -120,7 +122,7 @@ __device__ std::int16_t expert_of(Index value, int num_experts, bool& is_good) {
   return -1;
 }
 
-// `number` entries of topk_idx to shared memory; what is no expert becomes -1.
+// Loads `number` entries of topk_idx into shared memory; invalid experts become -1.
 template <typename Index>
 __device__ bool load_assignments(const Index* from, int number, int num_experts,
                                  std::int16_t* assignments) {
@@ -155,7 +157,7 @@ __device__ bool load_assignments(const Index* from, int number, int num_experts,
 
 // Reads `chunks` chunks: assignments, bitmaps, and in `of_token` the assignments of each token for
 // each rank.  Calls `each(token, ranks, assignments)` with one bit for each rank and assignment.
-// False for a thread that has met what is no expert, or one that its token had named before: both
+// False for a thread that has found an invalid expert, or one that its token had named before: both
 // count as not routed.
 template <typename Index, typename Each>
 __device__ bool read_chunks(const Share& share, const Held& held, const void* topk_idx,
@@ -198,8 +200,8 @@ __device__ bool read_chunks(const Share& share, const Held& held, const void* to
   return is_good;
 }
 
-// Reads all chunks of this CTA once and writes how much it has of each column to `scratch`.  After
-// a grid barrier `sum_parts` takes it from there.
+// Reads all chunks of this CTA once and writes its count of each column to `scratch`, from where
+// `sum_parts` reads it after a grid barrier.
 template <typename Index, typename Each>
 __device__ void count_part(const Share& share, const Held& held, const void* topk_idx, int* total,
                            std::int32_t* scratch, Each&& each) {
@@ -224,10 +226,11 @@ __device__ void count_part(const Share& share, const Held& held, const void* top
   if (threadIdx.x == 0) __stcg(part + columns, is_good ? 0 : 1);
 }
 
-// What the CTAs before this one have of each column, and the first `parts` CTAs, to shared memory.
+// Sums each column's counts over the CTAs before this one, into `before`, and over the first
+// `parts` CTAs, into `total`, both in shared memory.
 __device__ inline void sum_parts(const Share& share, const std::int32_t* scratch, int parts,
                                  int* before, int* total) {
-  constexpr int kUnroll = 24;  // independent loads: the usual number of CTAs in one turn
+  constexpr int kUnroll = 24;  // loads in flight: one turn covers the usual number of CTAs
   for (int column = threadIdx.x; column < share.part_size(); column += kPlanThreads) {
     int sum_before = 0, sum = 0;
     for (int first = 0; first < parts; first += kUnroll) {
@@ -250,7 +253,8 @@ __device__ inline void sum_parts(const Share& share, const std::int32_t* scratch
 }
 
 // Calls `use(first chunk, chunks)` for the chunks of this CTA, as many as are held at a time, with
-// `held.before` of each filled in.  `start` is what `sum_parts` made of it; it is used up.
+// `held.before` of each filled in.  `start` is `before` as `sum_parts` computed it; it is
+// overwritten.
 template <typename Index, typename Each, typename Use>
 __device__ void visit_chunks(const Share& share, const Held& held, const void* topk_idx, int* start,
                              Each&& each, Use&& use) {
@@ -259,7 +263,7 @@ __device__ void visit_chunks(const Share& share, const Held& held, const void* t
   const int end = min(first + share.per_cta, share.num_chunks());
   for (int chunk = first; chunk < end; chunk += share.held) {
     const int chunks = min(share.held, end - chunk);
-    // If all of them fit, they are still there.
+    // If all chunks fit, they are still in shared memory.
     if (end - first > share.held) read_chunks<Index>(share, held, topk_idx, chunk, chunks, each);
     for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
       int sum = start[column];

@@ -1,6 +1,6 @@
 // Every rank tells every other how many assignments it has for each expert.  From that, a rank
 // knows which of its own assignments open a new alignment block of `alignment` rows, and how many
-// blocks are open at the destination when it is the turn of a chunk of its tokens:
+// blocks are open at the destination before each chunk of its tokens:
 //
 //     place of an assignment in its expert's block =
 //         assignments of lower ranks + this rank's assignments before it
@@ -8,9 +8,9 @@
 //     blocks open before a chunk = sum over the destination's experts of
 //         ceil((lower ranks' assignments + this rank's before it) / alignment)
 //
-// So only inside a chunk the tokens have to be gone through one after the other, by a scan.  An
-// assignment fits if the blocks up to and with it are no more than max_recv_rows / alignment; they
-// never get fewer, so that nothing fits after the first one that does not.
+// So only the tokens inside a chunk have to be visited in order, by a scan.  An assignment fits if
+// the number of blocks up to and including it is at most max_recv_rows / alignment; that number
+// never decreases, so nothing fits after the first assignment that does not.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -26,16 +26,16 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr int kOpens = 1 << 14;  // beside an expert: its assignment opens an alignment block
+constexpr int kOpens = 1 << 14;  // flag on an expert: the assignment opens an alignment block
 
 static_assert(kMaxExperts <= kOpens);
 
 struct Shared {
   int start[kMaxColumns + 1];  // before this CTA
   int total[kMaxColumns + 1];  // of this rank
-  int lower[kMaxExperts];      // of the ranks before this one
+  int lower[kMaxExperts];      // of lower ranks
   int wanted[kMaxExperts];     // of all ranks
-  int blocks[kMaxRanks];       // that each rank would need
+  int blocks[kMaxRanks];       // blocks that each rank would need
 };
 
 NCCLEP_BOTH inline int blocks_for(int rows, int alignment) {
@@ -57,7 +57,7 @@ __device__ void post_wanted(const KernelContext& me, const int* total, std::uint
   }
 }
 
-// All ranks' counts.  False when the deadline passed.
+// Reads all ranks' counts.  False when the group has failed.
 __device__ bool take_wanted(const KernelContext& me, Shared& shared, std::uint64_t plans) {
   const Control& layout = me.control;
   constexpr int kUnroll = 8;
@@ -92,7 +92,7 @@ __device__ bool take_wanted(const KernelContext& me, Shared& shared, std::uint64
   return __syncthreads_and(is_complete);
 }
 
-// What every rank would need.  True if all of them have it.
+// Computes what every rank would need.  True if it fits on all of them.
 __device__ bool everything_fits(const KernelContext& me, const Drop& job, Shared& shared,
                                 int room) {
   const int num_local = me.control.num_local(), lane = threadIdx.x % kWarpSize;
@@ -108,7 +108,7 @@ __device__ bool everything_fits(const KernelContext& me, const Drop& job, Shared
     if (lane == 0) {
       shared.blocks[rank] = blocks;
       if (rank == me.rank && blockIdx.x == 0) *job.num_wanted = wanted;
-      // Plans of a group run one after the other: nobody else writes here.
+      // Plans of a group run one after the other: nothing else writes here.
       if (job.lacked != nullptr && blocks > room && blockIdx.x == 0) {
         const std::int64_t rows = std::int64_t{blocks - room} * job.alignment;
         job.lacked[rank] = max(job.lacked[rank], rows << 32 | job.max_recv_rows);
@@ -120,7 +120,7 @@ __device__ bool everything_fits(const KernelContext& me, const Drop& job, Shared
   return __syncthreads_and(rank >= me.control.num_ranks || shared.blocks[rank] <= room);
 }
 
-// The assignments of this CTA's tokens that fit.
+// Writes the assignments of this CTA's tokens that fit to `kept`.
 template <typename Index>
 __device__ void keep_what_fits(const Drop& job, const Share& share, const Held& held,
                                Shared& shared, int room, bool all_fit) {
@@ -136,7 +136,7 @@ __device__ void keep_what_fits(const Drop& job, const Share& share, const Held& 
         kept[i] = held.assignments[i];
       return;
     }
-    // From assignments to blocks that they open, for each token and rank.
+    // Replaces each token's assignments per rank by the blocks that they open.
     for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
       const int chunk = i / kChunk, place = i % kChunk;
       std::uint16_t* opened = held.of_token + chunk * num_ranks * kChunk + place;
@@ -192,12 +192,12 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   __shared__ Shared shared;
   const Held held(share, memory);
   const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
-  // Of the plan that this belongs to; `count` is what ends it.
+  // The number of the plan that this belongs to, which `count` will complete.
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
   const int room = static_cast<int>(
       min(job.max_recv_rows / job.alignment, static_cast<std::int64_t>(INT32_MAX)));
 
-  // After a failure nothing is written: `count` of this plan will do nothing with it.
+  // After a failure nothing is written: `count` of this plan will not use it.
   if (!had_failed(me)) {
     if (blockIdx.x == 0) enter(me, entry);
     count_part<Index>(share, held, job.topk_idx, shared.total, scratch.parts,

@@ -1,4 +1,4 @@
-// Static mode: which assignments of this rank fit into the rows that their destinations have.
+// Static mode: selects the assignments of this rank that fit into the rows of their destinations.
 //
 // The rule is the contract's (docs/contract.md, "Exact and static mode"; in Python
 // megatron_ncclep/engines/overflow.py).
@@ -19,12 +19,12 @@ struct Drop {
   std::int64_t max_recv_rows;
   std::int32_t* kept;  // [T, K]: topk_idx, -1 where an assignment does not fit or names no expert
   std::int64_t* num_wanted;  // [1]: assignments of all ranks for this rank's experts
-  // Null, or [R], what ranks lacked so far: of the plan in which a rank lacked most, the rows that
-  // it lacked << 32 | max_recv_rows.  Every rank writes down the same of all.
+  // Null, or [R], the rows that ranks lacked so far: for the plan in which a rank lacked most, the
+  // rows that it lacked << 32 | max_recv_rows.  Every rank records the same values for all ranks.
   std::int64_t* lacked;
 };
 
-// Queues it.  Collective; `count` of the same plan follows, on `kept`.
+// Queues `drop`.  Collective; `count` of the same plan must follow, on `kept`.
 void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
                             const PlanScratch& scratch, int num_sms, std::uintptr_t stream);
 

@@ -10,18 +10,19 @@
 //     rows on rank 0: expert 0 from slot 0 (2 rows), expert 1 from slot 2 (2 rows), where rank 0's
 //     row comes first; so rank 0's assignments have slots 0 2 1, and rank 1's assignment has slot 3
 //
-// Why nobody overwrites what another rank still reads.  Operations of a rank run one after the
-// other, and what a rank does in plan n is read in plan n only.
+// Why no rank overwrites what another still reads.  Operations of a rank run one after the other,
+// and what a rank writes in plan n is read in plan n only.
 //
 // - Routes lie in their writer's window and are read by the others' `receive`.  At its end a rank
-//   says so to all (kReceived), and nobody writes routes before all have received the last ones:
+//   signals kReceived to all, and no rank writes routes before all have received the previous ones:
 //   those of the last plan that this rank received itself, since whether a plan is received at all
 //   (it is not when the host finds a routing bad) is the same on all ranks.
 // - Counts are posted to their reader, who reads them in `count` only.  A rank leaves `count` of
-//   plan n + 1 after all ranks' counts of n + 1 are there, so after all have left `count` of n.
-//   Hence in plan n + 2 nobody reads those of n any more, and two buffers are enough.  For what
-//   `drop` posts one is enough: a rank that posts counts of n has left `drop` of n.
-// - kRoutesWritten is not posted by a rank whose wait failed: what is in its window is stale.
+//   plan n + 1 after the counts of n + 1 from all ranks have arrived, and so after all have left
+//   `count` of n.  Hence in plan n + 2 no rank still reads the counts of n, and two buffers are
+//   enough.  One is enough for what `drop` posts: a rank that posts counts of n has left `drop` of
+//   n.
+// - A rank whose wait failed does not post kRoutesWritten: the routes in its window are stale.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -36,7 +37,7 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr std::uint32_t kBadBit = 1u << 31;  // beside a number of pairs
+constexpr std::uint32_t kBadBit = 1u << 31;  // flag on a number of pairs
 
 static_assert(kMaxTokens <= 1 << 16, "a place has 16 bits");
 
@@ -55,7 +56,7 @@ __device__ std::uint64_t* count_word(char* control, const Control& layout, std::
          (plans % 2 * layout.num_ranks + source) * (layout.num_local() + 1) + column;
 }
 
-// Tells every rank what it will get from here.
+// Posts to every rank how much it will receive from this one.
 __device__ void post_counts(const KernelContext& me, const int* total, bool is_bad,
                             std::uint64_t plans) {
   const Control& layout = me.control;
@@ -69,7 +70,8 @@ __device__ void post_counts(const KernelContext& me, const int* total, bool is_b
   }
 }
 
-// What this rank gets from all others: to the host, to the plan's tensors and to scratch.
+// Reads what this rank receives from all ranks, and writes it to the host's mailbox, the plan's
+// tensors and scratch.
 __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
                             const PlanScratch& scratch, Shared& shared, std::uint64_t plans) {
   const Control& layout = me.control;
@@ -118,7 +120,7 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
                                    static_cast<std::uint32_t>(all_pairs),
                                    static_cast<std::uint32_t>(assignments), shared.bad_ranks};
     if (plan.ticket == 0) {
-      // Of all plans since the host last read it; no other thread of the device writes it.
+      // Collects all plans since the host last read it; no other thread of the device writes it.
       if (lane == 0 && shared.bad_ranks != 0) me.mailbox->bad_ranks |= shared.bad_ranks;
     } else if (lane == 0) {
 #pragma unroll
@@ -165,7 +167,7 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
   }
 }
 
-// The routes of this CTA's tokens, for the other ranks to fetch.
+// Writes the routes of this CTA's tokens for the other ranks to fetch.
 template <typename Index>
 __device__ void write_routes(const KernelContext& me, const PlanCount& plan, const Share& share,
                              const Held& held, int* start) {
@@ -200,7 +202,7 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan, con
       if (expert < 0) continue;
       const int token = i / top_k, chunk = token / kChunk, place = token % kChunk;
       const int rank = expert / num_local, first_expert = rank * num_local;
-      // Assignments of the token for the same rank and a smaller expert.
+      // Counts the token's assignments for lower experts of the same rank.
       int turn = 0;
       for (int k = 0; k < top_k; ++k) {
         const int other = held.assignments[token * top_k + k];
@@ -241,7 +243,7 @@ __device__ void finish(const KernelContext& me, const PlanCount& plan, std::uint
   if (!leave(me)) return;
   const Control& layout = me.control;
   if (has_failed(me)) {
-    // Nobody gets rows; what dispatch and combine make of this plan is NaN.
+    // Nobody gets rows; dispatch and combine with this plan produce NaN.
     for (int local = threadIdx.x; local < layout.num_local(); local += kPlanThreads) {
       plan.tokens_per_expert[local] = plan.routed_per_expert[local] = 0;
     }
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   if (blockIdx.x == 0 && threadIdx.x < kWarpSize && me.call != 0) {
     compare_entries(me, Phase::kPlan, entry, epoch);
   }
-  // The CTA with the fewest tokens, if any, talks to the others.
+  // The CTA with the fewest tokens, possibly none, communicates with the other ranks.
   const bool is_leader = blockIdx.x == gridDim.x - 1;
   const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
   sum_parts(share, scratch.parts, is_leader ? share.num_parts() : before, shared.start,

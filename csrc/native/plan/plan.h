@@ -1,14 +1,14 @@
-// Step 1, plan: from each token's experts to who sends what where.
+// Step 1, plan: from each token's experts to the routes of its rows.
 //
 // Two kernels.  `count` gives every assignment its place among this rank's assignments for the same
-// expert, writes what each other rank has to know into this rank's control window, and tells each
-// of them how much it is; the host learns from the mailbox how many rows this rank will get.
-// `receive` waits until the others have done the same and moves what they wrote for this rank,
-// places turned into slots, into the plan's own memory.  The host queues both before it knows how
-// much room that memory must have, and `receive` once more when it was too little.
+// expert, writes the routes for each other rank into this rank's control window, and posts to each
+// of them how many there are; the host reads from the mailbox how many rows this rank will receive.
+// `receive` waits until the others have done the same and copies the routes they wrote for this
+// rank, with places turned into slots, into the plan's own memory.  The host queues both before it
+// knows how large that memory must be, and queues `receive` again if it was too small.
 //
-// In static mode the host waits for nothing; `drop` (overflow.h) comes first where there may be
-// more than there is room for.
+// In static mode the host does not wait; `drop` (overflow.h) runs first where there may be more
+// rows than there is room for.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace ncclep::native {
 
-// What the source rank knows of its own tokens.
+// The source rank's routes of its own tokens.
 struct TokenRoutes {
   std::uint32_t* token_ranks;        // [T]: ranks that have rows of the token, one bit each
   std::uint32_t* token_assignments;  // [T]: assignments that have a slot, one bit each
@@ -31,7 +31,8 @@ struct TokenRoutes {
   }
 };
 
-// What arrives here, by source rank and token.  In static mode there is room for more.
+// The routes of the rows that arrive here, by source rank and token.  In static mode the arrays are
+// larger than needed.
 struct ReceivedRoutes {
   int num_chunks;  // of the rank with the most tokens
   std::int32_t*
@@ -41,7 +42,7 @@ struct ReceivedRoutes {
   std::int32_t* pair_first;  // [pairs + 1]: its assignments, in ascending order of local experts
   std::int32_t* assignment_slot;            // [assignments]
   std::int32_t* assignment_index;           // [assignments]: token * K + k at the source rank
-  std::int64_t max_pairs, max_assignments;  // that there is room for
+  std::int64_t max_pairs, max_assignments;  // capacity
 
   // All of them in `memory`, int32 [size(...)].
   static ReceivedRoutes in(std::int32_t* memory, int num_ranks, int num_chunks,
@@ -67,11 +68,11 @@ struct ReceivedRoutes {
 // Scratch of a plan, from its first kernel to its last.  Plans of a group run one after the other
 // and share it.
 struct PlanScratch {
-  std::int32_t* parts;       // [CTAs, E + R + 1]: what each CTA has
+  std::int32_t* parts;       // [CTAs, E + R + 1]: each CTA's counts
   std::int32_t* start;       // [R, experts of this rank]: slot of each source's first assignment
   std::int32_t* first_pair;  // [R + 1]
   std::int32_t* first_assignment;  // [R + 1]
-  std::int32_t* is_refused;  // [1]: a rank's routing is bad and the host, which knows, will raise
+  std::int32_t* is_refused;        // [1]: some rank's routing is bad; the host knows and will raise
 
   PlanScratch(std::int32_t* memory, const Control& control, int max_ctas)
       : parts(memory),
@@ -92,8 +93,8 @@ struct PlanCount {
   int most_chunks;  // of the rank with the most tokens
   int alignment;
   bool is_static;
-  bool has_dropped;                 // `num_dropped` is what was wanted here, before
-  std::uint32_t ticket;             // what the host waits for in the mailbox; 0: it does not wait
+  bool has_dropped;                 // on entry `num_dropped` holds the assignments before dropping
+  std::uint32_t ticket;             // the host waits for it in the mailbox; 0: it does not wait
   std::int64_t* tokens_per_expert;  // [experts of this rank]
   std::int64_t* routed_per_expert;  // [experts of this rank]
   std::int64_t* num_dropped;        // [1]
@@ -104,8 +105,8 @@ struct PlanCount {
 void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
                 int num_sms, std::uintptr_t stream);
 
-// Queues `receive`, with the scratch of `count`.  It does nothing when there is not room for all,
-// and can be queued again with more; or when the plan is refused, on all ranks.
+// Queues `receive`, with the scratch of `count`.  It does nothing when the memory is too small (it
+// can then be queued again with more), or when the plan is refused, which is the case on all ranks.
 void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
                   int num_sms, std::uintptr_t stream);
 

@@ -1,5 +1,5 @@
-// The second kernel of plan: what the sources wrote for this rank (plan.cu), into the plan's
-// memory.
+// The second kernel of plan: copies the routes that the sources wrote for this rank (plan.cu) into
+// the plan's memory.
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -14,12 +14,13 @@ namespace ncclep::native {
 
 namespace {
 
-// What of a plan is one source's.
+// One source's range of a plan's pairs and assignments.
 struct Part {
   int first_pair, end_pair, first_assignment, end_assignment;
 };
 
-// What `source` wrote for this rank, by `threads` threads of which this is `thread`.
+// Copies what `source` wrote for this rank.  Called by `threads` threads, of which this is
+// `thread`.
 __device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes, const Part& part,
                       int source, const int* start, int thread, int threads) {
   const Control& layout = me.control;
@@ -34,7 +35,7 @@ __device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes, con
                       static_cast<std::size_t>(me.rank) * layout.max_tokens;
   const auto* chunk_pairs = reinterpret_cast<const std::int32_t*>(window + layout.chunk_pairs()) +
                             me.rank * (layout.max_chunks() + 1);
-  // Everything that a thread loads in a turn is under way at once: usually one turn is enough.
+  // All loads of a thread's turn are in flight at once; usually one turn is enough.
   constexpr int kAssignments = 8, kPairs = 4;
   for (int turn = 0; turn * kAssignments * threads < num_assignments ||
                      turn * kPairs * threads < num_pairs || turn * threads < num_chunks;
@@ -79,21 +80,22 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local();
   const int num_ctas = gridDim.x;
-  // After a failure, scratch is some other plan's.  A CTA that starts only then leaves all the
-  // same, for the others of its grid have begun.
+  // After a failure, scratch may hold another plan's contents.  A CTA that starts only after the
+  // failure still calls `leave`, because other CTAs of its grid have begun.
   if (had_failed(me)) {
     leave(me);
     return;
   }
-  // To have no room is no operation of the group: other ranks may have some.
+  // A receive without enough room does not count as an operation of the group: other ranks may have
+  // enough.
   if (*scratch.is_refused || scratch.first_pair[num_ranks] > routes.max_pairs ||
       scratch.first_assignment[num_ranks] > routes.max_assignments) {
     return;
   }
   const std::uint64_t epoch = current_epoch(me);
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans);
-  // Every source has its own CTAs, or every CTA its own sources, whichever are fewer; every rank
-  // begins with another one.
+  // Every source has its own CTAs or, if there are fewer CTAs than sources, every CTA its own
+  // sources; each rank starts with a different source.
   for (int i = blockIdx.x % num_ranks; i < num_ranks; i += num_ctas) {
     const int source = (me.rank + i) % num_ranks;
     const int ctas = i < num_ctas ? (num_ctas - 1 - i) / num_ranks + 1 : 1;

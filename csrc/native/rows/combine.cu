@@ -5,18 +5,18 @@
 // unit.
 //
 // *Sending* CTAs copy the sums of a unit that is done into the window of the rank they are for, and
-// tell it when a chunk of its tokens is complete.  Copies take few SMs, and a busy link holds up
-// nothing but them.
+// tell that rank when a chunk of its tokens is complete.  Copies need few SMs, and a busy link
+// stalls only these CTAs.
 //
-// Where the link is not what takes longest (cta_roles.h), there are no sending CTAs, and the adding
+// Where the link is not the bottleneck (cta_roles.h), there are no sending CTAs, and the adding
 // ones store into the windows of other ranks themselves.
 //
 // *Summing* CTAs wait for the chunks of this rank's own tokens and add the ranks' parts up in
 // ascending order, this rank's own part straight from its rows, unrounded.  They claim tokens from
 // a work counter, and warps of the other kinds join them when their own work is done.
 //
-// The window for sums has a row for each (token, rank).  Nobody sends into a rank's window before
-// that rank has entered this combine, and so has left the one before.
+// The window for sums has a row for each (token, rank).  No rank sends into another's window before
+// that rank has entered this combine, and so has left the previous one.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -41,7 +41,7 @@ namespace {
 
 using AddUpRing = PieceRing<5>;
 
-// One adding warp's share of the pairs.
+// Adds up one adding warp's share of the pairs.
 template <typename T>
 __device__ void add(const KernelContext& me, const Combine& job, const Crew& crew, bool sends,
                     AddUpRing& ring, Books& books, int warp, std::uint64_t entry,
@@ -50,8 +50,8 @@ __device__ void add(const KernelContext& me, const Combine& job, const Crew& cre
   const int lane = threadIdx.x % kWarpSize;
   PairCursor cursor(me, routes, crew, warp);
   const bool sends_weights = sends && job.has_weights;
-  // Routes are read ahead: of the pair after the next, where its assignments are; of the next, its
-  // slots.
+  // Routes are prefetched: the range of assignments of the pair after the next one, and the slots
+  // of the next one.
   struct Pair {
     bool is_there = false;
     int pair = 0, token = 0, first = 0, end = 0;
@@ -75,7 +75,7 @@ __device__ void add(const KernelContext& me, const Combine& job, const Crew& cre
   };
   Pair now, following = find(), second = find();
   find_slot(following);
-  const int source = cursor.source;  // a warp has pairs of one rank only
+  const int source = cursor.source;  // a warp's pairs all come from one rank
   float* values = reinterpret_cast<float*>(me.control_of[source] + me.control.values());
   float weight = 0;
   bool has_entered = !sends;
@@ -107,7 +107,7 @@ __device__ void add(const KernelContext& me, const Combine& job, const Crew& cre
   if (lane == 0) books.close(warp);
 }
 
-// Sums are made: tells the sending CTAs of units that are complete.
+// Called for computed sums: tells the sending CTAs which units are complete.
 __device__ void publish_added(const KernelContext& me, const ReceivedRoutes& routes,
                               const Batch& batch, std::uint64_t epoch) {
   const int first = routes.first_pair[batch.source], end = routes.first_pair[batch.source + 1];
@@ -120,11 +120,11 @@ __device__ void publish_added(const KernelContext& me, const ReceivedRoutes& rou
       [&](int unit) { store_relaxed(added_flag(me, batch.source, unit), epoch); });
 }
 
-// By one warp: this rank's tokens, as long as there are any that nobody has taken.
+// Sums up this rank's tokens until all of them are taken.  Called by one warp.
 //
-// This rank's own part is a sum of its own when two parts or more come before it; a rank with
-// fewer adds its own rows up first, since a + b = b + a.  That costs half as many registers, so
-// there is a kernel without it (kHasParts = false), for the first two ranks.
+// This rank's own part needs a separate sum when two or more parts precede it; with fewer, its own
+// rows are added up first, since a + b = b + a.  Without the separate sum the kernel needs half as
+// many registers, so ranks 0 and 1 have a kernel without it (kHasParts = false).
 template <typename T, bool kHasParts>
 __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& ring,
                        const char** parts, std::uint64_t epoch) {
@@ -135,7 +135,8 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
       reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.pushed());
   const auto* values = reinterpret_cast<const float*>(me.control_of[me.rank] + layout.values());
   const int first_own = routes.pair_first[routes.first_pair[me.rank]];
-  // As in `add`: of the token after the next, its masks; of the next, its own slots.
+  // Prefetched as in `add`: the masks of the token after the next one, and the own slots of the
+  // next one.
   struct Token {
     int token = 0;
     std::uint32_t ranks = 0, assignments = 0, own_assignments = 0;
@@ -174,7 +175,7 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
                          flags + lane * layout.max_chunks() + now.token / kChunk, epoch);
     }
     if (!__all_sync(~0u, is_here)) return false;
-    // Parts of lower ranks, own rows, parts of higher ranks; or own rows first.
+    // Order: parts of lower ranks, own rows, parts of higher ranks; or own rows first.
     const int own_rows = __popc(now.own_assignments);
     const std::uint32_t lower_lanes = (1u << lane) - 1, lower_ranks = (1u << me.rank) - 1;
     const int parts_before = __popc(others & lower_ranks);
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       });
     }
   } else if (cta < split.adding + split.sending) {
-    // Rings first, then the watching and the book-keeping warp.
+    // Warps with rings first, then the watching and the book-keeping warp.
     const Crew crew{split.sending, shape.warps, cta - split.adding};
     if (warp < shape.warps) {
       Ring ring{memory + warp * kRingStages * shape.piece_bytes, full[warp]};
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       keep_books(me, job.routes, crew, books,
                  [&](const Batch& batch) { publish_sent(me, job.routes, batch, epoch); });
     }
-    __syncthreads();  // its rings lie where those for sums will
+    __syncthreads();  // the rings for sums reuse the memory of its rings
   }
   sum_up<T, kHasParts>(me, job, add_up_rings[warp], parts[warp], epoch);
   finish(me, job, entry, epoch);

@@ -1,5 +1,5 @@
-// Step 3, combine: expert ranks add up and send one row for each pair, the source rank adds up the
-// ranks.
+// Step 3, combine: the experts' ranks add up and send one row for each pair, and the source rank
+// adds up the ranks' rows.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@ namespace ncclep::native {
 
 struct Combine {
   const char* y;   // [num_rows, hidden]
-  char* sums;      // [pairs, hidden]: scratch for what is sent to other ranks
+  char* sums;      // [pairs, hidden]: scratch for the sums that are sent to other ranks
   const float* w;  // [num_rows], or null
   char* out;       // [T, hidden]
   float* topk_w;   // [T, K], or null
-  // Says whether there are weights: a tensor without elements has a null pointer too.
+  // Needed because a tensor without elements has a null pointer too.
   bool has_weights;
   DType dtype;  // kBFloat16, kFloat16 or kFloat32
   int num_tokens, top_k, row_bytes;

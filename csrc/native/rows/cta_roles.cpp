@@ -9,24 +9,25 @@ namespace ncclep::native {
 
 namespace {
 
-// Bytes in a nanosecond, measured on H200s (docs/performance.md): of one SM, copies over NVLink and
-// everything else; and of the link, however many SMs use it.
+// Bytes per nanosecond, measured on H200s (docs/performance.md): of one SM, for copies over NVLink
+// and for everything else; and of the link, however many SMs use it.
 constexpr double kCopyRate = 40, kLocalRate = 85, kLinkRate = 340;
-// Of all CTAs, those that stage; and of combine's, at most those that do not sum up at first, where
-// the adding ones send and where others do.  They join in when they are done, so that both kinds of
-// work end together.
+// Fractions of all CTAs: those that stage in dispatch, and at most those that add or send in
+// combine, where the adding CTAs send and where others do.  They join the last kind of work when
+// they are done, so that both kinds end together.
 constexpr double kStaging = 1.0 / 3, kMostAddingAndSending = 9.0 / 16,
                  kMostAddingOrSending = 3.0 / 4;
 
-// A phase more costs the same for all rows and lets pulling wait for fewer: the best number grows
-// with the root of the bytes.
+// Each phase has a fixed cost and shortens the wait before pulling can start: the best number grows
+// with the square root of the bytes.
 constexpr double kPhaseBytes = 2 << 20;
 
-// Up to so many ranks the adding CTAs send: a copy more of every sum would only be in the way.
-// Measured with 2 and 4 ranks; with more, nothing is (docs/performance.md).
+// Up to this many ranks the adding CTAs send: one more copy of every sum would only cost time.
+// Measured with 2 and 4 ranks; not measured with more (docs/performance.md).
 constexpr int kRanksThatAddAndSend = 4;
 
-// That many CTAs, rounded, `least` of them at least, of which `others` are left over.
+// Rounds `wanted` to a number of CTAs, at least `least`, that leaves at least `others` of
+// `num_ctas`.
 int some_of(int num_ctas, double wanted, int least, int others) {
   return static_cast<int>(
       std::lround(std::clamp(wanted, double(least), double(num_ctas - others))));
@@ -34,7 +35,7 @@ int some_of(int num_ctas, double wanted, int least, int others) {
 
 int divide_up(int number, int by) { return (number + by - 1) / by; }
 
-// CTAs that have a warp for each other rank, if one has `warps`.
+// CTAs needed for one warp per other rank, if a CTA has `warps`.
 int ctas_for_others(int num_ranks, int warps) {
   return std::max(1, divide_up(num_ranks - 1, warps));
 }
@@ -66,7 +67,8 @@ RingShape sending_ring_shape(int row_bytes) {
   return shape;
 }
 
-// One to stage, one to pull; or those that add, one to send and one to sum.
+// Dispatch needs one to stage and one to pull; combine those that add and one to sum, and 3 at
+// least.
 int min_ctas(int num_ranks) {
   require(0 < num_ranks && num_ranks <= kMaxRanks, num_ranks, " ranks: from 1 to ", kMaxRanks);
   return std::max(3, ctas_for_others(num_ranks, kAddingWarps) + 1);
@@ -94,10 +96,10 @@ CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes
   const int least_sending = ctas_for_others(num_ranks, sending_ring_shape(row_bytes).warps);
   const bool has_senders =
       num_ranks > kRanksThatAddAndSend && least_adding + least_sending < num_ctas;
-  // Of one token: assignments on other ranks, and the sums of them that go between ranks.
+  // Per token: assignments on other ranks, and their sums that cross between ranks.
   const double ranks = num_ranks, remote = top_k * (ranks - 1) / ranks;
   const double sums = (ranks - 1) * (1 - std::pow(1 - 1 / ranks, top_k));
-  // As many CTAs as keep the link busy, if there are so many.
+  // As many CTAs as keep the link busy, if there are that many.
   const double adding = num_ranks == 1 ? 0 : kLinkRate / kLocalRate * (remote + sums) / sums;
   const double sending = has_senders ? kLinkRate / kCopyRate : 0;
   const double most = (has_senders ? kMostAddingOrSending : kMostAddingAndSending) * num_ctas;

@@ -1,19 +1,20 @@
 // One kernel, two kinds of CTAs (cta_roles.h).
 //
-// *Staging* CTAs copy this rank's rows (those that go anywhere else) into its window, and tell
-// every rank of each finished phase, of which there are few: a fence holds up a whole SM.  The
-// first ones are small, and all CTAs stage the very first, because nothing can be pulled before
-// they are over.  When all is staged these CTAs pull, too.
+// *Staging* CTAs copy this rank's rows (those that go to other ranks) into its window, and signal
+// each finished phase to every rank.  Phases are few, because a fence stalls a whole SM.  The first
+// ones are small, and all CTAs stage the very first, because nothing can be pulled before they are
+// over.  When everything is staged these CTAs pull, too.
 //
 // *Pulling* warps claim rows from a work counter, fetch a row over NVLink once, into a ring of
 // stages in shared memory, and store it to all of its slots from there; each waits only for the
-// phase that its next row belongs to.  The *watching* warp of a CTA looks for the phases that other
-// ranks have finished and tells the pulling warps: looking in shared memory costs them next to
-// nothing.  When it has seen all, it puts the weights into their slots.
+// phase that its next row belongs to.  The *watching* warp of a CTA polls for phases that other
+// ranks have finished and tells the pulling warps through shared memory, where polling costs them
+// next to nothing.  When it has seen all phases, it puts the weights into their slots.
 //
-// The window has two halves, for dispatches that follow each other: a rank that is still pulling
-// the last dispatch is not disturbed by this one.  Nobody pulls the one before it any more: all
-// ranks had entered the last dispatch when this one left it (device/call_barrier.cuh).
+// The window has two halves, for consecutive dispatches: a rank that is still pulling the previous
+// dispatch is not disturbed by this one.  No rank still pulls the one before that, whose half is
+// reused now: all ranks had entered the previous dispatch when this rank left it
+// (device/call_barrier.cuh).
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -32,7 +33,7 @@ namespace ncclep::native {
 
 namespace {
 
-// Loads of a lane that are on their way together, where a single warp of a CTA does it all.
+// Loads that a lane has in flight where a single warp of a CTA does all the work.
 constexpr int kUnroll = 8;
 
 // The first two phases have half as many tokens as the others.  The bounds are the same on all
@@ -55,14 +56,15 @@ __device__ void zero_with_warp(char* to, int bytes, int lane) {
   }
 }
 
-// Where a rank finds the weights of the assignments of `source`.
+// The address on `rank` of the weights of `source`'s assignments.
 __device__ float* weights_at(const KernelContext& me, int rank, int source, std::uint64_t parity) {
   const Control& layout = me.control;
   return reinterpret_cast<float*>(me.control_of[rank] + layout.weights()) +
          (parity * layout.num_ranks + source) * layout.assignments();
 }
 
-// The weights of a phase's tokens into everybody's windows, by one warp of each staging CTA.
+// Writes the weights of a phase's tokens into all other ranks' windows.  Called by one warp of each
+// staging CTA.
 __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int num_ctas, int start,
                               int end, std::uint64_t parity) {
   const int num_ranks = me.control.num_ranks, step = num_ctas * kWarpSize;
@@ -85,7 +87,7 @@ __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int 
   }
 }
 
-// One warp's share of a phase's rows.
+// Copies one warp's share of a phase's rows into this rank's window.
 __device__ void stage_rows(const KernelContext& me, const Dispatch& job, const RingShape& shape,
                            Ring& ring, int warp, int num_warps, int start, int end, char* window) {
   const int lane = threadIdx.x % kWarpSize;
@@ -118,8 +120,8 @@ __device__ void stage_rows(const KernelContext& me, const Dispatch& job, const R
   ring.run(load, store, [](int) {});
 }
 
-// Rows of this rank's tokens into its window and their weights into everybody's, phase by phase,
-// by the first `num_ctas` CTAs.  Warp 0 of each has the weights.
+// Stages the rows of this rank's tokens in its window and their weights in all others', phase by
+// phase.  Called by the first `num_ctas` CTAs, where warp 0 of each handles the weights.
 __device__ void stage(const KernelContext& me, const Dispatch& job, const RingShape& shape,
                       Ring& ring, int num_ctas, int first_phase, int end_phase,
                       std::uint64_t parity, std::uint64_t epoch) {
@@ -141,7 +143,7 @@ __device__ void stage(const KernelContext& me, const Dispatch& job, const RingSh
     __threadfence_system();  // for what all warps of the CTA wrote
     if (static_cast<int>(atomicAdd(&me.state->staged[phase], 1u)) != num_ctas - 1) continue;
     me.state->staged[phase] = 0;
-    fence_system();  // passes on what the other CTAs' fences have shown to this thread
+    fence_system();  // passes on what this thread saw through the other CTAs' fences
     for (int rank = 0; rank < layout.num_ranks; ++rank) {
       auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged());
       store_relaxed(flags + me.rank * kPhases + phase, epoch);
@@ -149,7 +151,7 @@ __device__ void stage(const KernelContext& me, const Dispatch& job, const RingSh
   }
 }
 
-// Padding rows, and in static mode the rows after the last block.
+// Zeros padding rows and, in static mode, the rows after the last block.
 __device__ void zero_padding(const KernelContext& me, const Dispatch& job, int num_ctas) {
   const int num_local = me.control.num_experts / me.control.num_ranks;
   const int lane = threadIdx.x % kWarpSize;
@@ -169,7 +171,8 @@ __device__ void zero_padding(const KernelContext& me, const Dispatch& job, int n
   for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero(row);
 }
 
-// The weights of all rows that are no padding, when they are all here; by one warp of each CTA.
+// Puts the weights of all rows but padding into their slots, once they have all arrived.  Called by
+// one warp of each CTA.
 __device__ void place_weights(const KernelContext& me, const Dispatch& job, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
   const int step = gridDim.x * kWarpSize;
@@ -199,7 +202,7 @@ __device__ void place_weights(const KernelContext& me, const Dispatch& job, std:
   }
 }
 
-// Phases of source `lane`, up to the last that has rows for this rank.
+// The number of phases of source `lane` up to the last that has rows for this rank.
 __device__ int needed_phases(const KernelContext& me, const Dispatch& job) {
   const int lane = threadIdx.x % kWarpSize;
   if (lane >= me.control.num_ranks || lane == me.rank) return 0;
@@ -207,7 +210,7 @@ __device__ int needed_phases(const KernelContext& me, const Dispatch& job) {
   return end > first ? phase_of(job, job.routes.pair_token[end - 1]) + 1 : 0;
 }
 
-// By one warp: rows into their slots, as long as there are any that nobody has taken.
+// Pulls rows into their slots until all of them are taken.  Called by one warp.
 __device__ void pull(const KernelContext& me, const Dispatch& job, const RingShape& shape,
                      Ring& ring, Progress& progress, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
@@ -218,8 +221,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
   }
   const int items = most_pairs * num_ranks * shape.pieces;
 
-  // Routes are read ahead: of the item after the next, where its assignments are; of the next, its
-  // slots.
+  // Routes are prefetched: the range of assignments of the item after the next one, and the slots
+  // of the next one.
   struct Item {
     bool is_there = false;
     int source = 0, piece = 0, token = 0, first = 0, end = 0;
@@ -233,7 +236,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
       item = counter.take();
       if (item >= items) break;
       const int turn = item / shape.pieces;
-      // At every moment the warps of all CTAs pull from all ranks.
+      // Consecutive items alternate between ranks, so that the warps pull from all ranks at any
+      // time.
       found.source = (me.rank + 1 + turn) % num_ranks;
       const int pair = routes.first_pair[found.source] + turn / num_ranks;
       if (pair >= routes.first_pair[found.source + 1]) continue;
@@ -252,12 +256,12 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
   Item following = find(), second = find();
   find_slots(following);
 
-  // What is in each stage: this lane's slot, the part of the row.
+  // The contents of each stage: this lane's slot, and the part of the row.
   std::int64_t slot[kRingStages];
   int offset[kRingStages], bytes[kRingStages];
   Seen seen;
 
-  // Starts to load this warp's next row; false when there is none.
+  // Starts loading this warp's next row; false when there is none.
   const auto load = [&](int s) -> bool {
     const Item now = following;
     if (!now.is_there) return false;

@@ -14,10 +14,10 @@ struct Dispatch {
   const float* w;  // [T, K], or null
   char* rows;      // [num_rows, row_bytes]
   float* row_w;    // [num_rows], or null
-  // Says whether there are weights: a tensor without elements has a null pointer too.
+  // Needed because a tensor without elements has a null pointer too.
   bool has_weights;
   int num_tokens, most_tokens, top_k, row_bytes;  // most_tokens: of any rank
-  int num_phases;  // that rows are staged in, 1 to kPhases; the same on all ranks
+  int num_phases;  // in which rows are staged, 1 to kPhases; the same on all ranks
   std::int64_t num_rows;
   const std::int64_t* tokens_per_expert;  // [experts of this rank]
   const std::int64_t* routed_per_expert;  // [experts of this rank]

@@ -1,4 +1,4 @@
-// Which pairs a warp takes, and the books on what has become of them.
+// Which pairs a warp takes, and the book-keeping of those it has finished.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,14 +10,14 @@
 
 namespace ncclep::native {
 
-// The warps that share the pairs of other ranks: so many in each CTA.
+// The warps that share the pairs of other ranks: `num_warps` in each of `num_ctas` CTAs.
 struct Crew {
   int num_ctas, num_warps;
-  int cta;  // among them
+  int cta;  // this CTA's index among them
 };
 
-// The pairs that one warp of a crew takes, in order: of one other rank, and every so many-th of
-// them, so that at every moment all ranks have their share and all warps end at the same time.
+// The pairs that one warp of a crew takes, in order: all from one other rank, with a stride of the
+// warps for that rank, so that all ranks are served at any time and all warps end at the same time.
 class PairCursor {
  public:
   __device__ PairCursor(const KernelContext& me, const ReceivedRoutes& routes, const Crew& crew,
@@ -49,8 +49,8 @@ class PairCursor {
   int first_ = 0, next_ = 0, end_ = 0, step_ = 0;
 };
 
-// What the warps of a CTA are done with, kept by one of them: fences hold up the whole SM, so they
-// happen now and then only, for all warps together.
+// The pairs that the warps of a CTA have finished, published by one of them: fences stall the whole
+// SM, so they are issued only now and then, for all warps together.
 struct Books {
   int num_done[kWarps];  // pairs of each warp
   int is_over[kWarps];   // there will be no more
@@ -59,7 +59,7 @@ struct Books {
     if (threadIdx.x < kWarps) num_done[threadIdx.x] = is_over[threadIdx.x] = 0;
   }
 
-  // By one thread of the warp, after what it did; `num` counts from 1.
+  // Called by one thread of the warp after its work on a pair; `num` counts from 1.
   __device__ void note(int warp, int num) {
     __threadfence_block();
     show(&num_done[warp], num);
@@ -70,15 +70,15 @@ struct Books {
   }
 };
 
-// Pairs of one source that a lane counts off together: what it takes to look one up is a few
-// loads, each of which needs the last; and a warp may be done with several pairs between fences.
+// Pairs of one source that a lane counts off together: looking one up takes a few dependent loads,
+// and a warp may finish several pairs between fences.
 struct Batch {
   static constexpr int kSize = 4;
   int source;
   int pairs[kSize];  // -1: none
 };
 
-// Counts pairs off, each in its group: a unit, or a chunk.  By one lane.
+// Counts pairs off, each in its group: a unit, or a chunk.  Called by one lane.
 //
 //   counts           of the groups; 0 again when a group is complete
 //   group_of(pair)   its group
@@ -111,8 +111,8 @@ __device__ void count_off(const Batch& batch, unsigned int* counts, GroupOf&& gr
 
 constexpr int kBookPauses = 8, kBookPauseNs = 500;
 
-// Calls publish(batch) for the pairs that a warp of the crew is done with; what the warp wrote
-// before is visible to all ranks then.  By one warp, whose lane i follows warp i.
+// Calls publish(batch) for the pairs that a warp of the crew has finished, once what the warp wrote
+// for them is visible to all ranks.  Called by one warp, whose lane i follows warp i.
 template <typename Publish>
 __device__ void keep_books(const KernelContext& me, const ReceivedRoutes& routes, const Crew& crew,
                            Books& books, Publish&& publish) {

@@ -1,8 +1,8 @@
-// How far others have come, looked up by one warp of a CTA for all of them.
+// Progress of other ranks or CTAs, polled by one warp of a CTA for all of its warps.
 //
-// Work arrives from each source in units, each with a flag of its own that holds an epoch.  To ask
-// a flag costs as much as moving a row, and to order what follows after it holds up a whole SM; so
-// one *watching* warp looks at the flags, and the others at what it has seen, in shared memory.
+// Work arrives from each source in units, each with a flag of its own that holds an epoch.  Reading
+// a flag costs as much as moving a row, and ordering later accesses after it stalls a whole SM; so
+// one *watching* warp polls the flags, and the others read what it has seen in shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +20,7 @@ constexpr int kWatchPauseNs = 500;
 
 struct Progress {
   int units[kMaxRanks];  // of each source, without a gap
-  int is_over;           // nothing more will be seen: all is here, or a wait failed
+  int is_over;           // no more units will be seen: all are here, or a wait failed
 
   __device__ void clear() {
     if (threadIdx.x < kMaxRanks) units[threadIdx.x] = 0;
@@ -28,7 +28,7 @@ struct Progress {
   }
 };
 
-// Looks for all units of all sources.  By one warp.
+// Polls for all units of all sources.  Called by one warp.
 //
 //   needed             in lane r: units of source r
 //   flag(source, i)    where the flag of its unit i is
@@ -54,7 +54,7 @@ __device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch,
     if (count > 0) {
       fence_system();
       __syncwarp();
-      __threadfence_block();  // what other lanes have seen is in what lane 0 shows
+      __threadfence_block();  // what other lanes have seen, lane 0 publishes too
       if (lane == source) found += count;
       if (lane == 0) show(&progress.units[source], start + count);
       deadline = {};
@@ -75,8 +75,8 @@ __device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch,
 // What one other warp has seen of a Progress.
 class Seen {
  public:
-  // Waits until unit `unit` of `source` is there; what belongs to it may be loaded in bulk then.
-  // False when that will not be.  All lanes call it.
+  // Waits until unit `unit` of `source` is complete, so that its data may be loaded in bulk.  False
+  // when it will never be.  All lanes call it.
   __device__ bool wait_for_unit(Progress& progress, int source, int unit) {
     const int lane = threadIdx.x % kWarpSize;
     if (unit < __shfl_sync(~0u, units_, source)) return true;

@@ -1,5 +1,5 @@
-// Rows of a warp's own, made out of sums of rows: asynchronous copies into a ring of stages in
-// shared memory, fp32 sums in registers, and stores.  Everything is in this GPU's memory.
+// Each warp computes rows as sums of other rows: asynchronous copies into a ring of stages in
+// shared memory, fp32 sums in registers, and stores.  All inputs are in this GPU's memory.
 //
 // Rows travel in pieces of kPiece bytes, a stage each, so that a sum stays in registers whatever
 // the row's length.  Example: a row of two pieces that is the sum of rows a and b takes four
@@ -8,8 +8,8 @@
 //     a0, b0 -> store, a1, b1 -> store
 //
 // A lane copies, adds and stores the same 16-byte vectors of a piece throughout, so lanes need not
-// wait for each other's data.  What a warp does for each vector is little, so the rest must be
-// less: instructions are what bounds it, not memory (docs/performance.md).
+// wait for each other's data.  A warp does little work per vector, so all overhead must be smaller
+// still: instructions are the bound, not memory (docs/performance.md).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,12 +23,12 @@
 
 namespace ncclep::native {
 
-constexpr int kVectors = 4;  // of a piece, that a lane holds
+constexpr int kVectors = 4;  // of a piece, per lane
 constexpr int kLanes = 32;
 constexpr int kStride = kLanes * sizeof(uint4);  // from a lane's vector to its next one
 constexpr int kPiece = kVectors * kStride;
 
-// A row to make: the sum of parts, and a part the sum of rows.
+// A row to compute: the sum of parts, each of which is a sum of rows.
 struct Sum {
   const char* row;  // lane i: the i-th row to add
   int num_rows;     // 0: the result is zero
@@ -37,7 +37,7 @@ struct Sum {
   char* out;
 };
 
-// What of a Sum is needed when its rows have arrived.
+// The fields of a Sum that are needed once its rows have arrived.
 struct alignas(16) Note {
   char* out;
   int num_rows;  // kNoMore: there is no further sum
@@ -45,7 +45,7 @@ struct alignas(16) Note {
 };
 constexpr int kNoMore = -1;
 
-// Copies are some stages ahead, and as many sums when each has a single stage.
+// Copies run some stages ahead, which is as many sums when each has a single stage.
 constexpr int kNotes = 8;
 
 template <int kStages>
@@ -55,7 +55,7 @@ struct alignas(16) PieceRing {
   Note notes[kNotes];
 };
 
-// What a warp loads next, stage by stage.
+// Loads a warp's rows, stage by stage.
 template <int kStages, typename Next>
 class Loader {
  public:
@@ -64,7 +64,7 @@ class Loader {
     begin();
   }
 
-  // Starts to fill the next stage, if there is anything left.
+  // Starts filling the next stage, if anything is left.
   __device__ void load() {
     if (has_sum_) {
       if (sum_.num_rows > 0) copy();
@@ -151,10 +151,10 @@ __device__ void add_up(PieceRing<kStages>& ring, int row_bytes, Next&& next, Don
       int row = 0;
       do {
         wait_for_copies<kStages - 2>();
-        loader.load();  // into the stage that was read in the turn before
+        loader.load();  // into the stage that was read in the previous turn
         const char* piece = ring.pieces[0] + (stage + lane_offset);
         stage = stage + kPiece == kStages * kPiece ? 0 : stage + kPiece;
-        // Beyond a short piece's end lie old numbers, whose sums are not stored.
+        // Beyond the end of a short piece lies stale data, whose sums are not stored.
         const auto add = [&](Numbers<T>& numbers) {
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {

@@ -53,8 +53,7 @@ struct Ring {
         store(s);
         commit_stores();
         stored(s);
-        // The next load goes into the stage before this one; all stores but the last have read
-        // theirs.
+        // The next load goes into the previous stage; every store but the last has read its stage.
         wait_for_reads_of_stores<1>();
         __syncwarp();
         if (loaded == turn + kRingStages - 1 && load((s + kRingStages - 1) % kRingStages)) ++loaded;

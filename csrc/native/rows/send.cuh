@@ -1,4 +1,4 @@
-// Combine's sums on their way: where they go, who is told, and the sending CTAs' work (combine.cu).
+// Sending combine's sums: their destination, the signals, and the sending CTAs' work (combine.cu).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,10 +15,10 @@
 
 namespace ncclep::native {
 
-// A row that was sent is taken for written when this many more pieces of its warp are on their way.
+// A sent row counts as written when its warp has issued this many more pieces.
 constexpr int kSentAhead = 3;
 
-// Where `me` lets the sums of `token` of rank `source` go.
+// The place in rank `source`'s window for the sum that `rank` sends for `token`.
 __device__ inline char* place_of_sum(const KernelContext& me, int source, int token, int rank,
                                      int row_bytes) {
   return me.rows_of[source] + 2 * me.dispatch_bytes +
@@ -30,7 +30,7 @@ __device__ inline std::uint64_t* added_flag(const KernelContext& me, int source,
          source * me.control.max_units() + unit;
 }
 
-// One sending warp's share of the pairs.
+// Sends one sending warp's share of the pairs.
 __device__ inline void send(const KernelContext& me, const Combine& job, const Crew& crew,
                             const RingShape& shape, Ring& ring, Progress& progress, Books& books,
                             int warp, std::uint64_t entry, std::uint64_t epoch) {
@@ -68,7 +68,7 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const C
   int piece = 0;
   bool has_entered = false;  // a warp sends to one rank only
   Seen seen;
-  // What is in each stage.
+  // The contents of each stage.
   char* to[kRingStages];
   int bytes[kRingStages], index[kRingStages];
   bool ends_row[kRingStages];
@@ -123,7 +123,8 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const C
   }
 }
 
-// Sums are in their source rank's window: tells the source rank of chunks that are complete.
+// Called for sums that are in their source rank's window: tells that rank which chunks are
+// complete.
 __device__ inline void publish_sent(const KernelContext& me, const ReceivedRoutes& routes,
                                     const Batch& batch, std::uint64_t epoch) {
   const int max_chunks = me.control.max_chunks();
@@ -138,7 +139,7 @@ __device__ inline void publish_sent(const KernelContext& me, const ReceivedRoute
       [&](int chunk) { store_relaxed(flags + me.rank * max_chunks + chunk, epoch); });
 }
 
-// Units of source `lane` that will be added.
+// The number of units of source `lane`.
 __device__ inline int needed_units(const KernelContext& me, const ReceivedRoutes& routes) {
   const int lane = threadIdx.x % kWarpSize;
   if (lane >= me.control.num_ranks || lane == me.rank) return 0;

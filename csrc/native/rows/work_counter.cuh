@@ -1,4 +1,5 @@
-// Work that warps take piece by piece, in order: whoever is done with something else joins in.
+// Work that warps take item by item, in order, so that warps can join when their other work is
+// done.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,16 +9,17 @@
 
 namespace ncclep::native {
 
-// One warp's access to the pieces of the current operation, numbered from 0.  `leave` starts the
-// numbers anew.
+// One warp's access to the work items of the current operation, numbered from 0.  `leave` resets
+// the counter.
 class WorkCounter {
  public:
   __device__ explicit WorkCounter(const KernelContext& me) : next_(&me.state->next) { ask(); }
 
-  // The next number that no other warp has; beyond the last one there are more.  All lanes call it.
+  // The next number that no other warp has taken; numbers continue past the last item.  All lanes
+  // call it.
   __device__ int take() {
     const int taken = __shfl_sync(~0u, asked_, 0);
-    ask();  // ahead: the answer takes as long as a small load
+    ask();  // prefetch: the atomic takes as long as a small load
     return taken;
   }
 

@@ -1,9 +1,9 @@
-"""How a call of the engine `hierarchical` begins: what is wrong with it, and whether hosts agree.
+"""The start of every call of the engine `hierarchical`: argument checks and the hosts' agreement.
 
 Where no call may wait, that is, in static mode over an engine that does not wait either, hosts
-agree on shapes only when they are new: the sizes of all messages follow from them.  From then on a
-rank checks its own arguments and goes on.  If it refuses a call then, the others learn of it
-through shared memory where they have some, and otherwise when their deadline passes.
+agree on shapes only when they are new: the sizes of all messages follow from them.  After that each
+rank checks only its own arguments.  If it then refuses a call, the others learn of it through
+shared memory if they have some, and otherwise when their deadline passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
 from megatron_ncclep.errors import InputError, RefusedError
 
-# Shapes on which hosts have agreed and that are remembered, of a batch size each.
+# How many agreed shapes are remembered; each batch size is a shape of its own.
 MOST_AGREED = 1024
 
 
@@ -27,7 +27,7 @@ class Calls:
     """The calls of one engine.
 
     Attributes:
-        go_on: hosts agree on shapes that are new only.
+        go_on: hosts agree only on new shapes.
     """
 
     def __init__(self, engine: EngineBase[HierarchicalPlan]) -> None:
@@ -35,7 +35,8 @@ class Calls:
         config = engine.config
         is_static = config.max_recv_rows is not None
         self.go_on = is_static and engine.caps.captures_static and not config.check_calls
-        # All ranks bring equally many tokens to each plan, on which the limit of rows depends.
+        # All ranks must bring equally many tokens to each plan, because the row limit depends on
+        # them.
         self._is_even = isinstance(config.max_recv_rows, str)
         self._is_free = is_static and not self._is_even
         self._agreed: dict[Hashable, None] = {}  # the oldest first
@@ -80,10 +81,10 @@ class Calls:
         return agreed
 
     def refuse(self, phase: str, problem: str) -> NoReturn:
-        """Raise for what is wrong on this rank, in a call in which hosts do not agree.
+        """Raise a problem of this rank, in a call on which hosts do not agree.
 
         Not collective: the others are notified (`EpGroup.refuse`), and the engine is unusable.  A
-        group of one rank goes on as if nothing had been called.
+        single-rank group continues as if the call had not been made.
 
         Raises:
             InputError: always; where there are other ranks, a RefusedError.
@@ -96,19 +97,19 @@ class Calls:
         raise RefusedError(refusal)
 
     def raise_refusal(self) -> None:
-        """Raise again what this rank has refused, if anything."""
+        """Raise this rank's earlier refusal again, if there is one."""
         if self._refusal is not None:
             raise RefusedError(self._refusal)
 
     def close(self) -> None:
-        """Forget the refusal: a new engine starts afresh.  Not collective."""
+        """Withdraw the refusal, so that a new engine can start.  Not collective."""
         if self._refusal is not None:
             self._group.forget_refusal()
 
     def _remember(self, key: Hashable) -> None:
-        """Do not agree on such a call again, unless many others come in between.
+        """Skip agreement on such calls from now on, unless many others come in between.
 
-        All ranks agree on the same calls in the same order, and so they forget the same.
+        All ranks agree on the same calls in the same order, and so they forget the same ones.
         """
         self._agreed[key] = None
         if len(self._agreed) > MOST_AGREED:

@@ -1,4 +1,4 @@
-"""Whether the engine `hierarchical` can run for a group, and which engine it has inside."""
+"""Whether the engine `hierarchical` can run for a group, and with which engine inside the nodes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ NAME = "hierarchical"
 def engine_inside(
     group: EpGroup, grid: Grid, config: EpConfig, num_experts: int | None
 ) -> tuple[str, str]:
-    """Choose the engine inside the nodes, the same on all.  Collective.
+    """Choose the engine inside the nodes, the same on all nodes.  Collective.
 
     Args:
         group: the whole group.
         grid: its nodes.
         config: options.
-        num_experts: of the whole group; None: as many as any engine takes.
+        num_experts: of the whole group; None: skip the engines' limits on experts.
 
     Returns:
-        "native" or "reference", and why not the former.
+        "native" or "reference", and in the latter case why "native" cannot run.
     """
     if group.device.type != "cuda":
         return "reference", "not native: there are no GPUs"
@@ -36,7 +36,7 @@ def engine_inside(
 
 
 def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
-    """Say why the engine cannot run for `group`, or why "auto" does not take it.  Collective."""
+    """Say why the engine cannot run for `group`, or why "auto" does not choose it.  Collective."""
     is_auto = config.engine != NAME
     if is_auto and group.device.type != "cuda":
         return "it needs GPUs, unless it is asked for by name"

@@ -1,7 +1,7 @@
 """The engine for several nodes: the process group's all-to-all between them, another one inside.
 
 It has no network code of its own: between nodes, rows travel by NCCL (gloo on CPUs).  Inside a node
-`native` moves them, or `reference` where that cannot run.  ranks/nodes.py has the grid.
+`native` moves them, or `reference` where `native` cannot run. ranks/nodes.py defines the grid.
 
     plan       the source rank finds out which nodes each of its tokens needs; each of these tokens
                goes, as its assignments there, to the rank with the source rank's local index on
@@ -21,22 +21,22 @@ A worked example.  Two nodes with two ranks each, four experts (rank r has exper
 
     rank 0's rows, all of expert 0: (rank 0, token 1), (rank 3, token 0)
 
-What a node's engine gets from one rank is ordered by node, then token: so the rows of an
-expert come in the order of (local index, node, token), BY_RAIL.  The order of ranks would cost a
+The tokens that a node's engine gets from one rank are ordered by node, then token: so an expert's
+rows are in the order of (local index, node, token), BY_RAIL.  Ordering them by rank would cost a
 pass over all rows.  In static mode the same order decides what is dropped.
 
 A node's part of a sum is the contract's for that node, with the rail's rank as source rank:
 its own part unrounded, the sum rounded to the payload's dtype.  The source rank adds these sums in
 fp32, its own node's like the others, and rounds once: NODE_SUMS_ROUNDED.
 
-In exact mode only the tokens that a node needs cross, and a plan exchanges how many they are.
-In static mode all tokens cross to all nodes, those without assignments there for nothing: then
-sizes follow from the batch, and with an engine inside that waits for nothing no call does: neither
-for a device nor, from the second call with such shapes on, for another host.
+In exact mode only the tokens that a node needs cross, and a plan exchanges their numbers.  In
+static mode all tokens cross to all nodes, even those without assignments there: so the sizes follow
+from the batch, and if the engine inside never waits, no call waits for a device or, from the second
+call with the same shapes on, for another host.
 
-Rows cross in chunks of columns, each of which moves inside its node while the next one crosses;
-in combine it crosses while the next one is added up inside.  An engine inside sees a smaller hidden
-size and the same plan, so that chunks change no bit, and no order of rows.
+Rows cross in chunks of columns, each of which moves inside its node while the next one crosses; in
+combine it crosses while the next one is added up inside.  The engine inside sees a smaller hidden
+size and the same plan, so chunks change neither any bit of the results nor the order of rows.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import grid_of
 
-# Those of `native`, also where `reference` is inside: what runs on a CPU runs on GPUs.
+# The limits of `native`, even where `reference` is inside: what runs on CPUs must run on GPUs.
 CAPS = EngineCaps(
     name=NAME,
     reduction=NODE_SUMS_ROUNDED,
@@ -99,8 +99,8 @@ CAPS = EngineCaps(
     max_local_experts=NATIVE_CAPS.max_local_experts,
     captures_static=True,  # where `native` is inside
 )
-# Bytes to each node from which on a chunk is worth its messages, and the most chunks that nobody
-# has asked for: each costs launches, and writes its columns of the rows once more.
+# Bytes to each node that make a chunk worth its messages, and the most chunks unless the option
+# network_chunks asks for more: each costs launches, and writes its columns of the rows once more.
 CHUNK_BYTES, MOST_CHUNKS = 8 * 2**20, 4
 INSIDE: dict[str, tuple[type[NativeEngine] | type[ReferenceEngine], EngineCaps]] = {
     "native": (NativeEngine, NATIVE_CAPS),
@@ -111,8 +111,8 @@ INSIDE: dict[str, tuple[type[NativeEngine] | type[ReferenceEngine], EngineCaps]]
 class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     """See `Engine`.
 
-    In static mode, with an engine inside that waits for nothing, hosts agree on a call only when
-    its shapes are new; otherwise they agree in every call and wait for what crosses the network.
+    In static mode, with an engine inside that never waits, hosts agree on a call only when its
+    shapes are new; otherwise they agree on every call and wait for the network transfers.
     """
 
     plan_type = HierarchicalPlan
@@ -137,8 +137,8 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def plan(self, topk_idx: torch.Tensor) -> HierarchicalPlan:
         """See `Engine.plan`.
 
-        Where hosts do not agree, what is no expert, or named twice, counts as not routed, and a
-        later call of `plan` raises InputError, as `native` inside has it.
+        Where hosts do not agree, an index that is no expert, or an expert named twice, counts as
+        not routed, and a later call of `plan` raises InputError, as with the engine `native`.
         """
         self._require_open()
         call, most_tokens = self._calls.enter_plan(topk_idx)
@@ -199,7 +199,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         pieces = self._pieces(plan, x)
         sizes = (plan.tokens_sent, plan.tokens_received)
         num_sent = sum(plan.tokens_sent)
-        # All cross one after the other, while those that have come move inside.
+        # The pieces cross one after the other, while those that have arrived move inside the node.
         crossing = []
         for piece in pieces:
             weights = w if piece.first == 0 else None
@@ -229,8 +229,8 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.combine`.
 
-        Sums start from +0 in fp32: inside a node as its engine does, rounded; at the source rank
-        over the nodes in ascending order, rounded once.
+        Sums start from +0 in fp32: inside a node as its engine adds them, rounded; then at the
+        source rank over the nodes in ascending order, rounded once.
         """
         self._require_open()
         plan = self._calls.enter("combine", plan, y, w)
@@ -258,14 +258,14 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         return out, topk_w
 
     def _release(self) -> None:
-        """The grid stays, for other engines of the group."""
+        """Close the node's engine.  The grid stays, for other engines of the group."""
         self._calls.close()
         if self.group.is_alive and self._engine is not None:
             self._engine.close()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Say of an error that it counts the ranks of this node."""
+        """Add to errors from inside the node how its ranks map to those of the group."""
         try:
             yield
         except (PeerError, InputError) as error:
@@ -282,7 +282,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
 
         Args:
             needed: bool [nodes, num_tokens].
-            most_tokens: see `_enter_plan`.
+            most_tokens: see `Calls.enter_plan`.
         """
         if self.config.max_recv_rows is not None:
             return all_cross(needed, most_tokens)
@@ -294,9 +294,10 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         return needed_cross(needed, sent.tolist(), counts[rail, node].tolist())
 
     def _assignments_elsewhere(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """What stands for an assignment on another node: [num_tokens, 1].
+        """The placeholder for assignments on other nodes: [num_tokens, 1].
 
-        Where a token's routing is wrong, and no host has looked, all nodes shall hear of it.
+        Tokens with an invalid routing that no host has checked get an invalid one, so that all
+        nodes report it.
         """
         ordered = topk_idx.sort(dim=1).values
         is_wrong = (topk_idx < NOT_ROUTED) | (topk_idx >= self.num_experts)
@@ -305,9 +306,9 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         return torch.where(wrong, TOO_MANY_EXPERTS, NOT_ROUTED).to(topk_idx.dtype)
 
     def _engine_inside(self) -> Engine:
-        """The node's engine, made at the first plan.  Collective then."""
+        """The node's engine, created by the first plan.  Collective then."""
         if self._engine is None:
-            # This engine reports what does not fit, because all of its ranks must know.
+            # This engine reports dropped rows itself, because all of its ranks must know.
             inside = dataclasses.replace(self.config, engine=self.inside, on_overflow=DROP)
             self._engine = self._make_inside(self._grid.local, self._experts_of_node, inside)
             self._engine.ranks_per_expert = self.ranks_per_expert
@@ -315,12 +316,12 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         return self._engine
 
     def _note_shortage(self, topk_idx: torch.Tensor, most_tokens: int) -> None:
-        """Write down how many rows each rank needs, for `on_overflow="raise"`.  Collective."""
+        """Record how many rows each rank needs, for `on_overflow="raise"`.  Collective."""
         if self._shortage is None:
             return
         limit = self.rows_limit(most_tokens, topk_idx.shape[1])
         assert limit is not None  # or there would be no shortage
-        # One more entry takes what is not routed.
+        # An extra entry counts assignments that are not routed.
         assignments = (
             torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).long().reshape(-1)
         )
@@ -349,6 +350,6 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         return start(self.group, self.nodes, messages, sizes, what, self.timeout_s)
 
     def _leave(self, phase: str) -> None:
-        """What comes last in each call: have `check` wait for what no host has waited for."""
+        """End of every call: let `check` wait for transfers that no host has waited for."""
         if not self._waits:
             self._grid.unwaited.record(f"{phase} between nodes", self.timeout_s)

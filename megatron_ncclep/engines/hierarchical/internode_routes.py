@@ -1,4 +1,4 @@
-"""What crosses the network: which tokens of a rank to which nodes, in what order, and how."""
+"""Routes between nodes: which tokens of a rank cross to which nodes, in what order, and how."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Crossing:
     """The messages of one plan: by node, then token.
 
     Attributes:
-        token: int32 [messages]: whose each is; None: all tokens have one to every node.
+        token: int32 [messages]: the token of each message; None: every token has one to every node.
         place: int32 [nodes, num_tokens]: see `HierarchicalPlan`.
-        sent: how many go to each node.
-        received: how many come from each node.
+        sent: number of messages to each node.
+        received: number of messages from each node.
     """
 
     token: torch.Tensor | None
@@ -45,7 +45,7 @@ class Crossing:
 
 
 def all_cross(needed: torch.Tensor, most_tokens: int) -> Crossing:
-    """Messages of all tokens to all nodes, `most_tokens` to each.  Waits for nothing.
+    """Messages of all tokens to all nodes, `most_tokens` to each.  Does not wait.
 
     Args:
         needed: bool [nodes, num_tokens].
@@ -65,7 +65,7 @@ def needed_cross(needed: torch.Tensor, sent: list[int], received: list[int]) -> 
     Args:
         needed: bool [nodes, num_tokens].
         sent: its sum for each node.
-        received: how many come from each node.
+        received: number of messages from each node.
     """
     token = needed.nonzero()[:, 1].int()
     before = needed.reshape(-1).cumsum(0).view_as(needed) - 1
@@ -80,15 +80,15 @@ def start(
     what: str,
     timeout_s: float,
 ) -> AllToAll:
-    """Start to send `messages` over this rank's rail.  Does not wait.
+    """Start sending `messages` over this rank's rail.  Does not wait.
 
-    Collective over the whole group, which has one all-to-all: off the rail nothing is sent.
+    Collective over the whole group, in one all-to-all that sends nothing off the rail.
 
     Args:
         group: the ranks.
         nodes: their grid.
         messages: by node, this rank's own one included.
-        sizes: how many go to each node, and how many come from each.
+        sizes: numbers of messages to each node, and from each.
         what: names the call in errors.
         timeout_s: seconds to wait for the other ranks.
     """

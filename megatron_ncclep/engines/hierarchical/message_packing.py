@@ -1,11 +1,11 @@
 """Messages between nodes: one for each token that crosses, row and weights together.
 
     pack       tokens' rows, or a piece of each, and weights -> messages, by node, then token
-    unpack     messages that have come -> rows and weights, for the engine inside the node
-    add_up     messages that have come back -> each token's nodes' sums, added up at its source
+    unpack     received messages -> rows and weights, for the engine inside the node
+    add_up     returned messages -> the nodes' sums for each token, added up at its source
 
-On GPUs each is a kernel (csrc/hierarchical/message_packing.cu); on a CPU, and where the extension
-cannot run, the code here does the same.  It defines, to the bit, what the kernels have to do.
+On GPUs each is a kernel (csrc/hierarchical/message_packing.cu); on CPUs, and where the extension
+cannot run, the code here does the same.  It defines the kernels' results to the bit.
 
 A message is a piece of the row followed by the weights, padded to a multiple of 16 bytes.
 Example: a piece of 32 bytes and 3 weights take 32 + 12 bytes, and 4 bytes of padding.
@@ -20,17 +20,17 @@ import torch
 
 from megatron_ncclep.libraries import extension
 
-VECTOR = 16  # bytes: of pieces and messages the size is a multiple; the extension's MESSAGE_VECTOR
+VECTOR = 16  # bytes; divides all sizes of pieces and messages (the extension's MESSAGE_VECTOR)
 
 
 class Piece(NamedTuple):
-    """A part of every row, the same of all: bytes `first` to `first + size`, multiples of 16."""
+    """The same part of every row: bytes `first` to `first + size`, both multiples of 16."""
 
     first: int
     size: int
 
     def numbers(self, dtype: torch.dtype) -> slice:
-        """The columns of the rows, of that dtype, that it is."""
+        """The columns of this piece in rows of that dtype."""
         return slice(self.first // dtype.itemsize, (self.first + self.size) // dtype.itemsize)
 
 
@@ -43,7 +43,7 @@ def pieces_of(row_bytes: int, number: int) -> list[Piece]:
 
 
 def message_bytes(piece: Piece, num_weights: int) -> int:
-    """Bytes of a message with a piece of a row and so many weights, in fp32."""
+    """Bytes of a message with a piece of a row and `num_weights` weights, in fp32."""
     return piece.size + -(-4 * num_weights // VECTOR) * VECTOR
 
 
@@ -55,14 +55,15 @@ def pack(
     num_messages: int,
     tokens_each: int,
 ) -> torch.Tensor:
-    """Make the messages.  Waits for nothing.
+    """Make the messages.  Does not wait.
 
     Args:
         rows: [num_tokens, hidden], of any dtype.
         piece: of each row.
         w: fp32 [num_tokens, top_k], or None.
-        token: int32 [num_messages]: whose row each message has; None: message i has that of token
-            i modulo `tokens_each`, and nothing in particular where there is no such token.
+        token: int32 [num_messages]: the token whose row each message carries; None: message i
+            carries that of token i modulo `tokens_each`, and is undefined where there is no such
+            token.
         num_messages: how many there are.
         tokens_each: see `token`.
 
@@ -94,7 +95,7 @@ def pack(
 def unpack(
     messages: torch.Tensor, piece: Piece, num_weights: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Take messages apart.  Waits for nothing.
+    """Unpack messages.  Does not wait.
 
     Args:
         messages: uint8 [num_messages, message_bytes].
@@ -126,7 +127,7 @@ def add_up(
     assignment_node: torch.Tensor | None,
     topk_w: torch.Tensor | None,
 ) -> None:
-    """Add up what nodes send back for each token, into a piece of its row.  Waits for nothing.
+    """Add up what the nodes return for each token, into a piece of its row.  Does not wait.
 
     In fp32, from +0, over the nodes in ascending order; rounded once.
 
@@ -135,11 +136,11 @@ def add_up(
             assignments.
         piece: of rows that they have.
         place: int32 [nodes, num_tokens]: the message of each node for each token; -1: none.
-        out: [num_tokens, hidden]: of which a piece is written.
+        out: [num_tokens, hidden], of which a piece is written.
         assignment_node: int32 [num_tokens, top_k]: the node of each assignment, otherwise -1;
             None where messages have no values.
-        topk_w: fp32 [num_tokens, top_k]: gets the values of assignments, zero where an assignment
-            goes nowhere; None where messages have none.
+        topk_w: fp32 [num_tokens, top_k]: receives the values of assignments, zero where an
+            assignment goes nowhere; None where messages have none.
     """
     if (kernels := extension.kernels_on(messages.device)) is not None:
         stream = extension.current_stream()

@@ -1,4 +1,4 @@
-"""What a plan of the engine `hierarchical` keeps."""
+"""The plan of the engine `hierarchical`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class HierarchicalPlan(RoutePlan):
     """Which tokens cross to which node, and the plan inside the node.
 
     Attributes:
-        inside: of the engine that `engine` is, for the tokens that came over this rank's rail.
-        engine: the node's, which made it.
-        most_tokens: the most tokens that any rank has; in static mode, for how many there is room.
-        sent_token: int32 [tokens sent]: by node, then token; None in static mode, where all are.
-        place: int32 [nodes, num_tokens]: which of the messages to all nodes is the one of a
-            token to a node; -1: it has no assignments there.
+        inside: plan of `engine`, for the tokens that came over this rank's rail.
+        engine: the node's, which made `inside`.
+        most_tokens: the most tokens of any rank; in static mode, the number there is room for.
+        sent_token: int32 [tokens sent]: by node, then token; None in static mode, where all tokens
+            are sent.
+        place: int32 [nodes, num_tokens]: the index of a token's message to a node among all
+            messages; -1: the token has no assignments there.
         assignment_node: int32 [num_tokens, top_k]: the node of each assignment; -1: not
             routed.
         tokens_sent: for each node.

@@ -25,7 +25,7 @@ from megatron_ncclep.ranks.group import EpGroup
 MIN_COMPUTE_CAPABILITY = (9, 0)
 DEFAULT_NUM_SMS = 32
 # SMs left to NCCL's kernels of other groups, which by default have up to this many CTAs.  A CTA of
-# ours takes nearly all shared memory of its SM, so that none of theirs fits next to it.
+# ours takes nearly all the shared memory of its SM, so none of theirs fits beside it.
 SMS_FOR_NCCL = 32
 # Size of a rank's message about its GPU, the same on every rank: room for the UUIDs of 90 GPUs.
 PLACE_BYTES = 4096
@@ -34,8 +34,8 @@ PLACE_BYTES = 4096
 def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
     """Say why the engine cannot run for `group`; None if it can.  Collective.
 
-    A problem that only this rank finds is returned only here: all ranks stop together all the
-    same, and `choose_engine` joins their texts.
+    A problem that only this rank finds is returned only here: all ranks still stop together, and
+    `choose_engine` joins their texts.
     """
 
     def look() -> tuple[str | None, _Place]:
@@ -72,7 +72,7 @@ def _own_problem(
     nccl, oldest = search.find_nccl(), search.version_text(search.OLDEST_NCCL)
     if nccl is None or (nccl.version or (0, 0, 0)) < search.OLDEST_NCCL:
         return (
-            f"it needs NCCL {oldest} or newer, here is {nccl or 'none'}: "
+            f"it needs NCCL {oldest} or newer, found {nccl or 'none'}: "
             f"pip install '{search.nccl_package()}>={oldest}'"
         )
     native = extension.load()
@@ -80,8 +80,8 @@ def _own_problem(
         return f"it takes at most {native.MAX_RANKS} ranks, the group has {group.size}"
     if num_experts is not None and num_experts > native.MAX_EXPERTS:
         return (
-            f"it takes at most {native.MAX_EXPERTS} experts in all: there are {num_experts}, each "
-            "slice of an expert counted (expert tensor parallelism)"
+            f"it takes at most {native.MAX_EXPERTS} experts in total: there are {num_experts}, "
+            "each slice of an expert counted (expert tensor parallelism)"
         )
     num_sms = config.num_sms or default_num_sms(group.device, ranks_per_gpu)
     return _sms_problem(group.size, num_sms, gpu, ranks_per_gpu)
@@ -91,8 +91,9 @@ def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
     """How many SMs the kernels of one rank may have, at most.
 
     They stay on their SMs while they wait for other ranks.  If they took all SMs of a GPU, NCCL's
-    kernel of another group could not start there, and ours could not where that one came first: two
-    groups would deadlock.  Ranks that share a GPU have to fit on it together.
+    kernel of another group could not start there, and ours could not start where that one came
+    first: the two groups would deadlock.  The kernels of ranks that share a GPU must fit on it
+    together.
     """
     return max(0, sms_of_gpu - SMS_FOR_NCCL) // ranks_per_gpu
 
@@ -110,9 +111,9 @@ def _sms_problem(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> 
 
     Args:
         num_ranks: of the group.
-        num_sms: that the kernels are to use.
+        num_sms: SMs for the kernels.
         gpu: properties of the device, as torch gives them.
-        ranks_per_gpu: the most that share one.
+        ranks_per_gpu: the most ranks that share one GPU.
     """
     least: int = extension.load().native_min_sms(num_ranks)
     most = most_sms(gpu.multi_processor_count, ranks_per_gpu)
@@ -133,15 +134,16 @@ def _sms_problem(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank runs, as it tells the others.
+    """Where a rank runs, as sent to the others.
 
     Attributes:
         host: name of the node.
-        gpu: UUID, which no other GPU in the world has; "": something is in the way on this rank.
+        gpu: UUID, unique worldwide; "": this rank has found a problem.
         name: the GPU's model.
         may_share: NCCL would run another rank on it.
         capability: its compute capability.
-        unreachable: UUIDs of those GPUs visible to this process whose memory its own cannot access.
+        unreachable: UUIDs of the GPUs visible to this process whose memory its own GPU cannot
+            access.
     """
 
     host: str = ""
@@ -153,7 +155,7 @@ class _Place:
 
 
 def _own_place(device: torch.device) -> _Place:
-    """Say where this rank runs.  Makes no context on other GPUs."""
+    """Return where this rank runs.  Creates no context on other GPUs."""
     own = torch.cuda.get_device_properties(device)
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     return _Place(
@@ -171,7 +173,7 @@ def _own_place(device: torch.device) -> _Place:
 
 
 def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
-    """Return what every rank says of its place, by rank.  Collective."""
+    """Return every rank's place, by rank.  Collective."""
     message = json.dumps(asdict(mine)).encode()
     theirs = group.exchange_padded(
         message, PLACE_BYTES, "open, exchanging which GPUs the ranks have", timeout_s
@@ -212,7 +214,7 @@ def _group_problem(places: Sequence[_Place]) -> str | None:
 def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> str | None:
     """Say which ranks NCCL finds in one NVLink domain, unless it is all of them.  Collective.
 
-    The communicator is made here; it is the group's, so that every layer finds it made.
+    Makes the communicator, which belongs to the group, so that every layer finds it ready.
     """
     try:
         communicator = communicator_of(group, timeout_s)
@@ -223,6 +225,6 @@ def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> 
     num_hosts = len({each.host for each in places})
     return (
         f"only {communicator.lsa_size} of {group.size} ranks, on {num_hosts} host(s), are in one "
-        "NVLink domain (NCCL's LSA team): make the expert-parallel group smaller, or see that "
-        "all have NVLink and CUDA peer-to-peer and that NCCL_CUMEM_ENABLE is not 0"
+        "NVLink domain (NCCL's LSA team): make the expert-parallel group smaller, or make sure "
+        "that all have NVLink and CUDA peer-to-peer and that NCCL_CUMEM_ENABLE is not 0"
     )

@@ -1,9 +1,9 @@
 """This project's own engine: kernels on NCCL's windows, for ranks in one NVLink domain.
 
 The kernels are in `csrc/native/`.  This module is the host's part: it checks arguments, allocates
-what a plan keeps, and queues the kernels.  The ranks' hosts agree when they must know a plan's
-sizes and when windows grow; in all other calls the kernels compare what must be the same on all
-ranks.
+the memory of plans, and queues the kernels.  The ranks' hosts agree when they must know a plan's
+sizes and when windows grow; in all other calls the kernels compare the arguments that must be the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class NativeEngine(EngineBase[NativePlan]):
 
     In static mode no call waits for the device or for another host, so that all of them can be
     captured in a CUDA graph.  A graph must not run concurrently with other work of the group on
-    another stream.  During and after a capture a batch that is larger than all before, or has
+    another stream.  During and after a capture a batch that is larger than all earlier ones, or has
     longer rows, is refused: windows are replaced when they grow, and the graph would use the old
     ones.
 
     A multi-rank group is unusable after an error in a call on which the hosts do not agree: all its
-    later calls raise the same on all ranks.
+    later calls raise the same error on all ranks.
 
-    Autograd records nothing of it, whatever its arguments need: results are new tensors, which
+    Autograd records none of it, even if arguments require gradients: results are new tensors, which
     kernels write.
     """
 
@@ -103,8 +103,8 @@ class NativeEngine(EngineBase[NativePlan]):
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
         """See `Engine.plan`.
 
-        The device checks the values of `topk_idx`.  In static mode the host waits neither
-        for it nor for other ranks' hosts, unless windows have to grow or the ranks have lately
+        The device checks the values of `topk_idx`.  In static mode the host waits neither for the
+        device nor for other ranks' hosts, unless windows have to grow or the ranks have recently
         brought different numbers of tokens: an index that is no expert, or is named twice, counts
         as not routed, and a later `plan` or `megatron_ncclep.check()` raises InputError on all
         ranks.
@@ -119,12 +119,14 @@ class NativeEngine(EngineBase[NativePlan]):
         handle = self._shared.module.NativePlan(
             counts, token_routes, capacity.most_tokens, top_k, call
         )
-        # All is queued before the host knows how much arrives; it seldom is more than expected.
+        # Everything is queued before the host knows how much arrives; that is seldom more than
+        # expected.
         ticket = native.plan(
             *(handle, assignments, self.config.block_alignment, limit or 0, kept, lacked),
             *(capacity.max_pairs, capacity.max_assignments, routes, num_sms, stream),
         )
-        # The plan is made while the device works; it is complete when the sizes are written down.
+        # The plan object is made while the device works; it is complete once the sizes are filled
+        # in.
         plan = NativePlan(
             plan_id=call,
             num_tokens=num_tokens,
@@ -157,7 +159,7 @@ class NativeEngine(EngineBase[NativePlan]):
                 more: list[torch.Tensor] = []
                 size = native.routes_size(*needed, capacity.most_tokens)
                 problem = try_allocate("a plan's routes", more, lambda: (routes.new_empty(size),))
-                if problem is not None:  # the other ranks have gone on
+                if problem is not None:  # the other ranks have moved on
                     self._shared.refuse("plan", problem)
                 (plan.routes,) = more
                 native.plan_receive(handle, *needed, plan.routes, num_sms, stream)
@@ -206,7 +208,7 @@ class NativeEngine(EngineBase[NativePlan]):
         return NativeLowLatency(self._shared, self.streams, *arguments)
 
     def _release(self) -> None:
-        """The last engine of the group frees the windows."""
+        """Release the windows, which the group's last engine frees."""
         self.group.release(self._name, self.timeout_s)
 
     def nbytes(self) -> int:
@@ -218,13 +220,13 @@ class NativeEngine(EngineBase[NativePlan]):
         """Preamble of every call: raise pending errors, set the deadline."""
         self._require_open()
         self._shared.raise_failure()
-        self._native.timeout_s = self.timeout_s  # the group's other engines have theirs
+        self._native.timeout_s = self.timeout_s  # the group's other engines have their own
 
     def _enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, PlanCapacity, list[Any]]:
         """Check the arguments of plan; provide memory and windows for it.
 
         Returns:
-            the number of the call, what the memory is for, and what `plan_memory` does.
+            the number of the call, the capacity of the memory, and the result of `plan_memory`.
         """
         self._begin()
         memory: list[Any] = []
@@ -237,7 +239,7 @@ class NativeEngine(EngineBase[NativePlan]):
         is_known = (
             self._is_static
             and not self.config.check_calls
-            # Where batches differ, one may be the first that is too large for the windows.
+            # Where batch sizes vary, this one may be the first that is too large for the windows.
             and self._shared.plans_to_meet == 0
             and (problem is not None or self._native.fits(*topk_idx.shape, self._row_bytes))
         )
@@ -261,10 +263,10 @@ class NativeEngine(EngineBase[NativePlan]):
         allocate: Callable[[PlanCapacity], str | None],
         memory: list[Any],
     ) -> tuple[int, PlanCapacity]:
-        """Agree on a plan with all ranks' hosts, tell each other how many tokens there are.
+        """Agree on a plan with all ranks' hosts, and exchange the numbers of tokens.
 
-        Windows grow when they are too small, and `allocate` has put what the plan needs into
-        `memory`.  Returns the number of the call, and what the memory is for.
+        Windows that are too small grow, and `allocate` puts what the plan needs into `memory`.
+        Returns the number of the call, and the capacity of the memory.
         """
         timeout_s = self.timeout_s
         # Allocated before the ranks agree, so that one without memory can still tell the others.
@@ -276,14 +278,14 @@ class NativeEngine(EngineBase[NativePlan]):
         try:
             agreement = self.agree_on_routes(topk_idx, problem)
             most_tokens = max(agreement.gathered)
-            if self._is_static:  # in exact plans hosts meet anyway
+            if self._is_static:  # for exact plans hosts agree anyway
                 self._shared.note_batches(agreement.gathered)
             self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
             if most_tokens != expected:
                 capacity = self._capacity(most_tokens, topk_idx)
-            if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
+            if most_tokens > self._most_tokens:  # some rank may have expected less, and all know it
                 problem = allocate(capacity) if most_tokens > expected else None
                 if problems := self.group.gather_problems(problem, "plan", timeout_s):
                     raise InputError(f"plan: {problems}")
@@ -293,14 +295,14 @@ class NativeEngine(EngineBase[NativePlan]):
             self._shared.raise_bad_routings(error, timeout_s)
             raise
         if most_tokens < expected:
-            # No plan keeps more than it needs, as long as there is memory for both; all ranks go on
-            # now, so this one must not fail.
+            # Shrink the plan's memory if there is memory for both copies; all ranks move on now, so
+            # a failure here must be ignored.
             allocate(capacity)
         self._most_tokens = max(self._most_tokens, most_tokens)
         return agreement.call, capacity
 
     def _capacity(self, most_tokens: int, topk_idx: torch.Tensor) -> PlanCapacity:
-        """The capacity of a plan; in static mode everything that can arrive."""
+        """The capacity of a plan; in static mode for everything that can arrive."""
         (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
         # In static mode the kernels compare it between ranks.
         limit = self.rows_limit(num_tokens, top_k)
@@ -321,12 +323,12 @@ class NativeEngine(EngineBase[NativePlan]):
     ) -> tuple[NativePlan, list[Any], int]:
         """Check the arguments of dispatch or combine; provide memory and windows for it.
 
-        The device compares them with those of the other ranks.  With `check_calls` their hosts do,
-        and only when they agree is anything queued.
+        The device compares them with those of the other ranks.  With `check_calls` the hosts do,
+        and nothing is queued unless they agree.
 
         Returns:
-            the plan, typed; what `allocate` returns, for which there is memory; and the handle of
-            the current stream.
+            the plan, typed; the tensors that `allocate` returned; and the handle of the current
+            stream.
         """
         self._begin()
         memory: list[Any] = []
@@ -357,7 +359,7 @@ class NativeEngine(EngineBase[NativePlan]):
         return plan, memory, stream
 
     def _together(self, phase: str, agree: Callable[[], _Result]) -> _Result:
-        """Agree; only ranks whose windows must grow do so, unless all ranks always do.
+        """Agree; only ranks whose windows must grow call this, unless all ranks always do.
 
         Raises:
             RefusedError: only some ranks' windows must grow; all ranks raise it.
@@ -367,13 +369,13 @@ class NativeEngine(EngineBase[NativePlan]):
         except PeerError:
             rank = self.group.rank_ahead()
             always = self.config.check_calls or (phase == "plan" and not self._is_static)
-            if rank is None or always:  # it is in another call, or gone
+            if rank is None or always:  # it is in a different call, or gone
                 raise
             self._shared.refuse(
                 phase,
                 "this batch has more tokens, a larger top-k or longer rows than all before, so "
-                f"that the windows of all ranks must grow, and that of rank {rank} has not: where "
-                "the hosts do not agree on a call, they grow for all ranks in the same call. Run "
+                f"that this rank's windows must grow, but those of rank {rank} need not: in calls "
+                "on which the hosts do not agree, windows can only grow on all ranks at once. Run "
                 "the largest batch first, or set check_calls",
             )
 
@@ -383,7 +385,7 @@ class NativeEngine(EngineBase[NativePlan]):
         windows.reserve(self.group, self._native, *needed, self.timeout_s)
 
     def _describe(self, row_bytes: int, top_k: int) -> None:
-        """Log at level DEBUG how the kernels are set up for such rows, once for each kind."""
+        """Log at level DEBUG how the kernels are set up for such rows, once per kind of row."""
         if self.group.rank != 0 or (row_bytes, top_k) in self._described:
             return
         self._described.add((row_bytes, top_k))
@@ -391,12 +393,12 @@ class NativeEngine(EngineBase[NativePlan]):
         self.group.log_once(logging.DEBUG, text, text)
 
     def _plan_problem(self) -> str | None:
-        """Say what else is wrong with a plan on which the hosts agree."""
+        """Say what else is wrong with a plan on which the hosts agree, if anything."""
         if self._native.bad_ranks(forget=False):
             return BAD_ROUTING
         if self.config.max_recv_rows is None and torch.cuda.is_current_stream_capturing():
             return (
-                "a CUDA graph cannot hold a plan whose number of rows the host must know: set "
+                "a CUDA graph cannot capture a plan whose number of rows the host must know: set "
                 "max_recv_rows (--ncclep-max-recv-rows), or leave the plan out of the graph"
             )
         return None

@@ -1,10 +1,10 @@
-"""What the native engines of one group share: windows, and what failed on the device.
+"""State that the native engines of one group share: windows, and failures on the device.
 
 Kernels wait for other ranks, and compare their calls.  When such a wait passes its deadline, or
-when a rank is in another call or has refused one, the Python call has already returned: the kernel
-makes its outputs NaN, as do later kernels of the group, and the host raises at the next
+when a rank is in a different call or has refused one, the Python call has already returned: the
+kernel fills its outputs with NaN, as do later kernels of the group, and the host raises at the next
 opportunity: the engine's next call, or `NativeGroup.check`.  Kernels also report bad routings that
-no host has looked at; after those the group can go on.
+no host has checked; the group remains usable after those.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import difference, different_calls
 
-# What a rank reports once it knows of a bad routing; the details follow.
+# A rank's problem once it knows of a bad routing; the details follow.
 BAD_ROUTING = "the routing of an earlier plan was bad"
-# Hosts agree on so many static plans more after one to which ranks brought different numbers of
-# tokens.
+# After a static plan to which ranks brought different numbers of tokens, hosts agree on this many
+# more static plans.
 EVEN_PLANS = 100
-# What must be equal on all ranks besides the phase, in the order in which differences are reported.
+# Values besides the phase that must be equal on all ranks, in the order in which differences are
+# reported.
 VALUES = (
     *("top_k", "alignment", "max_recv_rows"),
     *("plan", "dtype", "hidden size", "presence of weights"),
@@ -33,14 +34,14 @@ VALUES = (
 
 
 class NativeGroup:
-    """The extension's group for one number of experts, shared by the layers that have as many.
+    """The extension's group for one number of experts, shared by the layers with that number.
 
     Attributes:
         group: the ranks.
         num_experts: of the whole group.
         native: the `_C.NativeGroup`.
         module: `_C`.
-        plans_to_meet: static plans in which hosts are still to agree, because ranks have brought
+        plans_to_meet: static plans on which hosts have yet to agree, because ranks brought
             different numbers of tokens to one; the same on all ranks.
     """
 
@@ -64,13 +65,13 @@ class NativeGroup:
         )
 
     def raise_failure(self) -> None:
-        """Raise what is known to have failed on the device.  Waits for nothing; not collective.
+        """Raise a failure that the device has reported.  Does not wait; not collective.
 
         Raises:
             RefusedError: a rank has refused a call.
             InputError: ranks have called with different arguments.
             PeerError: a wait for another rank passed its deadline, or ranks are in different calls;
-                names rank, phase and operation.
+                the error names rank, phase and operation.
         """
         if self._refusal is not None:
             raise RefusedError(self._refusal)
@@ -79,11 +80,11 @@ class NativeGroup:
             raise self._error_of(failure)
 
     def refuse(self, phase: str, problem: str) -> NoReturn:
-        """Raise for what is wrong on this rank, and have the other ranks raise it.
+        """Raise a problem of this rank, and make the other ranks raise it too.
 
-        Not collective, and does not wait.  The others' waits end, their present results become NaN,
+        Not collective, and does not wait.  The others' waits end, their current results become NaN,
         and their next call raises the same InputError, as do all later calls on every rank.  A
-        group of one rank goes on as if nothing had been called.
+        single-rank group continues as if the call had not been made.
 
         Args:
             phase: "plan", "dispatch" or "combine".
@@ -96,16 +97,16 @@ class NativeGroup:
         if self.group.size > 1:
             self._refusal = refusal
             self.group.refuse(refusal)
-            # A graph would tell the others at each replay, and not now.
+            # A graph would tell the others at each replay instead of now.
             if not torch.cuda.is_current_stream_capturing():
                 self.native.refuse(phase, extension.current_stream())
             raise RefusedError(refusal)
         raise InputError(refusal)
 
     def _error_of(self, failure: Any) -> EpError:
-        """The exception for a failure of the device."""
+        """The exception for a failure on the device."""
         me, peer, phase = self.group.rank, failure.peer, failure.phase
-        # It may have refused during a capture, when the device could not be told.
+        # It may have refused during a capture, when it could not signal through the device.
         if refusal := self.group.refusal(peer):
             return RefusedError(refusal)
         if failure.reason == "refused":
@@ -113,7 +114,7 @@ class NativeGroup:
         if failure.reason == "out of turn":
             return InputError(
                 f"{phase}: rank {me}, operation {failure.epoch} of its low-latency object, out of "
-                "turn: dispatch and combine take turns on the device, too; replay CUDA graphs so"
+                "turn: dispatch and combine must alternate on the device too; replay CUDA graphs so"
             )
         if failure.reason == "differs":
             calls = sorted([(me, failure.own_call), (peer, failure.peer_call)])
@@ -127,10 +128,11 @@ class NativeGroup:
         )
 
     def note_batches(self, num_tokens: list[int]) -> None:
-        """Have hosts meet in the plans after a static one to which ranks brought different batches.
+        """Make hosts agree on plans for a while after ranks have brought different batches.
 
-        One of these may be the first that is too large for the windows, on some ranks only.  A
-        batch that all ranks have alike by chance says nothing of the next one; many in a row do.
+        One of the next static plans may be the first that is too large for the windows, on some
+        ranks only.  One batch size that all ranks share by chance says nothing about the next; many
+        in a row do.
 
         Args:
             num_tokens: of each rank, in a static plan on which all hosts agreed.
@@ -139,13 +141,14 @@ class NativeGroup:
         self.plans_to_meet = max(0, self.plans_to_meet - 1) if is_even else EVEN_PLANS
 
     def bad_routings(self, *, forget: bool) -> str | None:
-        """Say whose routing was bad in earlier calls in which no host looked at it.
+        """Say whose routing was bad in earlier calls in which no host checked it.
 
-        As far as the device has come: what was queued on all ranks before they waited for their
-        devices, all ranks know.
+        Covers the work that the device has finished: what was queued on all ranks before they
+        waited for their devices is known to all of them.
 
         Args:
-            forget: it will be raised, once.  Where there are other ranks nothing may be under way.
+            forget: clear it, because the caller raises it.  With other ranks, no work may be in
+                flight.
         """
         masks = {
             "plan (static mode)": self.native.bad_ranks(forget=forget),
@@ -155,13 +158,13 @@ class NativeGroup:
         return "; ".join(said) or None
 
     def raise_bad_routings(self, error: InputError, timeout_s: float) -> None:
-        """Raise `error` with what static plans had wrong so far, once.  Collective, as `error` is.
+        """Raise `error` with the bad routings of static plans so far, once.
 
-        Does nothing if nothing was wrong.
+        Collective, as `error` is.  Does nothing if there are none.
         """
         is_captured = torch.cuda.is_current_stream_capturing()
         if not is_captured:
-            torch.cuda.synchronize(self.group.device)  # the news may still be on its way
+            torch.cuda.synchronize(self.group.device)  # reports may still be in flight
         mine = torch.tensor([self.native.bad_ranks(forget=False)])
         what = "plan, exchanging whose routing was bad"
         theirs = self.group.gather(mine, what, timeout_s).flatten().tolist()
@@ -179,19 +182,19 @@ class NativeGroup:
             f"in an earlier {call}, topk_idx of rank {', '.join(bad)} named what is not one of the "
             f"{self.num_experts} experts, or an expert twice for a token, or a routing map named "
             "more than top_k: those assignments were not routed; a plan without max_recv_rows "
-            "raises the error in time and says which"
+            "raises the error at once and names the assignment"
         )
 
     def check(self) -> None:
-        """Wait for what is queued in this group; raise what is wrong with it.  Not collective.
+        """Wait for the work queued in this group; raise its failures.  Not collective.
 
-        A CUDA graph that holds calls of the group is waited for if it was replayed on the current
-        stream.  While that stream is being captured nothing can be waited for, and only failures
-        that are known are raised.
+        This includes a CUDA graph that holds calls of the group, if it was replayed on the current
+        stream.  While that stream is being captured waiting is impossible, and only failures that
+        are already known are raised.
 
         Raises:
             InputError: a routing was bad, in calls since the last check.  Ranks that check after
-                the same calls all raise it, and the group can go on.
+                the same calls all raise it, and the group remains usable.
             RefusedError, PeerError: as `raise_failure`.
         """
         is_capturing = torch.cuda.is_current_stream_capturing()
@@ -204,9 +207,9 @@ class NativeGroup:
             raise InputError(problem)
 
     def device_waited_ns(self) -> torch.Tensor:
-        """For how long kernels here have waited for other ranks to enter the same call: int64 [1].
+        """Nanoseconds that kernels here have waited for ranks to enter a call: int64 [1].
 
-        Not collective, and waits for nothing: the current stream writes it when it comes to it.
+        Not collective, and does not wait: the value is written in the order of the current stream.
         """
         waited = torch.empty(1, dtype=torch.int64, device=self.group.device)
         self.native.copy_waited_ns(waited, extension.current_stream())
@@ -214,13 +217,13 @@ class NativeGroup:
 
     def close(self) -> None:
         """Free the windows.  Collective."""
-        if self._refusal is not None:  # a new engine starts afresh
+        if self._refusal is not None:  # so that a new engine can start
             self.group.forget_refusal()
         self.native.close()
 
 
 def aligned(rows: torch.Tensor) -> torch.Tensor:
-    """`rows` as the kernels read them: contiguous, in vectors of 16 bytes."""
+    """`rows` as the kernels read them: contiguous and aligned to 16 bytes."""
     rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % 16 else rows
 

@@ -1,8 +1,8 @@
 """Low-latency mode of the native engine: `csrc/native/low_latency/protocol.h`.
 
 No call waits for a device or for another host, so a CUDA graph can hold any number of them and be
-replayed as often as dispatch and combine take turns.  What a dispatch returns is the window itself,
-into which the other ranks write: nothing is copied, and its addresses never change.
+replayed as long as dispatch and combine alternate.  A dispatch returns the window itself, into
+which the other ranks write: nothing is copied, and its addresses never change.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 
 WINDOW = ("low-latency",)
-# CTAs of a kernel: enough for some warps of each to have a piece of a row, of 1 KiB.
+# CTAs of a kernel: as many as leave several warps of each with a piece of a row, of 1 KiB.
 DEFAULT_MOST_CTAS = 120
 LEAST_CTAS, PIECE_BYTES, PIECES_PER_CTA = 8, 1024, 4
-# A combine has CTAs for this part of max_tokens at least.
+# A combine has CTAs for at least max_tokens / LEAST_SHARE tokens.
 LEAST_SHARE = 8
-# Of a group that has no windows yet: its control window tells ranks that another one stops.
+# Windows for a group that has none yet: its control window tells ranks that another one stops.
 FIRST_TOKENS, FIRST_ROW_BYTES = 128, 16
 
 
@@ -47,7 +47,7 @@ class NativeLowLatency:
         sizes: LowLatencySizes,
         number: int,
     ) -> None:
-        """Collective; the ranks have agreed on `sizes`, in the call of that number.
+        """Collective; the ranks have agreed on `sizes`, in call `number`.
 
         Raises:
             LibraryError: on every rank, when one has no memory for its window or NCCL makes none.
@@ -62,7 +62,7 @@ class NativeLowLatency:
         if not native.windows:
             wanted = (FIRST_TOKENS, sizes.top_k, FIRST_ROW_BYTES)
             windows.grow(group, native, *wanted, timeout_s)
-        communicator_of(group, timeout_s)  # which stays as long as the window
+        communicator_of(group, timeout_s)  # held for as long as the window
         self._native: Any = on_all_ranks(
             group,
             "allocating a low-latency window",
@@ -84,11 +84,11 @@ class NativeLowLatency:
             group.release("communicator", timeout_s)
             raise
         # Every CTA of a combine waits for all ranks, and a rank's word comes after all of its CTAs
-        # have sent: all must get an SM.  With NCCL's SMs left alone an ordinary launch sees to
-        # that.  The group's own kernels run one after the other, and others end by themselves,
-        # except for those of another NativeGroup.  If these hold SMs and wait in a ring with this
-        # combine, a cooperative launch, which waits until all SMs are free, would be in that ring
-        # too.
+        # have sent: all must get an SM.  As long as NCCL's SMs are left free, an ordinary launch
+        # ensures that.  The group's own kernels run one after the other, and others end by
+        # themselves, except for those of another NativeGroup.  If these hold SMs in a circular wait
+        # with this combine, a cooperative launch, which waits until all of its CTAs fit, would be
+        # part of that circle too.
         most = most_sms(_num_sms(group.device), group.ranks_per_gpu(timeout_s))
         self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, most)
         self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
@@ -104,14 +104,14 @@ class NativeLowLatency:
             num_local_experts=num_experts // group.size,
             scales=scales,
         )
-        # What kernels that are under way, or second halves that are still to come, read.
+        # Tensors that kernels in flight, or second halves still to come, read.
         self._arguments: tuple[Any, ...] = ()
 
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """See `LowLatencyCalls.begin`."""
         self._shared.raise_failure()
         self._shared.native.timeout_s = self._group.deadline_s(self._config)
-        # Told once where the group can be used afterwards: several ranks are at their end.
+        # Reported once where the group remains usable: a multi-rank group does not.
         problem = problem or self._shared.bad_routings(forget=self._group.size == 1)
         if problem is not None:
             self._shared.refuse(f"low-latency {phase}", problem)
@@ -119,7 +119,7 @@ class NativeLowLatency:
             self._group.enter()
 
     def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
-        """None: the device looks."""
+        """None: the device checks the values."""
         return None
 
     def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
@@ -179,22 +179,23 @@ class NativeLowLatency:
         self._group.release("communicator", self._group.deadline_s(self._config))
 
     def _allocated(self, phase: str, allocate: Callable[[], tuple[Any, ...]]) -> list[Any]:
-        """What `allocate` returns; without memory for it the call is refused, for all ranks."""
+        """The result of `allocate`; if memory runs out, the call is refused for all ranks."""
         memory: list[Any] = []
         if problem := try_allocate(f"a low-latency {phase}", memory, allocate):
             self._shared.refuse(f"low-latency {phase}", problem)
         return memory
 
     def _tokens_of_combine(self) -> int:
-        """As many tokens as CTAs are for: what other ranks' tokens bring, only the device knows.
+        """The number of tokens to size CTAs for: only the device knows how many rows were received.
 
-        On a rank with one token and 128 received rows CTAs for one token would take 34 us, and for
-        16, an eighth of 128, 13, as many as it takes; with nothing to send they cost half a us.
+        On a rank with one token and 128 received rows, CTAs for one token would take 34 us; CTAs
+        for 16 tokens, an eighth of 128, take 13 us, no longer than more CTAs; with nothing to send
+        they cost half a us.
         """
         return max(self._num_tokens, -(-self._sizes.max_tokens // LEAST_SHARE))
 
     def _num_ctas(self, num_tokens: int, itemsize: int) -> int:
-        """CTAs for so many tokens; all of them fit on the GPU at once, as combine needs."""
+        """CTAs for `num_tokens` tokens; all of them fit on the GPU at once, as combine needs."""
         pieces = num_tokens * -(-self._sizes.hidden * itemsize // PIECE_BYTES)
         return min(self._most_ctas, max(LEAST_CTAS, -(-pieces // PIECES_PER_CTA)))
 
@@ -208,7 +209,7 @@ class NativeLowLatency:
 
 
 class _Memory:
-    """Device memory as torch takes it."""
+    """Device memory in the form that torch accepts."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -220,7 +221,7 @@ class _Memory:
 
 
 def _carried(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the extension takes rows: those of one byte are bytes to it."""
+    """The dtype in which the extension takes rows: one-byte dtypes as uint8."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
 

@@ -1,4 +1,4 @@
-"""What a plan of the native engine keeps, and the memory for it."""
+"""The native engine's plan, and its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ncclep.engines.native.group import NativeGroup
 
 # An exact plan has room for this many times the assignments that are expected to arrive.
 HEADROOM = 1.25
-# What a plan takes back of the room that it did not need, for the plans after it.
+# The fraction of unneeded room that a plan gives up for the plans after it.
 TAKEN_BACK = 1 / 8
 
 
@@ -22,13 +22,13 @@ class NativePlan(RoutePlan):
     """Routes as the kernels keep them.
 
     Attributes:
-        token_routes: int32 [4, num_tokens]: what is known of each token at the source rank.
+        token_routes: int32 [4, num_tokens]: the source rank's routes of each token.
         routes: int32: the pairs and assignments that this rank receives, with room for more; in
-            static mode for as many as can come.
+            static mode for as many as can arrive.
         most_tokens: the most tokens that any rank has.
         handle: the `_C.NativePlan` over `counts`, `token_routes` and `routes`.
         stream: handle of the stream that they belong to.
-        shared: what failed there makes the plan worthless.
+        shared: the group; its failures make the plan invalid.
         rows_on_host: `tokens_per_expert` on the CPU; None in static mode, where no host waits.
     """
 
@@ -58,12 +58,12 @@ class NativePlan(RoutePlan):
 
 
 class PlanCapacity(NamedTuple):
-    """What the memory of a plan is for.
+    """The capacity of a plan's memory.
 
     Attributes:
         num_local_experts: of each rank.
-        most_tokens: the most tokens of any rank; in static mode, for how many there are windows.
-        max_pairs, max_assignments: that this rank can receive with it.
+        most_tokens: the most tokens of any rank; in static mode, as many as the windows are for.
+        max_pairs, max_assignments: the most that this rank can receive with it.
         limit: rows of the dispatched tensor in static mode; otherwise None.
     """
 
@@ -75,15 +75,15 @@ class PlanCapacity(NamedTuple):
 
 
 def next_capacity_factor(factor: float, num_assignments: int, balanced: int) -> float:
-    """For which multiple of a balanced load the next plan of a layer has capacity.
+    """The capacity of a layer's next plan, as a multiple of a balanced load.
 
     `HEADROOM` times the last load, which counts as at least balanced.  It rises at once and falls
     step by step, because batches alternate.  Example: after a plan with five times a
     balanced load, 6.25; then, with balanced plans, 5.625, 5.078 and so on down to 1.25.
 
     Args:
-        factor: what the last plan had room for.
-        num_assignments: that it received.
+        factor: the capacity of the last plan.
+        num_assignments: assignments that it received.
         balanced: assignments that each rank receives in a balanced plan.
     """
     needed = HEADROOM * max(1.0, num_assignments / max(balanced, 1))
@@ -93,13 +93,13 @@ def next_capacity_factor(factor: float, num_assignments: int, balanced: int) -> 
 def plan_memory(
     native: Any, capacity: PlanCapacity, topk_idx: torch.Tensor, may_drop: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Allocate a plan's `counts`, `token_routes`, `routes`, and what static mode keeps.
+    """Allocate a plan's `counts` and `token_routes`, the assignments kept, and `routes`.
 
     Args:
         native: the group's `_C.NativeGroup`.
         capacity: what it is for.
         topk_idx: [num_tokens, top_k].
-        may_drop: whether anything may be dropped; otherwise the third is None.
+        may_drop: whether rows may be dropped; otherwise the third is None.
 
     Raises:
         torch.OutOfMemoryError: there is no memory.
@@ -118,7 +118,7 @@ def plan_memory(
 def try_allocate(
     what: str, memory: list[Any], allocate: Callable[..., tuple[Any, ...]], *arguments: Any
 ) -> str | None:
-    """Put what `allocate` returns into `memory`; say so if there is no memory for it."""
+    """Store what `allocate` returns in `memory`; return the problem if memory runs out."""
     try:
         memory[:] = allocate(*arguments)
     except torch.OutOfMemoryError as error:

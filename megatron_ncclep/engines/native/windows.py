@@ -1,8 +1,8 @@
 """How the windows of the native engine grow, and how ranks verify that they reach each other's.
 
-A rank computes the addresses of its peers' windows from what NCCL keeps in device memory, which no
-header documents.  So whenever windows are made, the device first writes and reads words across all
-ranks: wrong addresses are an error and never wrong results.
+A rank computes the addresses of its peers' windows from a struct that NCCL keeps in device memory
+and no header documents.  So whenever windows are made, the device first writes and reads words
+across all ranks: wrong addresses cause an error, never wrong results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = ("control", "rows")  # of the windows that `_C.NativeGroup.windows` retu
 ENDS = ("start", "end")
 WORD_BYTES = 8
 MIB = 2**20
-# Windows are made for a multiple of this many tokens, and of more where there are many.
+# Windows are made for a multiple of this many tokens, or of a larger step where there are many.
 MIN_TOKENS = 128
 
 
@@ -50,10 +50,10 @@ def reserve(
 
 
 def tokens_of_windows(num_tokens: int) -> int:
-    """For how many tokens to make windows when a batch has `num_tokens`.
+    """The number of tokens to make windows for when a batch has `num_tokens`.
 
-    At most an eighth more, or `MIN_TOKENS`: batches that grow a little must not replace the
-    windows each time.  Example: 5000 tokens get windows for 5120.
+    At most an eighth more, or `MIN_TOKENS` more, so that slightly growing batches do not replace
+    the windows each time.  Example: 5000 tokens get windows for 5120.
     """
     step = max(MIN_TOKENS, (1 << num_tokens.bit_length()) // 16)
     return max(1, -(-num_tokens // step)) * step
@@ -62,9 +62,9 @@ def tokens_of_windows(num_tokens: int) -> int:
 def grow(
     group: EpGroup, native: Any, num_tokens: int, top_k: int, row_bytes: int, timeout_s: float
 ) -> None:
-    """Make windows for this much, empty and verified; log the sizes on rank 0.
+    """Make windows of this capacity, empty and verified; log the sizes on rank 0.
 
-    Collective, with the same arguments.  Nothing may be under way on this rank's device.
+    Collective, with the same arguments.  No work may be in flight on this rank's device.
 
     Args:
         group: the ranks.
@@ -76,7 +76,7 @@ def grow(
 
     Raises:
         LibraryError: on every rank, when one has no memory, when NCCL makes no window, or when a
-            rank does not reach another's memory.  There are no windows then.
+            rank does not reach another's memory.  No windows are left then.
         PeerError: a rank did not come in time.
     """
     held = native.num_bytes
@@ -91,7 +91,7 @@ def grow(
     def on_all_ranks(what: str, step: Callable[[], str | None], remedy: str) -> None:
         _on_all_ranks(group, native, what, step, f"({cause})", remedy, timeout_s)
 
-    smaller = "if it is for want of GPU memory: use smaller micro-batches"
+    smaller = "if GPU memory ran out: use smaller micro-batches"
     on_all_ranks(
         "leaving its windows", lambda: None, _other()
     )  # no rank uses the old ones any longer
@@ -100,7 +100,8 @@ def grow(
     )
     open_checked(group, native, NAMES, cause, timeout_s)
     if group.rank == 0:
-        # The first plan comes before the first row, whose length its windows cannot know.
+        # The first plan precedes the first row, so its windows are made without knowing row
+        # lengths.
         level = logging.INFO if native.num_bytes >= MIB else logging.DEBUG
         get_logger().log(
             level,
@@ -119,7 +120,7 @@ def open_checked(
 
     Args:
         group: the ranks.
-        native: what has the windows: a `_C.NativeGroup` or a `_C.NativeLowLatency`.
+        native: the owner of the windows: a `_C.NativeGroup` or a `_C.NativeLowLatency`.
         names: of its windows.
         cause: why they are made, for errors.
         timeout_s: seconds to wait for the other ranks, after each step.
@@ -151,10 +152,10 @@ def _on_all_ranks(
     remedy: str,
     timeout_s: float,
 ) -> None:
-    """Take a step; the next one comes only when it went well on all ranks."""
+    """Take a step, and raise on all ranks unless it succeeded on all of them."""
     try:
         problem = step()
-    except Exception as error:  # whatever it is, the other ranks have to know
+    except Exception as error:  # of any kind: the other ranks have to know
         problem = str(error) if isinstance(error, LibraryError) else repr(error)
     if problems := group.gather_problems(problem, what, timeout_s):
         native.drop()
@@ -162,7 +163,7 @@ def _on_all_ranks(
 
 
 def _require_no_graph(group: EpGroup, is_captured: bool, timeout_s: float) -> None:
-    """Refuse to let windows grow that a CUDA graph uses.  Collective.
+    """Refuse to grow windows that a CUDA graph uses.  Collective.
 
     Args:
         group: the ranks.
@@ -187,11 +188,11 @@ def _require_no_graph(group: EpGroup, is_captured: bool, timeout_s: float) -> No
 
 @dataclass(frozen=True)
 class _Probe:
-    """What one rank writes for another, at one end of a window.
+    """A word that one rank writes for another, at one end of a window.
 
     Attributes:
-        window, end: where, in words.
-        peer: the other rank; this rank has one of its own too, since kernels use that address.
+        window, end: names of the place.
+        peer: the other rank, or this one: kernels use its own address too.
         address: as this rank addresses it.
         value: different for each writer, reader, place and generation of windows.
     """
@@ -204,15 +205,15 @@ class _Probe:
 
 
 def _write_own(group: EpGroup, native: Any, names: tuple[str, ...]) -> None:
-    """Write words to this rank's own windows, for the others to read."""
+    """Write the words in this rank's own windows that the others read."""
     _store(_probes(group, native, names, remote=False, writes=True))
 
 
 def _verify_peers_and_write(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
-    """Read what the others left for this rank, and write words to their windows.
+    """Read the words that the others wrote for this rank in their windows, and write words there.
 
     Returns:
-        what is wrong with the first word that is not as expected, if any is.
+        what is wrong with the first unexpected word, if there is one.
     """
     left = _probes(group, native, names, remote=True, writes=False)
     problem = _difference(left, "reads {seen} from the {end} of the {window} window of {peer}")
@@ -221,7 +222,7 @@ def _verify_peers_and_write(group: EpGroup, native: Any, names: tuple[str, ...])
 
 
 def _verify_own(group: EpGroup, native: Any, names: tuple[str, ...]) -> str | None:
-    """Read what the others wrote to this rank's windows; return what is wrong, if anything is."""
+    """Read what the others wrote to this rank's windows; say what is wrong, if anything."""
     brought = _probes(group, native, names, remote=False, writes=False)
     return _difference(
         brought, "finds {seen} where {peer} wrote to the {end} of its {window} window"
@@ -259,7 +260,7 @@ def _store(words: list[_Probe]) -> None:
 
 
 def _difference(words: list[_Probe], text: str) -> str | None:
-    """Read `words`; say of the first that has another value what `text` says."""
+    """Read `words`; describe the first with an unexpected value by `text`."""
     found = extension.load().load_words([word.address for word in words])
     wrong = [(w, seen) for w, seen in zip(words, found, strict=True) if seen != w.value]
     if not wrong:

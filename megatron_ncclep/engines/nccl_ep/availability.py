@@ -14,11 +14,11 @@ from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
-# Of libnccl_ep, as csrc/nccl_ep/api.h declares it; its constructor checks it once more.
+# The version of libnccl_ep that csrc/nccl_ep/api.h declares; the extension checks it once more.
 VERSION = (0, 2)
 MAX_RANKS_PER_NODE = 8
 MAX_NODES = 8
-# With more it works over NVLink only.
+# With more SMs it works over NVLink only.
 MAX_SMS_BETWEEN_NODES = 16
 MIN_COMPUTE_CAPABILITY = (9, 0)
 
@@ -26,7 +26,8 @@ MIN_COMPUTE_CAPABILITY = (9, 0)
 def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None) -> str | None:
     """Say why the engine cannot run for `group`; None if it can.  Collective.
 
-    `CAPS` has what depends on `num_experts`.  What this rank alone finds, only this rank says.
+    Limits on `num_experts` are in `CAPS`.  A problem that only this rank finds is returned only
+    here.
     """
     timeout_s = group.deadline_s(config)
     nodes = group.ranks_per_node(timeout_s)
@@ -44,7 +45,7 @@ def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None
 
 
 def _own_problem(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | None:
-    """Say what is in the way on this rank; `nodes`: ranks of each node.  Not collective."""
+    """Say what is wrong on this rank; `nodes`: ranks of each node.  Not collective."""
     if group.device.type != "cuda":
         return "it needs GPUs and a process group with the nccl backend"
     if problem := extension.unavailable_reason() or extension.driver_problem():
@@ -63,7 +64,7 @@ def _own_problem(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | No
 
 
 def _library_problem(library: NcclEpLibrary) -> str | None:
-    """Say what the library lacks in this process, if anything."""
+    """Say why the library cannot be used in this process, if it cannot."""
     if library.version is not None and library.version[:2] != VERSION:
         return (
             f"{library.path} is version {search.version_text(library.version)}: this engine "
@@ -89,7 +90,7 @@ def _library_problem(library: NcclEpLibrary) -> str | None:
 def _mode_problem(
     library: NcclEpLibrary, group: EpGroup, config: EpConfig, num_nodes: int
 ) -> str | None:
-    """Say why the library cannot work as it was asked to over this many nodes."""
+    """Say why the library cannot work with these options over this many nodes."""
     if problem := nccl_ep_library.mode_problem(library):
         return problem
     if num_nodes > 1 and envs.get(nccl_ep_library.PULL_PUSH):
@@ -110,7 +111,7 @@ def _mode_problem(
 def _unequal(group: EpGroup, timeout_s: float) -> str | None:
     """Say how the libraries of the ranks differ, if they do.  Collective; no rank lacks one.
 
-    Kernels of different libraries or modes would wait for each other for ever.
+    Kernels of different libraries or modes would deadlock.
     """
     mine = torch.tensor(_identity())
     every = group.gather(mine, "open, comparing libnccl_ep", timeout_s).tolist()
@@ -130,7 +131,7 @@ def _identity() -> list[int]:
 
 
 def _text(rank: int, numbers: list[int]) -> str:
-    """Write what `_unequal` compares."""
+    """Format the values that `_unequal` compares."""
     library, nccl = (".".join(map(str, numbers[i : i + 3])) for i in (0, 3))
     mode = f" and {nccl_ep_library.PULL_PUSH}" if numbers[7] else ""
     return f"rank {rank} has libnccl_ep {library} of interface {numbers[6]}, NCCL {nccl}{mode}"

@@ -2,7 +2,7 @@
 
 The library fixes the number of tokens of a rank and the length of a row when it makes a group.
 Neither is known when an engine is made, so the staging memory is made at the first dispatch, and
-again, on all ranks together, when a larger batch or a longer row arrives (staging.py).
+made again, on all ranks together, when a larger batch or a longer row arrives (staging.py).
 
 The number of rows that each rank receives is computed here, from the counts of assignments that the
 ranks exchange, so that a plan can exist before the length of its rows is known.
@@ -78,7 +78,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
             topk_idx = drop_what_does_not_fit(topk_idx, counts, self.group.rank, alignment, limit)
             counts = self._exchange_counts(topk_idx)
         order = None
-        if self._staging.adds_by_assignment:  # and the contract's order is that of the ranks
+        if self._staging.adds_by_assignment:  # but the contract's order is that of the ranks
             topk_idx, order = topk_idx.sort(dim=1)
         routed = self._local(counts)
         padded = (routed + alignment - 1) // alignment * alignment
@@ -109,7 +109,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         """See `Engine.dispatch`."""
         plan = self._agree("dispatch", plan, x, w)
         dtype = x.dtype
-        if dtype == BYTES:  # the library copies, and has no bytes: they travel as numbers
+        if dtype == BYTES:  # the library has no byte dtype but only copies: they travel as bf16
             x = x.contiguous().view(torch.bfloat16)
         handle = self._bind(plan, x)
         num_rows = self._staging.rows_of(plan)
@@ -156,7 +156,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         return out, topk_w
 
     def _release(self) -> None:
-        """The last engine of the group frees the staging memory."""
+        """Release the staging memory, which the group's last engine frees."""
         self.group.release(self._staging_name, self.timeout_s)
 
     def _bind(self, plan: NcclEpPlan, rows: torch.Tensor) -> Any:

@@ -2,8 +2,8 @@
 
 The library fixes the number of tokens of a rank and the length of a row when it makes a group, and
 plans are bound to the group that they were made for (`Route`).  So when a larger batch or a longer
-row arrives, all ranks together make another group, and the previous one is freed when no plan of
-any rank is bound to it any more.
+row arrives, all ranks together make another group, and the previous one is freed once no plan of
+any rank is bound to it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
-# Of libnccl_ep: tokens of a rank.
+# The most tokens of a rank that libnccl_ep takes.
 MAX_TOKENS = 8192
-# Staging is made for a power of two of tokens, at least this many, so that batches which vary a
-# little neither grow it nor have kernels compiled anew.
+# Staging is made for a power of two of tokens, at least this many, so that slightly varying batches
+# neither grow it nor recompile kernels.
 MIN_STAGED_TOKENS = 128
 
 
@@ -53,12 +53,12 @@ class NcclEpPlan(RoutePlan):
 
     Attributes:
         topk_idx: int64 [num_tokens, top_k], without the assignments that static mode dropped.
-        order: int64 [num_tokens, top_k], where each assignment of `topk_idx` is among the caller's;
-            None: in the same place.
+        order: int64 [num_tokens, top_k], the caller's top-k slot of each assignment of `topk_idx`;
+            None: the same slot.
         host_counts: int64 [num_local_experts] on the CPU: `tokens_per_expert`.
-        num_used: rows up to the end of the last block; `num_rows` unless in static mode.
+        num_used: rows up to the end of the last block; `num_rows` in exact mode.
         num_staged_tokens: the most tokens that any rank has.
-        route: what the library made of `topk_idx`.
+        route: the library's handle for `topk_idx`.
     """
 
     topk_idx: torch.Tensor
@@ -73,7 +73,7 @@ class NcclEpPlan(RoutePlan):
         return super().nbytes() - self.host_counts.nbytes + self.route.nbytes()
 
     def tokens_per_expert_on_host(self) -> torch.Tensor:
-        """Return `tokens_per_expert` as a CPU tensor; waits for nothing."""
+        """Return `tokens_per_expert` as a CPU tensor; does not wait."""
         return self.host_counts
 
 
@@ -83,7 +83,7 @@ class OpenLibrary:
 
     Attributes:
         native: the `_C.NcclEp`.
-        modes: the environment variables that it is to find when it makes a group.
+        modes: the environment variables to set when it makes a group.
         adds_by_assignment: combine adds the ranks' parts in the order of a token's assignments.
     """
 
@@ -93,7 +93,7 @@ class OpenLibrary:
 
 
 def open_library() -> OpenLibrary:
-    """Open the libnccl_ep that `find_nccl_ep` finds, told where its sources are.  Not collective.
+    """Open the libnccl_ep of `find_nccl_ep`, and tell it where its sources are.  Not collective.
 
     Raises:
         EngineUnavailableError: there is none.
@@ -128,9 +128,9 @@ class Staging:
 
     @staticmethod
     def name(num_experts: int, config: EpConfig) -> str:
-        """What engines of a group share staging memory as: those for which it is made alike.
+        """The name under which engines of a group share staging memory: those with equal staging.
 
-        A limit in words depends on the alignment too, which plans otherwise bring along.
+        A `max_recv_rows` in words depends on the alignment too, which otherwise only plans need.
         """
         rows = config.max_recv_rows
         alignment = f" aligned to {config.block_alignment}" if isinstance(rows, str) else ""
@@ -144,8 +144,8 @@ class Staging:
     def rows_of(self, plan: NcclEpPlan) -> int:
         """Rows of the tensor that the library fills for a plan that is bound to this memory.
 
-        In static mode as many as it was made for: not less than a rank's tokens nor, with a limit
-        that depends on the batch, than that of the largest one.
+        In static mode as many as the memory was made for: at least a rank's tokens and, with a
+        limit that depends on the batch, at least the limit of the largest batch.
         """
         return plan.num_rows if self._config.max_recv_rows is None else self._num_rows
 
@@ -162,7 +162,7 @@ class Staging:
             handle = extension.load().NcclEpHandle(self._staged, alignment, plan.top_k, memory)
             counters = torch.empty(num_local + 1, dtype=torch.int64, device=device)
             handle.update(plan.topk_idx, counters[1:], counters[:1], extension.current_stream())
-            # Only now: where something above failed, the route is still what it was.
+            # Only now: if a step above fails, the route is unchanged.
             route.handle, route.memory, route.staged = handle, memory, self._staged
             self._routes.add(route)
         return route.handle
@@ -176,13 +176,13 @@ class Staging:
         self._staged, self._retired = None, []
 
     def free_unused(self) -> None:
-        """Free what was outgrown and what no plan of any rank is bound to any more.  Collective.
+        """Free outgrown staging memory that no plan of any rank is bound to.  Collective.
 
-        Every call of `plan` asks; where nothing was outgrown, the ranks exchange nothing.
+        Every call of `plan` calls this; if nothing was outgrown, the ranks exchange nothing.
         """
         if not self._retired:
             return
-        # A route that moved rows since then is bound to the memory that came after.
+        # A route that has moved rows since then is bound to the newer memory.
         bound = [sum(r.staged is staged for r in routes) for staged, routes in self._retired]
         what = "freeing outgrown staging memory of nccl_ep"
         timeout_s = self._group.deadline_s(self._config)
@@ -196,9 +196,9 @@ class Staging:
         self._retired = [old for old, number in zip(self._retired, in_use, strict=True) if number]
 
     def _grow(self, needed: tuple[int, int, int]) -> None:
-        """Make staging memory that holds `needed` too.  Collective, `needed` being the same.
+        """Make staging memory that holds `needed` too.  Collective, with the same `needed`.
 
-        The old one is freed when no plan of any rank is bound to it.
+        The old memory is freed once no plan of any rank is bound to it.
 
         Raises:
             LibraryError: on every rank, when one cannot make it.  There is none then.
@@ -226,8 +226,8 @@ class Staging:
                     row_bytes=row_bytes,
                     top_k=top_k,
                     num_sms=self._config.num_sms or 0,
-                    # Kept for good.  Hosts have met before its kernels wait for each other, in the
-                    # first step too.
+                    # The group keeps it for good.  Hosts agree before its kernels wait for each
+                    # other, so a late first step does not count against it.
                     timeout_s=self._config.timeout_s,
                 )
 

@@ -55,7 +55,7 @@ CAPS = EngineCaps(
 
 @dataclass(eq=False)
 class ReferencePlan(RoutePlan):
-    """Routes as index lists.  'Sent' ones are the source rank's, 'received' ones the expert rank's.
+    """Routes as index lists. 'Sent' is the source rank's side, 'received' the expert rank's.
 
     Attributes:
         sent_token: int32 [pairs sent]: the token of each (destination rank, token) pair.
@@ -81,13 +81,13 @@ class ReferencePlan(RoutePlan):
 
 
 class ReferenceEngine(EngineBase[ReferencePlan]):
-    """See `Engine`.  Waits for the host in every call: correct first, fast never.
+    """See `Engine`.  The hosts wait in every call: built for correctness, not for speed.
 
     Args:
-        reduction: how combine rounds; another one than the contract's is for comparing with an
+        reduction: how combine rounds; one other than the contract's is for comparison with an
             engine that declares it.
-        nodes: for comparing with an engine whose slots are in the order BY_RAIL: the grid that
-            it has found.  NODE_SUMS_ROUNDED needs it.
+        nodes: the grid, for comparison with an engine whose slots are in the order BY_RAIL.
+            NODE_SUMS_ROUNDED needs it.
     """
 
     plan_type = ReferencePlan
@@ -241,11 +241,11 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
     def _add_up(
         self, plan: ReferencePlan, partial: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Bring the pairs' sums `partial` back, and add them up there: [num_tokens, hidden]."""
+        """Send the pairs' sums `partial` back and add them up: [num_tokens, hidden]."""
         rank, nodes = self.group.rank, self._nodes
         by_node = self.caps.reduction == NODE_SUMS_ROUNDED
-        # The part that is not rounded may be another rank's: then the source rank rounds all that
-        # come.
+        # The part that is not rounded may come from another rank: then the source rank does the
+        # rounding.
         sent = partial if by_node else partial.to(dtype)
         returned = self._exchange(sent, plan.pairs_received, plan.pairs_sent, "combine")
         parts = list(returned.split(plan.pairs_sent))
@@ -298,7 +298,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         return dataclasses.replace(slots, slot=slot)
 
     def _slots_in_order(self, local_expert: torch.Tensor, num_tokens: int, top_k: int) -> _Slots:
-        """Give assignments, which come in the order of slots, their expert-major slots."""
+        """Give assignments that are already in slot order their expert-major slots."""
         alignment, num_local = self.config.block_alignment, self.num_local_experts
         limit = self.rows_limit(num_tokens, top_k)
         by_expert = local_expert.argsort(stable=True)
@@ -310,9 +310,9 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
 
         kept = torch.ones_like(local_expert, dtype=torch.bool)
         if limit is not None:
-            # An assignment that opens an alignment block of `alignment` rows needs all of it; what
-            # comes after the first assignment that does not fit is dropped too, so that the order
-            # decides, not the luck.
+            # An assignment that opens an alignment block of `alignment` rows needs all of it;
+            # everything after the first assignment that does not fit is dropped too, so that the
+            # order decides and not chance.
             rows = (place % alignment == 0).long().cumsum(0) * alignment
             kept = rows <= limit
             if self._shortage is not None:
@@ -338,7 +338,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
 
 @dataclass(frozen=True)
 class _Slots:
-    """What `_slots` decides: `slot` is -1 for a dropped assignment, `counts` a plan's."""
+    """The result of `_slots`: `slot` is -1 for a dropped assignment, `counts` a plan's."""
 
     slot: torch.Tensor
     num_rows: int

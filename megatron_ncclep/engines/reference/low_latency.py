@@ -12,12 +12,12 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.all_to_all import exchange
 from megatron_ncclep.ranks.group import EpGroup
 
-# What is undefined is NaN here, so that who uses it sees it.
+# Undefined rows are NaN here, so that using them shows.
 UNDEFINED = 0xFF
 
 
 class ReferenceLowLatency:
-    """See `LowLatencyCalls`.  First halves do all of the work; every call waits for all hosts.
+    """See `LowLatencyCalls`.  First halves do all the work, and wait for all hosts.
 
     Rows of an earlier dispatch become NaN at the next one.
     """
@@ -54,7 +54,7 @@ class ReferenceLowLatency:
         rank_of = topk_idx.div(num_local, rounding_mode="floor")
         here = [is_routed & (rank_of == rank) for rank in ranks]  # [T, K] each
         self._tokens_of = torch.stack([assignments.any(dim=1) for assignments in here])
-        # Of each rank: its tokens' rows, experts and weights, behind each other.
+        # For each rank, the experts and weights of its tokens.
         local = [
             torch.where(assignments, topk_idx - rank * num_local, NOT_ROUTED).int()
             for rank, assignments in enumerate(here)
@@ -118,7 +118,7 @@ class ReferenceLowLatency:
             self._received.rows.view(torch.uint8).fill_(UNDEFINED)
 
     def _bring(self, of_rank: list[torch.Tensor]) -> torch.Tensor:
-        """Send each rank its tokens' rows of a tensor [T, ...] for it: [R, max_tokens, ...]."""
+        """Send each rank the rows of its tokens from its tensor [T, ...]: [R, max_tokens, ...]."""
         dtype, device = of_rank[0].dtype, of_rank[0].device
         carried = torch.uint8 if dtype.itemsize == 1 else dtype  # torch indexes no FP8
         places = (self._group.size, self._sizes.max_tokens, of_rank[0].shape[1] * dtype.itemsize)
@@ -128,6 +128,6 @@ class ReferenceLowLatency:
         return self._exchange(sent).view(dtype)
 
     def _exchange(self, sent: torch.Tensor) -> torch.Tensor:
-        """Send sent[r] to rank r; return what comes, by source."""
+        """Send sent[r] to rank r; return what arrives, by source."""
         each, timeout_s = [1] * self._group.size, self._group.deadline_s(self._config)
         return exchange(self._group, sent, each, each, "a low-latency call", timeout_s)

@@ -1,18 +1,18 @@
-"""Experts that compute in FP8: how many rows their blocks have, and who sees to that.
+"""Experts that compute in FP8: the alignment of their blocks of rows, and where it comes from.
 
-TransformerEngine's FP8 products take a multiple of 16 rows (MXFP8 of 32, FP4 of 128, its op fuser
-of 256).  Megatron gets there in one of two ways:
+TransformerEngine's FP8 GEMMs need a multiple of 16 rows (MXFP8 of 32, FP4 of 128, its op fuser of
+256).  Megatron provides that in one of two ways:
 
     without an option      the experts copy their rows to where zero rows fit in between, and cut
                            those out of their output: two passes over the rows, and two backward
     moe_router_padding_    the router's map gives each expert tokens that did not choose it, with
     for_quantization       probability zero, until their numbers fit: these rows travel too
 
-Here the dispatch leaves the zero rows between the blocks: they are the engine's alignment.  Then
-there is nothing to do for the experts, which look at the numbers of rows before they copy any, in
-every release; and with the option, which says that it was done before them, 0.18 and later do not
-look.  The map stays as the router made it.  Zero rows do not change the scale of a tensor or of a
-block of it, which is that of its largest magnitude, and add nothing to a weight's gradient.
+Here dispatch itself leaves the zero rows between the blocks: they are the engine's alignment.  So
+the experts have nothing to do: in every release they check the numbers of rows before they copy
+any, and with the option, which states that padding was done before them, 0.18 and later do not even
+check.  The map stays as the router made it.  Zero rows do not change the scale of a tensor or of a
+block of it, which depends on the largest magnitude, and add nothing to a weight's gradient.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
 
-# Of a GPU whose products take blocks of 16 or 32 numbers with a scale each.
+# Compute capability of GPUs whose GEMMs take blocks of 16 or 32 numbers with a scale each.
 BLACKWELL = (10, 0)
 
 
 def is_quantized(config: Any) -> bool:
-    """Whether a TransformerConfig has experts compute in FP8 or FP4."""
+    """Whether the experts of a TransformerConfig compute in FP8 or FP4."""
     return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
 def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
-    """Have the blocks of rows be what quantised experts need.  Not collective.
+    """Set the alignment of row blocks that quantised experts need.  Not collective.
 
     Args:
         config: TransformerConfig, validated.
-        options: of the dispatcher; an alignment that is left out becomes what is needed.
+        options: of the dispatcher; an alignment that is not set becomes the one needed.
 
     Returns:
-        the options; as they are where no experts are quantised.
+        the options, unchanged if no experts are quantised.
 
     Raises:
-        UnsupportedError: this GPU cannot compute so; names the option, its value, the reason and
-            the remedy.
-        InputError: an alignment that was asked for is too small, or another option does not go
-            with the one that is needed.
+        UnsupportedError: this GPU does not support the recipe; names the option, its value, the
+            reason and the remedy.
+        InputError: the requested alignment is too small, or another option conflicts with the one
+            needed.
     """
     if not is_quantized(config):
         return options
@@ -62,7 +62,7 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
     if options.alignment is None:
         try:
             options = dataclasses.replace(options, alignment=needed)
-        except InputError as error:  # of an alignment that nobody has asked for
+        except InputError as error:  # about an alignment that the user did not set
             raise InputError(f"{recipe} makes the alignment {needed}: {error}") from None
     if options.block_alignment % needed:
         raise InputError(
@@ -73,7 +73,7 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
 
 
 def announce_alignment(config: Any, options: EpConfig, process_group: Any) -> None:
-    """Log who pads quantised experts' rows, once for the group and on its first rank only."""
+    """Log that dispatch pads quantised experts' rows, once per group and on its first rank only."""
     group = EpGroup.of(process_group)
     if is_quantized(config) and group.rank == 0:
         text = (
@@ -90,7 +90,7 @@ def _recipe(config: Any) -> str:
 
 
 def _check_gpu(config: Any) -> None:
-    """Refuse what TransformerEngine would refuse in the first step."""
+    """Refuse a recipe that TransformerEngine would refuse in the first step."""
     if not torch.cuda.is_available():
         return
     major, minor = torch.cuda.get_device_capability()

@@ -1,8 +1,8 @@
-"""Asks for failures on the device before an optimizer steps.
+"""Checks for failures on the device before every optimizer step.
 
-An engine that finds out on the device that a rank did not come raises it in its next call.  After
-the last backward of a step there is none, and the optimizer would take what it left behind.  That
-rows did not fit, no call raises at all.
+An engine whose device notices that a rank did not come raises in its next call.  After the last
+backward of a step there is no such call, and the optimizer would use invalid gradients.  Dropped
+rows are not raised by any call at all.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import megatron_ncclep
 
 @functools.cache
 def check_before_steps() -> None:
-    """Have `megatron_ncclep.check()` called before any optimizer of this process steps.
+    """Call `megatron_ncclep.check()` before every optimizer step of this process.
 
-    Every optimizer is one of torch's or holds some (each of Megatron's does: chained, distributed
-    and layer-wise ones too), in every version and in a loop of the user's own, so that torch's hook
-    misses none.  By then Megatron has waited for the norm of the gradients, so that the check does
-    not wait.  A chained optimizer holds two or three, and nothing is queued between their steps.
+    Every optimizer is one of torch's or wraps some (all of Megatron's do, including chained,
+    distributed and layer-wise ones), in every version and in users' own loops, so torch's hook
+    misses none.  By then Megatron has waited for the norm of the gradients, so the check does not
+    wait.  A chained optimizer holds two or three, and nothing is queued between their steps.
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -31,12 +31,12 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Called by torch before a step.
 
     Raises:
-        PeerError, RefusedError: what the gradients were made of is NaN.
-        InputError: a routing was wrong, and what they were made of lacks some assignments.
-        RowsDroppedError: what they were made of lacks rows, and `on_overflow` is "raise".
+        PeerError, RefusedError: the gradients were computed from NaN.
+        InputError: a routing was wrong, so the gradients lack some assignments.
+        RowsDroppedError: the gradients lack dropped rows, and `on_overflow` is "raise".
     """
     import torch
 
-    # While a step is captured in a CUDA graph nothing runs, and nothing may be asked.
+    # While a step is being captured in a CUDA graph nothing runs, and queries are not allowed.
     if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         megatron_ncclep.check()

@@ -1,10 +1,10 @@
-"""What Megatron's schedule that overlaps two micro-batches (1F1B) may free with our dispatcher.
+"""Which inputs Megatron's overlapping schedule (1F1B) may free with our dispatcher.
 
 With overlap_moe_expert_parallel_comm a layer runs in parts, and the storage of a part's input is
 freed right after its forward pass where backward does not need it.  Megatron decides that by the
-type of the dispatcher: `alltoall` and the like send copies, and pass copies to the experts.  Ours
-reads the layer's own tokens, which router and shared experts need for their gradients, and the
-experts keep the rows that it delivers for their weights' gradients.
+dispatcher type: `alltoall` and similar ones send copies, and pass copies to the experts.  Our
+dispatcher reads the layer's own tokens, which the router and shared experts need for their
+gradients, and the experts keep the rows that it delivers for their weights' gradients.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron_ncclep.integration.patching import is_changed, mark_patched
 
 # The parts whose input is needed in backward.
 KEPT = ("moe_dispatch", "mlp")
-# Where Megatron decides, from 0.19 on and before.
+# Modules in which Megatron decides, from 0.19 on and before.
 PLACES = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables")
 _FUNCTION = "should_free_input"
 
 
 def keep_inputs(dispatcher_type: str) -> None:
-    """Have the schedule keep what layers with this type of dispatcher need.  Idempotent.
+    """Make the schedule keep the inputs that layers with this dispatcher type need.  Idempotent.
 
     Raises:
         IntegrationError: this Megatron-Core decides somewhere else.

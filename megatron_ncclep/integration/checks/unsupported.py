@@ -1,8 +1,8 @@
 """Which Megatron options the dispatcher refuses, and what to do instead.
 
 A Megatron option that the dispatcher would get wrong or ignore is refused when the model is built.
-docs/support.md shows the same table to users.  Of CUDA graphs: graph_support.py; of FP8 and FP4:
-fp8_support.py.
+docs/support.md shows the same table to users.  For CUDA graphs see cuda_graphs.py, for FP8 and FP4
+fp8.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Refusal:
 
     Attributes:
         option: name of the TransformerConfig field.
-        is_set: says whether a value of it is refused.
+        is_set: whether a value of it is refused.
         remedy: what the user can do, as the rest of a sentence.
     """
 
@@ -48,7 +48,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _other_than(*defaults: Any) -> Callable[[Any], bool]:
-    """Whether a value is set that is the default of no release."""
+    """Whether a value is set and differs from every release's default."""
     return lambda value: value is not None and value not in defaults
 
 
@@ -61,7 +61,7 @@ _OUR_ENGINE = (
 )
 _TUNES_HYBRIDEP = "leave it out: it tunes HybridEP, which Megatron's flex dispatcher runs on"
 
-# What only steers other dispatchers.
+# Options that only affect other dispatchers.
 TUNES_OTHERS = (
     Refusal("moe_flex_dispatcher_backend", _other_than("deepep"), _OUR_ENGINE),
     Refusal(_DEEPEP_NUM_SMS, _other_than(20), f"it is for DeepEP: {_OUR_NUM_SMS}"),
@@ -97,7 +97,7 @@ def check_supported(config: Any) -> None:
     """Refuse a TransformerConfig that the dispatcher would get wrong or ignore.
 
     Args:
-        config: TransformerConfig, before its validation or after; a field that this Megatron-Core
+        config: TransformerConfig, before or after its validation; a field that this Megatron-Core
             does not have counts as not set.
 
     Raises:
@@ -116,11 +116,13 @@ def check_supported(config: Any) -> None:
 
 
 def _nobody_asked(config: Any, option: str, value: Any) -> bool:
-    """Whether a value came by itself: the default of a class of configs, such as a framework's or a
-    newer release's; or, from 0.19 on, what Megatron's validation copied from an older name.
+    """Whether the user did not set this value.
 
-    Nobody asked for another release's default either (`_other_than`): Megatron-Bridge's recipes
-    give HybridEP its 16 SMs in every model, those with `alltoall` too.
+    It is then the default of a config class, such as a framework's or a newer release's; or, from
+    0.19 on, a value that Megatron's validation copied from an older name.
+
+    Another release's default does not count as set either (`_other_than`): Megatron-Bridge's
+    recipes set HybridEP's 16 SMs in every model, including those with `alltoall`.
     """
     older = (getattr(config, name, None) for name in (_DEEPEP_NUM_SMS, _HYBRIDEP_NUM_SMS))
     if option == _NUM_SMS and value in older:

@@ -24,13 +24,13 @@ from megatron_ncclep.integration.inference.session import DTYPE, InferenceSessio
 class NcclEpInferenceDispatcher(MoETokenDispatcher):
     """Token dispatcher of one layer for generating text; all layers of a group share its session.
 
-    Megatron calls the hooks in the order in which they stand here.  What the later ones need is
-    kept on the dispatcher between them, and nothing from one pass to the next: a CUDA graph may
-    hold a pass, and is replayed with other tokens and other routings.
+    Megatron calls the hooks in the order in which they are defined here.  The dispatcher keeps what
+    later hooks need, but nothing from one pass to the next: a CUDA graph may hold a pass, and is
+    replayed with other tokens and other routings.
 
     Attributes:
-        routing_map: what Megatron hands to the experts: int [num_rows, top_k], the experts of each
-            row as global numbers; what is not of this rank's is skipped by them.
+        routing_map: passed by Megatron to the experts: int [num_rows, top_k], the experts of each
+            row as global numbers; the experts skip those of other ranks.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
             probs: fp32 [num_tokens, top_k].
 
         Returns:
-            hidden_states [num_tokens, hidden], and probs as they are.
+            hidden_states [num_tokens, hidden], and probs unchanged.
         """
         if self.config.moe_router_topk == 1:  # Megatron's router leaves the dimension out
             routing_map, probs = (
@@ -84,14 +84,15 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring rows and probabilities to the experts' ranks.  Collective.
+        """Send rows and probabilities to the experts' ranks.  Collective.
 
         Returns:
-            rows [num_rows, hidden], of which those that no expert of this rank is named for are
-            undefined, and the probabilities of their experts, fp32 [num_rows, top_k].
+            rows [num_rows, hidden], undefined where a row names no expert of this rank, and the
+            probabilities of their experts, fp32 [num_rows, top_k].
 
         Raises:
-            InputError: on every rank: router, dtype or size of a batch are wrong.
+            InputError: on every rank: the router's output, the dtype or the size of a batch is
+                wrong.
         """
         assert self.routing_map is not None, "dispatch_preprocess comes first"
         problem = self._problem(hidden_states, self.routing_map, probs)
@@ -99,8 +100,8 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         if self._low_latency is None:
             return self._dispatch_many(hidden_states, self.routing_map, probs)
         received = self._low_latency.dispatch(hidden_states, self.routing_map, probs)
-        # Where no expert is named, -1 becomes the expert before this rank's first one, or stays
-        # -1: another rank's or nobody's, which experts skip alike.
+        # Where no expert is named, -1 becomes the expert before this rank's first one, or stays -1:
+        # either way no expert of this rank, which the experts skip.
         self.routing_map = (received.topk_idx + self._first_expert).flatten(0, 1)
         self._num_valid = self.session.all_places
         return received.rows.flatten(0, 1), received.weights.flatten(0, 1)
@@ -108,18 +109,18 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None, torch.Tensor]:
-        """Say how many rows there are where Megatron's experts look for it; `routing_map` is set.
+        """Store the number of rows where Megatron's experts read it; `routing_map` is already set.
 
-        That is two attributes of a class, which another model's dispatcher may use too: they have
-        their values again after the experts.
+        These are two class attributes, which another model's dispatcher may use too: their old
+        values are restored after the experts.
 
         Returns:
             rows, no tokens_per_expert, probabilities.
         """
         self._others = ReadByExperts._valid_tokens_tensor, ReadByExperts._host_valid_tokens_estimate
         ReadByExperts._valid_tokens_tensor = self._num_valid
-        # Only for how many threads a kernel gets: as with Megatron's dispatchers, that all ranks
-        # have as many tokens as this one.
+        # Only determines how many threads a kernel gets: as in Megatron's dispatchers, it assumes
+        # that all ranks have as many tokens as this one.
         assert self._shape is not None
         ReadByExperts._host_valid_tokens_estimate = max(
             1, self._shape[:-1].numel() * self.session.group.size
@@ -127,7 +128,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         return hidden_states, None, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Take the number of rows back; combine reads the experts' rows where they are."""
+        """Restore the class attributes; combine reads the experts' rows where they are."""
         assert self._others is not None, "dispatch_postprocess comes first"
         ReadByExperts._valid_tokens_tensor, ReadByExperts._host_valid_tokens_estimate = self._others
         self._others = self.routing_map = self._num_valid = None
@@ -137,7 +138,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Add the experts' rows [num_rows, hidden] up by token: [num_tokens, hidden].  Collective.
 
-        Kernels of Megatron's return fp32: what crosses the wire is rounded to bf16.
+        Some of Megatron's kernels return fp32: rows are rounded to bf16 before they are sent.
         """
         rows = hidden_states.to(DTYPE)
         low_latency, self._low_latency = self._low_latency, None
@@ -150,22 +151,22 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         return out
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Give the tokens the shape in which they came."""
+        """Restore the shape of the hidden states."""
         assert self._shape is not None, "dispatch_preprocess comes first"
         return hidden_states.view(self._shape)
 
     def _dispatch_many(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do `token_dispatch` through the engine: a row for each assignment."""
+        """`token_dispatch` through the engine: one row per assignment."""
         engine = self.session.engine
         self._plan = plan = engine.plan(routing_map)
         rows, weights = engine.dispatch(plan, hidden_states, probs)
-        assert weights is not None  # as there were probs
+        assert weights is not None  # because probs were given
         num_rows = plan.num_rows
         expert = torch.arange(self._num_local_experts, device=rows.device) + self._first_expert
         expert = expert.repeat_interleave(plan.tokens_per_expert, output_size=num_rows)
-        if num_rows == 0:  # kernels want a row, if only one that they skip
+        if num_rows == 0:  # kernels need a row, even one that they skip
             rows, weights = rows.new_zeros(1, rows.shape[1]), weights.new_zeros(1)
             expert = expert.new_full((1,), NOT_ROUTED)
         self.routing_map = expert.view(-1, 1)

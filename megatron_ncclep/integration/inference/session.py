@@ -1,11 +1,11 @@
-"""What all layers of a group share while text is generated: low-latency mode, and an engine.
+"""Shared by all layers of a group while text is generated: low-latency mode, and an engine.
 
 A decode batch is a few tokens on each rank and uses low-latency mode.  A prompt may be thousands of
 tokens: a batch that is too large on any rank goes through the engine, in exact mode, on all ranks.
 If it were cut into pieces for low-latency mode, every expert would read its weights once per piece.
 
 Outside CUDA graphs the ranks' hosts exchange their numbers of tokens in every layer, so that all
-make the same choice.  Inside a graph there is no choice: its batch has to fit.
+make the same choice.  Inside a graph there is no choice: its batch must fit low-latency mode.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
 
-# Of EpConfig, what counts while text is generated.
+# Options of EpConfig that apply while text is generated.
 OPTIONS = (
     *("check_calls", "engine", "first_timeout_s", "inference_tokens", "num_sms"),
     "timeout_s",
 )
 # Tokens of a rank in low-latency mode, unless the option says otherwise.
 DEFAULT_TOKENS = 128
-# What the inference experts of Megatron-Core take.
+# The dtype that Megatron-Core's inference experts take.
 DTYPE = torch.bfloat16
 
 
@@ -40,9 +40,9 @@ class InferenceSession:
     Attributes:
         group: its ranks.
         engine: for batches that are larger than `max_tokens` on any rank.
-        max_tokens: of a rank, up to which low-latency mode takes a batch.
-        all_places: int32 [1] on the device: places that low-latency mode has for rows, of all
-            ranks together; the same memory as long as the session is open.
+        max_tokens: the largest batch of a rank that low-latency mode takes.
+        all_places: int32 [1] on the device: the number of rows that low-latency mode has room for,
+            over all ranks; at the same address as long as the session is open.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class InferenceSession:
     ) -> InferenceSession:
         """Return the group's session for these arguments, made if there is none.  Collective.
 
-        It stays until the group is closed (`megatron_ncclep.close`): CUDA graphs go on using its
-        memory.
+        It stays until the group is closed (`megatron_ncclep.close`), because CUDA graphs keep using
+        its memory.
 
         Raises:
             InputError, EngineUnavailableError: see `create_engine`; the engine has no low-latency
@@ -102,20 +102,20 @@ class InferenceSession:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured, so that hosts tell each other nothing."""
+        """Whether a CUDA graph is being captured, in which hosts exchange nothing."""
         return self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def prepare(self, num_tokens: int, most_tokens: int) -> None:
-        """Be ready for CUDA graphs, and for what comes after they are captured.  Collective.
+        """Prepare for CUDA graphs, and for batches after they are captured.  Collective.
 
         Args:
-            num_tokens: of this rank, that a graph will hold at most; 0: there will be none.
-            most_tokens: of this rank, in any batch: engines whose calls are in graphs cannot make
-                their memory larger any more.
+            num_tokens: the most tokens of this rank in a graph; 0: there will be no graphs.
+            most_tokens: the most tokens of this rank in any batch: engines whose calls are in
+                graphs can no longer enlarge their memory.
 
         Raises:
-            InputError: on every rank, when that is more than the engine, the option or CUDA graphs
-                that exist allow.
+            InputError: on every rank, when that is more than the engine, the option or existing
+                CUDA graphs allow.
         """
         if num_tokens > self.max_tokens:
             most = self.engine.caps.low_latency_tokens
@@ -127,7 +127,7 @@ class InferenceSession:
             self._warm_up(most_tokens)
 
     def low_latency_for(self, num_tokens: int, problem: str | None) -> LowLatency | None:
-        """Say what takes a batch: low-latency mode, or with None the engine.
+        """Choose what handles a batch: low-latency mode, or the engine (None).
 
         Collective, except while a CUDA graph is captured.
 
@@ -137,7 +137,7 @@ class InferenceSession:
 
         Raises:
             InputError: there is a problem, on every rank; the batch is too large for a CUDA graph.
-            UnsupportedError: a CUDA graph is captured before any batch was taken.
+            UnsupportedError: a CUDA graph is captured before the first batch.
         """
         if self.is_capturing:
             if problem is not None:

@@ -1,4 +1,4 @@
-"""`inference_moe_token_dispatcher_type="ncclep"`: what it changes in Megatron, what is refused.
+"""`inference_moe_token_dispatcher_type="ncclep"`: its patches of Megatron, and its refusals.
 
 `HOOKS` in hooks.py lists which module each function changes.  Megatron-Core has this option from
 0.18 on, with two dispatchers of its own, `nccl` and `nvls`.
@@ -25,8 +25,8 @@ from megatron_ncclep.integration.patching import (
 from megatron_ncclep.ranks.group import EpGroup
 
 FIELD = "inference_moe_token_dispatcher_type"
-# Megatron builds the layer and its inference context as if this type had been asked for: with it
-# all ranks run the same CUDA graph in a step, or none, and only decode steps are in graphs.
+# Megatron builds the layer and its inference context as if this type had been requested: then all
+# ranks run the same CUDA graph in a step, or none, and only decode steps are in graphs.
 VALIDATED_AS = "nccl"
 SINCE = "0.18"
 IMPL = "inference_optimized"
@@ -59,7 +59,7 @@ def change_inference_field(module: Any) -> None:
 
 
 def _refusing(original: Any) -> Any:
-    """A constructor of releases without the option, where Python would only not know the word."""
+    """A constructor for releases without the option, with a clearer error than Python's own."""
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ def _refusing(original: Any) -> Any:
 
 
 def offer_inference_type(parser: argparse.ArgumentParser) -> None:
-    """Of releases without the option: know the word on command lines, and refuse it."""
+    """For releases without the option: recognise it on command lines, and refuse it."""
     if any(action.dest == FIELD for action in parser._actions):
         return
 
@@ -92,11 +92,11 @@ def _not_in_this_release() -> str:
 
 
 def ignored_option(options: Mapping[str, Any], trains: bool, generates: bool) -> str | None:
-    """The first of the options that nothing would use.
+    """The first option that nothing would use.
 
     Args:
         options: fields of EpConfig that were given.
-        trains, generates: what our dispatchers are asked for.
+        trains, generates: whether our dispatchers are used for training, and for generating text.
     """
     for name in options:
         in_training = trains and name != "inference_tokens"
@@ -109,7 +109,7 @@ def training_options(config: Any, options: EpConfig) -> EpConfig:
     """The options for the dispatcher of all other passes.
 
     Raises:
-        UnsupportedError: they have inference_tokens, and nothing would use it.
+        UnsupportedError: inference_tokens is set, and nothing would use it.
     """
     if options.inference_tokens is not None and not is_wanted(config):
         raise UnsupportedError(
@@ -144,7 +144,7 @@ def check_inference_type(config: Any) -> None:
 
 
 def change_inference_setup(module: Any) -> None:
-    """Let an MoELayer have our dispatcher while text is generated."""
+    """Give an MoELayer our dispatcher while text is generated."""
     layer_class = module.MoELayer
     if not _has_field():
         return
@@ -176,7 +176,7 @@ def change_inference_setup(module: Any) -> None:
 
 
 def _check_layer(config: Any, pg_collection: Any) -> None:
-    """Refuse what the layer's experts or our dispatcher would get wrong.
+    """Refuse options that the layer's experts or our dispatcher would handle wrongly.
 
     Raises:
         UnsupportedError: names the option, its value and the remedy.
@@ -214,7 +214,7 @@ def _check_layer(config: Any, pg_collection: Any) -> None:
 
 
 def change_inference_context(module: Any) -> None:
-    """Have low-latency mode ready before Megatron captures CUDA graphs, and failures raised."""
+    """Prepare low-latency mode before Megatron captures CUDA graphs, and raise failures."""
     context_class = module.DynamicInferenceContext
     if not _has_field():
         return
@@ -232,10 +232,10 @@ def change_inference_context(module: Any) -> None:
             original(self, model_config, *args, **kwargs)
         from megatron.core import parallel_state
 
-        # Without expert parallelism the context has no group, and layers have one of one rank.
+        # Without expert parallelism the context has no group, and layers have a single-rank group.
         group = self.expert_model_parallel_group or parallel_state.get_expert_model_parallel_group()
         session = _session(model_config, group)
-        # With sequence parallelism a rank has a part of them.
+        # With sequence parallelism a rank has only a part of the tokens.
         parts = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
         in_graphs = max(self.cuda_graph_token_counts or [0])
         session.prepare(-(-in_graphs // parts), -(-self.max_tokens // parts))
@@ -243,8 +243,8 @@ def change_inference_context(module: Any) -> None:
 
     @functools.wraps(update)
     def update_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The step's tokens are known by now.  A step that is a CUDA graph cannot say that they are
-        # made of NaN, because a rank did not come.
+        # The step's tokens are known by now.  A step in a CUDA graph cannot itself report that they
+        # were computed from NaN because a rank did not come.
         group: EpGroup | None = getattr(self, "_ncclep_group", None)
         if group is not None:
             group.check()
@@ -261,7 +261,7 @@ def _has_field() -> bool:
 
 
 def _session(config: Any, process_group: Any) -> InferenceSession:
-    """What all layers with this config share in a group.  Collective the first time."""
+    """The session that all layers with this config share in a group.  Collective at first."""
     return InferenceSession.shared(
         process_group,
         config.num_moe_experts,

@@ -1,4 +1,4 @@
-"""The options on the command line of Megatron-LM's scripts, and in the YAML files that replace it.
+"""Our options on the command line of Megatron-LM's scripts, and in YAML files that replace it.
 
 `HOOKS` in hooks.py lists which module each function changes.
 """
@@ -30,7 +30,7 @@ def change_add_arguments(module: Any) -> None:
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
-        # Newer versions turn the config's fields into arguments.
+        # Newer versions turn the config's fields into arguments themselves.
         with options_hidden(_config_class()):
             parser = original(parser)
         add_option_arguments(parser)
@@ -42,8 +42,9 @@ def change_add_arguments(module: Any) -> None:
 
 
 def _escape_percent_signs(parser: Any) -> None:
-    """Let `--help` print: 0.18 and 0.19 have a help text with a bare "10%)", which argparse takes
-    for a format and fails.
+    """Fix `--help`, which fails in 0.18 and 0.19.
+
+    They have a help text with a bare "10%)", which argparse takes for a format specifier.
     """
     for action in parser._actions:
         if action.help:
@@ -82,7 +83,7 @@ def change_parse_args(module: Any) -> None:
 
 
 def change_core_config_from_args(module: Any) -> None:
-    """Let YAML files (`--yaml-cfg`) leave the field out: Megatron wants each in every file."""
+    """Let YAML files (`--yaml-cfg`) omit the field: Megatron requires every field in every file."""
     original = unpatched(module, module, "core_config_from_args", ["args", "dataclass"])
     if original is None:
         return
