@@ -33,7 +33,9 @@ from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.integration.options.field import resolve_options
 
-OWN = EpConfig(alignment=32, max_recv_rows="1.25x", timeout_s=7.5, on_overflow="raise")
+OWN = EpConfig(
+    experts="megatron", alignment=32, max_recv_rows="1.25x", timeout_s=7.5, on_overflow="raise"
+)
 MOE = {**OPTIONS, "moe_token_dispatcher_type": "ncclep", "use_cpu_initialization": True}
 
 
