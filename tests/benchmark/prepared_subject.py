@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import torch
 from dispatcher_bugs import setting_of
 
 from megatron_ncclep.benchmark import accumulating_subject, experts
@@ -14,6 +15,15 @@ from megatron_ncclep.benchmark.accumulating_subject import Results
 from megatron_ncclep.benchmark.run import make_subject
 from megatron_ncclep.benchmark.workload import Workload
 from megatron_ncclep.ranks.pool import RankContext
+from megatron_ncclep.testing.cases import Case
+
+CASES = {
+    "bf16": Case("bf16", (20, 20), 8, top_k=3, hidden=32, dtype=torch.bfloat16),
+    "fp32": Case("fp32", (20, 20), 8, top_k=3, hidden=32, alignment=16),
+    "top-1": Case("top-1", (20, 20), 8, top_k=1, hidden=32, skew=0.5),
+    "an expert without rows": Case("empty", (9, 9), 8, top_k=2, hidden=32, skew=100.0),
+}
+FFN = 48
 
 
 def replayed_on_cpu(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:

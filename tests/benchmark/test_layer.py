@@ -14,25 +14,17 @@ import torch
 from dispatcher_bugs import put_into
 from imports import import_megatron_on_cpu
 from patience import PatientPool
-from prepared_subject import prepared_on
+from prepared_subject import CASES, FFN, prepared_on
 
 from megatron_ncclep.benchmark.run import make_subject
 from megatron_ncclep.benchmark.shared_layer import route, shared_layer
 from megatron_ncclep.benchmark.subjects import BOTH, Setting, UnavailableError
 from megatron_ncclep.benchmark.workload import Workload
 from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 if find_spec("megatron") is None:
     pytest.skip("Megatron-Core is not installed", allow_module_level=True)
 
-CASES = {
-    "bf16": Case("bf16", (20, 20), 8, top_k=3, hidden=32, dtype=torch.bfloat16),
-    "fp32": Case("fp32", (20, 20), 8, top_k=3, hidden=32, alignment=16),
-    "top-1": Case("top-1", (20, 20), 8, top_k=1, hidden=32, skew=0.5),
-    "an expert without rows": Case("empty", (9, 9), 8, top_k=2, hidden=32, skew=100.0),
-}
-FFN = 48
 GROUPED = "layer:ncclep:reference:grouped"
 GRAPH = f"{GROUPED}:full_iteration"
 DISPATCHERS = ["alltoall", "allgather", "ncclep:reference"]

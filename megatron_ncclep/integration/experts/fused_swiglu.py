@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,42 +20,14 @@ from megatron_ncclep.integration.experts.main_grad import (
     store_weight_gradients,
 )
 
+if TYPE_CHECKING:
+    from megatron_ncclep.integration.experts.quack_products import QuackProducts
+
 PACKAGE = "quack-kernels"
 # The one that was tried: what is called of it has no promise to stay.
 VERSION = "0.6.5"
 INSTALL = "pip install 'megatron-ncclep[experts]'"
 _CAPABILITY = 9
-
-
-class Products(Protocol):
-    """The products of one layer; see quack_products.py for shapes and meaning."""
-
-    def fc1(
-        self, rows: Tensor, weights: Tensor, probs: Tensor, ends: Tensor, keep: bool
-    ) -> tuple[Tensor | None, Tensor]:
-        """Gate and up, and the activated rows."""
-
-    def fc2(self, activated: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """The output."""
-
-    def fc2_backward(
-        self, grad: Tensor, weights: Tensor, probs: Tensor, gate_up: Tensor, ends: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of gate and up, the activated rows, and the probabilities' gradient."""
-
-    def fc1_backward(self, gate_up_grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """The rows' gradient."""
-
-    def weight_gradients(
-        self,
-        grad: Tensor,
-        rows: Tensor,
-        ends: Tensor,
-        interleaved: bool,
-        out: Tensor | Sequence[Tensor] | None = None,
-        adds: bool = False,
-    ) -> Tensor | Sequence[Tensor]:
-        """The weights' gradients."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +40,7 @@ class Mode:
         has_backward: gradients will be asked for.
     """
 
-    products: Products
+    products: QuackProducts
     target: GradientTarget
     has_backward: bool
 
@@ -111,7 +83,7 @@ def swiglu_experts(
     offsets: Tensor,
     fc1: Sequence[Tensor],
     fc2: Sequence[Tensor],
-    products: Products,
+    products: QuackProducts,
     target: GradientTarget,
 ) -> Tensor:
     """Apply every expert to its block of rows: fc2(silu(gate) * up * probability).
@@ -158,7 +130,7 @@ class _SwigluExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, probs, ends, gate_up, *weights = ctx.saved_tensors
         (fc1, fc2), mode, grad = _halves(weights), ctx.mode, grad.contiguous()
-        products: Products = mode.products
+        products: QuackProducts = mode.products
         gate_up_grad, activated, probs_grad = products.fc2_backward(
             grad, stack_of(fc2), probs, gate_up, ends
         )

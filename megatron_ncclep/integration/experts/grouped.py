@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -19,7 +19,6 @@ from megatron_ncclep.integration.checks.cuda_graphs import flags_tell_of_the_ste
 from megatron_ncclep.integration.experts.activation import activate
 from megatron_ncclep.integration.experts.expert_stack import lay_out, view_of
 from megatron_ncclep.integration.experts.fused_swiglu import (
-    Products,
     other_activation,
     swiglu_experts,
 )
@@ -28,6 +27,9 @@ from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
 from megatron_ncclep.integration.experts.refusals import recomputes_activation, unsupported
+
+if TYPE_CHECKING:
+    from megatron_ncclep.integration.experts.quack_products import QuackProducts
 
 
 class GroupedExperts:
@@ -47,7 +49,7 @@ class GroupedExperts:
 
     config: Any
     num_local_experts: int
-    _products: Products | None = None
+    _products: QuackProducts | None = None
     _has_products: bool | None = None
 
     def weights_of(self, layer: str) -> list[torch.nn.Parameter]:
@@ -135,7 +137,7 @@ class GroupedExperts:
         has_own_graphs = getattr(config, "cuda_graph_impl", None) == "local"
         return hasattr(weight, "grad_added_to_main_grad") and not has_own_graphs
 
-    def _products_of(self, rows: Tensor) -> Products | None:
+    def _products_of(self, rows: Tensor) -> QuackProducts | None:
         """quack-kernels' products, if they can run there; what the first call found stays."""
         if self._has_products is None:
             self._has_products = fused_unavailable(rows.device, rows.dtype) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ncclep.integration.experts import grouped_gemm
 from megatron_ncclep.integration.experts.expert_stack import stack_of
-from megatron_ncclep.integration.experts.fused_swiglu import Products
 from megatron_ncclep.integration.experts.main_grad import (
     GradientTarget,
     store_weight_gradients,
 )
+
+if TYPE_CHECKING:
+    from megatron_ncclep.integration.experts.quack_products import QuackProducts
 
 
 def grouped_linear(
@@ -26,7 +28,7 @@ def grouped_linear(
     weights: Sequence[Tensor],
     target: GradientTarget,
     make_rows_again: Callable[[], Tensor] | None = None,
-    products: Products | None = None,
+    products: QuackProducts | None = None,
 ) -> Tensor:
     """Return rows @ weights[g]^T for every block g.
 
@@ -59,7 +61,7 @@ class _GroupedLinear(torch.autograd.Function):
         offsets: Tensor,
         target: GradientTarget,
         make_rows_again: Callable[[], Tensor] | None,
-        products: Products | None,
+        products: QuackProducts | None,
         *weights: Tensor,
     ) -> Tensor:
         # The weights one by one, not their stack: where that is a copy, it is not kept.

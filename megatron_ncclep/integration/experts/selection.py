@@ -71,7 +71,7 @@ class Choice:
 
 def asked_for(config: Any) -> Choice:
     """Grouped experts that nothing was chosen of but how they compute."""
-    return Choice("grouped", f"the options say so; {_products(config, *_where(config))}")
+    return Choice("grouped", f"the options say so; {_products(config, *_where(config))[1]}")
 
 
 def choose(
@@ -107,12 +107,12 @@ def choose(
     )
     if problem:
         return Choice("megatron", f"grouped ones do not support {problem}")
-    products = _products(config, device, dtype)
+    hold_all, products = _products(config, device, dtype)
     if in_graph:
         return Choice("grouped", f"CUDA graphs hold them, and Megatron's need the host; {products}")
     if device.type != "cuda":
         return Choice("megatron", f"grouped ones were not measured on a {device.type.upper()}")
-    if _not_fused(config, device, dtype) is None:
+    if hold_all:
         return Choice("grouped", f"they were the faster ones in all shapes measured; {products}")
     known = tokens_of_micro_batch(config)
     tokens = known or USUAL_TOKENS
@@ -141,18 +141,14 @@ def _where(config: Any, device: torch.device | None = None) -> tuple[torch.devic
     return device, torch.bfloat16 if config.bf16 else config.params_dtype
 
 
-def _not_fused(config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say why the products will not hold the activation, if they will not."""
-    return fused_swiglu.unavailable_reason(device, dtype) or fused_swiglu.other_activation(config)
-
-
-def _products(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Say how grouped experts compute."""
+def _products(config: Any, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether the products of grouped experts hold all else, and how they compute, in words."""
     if reason := fused_swiglu.unavailable_reason(device, dtype):
-        return f"products of torch, and weight gradients in a pass of their own ({reason})"
+        return False, f"products of torch, and weight gradients in a pass of their own ({reason})"
     named = f"products of {fused_swiglu.PACKAGE}, which add weight gradients in fp32"
-    other = fused_swiglu.other_activation(config)
-    return f"{named}; the activation takes passes of its own ({other})" if other else named
+    if other := fused_swiglu.other_activation(config):
+        return False, f"{named}; the activation takes passes of its own ({other})"
+    return True, named
 
 
 def tokens_of_micro_batch(config: Any) -> int | None:
