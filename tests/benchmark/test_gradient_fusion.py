@@ -8,7 +8,6 @@ import pytest
 import torch
 from dispatcher_bugs import setting_of
 from imports import import_megatron_on_cpu
-from megatron_versions import importable, python_path
 from patience import PatientPool
 
 from megatron_ncclep.benchmark import gradient_fusion
@@ -80,9 +79,9 @@ def output_layer_on_rank(context: RankContext) -> tuple[str, bool, bool]:
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-Core is not installed")
-@pytest.mark.parametrize("release", importable())
-def test_the_output_layer_calls_it(release: str) -> None:
-    pool = PatientPool(1, "gloo", python_path(release), prepare=import_megatron_on_cpu)
+@pytest.mark.each_release
+def test_the_output_layer_calls_it() -> None:
+    pool = PatientPool(1, "gloo", prepare=import_megatron_on_cpu)
     try:
         assert pool.run(output_layer_on_rank) == [(STAND_IN, True, True)]
     finally:

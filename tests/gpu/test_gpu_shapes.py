@@ -1,6 +1,6 @@
 """What only TransformerEngine has, rows in a latent size, routers in one kernel and packed
-sequences, and the batches of tests/integration/test_shapes.py that kernels must take: each engine
-against `alltoall`, outputs and all gradients.
+sequences, and the batches of tests/integration/dispatcher/test_shapes.py that kernels must take:
+each engine against `alltoall`, outputs and all gradients.
 
 A bf16 has 8 bits; `layer_case.py` says how far sums in another order may be apart.
 """

@@ -9,6 +9,8 @@ from schedule_case import differences, train_on_schedule
 
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 # One assignment a token: a sum of one row is the same in every order.
 OPTIONS: dict[str, Any] = {
     "moe_router_topk": 1,

@@ -14,6 +14,8 @@ from megatron_ncclep.cpu.torch_calls import CPU, replace
 from megatron_ncclep.errors import IntegrationError, UnsupportedError
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 
 def test_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

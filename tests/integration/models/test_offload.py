@@ -20,6 +20,8 @@ from schedule_case import differences, train_on_schedule
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 CASES: dict[str, EpConfig] = {
     "exact": EpConfig(),
     "static": EpConfig(max_recv_rows="worst", alignment=16, experts="grouped"),

@@ -1,44 +1,56 @@
-"""What test_hook_points.py checks of CUDA graphs, in the process and release of hooked_core.py.
+"""CUDA graphs: which are refused, and that those that are accepted can be replayed.
 
-No GPU is needed to be refused.  And what a graph leaves out when it is replayed, everything that
-Python does, can be left out on a CPU too: `Replayed`.
+No GPU is needed to be refused.  And what the replay of a graph leaves out, everything that Python
+does, can be left out on a CPU too: `Replayed`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import megatron.core
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer.module import GraphableMegatronModule
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
+from megatron_setup import initialize
+from on_ranks import IS_RANK
 
 import megatron_ncclep
 from megatron_ncclep import EpConfig, engines
+from megatron_ncclep.benchmark import train_graphs
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import GroupClosedError, RowsDroppedError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext
 
-OLD = megatron.core.__version__.startswith(("0.16", "0.17"))
-MODULES = "cuda_graph_scope" if OLD else "cuda_graph_modules"
-FULL_ITERATION = (
-    {"cuda_graph_impl": "local", MODULES: ["full_iteration"]}
-    if OLD
-    else {"cuda_graph_impl": "full_iteration", MODULES: []}
-)
+pytestmark = [pytest.mark.alone, pytest.mark.each_release]
+
+if IS_RANK:
+    import megatron.core
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import cuda_graphs
+    from megatron.core.transformer.module import GraphableMegatronModule
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
+
+    OLD = megatron.core.__version__.startswith(("0.16", "0.17"))
+    MODULES = "cuda_graph_scope" if OLD else "cuda_graph_modules"
+    FULL_ITERATION = (
+        {"cuda_graph_impl": "local", MODULES: ["full_iteration"]}
+        if OLD
+        else {"cuda_graph_impl": "full_iteration", MODULES: []}
+    )
+
 PARTS = ["attn", "moe_router", "moe_preprocess"]
 EXACT = EpConfig(engine="reference", experts="megatron")
 STATIC = dataclasses.replace(EXACT, max_recv_rows=64)
@@ -54,6 +66,18 @@ def made(group: EpGroup, num_experts: int, config: EpConfig) -> ReferenceEngine:
     engine.caps = dataclasses.replace(engine.caps, name=config.engine, captures_static=captures)
     MADE.append(engine)
     return engine
+
+
+@contextmanager
+def engines_with_graphs() -> Iterator[None]:
+    """Set Megatron up with two more engines, and a manager of graphs that needs no GPU."""
+    initialize(1)
+    entry = dataclasses.replace(engines.ENGINES["reference"], build=made)
+    more = dict.fromkeys(("capturable", "uncapturable"), entry)
+    manager = mock.patch.object(cuda_graphs, "CudaGraphManager", Manager)
+    with mock.patch.dict(engines.ENGINES, more), manager:
+        yield
+        EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()
 
 
 class Manager(torch.nn.Module):
@@ -115,11 +139,12 @@ def make_config(graphs: dict[str, Any], ncclep: EpConfig | None, **options: Any)
     )
 
 
-def build(config: Any, kind: type = TransformerLayer) -> Any:
+def build(config: Any, kind: type | None = None) -> Any:
     """One layer over this process alone, all experts different."""
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     torch.manual_seed(1)
-    layer = build_module(dataclasses.replace(spec, module=kind), config=config, layer_number=1)
+    spec = dataclasses.replace(spec, module=kind or TransformerLayer)
+    layer = build_module(spec, config=config, layer_number=1)
     with torch.no_grad():
         for parameter in layer.parameters():
             if parameter.dim() > 1:
@@ -139,42 +164,49 @@ EXACT_MODE = "set max_recv_rows .* or capture attn, moe_router and moe_preproces
 HOST_EXPERTS = "SequentialMLP reads on the host .*--ncclep-experts grouped"
 UNCAPTURABLE = "engine 'uncapturable' cannot be captured; choose engine 'native'"
 AGREED = "the ranks' hosts agree on .* set it .*, or capture attn and moe_router only"
-# Graphs, options of ours, of Megatron's, class of the layer, and the refusal (None: they work).
-RULES: list[tuple[dict[str, Any], EpConfig, dict[str, Any], type, str | None]] = [
-    (te(*PARTS), EXACT, {}, TransformerLayer, None),
-    (te("attn"), EXACT, {}, TransformerLayer, None),
-    (te("attn", "moe_router"), EXACT, CAPACITY, TransformerLayer, None),
-    (te(*PARTS), STATIC, {}, TransformerLayer, None),
-    (te(), CAPTURABLE, {}, TransformerLayer, None),
-    (FULL_ITERATION, CAPTURABLE, {}, TransformerLayer, None),
-    (local(), CAPTURABLE, {}, TransformerLayer, None),
-    (local("attn"), CAPTURABLE, {}, TransformerLayer, None),
-    (te(*PARTS), STATIC, CAPACITY, TransformerLayer, None),
-    (te("attn", "moe"), CAPTURABLE, CAPACITY, TransformerLayer, None),
-    (local("moe"), CAPTURABLE, CAPACITY, MoETransformerLayer, None),
-    (local("moe_router"), EXACT, {}, MoETransformerLayer, None),
-    (local(*PARTS), EXACT, {}, MoETransformerLayer, None),
-    (local("attn"), EXACT, {}, MoETransformerLayer, None),
-    (te(), EXACT, {}, TransformerLayer, EXACT_MODE),
-    (te(), STATIC, {}, TransformerLayer, HOST_EXPERTS),
-    (FULL_ITERATION, EXACT, {}, TransformerLayer, EXACT_MODE),
-    (FULL_ITERATION, STATIC, {}, TransformerLayer, HOST_EXPERTS),
-    (local(), EXACT, {}, TransformerLayer, EXACT_MODE),
-    (local(), STATIC, {}, TransformerLayer, HOST_EXPERTS),
-    (local(), EXACT, {}, MoETransformerLayer, EXACT_MODE),
-    # Of a TransformerLayer Megatron captures all with attn, and nothing else changes that.
-    (local("attn"), EXACT, {}, TransformerLayer, EXACT_MODE),
-    (local(*PARTS), EXACT, {}, TransformerLayer, EXACT_MODE),
-    (te("attn", "moe"), EXACT, CAPACITY, TransformerLayer, EXACT_MODE),
-    (te("attn", "moe"), STATIC, CAPACITY, TransformerLayer, HOST_EXPERTS),
-    (te(*PARTS), EXACT, CAPACITY, TransformerLayer, AGREED),
-    (local("moe_router"), EXACT, CAPACITY, MoETransformerLayer, AGREED),
-]
+Rule = tuple[dict[str, Any], EpConfig, dict[str, Any], Any, "str | None"]
 
 
-def check_rules() -> None:
+def rules() -> list[Rule]:
+    """Graphs, options of ours, of Megatron's, class of the layer, and the refusal, or None where
+    they work.
+    """
+    return [
+        (te(*PARTS), EXACT, {}, TransformerLayer, None),
+        (te("attn"), EXACT, {}, TransformerLayer, None),
+        (te("attn", "moe_router"), EXACT, CAPACITY, TransformerLayer, None),
+        (te(*PARTS), STATIC, {}, TransformerLayer, None),
+        (te(), CAPTURABLE, {}, TransformerLayer, None),
+        (FULL_ITERATION, CAPTURABLE, {}, TransformerLayer, None),
+        (local(), CAPTURABLE, {}, TransformerLayer, None),
+        (local("attn"), CAPTURABLE, {}, TransformerLayer, None),
+        (te(*PARTS), STATIC, CAPACITY, TransformerLayer, None),
+        (te("attn", "moe"), CAPTURABLE, CAPACITY, TransformerLayer, None),
+        (local("moe"), CAPTURABLE, CAPACITY, MoETransformerLayer, None),
+        (local("moe_router"), EXACT, {}, MoETransformerLayer, None),
+        (local(*PARTS), EXACT, {}, MoETransformerLayer, None),
+        (local("attn"), EXACT, {}, MoETransformerLayer, None),
+        (te(), EXACT, {}, TransformerLayer, EXACT_MODE),
+        (te(), STATIC, {}, TransformerLayer, HOST_EXPERTS),
+        (FULL_ITERATION, EXACT, {}, TransformerLayer, EXACT_MODE),
+        (FULL_ITERATION, STATIC, {}, TransformerLayer, HOST_EXPERTS),
+        (local(), EXACT, {}, TransformerLayer, EXACT_MODE),
+        (local(), STATIC, {}, TransformerLayer, HOST_EXPERTS),
+        (local(), EXACT, {}, MoETransformerLayer, EXACT_MODE),
+        # Of a TransformerLayer Megatron captures all with attn, and nothing else changes that.
+        (local("attn"), EXACT, {}, TransformerLayer, EXACT_MODE),
+        (local(*PARTS), EXACT, {}, TransformerLayer, EXACT_MODE),
+        (te("attn", "moe"), EXACT, CAPACITY, TransformerLayer, EXACT_MODE),
+        (te("attn", "moe"), STATIC, CAPACITY, TransformerLayer, HOST_EXPERTS),
+        (te(*PARTS), EXACT, CAPACITY, TransformerLayer, AGREED),
+        (local("moe_router"), EXACT, CAPACITY, MoETransformerLayer, AGREED),
+    ]
+
+
+@engines_with_graphs()
+def test_rules(ctx: RankContext) -> None:
     """Each combination is accepted, or refused when the layer is built, with the way out."""
-    for graphs, ncclep, options, kind, refusal in RULES:
+    for graphs, ncclep, options, kind, refusal in rules():
         what = f"{graphs} {ncclep.engine} {ncclep.max_recv_rows} {options} {kind.__name__}"
         config = make_config(graphs, ncclep, **options)
         if refusal is None:
@@ -198,30 +230,33 @@ def check_rules() -> None:
             MADE[-1].plan(torch.zeros(1, 1, dtype=torch.int64))
 
 
-def check_op_fuser(monkeypatch: pytest.MonkeyPatch) -> None:
+@engines_with_graphs()
+def test_op_fuser(ctx: RankContext) -> None:
     """TransformerEngine's op fuser reads the counts where TransformerEngine says so, if it does."""
-    monkeypatch.setattr(SequentialMLP, "_with_fused_impl", True, raising=False)
-    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SequentialMLP, "_with_fused_impl", True, raising=False)
+        asked = []
 
-    def has_kernels(recipe: Any, dtype: torch.dtype) -> bool:
-        asked.append((recipe, dtype))
-        return dtype == torch.bfloat16
+        def has_kernels(recipe: Any, dtype: torch.dtype) -> bool:
+            asked.append((recipe, dtype))
+            return dtype == torch.bfloat16
 
-    ops = SimpleNamespace(is_op_fuser_grouped_tensor_path_supported=has_kernels)
-    name = "transformer_engine.pytorch.ops.basic.grouped_linear"
-    monkeypatch.setitem(sys.modules, name, ops)
-    ncclep = dataclasses.replace(CAPTURABLE, experts="megatron")
-    half = {"params_dtype": torch.bfloat16, "bf16": True}
-    build(make_config(FULL_ITERATION, ncclep, **half))
-    with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
-        build(make_config(FULL_ITERATION, ncclep))
-    assert asked == [(None, torch.bfloat16), (None, torch.float32)]
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace())  # of older releases
-    with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
+        ops = SimpleNamespace(is_op_fuser_grouped_tensor_path_supported=has_kernels)
+        name = "transformer_engine.pytorch.ops.basic.grouped_linear"
+        patch.setitem(sys.modules, name, ops)
+        ncclep = dataclasses.replace(CAPTURABLE, experts="megatron")
+        half = {"params_dtype": torch.bfloat16, "bf16": True}
         build(make_config(FULL_ITERATION, ncclep, **half))
+        with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
+            build(make_config(FULL_ITERATION, ncclep))
+        assert asked == [(None, torch.bfloat16), (None, torch.float32)]
+        patch.setitem(sys.modules, name, SimpleNamespace())  # of older releases
+        with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
+            build(make_config(FULL_ITERATION, ncclep, **half))
 
 
-def check_rules_of_configs() -> None:
+@engines_with_graphs()
+def test_rules_of_configs(ctx: RankContext) -> None:
     """What Megatron would refuse when a config is made, with reasons that are `alltoall`'s."""
     refused: list[tuple[dict[str, Any], str]] = [
         (te("attn", "moe"), "'moe'.*leave .* empty"),
@@ -266,7 +301,13 @@ def train(layer: Any) -> list[torch.Tensor]:
     return [*results, *(parameter.grad for parameter in layer.parameters())]
 
 
-def check_replays() -> None:
+@pytest.mark.supports(
+    *(f"cuda_graph_modules={name}" for name in PARTS),
+    compared="outputs and all gradients with those without graphs, to the bit, where stand-ins for "
+    "graphs leave out what a replay leaves out",
+)
+@engines_with_graphs()
+def test_replays(ctx: RankContext) -> None:
     """What the dispatcher keeps between its hooks comes through a graph that ends between them.
 
     The shape of the hidden states was kept when `dispatch_preprocess` ran.  In a replay it does
@@ -290,7 +331,8 @@ def check_replays() -> None:
         compare(train_same(layer), train_same(eager), f"local {recompute}")
 
 
-def check_warmups() -> None:
+@engines_with_graphs()
+def test_warmups(ctx: RankContext) -> None:
     """What is dropped counts, except when a layer runs before it is captured in a CUDA graph.
 
     TransformerEngine captures layers with ones for hidden states, so that all tokens go to the same
@@ -330,19 +372,33 @@ def compare(results: list[torch.Tensor], expected: list[torch.Tensor], what: str
         assert torch.equal(result, value), f"{what}: result {index}"
 
 
-def check_all() -> None:
-    """Check what every version has; process groups are there."""
-    kinds = ("capturable", "uncapturable")
-    entry = dataclasses.replace(engines.ENGINES["reference"], build=made)
-    engines.ENGINES.update(dict.fromkeys(kinds, entry))
-    real, cuda_graphs.CudaGraphManager = cuda_graphs.CudaGraphManager, Manager
-    check_rules()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        check_op_fuser(monkeypatch)
-    check_rules_of_configs()
-    check_replays()
-    check_warmups()
-    EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()
-    cuda_graphs.CudaGraphManager = real
-    for kind in kinds:
-        del engines.ENGINES[kind]
+def test_graphs_of_the_benchmark(ctx: RankContext) -> None:
+    """`ncclep bench` asks for CUDA graphs by names that change, and clears what classes keep."""
+    initialize(1)
+    from megatron.core import full_cuda_graph
+    from megatron.core.num_microbatches_calculator import (  # noqa: F401
+        init_num_microbatches_calculator,
+        unset_num_microbatches_calculator,
+    )
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    whole = make_config(train_graphs.graph_fields("full_iteration"), None)
+    parts = make_config(train_graphs.graph_fields("partial_graphs"), None)
+    assert parts.cuda_graph_impl == "transformer_engine"
+    held = "cuda_graph_modules" if hasattr(parts, "cuda_graph_modules") else "cuda_graph_scope"
+    assert [part.name for part in getattr(parts, held)] == list(train_graphs.PARTS)
+    asked = [whole.cuda_graph_impl, *(part.name for part in getattr(whole, held))]
+    assert asked in (["full_iteration"], ["local", "full_iteration"])
+    wanted = {"model", "config", "seq_length", "micro_batch_size", "optimizers"}
+    assert wanted <= set(inspect.signature(TECudaGraphHelper).parameters)
+    for name in ("create_cudagraphs", "delete_cuda_graphs"):
+        assert callable(getattr(TECudaGraphHelper, name))
+
+    wrapper, loader = full_cuda_graph.FullCudaGraphWrapper, full_cuda_graph.StaticBufferLoader
+    loader()({"tokens": torch.zeros(2)}, "training", 0)
+    wrapper.cuda_graph["training"] = wrapper.result["training"] = object()
+    wrapper.curr_iteration["training"] = 3
+    train_graphs.clear_full_iteration()
+    assert loader.static_buffers == {"training": [], "validation": []}
+    assert wrapper.cuda_graph == wrapper.result == {"training": None, "validation": None}
+    assert wrapper.curr_iteration == {"training": 0, "validation": 0}

@@ -59,6 +59,7 @@ def parameters_on_rank(ctx: RankContext) -> None:
     assert ours.token_dispatcher.engine.config.alignment == 16
 
 
+@pytest.mark.each_release
 def test_parameters_are_megatrons(megatron_pool: RankPool) -> None:
     megatron_pool.run(parameters_on_rank)
 
@@ -104,6 +105,7 @@ def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
     return curves
 
 
+@pytest.mark.each_release
 @pytest.mark.supports(
     "--ncclep-experts=grouped",
     "use_distributed_optimizer",
@@ -153,6 +155,7 @@ def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
         assert loaded.step() == pytest.approx(saved.step(), rel=2e-4)  # as above
 
 
+@pytest.mark.each_release
 def test_checkpoints_go_both_ways(megatron_pool: RankPool, tmp_path: Path) -> None:
     """Model and optimizer, in the format that stores buffers as they lie, without names."""
     megatron_pool.run(checkpoints_on_rank, tmp_path)
@@ -218,6 +221,7 @@ def refusals_on_rank(ctx: RankContext) -> None:
     assert type(build_layer(other).experts).__name__ == "SequentialMLP"
 
 
+@pytest.mark.each_release
 def test_refusals(megatron_pool: RankPool) -> None:
     megatron_pool.run(refusals_on_rank)
 
@@ -250,6 +254,7 @@ def experts_of_users_on_rank(ctx: RankContext) -> None:
         layer(hidden)
 
 
+@pytest.mark.each_release
 def test_experts_that_are_not_megatrons(megatron_pool: RankPool) -> None:
     megatron_pool.run(experts_of_users_on_rank)
 
@@ -384,6 +389,7 @@ def automatic_layers_on_rank(ctx: RankContext) -> list[str]:
     return [line for line in lines if line.startswith("experts: ")]
 
 
+@pytest.mark.each_release
 def test_automatic_layers(megatron_pool: RankPool) -> None:
     found = megatron_pool.run(automatic_layers_on_rank)
     assert sorted(len(lines) for lines in found) == [0, 0, 2, 2]  # two groups, their first ranks

@@ -19,6 +19,8 @@ from megatron_setup import initialize, make_config, make_experts_differ
 
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 VOCABULARY, SEQUENCE, BATCH, STEPS, MICRO_BATCHES = 48, 12, 2, 4, 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
+import traceback
 from typing import Any
 
 import pytest
@@ -12,9 +13,17 @@ import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
 from megatron_ncclep import error_reporting as failures
-from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    InputError,
+    IntegrationError,
+    UnsupportedError,
+)
 from megatron_ncclep.integration.checks.unsupported import REFUSALS, check_supported
 from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+pytestmark = pytest.mark.each_release
 
 BUILDS = {
     "paged-stash": (
@@ -243,3 +252,34 @@ def install_too_late(ctx: RankContext) -> None:
 
 def test_install_after_a_model_was_built(megatron_pool: RankPool) -> None:
     megatron_pool.run(install_too_late)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("engine", [None, "native"])
+def test_the_text_of_an_error_of_a_model(ctx: RankContext, engine: str | None) -> None:
+    """Megatron's build_module made two errors of one, and ended it with "leave it out: shared
+    experts run before the dispatch, with the same result when instantiating TransformerLayer".
+    Users saw it; the tests of refusals built a layer without a model around it.  An error of an
+    engine that cannot run was shown twice too.
+    """
+    initialize(ep=1)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    ncclep = EpConfig(engine=engine) if engine else None
+    config = make_config("ncclep", torch.float32, 1, ncclep=ncclep)
+    config.moe_paged_stash = engine is None
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False)
+    kind: type[Exception] = EngineUnavailableError if engine else UnsupportedError
+    with pytest.raises(kind) as caught:
+        GPTModel(config, spec, vocab_size=16, max_sequence_length=8)
+    text = str(caught.value)
+    assert re.search(r" \(while building (MoELayer in )?TransformerLayer\)$", text)
+    printed = "".join(traceback.format_exception(caught.value))
+    assert "another exception" not in printed
+    if engine:
+        assert printed.count("needs GPUs") == 1
+    else:
+        assert re.search(r"=True: leave it out[\w ,:'-]+ \(while", text)
+        quoted = printed.count('f"moe_token_dispatcher_type=')  # in a line of the source
+        assert printed.count("does not support") == 1 + quoted

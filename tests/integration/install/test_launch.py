@@ -15,7 +15,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from megatron_versions import INSTALLED, importable, python_path
+from megatron_versions import INSTALLED
 from patience import patient
 
 from megatron_ncclep.cli import run as launch
@@ -23,7 +23,7 @@ from megatron_ncclep.errors import InputError, IntegrationError
 from megatron_ncclep.integration.import_hook import after_import
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 # A hung run must end the test; a busy machine must not.
 TIMEOUT_S = patient(900)
 
@@ -31,10 +31,6 @@ TIMEOUT_S = patient(900)
 # of each rank and then the ranks' sums.  Two fp32 summation orders, one rounding apart (6e-8), and
 # then carried through the steps: 3e-7 was seen after 20 steps.  Ten times that is allowed.
 SAME_LOSS_REL = 3e-6
-
-# The wheel of 0.16.1 has no megatron.training.  Under Python 3.12 it is not tried here either: the
-# launcher would take the installed version's megatron.training for its own.
-WITH_TRAINING = [name for name in importable() if name != "0.16.1"]
 
 PRETRAIN_ARGUMENTS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64
@@ -61,13 +57,9 @@ EXPERTS = {
 RUN = ["-m", "megatron_ncclep", "run", "--cpu"]
 
 
-def environment(megatron: str) -> dict[str, str]:
-    """Variables for that version of Megatron-Core and this package.
-
-    What `import torch` does by itself where the package is installed is switched off.
-    """
-    folders = [str(ROOT), *python_path(megatron), os.environ.get("PYTHONPATH")]
-    path = os.pathsep.join(filter(None, folders))
+def environment() -> dict[str, str]:
+    """Variables for this package, without what `import torch` does where it is installed."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCLEP_AUTOLOAD": "0"}
 
 
@@ -76,7 +68,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, **environment(INSTALLED)},
+        env={**os.environ, **environment()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -99,13 +91,10 @@ def run_ranks(folder: Path, *arguments: str) -> str:
     "moe_router_load_balancing_type=aux_loss",
     compared="losses of a pretrain script, unmodified, with alltoall's, 3e-6 (fp32)",
 )
-@pytest.mark.parametrize(
-    ("megatron", "experts"),
-    # A run takes long, so that each release has one of the two.
-    [(name, "slices" if name == INSTALLED else "divided") for name in WITH_TRAINING],
-)
+@pytest.mark.each_release
+@pytest.mark.since("0.17")  # whose wheel has megatron.training
 def test_pretrain_script_trains_like_alltoall(
-    tmp_path: Path, megatron: str, experts: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """With tensor parallelism, the more demanding case: with it Megatron-LM's own scripts ended in
     "Found no NVIDIA driver", because validate_args asks for the GPU's properties.  Users found it:
@@ -116,16 +105,16 @@ def test_pretrain_script_trains_like_alltoall(
     An older release shows that its script starts, takes our options and learns; that its losses are
     alltoall's is shown by test_gpt_model.py and test_moe_layer.py, with every release.
     """
+    is_installed = request.config.getoption("--megatron") == INSTALLED
+    experts = EXPERTS["slices" if is_installed else "divided"]
     shutil.copy(HERE / "pretrain_template.py", tmp_path / "pretrain_gpt.py")
     monkeypatch.chdir(tmp_path)
 
     def losses(dispatcher: str, *arguments: str) -> tuple[list[float], str]:
-        command = [*RUN, "pretrain_gpt.py", *PRETRAIN_ARGUMENTS, *EXPERTS[experts]]
+        command = [*RUN, "pretrain_gpt.py", *PRETRAIN_ARGUMENTS, *experts]
         command += ["--moe-token-dispatcher-type", dispatcher, *arguments]
         # Without torchrun, which the other script is started by, and which takes as long again.
-        ended = processes.run_ranks(
-            [sys.executable, *command], 2, TIMEOUT_S, **environment(megatron)
-        )
+        ended = processes.run_ranks([sys.executable, *command], 2, TIMEOUT_S, **environment())
         output = "".join(rank.output for rank in ended)
         assert [rank.exit_code for rank in ended] == [0, 0], output[-4000:]
         assert f"trained with {dispatcher}" in output
@@ -135,7 +124,7 @@ def test_pretrain_script_trains_like_alltoall(
     assert "engine 'reference' for 2 ranks" in output, "another dispatcher has run"
     assert len(ours) == 10
     assert ours[-1] < ours[0] - 0.3, ours
-    if megatron == INSTALLED:
+    if is_installed:
         assert ours == pytest.approx(losses("alltoall")[0], rel=SAME_LOSS_REL)
 
 

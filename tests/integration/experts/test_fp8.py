@@ -21,6 +21,8 @@ from megatron_ncclep.integration.checks.fp8 import align_for_experts
 from megatron_ncclep.integration.experts.layer_experts import need_no_host
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 PLAIN = EpConfig(engine="reference")
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 # What is asked for, and the rows that blocks then have a multiple of.

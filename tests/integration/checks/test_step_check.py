@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from torch.optim import optimizer as torch_optimizer
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import EpError, PeerError
+from megatron_ncclep.integration.checks.optimizer_step import check_before_steps
+from megatron_ncclep.integration.patching import is_changed
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+pytestmark = pytest.mark.each_release
 
 
 class LateFailure:
@@ -141,3 +146,107 @@ def test_with_on_overflow_raise_no_rank_steps_with_dropped_rows(megatron_pool: R
         assert f"RowsDroppedError: rows were dropped: with max_recv_rows={NUM_ROWS}, " in text
         full = dropped.index(max(dropped))
         assert f"rank {full} needed {NUM_TOKENS} rows and had {NUM_ROWS} (of each rank" in text
+
+
+class Planted:
+    """Shared by engines; holds a failure on the device that no call has raised yet."""
+
+    failed = False
+    times_asked = 0
+
+    def check(self) -> None:
+        self.times_asked += 1
+        if self.failed:
+            raise PeerError("rank 0 of 1: rank 1 did not come (planted)")
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@pytest.mark.alone
+def test_no_optimizer_of_megatrons_steps_after_a_failure(ctx: RankContext) -> None:
+    """Plain, chained, distributed and layer-wise, in fp32 and bf16; and torch's own.  Where no
+    layer has our dispatcher, no hook is registered.
+    """
+    initialize(ep=1)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    torch_optimizer._global_optimizer_pre_hooks.clear()
+    check_before_steps.cache_clear()
+    build_layer(make_config("alltoall", torch.float32, 1))
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    for _ in range(2):
+        layer = build_layer(make_config("ncclep", torch.float32, 1))
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == 1
+    planted = EpGroup.of(layer.token_dispatcher.ep_group).share("planted", Planted)
+    for distributed in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
+            config = make_config("ncclep", dtype, 1)
+            model = DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(use_distributed_optimizer=distributed),
+                build_layer(config),
+            )
+            options = OptimizerConfig(
+                optimizer="adam",
+                lr=0.1,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=distributed,
+            )
+            optimizer = get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
+            assert_steps_are_checked(optimizer, model, planted)
+            if (distributed, dtype) == (False, torch.float32):
+                groups = ProcessGroupCollection.use_mpu_process_groups()
+                chained = list(optimizer.chained_optimizers)
+                layer_wise = LayerWiseDistributedOptimizer(chained, options, groups)
+                assert_steps_are_checked(layer_wise, model, planted)
+    linear = torch.nn.Linear(2, 2)
+    assert_steps_are_checked(torch.optim.SGD(linear.parameters(), lr=0.1), linear, planted)
+    EpGroup.of(layer.token_dispatcher.ep_group).release("planted", timeout_s=60)
+
+
+def assert_steps_are_checked(optimizer: Any, model: torch.nn.Module, planted: Planted) -> None:
+    """A step with a failure raises it and changes no weight; one without changes all."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad.fill_(1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    planted.failed = True
+    with pytest.raises(PeerError, match="planted"):
+        optimizer.step()
+    after = list(model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    planted.failed = False
+    asked = planted.times_asked
+    optimizer.step()
+    # A chained optimizer holds one for the experts and one for the rest.
+    assert 1 <= planted.times_asked - asked <= 2
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.alone
+@pytest.mark.since("0.17")
+def test_an_optimizers_step_in_a_cuda_graph_is_checked(ctx: RankContext) -> None:
+    """A replay runs no hooks, so the wrapper of a captured step asks."""
+    initialize(ep=1)
+    from megatron.core import parallel_state
+    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+    assert is_changed(OptimizerCudaGraphWrapper.__call__)
+    group = EpGroup.of(parallel_state.get_expert_model_parallel_group())
+    planted = group.share("planted", Planted)
+    steps: list[int] = []
+    step = OptimizerCudaGraphWrapper(lambda: steps.append(1), cuda_graph_warmup_steps=99)
+    planted.failed = True
+    with pytest.raises(PeerError, match="planted"):
+        step()
+    assert not steps
+    planted.failed = False
+    step()
+    assert steps
+    group.release("planted", timeout_s=60)

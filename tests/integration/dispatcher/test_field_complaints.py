@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from layer_case import take_empty_batches
 from megatron_setup import BATCH, EXPERTS, HIDDEN, build_layer, initialize, make_config
 
 from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+pytestmark = pytest.mark.each_release
 
 RANKS, TOP_K = 4, 2
 # Sequence lengths of the ranks, and what their tokens have chosen.

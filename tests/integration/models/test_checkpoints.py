@@ -14,6 +14,8 @@ from gpt_training import Layout, Training, checkpoints_written
 
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 STEPS = 3  # of each part
 # Before the checkpoint and after it: two experts on each rank, and then slices of four.
 PARTS = [("alltoall", Layout(ep=4, tp=2)), ("ncclep", Layout(ep=2, tp=2, etp=2))]

@@ -20,6 +20,8 @@ import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
 GROUPED = {"ncclep": EpConfig(experts="grouped")}

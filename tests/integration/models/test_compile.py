@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from compile_case import COMPILES_S, Compiler, compiled_model_on_rank, compiled_on_rank
-from megatron_versions import INSTALLED
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankPool
@@ -27,7 +26,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 # What torch makes of our code does not depend on the release.
-@pytest.mark.parametrize("megatron_release", [INSTALLED], indirect=True)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_layer(megatron_pool: RankPool, name: str) -> None:
     """torch went through the engine into the exchange of messages between hosts, and made 77 graphs
@@ -42,7 +40,6 @@ INDUCTOR = Compiler(inductor=True, dtype=torch.float64, bound=1e-5)
 
 
 @pytest.mark.any_python("it compiles C++; test_compiled_layer shows what torch makes of bytecode")
-@pytest.mark.parametrize("megatron_release", [INSTALLED], indirect=True)
 def test_inductor(megatron_pool: RankPool) -> None:
     """What users have by default: graphs become kernels, those of backward too, and autograd nodes
     of ours stand in between.

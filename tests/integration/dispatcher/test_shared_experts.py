@@ -16,6 +16,8 @@ from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, mak
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 OVERLAP = {
     "moe_shared_expert_intermediate_size": 32,
     "moe_shared_expert_gate": True,

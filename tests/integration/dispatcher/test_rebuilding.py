@@ -218,6 +218,47 @@ def records() -> Iterator[list[str]]:
         logging.getLogger("megatron_ncclep").removeHandler(handler)
 
 
+@pytest.mark.alone
+@pytest.mark.each_release
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_groups_are_closed_before_megatron_forgets_its_own(ctx: RankContext, how: str) -> None:
+    """After an error without waiting; a group that is not Megatron's stays."""
+    initialize(1)
+    from megatron.core import parallel_state
+
+    class Ending:
+        """Notes how it was closed, and whether Megatron still had its groups."""
+
+        def close(self, how: str = "close") -> None:
+            ended.append((how, parallel_state.model_parallel_is_initialized()))
+
+        def abort(self) -> None:
+            self.close("abort")
+
+    ended: list[tuple[str, bool]] = []
+    layer = build_layer(make_config("ncclep", torch.float32, 1))
+    other = dist.new_group([0])
+    for process_group in (
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+        other,
+    ):
+        EpGroup.of(process_group).share("ending", Ending)
+    if how == "close":
+        parallel_state.destroy_model_parallel()
+    else:
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            parallel_state.destroy_model_parallel()
+    assert ended == [(how, True)] * 2
+    with pytest.raises(GroupClosedError, match=r"build the model\) again"):
+        layer(torch.zeros(1, 1, layer.config.hidden_size))
+    parallel_state.destroy_model_parallel()  # nothing is left to close
+    megatron_ncclep.close(other)
+    assert ended[2:] == [("close", False)]
+
+
 def test_a_rank_that_does_not_come_keeps_nobody(pair: RankPool) -> None:
     """After a failure of one rank the others free what is theirs, within the deadline."""
     for rank, (num_rows, ends, *said) in enumerate(pair.run(left_alone_on_rank)):

@@ -21,6 +21,8 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import IntegrationError
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 CASES: dict[str, dict[str, Any]] = {
     "several-experts": {"ep": 2},
     # It gets its rows as they come.

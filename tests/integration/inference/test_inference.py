@@ -39,6 +39,8 @@ from megatron_ncclep.errors import (
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+pytestmark = pytest.mark.each_release
+
 CASE = InferenceCase(options={"moe_router_topk": 3})
 FFN = 32
 # Tokens of the two ranks of a group; low-latency mode takes 4.

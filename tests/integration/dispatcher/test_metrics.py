@@ -124,6 +124,7 @@ def counted(routing: list[list[Any]], steps: range) -> tuple[list[list[int]], fl
     return rows, max(RANKS * max(each) / sum(each) for each in held), dropped
 
 
+@pytest.mark.each_release
 def test_megatrons_reports_have_the_metrics(megatron_pool: RankPool) -> None:
     results = megatron_pool.run(report_on_rank)
     routing, writers = [seen for seen, _ in results], results[-1][1]

@@ -1,4 +1,4 @@
-"""What test_hook_points.py checks of frameworks that make Megatron's configs in ways of their own.
+"""Frameworks that make Megatron's configs in ways of their own.
 
 Stand-ins follow what Megatron-Bridge and NeMo do with a TransformerConfig: classes derived from it
 that validate late, copies made of their fields, files, and settings laid over what is there.  What
@@ -13,25 +13,22 @@ import importlib
 import inspect
 import json
 import pickle
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import yaml
-from hooked_core import OPTIONS, has
-from megatron.core import config_logger, parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.heterogeneous.heterogeneous_config import (
-    HeterogeneousTransformerConfig,
-)
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron_setup import has, initialize, moe_submodules
+from on_ranks import IS_RANK
+from test_field import OPTIONS
 
 from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.integration.options.field import resolve_options
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = [pytest.mark.alone, pytest.mark.each_release]
 
 OWN = EpConfig(
     experts="megatron", alignment=32, max_recv_rows="1.25x", timeout_s=7.5, on_overflow="raise"
@@ -39,53 +36,58 @@ OWN = EpConfig(
 MOE = {**OPTIONS, "moe_token_dispatcher_type": "ncclep", "use_cpu_initialization": True}
 
 
-@dataclasses.dataclass
-class Deferred(TransformerConfig):
-    """Validates when its user has set all, as Megatron-Bridge's do."""
+if IS_RANK:
+    from megatron.core import config_logger
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+        HeterogeneousTransformerConfig,
+    )
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    def __post_init__(self) -> None:
-        """Not yet."""
+    @dataclasses.dataclass
+    class Deferred(TransformerConfig):
+        """Validates when its user has set all, as Megatron-Bridge's do."""
 
-    def finalize(self) -> None:
-        TransformerConfig.__post_init__(self)
+        def __post_init__(self) -> None:
+            """Not yet."""
 
+        def finalize(self) -> None:
+            TransformerConfig.__post_init__(self)
 
-@dataclasses.dataclass
-class DeferredMLA(Deferred, MLATransformerConfig):
-    """With two lines of descent."""
+    @dataclasses.dataclass
+    class DeferredMLA(Deferred, MLATransformerConfig):
+        """With two lines of descent."""
 
-    multi_latent_attention: bool = True
+        multi_latent_attention: bool = True
 
-    def __post_init__(self) -> None:
-        """Not yet."""
+        def __post_init__(self) -> None:
+            """Not yet."""
 
-    def finalize(self) -> None:
-        MLATransformerConfig.__post_init__(self)
+        def finalize(self) -> None:
+            MLATransformerConfig.__post_init__(self)
 
+    @dataclasses.dataclass
+    class Provider(Deferred):
+        """Makes a model of itself; has fields of the base anew, and none for what is not set."""
 
-@dataclasses.dataclass
-class Provider(Deferred):
-    """Makes a model of itself; has fields of the base anew, and none for what is not set."""
+        vocab_size: int | None = None
+        # Of a time when Megatron had these three only.
+        moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+        num_layers: int = 1
 
-    vocab_size: int | None = None
-    # Of a time when Megatron had these three only.
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
-    num_layers: int = 1
+        def provide(self) -> Any:
+            initialize(ep=1)
+            self.finalize()  # however often that has been done
+            spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
+            return MoELayer(self, submodules=moe_submodules(spec), layer_number=1)
 
-    def provide(self) -> Any:
-        self.finalize()  # however often that has been done
-        spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False).submodules.mlp
-        # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
-        submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
-        return MoELayer(self, submodules=submodules, layer_number=1)
+    class Handmade(TransformerConfig):
+        """No dataclass of its own, with a constructor that hands on what it does not know."""
 
-
-class Handmade(TransformerConfig):
-    """No dataclass of its own, with a constructor that hands on what it does not know."""
-
-    def __init__(self, extra: int = 0, **fields: Any) -> None:
-        super().__init__(**fields)
-        self.extra = extra
+        def __init__(self, extra: int = 0, **fields: Any) -> None:
+            super().__init__(**fields)
+            self.extra = extra
 
 
 def shallow(value: Any) -> Any:
@@ -126,7 +128,7 @@ def made_from(data: Any) -> Any:
     return target(**values)
 
 
-def check_late_validation() -> None:
+def test_late_validation(ctx: RankContext) -> None:
     """Options set before `finalize`, or after it, are those of the layer."""
     for late in (False, True):
         provider = Provider(hidden_size=8, num_attention_heads=1)
@@ -152,7 +154,7 @@ def check_late_validation() -> None:
     assert provider.moe_token_dispatcher_type == "ncclep"
 
 
-def check_copies() -> None:
+def test_copies(ctx: RankContext) -> None:
     """Classes of all kinds, copied in all ways."""
     for kind in (Deferred, DeferredMLA, Provider, Handmade):
         made = kind(**{**MOE, "ncclep": OWN})
@@ -174,7 +176,7 @@ def check_copies() -> None:
         dataclasses.dataclass(frozen=True)(type("Frozen", (TransformerConfig,), {}))
 
 
-def check_configs_of_layers() -> None:
+def test_configs_of_layers(ctx: RankContext) -> None:
     """Megatron's own config of one layer of a heterogeneous model is made of a dictionary."""
     block = {
         "attention": {"no_op": False, "num_query_groups": 1},
@@ -189,7 +191,7 @@ def check_configs_of_layers() -> None:
     assert resolve_options(of_layer) == of_layer.ncclep == OWN
 
 
-def check_overrides() -> None:
+def test_overrides(ctx: RankContext) -> None:
     """Settings laid over a config change its options; a wrong one is refused with the layer.
 
     Ours could not be set one by one.  Megatron-Bridge wrote a warning for each, and trained with
@@ -220,7 +222,7 @@ def check_overrides() -> None:
         without.provide()
 
 
-def check_a_copy_in_the_layer() -> None:
+def test_a_copy_in_the_layer(ctx: RankContext) -> None:
     """What is set after the layer was built changes nothing, in no rank's engine."""
     made = Provider(**{**MOE, "ncclep": copy.copy(OWN)})
     layer = made.provide()
@@ -229,7 +231,7 @@ def check_a_copy_in_the_layer() -> None:
     layer.token_dispatcher.engine.close()
 
 
-def check_files() -> None:
+def test_files(ctx: RankContext) -> None:
     """What files keep of a config makes the same options again."""
     converters = [as_file]
     if has("training/config/container.py"):  # from 0.18 on; Megatron-Bridge uses it too
@@ -261,15 +263,15 @@ def check_files() -> None:
         assert resolve_options(again.transformer) == again.transformer.ncclep == OWN
 
 
-def check_logs(folder: Path) -> None:
+def test_logs(ctx: RankContext, tmp_path: Path) -> None:
     """--config-logger-dir writes down every option, ours among them.
 
     Megatron-LM's scripts fail with it before that, with any dispatcher: what they give their model,
     a ProcessGroupCollection, is a dataclass, of which Megatron makes a dictionary, copying groups.
     """
-    made = Provider(**{**MOE, "ncclep": OWN, "config_logger_dir": str(folder)})
+    made = Provider(**{**MOE, "ncclep": OWN, "config_logger_dir": str(tmp_path)})
     config_logger.log_config_to_disk(made, {"config": made}, prefix="Model", rank_str="0")
-    (file,) = folder.iterdir()
+    (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text())["config"]["ncclep"] == dataclasses.asdict(OWN)
 
 
@@ -282,12 +284,14 @@ def as_file(value: Any) -> Any:
     return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **fields}
 
 
-def check_megatrons_yaml() -> None:
+def test_megatrons_yaml(ctx: RankContext) -> None:
     """`--yaml-cfg` wants every field of the config in the file, and ours stood in none.
 
     All users of such files had "Missing argument ncclep for TransformerConfig config", whatever
     their dispatcher, as soon as this package was installed.
     """
+    if not has("training"):
+        return  # this release's wheel has no command line
     from megatron.training.yaml_arguments import core_config_from_args
 
     base = {f.name: None for f in dataclasses.fields(TransformerConfig) if f.name != "ncclep"}
@@ -303,18 +307,3 @@ def check_megatrons_yaml() -> None:
     made = TransformerConfig(**{**MOE, "ncclep": found["ncclep"]})
     assert resolve_options(made) == made.ncclep == EpConfig(alignment=32, max_recv_rows="worst")
     assert "ncclep" in TransformerConfig.__dataclass_fields__
-
-
-def check_all() -> None:
-    """Check what this release has; process groups are there."""
-    assert parallel_state.model_parallel_is_initialized()
-    check_late_validation()
-    check_copies()
-    check_configs_of_layers()
-    check_overrides()
-    check_a_copy_in_the_layer()
-    check_files()
-    with tempfile.TemporaryDirectory() as folder:
-        check_logs(Path(folder))
-    if has("training"):
-        check_megatrons_yaml()
