@@ -113,6 +113,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "with the installed one",
     )
     config.addinivalue_line(
+        "markers", "limit_s(seconds): time that ranks have for a test, instead of 240 seconds"
+    )
+    config.addinivalue_line(
         "markers", "since(release): left out with older releases of Megatron-Core"
     )
     put_first(config.getoption("--megatron"))

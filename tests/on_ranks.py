@@ -24,12 +24,14 @@ IS_RANK = "RANK" in os.environ
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Call a test that takes a `ctx` on each rank; pytest calls all other tests."""
-    names = inspect.signature(pyfuncitem.obj).parameters
-    if "ctx" not in names:
+    parameters = inspect.signature(pyfuncitem.obj).parameters
+    if "ctx" not in parameters:
         return None
     pool: RankPool = pyfuncitem.funcargs["ctx"]
-    arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "ctx"}
-    pool.run(run_test, pyfuncitem.module.__name__, pyfuncitem.originalname, arguments)
+    arguments = {name: pyfuncitem.funcargs[name] for name in parameters if name != "ctx"}
+    names = (pyfuncitem.module.__name__, pyfuncitem.originalname)
+    limit = pyfuncitem.get_closest_marker("limit_s")
+    pool.run(run_test, *names, arguments, timeout=limit.args[0] if limit else 240)
     return True
 
 

@@ -113,7 +113,10 @@ def test_every_refusal_refuses(megatron_pool: RankPool, index: int) -> None:
         assert has_it or REFUSALS[index].option in NEWER
 
 
-def unasked_on_rank(ctx: RankContext) -> None:
+def test_what_nobody_asked_for_is_not_refused(ctx: RankContext) -> None:
+    """Recipes of Megatron-Bridge with `alltoall` have moe_hybridep_num_sms=16, and 0.19 copies it
+    to moe_flex_dispatcher_num_sms: whoever changes nothing but their dispatcher has to get it.
+    """
     initialize(ep=4)
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -136,15 +139,18 @@ def unasked_on_rank(ctx: RankContext) -> None:
         build_layer(make_config("ncclep", torch.float32, 4, **options))
 
 
-def test_what_nobody_asked_for_is_not_refused(megatron_pool: RankPool) -> None:
-    """Recipes of Megatron-Bridge with `alltoall` have moe_hybridep_num_sms=16, and 0.19 copies it
-    to moe_flex_dispatcher_num_sms: whoever changes nothing but their dispatcher has to get it.
+class Planted:
+    """Submodules in which the constructor of MoELayer fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError("no_such")
+
+
+def test_building_a_layer(ctx: RankContext) -> None:
+    """Five mistakes in what we wrap around MoELayer's constructor were noticed by no test.
+
+    What stands around the building of a layer, each as a mistake there would show.
     """
-    megatron_pool.run(unasked_on_rank)
-
-
-def layers_on_rank(ctx: RankContext) -> None:
-    """What stands around the building of a layer, each as a mistake there would show."""
     initialize(ep=4)
     from megatron.core.transformer.moe import moe_layer
 
@@ -167,19 +173,8 @@ def layers_on_rank(ctx: RankContext) -> None:
     assert other.config.moe_token_dispatcher_type == "allgather"
 
 
-class Planted:
-    """Submodules in which the constructor of MoELayer fails."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError("no_such")
-
-
-def test_building_a_layer(megatron_pool: RankPool) -> None:
-    """Five mistakes in what we wrap around MoELayer's constructor were noticed by no test."""
-    megatron_pool.run(layers_on_rank)
-
-
-def newer_on_rank(ctx: RankContext) -> None:
+def test_a_newer_megatron(ctx: RankContext) -> None:
+    """It works with a warning as long as the places are those that are known."""
     initialize(ep=4)
     import megatron.core
     from megatron.core.transformer.moe.moe_layer import MoETokenDispatcher
@@ -208,11 +203,6 @@ def newer_on_rank(ctx: RankContext) -> None:
                     build_layer(config)
 
 
-def test_a_newer_megatron(megatron_pool: RankPool) -> None:
-    """It works with a warning as long as the places are those that are known."""
-    megatron_pool.run(newer_on_rank)
-
-
 def indivisible_on_rank(ctx: RankContext) -> str:
     initialize(ep=4)
     config = make_config("ncclep", torch.float32, 4)
@@ -227,7 +217,7 @@ def test_experts_that_cannot_be_divided(megatron_pool: RankPool) -> None:
         assert "6 experts cannot be divided over 4 expert-parallel ranks" in text
 
 
-def install_too_late(ctx: RankContext) -> None:
+def test_install_after_a_model_was_built(ctx: RankContext) -> None:
     initialize(ep=4)
     import megatron_ncclep
 
@@ -248,10 +238,6 @@ def install_too_late(ctx: RankContext) -> None:
     layer = build_layer(make_config("ncclep", torch.float32, 4))
     assert layer.token_dispatcher.engine.config.alignment == 16
     TransformerConfig.ncclep = None
-
-
-def test_install_after_a_model_was_built(megatron_pool: RankPool) -> None:
-    megatron_pool.run(install_too_late)
 
 
 @pytest.mark.alone

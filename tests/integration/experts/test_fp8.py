@@ -19,7 +19,7 @@ from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.integration.checks.fp8 import align_for_experts
 from megatron_ncclep.integration.experts.layer_experts import need_no_host
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 
@@ -50,7 +50,8 @@ def config_with(ncclep: EpConfig | None, options: dict[str, Any], **more: Any) -
     return config
 
 
-def alignments_on_rank(ctx: RankContext) -> None:
+def test_blocks_are_as_experts_need_them(ctx: RankContext) -> None:
+    """And the log says so, once."""
     initialize(ep=1)
     for options, ncclep, alignment in ALIGNMENTS:
         engine = build_layer(config_with(ncclep, options)).token_dispatcher.engine
@@ -78,11 +79,6 @@ def alignments_on_rank(ctx: RankContext) -> None:
         )
 
 
-def test_blocks_are_as_experts_need_them(megatron_pool: RankPool) -> None:
-    """And the log says so, once."""
-    megatron_pool.run(alignments_on_rank)
-
-
 IN_BF16 = (
     "they compute in bf16, because scales, their history and what recipes do with them are inside "
     "TransformerEngine's modules, which they do not call"
@@ -90,7 +86,14 @@ IN_BF16 = (
 NO_PRODUCTS = "has no products of such blocks, whatever the dispatcher: TransformerEngine needs"
 
 
-def refusals_on_rank(ctx: RankContext) -> None:
+@pytest.mark.refuses(
+    "fp8_recipe=mxfp8",
+    "fp4",
+    words=f"on GPUs before compute capability 10.0: such a GPU {NO_PRODUCTS}"
+    " 10.0 or newer; use fp8 with fp8_recipe 'blockwise', 'tensorwise' or 'delayed'",
+)
+@pytest.mark.refuses("--ncclep-experts=grouped", words=f"with FP8 or FP4: {IN_BF16}")
+def test_what_cannot_be_says_why(ctx: RankContext) -> None:
     initialize(ep=1)
     refused: list[tuple[dict[str, Any], EpConfig, type[Exception], str]] = [
         (
@@ -148,18 +151,8 @@ def refusals_on_rank(ctx: RankContext) -> None:
             align_for_experts(config_with(PLAIN, {**MXFP8, "fp8_recipe": "blockwise"}), PLAIN)
 
 
-@pytest.mark.refuses(
-    "fp8_recipe=mxfp8",
-    "fp4",
-    words=f"on GPUs before compute capability 10.0: such a GPU {NO_PRODUCTS}"
-    " 10.0 or newer; use fp8 with fp8_recipe 'blockwise', 'tensorwise' or 'delayed'",
-)
-@pytest.mark.refuses("--ncclep-experts=grouped", words=f"with FP8 or FP4: {IN_BF16}")
-def test_what_cannot_be_says_why(megatron_pool: RankPool) -> None:
-    megatron_pool.run(refusals_on_rank)
-
-
-def graphs_on_rank(ctx: RankContext) -> None:
+def test_graphs_may_hold_what_is_before_the_dispatch(ctx: RankContext) -> None:
+    """Quantised experts read on the host how many rows they have, whichever they are."""
     initialize(ep=1)
     for modules, refusal in (
         (["attn", "moe_router", "moe_preprocess"], None),
@@ -180,12 +173,8 @@ def graphs_on_rank(ctx: RankContext) -> None:
             build_layer(config)
 
 
-def test_graphs_may_hold_what_is_before_the_dispatch(megatron_pool: RankPool) -> None:
-    """Quantised experts read on the host how many rows they have, whichever they are."""
-    megatron_pool.run(graphs_on_rank)
-
-
-def counts_on_rank(ctx: RankContext) -> None:
+def test_quantised_experts_need_the_host(ctx: RankContext) -> None:
+    """They read the numbers of rows to pad by them, whatever TransformerEngine's kernels can do."""
     initialize(ep=1)
     from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -193,11 +182,6 @@ def counts_on_rank(ctx: RankContext) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SequentialMLP, "_with_fused_impl", True, raising=False)
         assert not need_no_host(build_layer(config).experts, config)
-
-
-def test_quantised_experts_need_the_host(megatron_pool: RankPool) -> None:
-    """They read the numbers of rows to pad by them, whatever TransformerEngine's kernels can do."""
-    megatron_pool.run(counts_on_rank)
 
 
 def train(ncclep: EpConfig | None, options: dict[str, Any], num_experts: int) -> dict[str, Any]:
@@ -227,7 +211,16 @@ def train(ncclep: EpConfig | None, options: dict[str, Any], num_experts: int) ->
     return seen
 
 
-def padding_on_rank(ctx: RankContext) -> None:
+@pytest.mark.supports(
+    "fp8",
+    "moe_router_padding_for_quantization",
+    compared="outputs and all gradients with alltoall's, to the bit; nothing is quantised on a CPU",
+)
+def test_experts_pad_no_rows(ctx: RankContext) -> None:
+    """With and without the router's option, in exact and in static mode.
+
+    To the bit: the experts have the same rows at the same places, and each token adds up two.
+    """
     fp8 = {"fp8": "hybrid"}
     for num_experts in (4, 1):
         theirs = train(None, fp8, num_experts)
@@ -254,16 +247,3 @@ def padding_on_rank(ctx: RankContext) -> None:
                         assert not any(t is not None and t.any() for t in (mine, other)), what
                         continue
                     assert torch.equal(mine, other), f"{what}: {name}"
-
-
-@pytest.mark.supports(
-    "fp8",
-    "moe_router_padding_for_quantization",
-    compared="outputs and all gradients with alltoall's, to the bit; nothing is quantised on a CPU",
-)
-def test_experts_pad_no_rows(megatron_pool: RankPool) -> None:
-    """With and without the router's option, in exact and in static mode.
-
-    To the bit: the experts have the same rows at the same places, and each token adds up two.
-    """
-    megatron_pool.run(padding_on_rank)

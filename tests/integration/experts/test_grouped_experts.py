@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt_training import BATCH, SEQUENCE, Training, checkpoints_written
-from megatron_setup import build_layer, initialize, make_config
+from megatron_setup import BATCH, SEQUENCE, build_layer, initialize, make_config
+from trainer import ModelCase, Training, checkpoints_written
 
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.config import EpConfig
@@ -67,8 +67,9 @@ def test_parameters_are_megatrons(megatron_pool: RankPool) -> None:
 # ---- training
 
 
-def grouped_or_not(experts: str) -> dict[str, Any]:
-    return {"ncclep": EpConfig(experts=experts), **SWIGLU}
+def model_of(experts: str) -> ModelCase:
+    options = {"ncclep": EpConfig(experts=experts), **SWIGLU}
+    return ModelCase(experts, options, dtype=torch.float32)
 
 
 def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
@@ -89,7 +90,7 @@ def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
         ("in Megatron's graphs", "grouped", {"cuda_graph_impl": "local"}),
     ]:
         adds.clear()
-        training = Training(grouped_or_not(experts), seed=0, **options)
+        training = Training(ctx, "ncclep", model_of(experts), **options)
         with mock.patch.object(torch.Tensor, "add_", add_):
             curves[name] = [training.step() for _ in range(4)]
         # 2 layers x 2 products x 4 steps, for all experts at once; the first of a step's two
@@ -135,7 +136,7 @@ def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     for before, after in [("megatron", "grouped"), ("grouped", "megatron")]:
-        saved = Training(grouped_or_not(before), seed=0)
+        saved = Training(ctx, "ncclep", model_of(before))
         for _ in range(2):
             saved.step()
         expected = saved.everything()
@@ -145,7 +146,7 @@ def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
         torch.distributed.barrier()
         dist_checkpointing.save(saved.state(is_loading=False), str(target))
 
-        loaded = Training(grouped_or_not(after), seed=1)
+        loaded = Training(ctx, "ncclep", model_of(after), seed=1)
         loaded.load(target)
         found = loaded.everything()
         assert found.keys() == expected.keys()
@@ -191,7 +192,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refusals_on_rank(ctx: RankContext) -> None:
+@pytest.mark.each_release
+def test_refusals(ctx: RankContext) -> None:
     initialize(ep=4)
     for name, (options, message) in REFUSED.items():
         config = make_config("ncclep", torch.float32, 4, ncclep=GROUPED)
@@ -222,11 +224,7 @@ def refusals_on_rank(ctx: RankContext) -> None:
 
 
 @pytest.mark.each_release
-def test_refusals(megatron_pool: RankPool) -> None:
-    megatron_pool.run(refusals_on_rank)
-
-
-def experts_of_users_on_rank(ctx: RankContext) -> None:
+def test_experts_that_are_not_megatrons(ctx: RankContext) -> None:
     initialize(ep=4)
     from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -252,11 +250,6 @@ def experts_of_users_on_rank(ctx: RankContext) -> None:
     layer.experts.weights_of("linear_fc1")[0].get_main_grad = None
     with pytest.raises(UnsupportedError, match="FSDP: use DistributedDataParallel"):
         layer(hidden)
-
-
-@pytest.mark.each_release
-def test_experts_that_are_not_megatrons(megatron_pool: RankPool) -> None:
-    megatron_pool.run(experts_of_users_on_rank)
 
 
 # ---- the choice

@@ -301,7 +301,13 @@ def test_what_is_refused_at_build(megatron_pool: RankPool) -> None:
             assert re.search(REFUSED[name], text), text
 
 
-def batches_refused_on_rank(ctx: RankContext) -> None:
+@pytest.mark.since("0.18")
+@refuses(
+    "cuda_graph_impl=local",
+    "for inference, of more tokens than low-latency mode was made for: have smaller graphs, or set "
+    "`--ncclep-inference-tokens`",
+)
+def test_what_is_refused_of_batches(ctx: RankContext) -> None:
     layer = build_inference_layer(ctx, CASE)
     session = layer._inference_token_dispatcher.session
     rank, text = session.group.rank, ""
@@ -327,16 +333,6 @@ def batches_refused_on_rank(ctx: RankContext) -> None:
     session.prepare(4, 4)
     assert "--ncclep-inference-tokens 5" in text_of(InputError, lambda: session.prepare(5, 5))
     assert "takes at most 65536" in text_of(InputError, lambda: session.prepare(70000, 70000))
-
-
-@pytest.mark.since("0.18")
-@refuses(
-    "cuda_graph_impl=local",
-    "for inference, of more tokens than low-latency mode was made for: have smaller graphs, or set "
-    "`--ncclep-inference-tokens`",
-)
-def test_what_is_refused_of_batches(megatron_pool: RankPool) -> None:
-    megatron_pool.run(batches_refused_on_rank)
 
 
 # --- Megatron's dynamic engine, as far as it needs no GPU ----------------------------------------
@@ -375,7 +371,9 @@ class Planted:
         """Nothing to give back."""
 
 
-def context_on_rank(ctx: RankContext) -> None:
+@pytest.mark.since("0.18")
+def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> None:
+    """A step that is a CUDA graph makes tokens of NaN when a rank does not come."""
     from megatron_ncclep.integration.inference.support import change_inference_context
     from megatron_ncclep.integration.patching import is_changed
 
@@ -433,12 +431,6 @@ def context_on_rank(ctx: RankContext) -> None:
     session.close()
     batch = Batch.random(2, 1, layer.config, "cpu")
     assert "closed" in text_of(GroupClosedError, lambda: experts_of(layer, batch))
-
-
-@pytest.mark.since("0.18")
-def test_the_context_prepares_graphs_and_asks_for_failures(megatron_pool: RankPool) -> None:
-    """A step that is a CUDA graph makes tokens of NaN when a rank does not come."""
-    megatron_pool.run(context_on_rank)
 
 
 def option_on_rank(ctx: RankContext) -> None:

@@ -95,7 +95,13 @@ def test_collectives_of_uneven_lengths(megatron_pool: RankPool, ranks: int) -> N
     megatron_pool.run(gather_and_scatter_unevenly, ranks=ranks, timeout=300)
 
 
-def share_a_device(context: RankContext) -> None:
+def gloo_threads() -> int:
+    """How many threads of this process move bytes for gloo."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("gloo_tcp_loop") for name in names)
+
+
+def test_groups_share_one_thread(ctx: RankContext) -> None:
     """Groups of a size come and go, and are in use at the same time; each has its own deadline."""
     cpu.enable()
     first = dist.new_group()
@@ -109,9 +115,9 @@ def share_a_device(context: RankContext) -> None:
     ]
     for n, (work, total) in enumerate(zip(works, sums, strict=True)):
         work.wait()
-        assert bool((total == context.num_ranks * 10**n).all())
+        assert bool((total == ctx.num_ranks * 10**n).all())
     dist.barrier()
-    if context.rank == 0:
+    if ctx.rank == 0:
         with pytest.raises(RuntimeError, match="1000ms"):  # nobody sends
             dist.recv(torch.zeros(1), src=1, group=groups[0])
     dist.barrier()
@@ -119,18 +125,8 @@ def share_a_device(context: RankContext) -> None:
         dist.destroy_process_group(group)
     one = torch.ones(1)
     dist.all_reduce(one, group=first)
-    assert one.item() == context.num_ranks
+    assert one.item() == ctx.num_ranks
     dist.destroy_process_group(first)
-
-
-def gloo_threads() -> int:
-    """How many threads of this process move bytes for gloo."""
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum(name.startswith("gloo_tcp_loop") for name in names)
-
-
-def test_groups_share_one_thread(megatron_pool: RankPool) -> None:
-    megatron_pool.run(share_a_device)
 
 
 def fork_the_generator(context: RankContext) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,10 +16,10 @@ from unittest import mock
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
-from schedule_case import differences, train_on_schedule
+from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 
@@ -52,13 +53,16 @@ class TakenAway:
         return sum(tensor.numel() for tensor in spoilt)
 
 
-def gradients_on_rank(ctx: RankContext, ncclep: EpConfig) -> list[Any]:
-    """Two micro-batches in flight, without and with everything taken away before backward."""
+@pytest.mark.parametrize("name", CASES)
+def test_backward_needs_nothing_that_may_be_offloaded(ctx: RankContext, name: str) -> None:
+    """Two micro-batches in flight, without and with everything taken away before backward.  Plans
+    are no activations: they stay, and read none.
+    """
     initialize(ep=4)
     results: list[list[Any]] = []
     for is_taken in (False, True):
         torch.manual_seed(1)
-        layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=ncclep))
+        layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=CASES[name]))
         waiting = []
         for micro_batch in range(2):
             generator = torch.Generator().manual_seed(10 * micro_batch + ctx.rank)
@@ -73,16 +77,9 @@ def gradients_on_rank(ctx: RankContext, ncclep: EpConfig) -> list[Any]:
             out.backward(torch.ones_like(out))
         results.append([hidden.grad for hidden, _, _ in waiting])
         results[-1] += [parameter.grad for parameter in layer.parameters()]
-    return results
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_backward_needs_nothing_that_may_be_offloaded(megatron_pool: RankPool, name: str) -> None:
-    """Plans are no activations: they stay, and read none."""
-    for usual, offloaded in megatron_pool.run(gradients_on_rank, CASES[name]):
-        for expected, found in zip(usual, offloaded, strict=True):
-            assert (expected is None) == (found is None)  # an expert without rows
-            assert expected is None or torch.equal(found, expected)
+    for expected, found in zip(*results, strict=True):
+        assert (expected is None) == (found is None)  # an expert without rows
+        assert expected is None or torch.equal(found, expected)
 
 
 # Of a layer: what experts keep can be offloaded with TransformerEngine's only.
@@ -127,24 +124,22 @@ def offloading_on_a_cpu() -> Iterator[list[int]]:
         offloading.PipelineOffloadManager.reset_instance()
 
 
-def differences_on_rank(ctx: RankContext) -> list[str]:
-    expected = train_on_schedule(ctx, "alltoall", ctx.num_ranks, {}, evaluates=False)
-    offloaded = {
-        "fine_grained_activation_offloading": True,
-        "offload_modules": list(MODULES),
-        "min_offloaded_tensor_size": 1,
-    }
-    with offloading_on_a_cpu() as sizes:
-        found = train_on_schedule(ctx, "ncclep", ctx.num_ranks, offloaded, evaluates=False)
-    return differences(found, expected) + ([] if sum(sizes) else ["nothing was offloaded"])
-
-
 @pytest.mark.supports(
     "fine_grained_activation_offloading",
     *(f"offload_modules={name}" for name in MODULES),
     compared="losses and gradients of a training with those of alltoall without offloading, to the "
     "bit",
 )
-def test_megatrons_offloading(megatron_pool: RankPool) -> None:
+def test_megatrons_offloading(ctx: RankContext) -> None:
     """Fine-grained, around and in front of our dispatcher."""
-    assert megatron_pool.run(differences_on_rank) == [[]] * megatron_pool.size
+    case = ModelCase(dtype=torch.bfloat16, ep=ctx.num_ranks, evaluates=False)
+    offloading = {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": list(MODULES),
+        "min_offloaded_tensor_size": 1,
+    }
+    expected = train(ctx, "alltoall", case)
+    with offloading_on_a_cpu() as sizes:
+        found = train(ctx, "ncclep", replace(case, options=offloading))
+    assert differences(found, expected) == []
+    assert sum(sizes), "nothing was offloaded"

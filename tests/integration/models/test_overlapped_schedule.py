@@ -9,59 +9,56 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
-from schedule_case import differences, train_on_schedule
+from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import IntegrationError
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 
-CASES: dict[str, dict[str, Any]] = {
-    "several-experts": {"ep": 2},
+
+def case_of(name: str, ep: int = 2, **fields: Any) -> ModelCase:
+    fields = {"dtype": torch.bfloat16, "micro_batches": 3, **fields}
+    return ModelCase(name, fields.pop("options", {}), ep=ep, **fields)
+
+
+CASES = [
+    case_of("several-experts"),
     # It gets its rows as they come.
-    "one-expert": {
-        "ep": 4,
-        "options": {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32},
-    },
-    "grouped-static": {
-        "ep": 2,
-        "options": {"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")},
-    },
-    "pipeline": {"ep": 2, "pp": 2, "num_micro_batches": 4},
-}
-
-
-def differences_on_rank(
-    ctx: RankContext, options: dict[str, Any] | None = None, **how: Any
-) -> list[str]:
-    options = options or {}
-    overlapped = {**options, "overlap_moe_expert_parallel_comm": True}
-    eager = train_on_schedule(ctx, "ncclep", options=options, **how)
-    return differences(train_on_schedule(ctx, "ncclep", options=overlapped, **how), eager)
+    case_of(
+        "one-expert",
+        ep=4,
+        options={"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32},
+    ),
+    case_of(
+        "grouped-static",
+        options={"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")},
+    ),
+    case_of("pipeline", pp=2, micro_batches=4),
+]
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 
 
 @pytest.mark.supports(
-    "overlap_moe_expert_parallel_comm",
+    *OVERLAP,
     compared="losses and all gradients with those of the schedule without overlap, to the bit",
 )
-@pytest.mark.parametrize("name", CASES)
-def test_overlap_changes_no_bits(megatron_pool: RankPool, name: str) -> None:
-    found = megatron_pool.run(partial(differences_on_rank, **CASES[name]))
-    assert found == [[]] * megatron_pool.size
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_overlap_changes_no_bits(ctx: RankContext, case: ModelCase) -> None:
+    overlapped = replace(case, options={**case.options, **OVERLAP})
+    assert differences(*(train(ctx, "ncclep", each) for each in (overlapped, case))) == []
 
 
-def delayed_on_rank(ctx: RankContext) -> tuple[str, list[str], list[str]]:
-    """Train a layer with overlap_dispatch_backward_with_experts_wgrad and without.
-
-    Returns Megatron-Core's version, of which the oldest know nothing of it; what differs; and in
-    which order things are queued.
+def test_weight_gradients_beside_the_backward_of_dispatch(ctx: RankContext) -> None:
+    """With overlap_dispatch_backward_with_experts_wgrad Megatron starts them on a stream of their
+    own, once the combine of gradients is queued.
     """
     initialize(ep=4)
     import megatron.core
@@ -84,7 +81,10 @@ def delayed_on_rank(ctx: RankContext) -> tuple[str, list[str], list[str]]:
         out.square().sum().backward()
         results = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
         found.append({**results, "output": out.detach(), "input": hidden.grad})
-    return megatron.core.__version__, differences(*found), order
+    assert differences(*found) == []
+    steps = ["dispatch", "combine", "dispatch", "combine", "backward_dw"]
+    knows_it = not megatron.core.__version__.startswith(("0.16", "0.17"))
+    assert order == (steps if knows_it else steps[:-1])
 
 
 def _log(order: list[str], owner: Any, name: str) -> None:
@@ -97,15 +97,7 @@ def _log(order: list[str], owner: Any, name: str) -> None:
     setattr(owner, name, call)
 
 
-def test_weight_gradients_beside_the_backward_of_dispatch(megatron_pool: RankPool) -> None:
-    """Megatron starts them on a stream of their own, once the combine of gradients is queued."""
-    for version, problems, order in megatron_pool.run(delayed_on_rank):
-        assert not problems
-        steps = ["dispatch", "combine", "dispatch", "combine", "backward_dw"]
-        assert order == (steps[:-1] if version.startswith(("0.16", "0.17")) else steps)
-
-
-def hook_on_rank(ctx: RankContext) -> str:
+def test_what_is_kept(ctx: RankContext) -> None:
     initialize(ep=4)
     from megatron_ncclep.integration.checks import schedule as schedule_support
 
@@ -126,9 +118,5 @@ def hook_on_rank(ctx: RankContext) -> str:
         patch.setattr(schedule_support, "PLACES", ("megatron.core.utils", "megatron.core.nowhere"))
         with pytest.raises(IntegrationError) as caught:
             schedule_support.keep_inputs("ncclep")
-    return str(caught.value)
-
-
-def test_what_is_kept(megatron_pool: RankPool) -> None:
-    for text in megatron_pool.run(hook_on_rank):
-        assert "megatron.core.utils nor megatron.core.nowhere has should_free_input()" in text
+    text = "megatron.core.utils nor megatron.core.nowhere has should_free_input()"
+    assert text in str(caught.value)

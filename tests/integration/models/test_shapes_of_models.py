@@ -7,20 +7,18 @@ leaves room for the steps of training, and none for a row that is missing or ano
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
-from typing import Any
 
 import pytest
-import torch
-from model_case import ModelCase, train_model_on_rank
-from packed_case import LENGTHS, train_packed_on_rank
+from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 
-MODES = {"exact": None, "static": EpConfig(max_recv_rows="worst", alignment=16)}
+MODES = ("exact", "static")
 # The marks of each mode.
 MARKS = {"exact": [], "static": [pytest.mark.supports("--ncclep-max-recv-rows")]}
 
@@ -66,42 +64,32 @@ CASES = [
 ]
 
 
+# Lengths of the packed sequences of each rank's batch, step by step: more and fewer tokens than
+# before, ranks that have many times those of others, and a batch of one token.  Megatron's flex
+# dispatcher with NCCL EP makes room for the first batch, and traps in a longer one; and all its
+# ranks must have as many tokens.
+LENGTHS = (
+    ((3, 2), (7,), (1, 1, 1), (4, 9)),
+    ((12, 1, 30), (2, 2), (1,), (5,)),
+    ((1,), (9, 8, 7, 6), (20,), (3, 3)),
+)
+PACKED = ModelCase("packed", ep=4, steps=3, lengths=LENGTHS)
+
+
 @pytest.mark.supports(compared="losses and all gradients with alltoall's, step by step, in fp64")
 @pytest.mark.parametrize(
     ("case", "mode"),
     [
         # Exact mode for one model, static mode for the next one.
         pytest.param(case, mode, marks=[pytest.mark.since(case.since), *MARKS[mode]])
-        for case, mode in zip(CASES, cycle(MODES), strict=False)
+        for case, mode in [*zip(CASES, cycle(MODES)), (PACKED, "exact"), (PACKED, "static")]
     ],
     ids=str,
 )
-def test_model_equals_alltoall(megatron_pool: RankPool, case: ModelCase, mode: str) -> None:
-    ours = megatron_pool.run(train_model_on_rank, "ncclep", case, MODES[mode])
-    assert_same(ours, megatron_pool.run(train_model_on_rank, "alltoall", case, None))
-
-
-@pytest.mark.supports(
-    "packed sequences (THD)",
-    "ranks with different numbers of tokens",
-    compared="losses and all gradients with alltoall's, step by step, in fp64",
-)
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=MARKS[mode]) for mode in MODES])
-def test_packed_sequences_equal_alltoall(megatron_pool: RankPool, mode: str) -> None:
-    """Megatron's flex dispatcher with NCCL EP makes room for the first batch, and traps in a longer
-    one; and all its ranks must have as many tokens.
-    """
-    # A limit in words follows from the number of tokens, which these ranks do not share.
-    options: dict[str, Any] = {"ncclep": EpConfig(max_recv_rows=512 if mode == "static" else None)}
-    assert len({sum(lengths) for step in LENGTHS for lengths in step}) > 6
-    ours = megatron_pool.run(train_packed_on_rank, "ncclep", torch.float64, options)
-    assert_same(ours, megatron_pool.run(train_packed_on_rank, "alltoall", torch.float64, {}))
-
-
-def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
-    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert mine.keys() == other.keys()
-        assert any("experts" in name and value.any() for name, value in other.items())
-        for name, value in other.items():
-            error = (mine[name] - value).abs().max().item()
-            assert error <= 1e-11 * max(1.0, value.abs().max().item()), f"rank {rank}: {name}"
+def test_model_equals_alltoall(ctx: RankContext, case: ModelCase, mode: str) -> None:
+    ncclep = None
+    if mode == "static":
+        # A limit in words follows from the number of tokens, which ranks do not share if packed.
+        ncclep = EpConfig(max_recv_rows=512 if case.lengths else "worst", alignment=16)
+    ours = train(ctx, "ncclep", replace(case, options={**case.options, "ncclep": ncclep}))
+    assert differences(ours, train(ctx, "alltoall", case), tolerance=1e-11) == []
