@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training, options_shown, train_on_rank
+from megatron_setup import ep_config
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -130,7 +131,7 @@ def train_kind_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> di
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_experts_equal_alltoall(megatron_pool: RankPool, engine_name: str, kind: Experts) -> None:
     megatron_pool.run(prepare_on_rank)
-    ncclep = EpConfig(engine=engine_name, experts="megatron", **kind.ncclep)
+    ncclep = ep_config(engine_name, **kind.ncclep)
     case = LayerCase(
         kind.name,
         ep=megatron_pool.size,

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
+from megatron_setup import ep_config
 
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankPool
 
 # One hidden size and one number of experts: an engine that compiles at run time does so twice,
@@ -61,7 +61,7 @@ ALIGNMENT = {"aligned": 32}
 def test_layer_equals_alltoall(
     megatron_pool: RankPool, engine_name: str, case: LayerCase, dtype: torch.dtype
 ) -> None:
-    ncclep = EpConfig(engine=engine_name, experts="megatron", alignment=ALIGNMENT.get(case.name, 1))
+    ncclep = ep_config(engine_name, alignment=ALIGNMENT.get(case.name, 1))
     options = {**SHAPE, **case.options, "ncclep": ncclep}
     case = dataclasses.replace(case, ep=megatron_pool.size, dtype=dtype, options=options)
     assert_same_training(megatron_pool, case, engine_name)
@@ -105,7 +105,7 @@ def test_experts_in_slices_equal_alltoall(
 def slices_case(num_ranks: int, engine_name: str, experts: str, on_all: bool) -> LayerCase:
     slices = num_ranks if on_all else 2
     fields = dict(EXPERTS[experts])
-    ncclep = EpConfig(**{"engine": engine_name, "experts": "megatron", **fields.pop("ncclep", {})})
+    ncclep = ep_config(engine_name, **fields.pop("ncclep", {}))
     return LayerCase(
         experts,
         ep=num_ranks // slices,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from layer_case import LayerCase, assert_overlap_changes_no_bits
-from megatron_setup import build_layer, initialize, make_config
+from megatron_setup import build_layer, ep_config, initialize, make_config
 
 from megatron_ncclep.benchmark.kernel_kinds import Interval, kind_of
 from megatron_ncclep.config import EpConfig
@@ -41,7 +41,7 @@ def test_overlap_changes_no_bits(
     megatron_pool: RankPool, engine_name: str, max_recv_rows: str | None
 ) -> None:
     small = {"hidden_size": 1024, "moe_shared_expert_intermediate_size": 2048}
-    ncclep = EpConfig(engine=engine_name, experts="megatron", max_recv_rows=max_recv_rows)
+    ncclep = ep_config(engine_name, max_recv_rows=max_recv_rows)
     case = LayerCase(
         "bits",
         ep=megatron_pool.size,

@@ -74,7 +74,11 @@ AS_IT_IS = Compiler()
 def assert_compiles(
     ctx: RankContext, options: dict[str, Any], compiler: Compiler = AS_IT_IS
 ) -> None:
-    """Train a layer eagerly, and compiled as a whole, about which torch has no remarks on our code.
+    """Train a layer eagerly, and compiled as a whole on rank 0; torch must have no remarks on our
+    code.
+
+    Ranks compile for themselves, and there are few cores: the others run eagerly again, and wait
+    for rank 0 while it compiles.
 
     `options`: fields of TransformerConfig.
     """
@@ -98,7 +102,7 @@ def assert_compiles(
         return call
 
     results = []
-    for is_compiled in (False, True):
+    for is_compiled in (False, ctx.rank == 0):
         torch.manual_seed(1)
         config = make_config("ncclep", compiler.dtype, ctx.num_ranks, **options)
         layer = build_layer(config, ctx.device)
@@ -120,10 +124,11 @@ def assert_compiles(
         results += [parameter.grad for parameter in layer.parameters()]
     half = len(results) // 2
     compiler.check(results[:half], results[half:])
-    # Other numbers of rows come in every step: experts are compiled for any number, and that is it.
-    assert 0 < num_graphs[0] <= num_graphs[-3] == num_graphs[-1]
-    # The ranks' hosts agree inside; a rank that compiles while others wait is late.
-    assert traced
-    assert not any(traced)
+    if ctx.rank == 0:
+        # Other numbers of rows come in every step: experts are compiled for any number, once.
+        assert 0 < num_graphs[0] <= num_graphs[-3] == num_graphs[-1]
+        # The ranks' hosts agree inside; a rank that compiles while others wait is late.
+        assert traced
+        assert not any(traced)
     logging.getLogger("torch._dynamo").removeHandler(handler)
     assert not [text for text in said if "dispatcher.py" in text or "engines" in text]

@@ -14,6 +14,8 @@ from imports import import_megatron
 from te_stand_ins import latent_projections
 from torch.distributed.distributed_c10d import _world
 
+from megatron_ncclep.config import EpConfig
+
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
 # The process groups that Megatron has made on this rank and that are not destroyed.
 MADE: list[dist.ProcessGroup] = []
@@ -127,6 +129,13 @@ def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **opt
     if ncclep is not None and dispatcher == "ncclep":
         config.ncclep = ncclep
     return config
+
+
+def ep_config(engine: str, **fields: Any) -> EpConfig:
+    """Options with Megatron's own experts, which most comparisons are about, unless `fields` name
+    others.
+    """
+    return EpConfig(**{"engine": engine, "experts": "megatron", **fields})
 
 
 def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
 import textwrap
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from imported import ImportedMegatron
 
 from megatron_ncclep import autoload
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import InputError
 from megatron_ncclep.integration import hooks
+from megatron_ncclep.integration.import_hook import after_import
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -47,6 +55,7 @@ def test_a_plain_install_is_enough() -> None:
         early = [m for m in sys.modules if m.startswith("megatron.")]
         assert not early, early
         assert "megatron_ncclep.autoload" in sys.modules
+        assert [f for f in sys.meta_path if "ncclep" in type(f).__module__]
         assert "megatron_ncclep.integration.hooks" not in sys.modules
         from megatron.core.transformer.transformer_config import TransformerConfig
         made = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
@@ -62,11 +71,7 @@ def test_off_switches(switch: str) -> None:
     run_python(
         """
         import sys, torch
-        from megatron.core.transformer.transformer_config import TransformerConfig
-        from typing import get_args
-        field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
-        assert "ncclep" not in get_args(field.type)
-        assert "megatron_ncclep.integration.hooks" not in sys.modules
+        assert not [f for f in sys.meta_path if "ncclep" in type(f).__module__]
         """,
         **{switch: "0"},
     )
@@ -79,23 +84,24 @@ def test_a_failure_does_not_break_import_torch() -> None:
     assert "NCCLEP_AUTOLOAD='maybe'" in out
 
 
-def test_looking_for_a_module_does_not_use_the_hook_up() -> None:
-    run_python(
-        """
-        import importlib.util, torch
-        name = "megatron.core.transformer.transformer_config"
-        importlib.util.find_spec(name)
-        importlib.util.find_spec(name)
-        from megatron_ncclep.integration.patching import is_changed
-        module = __import__(name, fromlist=["x"])
-        assert is_changed(module.TransformerConfig.__post_init__)
-        # The module has the loader it always has: sources and resources are still found.
-        assert type(module.__loader__).__name__ == "SourceFileLoader"
-        assert module.__spec__.loader is module.__loader__
-        import inspect
-        assert "class TransformerConfig" in inspect.getsource(module)
-        """
-    )
+def test_looking_for_a_module_does_not_use_the_hook_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_a_test.py").write_text("class Found:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    changed: list[ModuleType] = []
+    after_import("module_of_a_test", changed.append)
+    for _ in range(2):
+        assert find_spec("module_of_a_test") is not None
+    assert not changed
+    module = importlib.import_module("module_of_a_test")
+    assert changed == [module]
+    # The module has the loader it always has: sources and resources are still found.
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    assert module.__spec__ is not None
+    assert module.__spec__.loader is module.__loader__
+    assert "class Found" in inspect.getsource(module)
 
 
 def test_install_after_megatron_was_imported_and_twice(imported: ImportedMegatron) -> None:
@@ -142,6 +148,7 @@ def test_a_version_outside_the_range_is_a_warning(imported: ImportedMegatron) ->
         """
         import pytest, torch, megatron.core
         from megatron_ncclep.integration import hooks
+from megatron_ncclep.integration.import_hook import after_import
         megatron.core.__version__ = "0.99.0"
         with pytest.warns(UserWarning, match="0.16.1 to 0.19.2; this is 0.99.0"):
             hooks.install()
@@ -157,6 +164,7 @@ def test_a_changed_hook_point_is_an_error_that_names_it(imported: ImportedMegatr
         import megatron.core.transformer.moe.moe_layer as layer
         import megatron.core.transformer.transformer_config as config
         from megatron_ncclep.integration import hooks
+from megatron_ncclep.integration.import_hook import after_import
         from megatron_ncclep.errors import IntegrationError
         layer.MoELayer.__init__ = lambda self, settings: None
         with pytest.raises(IntegrationError, match="moe_layer.MoELayer.__init__ is not .*'config'"):
@@ -168,35 +176,20 @@ def test_a_changed_hook_point_is_an_error_that_names_it(imported: ImportedMegatr
     )
 
 
-def test_options_of_config_environment_and_install() -> None:
-    run_python(
-        """
-        import pytest
-        from megatron_ncclep.config import EpConfig
-        from megatron_ncclep.errors import InputError
-        assert EpConfig.resolve().alignment == 32
-        assert EpConfig.resolve(alignment=64).alignment == 64
-        assert EpConfig.resolve(alignment=None).alignment == 32
-        for wrong in ({"alignment": 7}, {"num_sms": 0}, {"timeout_s": 0}, {"max_recv_rows": 33},
-                      {"numsms": 3}):
-            with pytest.raises(InputError, match=next(iter(wrong))):
-                EpConfig.resolve(**wrong)
-        """,
-        NCCLEP_ALIGNMENT="32",
-    )
-
-
-def test_an_environment_variable_that_cannot_be_parsed_is_named() -> None:
-    run_python(
-        """
-        import pytest
-        from megatron_ncclep.config import EpConfig
-        from megatron_ncclep.errors import InputError
-        with pytest.raises(InputError, match="NCCLEP_NUM_SMS='many'"):
-            EpConfig.resolve()
-        """,
-        NCCLEP_NUM_SMS="many",
-    )
+def test_options_of_config_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCLEP_ALIGNMENT", "32")
+    assert EpConfig.resolve().alignment == 32
+    assert EpConfig.resolve(alignment=64).alignment == 64
+    assert EpConfig.resolve(alignment=None).alignment == 32
+    wrong: list[dict[str, Any]] = [
+        {"alignment": 7}, {"num_sms": 0}, {"timeout_s": 0}, {"max_recv_rows": 33}, {"numsms": 3},
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(InputError, match=next(iter(options))):
+            EpConfig.resolve(**options)
+    monkeypatch.setenv("NCCLEP_NUM_SMS", "many")
+    with pytest.raises(InputError, match="NCCLEP_NUM_SMS='many'"):
+        EpConfig.resolve()
 
 
 @pytest.mark.skipif(
