@@ -220,6 +220,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         too_old = any(release < Version(mark.args[0]) for mark in item.iter_markers("since"))
         other_release = release != Version(INSTALLED) and not for_each_release
         not_on_gpus = backend != "gloo" and on_cpu_only
+        if lists_only(config):
+            continue
         if any((too_few, lacks_caps, not_on_gpus, too_old, other_release)):
             reasons[item] = ""
         elif backend == "nccl" and own_gpus is not None and shares_gpus(most):

@@ -174,9 +174,6 @@ def test_tables_and_figures_are_up_to_date():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(
-    sys.version_info < (3, 12), reason="with this Python tests run with one Megatron-Core only"
-)
 def test_what_works_is_what_the_tests_show():
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support_table.py")],
