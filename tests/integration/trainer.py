@@ -124,11 +124,7 @@ class Model:
         """
         initialize(case.ep, case.tp, ctx.device, case.etp, case.pp)
         from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
+        from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -139,7 +135,7 @@ class Model:
         options = {"expert_tensor_parallel_size": case.etp, **pipeline, **case.options}
         self.config = make_config(dispatcher, case.dtype, case.ep, case.tp, **options, **case.sizes)
         self.config.finalize_model_grads_func = finalize_model_grads
-        layers, ahead = _specs(self.config, case)
+        layers, ahead = self._specs()
         wrapping = DistributedDataParallelConfig(
             grad_reduce_in_fp32=case.dtype != torch.float64,
             delay_wgrad_compute=self.config.delay_wgrad_compute,
@@ -162,7 +158,37 @@ class Model:
                 ).to(ctx.device, case.dtype)
             self._change(chunk)
             self.chunks.append(chunk)
-            self.wrapped.append(DistributedDataParallel(self.config, wrapping, chunk))
+            self.wrapped.append(self._in_ddp(chunk, wrapping))
+
+    def _specs(self) -> tuple[Any, Any]:
+        """Specs of the model's layers, and of those that predict further tokens."""
+        from megatron.core.models.gpt import gpt_layer_specs as specs
+
+        config, case = self.config, self.case
+        experts = config.num_moe_experts
+        if case.te:
+            grouped = {"num_experts": experts, "moe_grouped_gemm": case.grouped_gemm}
+            return specs.get_gpt_layer_with_transformer_engine_spec(**grouped), None
+        if case.pp > 1:
+            return specs.get_gpt_layer_local_spec(experts, moe_grouped_gemm=False), None
+        layers = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        if config.multi_latent_attention or case.lengths:
+            for layer in layers.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = Attention
+        if not config.mtp_num_layers:
+            return layers, None
+        return layers, specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
+
+    def _in_ddp(self, chunk: Any, wrapping: Any) -> Any:
+        from megatron.core.distributed import DistributedDataParallel
+
+        return DistributedDataParallel(self.config, wrapping, chunk)
+
+    def _schedule(self, forward_only: bool) -> Any:
+        """The function that runs the micro-batches."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        return get_forward_backward_func()
 
     def _change(self, chunk: Any) -> None:
         """What is done to a part of the model before DDP takes its parameters."""
@@ -185,12 +211,10 @@ class Model:
         return losses
 
     def _run(self, seed: int, length: int, forward_only: bool) -> torch.Tensor:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         batches = [self.batches(seed, length) for _ in self.wrapped]
         recomputes = any("recompute" in name for name in self.case.options)
         with _discarding_without_te() if recomputes and self.device == "cpu" else nullcontext():
-            losses = get_forward_backward_func()(
+            losses = self._schedule(forward_only)(
                 forward_step_func=self._forward_step,
                 data_iterator=[iter(b) for b in batches] if len(batches) > 1 else iter(batches[0]),
                 model=self.wrapped,
@@ -294,25 +318,6 @@ class Model:
         utils.moe_layer_cache = None
         gpt.train()
         return torch.cat(found, dim=1).clone()
-
-
-def _specs(config: Any, case: ModelCase) -> tuple[Any, Any]:
-    """Specs of the model's layers, and of those that predict further tokens."""
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-
-    experts = config.num_moe_experts
-    if case.te:
-        grouped = {"num_experts": experts, "moe_grouped_gemm": case.grouped_gemm}
-        return specs.get_gpt_layer_with_transformer_engine_spec(**grouped), None
-    if case.pp > 1:
-        return specs.get_gpt_layer_local_spec(experts, moe_grouped_gemm=False), None
-    layers = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    if config.multi_latent_attention or case.lengths:
-        for layer in layers.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = Attention
-    if not config.mtp_num_layers:
-        return layers, None
-    return layers, specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
 
 
 @contextmanager

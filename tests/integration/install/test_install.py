@@ -87,15 +87,15 @@ def test_a_failure_does_not_break_import_torch() -> None:
 def test_looking_for_a_module_does_not_use_the_hook_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "module_of_a_test.py").write_text("class Found:\n    pass\n")
+    (tmp_path / "some_module.py").write_text("class Found:\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     changed: list[ModuleType] = []
-    after_import("module_of_a_test", changed.append)
+    after_import("some_module", changed.append)
     for _ in range(2):
-        assert find_spec("module_of_a_test") is not None
+        assert find_spec("some_module") is not None
     assert not changed
-    module = importlib.import_module("module_of_a_test")
+    module = importlib.import_module("some_module")
     assert changed == [module]
     # The module has the loader it always has: sources and resources are still found.
     assert type(module.__loader__).__name__ == "SourceFileLoader"
@@ -148,7 +148,6 @@ def test_a_version_outside_the_range_is_a_warning(imported: ImportedMegatron) ->
         """
         import pytest, torch, megatron.core
         from megatron_ncclep.integration import hooks
-from megatron_ncclep.integration.import_hook import after_import
         megatron.core.__version__ = "0.99.0"
         with pytest.warns(UserWarning, match="0.16.1 to 0.19.2; this is 0.99.0"):
             hooks.install()
@@ -164,7 +163,6 @@ def test_a_changed_hook_point_is_an_error_that_names_it(imported: ImportedMegatr
         import megatron.core.transformer.moe.moe_layer as layer
         import megatron.core.transformer.transformer_config as config
         from megatron_ncclep.integration import hooks
-from megatron_ncclep.integration.import_hook import after_import
         from megatron_ncclep.errors import IntegrationError
         layer.MoELayer.__init__ = lambda self, settings: None
         with pytest.raises(IntegrationError, match="moe_layer.MoELayer.__init__ is not .*'config'"):
