@@ -272,7 +272,7 @@ def test_layer_over_machines_equals_alltoall(ctx: RankContext, case: LayerCase) 
 
 
 def overflow_on_rank(ctx: RankContext, more: dict[str, Any]) -> tuple[int, int]:
-    """Train a layer that lacks rows; returns how many this rank dropped, and how often it warned."""
+    """Train a layer that lacks rows; how many this rank dropped, and how often it warned."""
     initialize(ep=4)
     said: list[str] = []
     handler = logging.Handler()
