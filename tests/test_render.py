@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from megatron_versions import importable, python_path
 from packaging.version import Version
+from patience import patient
 
 from megatron_ncclep.cli import config_files, render
 from megatron_ncclep.errors import InputError
@@ -76,7 +77,7 @@ def run_script(
         env=env,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=patient(120),
         stdin=subprocess.DEVNULL,
     )
     assert (done.returncode == 0) is ok, done.stdout + done.stderr
@@ -184,7 +185,7 @@ def megatron_parser(request: pytest.FixtureRequest) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "parsed_models.py"), *models],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*python_path(release), str(ROOT)])},
-        text=True, capture_output=True, timeout=300,
+        text=True, capture_output=True, timeout=patient(300),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout) | {"release": release}
@@ -336,7 +337,7 @@ def test_a_value_reaches_the_program_as_it_is(write, text: str):
     lines = render.command_lines(model, "ncclep", write("c", "{}"), text, ["--extra", text])
     done = subprocess.run(
         ["bash", "-uc", f"torchrun() {{ printf '%s\\0' \"$@\"; }}; {render.format_command(lines)}"],
-        text=True, capture_output=True, check=True, timeout=60,
+        text=True, capture_output=True, check=True, timeout=patient(60),
     )  # fmt: skip
     received = done.stdout.split("\0")[:-1]
     assert received == [
@@ -360,7 +361,7 @@ def test_only_variables_and_sums_are_left_to_the_shell(text: str, expected: str)
     done = subprocess.run(
         ["bash", "-uc", f"printf %s {render.quote(text)}"],
         env={**os.environ, "A": "one two", "B": "10"},
-        text=True, capture_output=True, check=True, timeout=60,
+        text=True, capture_output=True, check=True, timeout=patient(60),
     )  # fmt: skip
     assert done.stdout == expected
 

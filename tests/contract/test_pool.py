@@ -14,13 +14,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from patience import patient
 
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 PREPARED: list[int] = []
 # Far longer than any wait that is meant to end.
-LONG_S = 60.0
+LONG_S = patient(60.0)
 
 
 def prepare() -> None:
