@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patient
 from processes import run_ranks
 
 import megatron_ncclep
@@ -179,7 +180,7 @@ def test_what_works_is_what_the_tests_show():
         [sys.executable, str(ROOT / "tests" / "support_table.py")],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=patient(600),
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from patience import patient
 
 from megatron_ncclep.version import __version__
 
@@ -33,8 +34,8 @@ def run(*command: object, **environment: str) -> str:
     """Run a command of this Python's environment, which must end well; what it printed."""
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT.parent, text=True, capture_output=True, timeout=300,
-        env={**os.environ, "PATH": os.pathsep.join(folders), **environment},
+        list(map(str, command)), cwd=ROOT.parent, text=True, capture_output=True,
+        timeout=patient(300), env={**os.environ, "PATH": os.pathsep.join(folders), **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
