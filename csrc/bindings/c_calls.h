@@ -1,22 +1,19 @@
 // How the bindings call the C interface: results to exceptions, tensors, callbacks.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <string_view>
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/tensor_caster.h"
 #include "c_interface/handles.h"
 #include "common/error.h"
 #include "include/ncclep.h"
 
 namespace ncclep::bindings {
-
-namespace py = pybind11;
 
 // What a callback has raised; the call that it ended raises it again.
 inline thread_local std::exception_ptr raised;
@@ -35,27 +32,6 @@ inline void check(ncclepResult_t result) {
 inline void* pointer(std::uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
 inline ncclepDataType_t c_dtype(DType dtype) { return static_cast<ncclepDataType_t>(dtype); }
-
-// A tensor as the C interface takes it; NULL for None.
-class Passed {
- public:
-  Passed(const Tensor& tensor) : is_there_(true) {
-    require(tensor.shape.size() <= NCCLEP_MAX_DIMS, "a tensor of ", tensor.shape.size(),
-            " dimensions: at most ", NCCLEP_MAX_DIMS);
-    passed_.data = tensor.data;
-    passed_.dtype = c_dtype(tensor.dtype);
-    passed_.ndim = static_cast<int>(tensor.shape.size());
-    std::copy(tensor.shape.begin(), tensor.shape.end(), passed_.shape);
-  }
-  Passed(const std::optional<Tensor>& tensor) {
-    if (tensor) *this = Passed(*tensor);
-  }
-  operator const ncclepTensor_t*() const { return is_there_ ? &passed_ : nullptr; }
-
- private:
-  bool is_there_ = false;
-  ncclepTensor_t passed_ = NCCLEP_TENSOR_INIT;
-};
 
 class Group {
  public:

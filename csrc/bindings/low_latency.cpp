@@ -4,9 +4,7 @@
 #include <string>
 
 #include "bindings/c_calls.h"
-#include "bindings/tensor_caster.h"
 
-namespace py = pybind11;
 using namespace py::literals;
 
 namespace ncclep::bindings {
@@ -72,43 +70,39 @@ void bind_low_latency(py::module_& module) {
                              [](const LowLatency& of) { return number(of.buffers().weights); })
       .def(
           "dispatch",
-          [](const LowLatency& low_latency, const Tensor& x, const std::optional<Tensor>& scales,
-             const Tensor& topk_idx, const Tensor& weights, const Tensor& counts, bool completes,
+          [](const LowLatency& low_latency, const Passed& x, const Passed& scales,
+             const Passed& topk_idx, const Passed& weights, const Passed& counts, bool completes,
              int num_ctas, std::uintptr_t stream) {
-            const Passed passed_x(x), passed_scales(scales), passed_topk(topk_idx),
-                passed_weights(weights), passed_counts(counts);
             ncclepLowLatencyDispatch_t dispatch = NCCLEP_LOW_LATENCY_DISPATCH_INIT;
-            dispatch.x = passed_x;
-            dispatch.scales = passed_scales;
-            dispatch.topk_idx = passed_topk;
-            dispatch.weights = passed_weights;
-            dispatch.counts = passed_counts;
+            dispatch.x = x;
+            dispatch.scales = scales;
+            dispatch.topk_idx = topk_idx;
+            dispatch.weights = weights;
+            dispatch.counts = counts;
             dispatch.completes = completes;
             dispatch.num_ctas = num_ctas;
             dispatch.stream = pointer(stream);
             check(ncclepLowLatencyDispatch(low_latency.get(), &dispatch));
           },
-          py::kw_only(), "x"_a, "scales"_a, "topk_idx"_a, "weights"_a, "counts"_a, "completes"_a,
-          "num_ctas"_a, "stream"_a)
+          py::kw_only(), "x"_a.none(false), "scales"_a, "topk_idx"_a, "weights"_a, "counts"_a,
+          "completes"_a, "num_ctas"_a, "stream"_a)
       .def(
           "complete_dispatch",
-          [](const LowLatency& low_latency, const Tensor& counts, std::uintptr_t stream) {
-            const Passed passed_counts(counts);
+          [](const LowLatency& low_latency, const Passed& counts, std::uintptr_t stream) {
             ncclepLowLatencyDispatch_t dispatch = NCCLEP_LOW_LATENCY_DISPATCH_INIT;
-            dispatch.counts = passed_counts;
+            dispatch.counts = counts;
             dispatch.stream = pointer(stream);
             check(ncclepLowLatencyDispatch(low_latency.get(), &dispatch));
           },
           py::kw_only(), "counts"_a, "stream"_a)
       .def(
           "combine",
-          [](const LowLatency& low_latency, const Tensor& y, const std::optional<Tensor>& rows_of,
-             const Tensor& out, bool sends, bool completes, int num_ctas, std::uintptr_t stream) {
-            const Passed passed_y(y), passed_rows_of(rows_of), passed_out(out);
+          [](const LowLatency& low_latency, const Passed& y, const Passed& rows_of,
+             const Passed& out, bool sends, bool completes, int num_ctas, std::uintptr_t stream) {
             ncclepLowLatencyCombine_t combine = NCCLEP_LOW_LATENCY_COMBINE_INIT;
-            combine.y = passed_y;
-            combine.rows_of = passed_rows_of;
-            combine.out = passed_out;
+            combine.y = y;
+            combine.rows_of = rows_of;
+            combine.out = out;
             combine.sends = sends;
             combine.completes = completes;
             combine.num_ctas = num_ctas;

@@ -5,11 +5,9 @@
 #include <tuple>
 
 #include "bindings/c_calls.h"
-#include "bindings/tensor_caster.h"
 #include "native/host/call.h"
 #include "native/rows/cta_roles.h"
 
-namespace py = pybind11;
 using namespace py::literals;
 
 namespace ncclep::bindings {
@@ -38,27 +36,24 @@ ncclepShape_t shape_of(int num_tokens, int top_k, std::size_t row_bytes) {
   return shape;
 }
 
-PlanPointer make_plan(const Group& group, const Tensor& topk_idx, int most_tokens,
+PlanPointer make_plan(const Group& group, const Passed& topk_idx, int most_tokens,
                       std::uint64_t number, int alignment, std::int64_t max_recv_rows,
-                      const Tensor& counts, const Tensor& token_routes, const Tensor& routes,
-                      std::int64_t max_pairs, std::int64_t max_assignments,
-                      const std::optional<Tensor>& kept, const std::optional<Tensor>& lacked,
-                      int num_sms, std::uintptr_t stream) {
-  const Passed passed_topk(topk_idx), passed_counts(counts), passed_token_routes(token_routes),
-      passed_routes(routes), passed_kept(kept), passed_lacked(lacked);
+                      const Passed& counts, const Passed& token_routes, const Passed& routes,
+                      std::int64_t max_pairs, std::int64_t max_assignments, const Passed& kept,
+                      const Passed& lacked, int num_sms, std::uintptr_t stream) {
   ncclepPlanConfig_t config = NCCLEP_PLAN_CONFIG_INIT;
-  config.topk_idx = passed_topk;
+  config.topk_idx = topk_idx;
   config.most_tokens = most_tokens;
   config.number = number;
   config.alignment = alignment;
   config.max_recv_rows = max_recv_rows;
-  config.counts = passed_counts;
-  config.token_routes = passed_token_routes;
-  config.routes = passed_routes;
+  config.counts = counts;
+  config.token_routes = token_routes;
+  config.routes = routes;
   config.max_pairs = max_pairs;
   config.max_assignments = max_assignments;
-  config.kept = passed_kept;
-  config.lacked = passed_lacked;
+  config.kept = kept;
+  config.lacked = lacked;
   config.num_sms = num_sms;
   config.stream = pointer(stream);
   ncclepPlan_t plan = nullptr;
@@ -68,11 +63,11 @@ PlanPointer make_plan(const Group& group, const Tensor& topk_idx, int most_token
 
 // None when the plan has failed on the device.
 std::optional<ncclepPlanSizes_t> wait_for_sizes(const Group& group, const PlanPointer& plan,
-                                                const Tensor& rows_of_expert,
+                                                const Passed& rows_of_expert,
                                                 std::uintptr_t stream) {
   ncclepPlanSizes_t sizes = NCCLEP_PLAN_SIZES_INIT;
   const ncclepResult_t result =
-      ncclepPlanWait(plan->get(), group.get(), Passed(rows_of_expert), pointer(stream), &sizes);
+      ncclepPlanWait(plan->get(), group.get(), rows_of_expert, pointer(stream), &sizes);
   if (result == ncclepRemoteError) return std::nullopt;
   check(result);
   return sizes;
@@ -80,18 +75,15 @@ std::optional<ncclepPlanSizes_t> wait_for_sizes(const Group& group, const PlanPo
 
 using Step = ncclepResult_t (*)(ncclepGroup_t, ncclepPlan_t, const ncclepRows_t*);
 
-void move_rows(Step step, const Group& group, const PlanPointer& plan, const Tensor& tokens,
-               const std::optional<Tensor>& topk_w, const Tensor& rows,
-               const std::optional<Tensor>& row_w, const std::optional<Tensor>& sums, int num_sms,
-               std::uintptr_t stream) {
-  const Passed passed_tokens(tokens), passed_topk_w(topk_w), passed_rows(rows), passed_row_w(row_w),
-      passed_sums(sums);
+void move_rows(Step step, const Group& group, const PlanPointer& plan, const Passed& tokens,
+               const Passed& topk_w, const Passed& rows, const Passed& row_w, const Passed& sums,
+               int num_sms, std::uintptr_t stream) {
   ncclepRows_t given = NCCLEP_ROWS_INIT;
-  given.tokens = passed_tokens;
-  given.topk_w = passed_topk_w;
-  given.rows = passed_rows;
-  given.row_w = passed_row_w;
-  given.sums = passed_sums;
+  given.tokens = tokens;
+  given.topk_w = topk_w;
+  given.rows = rows;
+  given.row_w = row_w;
+  given.sums = sums;
   given.num_sms = num_sms;
   given.stream = pointer(stream);
   check(step(group.get(), plan->get(), &given));
@@ -188,28 +180,27 @@ void bind_group(py::module_& module) {
            "rows_of_expert"_a, "stream"_a, Unlocked())
       .def(
           "plan_receive",
-          [](const Group& group, const PlanPointer& plan, const Tensor& routes,
+          [](const Group& group, const PlanPointer& plan, const Passed& routes,
              std::int64_t max_pairs, std::int64_t max_assignments, int num_sms,
              std::uintptr_t stream) {
-            check(ncclepPlanReceive(plan->get(), group.get(), Passed(routes), max_pairs,
-                                    max_assignments, num_sms, pointer(stream)));
+            check(ncclepPlanReceive(plan->get(), group.get(), routes, max_pairs, max_assignments,
+                                    num_sms, pointer(stream)));
           },
           py::kw_only(), "plan"_a.none(false), "routes"_a, "max_pairs"_a, "max_assignments"_a,
           "num_sms"_a, "stream"_a)
       .def(
           "dispatch",
-          [](const Group& group, const PlanPointer& plan, const Tensor& x,
-             const std::optional<Tensor>& w, const Tensor& rows, const std::optional<Tensor>& row_w,
-             int num_sms, std::uintptr_t stream) {
+          [](const Group& group, const PlanPointer& plan, const Passed& x, const Passed& w,
+             const Passed& rows, const Passed& row_w, int num_sms, std::uintptr_t stream) {
             move_rows(&ncclepDispatch, group, plan, x, w, rows, row_w, {}, num_sms, stream);
           },
           py::kw_only(), "plan"_a.none(false), "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
           "stream"_a)
       .def(
           "combine",
-          [](const Group& group, const PlanPointer& plan, const Tensor& y,
-             const std::optional<Tensor>& w, const std::optional<Tensor>& sums, const Tensor& out,
-             const std::optional<Tensor>& topk_w, int num_sms, std::uintptr_t stream) {
+          [](const Group& group, const PlanPointer& plan, const Passed& y, const Passed& w,
+             const Passed& sums, const Passed& out, const Passed& topk_w, int num_sms,
+             std::uintptr_t stream) {
             move_rows(&ncclepCombine, group, plan, out, topk_w, y, w, sums, num_sms, stream);
           },
           py::kw_only(), "plan"_a.none(false), "y"_a, "w"_a, "sums"_a, "out"_a, "topk_w"_a,
@@ -230,8 +221,8 @@ void bind_group(py::module_& module) {
           Unlocked())
       .def(
           "copy_waited_ns",
-          [](const Group& group, const Tensor& out, std::uintptr_t stream) {
-            check(ncclepGroupCopyWaitedNs(group.get(), Passed(out), pointer(stream)));
+          [](const Group& group, const Passed& out, std::uintptr_t stream) {
+            check(ncclepGroupCopyWaitedNs(group.get(), out, pointer(stream)));
           },
           "out"_a, "stream"_a)
       .def(

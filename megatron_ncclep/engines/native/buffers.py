@@ -1,4 +1,7 @@
-"""The memory of the native engine's calls, and what happens when there is none."""
+"""The memory of the native engine's calls, and what happens when there is none.
+
+Each call makes some of these objects: they are not frozen, which would take three times as long.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatron_ncclep.errors import InputError
 _Buffers = TypeVar("_Buffers")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Allocation(Generic[_Buffers]):
     """Memory, or the problem of a rank that has none, which it first tells the other ranks.
 
@@ -44,7 +47,7 @@ def try_allocate(
         return Allocation(f"no GPU memory for {what}: {reason}; use smaller micro-batches")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class PlanBuffers:
     """A plan's memory.
 
@@ -89,7 +92,7 @@ class PlanBuffers:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class DispatchBuffers:
     """Inputs of a dispatch as the kernels read them, and its results.
 
@@ -106,15 +109,13 @@ class DispatchBuffers:
     @classmethod
     def allocate(cls, plan: NativePlan, x: torch.Tensor, w: torch.Tensor | None) -> DispatchBuffers:
         """Allocate for the arguments of dispatch; raises torch.OutOfMemoryError."""
-        return cls(
-            rows=x.new_empty(plan.num_rows, x.shape[1]),
-            row_w=None if w is None else w.new_empty(plan.num_rows),
-            x=aligned(x),
-            w=None if w is None else w.contiguous(),
-        )
+        rows = x.new_empty(plan.num_rows, x.shape[1])
+        if w is None:
+            return cls(aligned(x), None, rows, None)
+        return cls(aligned(x), w.contiguous(), rows, w.new_empty(plan.num_rows))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class CombineBuffers:
     """Inputs of a combine as the kernels read them, its results, and scratch.
 
@@ -135,13 +136,13 @@ class CombineBuffers:
         cls, plan: NativePlan, y: torch.Tensor, w: torch.Tensor | None, num_sums: int
     ) -> CombineBuffers:
         """Allocate for the arguments of combine; raises torch.OutOfMemoryError."""
-        return cls(
-            out=y.new_empty(plan.num_tokens, y.shape[1]),
-            topk_w=None if w is None else w.new_empty(plan.num_tokens, plan.top_k),
-            y=aligned(y),
-            w=None if w is None else w.contiguous(),
-            sums=y.new_empty(num_sums, y.shape[1]) if num_sums else None,
-        )
+        hidden = y.shape[1]
+        out = y.new_empty(plan.num_tokens, hidden)
+        sums = y.new_empty(num_sums, hidden) if num_sums else None
+        if w is None:
+            return cls(aligned(y), None, out, None, sums)
+        topk_w = w.new_empty(plan.num_tokens, plan.top_k)
+        return cls(aligned(y), w.contiguous(), out, topk_w, sums)
 
 
 def aligned(rows: torch.Tensor) -> torch.Tensor:

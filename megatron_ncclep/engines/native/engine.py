@@ -163,7 +163,7 @@ class NativeEngine(HostProtocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
         call = self._begin_rows("dispatch", plan, x, w, DispatchBuffers.allocate)
-        self._describe(x, call.plan.top_k)
+        self._describe(call.row_bytes, call.plan.top_k)
         buffers = call.buffers
         self._native.dispatch(
             plan=call.plan.handle,
@@ -181,7 +181,7 @@ class NativeEngine(HostProtocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.combine`."""
         call = self._begin_rows("combine", plan, y, w, self._combine_buffers)
-        self._describe(y, call.plan.top_k)
+        self._describe(call.row_bytes, call.plan.top_k)
         buffers = call.buffers
         self._native.combine(
             plan=call.plan.handle,
@@ -215,9 +215,9 @@ class NativeEngine(HostProtocol):
         num_bytes: int = self._native.num_bytes
         return num_bytes
 
-    def _describe(self, rows: torch.Tensor, top_k: int) -> None:
+    def _describe(self, row_bytes: int, top_k: int) -> None:
         """Log at level DEBUG how the kernels are set up for such rows, once per kind of row."""
-        if self.group.rank != 0 or (kind := (row_bytes_of(rows), top_k)) in self._described:
+        if self.group.rank != 0 or (kind := (row_bytes, top_k)) in self._described:
             return
         self._described.add(kind)
         text = configuration(self.num_sms, self.group.size, *kind)

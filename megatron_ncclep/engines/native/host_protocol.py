@@ -36,7 +36,7 @@ _Buffers = TypeVar("_Buffers")
 NO_SHAPE = (0, 0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PlanCall:
     """A plan that can be queued.
 
@@ -59,18 +59,20 @@ class AgreedPlan(PlanCall):
     """One on which all hosts have agreed; windows have grown if need be."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class RowsCall(Generic[_Buffers]):
     """A dispatch or combine that can be queued.
 
     Attributes:
         plan: with its own type.
         buffers: results, and inputs as the kernels read them.
+        row_bytes: bytes of a row.
         stream: handle of the current stream.
     """
 
     plan: NativePlan
     buffers: _Buffers
+    row_bytes: int
     stream: int
 
 
@@ -109,7 +111,7 @@ class HostProtocol(EngineBase[NativePlan]):
         )
         if is_known:
             return self._known_plan(topk_idx, problem)
-        return self._together("plan", lambda: self._agreed_plan(topk_idx, problem))
+        return self._together("plan", lambda: self._agreed_plan(topk_idx, problem, fits))
 
     def _known_plan(self, topk_idx: torch.Tensor, problem: str | None) -> KnownPlan:
         """A static plan whose shape the other ranks need not hear of."""
@@ -122,10 +124,11 @@ class HostProtocol(EngineBase[NativePlan]):
             problem = memory.problem
         self._shared.refuse("plan", problem)
 
-    def _agreed_plan(self, topk_idx: torch.Tensor, problem: str | None) -> AgreedPlan:
+    def _agreed_plan(self, topk_idx: torch.Tensor, problem: str | None, fits: bool) -> AgreedPlan:
         """Agree on a plan with all ranks' hosts, and exchange the numbers of tokens.
 
-        Windows that are too small grow.
+        Windows that are too small grow; `fits` says that those are not which this rank's batch
+        needs.
         """
         # Allocated before the ranks agree, so that one without memory can still tell the others.
         problem = problem or self._agreed_plan_problem()
@@ -139,7 +142,8 @@ class HostProtocol(EngineBase[NativePlan]):
             most_tokens = max(agreement.gathered)
             if self._is_static:  # for exact plans hosts agree anyway
                 self._shared.note_batches(agreement.gathered)
-            self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
+            if not fits or most_tokens > topk_idx.shape[0]:
+                self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
             if most_tokens != expected:
@@ -240,9 +244,10 @@ class HostProtocol(EngineBase[NativePlan]):
         known = cast(NativePlan, plan)  # unless there is a problem
         shape = NO_SHAPE if problem else (known.most_tokens, known.top_k, row_bytes_of(rows))
         fits = self._shared.begin(self.timeout_s, *shape)
-        memory: Allocation[_Buffers] = Allocation(problem)
         if problem is None:
             memory = try_allocate(f"the results of {phase}", allocate, known, rows, w)
+        else:
+            memory = Allocation(problem)
         if self.config.check_calls or (memory.problem is None and not fits):
             self._together(phase, lambda: self.agree_on_rows(phase, plan, rows, w, memory.problem))
             self._reserve(*shape)
@@ -250,11 +255,12 @@ class HostProtocol(EngineBase[NativePlan]):
             self._shared.refuse(phase, memory.problem)
         else:
             self.group.enter()
-        self._row_bytes = max(self._row_bytes, shape[-1])
+        row_bytes = shape[-1]
+        self._row_bytes = max(self._row_bytes, row_bytes)
         stream = self.streams.keep(rows, w)
         if stream != known.stream:
             self.streams.keep(*known.tensors())
-        return RowsCall(known, memory.buffers, stream)
+        return RowsCall(known, memory.buffers, row_bytes, stream)
 
     # --- both ------------------------------------------------------------------------------------
 
