@@ -78,18 +78,18 @@ class PlanBuffers:
         Raises:
             torch.OutOfMemoryError: there is no memory.
         """
-        num_tokens, top_k = topk_idx.shape
-        num_counts = 2 * capacity.num_local_experts + 1
+        (num_tokens, top_k), device = topk_idx.shape, topk_idx.device
         size = native.routes_size(
             capacity.max_pairs, capacity.max_assignments, capacity.most_tokens
         )
-        int32: Any = {"dtype": torch.int32, "device": topk_idx.device}
-        return cls(
-            counts=torch.empty(num_counts, dtype=torch.int64, device=topk_idx.device),
-            token_routes=torch.empty(4, num_tokens, **int32),
-            kept=torch.empty(num_tokens, top_k, **int32) if may_drop else None,
-            routes=torch.empty(size, **int32),
-        )
+        num_counts = 2 * capacity.num_local_experts + 1
+        counts = torch.empty(num_counts, dtype=torch.int64, device=device)
+        token_routes = torch.empty(4, num_tokens, dtype=torch.int32, device=device)
+        kept = None
+        if may_drop:
+            kept = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
+        routes = torch.empty(size, dtype=torch.int32, device=device)
+        return cls(counts, token_routes, kept, routes)
 
 
 @dataclass(eq=False, slots=True)

@@ -173,12 +173,13 @@ class NativeGroup:
             forget: clear it, because the caller raises it.  With other ranks, no work may be in
                 flight.
         """
-        masks = {
-            "plan (static mode)": self.native.bad_ranks(forget=forget),
-            "low-latency dispatch": self.native.bad_low_latency(forget=forget),
-        }
+        plans = self.native.bad_ranks(forget)
+        low_latency = self.native.bad_low_latency(forget)
+        if not plans and not low_latency:
+            return None
+        masks = {"plan (static mode)": plans, "low-latency dispatch": low_latency}
         said = [self._bad_routings_of(call, [mask]) for call, mask in masks.items() if mask]
-        return "; ".join(said) or None
+        return "; ".join(said)
 
     def raise_bad_routings(self, error: InputError, timeout_s: float) -> None:
         """Raise `error` with the bad routings of static plans so far, once.

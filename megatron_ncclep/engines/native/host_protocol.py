@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -241,7 +241,7 @@ class HostProtocol(EngineBase[NativePlan]):
         """
         self._require_open()
         problem = self.rows_problem(phase, plan, rows, w)
-        known = cast(NativePlan, plan)  # unless there is a problem
+        known: Any = plan  # a NativePlan, unless there is a problem
         shape = NO_SHAPE if problem else (known.most_tokens, known.top_k, row_bytes_of(rows))
         fits = self._shared.begin(self.timeout_s, *shape)
         if problem is None:
