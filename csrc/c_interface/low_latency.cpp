@@ -16,12 +16,13 @@ ncclepResult_t ncclepLowLatencyCreate(ncclepLowLatency_t* low_latency, ncclepGro
                                       const ncclepLowLatencyConfig_t* config) {
   return guarded([&] {
     out(low_latency, "low_latency") = nullptr;
+    const ncclepGroup& owner = at(group, "native group");
     const ncclepLowLatencyConfig_t given = read(config, "ncclepLowLatencyConfig_t");
     const native::LowLatencySizes sizes{given.max_tokens,      given.hidden,
                                         given.top_k,           dtype_at(given.payload),
                                         dtype_at(given.dtype), given.num_scales};
-    *low_latency = new ncclepLowLatency{
-        native::LowLatency::make(at(group, "native group").group, sizes, all_gather_of(*group))};
+    *low_latency =
+        new ncclepLowLatency{native::LowLatency::make(owner.group, sizes, all_gather_of(owner))};
   });
 }
 

@@ -23,6 +23,9 @@ static int has_windows = 0, num_ranks_now = 2, rank_now = 0;
 static int num_alive = 0;
 
 int fake_num_alive(void) { return num_alive; }
+// Of windows that are registered; they and their memory are alive.
+static int num_open_windows = 0;
+int fake_num_open_windows(void) { return num_open_windows; }
 const char* fake_calls(void) { return calls; }
 void fake_reset(int result_of_next_call) {
   calls[0] = 0;
@@ -135,11 +138,13 @@ int ncclCommWindowRegister(void* comm, void* memory, size_t bytes, void** window
   *window = malloc(sizeof(made));
   memcpy(*window, &made, sizeof(made));
   ++num_alive;
+  ++num_open_windows;
   return 0;
 }
 int ncclCommWindowDeregister(void* comm, void* window) {
   free(window);
   --num_alive;
+  --num_open_windows;
   return result();
 }
 const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "other"; }
