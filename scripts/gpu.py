@@ -2,9 +2,11 @@
 
     python scripts/gpu.py [PART ...] [--out FOLDER] [--list]
 
-A part takes at most ten minutes on one GPU, which the ranks share.  Each step is one command with a
-log of its own; `summary.txt` says what ran, with date, machine and versions, and can be committed
-as it is.  Parts that run again in the same folder replace their lines.
+A part takes at most ten minutes on one GPU, which the ranks share.  With several GPUs as many steps
+run at the same time, each on a GPU of its own; `--gpus-per-step 2` gives each step two.  Each step
+is one command with a log of its own; `summary.txt` lists every step, with date, machine and
+versions, and can be committed as it is.  A step that runs again in the same folder replaces its
+line.
 """
 
 from __future__ import annotations
@@ -12,20 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+SUMMARY = "summary.txt"
 DUMP_S = 20  # for what was stopped to say why
+MPS_QUIT_S = 15
+SHORTEST_S = 15  # ranks take as long to import what they need
 RANDOM = "tests/contract/test_random.py --iterations"
 
 
@@ -90,6 +99,7 @@ PARTS: dict[str, list[Step]] = {
         Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
         Step("hierarchical", (2,), "tests/gpu/test_gpu_nodes.py", hosts=2),
         Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py tests/gpu/test_large_offsets.py"),
+        Step("native", (2,), "tests/gpu/test_gpu_c_example.py"),
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
@@ -127,16 +137,21 @@ class Outcome:
     left_out: list[str]
 
 
-def run_step(part: str, step: Step, number: int, out: Path, limit_s: int) -> Outcome:
-    """Run a step, its output into a log in `out`."""
-    log = out / f"{part}-{number}.log"
+def run_step(part: str, step: Step, out: Path, limit_s: int, gpus: str) -> Outcome:
+    """Run a step on `gpus`, as CUDA_VISIBLE_DEVICES has them, its output into a log in `out`."""
+    log = out / f"{part}-{PARTS[part].index(step)}.log"
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUDA_VISIBLE_DEVICES": gpus}
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        log.open("w") as file,
+        mps(step.mps, environment) as environment,
+    ):
         report = Path(folder) / "report.xml"
         process = subprocess.Popen(
             step.command(report),
             cwd=ROOT,
-            env={**os.environ, "NCCL_NVLS_ENABLE": "0"},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -177,24 +192,45 @@ def read_report(report: Path) -> tuple[str, list[str]]:
 
 
 @contextmanager
-def mps(is_wanted: bool) -> Iterator[None]:
-    """Let processes that share a GPU run on it at the same time, by NVIDIA's MPS."""
+def mps(is_wanted: bool, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Let processes that share a GPU run on it at the same time, by NVIDIA's MPS.
+
+    Yields:
+        the environment for such processes.
+    """
     if not is_wanted:
-        yield
+        yield environment
         return
     with tempfile.TemporaryDirectory() as folder:
         places = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), folder)
-        os.environ.update(places)
-        control = "nvidia-cuda-mps-control"
-        subprocess.run([control, "-d"], check=True, timeout=30)
+        control, environment = "nvidia-cuda-mps-control", environment | places
+        # In the foreground, so that it is a child that can be killed: when clients were killed it
+        # may wait for them for ever.
+        daemon = subprocess.Popen([control, "-f"], env=environment, start_new_session=True)
         try:
-            yield
+            # The server numbers the GPUs that it was given from 0.
+            visible = range(len(environment["CUDA_VISIBLE_DEVICES"].split(",")))
+            yield environment | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, visible))}
         finally:
-            subprocess.run([control], input="quit\n", text=True, timeout=60)
-            for name in places:
-                del os.environ[name]
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    [control], env=environment, input="quit -t 5\n", text=True, timeout=MPS_QUIT_S
+                )
+                daemon.wait(MPS_QUIT_S)
+            with suppress(ProcessLookupError):
+                os.killpg(daemon.pid, signal.SIGKILL)
+            daemon.wait()
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES has them."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
+
+
+@cache
 def described() -> str:
     """The machine and what it runs, as `ncclep bench` has it."""
     import torch
@@ -206,24 +242,27 @@ def described() -> str:
     return "\n".join(f"{name}: {value}" for name, value in found.items())
 
 
-def write_summary(out: Path, outcomes: list[Outcome]) -> str:
-    """Write `summary.txt` and what it is made of; earlier parts in the same folder stay."""
+def write_summary(out: Path, outcome: Outcome) -> None:
+    """Write `summary.txt` with one more step; steps run earlier in the same folder stay."""
     kept = out / "outcomes.json"
     earlier = [Outcome(**each) for each in json.loads(kept.read_text())] if kept.is_file() else []
-    parts = {each.part for each in outcomes}
-    everything = [each for each in earlier if each.part not in parts] + outcomes
-    everything.sort(key=lambda each: [*PARTS].index(each.part))
-    kept.write_text(json.dumps([asdict(each) for each in everything]))
+    known = {(each.part, each.step): each for each in [*earlier, outcome]}
+    kept.write_text(json.dumps([asdict(each) for each in known.values()]))
     lines = [datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), described(), ""]
-    for each in everything:
-        result = "pass" if each.passed else "FAIL"
-        lines.append(f"{each.part:9} {result} {each.seconds:4} s  {each.step}: {each.counts}")
-        lines += [f"          NOT RUN      {reason}" for reason in each.left_out]
-    left = [part for part in PARTS if part not in {each.part for each in everything}]
-    lines += [f"{part:9} NOT RUN" for part in left]
-    text = "\n".join(lines) + "\n"
-    (out / "summary.txt").write_text(text)
-    return text
+    for part, step in every_step():
+        found = known.get((part, step.name))
+        if found is None:
+            lines.append(f"{part:9} NOT RUN      {step.name}")
+            continue
+        result = "pass" if found.passed else "FAIL"
+        lines.append(f"{part:9} {result} {found.seconds:4} s  {found.step}: {found.counts}")
+        lines += [f"          NOT RUN      {reason}" for reason in found.left_out]
+    (out / SUMMARY).write_text("\n".join(lines) + "\n")
+
+
+def every_step() -> list[tuple[str, Step]]:
+    """All steps, each with the name of its part."""
+    return [(part, step) for part, steps in PARTS.items() for step in steps]
 
 
 def main() -> int:
@@ -232,27 +271,54 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {[*PARTS]}")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="default: runs/gpu")
     parser.add_argument("--step-s", type=int, default=300, help="limit of one step (default: 300)")
+    parser.add_argument(
+        "--seconds", type=float, default=1e6, help="of all steps; what has no time left is not run"
+    )
     parser.add_argument("--steps", help="only steps whose name contains this")
+    parser.add_argument("--gpus-per-step", type=int, default=1, metavar="N", help="default: 1")
     parser.add_argument("--list", action="store_true", help="print parts and steps, and run none")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown parts: {sorted(unknown)}; there are {[*PARTS]}")
-    outcomes: list[Outcome] = []
-    if not args.list:
-        args.out.mkdir(parents=True, exist_ok=True)
-    for part in args.parts or PARTS:
-        for number, step in enumerate(PARTS[part]):
-            if args.steps and args.steps not in step.name:
-                continue
-            print(f"--- {part}: {step.name}", flush=True)
-            if args.list:
-                continue
-            with mps(step.mps):
-                outcomes.append(run_step(part, step, number, args.out, args.step_s))
-            print(outcomes[-1].counts, f"{outcomes[-1].seconds} s", flush=True)
-    if outcomes:
-        print(write_summary(args.out, outcomes))
-    return 0 if all(each.passed for each in outcomes) else 1
+    steps = [
+        (part, step)
+        for part, step in every_step()
+        if part in (args.parts or PARTS) and (args.steps or "") in step.name
+    ]
+    if not steps:
+        parser.error(f"no step's name contains {args.steps!r}")
+    if args.list:
+        print("\n".join(f"{part}: {step.name}" for part, step in steps))
+        return 0
+    gpus, size = visible_gpus(), args.gpus_per_step
+    if len(gpus) < size:
+        parser.error(f"--gpus-per-step {size}: torch sees {len(gpus)} GPUs")
+    free: queue.Queue[str] = queue.Queue()
+    for first in range(0, len(gpus) - size + 1, size):
+        free.put(",".join(gpus[first : first + size]))
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    lock, until = threading.Lock(), time.monotonic() + args.seconds
+
+    def run(part: str, step: Step) -> bool:
+        chosen = free.get()
+        try:
+            left = int(until - time.monotonic())
+            if left < SHORTEST_S:
+                return False
+            outcome = run_step(part, step, args.out, min(args.step_s, left), chosen)
+        finally:
+            free.put(chosen)
+        with lock:  # after each step: whatever ends the run leaves what came before
+            print(f"{part}: {step.name}: {outcome.counts}, {outcome.seconds} s", flush=True)
+            write_summary(args.out, outcome)
+        return outcome.passed
+
+    with ThreadPoolExecutor(free.qsize()) as workers:
+        passed = [*workers.map(run, *zip(*steps, strict=True))]
+    if (args.out / SUMMARY).is_file():
+        print((args.out / SUMMARY).read_text())
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":

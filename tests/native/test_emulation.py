@@ -252,14 +252,14 @@ MISTAKES = {
 
     # Plans.
     "chunks that did not fit are not read again": Mistake(
-        "native/plan/chunks.cuh", "if («end - first > share.held»)", "false",
+        "native/plan/chunks.cuh", "if («end - first > partition.tile_chunks»)", "false",
         "chunks", 2, "plan: |an address leads nowhere"),
     "prefix sums of many CTAs leave some out": Mistake(
         "native/plan/chunks.cuh", "if («first + u < static_cast<int>(blockIdx.x)»)",
         "u < static_cast<int>(blockIdx.x) && first == 0",
         "chunks", 2, "plan: "),
     "chunks after a rank's last have no end": Mistake(
-        "native/plan/plan.cu", "const int ends = «plan.most_chunks + 1 - share.num_chunks()»;", "0",
+        "native/plan/plan.cu", "ends = «plan.most_chunks + 1 - partition.num_chunks()»;", "0",
         "chunks", 3, "plan: "),
     "slots are wrong from the 33rd expert on": Mistake(
         "native/plan/plan.cu", "end += __shfl_sync(~0u, rows_to_here, kWarpSize - 1);", "",
