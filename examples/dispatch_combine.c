@@ -5,7 +5,8 @@
  *
  *     dispatch_combine [RANKS [EXPERTS]]     2 ranks and 4 experts unless given
  *
- * Build, with the installed package and a CUDA toolkit:
+ * Build, with the installed package and a CUDA toolkit (editable installations have the header in
+ * csrc/include):
  *
  *     P=$(python -c "import megatron_ncclep as m; print(m.__path__[0])")
  *     cc -std=c99 -I"$P/include" -I/usr/local/cuda/include dispatch_combine.c -L"$P" -lncclep \

@@ -348,6 +348,20 @@ def test_hosts_meet_only_where_they_must() -> None:
             on_ranks(use, check_calls=check_calls, **options)
 
 
+def test_windows_grow_for_longer_rows() -> None:
+    """On all ranks together; the next rows of that length need no other host."""
+
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
+        plan = engine.plan(assignments(4))
+        for num_met, hidden in ((1, HIDDEN), (0, HIDDEN), (1, 2 * HIDDEN)):
+            engine.group.exchanged.clear()  # type: ignore[attr-defined]
+            engine.dispatch(plan, torch.zeros(4, hidden))
+            assert len(engine.group.exchanged) == num_met  # type: ignore[attr-defined]
+        assert [call.row_bytes for call in native.named("reserve")] == [16, 32, 64]
+
+    on_ranks(use, max_recv_rows=64)
+
+
 def test_hosts_meet_in_some_plans_after_uneven_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """One uneven batch, of an exact plan too, and they met in all later static plans."""
     monkeypatch.setattr(native_group, "EVEN_PLANS", 3)
