@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from arms import CONTROL, MISTAKES, SIZES, Arm
 
-from megatron_ncclep.benchmark import machine
-from megatron_ncclep.benchmark.megatron_setup import initialize
-from megatron_ncclep.benchmark.names import TRAININGS
+from megatron_ncclep.benchmark import result
+from megatron_ncclep.benchmark.job import known_variant
+from megatron_ncclep.benchmark.layer_model import initialize
 from megatron_ncclep.benchmark.ranks import DeviceMemory, Ranks
 from megatron_ncclep.benchmark.shapes import TrainingShape
-from megatron_ncclep.benchmark.train_check import curve_problem, layer_parts
-from megatron_ncclep.benchmark.train_model import SubjectModel, TrainingText, load_text
+from megatron_ncclep.benchmark.training import curve_problem, layer_parts
+from megatron_ncclep.benchmark.training_model import SubjectModel, TrainingText, load_text
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks.pool import RankContext
 from megatron_ncclep.training import corpus, data
@@ -91,7 +91,7 @@ class _ScheduledModel(SubjectModel):
     """The model of a subject of the benchmark, with a learning rate that rises and falls."""
 
     def __init__(self, arm: Arm, settings: Settings, ranks: Ranks, text: TrainingText) -> None:
-        choice = TRAININGS.parse(f"train:{arm.subject}")
+        choice = known_variant(f"train:{arm.subject}")
         super().__init__(choice, settings, ranks.setting, text, MAX_RECV_ROWS)
         self._scheduler = self.scheduler()
         if arm.mistake is not None:
@@ -204,8 +204,8 @@ class _Training:
                 text=text.source,
                 text_tokens=found.num_train_tokens,
                 entropy=found.unigram_entropy,
-                machine=machine.machine(device, self._ranks.num_ranks),
-                versions=machine.versions(device),
+                machine=result.machine(device, self._ranks.num_ranks),
+                versions=result.versions(device),
                 build_s=time.monotonic() - self._begin,
             )
 
