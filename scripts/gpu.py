@@ -99,6 +99,7 @@ PARTS: dict[str, list[Step]] = {
         Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
         Step("hierarchical", (2,), "tests/gpu/test_gpu_nodes.py", hosts=2),
         Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py tests/gpu/test_large_offsets.py"),
+        Step("native", (2,), "tests/gpu/test_gpu_c_example.py"),
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
@@ -234,7 +235,7 @@ def described() -> str:
     """The machine and what it runs, as `ncclep bench` has it."""
     import torch
 
-    from megatron_ncclep.benchmark.machine import machine, versions
+    from megatron_ncclep.benchmark.result import machine, versions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = machine(device, 1) | versions(device)

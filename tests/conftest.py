@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,7 +14,9 @@ import torch.distributed as dist
 from contract_cases import contract_cases, for_engine
 from imports import import_dynamo
 from left_out import leave_out, print_left_out, tell_the_printer, told_by
-from megatron_versions import INSTALLED, SUPPORTED
+from megatron_versions import INSTALLED, SUPPORTED, put_first
+from on_ranks import pytest_pyfunc_call  # noqa: F401  (a hook of pytest)
+from packaging.version import Version
 from patience import PatientPool
 from processes import LOCAL_RANKS
 from small_job import Trainer
@@ -27,8 +28,8 @@ from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankPool
 
-OLDEST = SUPPORTED[0]
-GPU_TESTS = Path(__file__).parent / "gpu"
+TESTS = Path(__file__).parent
+GPU_TESTS = TESTS / "gpu"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,6 +60,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="ranks of the contract cases; may be repeated (default: 1 2 3 4).  Other tests use as "
         "many as they need, at most the largest N",
+    )
+    parser.addoption(
+        "--megatron",
+        default=INSTALLED,
+        choices=SUPPORTED,
+        help="release of Megatron-Core (default: the installed one); with another one, only the "
+        "tests with the marker each_release run",
     )
     parser.addoption(
         "--iterations",
@@ -99,6 +107,18 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "any_python(reason): left out before Python 3.12, whose run shows as much, and listed",
     )
+    config.addinivalue_line(
+        "markers",
+        "each_release: runs with every supported release of Megatron-Core (--megatron), not only "
+        "with the installed one",
+    )
+    config.addinivalue_line(
+        "markers", "limit_s(seconds): time that ranks have for a test, instead of 240 seconds"
+    )
+    config.addinivalue_line(
+        "markers", "since(release): left out with older releases of Megatron-Core"
+    )
+    put_first(config.getoption("--megatron"))
     if config.getoption("--iterations") < 1:
         raise pytest.UsageError("--iterations: must be at least 1")
     if lists_only(config):
@@ -183,15 +203,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_inside and not on_gpu else None
 
 
-def release_of(item: pytest.Function) -> str | None:
-    """The release of Megatron-Core that a test is about, if it is about one of several."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    names = ("megatron_release", "megatron_version", "megatron", "release")
-    return next((params[name] for name in names if name in params), None)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     most, backend = chosen_ranks(config)[-1], config.getoption("--backend")
+    release = Version(config.getoption("--megatron"))
     reasons: dict[pytest.Function, str] = {}
     for item in items:
         too_few = any(mark.args[0] > most for mark in item.iter_markers("needs_ranks"))
@@ -202,17 +216,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         on_cpu_only = item.get_closest_marker("cpu_only") is not None
         own_gpus = item.get_closest_marker("own_gpus")
         any_python = item.get_closest_marker("any_python")
-        if too_few or lacks_caps or (backend != "gloo" and on_cpu_only):
+        for_each_release = item.get_closest_marker("each_release") is not None
+        too_old = any(release < Version(mark.args[0]) for mark in item.iter_markers("since"))
+        other_release = release != Version(INSTALLED) and not for_each_release
+        not_on_gpus = backend != "gloo" and on_cpu_only
+        if lists_only(config):
+            continue
+        if any((too_few, lacks_caps, not_on_gpus, too_old, other_release)):
             reasons[item] = ""
         elif backend == "nccl" and own_gpus is not None and shares_gpus(most):
             reasons[item] = own_gpus.args[0]
         elif any_python is not None and sys.version_info < (3, 12):
             reasons[item] = f"{any_python.args[0]}; with Python 3.12 it is run"
-        elif OLDEST != INSTALLED and release_of(item) == OLDEST and not lists_only(config):
-            reasons[item] = (
-                f"with Megatron-Core {OLDEST}: before Python 3.12 it is the installed release, and "
-                "all cases are run"
-            )
     leave_out(config, items, reasons)
 
 
@@ -246,15 +261,15 @@ def pytest_terminal_summary(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a worker all tests that share a pool of ranks or what a fixture has compiled: those of a
-    release of Megatron-Core, otherwise those of a folder.
+    """Give all tests of a room to one worker: they share a pool of ranks, and what fixtures have
+    compiled.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            release = re.search(r"\[(0\.\d+\.\d+)[-\]]", nodeid)
-            return release[1] if release else nodeid.partition("::")[0].rpartition("/")[0]
+            path = Path(nodeid.partition("::")[0])
+            return path.parts[1] if len(path.parts) > 2 else path.parts[0]
 
     return Scheduling(config, log)
 

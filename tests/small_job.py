@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 from fork_server import ForkServer
 from imports import import_megatron_on_cpu
-from megatron_versions import INSTALLED, python_path
 from patience import patient
 
 TESTS = Path(__file__).resolve().parent
@@ -90,8 +89,8 @@ class Trainer:
     import what they need: more than most jobs here.
     """
 
-    def __init__(self, release: str = INSTALLED) -> None:
-        self._server = ForkServer("small_job:prepare", python_path(release))
+    def __init__(self) -> None:
+        self._server = ForkServer("small_job:prepare")
 
     def train(self, *arguments: object, ranks: int = 2, **environment: str) -> str:
         """Run a job, which must succeed, and return its output.

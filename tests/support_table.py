@@ -1,15 +1,16 @@
-"""The tables of docs/support.md, from what the tests say of themselves: which options they show.
+"""The tables of docs/support.md, from the options that tests say they show.
 
     make support                      # writes them
     python tests/support_table.py     # says whether they are up to date
 
-Tests are collected, not run.  A test is in the first table if it has the marker
+Tests are collected, not run.  An option is in the first table if a test has the marker
 
-    @pytest.mark.supports("moe_some_option", compared="the bits of alltoall")
+    @pytest.mark.supports("moe_some_option", compared="outputs with alltoall's, to the bit")
 
-or, with no names, if its parameter is a case that knows its options (`options_shown`).  Names are
-those of TransformerConfig's fields, with `=value` where the value matters, and `--ncclep-...`.  In
-the table of refusals it is with `refuses("moe_some_option", words="why, and what to do")`.
+or, with no names, if a parameter of the test is a case that knows its options (`options_shown`).
+Names are those of TransformerConfig's fields, with `=value` where the value matters, and
+`--ncclep-...`.  The table of refusals is made from `refuses("moe_some_option", words="why, and what
+to do")`.
 """
 
 from __future__ import annotations
@@ -17,53 +18,39 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron_versions import SUPPORTED
+from packaging.version import Version
 
 from megatron_ncclep.engines import ENGINES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 DOCUMENT = ROOT / "docs" / "support.md"
-# Parameters of tests that are releases of Megatron-Core.
-RELEASES = ("megatron_release", "megatron_version", "megatron")
-MOST_CASES = 4
 MARK = "<!-- {} by make support: {} -->"
-
-
-@dataclass
-class Shown:
-    """What one test function shows of one option.
-
-    Attributes:
-        releases: of Megatron-Core; empty: whichever is installed.
-        cases: ids of its parameters, releases and engines apart -> how many options each shows.
-    """
-
-    releases: set[str] = field(default_factory=set)
-    cases: dict[str, int] = field(default_factory=dict)
+PLACES = ("CPU", "one GPU", "several GPUs")
+# How a result was compared, the strictest first.
+STRICTNESS = ("bits", "rounding", "behaviour")
 
 
 class Collector:
     """A plugin of pytest that notes what the tests say which are left after collection.
 
     Attributes:
-        works: option, engine and test -> what is shown.
-        compared: test -> what it compares.
-        refused: option, words and test -> releases.
+        works: option -> place -> how it is compared there.
+        releases: option -> releases of Megatron-Core that it is compared with on a CPU.
+        refused: words -> the options that are refused for this reason.
     """
 
     def __init__(self) -> None:
-        self.works: dict[tuple[str, str, str], Shown] = defaultdict(Shown)
-        self.compared: dict[str, dict[str, None]] = defaultdict(dict)
-        self.refused: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+        self.works: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self.releases: dict[str, set[str]] = defaultdict(set)
+        self.refused: dict[str, dict[str, None]] = defaultdict(dict)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -71,26 +58,20 @@ class Collector:
         config.option.lists_only = True
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note what each test says; releases and engines are parameters."""
+        """Note the options of each test."""
         for item in session.items:
             assert isinstance(item, pytest.Function)
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            test = f"{item.path.relative_to(HERE)}::{item.originalname}"
-            releases = {params[name] for name in RELEASES if name in params}
             for mark in item.iter_markers("refuses"):
-                for option in mark.args:
-                    self.refused[option, mark.kwargs["words"], test] |= releases
-            said, options = shown(item, params)
+                self.refused[mark.kwargs["words"]].update(dict.fromkeys(mark.args))
+            word, options = shown(item)
             for option in options:
-                self.compared[test][said] = None
-                found = self.works[option, params.get("engine_name", "reference"), test]
-                found.releases |= releases
-                if case := case_id(item, params):
-                    found.cases[case] = len(options)
+                for place in places_of(item):
+                    self.works[option][place].add(word)
+                self.releases[option] |= releases_of(item)
 
 
-def shown(item: pytest.Function, params: dict[str, Any]) -> tuple[str, list[str]]:
-    """What a test compares, and the options that it shows to work; nothing without the marker.
+def shown(item: pytest.Function) -> tuple[str, list[str]]:
+    """How a test compares, and the options that it shows to work; nothing without the marker.
 
     Raises:
         pytest.UsageError: it does not say what it compares, or of which options.
@@ -100,6 +81,7 @@ def shown(item: pytest.Function, params: dict[str, Any]) -> tuple[str, list[str]
         return "", []
     said = [mark.kwargs["compared"] for mark in marks if "compared" in mark.kwargs]
     options = [option for mark in marks for option in mark.args]
+    params = item.callspec.params if hasattr(item, "callspec") else {}
     cases = [value for value in params.values() if hasattr(value, "options_shown")]
     for case in cases:
         options += case.options_shown()
@@ -107,51 +89,54 @@ def shown(item: pytest.Function, params: dict[str, Any]) -> tuple[str, list[str]
         raise pytest.UsageError(
             f"{item.nodeid}: the marker supports needs {'an option' if said else 'compared=...'}"
         )
-    return said[0], list(dict.fromkeys(options))
+    return strictness(said[0], cases), options
 
 
-def case_id(item: pytest.Function, params: dict[str, Any]) -> str:
-    """The id of an item's parameters, without releases and engines."""
-    inside = item.name.removeprefix(item.originalname)[1:-1]
-    for name in (*RELEASES, "engine_name"):
-        if name in params:
-            inside = re.sub(rf"(^|-){re.escape(str(params[name]))}(-|$)", r"\1", inside, count=1)
-    return inside.strip("-")
+def strictness(said: str, cases: list[Any]) -> str:
+    """How strict a comparison is: by its cases, if they know, or by the words of the marker."""
+    known = [case.same_bits or case.integers for case in cases if hasattr(case, "same_bits")]
+    if known:
+        return "bits" if all(known) else "rounding"
+    if "to the bit" in said:
+        return "bits"
+    return "rounding" if " with " in said else "behaviour"
+
+
+def places_of(item: pytest.Function) -> tuple[str, ...]:
+    """Where a test runs: one that needs no several ranks, and makes none, shows one GPU."""
+    if item.path.parent != HERE / "gpu":
+        return PLACES[:1]
+    if "one_rank" in item.fixturenames:
+        return PLACES[1:2]
+    needed = [mark.args[0] for mark in item.iter_markers("needs_ranks")]
+    return PLACES[2:] if max(needed, default=1) > 1 else PLACES[1:]
+
+
+def releases_of(item: pytest.Function) -> set[str]:
+    """The releases of Megatron-Core that a test runs with on a CPU."""
+    if item.path.parent == HERE / "gpu":
+        return set()
+    since = [Version(mark.args[0]) for mark in item.iter_markers("since")]
+    each = item.get_closest_marker("each_release") is not None
+    releases = SUPPORTED if each else SUPPORTED[-1:]
+    return {name for name in releases if all(Version(name) >= oldest for oldest in since)}
 
 
 def collect() -> Collector:
-    """Collect the tests: those of the CPU, and those of GPUs with every engine that needs one.
+    """Collect the tests: those of the CPU, and those of GPUs.
 
     Raises:
         RuntimeError: pytest could not; with its output.
     """
-    engines = [f"--engine={name}" for name in ENGINES if name != "reference"]
     collector = Collector()
-    for arguments in (["integration"], ["gpu", "--backend=nccl", "--ranks=4", *engines]):
-        folder, *rest = arguments
+    for folder, *rest in (["integration"], ["gpu", "--backend=nccl", "--ranks=4"]):
+        engines = [f"--engine={name}" for name in ENGINES if name != "reference"] if rest else []
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            status = pytest.main(
-                [str(HERE / folder), "--collect-only", "-qq", "-p", "no:cacheprovider", *rest],
-                plugins=[collector],
-            )
+            options = ["--collect-only", "-qq", "-p", "no:cacheprovider", *rest, *engines]
+            status = pytest.main([str(HERE / folder), *options], plugins=[collector])
         if status != pytest.ExitCode.OK:
             raise RuntimeError(output.getvalue()[-4000:])
     return collector
-
-
-def several(releases: set[str]) -> str:
-    """Releases as people name them, from the oldest to the newest."""
-    assert releases <= set(SUPPORTED), releases
-    if releases == set(SUPPORTED):
-        return f"{SUPPORTED[0]} to {SUPPORTED[-1]}"
-    return ", ".join(name for name in SUPPORTED if name in releases) or "the installed one"
-
-
-def most_telling(cases: dict[str, int]) -> str:
-    """The ids of some cases: those with the fewest options beside the one in question."""
-    some = sorted(cases, key=lambda case: (cases[case], case))[:MOST_CASES]
-    more = [f"{len(cases) - len(some)} more"] if len(cases) > len(some) else []
-    return ", ".join(some + more)
 
 
 def table(*rows: list[str]) -> str:
@@ -161,42 +146,43 @@ def table(*rows: list[str]) -> str:
     return "\n".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in row)}|" for row in texts)
 
 
+def oldest(releases: set[str]) -> str:
+    """The oldest release, where it is not the oldest supported one."""
+    found = next((name for name in SUPPORTED if name in releases), SUPPORTED[0])
+    return "" if found == SUPPORTED[0] else f"from {found}"
+
+
+def works(collector: Collector) -> str:
+    """One row for each option, or for those of its values that are compared alike."""
+    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, by_place in sorted(collector.works.items()):
+        option, _, value = name.partition("=")
+        cells = [
+            next((word for word in STRICTNESS if word in by_place[place]), "") for place in PLACES
+        ]
+        cells.append(oldest(collector.releases[name]))
+        rows[(option, *cells)].append(f"`{value}`" if value else "")
+    return table(
+        ["option", *PLACES, "Megatron-Core"],
+        *(
+            [" ".join(filter(None, [f"`{option}`", ", ".join(filter(None, values))])), *cells]
+            for (option, *cells), values in rows.items()
+        ),
+    )
+
+
+def refusals(collector: Collector) -> str:
+    """One row for each reason."""
+    rows = sorted((sorted(options), words) for words, options in collector.refused.items())
+    return table(
+        ["option", "why, and what to do"],
+        *([", ".join(f"`{option}`" for option in options), words] for options, words in rows),
+    )
+
+
 def tables(collector: Collector) -> dict[str, str]:
     """All tables, by name."""
-    # The one that every machine has first.
-    engines = ["reference", *(name for name in ENGINES if name != "reference")]
-    rows: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    releases: dict[str, set[str]] = defaultdict(set)
-    for (_, _, test), what in collector.works.items():
-        releases[test] |= what.releases
-    for (option, engine, test), what in sorted(collector.works.items()):
-        parts = [f"`{test.rpartition('/')[2]}`", most_telling(what.cases)]
-        if what.releases != releases[test]:
-            parts.append(f"({several(what.releases)})")
-        rows[option][engine].append(" ".join(part for part in parts if part))
-    return {
-        "what works": table(
-            ["option", *(f"`{name}`" for name in engines)],
-            *(
-                [f"`{option}`", *("; ".join(found[name]) for name in engines)]
-                for option, found in rows.items()
-            ),
-        ),
-        "what is compared": table(
-            ["test", "Megatron-Core", "what it compares"],
-            *(
-                [f"`tests/{test}`", several(releases[test]), "; ".join(compared)]
-                for test, compared in sorted(collector.compared.items())
-            ),
-        ),
-        "what is refused": table(
-            ["option", "why, and what to do", "Megatron-Core", "test"],
-            *(
-                [f"`{option}`", words, several(found), f"`{test.rpartition('/')[2]}`"]
-                for (option, words, test), found in sorted(collector.refused.items())
-            ),
-        ),
-    }
+    return {"what works": works(collector), "what is refused": refusals(collector)}
 
 
 def updated(document: str, generated: dict[str, str]) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_versions import importable, python_path
 from packaging.version import Version
 from patience import patient
 
@@ -162,28 +161,30 @@ def test_malformed_cluster_files_are_refused(write, text: str, message: str):
         render.read_cluster(write("bad", text))
 
 
-# Megatron-LM's parser is in the wheels of Megatron-Core from 0.17 on.
-WITH_PARSER = [release for release in importable() if Version(release) >= Version("0.17")]
+needs_parser = pytest.mark.since("0.17")  # whose wheel has Megatron-LM's parser
 # tests/parsed_models.py composes for eight GPUs and the models that train on them.
 MODELS = [name for name in config_files.names("model") if name != "tiny"]
 # Its arguments are those of Megatron-Core 0.19.
 NEW = {"gpt-oss-120b": "0.19"}
 
 
-@pytest.fixture(scope="module", params=WITH_PARSER)
+@pytest.fixture(scope="module")
 def megatron_parser(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What tests/parsed_models.py finds with one release; its name is in it too."""
-    release = request.param
+    """The output of tests/parsed_models.py, and the name of the release."""
+    release = request.config.getoption("--megatron")
     models = [name for name in MODELS if Version(release) >= Version(NEW.get(name, "0"))]
+    paths = [os.environ.get("PYTHONPATH"), str(ROOT)]
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "parsed_models.py"), *models],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*python_path(release), str(ROOT)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         text=True, capture_output=True, timeout=patient(300),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout) | {"release": release}
 
 
+@needs_parser
+@pytest.mark.each_release
 def test_megatron_takes_the_models(megatron_parser: dict[str, Any]):
     """The numbers of the files arrive in the config that Megatron makes of its arguments."""
     assert megatron_parser["models"]
@@ -197,6 +198,8 @@ def test_megatron_takes_the_models(megatron_parser: dict[str, Any]):
         assert facts == {key: model[key.replace("_", "-")] for key in facts}, name
 
 
+@needs_parser
+@pytest.mark.each_release
 def test_keys_of_the_files_are_arguments_of_megatron(megatron_parser: dict[str, Any]):
     """A key that Megatron-LM does not know, or a flag with a value, would fail only at launch."""
     num_values = megatron_parser["options"]

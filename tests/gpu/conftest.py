@@ -12,7 +12,14 @@ from patience import PatientPool
 from megatron_ncclep.ranks.pool import RankPool
 
 # What the CPU's tests share serves here too.
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("contract", "integration")]
+FOLDERS = ("contract", "integration", "integration/models")
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in FOLDERS]
+
+
+@pytest.fixture
+def ctx(megatron_pool: RankPool) -> RankPool:
+    """The pool on whose ranks the test runs (tests/on_ranks.py)."""
+    return megatron_pool
 
 
 @pytest.fixture(scope="session")

@@ -8,17 +8,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from megatron_setup import ep_config
+from trainer import BATCH, Model, ModelCase
 
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext
 
-SEQUENCE, BATCH, EXPERTS, TOP_K, VOCABULARY = 64, 2, 8, 2, 96
+SEQUENCE = 64
 LONGEST = 2 * SEQUENCE
 MICRO_BATCHES = 2
 # Steps before graphs are captured, and all of them: at least two replays.
@@ -26,6 +26,16 @@ WARMUP, STEPS = 2, 5
 # What all assignments need at most, with every block padded to 16 rows.
 ALL_ROWS = 384
 NONE = {"cuda_graph_impl": "none"}
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "ffn_hidden_size": 512,
+    "moe_ffn_hidden_size": 64,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "bias_activation_fusion": False,
+    "pipeline_dtype": torch.bfloat16,
+    "cuda_graph_warmup_steps": WARMUP,
+}
 
 
 @dataclass(frozen=True)
@@ -68,38 +78,26 @@ class Trained:
 
 
 def start(ctx: RankContext) -> None:
-    """Set Megatron up in this process: once, before anything of it is imported."""
+    """Prepare this process: once, before anything of Megatron is imported."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what it would compile takes longer than all the rest
-    import megatron_ncclep
-
-    if ctx.device == "cpu":
-        from megatron_ncclep import cpu
-
-        cpu.enable()
-    megatron_ncclep.install()
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=ctx.num_ranks, create_gloo_process_groups=False
-    )
     if ctx.device == "cuda":  # as megatron.training does for graphs
         torch.cuda.set_stream(torch.cuda.Stream())
 
 
 def train(ctx: RankContext, engine: str, job: Job, *, with_graphs: bool) -> Trained:
     """Train from the same weights on the same data, evaluating after each step."""
-    training = Training(ctx, engine, job, job.graphs if with_graphs else NONE)
+    training = GraphTraining(ctx, engine, job, job.graphs if with_graphs else NONE)
     values: dict[str, torch.Tensor] = {}
     dispatches = []
     for step in range(STEPS):
         before = training.num_dispatches
         values[f"losses of step {step}"] = training.step(step)
         dispatches.append(training.num_dispatches - before)
-        for index, buffer in enumerate(training.gradients()):
+        for index, buffer in enumerate(training.gradient_buffers()):
             values[f"gradients {index} of step {step}"] = buffer.clone()
         training.optimizer.step()
         values[f"losses evaluated after step {step}"] = training.evaluate(step)
-    for name, parameter in training.model.named_parameters():
+    for name, parameter in training.gpt.named_parameters():
         values[name] = parameter.detach().clone()
     for index, layer in enumerate(training.gpt.decoder.layers):
         if (dropped := layer.mlp.token_dispatcher.num_dropped) is not None:
@@ -107,25 +105,26 @@ def train(ctx: RankContext, engine: str, job: Job, *, with_graphs: bool) -> Trai
     return Trained(values, dispatches, training)
 
 
-class Training:
-    """Model, optimizer, and what captures and replays their graphs."""
+class GraphTraining(Model):
+    """A model with its optimizer, and what captures and replays their graphs.
+
+    Attributes:
+        gpt: the model, without what wraps it.
+        num_dispatches: calls of token_dispatch so far.
+        routings: numbers of tokens of each expert, of every call of a router.
+    """
 
     def __init__(self, ctx: RankContext, engine: str, job: Job, graphs: dict[str, Any]) -> None:
-        from megatron.core.distributed import finalize_model_grads
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        self.ctx, self.job, self.impl = ctx, job, graphs["cuda_graph_impl"]
+        self.job, self.impl = job, graphs["cuda_graph_impl"]
         on_gpu = ctx.device == "cuda"
-        torch.manual_seed(1)
-        # The tracker that graphs need serves without them too.
-        model_parallel_cuda_manual_seed(
-            1, te_rng_tracker=on_gpu, use_cudagraphable_rng=on_gpu, force_reset_rng=True
-        )
-        self.config = self._config(engine, graphs)
-        self.gpt = self._gpt().to(ctx.device)
-        self.model = self._distributed()
+        options = {**job.options, **graphs, "ncclep": ep_config(engine, **job.ncclep)}
+        sizes = {**SIZES, "moe_grouped_gemm": on_gpu}
+        how = {"te": on_gpu, "sequence": SEQUENCE, "micro_batches": MICRO_BATCHES}
+        case = ModelCase(job.name, options, sizes, torch.bfloat16, ctx.num_ranks, **how)
+        super().__init__(ctx, "ncclep", case)
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        (self.gpt,), (self.model,) = self.chunks, self.wrapped
         optimizer = OptimizerConfig(
             optimizer="adam", lr=0.01, bf16=True, params_dtype=torch.bfloat16
         )
@@ -133,9 +132,9 @@ class Training:
             optimizer, [self.model], use_gloo_process_groups=False
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = finalize_model_grads
+        schedule = super()._schedule
         self.forward_backward = {
-            stage: self._wrapped(get_forward_backward_func())
+            stage: self._captured(schedule(stage == "validation"))
             for stage in ("training", "validation")
         }
         if self.impl == "full_iteration":
@@ -157,83 +156,40 @@ class Training:
         self.routings: set[tuple[int, ...]] = set()
         self._watch()
 
-    def _config(self, engine: str, graphs: dict[str, Any]) -> Any:
+    def _specs(self) -> tuple[Any, Any]:
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.enums import AttnBackend
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        fields: dict[str, Any] = {
-            "num_layers": 2,
-            "hidden_size": 128,
-            "num_attention_heads": 4,
-            "moe_ffn_hidden_size": 64,
-            "num_moe_experts": EXPERTS,
-            "moe_router_topk": TOP_K,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": self.ctx.device == "cuda",
-            "moe_token_dispatcher_type": "ncclep",
-            "expert_model_parallel_size": self.ctx.num_ranks,
-            "gated_linear_unit": True,
-            "activation_func": torch.nn.functional.silu,
-            "add_bias_linear": False,
-            "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            # The others add up in whatever order their blocks come, run by run.
-            "attention_backend": AttnBackend.unfused,
-            "bf16": True,
-            "params_dtype": torch.bfloat16,
-            "pipeline_dtype": torch.bfloat16,
-            "cuda_graph_warmup_steps": WARMUP,
-        }
-        fields |= {**self.job.options, **graphs}
-        return TransformerConfig(
-            ncclep=EpConfig(**{"engine": engine, "experts": "megatron", **self.job.ncclep}),
-            **fields,
-        )
-
-    def _gpt(self) -> Any:
-        from megatron.core.models.gpt import gpt_layer_specs
-        from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
-        if self.ctx.device == "cuda":
-            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-                num_experts=EXPERTS, moe_grouped_gemm=True
-            )
-        else:
-            spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=EXPERTS)
-        if self.job.hybrid:
-            spec = dataclasses.replace(spec, module=MoETransformerLayer)
-        return GPTModel(self.config, spec, VOCABULARY, LONGEST)
-
-    def _distributed(self) -> Any:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
+        # The others add up in whatever order their blocks come, run by run.
+        self.config.attention_backend = AttnBackend.unfused
+        # The tracker that graphs need serves without them too.
+        on_gpu = self.device == "cuda"
+        model_parallel_cuda_manual_seed(
+            1, te_rng_tracker=on_gpu, use_cudagraphable_rng=on_gpu, force_reset_rng=True
         )
+        layer, ahead = super()._specs()
+        if self.job.hybrid:
+            layer = dataclasses.replace(layer, module=MoETransformerLayer)
+        return layer, ahead
+
+    def _in_ddp(self, chunk: Any, wrapping: Any) -> Any:
         from megatron.core.transformer.module import Float16Module
 
-        stream: Any = nullcontext()
-        if self.ctx.device == "cuda":
-            from megatron.core.full_cuda_graph import get_shared_capture_stream
+        chunk = Float16Module(self.config, chunk)
+        if self.device == "cpu":
+            return super()._in_ddp(chunk, wrapping)
+        from megatron.core.full_cuda_graph import get_shared_capture_stream
 
-            full = self.impl == "full_iteration"
-            side = get_shared_capture_stream() if full else torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            stream = torch.cuda.stream(side)
-        with stream:
-            model = DistributedDataParallel(
-                self.config,
-                DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-                Float16Module(self.config, self.gpt),
-            )
-        if self.ctx.device == "cuda":
-            torch.cuda.current_stream().wait_stream(side)
+        full = self.impl == "full_iteration"
+        side = get_shared_capture_stream() if full else torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model = super()._in_ddp(chunk, wrapping)
+        torch.cuda.current_stream().wait_stream(side)
         return model
 
-    def _wrapped(self, forward_backward: Any) -> Any:
+    def _captured(self, forward_backward: Any) -> Any:
         if self.impl != "full_iteration":
             return forward_backward
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
@@ -243,6 +199,9 @@ class Training:
             cuda_graph_warmup_steps=WARMUP,
             use_single_mempool=self.config.cuda_graph_use_single_mempool,
         )
+
+    def _schedule(self, forward_only: bool) -> Any:
+        return self.forward_backward["validation" if forward_only else "training"]
 
     def _keep_graphs(self) -> None:
         """Begin anew with graphs of whole iterations, and keep those that are there alive.
@@ -273,7 +232,7 @@ class Training:
                     lambda module, args, out: self.routings.add(tuple(out[1].sum(0).tolist()))
                 )
 
-    def gradients(self) -> Iterator[torch.Tensor]:
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
         for buffer in self.model.buffers + self.model.expert_parallel_buffers:
             yield buffer.grad_data
 
@@ -281,48 +240,18 @@ class Training:
         """Forward and backward of all micro-batches; their losses."""
         if self.helper is not None and step == WARMUP:
             self.helper.create_cudagraphs()
-        self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run("training", step, SEQUENCE)
+        return self.gradients(step).clone()
 
+    @torch.no_grad()
     def evaluate(self, step: int, sequence: int | None = None) -> torch.Tensor:
         """Losses of micro-batches of another length."""
         self.model.eval()
         try:
-            with torch.no_grad():
-                return self._run("validation", 100 + step, sequence or self.job.eval_sequence)
+            length = sequence or self.job.eval_sequence
+            return self._run(100 + step, length, forward_only=True).clone()
         finally:
             self.model.train()
-
-    def _run(self, stage: str, seed: int, sequence: int) -> torch.Tensor:
-        results = self.forward_backward[stage](
-            forward_step_func=_forward_step,
-            data_iterator=iter(self._batches(seed, sequence)),
-            model=[self.model],
-            num_microbatches=MICRO_BATCHES,
-            seq_length=sequence,
-            micro_batch_size=BATCH,
-            forward_only=stage == "validation",
-        )
-        return torch.stack([result["loss"] for result in results]).clone()
-
-    def _batches(self, seed: int, sequence: int) -> list[dict[str, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(1000 * seed + self.ctx.rank)
-        size = (MICRO_BATCHES, BATCH, sequence + 1)
-        tokens = torch.randint(VOCABULARY, size, generator=generator).to(self.ctx.device)
-        positions = torch.arange(sequence, device=self.ctx.device).expand(BATCH, -1)
-        mask = None  # TransformerEngine has a causal one of its own
-        if self.ctx.device == "cpu":
-            mask = torch.triu(torch.ones(1, 1, sequence, sequence, dtype=torch.bool), 1)
-        return [
-            {
-                "tokens": both[:, :-1].contiguous(),
-                "labels": both[:, 1:].contiguous(),
-                "position_ids": positions,
-                "attention_mask": mask,
-            }
-            for both in tokens
-        ]
 
     def graphs(self) -> list[Any]:
         """The graphs that were captured, by layer where they are a layer's."""
@@ -341,18 +270,3 @@ class Training:
         assert managers
         assert len(runners) >= len(managers)
         return [graph for runner in runners for graph in (runner.fwd_graph, runner.bwd_graph)]
-
-
-def _forward_step(
-    batches: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
-) -> tuple[Any, Any]:
-    batch = next(batches)
-    mask = batch["attention_mask"]
-    # Micro-batches that overlap are run in parts, by a plan.
-    call = model.build_schedule_plan if return_schedule_plan else model
-    return call(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]), _mean
-
-
-def _mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = losses.float().mean()
-    return loss, {"loss": loss.detach().clone()}

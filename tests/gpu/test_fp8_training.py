@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_setup import initialize, make_config, make_experts_differ
+from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -81,10 +81,8 @@ def build(ctx: RankContext, dispatcher: str, engine_name: str, case: Fp8Case) ->
     config = make_config(dispatcher, torch.bfloat16, ctx.num_ranks, **values)
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=EXPERTS, moe_grouped_gemm=case.grouped_gemm
-    ).submodules.mlp
-    # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
-    submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
-    layer = MoELayer(config, submodules=submodules, layer_number=1)
+    )
+    layer = MoELayer(config, submodules=moe_submodules(spec), layer_number=1)
     layer.set_layer_number(1)
     make_experts_differ(layer)
     with torch.no_grad():

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpt_training import Layout, Training
-from schedule_case import differences, train_on_schedule
-from test_checkpoints import losses_on_rank
-from test_pipeline import OPTIONS
+import torch
+from megatron_setup import ep_config
+from test_checkpoints import SAME, assert_goes_on
+from test_gpt_model import STAGES
+from trainer import ModelCase, Training, differences, train
 
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 needs_te = pytest.mark.skipif(
@@ -21,26 +22,14 @@ needs_te = pytest.mark.skipif(
 )
 
 STEPS = 6
-# Both add the same two numbers for each token, but gradients of weights in another order of rows:
-# fp32 (6e-8 a rounding), and Adam's first steps divide by gradients' sizes.  A step's loss moves by
-# 1e-2 or more.
-SAME = 2e-4
 
 
-def losses_of(
-    ctx: RankContext, dispatcher: str, engine_name: str, layout: Layout, options: dict[str, Any]
-) -> list[float]:
-    options = {**options, "ncclep": EpConfig(engine=engine_name, experts="megatron")}
-    training = Training(options, 0, dispatcher, layout, device=ctx.device)
-    return [training.step()[0] for _ in range(STEPS)]
-
-
-def layouts(num_ranks: int) -> list[Layout]:
+def layouts(num_ranks: int) -> list[dict[str, int]]:
     """How so many ranks can share experts: as one group, as two, with slices of experts."""
-    found = [Layout(ep=num_ranks)]
+    found = [{"ep": num_ranks}]
     if num_ranks > 2:
-        found.append(Layout(ep=num_ranks // 2))
-        found.append(Layout(ep=num_ranks // 2, tp=2, etp=2))
+        found.append({"ep": num_ranks // 2})
+        found.append({"ep": num_ranks // 2, "tp": 2, "etp": 2})
     return found
 
 
@@ -54,35 +43,22 @@ def layouts(num_ranks: int) -> list[Layout]:
 )
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 def test_training_has_the_losses_of_alltoall(
-    megatron_pool: RankPool, engine_name: str, recompute: bool
+    ctx: RankContext, engine_name: str, recompute: bool
 ) -> None:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"ncclep": ep_config(engine_name)}
     if recompute:
-        options = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    for layout in layouts(megatron_pool.size):
-        ours, theirs = (
-            megatron_pool.run(losses_of, dispatcher, engine_name, layout, options)
-            for dispatcher in ("ncclep", "alltoall")
-        )
-        assert ours[0][-1] < ours[0][0] - 0.1
-        for mine, expected in zip(ours, theirs, strict=True):
-            assert mine == pytest.approx(expected, rel=SAME), layout
-
-
-def pipeline_differences(ctx: RankContext, engine_name: str) -> list[str]:
-    ep = ctx.num_ranks // 2
-    ours, theirs = (
-        train_on_schedule(
-            ctx,
-            dispatcher,
-            ep,
-            {**OPTIONS, "ncclep": EpConfig(engine=engine_name, experts="megatron")},
-            num_micro_batches=4,
-            pp=2,
-        )
-        for dispatcher in ("ncclep", "alltoall")
-    )
-    return differences(ours, theirs)
+        options |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    for layout in layouts(ctx.num_ranks):
+        case = ModelCase("", options, dtype=torch.float32, te=True, grouped_gemm=False, **layout)
+        losses = []
+        for dispatcher in ("ncclep", "alltoall"):
+            training = Training(ctx, dispatcher, case)
+            losses.append([training.step()[0] for _ in range(STEPS)])
+        ours, theirs = losses
+        assert ours[-1] < ours[0] - 0.1
+        # Both add the same two numbers for each token, but gradients of weights in another order of
+        # rows.
+        assert ours == pytest.approx(theirs, rel=SAME), layout
 
 
 @pytest.mark.needs_ranks(4)
@@ -91,9 +67,10 @@ def pipeline_differences(ctx: RankContext, engine_name: str) -> list[str]:
     "virtual_pipeline_model_parallel_size",
     compared="losses and all gradients with alltoall's, to the bit (one assignment a token)",
 )
-def test_pipeline_stages_give_alltoalls_bits(megatron_pool: RankPool, engine_name: str) -> None:
-    found = megatron_pool.run(pipeline_differences, engine_name)
-    assert found == [[]] * megatron_pool.size
+def test_pipeline_stages_give_alltoalls_bits(ctx: RankContext, engine_name: str) -> None:
+    options = {**STAGES.options, "ncclep": ep_config(engine_name)}
+    case = replace(STAGES, options=options, ep=ctx.num_ranks // 2)
+    assert differences(*(train(ctx, kind, case) for kind in ("ncclep", "alltoall"))) == []
 
 
 @needs_te
@@ -108,7 +85,4 @@ def test_a_run_goes_on_in_another_layout(
 ) -> None:
     if megatron_pool.size != 4:
         pytest.skip("its layouts are for four ranks")
-    options = {"ncclep": EpConfig(engine=engine_name, experts="megatron")}
-    for losses, expected in megatron_pool.run(losses_on_rank, tmp_path, options):
-        assert expected[-1] < expected[0] - 0.2
-        assert losses == pytest.approx(expected, rel=SAME)
+    megatron_pool.run(assert_goes_on, tmp_path, {"ncclep": ep_config(engine_name)})

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_setup import initialize, make_config, make_experts_differ
+from megatron_setup import ep_config, initialize, make_config, make_experts_differ, moe_submodules
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.integration.experts import fused_swiglu
@@ -62,10 +62,8 @@ def build(ep: int, use_te: bool, ncclep: EpConfig, **options: Any) -> Any:
     config = make_config("ncclep", torch.bfloat16, ep, ncclep=ncclep, **values)
     spec = (get_gpt_layer_with_transformer_engine_spec if use_te else get_gpt_layer_local_spec)(
         num_experts=EXPERTS, moe_grouped_gemm=use_te
-    ).submodules.mlp
-    # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
-    submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
-    layer = MoELayer(config, submodules=submodules, layer_number=1)
+    )
+    layer = MoELayer(config, submodules=moe_submodules(spec), layer_number=1)
     layer.set_layer_number(1)
     layer.to("cuda", torch.bfloat16)
     return layer
@@ -149,7 +147,7 @@ def test_layer_equals_transformer_engines(
 def automatic_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
     """The classes of experts with few rows, and with many, as Megatron's arguments say."""
     # Imports what a layer needs: what is imported under the patch below is forgotten after it.
-    layer = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts="megatron"))
+    layer = build(ctx.num_ranks, True, ep_config(engine_name))
     layer.token_dispatcher.engine.close()
     found = []
     for tokens in (16, 2**24):

@@ -47,11 +47,7 @@ def case_of(kind: str, kernels: str, num_ranks: int, engine_name: str) -> Infere
     return InferenceCase(
         kind,
         ep=num_ranks,
-        ncclep={
-            "engine": engine_name,
-            "experts": "megatron",
-            "inference_tokens": MAX_TOKENS,
-        },
+        ncclep={"engine": engine_name, "inference_tokens": MAX_TOKENS},
         options={**OPTIONS, "inference_grouped_gemm_backend": kernels},
     )
 

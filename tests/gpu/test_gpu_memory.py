@@ -11,18 +11,17 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from compile_case import AS_IT_IS, Compiler, compiled_on_rank
-from layer_case import options_shown
-from schedule_case import differences, train_on_schedule
+from compile_case import AS_IT_IS, Compiler, assert_compiles
+from megatron_setup import ep_config
+from trainer import ModelCase, differences, train
 
-from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 needs_te = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
@@ -31,21 +30,23 @@ needs_te = pytest.mark.skipif(
 
 # Rows and activations of a layer have more than 256 K elements, the least that is offloaded.
 SEQUENCE, HIDDEN = 512, 512
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": HIDDEN,
+    "moe_ffn_hidden_size": HIDDEN // 2,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "bias_activation_fusion": True,
+    "moe_grouped_gemm": True,
+    "gradient_accumulation_fusion": True,
+    "use_cpu_initialization": False,
+}
 
 
-@dataclass(frozen=True)
-class Saving:
-    """What saves memory: TransformerConfig fields; and whether activations go to the host."""
-
-    name: str
-    options: dict[str, Any]
-    offloads: bool = False
-
-    def __str__(self) -> str:
-        return self.name
-
-    def options_shown(self) -> list[str]:
-        return options_shown(self.options)
+def saving(name: str, options: dict[str, Any]) -> ModelCase:
+    """A training that saves memory."""
+    how = {"te": True, "sequence": SEQUENCE, "micro_batches": 3, "evaluates": False}
+    return ModelCase(name, options, SIZES, dtype=torch.bfloat16, **how)
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -69,44 +70,36 @@ SHARED = {"moe_shared_expert_intermediate_size": 256}
 # With TransformerEngine's layers the norm is a part of the linear layer, and offloads with it.
 ATTENTION = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
 CASES = [
-    Saving("recompute", selective("moe", "layernorm")),
-    Saving("recompute-parts", {**SHARED, **selective("moe_act", "layernorm", "shared_experts")}),
+    saving("recompute", selective("moe", "layernorm")),
+    saving("recompute-parts", {**SHARED, **selective("moe_act", "layernorm", "shared_experts")}),
     # The norm's output, which shared experts read on a stream of their own, is freed.
-    Saving(
+    saving(
         "recompute-beside",
         {**SHARED, **selective("moe_act", "layernorm"), "moe_shared_expert_overlap": True},
     ),
-    Saving("recompute-all", FULL),
+    saving("recompute-all", FULL),
     # The rows that dispatch delivers are freed as soon as they are on the host.
-    Saving("offload", offloaded("expert_fc1", "moe_act", "mlp_norm"), offloads=True),
-    Saving(
-        "offload-attention",
-        offloaded(*ATTENTION),
-        offloads=True,
-    ),
-    Saving(
+    saving("offload", offloaded("expert_fc1", "moe_act", "mlp_norm")),
+    saving("offload-attention", offloaded(*ATTENTION)),
+    saving(
         "offload-everything",
         offloaded(*ATTENTION, "mlp_norm", "expert_fc1", "moe_act"),
-        offloads=True,
     ),
     # All that experts keep, and the rows of the dispatch, freed before they compute on.
-    Saving(
+    saving(
         "offload-fused-experts",
         {
             **offloaded(*ATTENTION, "mlp_norm", "fused_group_mlp"),
             "use_transformer_engine_op_fuser": True,
         },
-        offloads=True,
     ),
-    Saving(
+    saving(
         "offload-and-recompute",
         {**offloaded("expert_fc1", "moe_act"), **selective("moe_act", "layernorm")},
-        offloads=True,
     ),
-    Saving(
+    saving(
         "cpu-offloading",
         {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "cpu_offloading_weights": False},
-        offloads=True,
     ),
 ]
 
@@ -137,7 +130,13 @@ def offloads_counted() -> Iterator[list[int]]:
         yield sizes
 
 
-def differences_on_rank(ctx: RankContext, engine_name: str, saving: Saving) -> list[str]:
+@needs_te
+@pytest.mark.supports(
+    compared="losses and gradients of a training of TransformerEngine's layers with alltoall's, to "
+    "the bit"
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_is_alltoalls(ctx: RankContext, engine_name: str, case: ModelCase) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what it would compile takes longer than all the rest
     os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # the op fuser asks for it
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
@@ -145,46 +144,20 @@ def differences_on_rank(ctx: RankContext, engine_name: str, saving: Saving) -> l
     )
     from megatron.core.transformer.enums import AttnBackend
 
-    options: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "ffn_hidden_size": HIDDEN,
-        "moe_ffn_hidden_size": HIDDEN // 2,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "bias_activation_fusion": True,
-        # The others add up in whatever order their blocks come, run by run.
-        "attention_backend": AttnBackend.unfused,
-        "moe_grouped_gemm": True,
-        "gradient_accumulation_fusion": True,
-        "use_cpu_initialization": False,
-        "ncclep": EpConfig(engine=engine_name, experts="megatron"),
-        **saving.options,
-    }
+    # The others add up in whatever order their blocks come, run by run.
+    sizes = {**case.sizes, "attention_backend": AttnBackend.unfused}
+    case = replace(case, ep=ctx.num_ranks, sizes=sizes)
 
-    def train(dispatcher: str, more: dict[str, Any]) -> dict[str, torch.Tensor]:
-        fields = {**options, **more}
+    def trained(dispatcher: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
         PipelineOffloadManager.reset_instance()  # it has learnt what the last model offloads
-        how = {"use_te": True, "sequence": SEQUENCE, "evaluates": False}
-        return train_on_schedule(ctx, dispatcher, ctx.num_ranks, fields, **how)
+        options = {**options, "ncclep": ep_config(engine_name)}
+        return train(ctx, dispatcher, replace(case, options=options))
 
-    expected = train("alltoall", {})
-    with offloads_counted() as sizes:
-        found = train("ncclep", {})
-    problems = differences(found, expected)
-    if bool(sum(sizes)) != saving.offloads:
-        problems.append(f"{sum(sizes)} elements or bytes went to the host")
-    return problems
-
-
-@needs_te
-@pytest.mark.supports(
-    compared="losses and gradients of a training of TransformerEngine's layers with alltoall's, to "
-    "the bit"
-)
-@pytest.mark.parametrize("saving", CASES, ids=str)
-def test_training_is_alltoalls(megatron_pool: RankPool, engine_name: str, saving: Saving) -> None:
-    found = megatron_pool.run(differences_on_rank, engine_name, saving)
-    assert found == [[]] * megatron_pool.size
+    expected = trained("alltoall", {})
+    with offloads_counted() as counts:
+        found = trained("ncclep", case.options)
+    assert differences(found, expected) == []
+    assert bool(sum(counts)) == ("offload" in case.name), "elements or bytes went to the host"
 
 
 # torch's own compiler keeps in fp32 what eager rounds between operations, and adds in other orders:
@@ -205,10 +178,9 @@ STATIC = {"ncclep": {"experts": "grouped", "max_recv_rows": "worst"}}
     ids=["exact", "static", "exact-inductor", "static-inductor"],
 )
 def test_compiled_layer(
-    megatron_pool: RankPool, engine_name: str, options: dict[str, Any], compiler: Compiler
+    ctx: RankContext, engine_name: str, options: dict[str, Any], compiler: Compiler
 ) -> None:
-    ncclep = EpConfig(engine=engine_name, experts="megatron", **options.get("ncclep", {}))
+    ncclep = ep_config(engine_name, **options.get("ncclep", {}))
     # Few experts, so that each has two rows or more: none and one are compiled apart.
-    few = {"num_moe_experts": 2 * megatron_pool.size}
-    found = megatron_pool.run(compiled_on_rank, {**options, **few, "ncclep": ncclep}, compiler)
-    assert found == [[]] * megatron_pool.size
+    few = {"num_moe_experts": 2 * ctx.num_ranks}
+    assert_compiles(ctx, {**options, **few, "ncclep": ncclep}, compiler)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass, field
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from layer_case import options_shown
-from megatron_setup import build_layer, initialize, make_config
-from schedule_case import differences, train_on_schedule
+from megatron_setup import build_layer, ep_config, initialize, make_config
+from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -31,95 +31,74 @@ SEQUENCE, HIDDEN = 256, 512
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 
 
-@dataclass(frozen=True)
-class ScheduleCase:
-    """A training: `options` are TransformerConfig fields of both, `overlap` of the overlapped."""
+LOCAL: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": HIDDEN,
+    "moe_ffn_hidden_size": HIDDEN // 2,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "bias_activation_fusion": True,
+}
+TE = {
+    **LOCAL,
+    "moe_grouped_gemm": True,
+    "gradient_accumulation_fusion": True,
+    "use_cpu_initialization": False,
+}
 
-    name: str
-    use_te: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
-    overlap: dict[str, Any] = field(default_factory=lambda: OVERLAP)
-    ncclep: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return self.name
-
-    def options_shown(self) -> list[str]:
-        """Names of the options, for docs/support.md."""
-        options = {**self.options, **self.overlap, "ncclep": EpConfig(**self.ncclep)}
-        impl = ["transformer_impl=transformer_engine"] if self.use_te else []
-        return impl + options_shown(options)
+def scheduled(name: str, options: dict[str, Any], te: bool = True) -> ModelCase:
+    how = {"te": te, "sequence": SEQUENCE, "micro_batches": 3, "dtype": torch.bfloat16}
+    return ModelCase(name, options, TE if te else LOCAL, **how)
 
 
 CASES = [
-    ScheduleCase("local", use_te=False),
+    scheduled("local", OVERLAP, te=False),
     *(
-        pytest.param(case, marks=needs_te, id=case.name)
-        for case in (
-            ScheduleCase("te"),
-            ScheduleCase("delayed", overlap={**OVERLAP, "delay_wgrad_compute": True}),
+        pytest.param(scheduled(name, options), marks=needs_te, id=name)
+        for name, options in {
+            "te": OVERLAP,
+            "delayed": {**OVERLAP, "delay_wgrad_compute": True},
             # The norm's output, which dispatch reads, is freed and computed again.
-            ScheduleCase(
-                "recompute",
-                options={
-                    "recompute_granularity": "selective",
-                    "recompute_modules": ["layernorm", "moe_act"],
-                },
-            ),
-            ScheduleCase(
-                "early", overlap={**OVERLAP, "ep_overlap_early_attn_memory_release": True}
-            ),
-            ScheduleCase("grouped-static", ncclep={"experts": "grouped", "max_recv_rows": "worst"}),
-            ScheduleCase(
-                "delayed-in-one-micro-batch",
-                overlap={"overlap_dispatch_backward_with_experts_wgrad": True},
-            ),
-        )
+            "recompute": {
+                **OVERLAP,
+                "recompute_granularity": "selective",
+                "recompute_modules": ["layernorm", "moe_act"],
+            },
+            "early": {**OVERLAP, "ep_overlap_early_attn_memory_release": True},
+            "grouped-static": {
+                **OVERLAP,
+                "ncclep": EpConfig(experts="grouped", max_recv_rows="worst"),
+            },
+            "delayed-in-one-micro-batch": {"overlap_dispatch_backward_with_experts_wgrad": True},
+        }.items()
     ),
 ]
-
-
-def differences_on_rank(ctx: RankContext, engine_name: str, case: ScheduleCase) -> list[str]:
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what it would compile takes longer than all the rest
-    from megatron.core.transformer.enums import AttnBackend
-
-    options: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "ffn_hidden_size": HIDDEN,
-        "moe_ffn_hidden_size": HIDDEN // 2,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "bias_activation_fusion": True,
-        # Megatron wants more than one; one rank is as good for what is compared.
-        "expert_model_parallel_size": max(2, ctx.num_ranks),
-        # The others add up in whatever order their blocks come, run by run.
-        "attention_backend": AttnBackend.unfused,
-        "ncclep": EpConfig(**{"engine": engine_name, "experts": "megatron", **case.ncclep}),
-    }
-    if case.use_te:
-        options |= {
-            "moe_grouped_gemm": True,
-            "gradient_accumulation_fusion": True,
-            "use_cpu_initialization": False,
-        }
-
-    def train(more: dict[str, Any]) -> dict[str, torch.Tensor]:
-        fields = {**options, **case.options, **more}
-        return train_on_schedule(ctx, "ncclep", ctx.num_ranks, fields, case.use_te, SEQUENCE)
-
-    expected = train({})
-    return differences(train(case.overlap), expected)
+# Fields that are not part of the schedule that is compared with.
+OF_OVERLAP = re.compile("overlap|delay")
 
 
 @pytest.mark.supports(
     compared="losses and all gradients with those of the schedule without overlap, to the bit"
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_overlap_changes_no_bits(
-    megatron_pool: RankPool, engine_name: str, case: ScheduleCase
-) -> None:
-    found = megatron_pool.run(differences_on_rank, engine_name, case)
-    assert found == [[]] * megatron_pool.size
+def test_overlap_changes_no_bits(ctx: RankContext, engine_name: str, case: ModelCase) -> None:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what it would compile takes longer than all the rest
+    from megatron.core.transformer.enums import AttnBackend
+
+    sizes = {
+        **case.sizes,
+        # Megatron wants more than one; one rank is as good for what is compared.
+        "expert_model_parallel_size": max(2, ctx.num_ranks),
+        # The others add up in whatever order their blocks come, run by run.
+        "attention_backend": AttnBackend.unfused,
+    }
+    ncclep = case.options.get("ncclep") or ep_config(engine_name)
+    options = {**case.options, "ncclep": replace(ncclep, engine=engine_name)}
+    overlapped = replace(case, ep=ctx.num_ranks, sizes=sizes, options=options)
+    plain = {name: value for name, value in options.items() if not OF_OVERLAP.search(name)}
+    expected = train(ctx, "ncclep", replace(overlapped, options=plain))
+    assert differences(train(ctx, "ncclep", overlapped), expected) == []
 
 
 def given_on_rank(ctx: RankContext, engine_name: str) -> list[bool]:

@@ -102,7 +102,7 @@ def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
 
 
-def against_fp64_on_rank(ctx: RankContext) -> None:
+def test_against_fp64(ctx: RankContext) -> None:
     assert unavailable_reason(torch.device("cuda"), torch.bfloat16) is None
     experts = Experts()
     for mine, exact in zip(experts.everything(), experts.exact(), strict=True):
@@ -116,11 +116,7 @@ def against_fp64_on_rank(ctx: RankContext) -> None:
             assert torch.equal(weight.grad, main_grad.bfloat16())
 
 
-def test_against_fp64(megatron_pool: RankPool) -> None:
-    megatron_pool.run(against_fp64_on_rank)
-
-
-def bits_on_rank(ctx: RankContext) -> None:
+def test_the_same_bits(ctx: RankContext) -> None:
     """Whatever else differs, the bits do not."""
     experts = Experts()
     expected = experts.everything()
@@ -140,11 +136,7 @@ def bits_on_rank(ctx: RankContext) -> None:
     assert same(on_stream, expected) == [True] * 5
 
 
-def test_the_same_bits(megatron_pool: RankPool) -> None:
-    megatron_pool.run(bits_on_rank)
-
-
-def main_grads_on_rank(ctx: RankContext) -> None:
+def test_main_grads(ctx: RankContext) -> None:
     experts = Experts()
     *_, fc1, fc2 = experts.everything()
     # a + a is exact in fp32, so a rounding on the way would show.
@@ -171,11 +163,7 @@ def main_grads_on_rank(ctx: RankContext) -> None:
     assert same([fc1_rounded, fc2_rounded], [fc1.bfloat16(), fc2.bfloat16()]) == [True, True]
 
 
-def test_main_grads(megatron_pool: RankPool) -> None:
-    megatron_pool.run(main_grads_on_rank)
-
-
-def no_rows_on_rank(ctx: RankContext) -> None:
+def test_no_rows(ctx: RankContext) -> None:
     """A rank to which no token goes; and one with rows of nobody."""
     for rows in (0, 64):
         experts = Experts()
@@ -193,10 +181,6 @@ def no_rows_on_rank(ctx: RankContext) -> None:
             weight.grad_added_to_main_grad = False
         experts.run(GradientTarget(into_main_grad=True, may_overwrite=True))
         assert not any(bool(buffer.any()) for buffer in experts.main_grads)
-
-
-def test_no_rows(megatron_pool: RankPool) -> None:
-    megatron_pool.run(no_rows_on_rank)
 
 
 def errors_on_rank(ctx: RankContext) -> dict[str, tuple[float, float]]:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_setup import build_layer, initialize, make_config
+from megatron_setup import build_layer, ep_config, initialize, make_config
 from patience import PatientPool
 from rebuilding_case import MODELS, SETTLED, growth, held
 
 import megatron_ncclep
 from megatron_ncclep import metrics
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -42,9 +41,7 @@ def few(request: pytest.FixtureRequest, backend: str) -> Iterator[RankPool]:
 def train(ctx: RankContext, engine_name: str) -> Engine:
     """A model's step; returns its engine."""
     rows = 2 * SEQUENCE * BATCH
-    options = EpConfig(
-        engine=engine_name, experts="megatron", metrics_interval=1, max_recv_rows=rows
-    )
+    options = ep_config(engine_name, metrics_interval=1, max_recv_rows=rows)
     fields = {"hidden_size": HIDDEN, "ffn_hidden_size": 32, "ncclep": options}
     layer = build_layer(
         make_config("ncclep", torch.bfloat16, ctx.num_ranks, **fields), device="cuda"

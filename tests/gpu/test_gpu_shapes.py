@@ -1,22 +1,24 @@
 """What only TransformerEngine has, rows in a latent size, routers in one kernel and packed
-sequences, and the batches of tests/integration/test_shapes.py that kernels must take: each engine
-against `alltoall`, outputs and all gradients.
+sequences, and the batches of tests/integration/dispatcher/test_shapes.py that kernels must take:
+each engine against `alltoall`, outputs and all gradients.
 
 A bf16 has 8 bits; `layer_case.py` says how far sums in another order may be apart.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from layer_case import LayerCase, assert_same_training
-from packed_case import train_packed_on_rank
+from megatron_setup import ep_config
+from test_shapes_of_models import LENGTHS
+from trainer import ModelCase, train
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 # One size of rows nearly everywhere: an engine that compiles at run time does so for each.
 SHAPE: dict[str, Any] = {
@@ -68,18 +70,21 @@ each_mode = pytest.mark.parametrize(
 @each_mode
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shape_equals_alltoall(
-    megatron_pool: RankPool, engine_name: str, case: LayerCase, mode: str
+    ctx: RankContext, engine_name: str, case: LayerCase, mode: str
 ) -> None:
-    ncclep = dataclasses.replace(MODES[mode], engine=engine_name)
-    case = dataclasses.replace(
+    ncclep = replace(MODES[mode], engine=engine_name)
+    case = replace(
         case,
-        ep=megatron_pool.size,
+        ep=ctx.num_ranks,
         dtype=torch.bfloat16,
         te=True,
         options={**SHAPE, **case.options, "ncclep": ncclep},
         sequences=case.sequences if case.batch == 1 else (16,) * 4,
     )
-    assert_same_training(megatron_pool, case, engine_name)
+    assert_same_training(ctx, case, engine_name)
+
+
+PACKED = ModelCase("packed", sizes=SHAPE, dtype=torch.bfloat16, te=True, steps=3, lengths=LENGTHS)
 
 
 @pytest.mark.supports(
@@ -88,29 +93,19 @@ def test_shape_equals_alltoall(
     compared="losses and all gradients with alltoall's, step by step: in exact mode to the bit",
 )
 @each_mode
-def test_packed_sequences_equal_alltoall(
-    megatron_pool: RankPool, engine_name: str, mode: str
-) -> None:
+def test_packed_sequences_equal_alltoall(ctx: RankContext, engine_name: str, mode: str) -> None:
     """Three steps; a step's weights come from the gradients before it.
 
     In exact mode the bits are those of `alltoall` wherever it has the same when it runs again.  The
     experts' blocks are longer in static mode, for which cuBLAS may take another kernel.
     """
-    rows = None if mode == "exact" else 2048
-    options = {
-        **SHAPE,
-        "ncclep": EpConfig(engine=engine_name, experts="megatron", max_recv_rows=rows),
-    }
-    arguments = (torch.bfloat16, options, True)
-    ours = megatron_pool.run(train_packed_on_rank, "ncclep", *arguments)
-    theirs, again = (
-        megatron_pool.run(train_packed_on_rank, "alltoall", *arguments) for _ in range(2)
-    )
-    for rank, (mine, other, repeated) in enumerate(zip(ours, theirs, again, strict=True)):
-        assert mine.keys() == other.keys()
-        assert any("experts" in name and value.any() for name, value in other.items())
-        for name, value in other.items():
-            is_fixed = mode == "exact" and torch.equal(value, repeated[name])
-            bound = 0.0 if is_fixed else 3e-2 * value.abs().max().item()
-            error = (mine[name] - value).abs().max().item()
-            assert error <= bound, f"rank {rank}, {name}: differs by {error}, at most {bound}"
+    ncclep = ep_config(engine_name, max_recv_rows=None if mode == "exact" else 2048)
+    case = replace(PACKED, ep=ctx.num_ranks, options={"ncclep": ncclep})
+    ours = train(ctx, "ncclep", case)
+    theirs, again = (train(ctx, "alltoall", case) for _ in range(2))
+    assert any("experts" in name and value.any() for name, value in theirs.items())
+    for name, value in theirs.items():
+        is_fixed = mode == "exact" and torch.equal(value, again[name])
+        bound = 0.0 if is_fixed else 3e-2 * value.abs().max().item()
+        error = (ours[name] - value).abs().max().item()
+        assert error <= bound, f"{name}: differs by {error}, at most {bound}"

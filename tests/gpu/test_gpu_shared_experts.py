@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from layer_case import LayerCase, assert_overlap_changes_no_bits
-from megatron_setup import build_layer, initialize, make_config
+from megatron_setup import build_layer, ep_config, initialize, make_config
 
-from megatron_ncclep.benchmark.kernel_kinds import Interval, kind_of
+from megatron_ncclep.benchmark.training import Interval, kernel_kind
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -38,19 +38,19 @@ OPTIONS: dict[str, Any] = {
 )
 @pytest.mark.parametrize("max_recv_rows", [None, "worst"], ids=["exact", "static"])
 def test_overlap_changes_no_bits(
-    megatron_pool: RankPool, engine_name: str, max_recv_rows: str | None
+    ctx: RankContext, engine_name: str, max_recv_rows: str | None
 ) -> None:
     small = {"hidden_size": 1024, "moe_shared_expert_intermediate_size": 2048}
-    ncclep = EpConfig(engine=engine_name, experts="megatron", max_recv_rows=max_recv_rows)
+    ncclep = ep_config(engine_name, max_recv_rows=max_recv_rows)
     case = LayerCase(
         "bits",
-        ep=megatron_pool.size,
+        ep=ctx.num_ranks,
         dtype=torch.bfloat16,
         options={**OPTIONS, **small, "ncclep": ncclep},
         micro_batches=3,
         sequences=(512,) * 4,
     )
-    assert_overlap_changes_no_bits(megatron_pool, case)
+    assert_overlap_changes_no_bits(ctx, case)
 
 
 def timeline_on_rank(
@@ -88,7 +88,7 @@ def timeline_on_rank(
     ours: dict[str, list[Interval]] = {"dispatch": [], "combine": []}
     streams: set[int] = set()
     for stream, name, start, end in kernels:
-        if (kind := kind_of(name)) in ours:
+        if (kind := kernel_kind(name)) in ours:
             streams.add(stream)
             ours[kind].append(Interval(name, start, end, kind))
     others = [Interval(name, *times) for stream, name, *times in kernels if stream not in streams]
@@ -110,7 +110,7 @@ def test_shared_experts_run_beside_dispatch_and_combine(
     ):
         # The backward of combine is a dispatch, and the other way round.
         assert len(dispatches) == len(combines) == 2, (dispatches, combines)
-        assert any(kind_of(other.name) == "GEMM" for other in others)
+        assert any(kernel_kind(other.name) == "GEMM" for other in others)
         for kernel in (*dispatches, *combines):
             common = time_in_common(kernel, others)
             print(

@@ -1,7 +1,8 @@
 """Static mode on GPUs: a layer's hooks wait for nothing, and what was dropped is heard of late.
 
-On a CPU nobody waits for a device; tests/integration/test_token_dispatcher.py sees there that
-nothing is read, and only this that nothing waits in another way, as a copy to pageable memory does.
+On a CPU no host waits for a device; tests/integration/dispatcher/test_token_dispatcher.py sees
+there that nothing is read.  Only this test sees that nothing waits in another way, as a copy to
+pageable memory does.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,18 @@ from imports import import_megatron
 from te_stand_ins import latent_projections
 from torch.distributed.distributed_c10d import _world
 
+from megatron_ncclep.config import EpConfig
+
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
 # The process groups that Megatron has made on this rank and that are not destroyed.
 MADE: list[dist.ProcessGroup] = []
+
+
+def has(name: str) -> bool:
+    """Whether this release has megatron/`name`: what can be imported may be another release's."""
+    import megatron.core
+
+    return (Path(megatron.core.__file__).parents[1] / name).exists()
 
 
 def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int = 1) -> None:
@@ -121,6 +131,13 @@ def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **opt
     return config
 
 
+def ep_config(engine: str, **fields: Any) -> EpConfig:
+    """Options with Megatron's own experts, which most comparisons are about, unless `fields` name
+    others.
+    """
+    return EpConfig(**{"engine": engine, "experts": "megatron", **fields})
+
+
 def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
     """One MoELayer, with random experts that all differ, the same for every dispatcher.
 
@@ -142,14 +159,18 @@ def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
         )
     else:
         layer_spec = specs.get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
-    spec = layer_spec.submodules.mlp
-    # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
-    submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
     with nullcontext() if te or not config.moe_latent_size else latent_projections():
-        layer = MoELayer(config, submodules=submodules, layer_number=1)
+        layer = MoELayer(config, submodules=moe_submodules(layer_spec), layer_number=1)
     layer.set_layer_number(1)
     make_experts_differ(layer)
     return layer.to(device, config.params_dtype)
+
+
+def moe_submodules(layer_spec: Any) -> Any:
+    """The modules inside the MoELayer of a layer's spec."""
+    spec = layer_spec.submodules.mlp
+    # A ModuleSpec in old releases, a functools.partial of MoELayer in new ones.
+    return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
 
 
 def make_experts_differ(model: torch.nn.Module) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from megatron_versions import INSTALLED, importable
 from small_job import (
     MODEL,
     TIMEOUT_S,
@@ -136,12 +135,13 @@ def test_two_nodes_have_the_losses_of_alltoall(
     assert max(map(abs, differences(ours, other).values())) <= SAME_LOSS_NATS
 
 
-@pytest.mark.parametrize("release", [name for name in importable() if name != INSTALLED])
-def test_other_releases_train(arguments: tuple[str, ...], tmp_path: Path, release: str):
-    """That losses are alltoall's with every release is shown by integration/test_gpt_model.py."""
-    trainer = Trainer(release)
+@pytest.mark.each_release
+def test_each_release_trains(
+    trainer: Trainer, arguments: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
+):
+    """That losses are alltoall's is shown by integration/models/test_gpt_model.py."""
     trainer.train(*arguments, "--out", tmp_path / "out")
-    trainer.close()
+    release = request.config.getoption("--megatron")
     (settings,) = entries(tmp_path / "out", "settings")
     # In a git checkout newer ones add "+" and the checkout's commit.
     assert settings["versions"]["megatron_core"].partition("+")[0] == release

@@ -1,0 +1,162 @@
+"""Timing and ceiling: what is counted, apart from how long anything takes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ncclep.benchmark import ranks
+from megatron_ncclep.benchmark.ranks import Timer, measure, quantiles, slowest
+from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+
+class FakeTimer(Timer):
+    """Calls what it is given and says that it took as many microseconds as calls came before."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, bool]] = []
+
+    def sample(self, call: Callable[[], Any], include_host: bool) -> float:
+        self.calls.append((call(), include_host))
+        return float(len(self.calls))
+
+
+def test_subjects_are_interleaved_and_warm_up_is_left_out() -> None:
+    timer = FakeTimer()
+    passes = {"plan": lambda: "a plan", "dispatch": lambda: "a dispatch"}
+    clocks = {
+        "a": timer.clock(passes, False),
+        "b": timer.clock({"forward": lambda: "b forward"}, True),
+    }
+    rounds = list(measure(clocks, warmup=1, samples=2))
+    one = [("a plan", False), ("a dispatch", False), ("b forward", True)]
+    assert timer.calls == one * 3
+    assert rounds == [
+        {"a": {"plan": [4.0], "dispatch": [5.0]}, "b": {"forward": [6.0]}},
+        {"a": {"plan": [7.0], "dispatch": [8.0]}, "b": {"forward": [9.0]}},
+    ]
+
+
+def test_the_slowest_rank_counts_in_every_sample() -> None:
+    rank0 = [{"a": {"plan": [1.0, 9.0]}}, {"a": {"plan": [5.0]}}]
+    rank1 = [{"a": {"plan": [3.0, 8.0]}}, {"a": {"plan": [2.0]}}]
+    assert slowest([rank0, rank1]) == {"a": {"plan": [3.0, 9.0, 5.0]}}
+
+
+def test_quantiles() -> None:
+    assert quantiles([5.0, 1.0, 2.0, 3.0, 4.0], 0.1, 0.5, 0.9) == pytest.approx([1.4, 3.0, 4.6])
+    assert quantiles([7.0], 0.5, 0.99) == [7.0, 7.0]
+
+
+def on_rank(context: RankContext) -> tuple[list[float], float, str | None]:
+    """Five timed calls, how often they ran, and why this group has no ceiling."""
+    timer = Timer(context.group, context.device)
+    tensor = torch.zeros(1, device=context.device)
+    add = lambda: tensor.add_(1)  # noqa: E731
+    times = [timer.sample(add, True), timer.sample(add, False), *timer.consecutive(add, 3)]
+    return times, float(tensor), ranks.no_ceiling_reason(EpGroup.of(context.group), 4096)
+
+
+def test_calls_are_timed_one_by_one_and_a_cpu_has_no_ceiling(pool: RankPool) -> None:
+    for times, calls, no_ceiling in pool.run(on_rank, ranks=2):
+        assert calls == len(times) == 5
+        assert all(time > 0 for time in times)
+        assert pool.backend != "gloo" or no_ceiling == "no GPUs"
+
+
+# --- ceiling -------------------------------------------------------------------------------------
+
+
+def test_random_rows_of_the_worked_example() -> None:
+    """The example of random_rows."""
+    peer, row = ranks.random_rows(rank=1, num_ranks=3, rows_per_peer=2)
+    assert sorted(zip(peer.tolist(), row.tolist(), strict=True)) == [
+        (0, 2), (0, 3), (2, 2), (2, 3),
+    ]  # fmt: skip
+
+
+ROWS_PER_PEER, WORDS = 5, 4
+
+
+def copies_of(rank: int, windows: torch.Tensor) -> Any:
+    """The copies of one rank between windows that are plain tensors, [ranks, rows, words] int32."""
+
+    def copy_memory(to: int, window: int, num_bytes: int) -> None:
+        ctypes.memmove(to, windows[window].data_ptr(), num_bytes)
+
+    native: Any = SimpleNamespace(copy_memory=copy_memory)
+    group: Any = SimpleNamespace(rank=rank, size=len(windows), device=torch.device("cpu"))
+    window = SimpleNamespace(address=rank)
+    copies: Any = ranks._Copies(native, window, group, 4 * WORDS, ROWS_PER_PEER)
+    copies._wait = lambda what, timeout_s: None
+
+    def copy(direction: str, num_sms: int) -> None:
+        place = (copies._peer.long(), copies._row.long())
+        if direction == "push":
+            assert (windows[place] == -1).all(), "two ranks push to the same row"
+            windows[place] = copies._local
+        else:
+            copies._local.copy_(windows[place])
+
+    copies.copy = copy
+    return copies
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_pushed_rows_do_not_meet_and_are_what_the_comparison_expects(num_ranks: int) -> None:
+    """A rank whose peers have not pushed yet sees that, and so does the one after a mistake."""
+    windows = torch.full((num_ranks, num_ranks * ROWS_PER_PEER, WORDS), -1, dtype=torch.int32)
+    last = num_ranks - 1
+    for rank in range(last):
+        with pytest.raises(LibraryError, match=f"ceiling: rank {rank} pushed rows that did not"):
+            copies_of(rank, windows).verify(1.0)
+    copies_of(last, windows).verify(1.0)
+    first, own = windows[last, :ROWS_PER_PEER], windows[last, last * ROWS_PER_PEER :]
+    assert (own == -1).all()
+    for wrong in (first.flip(0), windows[0, -ROWS_PER_PEER:].clone(), first + 1):
+        kept = first.clone()
+        first.copy_(wrong)
+        for peer in range(last):  # what it is about to push
+            windows[peer, last * ROWS_PER_PEER :] = -1
+        with pytest.raises(LibraryError, match="pushed rows that did not"):
+            copies_of(last, windows).verify(1.0)
+        first.copy_(kept)
+
+
+def test_rows_that_are_pulled_wrongly() -> None:
+    windows = torch.full((2, 2 * ROWS_PER_PEER, WORDS), -1, dtype=torch.int32)
+    windows[1, :ROWS_PER_PEER] = torch.arange(10, 10 + ROWS_PER_PEER, dtype=torch.int32)[:, None]
+    copies = copies_of(1, windows)
+    copy = copies.copy
+
+    def wrong(direction: str, num_sms: int) -> None:
+        copy(direction, num_sms)
+        if direction == "pull":
+            copies._local[2, 3] += 1
+
+    copies.copy = wrong
+    with pytest.raises(LibraryError, match="rank 1 pulled rows that did not"):
+        copies.verify(1.0)
+
+
+def test_a_rate_is_what_one_rank_copies_in_the_median_of_the_slowest() -> None:
+    """1000 rows of 4096 bytes in 40 us, where another rank takes 50, are 81.92 GB/s."""
+    copies: Any = object.__new__(ranks._Copies)
+    copies._num_rows, copies._row_bytes = 1000, 4096
+    copies.copy = lambda direction, num_sms: None
+    copies._group = SimpleNamespace(gather=lambda mine, *_: torch.stack([mine, mine + 10]))
+
+    class Warming(FakeTimer):
+        def sample(self, call: Callable[[], Any], include_host: bool) -> float:
+            return 1e6 if super().sample(call, include_host) <= ranks.COPY_WARMUP else 40.0
+
+    timer = Warming()
+    assert copies.rate("push", 16, timer, timeout_s=1.0) == pytest.approx(81.92)
+    assert len(timer.calls) == ranks.COPY_WARMUP + ranks.COPY_SAMPLES

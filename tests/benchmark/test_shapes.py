@@ -1,0 +1,258 @@
+"""Payload, what crosses links, and the check of rows: it says what the oracle says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from contract_cases import contract_cases
+from oracle import oracle_combine, oracle_dispatch, oracle_plan
+
+from megatron_ncclep import cli
+from megatron_ncclep.benchmark.engines import COMBINES, results_problem
+from megatron_ncclep.benchmark.shapes import (
+    GRAD_OUT,
+    WEIGHTS,
+    NetworkModel,
+    Workload,
+    X,
+    Y,
+    network_rows,
+    tables_of,
+    wire_rows,
+)
+from megatron_ncclep.engines.engine import (
+    EVERY_PART_ROUNDED,
+    NODE_SUMS_ROUNDED,
+    SOURCE_PART_UNROUNDED,
+)
+from megatron_ncclep.ranks.nodes import Nodes
+from megatron_ncclep.testing.cases import Case
+
+# Benchmarks have no static mode and no fp64; tests/contract/test_table_oracle.py has more cases.
+CASES = [
+    case for case in contract_cases(4) if case.max_recv_rows is None and case.dtype != torch.float64
+]
+REJECTED = Case("rejected", (9, 7), 8, top_k=4, dtype=torch.bfloat16, alignment=16, dropped=0.1)
+Results = dict[str, tuple[Any, Any]]
+
+
+def results(
+    case: Case, rank: int, reduction: str = SOURCE_PART_UNROUNDED, ranks_on_node: int | None = None
+) -> Results:
+    """What the oracle makes of the payload."""
+    work = Workload(case, rank)
+    topk_idx = [case.topk_idx(r) for r in range(case.num_ranks)]
+    plan = oracle_plan(topk_idx, case.num_experts, case.alignment, ranks_on_node=ranks_on_node)
+    rounded = reduction == EVERY_PART_ROUNDED
+    found: Results = {}
+    for name, kind, kind_w in (("dispatch", X, WEIGHTS), ("bwd_dispatch", GRAD_OUT, WEIGHTS)):
+        rows, w = oracle_dispatch(plan, work.every(kind), work.every(kind_w))
+        found[name] = (rows[rank], w[rank] if name == "dispatch" else None)
+    for name, (kind, kind_w) in COMBINES.items():
+        w = work.every(kind_w) if kind_w else [rows[:, 0] for rows in work.every(kind)]
+        sums, topk_w = oracle_combine(plan, work.every(kind), w, rounded, ranks_on_node)
+        found[name] = (sums[rank], topk_w[rank] if kind_w else None)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_oracles_results_pass(case: Case) -> None:
+    for reduction in (SOURCE_PART_UNROUNDED, EVERY_PART_ROUNDED):
+        found = results(case, 1, reduction)
+        assert results_problem(found, Workload(case, 1), reduction) is None
+    found = results(case, 1, NODE_SUMS_ROUNDED, 2)
+    assert results_problem(found, Workload(case, 1), NODE_SUMS_ROUNDED, Nodes(2, 2)) is None
+
+
+def swap(tensor: torch.Tensor, one: int, other: int) -> None:
+    tensor[[one, other]] = tensor[[other, one]].clone()
+
+
+# Rows 14 and 15 of rank 0 are padding.
+BUGS: dict[str, list[Callable[[Results], object]]] = {
+    "dispatch": [
+        lambda f: swap(f["dispatch"][0], 0, 1),
+        lambda f: swap(f["dispatch"][1], 0, 1),
+        lambda f: f["dispatch"][0][1].copy_(f["dispatch"][0][0]),
+        lambda f: f["dispatch"][0][2, 3].add_(0.0625),
+        lambda f: f["dispatch"][0][15].fill_(1),
+        lambda f: f["dispatch"][0][15].fill_(-0.0),
+        lambda f: f["dispatch"][1][15].fill_(1),
+        lambda f: f["dispatch"][0][0, 0].fill_(float("nan")),
+        lambda f: f["dispatch"][0].copy_(f["bwd_dispatch"][0]),
+        lambda f: f.update(dispatch=(f["dispatch"][0][1:], f["dispatch"][1])),
+    ],
+    "bwd_dispatch": [lambda f: f["bwd_dispatch"][0][2, 3].add_(0.0625)],
+    "combine": [
+        lambda f: swap(f["combine"][0], 0, 1),
+        lambda f: f["combine"][0][3, 1].add_(0.0625),
+        lambda f: f["combine"][0][0, 0].fill_(float("nan")),
+        lambda f: f["combine"][0][2].zero_(),
+    ],
+    "bwd_combine": [
+        lambda f: f["bwd_combine"][1][0].copy_(f["bwd_combine"][1][0].flip(0)),
+        lambda f: f["bwd_combine"][0].copy_(f["combine"][0]),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, i) for name, bugs in BUGS.items() for i in range(len(bugs))]
+)
+def test_wrong_results_are_rejected(name: str, number: int) -> None:
+    work, found = Workload(REJECTED, 0), results(REJECTED, 0)
+    assert results_problem(found, work, SOURCE_PART_UNROUNDED) is None
+    assert int(work.tables[0].routed[0]) < 15
+    BUGS[name][number](found)
+    problem = results_problem(found, work, SOURCE_PART_UNROUNDED)
+    assert str(problem).startswith(f"{name}: rank 0, ")
+
+
+def test_another_reduction_is_rejected() -> None:
+    """Rounding the source rank's part changes bits, and the check sees it."""
+    work = Workload(REJECTED, 0)
+    both = (EVERY_PART_ROUNDED, SOURCE_PART_UNROUNDED)
+    for actual, declared in (both, both[::-1]):
+        assert results_problem(results(REJECTED, 0, actual), work, declared)
+    case = next(c for c in CASES if str(c) == "bfloat16-top-6")
+    by_rail, work = results(case, 3, NODE_SUMS_ROUNDED, 2), Workload(case, 3)
+    assert results_problem(by_rail, work, SOURCE_PART_UNROUNDED)
+    assert results_problem(by_rail, work, NODE_SUMS_ROUNDED, Nodes(4, 1))
+
+
+def test_payload_is_bounded_and_names_its_owner() -> None:
+    """Sums do not cancel, and logarithms of the layers' weights are finite."""
+    case = Case("payload", (100, 100), hidden=100)
+    work = Workload(case, 1)
+    assert 0.5 <= float(work.x.min()) < 0.51
+    assert 1.49 < float(work.x.max()) <= 1.5
+    assert 0.5 < float(work.w.min()) <= float(work.w.max()) <= 1
+    made = torch.cat([rows for what in (X, GRAD_OUT, Y) for rows in work.every(what)])
+    assert len(made.bfloat16()[:, :16].unique(dim=0)) == len(made)
+
+
+# --- what crosses the wire -----------------------------------------------------------------------
+
+
+def crossing(topk_idx: list[torch.Tensor], num_experts: int, on_each: int | None = None) -> Any:
+    tables, tokens = tables_of(topk_idx, num_experts, 16), [len(mine) for mine in topk_idx]
+    return network_rows(tables, tokens, on_each) if on_each else wire_rows(tables, tokens)
+
+
+def test_wire_rows_of_the_worked_example() -> None:
+    """The example of wire_rows; and one rank sends nothing."""
+    assert crossing([torch.tensor([[2, 3], [0, 1]]), torch.tensor([[1, 2]])], 4) == 1
+    assert crossing([torch.tensor([[0, 1]])], 2) == 0
+
+
+def test_wire_rows_count_each_rank_once_and_take_the_busiest() -> None:
+    """Three ranks with two experts each, top-3.
+
+    rank 0, token 0: experts 2, 3, 4   a row to rank 1 (once for two experts) and one to rank 2
+    rank 0, token 1: experts 0, 1, 5   a row to rank 2
+    rank 1, token 0: experts 4, 5, -   a row to rank 2
+    rank 2, token 0: experts 4, 5, 0   a row to rank 0
+    Sent: 3, 1, 1.  Received: 1, 1, 3.  The busiest sends 3 or receives 3.
+    """
+    first = torch.tensor([[2, 3, 4], [0, 1, 5]])
+    topk_idx = [first, torch.tensor([[4, 5, -1]]), torch.tensor([[4, 5, 0]])]
+    assert crossing(topk_idx, 6) == 3
+    # Without rank 0's second token the busiest receives: rank 2, from ranks 0 and 1.
+    assert crossing([topk_idx[0][:1], *topk_idx[1:]], 6) == 2
+
+
+def test_network_rows_of_the_worked_example() -> None:
+    """The example of network_rows."""
+    none = torch.full((1, 2), -1)
+    topk_idx = [torch.tensor([[2, 3]]), none, none, none]
+    assert crossing(topk_idx, 4, 2) == (1, 2)
+    assert crossing(topk_idx, 4, 4) == (0, 0)
+
+
+def test_network_rows_take_the_busiest_in_each_way() -> None:
+    """Three nodes of two ranks, an expert on each rank, top-3; nothing from ranks 3 to 5.
+
+    rank 0, token 0: experts 1, 2, 3   a row to rank 2;            flat: to 2, to 3
+    rank 0, token 1: experts 2, 4, 5   rows to ranks 2 and 4;      flat: to 2, to 4, to 5
+    rank 1, token 0: experts 2, 3, 4   rows to ranks 3 and 5;      flat: to 2, to 3, to 4
+    rank 2, token 0: experts 2, 3, -   none
+    Sent: 3 and 2; flat 5 and 3.  Received: 2, 1, 1, 1 by ranks 2 to 5; flat 3, 2, 2, 1.
+    """
+    none = torch.full((1, 3), -1)
+    last = [torch.tensor([[2, 3, -1]]), none, none, none]
+    topk_idx = [torch.tensor([[1, 2, 3], [2, 4, 5]]), torch.tensor([[2, 3, 4]]), *last]
+    assert crossing(topk_idx, 6, 2) == (3, 5)
+    # With a token each on ranks 0 and 1, what rank 2 receives is the most: flat 2, as is sent.
+    first = [torch.tensor([[2, -1, -1]]), torch.tensor([[2, -1, -1]])]
+    assert crossing([*first, *last], 6, 2) == (1, 2)
+
+
+# --- the model of several nodes ------------------------------------------------------------------
+
+MODEL = NetworkModel()
+
+
+def test_the_counts_are_those_of_random_routings() -> None:
+    """Nodes as if each were one rank, and a node's ranks as ranks of their own."""
+    tokens, generator = 4000, torch.Generator().manual_seed(0)
+    model = dataclasses.replace(
+        MODEL, num_tokens=tokens, row_bytes=1, num_experts=32, top_k=3, ranks_on_each=2
+    )
+    scores = torch.rand(4, tokens, 32, generator=generator)
+    picks = list(scores.topk(3, dim=2).indices)
+    # The busiest of four; 12000 draws of which a third or more cross differ by about 1 %.
+    assert wire_rows(tables_of(picks, 32), [tokens] * 4) == pytest.approx(
+        model.crossing_bytes(4), rel=0.03
+    )
+    needs = torch.stack([((picks[0] // 4) == rank).any(dim=1) for rank in range(8)])
+    # Over a rail come all four nodes' tokens; one of a node's two ranks is another one.
+    assert 4 * float(needs[1].sum()) == pytest.approx(model.inside_bytes(4), rel=0.06)
+    assert float((picks[0] >= 8).sum()) == pytest.approx(model.flat_bytes(4), rel=0.03)
+
+
+def test_chunks_hide_the_shorter_part() -> None:
+    crossing = MODEL.crossing_bytes(4) / (1e9 * MODEL.nic_gb_s)
+    inside = MODEL.inside_bytes(4) / (1e9 * MODEL.nvlink_gb_s)
+    assert MODEL.seconds(4) == pytest.approx(crossing + inside)
+    many = dataclasses.replace(MODEL, chunks=1000)
+    assert many.seconds(4) == pytest.approx(max(crossing, inside), rel=0.01)
+
+
+def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Worked out by hand when the engine was planned: 46 GB/s, T=4096, H=7168, K=8."""
+    assert cli.main(["bench", "--model-network"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("A model, not a measurement")
+    rows = [line.split() for line in text.splitlines()[-5:]]
+    # 256 experts are at most 32 nodes of 8.
+    assert [row[:2] for row in rows] == [[str(n), str(8 * n)] for n in (2, 4, 8, 16, 32)]
+    assert [(row[3], row[8]) for row in rows[:3]] == [
+        ("1.27", "5.11"), ("3.46", "7.66"), ("5.91", "8.94"),
+    ]  # fmt: skip
+    assert cli.main(["bench", "--model-network", "nic_gb_s=92,num_experts=512"]) == 0
+    text = capsys.readouterr().out
+    assert "92 GB/s" in text
+    assert text.splitlines()[-1].split()[:2] == ["64", "512"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nics=8"], "nics=8: the names are num_tokens, row_bytes"),
+        (["top_k=two"], "'two' is no number"),
+        (["top_k=300"], "there are too few"),
+        (["nic_gb_s=0"], "must be a positive number"),
+        (["chunks=-1"], "must be a positive number"),
+        (["--subjects", "native"], "leave --subjects out"),
+        (["--smoke"], "leave --smoke out"),
+    ],
+)
+def test_what_the_model_refuses(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert cli.main(["bench", "--model-network", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,383 @@
+"""Training steps: what trains alike passes the check, and what does not is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from imports import import_megatron_on_cpu
+from megatron_versions import importable, python_path
+from patience import PatientPool
+from stand_ins import put_into, setting_of
+
+from megatron_ncclep.benchmark import training
+from megatron_ncclep.benchmark.job import known_variant
+from megatron_ncclep.benchmark.layer_model import initialize
+from megatron_ncclep.benchmark.ranks import Ranks
+from megatron_ncclep.benchmark.result import KINDS
+from megatron_ncclep.benchmark.shapes import load
+from megatron_ncclep.benchmark.training import (
+    Interval,
+    bits_problem,
+    curve_problem,
+    kernel_kind,
+    time_shares,
+)
+from megatron_ncclep.benchmark.training_model import (
+    STAND_IN,
+    Curve,
+    SubjectModel,
+    fusions,
+    load_text,
+    provide_fusion,
+    wgrad_gemm_accum_fp32,
+)
+from megatron_ncclep.ranks.pool import RankContext
+
+if find_spec("megatron") is None:
+    pytest.skip("Megatron-Core is not installed", allow_module_level=True)
+
+STEPS = 3
+LAYER = "the output of the first MoE layer"
+EXPECTED = {
+    "swapped rows": LAYER,
+    "reversed probabilities": LAYER,
+    "wrong counts": LAYER,
+    "half the gradient of probabilities": "the gradient of the first MoE layer",
+    "a row without gradient": "the gradient of the first MoE layer",
+}
+
+
+def problems_on_rank(context: RankContext, folder: str) -> dict[str, str | None]:
+    """Train alltoall, and ncclep with each bug in rank 1's dispatchers; what the check says.
+
+    Also whether a model was still there after it was closed, memory of 18 bytes a parameter.
+    """
+    (shape,) = load("smoke").trainings
+    settings = shape.settings(context.num_ranks)
+    ranks = Ranks(context, 60, "test")
+    initialize(ranks.setting)
+    text = load_text(settings, ranks, Path(folder))
+    curves: dict[str, Curve] = {}
+    alive: list[str] = []
+    for name in ("control", "none", *EXPECTED):
+        choice = known_variant("train:alltoall" if name == "control" else "train:ncclep:reference")
+        model = SubjectModel(choice, settings, ranks.setting, text, None)
+        if context.rank == 1 and name != "control":
+            for module in model.gpt.modules():
+                if hasattr(module, "token_dispatcher"):
+                    put_into(module.token_dispatcher, name)
+            del module
+        curves[name] = model.first_steps(STEPS, ranks.deadline)
+        gpt = weakref.ref(model.gpt)
+        model.close()
+        if gpt() is not None:
+            alive.append(name)
+    ranks.close()
+    control = curves.pop("control")
+    top_k = settings["moe-router-topk"]
+    found = {name: curve_problem(curve, control, top_k) for name, curve in curves.items()}
+    found["learns"] = None if control.losses[-1] < control.losses[0] - 0.05 else str(control.losses)
+    found["alive"] = ", ".join(alive) or None
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """What the check says on each of two ranks, by bug."""
+    pool = PatientPool(2, prepare=import_megatron_on_cpu)
+    try:
+        return pool.run(problems_on_rank, str(tmp_path_factory.mktemp("data")))
+    finally:
+        pool.close()
+
+
+def test_right_results_pass(found: list[dict[str, str | None]]) -> None:
+    assert [(here["none"], here["learns"]) for here in found] == [(None, None)] * 2
+
+
+def test_a_model_goes_when_it_is_closed(found: list[dict[str, str | None]]) -> None:
+    """Under torchrun, several shapes in one process left 132 GB behind: one after the other, the
+    models of Megatron's own dispatchers.
+    """
+    assert [here["alive"] for here in found] == [None] * 2
+
+
+@pytest.mark.parametrize("bug", EXPECTED)
+def test_wrong_results_are_rejected(found: list[dict[str, str | None]], bug: str) -> None:
+    said = [here[bug] for here in found]
+    assert any(EXPECTED[bug] in problem for problem in said if problem), said
+
+
+def test_layers_add_their_gradients_themselves_where_transformer_engine_can() -> None:
+    """It was off but where Apex is installed, which is seldom."""
+    (small,), (large, _) = load("smoke").trainings, load("training").trainings
+    assert fusions(large.settings(1), on_gpu=True)["gradient_accumulation_fusion"] is True
+    assert fusions(small.settings(1), on_gpu=True)["gradient_accumulation_fusion"] is False
+    assert fusions(small.settings(1), on_gpu=False) == {}
+
+
+# --- what is compared ----------------------------------------------------------------------------
+
+CURVE = Curve(
+    {"a": (1.0, 2.0), "b": (3.0, 4.0)},
+    output=torch.linspace(-1, 1, 64).view(2, 32).bfloat16(),
+    gradient=torch.linspace(2, 3, 64).view(2, 32).bfloat16(),
+    losses=[5.0, 4.5],
+    grad_norms=[2.0, 1.5],
+)
+
+
+def changed(**fields: Any) -> Curve:
+    return dataclasses.replace(CURVE, **fields)
+
+
+# A spacing of bf16 is 2^-7 of its value: with 8 experts the output may be 0.0146 away.
+@pytest.mark.parametrize(
+    ("curve", "problem"),
+    [
+        (CURVE, None),
+        (changed(losses=[5.02, 4.48]), None),
+        (changed(losses=[5.0, 4.5 + 0.03]), "step 2: loss 4.53, alltoall's is 4.5, and they may"),
+        (changed(losses=[float("nan"), 4.5]), "step 1: loss nan"),
+        (changed(grad_norms=[2.0, 1.4]), "step 2: gradient norm 1.4"),
+        (changed(output=CURVE.output * 1.01), None),
+        (changed(output=CURVE.output * 1.03), "the output of the first MoE layer is 0.03 of its"),
+        (changed(output=CURVE.output * float("nan")), "nan of its size away"),
+        (changed(gradient=CURVE.gradient.flip(0)), "the gradient of the first MoE layer is 0.2"),
+        (changed(weights={"a": (1.0, 2.0)}), "other parameters than it is compared with: b"),
+        (changed(weights={**CURVE.weights, "b": (3.0, 4.1)}), "b starts from other values"),
+    ],
+)
+def test_against_the_control(curve: Curve, problem: str | None) -> None:
+    said = curve_problem(curve, CURVE, 8)
+    assert said is None if problem is None else problem in str(said)
+
+
+def test_fp32_may_part_by_less() -> None:
+    control = changed(output=CURVE.output.float(), gradient=CURVE.gradient.float())
+    near = dataclasses.replace(control, losses=[5.0 * (1 + 1e-6), 4.5])
+    far = dataclasses.replace(control, losses=[5.0 * (1 + 1e-5), 4.5])
+    assert curve_problem(near, control, 8) is None
+    assert "step 1: loss" in str(curve_problem(far, control, 8))
+
+
+def test_graphs_must_give_the_bits() -> None:
+    last_bit = changed(losses=[5.0, float(torch.tensor(4.5).nextafter(torch.tensor(5.0)))])
+    assert bits_problem(CURVE, CURVE) is None
+    assert "step 2: loss 4.5000" in str(bits_problem(last_bit, CURVE))
+    assert "step 1: gradient norm" in str(bits_problem(changed(grad_norms=[2.1, 1.5]), CURVE))
+    # A NaN is not equal to itself, and nothing to be content with.
+    nothing = changed(losses=[5.0, float("nan")])
+    assert "step 2: loss nan" in str(bits_problem(nothing, nothing))
+
+
+# --- weight gradients of the output layer ---------------------------------------------------------
+
+ROWS, IN, OUT = 5, 3, 4
+
+
+def integers(seed: int, *shape: int) -> torch.Tensor:
+    """From -4 to 4: five products of two of them add up to at most 80, which bf16 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).bfloat16()
+
+
+def test_products_are_added() -> None:
+    """Sums of 258 and more would need more bits than bf16 has: they are fp32's."""
+    main_grad = torch.full((OUT, IN), 1000.0)
+    expected = main_grad.clone()
+    for step in range(4):
+        rows, grad = integers(step, ROWS, IN), integers(10 + step, ROWS, OUT)
+        wgrad_gemm_accum_fp32(rows, grad, main_grad)
+        expected += torch.einsum("no,ni->oi", grad.float(), rows.float())
+        assert torch.equal(main_grad, expected), step
+    assert (expected - 1000).abs().max() > 0
+
+
+def output_layer_on_rank(context: RankContext) -> tuple[str, bool, bool]:
+    """Two micro-batches of Megatron's output layer in DistributedDataParallel.
+
+    Returns:
+        whose function adds the gradients, whether main_grad is their sum, and whether the layer
+        told the hooks that it is.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    initialize(setting_of(context))
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=IN,
+        num_attention_heads=1,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=True,
+    )
+    with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+        layers.ColumnParallelLinear(IN, OUT, config=config, init_method=torch.nn.init.ones_)
+    whose = {provide_fusion(), provide_fusion()}
+    layer = layers.ColumnParallelLinear(
+        IN, OUT, config=config, init_method=torch.nn.init.ones_, bias=False
+    )
+    wrapped = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer
+    )
+    wrapped.zero_grad_buffer()
+    expected = torch.zeros(OUT, IN)
+    for step in range(2):
+        rows, grad = integers(step, ROWS, 1, IN), integers(10 + step, ROWS, 1, OUT)
+        out, _ = wrapped(rows)
+        out.backward(grad)
+        expected += torch.einsum("nbo,nbi->oi", grad.float(), rows.float())
+    weight = layer.weight
+    return ", ".join(whose), torch.equal(weight.main_grad, expected), weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("release", importable())
+def test_the_output_layer_calls_it(release: str) -> None:
+    pool = PatientPool(1, "gloo", python_path(release), prepare=import_megatron_on_cpu)
+    try:
+        assert pool.run(output_layer_on_rank) == [(STAND_IN, True, True)]
+    finally:
+        pool.close()
+
+
+# --- the profile ---------------------------------------------------------------------------------
+
+
+def event(name: str, device: str, start: float, end: float) -> Any:
+    return SimpleNamespace(
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        is_user_annotation=name == "nccl:all_reduce",
+        time_range=SimpleNamespace(start=start, end=end),
+    )
+
+
+RECORDED = [
+    event("cudaLaunchKernel", "CPU", 0, 5),
+    event("nvjet_tst", "CUDA", 10, 110),
+    event("nccl:all_reduce", "CUDA", 10, 500),  # a range around kernels, no kernel
+    event("cudaStreamSynchronize", "CPU", 20, 50),
+    event("cudaEventSynchronize", "CPU", 40, 60),  # of another thread
+    event("cudaDeviceSynchronize", "CPU", 900, 950),  # after the call
+    event("cudaDeviceSynchronize", "CPU", 950, 990),  # of the profiler
+]
+
+
+def test_profile_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two phases of 100 us of a kernel and 40 us of waits each; the second is the optimizer's."""
+
+    class Profile:
+        def __init__(self, activities: Any) -> None:
+            assert [activity.name for activity in activities] == ["CUDA"]
+
+        def __enter__(self) -> Any:
+            return SimpleNamespace(events=lambda: RECORDED[::-1])
+
+        def __exit__(self, *args: object) -> None: ...
+
+    now = iter(range(1000))
+    clock = SimpleNamespace(perf_counter=lambda: next(now) * 1e-4)  # a call takes 100 us
+    monkeypatch.setattr(training, "time", clock)
+    monkeypatch.setattr("torch.profiler.profile", Profile)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    called: list[str] = []
+    phases: list[Any] = [
+        (lambda: called.append("forward"), False),
+        (lambda: called.append("step"), True),
+    ]
+    kinds, host_us = training.profile_steps(phases)
+    assert called == ["forward", "step"] * training.PROFILED_STEPS
+    assert {k: v for k, v in kinds.items() if v} == {"GEMM": 100, "optimizer": 100}
+    assert host_us == pytest.approx(2 * (100 - 40))
+
+
+# Names as CUPTI gives them, of what a training step runs on an H200.
+NAMES = {
+    "attention": [
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128>(...)",
+        "void flash::flash_bwd_dq_dk_dv_loop_kernel<Flash_bwd_kernel_traits<128, cutlass::bf16>>()",
+        "void transformer_engine::fused_rope_forward_kernel<__nv_bfloat16>(...)",
+    ],
+    "GEMM": [
+        "nvjet_tst_256x128_64x4_1x2_h_bz_coopB_TNT",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<Gemm>>(...)",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>(...)",
+    ],
+    "dispatch": [
+        "void ncclep::native::(anonymous namespace)::dispatch_kernel<true>(ncclep::Rank)",
+        "nccl_ep_ht_dispatch_kernel",
+    ],
+    "combine": ["void ncclep::native::(anonymous namespace)::combine_kernel<2>(Rank, Combine)"],
+    "plan": [
+        "ncclep::native::(anonymous namespace)::count_kernel(Rank, PlanCount)",
+        "ncclep::native::(anonymous namespace)::receive_kernel(Rank, ReceivedRoutes)",
+        "ncclep::(anonymous namespace)::routes_and_weights_kernel(RoutesAndWeights)",
+    ],
+    "permute": [
+        "_permute_kernel",
+        "_unpermute_bwd_with_merging_probs_kernel",
+        "_row_id_map_pass_1_kernel",
+        "_sort_chunks_by_map_kernel",
+        "void at::native::indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2>(...)",
+        "void at::native::_scatter_gather_elementwise_kernel<128, 8>(...)",
+    ],
+    "collectives": [
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+    ],
+    "optimizer": ["void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>(...)"],
+    "rest": [
+        "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(...)",
+        "void transformer_engine::rmsnorm_fwd_tuned_kernel<Kernel_traits>(...)",
+        "triton_poi_fused_mul_silu_0",
+        "Memset (Device)",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind: str) -> None:
+    assert {name: kernel_kind(name) for name in NAMES[kind]} == dict.fromkeys(NAMES[kind], kind)
+
+
+def test_in_the_optimizer_all_but_collectives_is_its_own() -> None:
+    found = {kind: {kernel_kind(name, True) for name in names} for kind, names in NAMES.items()}
+    assert found.pop("collectives") == {"collectives"}
+    assert set(map(frozenset, found.values())) == {frozenset({"optimizer"})}
+
+
+def interval(kind: str, start: float, end: float) -> Interval:
+    return Interval("x", start, end, kind)
+
+
+def positive(found: dict[str, float]) -> dict[str, float]:
+    return {kind: share for kind, share in found.items() if share}
+
+
+def test_what_overlaps_shares_the_time() -> None:
+    """GEMM from 0 to 10 and dispatch from 8 to 12 make 9 and 3, and the device was busy for 12."""
+    both = [interval("dispatch", 8, 12), interval("GEMM", 0, 10)]
+    assert positive(time_shares(both)) == {"GEMM": 9.0, "dispatch": 3.0}
+    three = [*both, interval("GEMM", 8, 9)]  # between 8 and 9 two of three are GEMM
+    assert time_shares(three)["GEMM"] == pytest.approx(8 + 2 / 3 + 1 / 2)
+    assert sum(time_shares(three).values()) == pytest.approx(12)
+
+
+def test_gaps_are_of_no_kind() -> None:
+    apart = [interval("GEMM", 0, 10), interval("rest", 10, 11), interval("GEMM", 20, 21)]
+    assert positive(time_shares(apart)) == {"GEMM": 11.0, "rest": 1.0}
+    assert sum(time_shares([interval("rest", 0, 10), interval("rest", 2, 3)]).values()) == 10
+    assert positive(time_shares([])) == {}

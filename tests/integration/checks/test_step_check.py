@@ -1,0 +1,222 @@
+"""What failed on the device, or was dropped where it must not be, reaches no weight.
+
+Every optimizer's step asks `check()` first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from on_ranks import gathered
+from torch.optim import optimizer as torch_optimizer
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import EpError, PeerError
+from megatron_ncclep.integration.checks.optimizer_step import check_before_steps
+from megatron_ncclep.integration.patching import is_changed
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = pytest.mark.each_release
+
+
+class Planted:
+    """Belongs to the group as the native engine's windows do; holds a failure on a device that no
+    call has raised yet.
+
+    Attributes:
+        failed: the last backward combine has failed: its gradients are garbage.
+    """
+
+    failed = False
+    times_asked = 0
+
+    def check(self) -> None:
+        self.times_asked += 1
+        if self.failed:
+            raise PeerError("rank 1 of 4: rank 0 did not come in combine (planted)")
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Trainer:
+    """A layer with its optimizer, for steps of one micro-batch each."""
+
+    def __init__(self, **options: Any) -> None:
+        initialize(ep=4)
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = make_config("ncclep", torch.float32, 4, **options)
+        self.layer = build_layer(config)
+        self.model = DistributedDataParallel(config, DistributedDataParallelConfig(), self.layer)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=0.1, params_dtype=torch.float32),
+            [self.model],
+            use_gloo_process_groups=False,
+        )
+
+    def backward(self, hidden: torch.Tensor) -> None:
+        """Make gradients, of all ranks."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        out, _ = self.model(hidden)
+        out.square().sum().backward()
+        self.model.finish_grad_sync()
+
+    def step(self) -> tuple[bool, EpError | None]:
+        """Whether the optimizer's step changed any weight, and what it raised."""
+        before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        error = None
+        try:
+            self.optimizer.step()
+        except EpError as raised:
+            error = raised
+        weights = zip(before, self.model.parameters(), strict=True)
+        return not all(torch.equal(a, b.detach()) for a, b in weights), error
+
+
+def test_a_failure_after_the_last_backward_reaches_no_weight(ctx: RankContext) -> None:
+    """The native engine learns after the fact that a wait on the device has passed its deadline:
+    what it gave back is garbage, and its next call raises.  After the last backward combine of a
+    step there is no next call before the optimizer, which took the garbage into the weights.
+    Nothing saw it, because the tests of failing ranks called an engine, and no optimizer.
+
+    Here the last of three backward passes fails on rank 1, as if a rank were late.
+    """
+    trainer = Trainer()
+    group = EpGroup.of(trainer.layer.token_dispatcher.ep_group)
+    planted = group.share("late failure", Planted)
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
+    for step in range(3):
+        trainer.backward(hidden)
+        planted.failed = (ctx.rank, step) == (1, 2)
+        has_changed, error = trainer.step()
+        assert has_changed == (not planted.failed)
+        assert (error is not None) == planted.failed
+        assert error is None or "did not come in combine" in str(error)
+    planted.failed = False
+    group.release("late failure", timeout_s=60)
+
+
+# Where the router cannot tell the experts apart it sends all 4 x 12 tokens to the same one.
+NUM_TOKENS, NUM_ROWS = 4 * SEQUENCE * BATCH, 40
+
+
+@pytest.mark.supports(
+    "--ncclep-on-overflow=raise", compared="which steps change weights, and the error of each rank"
+)
+def test_with_on_overflow_raise_no_rank_steps_with_dropped_rows(ctx: RankContext) -> None:
+    """Only one rank drops rows, in the second step, and only it counts them; but tokens of other
+    ranks lack something, and so do the gradients of all ranks.
+    """
+    options = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+    ncclep = EpConfig(max_recv_rows=NUM_ROWS, on_overflow="raise")
+    trainer = Trainer(ncclep=ncclep, **options)
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
+    texts = []
+    for scale in (1, 0, 1, 1):
+        trainer.backward(scale * hidden)
+        changed, error = trainer.step()
+        assert changed == (scale == 1)
+        texts.append("" if error is None else f"{type(error).__name__}: {error}")
+    dropped = gathered(ctx, int(trainer.layer.token_dispatcher.num_dropped))
+    assert sorted(dropped) == [0, 0, 0, NUM_TOKENS - NUM_ROWS]
+    assert [bool(text) for text in texts] == [False, True, False, False]
+    assert gathered(ctx, texts) == [texts] * ctx.num_ranks
+    assert f"RowsDroppedError: rows were dropped: with max_recv_rows={NUM_ROWS}, " in texts[1]
+    full = dropped.index(max(dropped))
+    assert f"rank {full} needed {NUM_TOKENS} rows and had {NUM_ROWS} (of each rank" in texts[1]
+
+
+@pytest.mark.alone
+def test_no_optimizer_of_megatrons_steps_after_a_failure(ctx: RankContext) -> None:
+    """Plain, chained, distributed and layer-wise, in fp32 and bf16; and torch's own.  Where no
+    layer has our dispatcher, no hook is registered.
+    """
+    initialize(ep=1)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    torch_optimizer._global_optimizer_pre_hooks.clear()
+    check_before_steps.cache_clear()
+    build_layer(make_config("alltoall", torch.float32, 1))
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    for _ in range(2):
+        layer = build_layer(make_config("ncclep", torch.float32, 1))
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == 1
+    planted = EpGroup.of(layer.token_dispatcher.ep_group).share("planted", Planted)
+    for distributed in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
+            config = make_config("ncclep", dtype, 1)
+            model = DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(use_distributed_optimizer=distributed),
+                build_layer(config),
+            )
+            options = OptimizerConfig(
+                optimizer="adam",
+                lr=0.1,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=distributed,
+            )
+            optimizer = get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
+            assert_steps_are_checked(optimizer, model, planted)
+            if (distributed, dtype) == (False, torch.float32):
+                groups = ProcessGroupCollection.use_mpu_process_groups()
+                chained = list(optimizer.chained_optimizers)
+                layer_wise = LayerWiseDistributedOptimizer(chained, options, groups)
+                assert_steps_are_checked(layer_wise, model, planted)
+    linear = torch.nn.Linear(2, 2)
+    assert_steps_are_checked(torch.optim.SGD(linear.parameters(), lr=0.1), linear, planted)
+    EpGroup.of(layer.token_dispatcher.ep_group).release("planted", timeout_s=60)
+
+
+def assert_steps_are_checked(optimizer: Any, model: torch.nn.Module, planted: Planted) -> None:
+    """A step with a failure raises it and changes no weight; one without changes all."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad.fill_(1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    planted.failed = True
+    with pytest.raises(PeerError, match="planted"):
+        optimizer.step()
+    after = list(model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    planted.failed = False
+    asked = planted.times_asked
+    optimizer.step()
+    # A chained optimizer holds one for the experts and one for the rest.
+    assert 1 <= planted.times_asked - asked <= 2
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.alone
+@pytest.mark.since("0.17")
+def test_an_optimizers_step_in_a_cuda_graph_is_checked(ctx: RankContext) -> None:
+    """A replay runs no hooks, so the wrapper of a captured step asks."""
+    initialize(ep=1)
+    from megatron.core import parallel_state
+    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+    assert is_changed(OptimizerCudaGraphWrapper.__call__)
+    group = EpGroup.of(parallel_state.get_expert_model_parallel_group())
+    planted = group.share("planted", Planted)
+    steps: list[int] = []
+    step = OptimizerCudaGraphWrapper(lambda: steps.append(1), cuda_graph_warmup_steps=99)
+    planted.failed = True
+    with pytest.raises(PeerError, match="planted"):
+        step()
+    assert not steps
+    planted.failed = False
+    step()
+    assert steps
+    group.release("planted", timeout_s=60)

@@ -1,0 +1,118 @@
+"""What users of other dispatchers complain of, one test each, by the number of their thread.
+
+A layer of EP 4 with two assignments a token, in fp32: a sum of two terms has the same bits in
+either order, so that what differs from `alltoall` here differs in what was added, not in rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layer_case import take_empty_batches
+from megatron_setup import BATCH, EXPERTS, HIDDEN, build_layer, initialize, make_config
+
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+pytestmark = pytest.mark.each_release
+
+RANKS, TOP_K = 4, 2
+# Sequence lengths of the ranks, and what their tokens have chosen.
+Step = tuple[tuple[int, int, int, int], str]
+EVEN: Step = ((6, 6, 6, 6), "any experts")
+ONE_RANK: Step = ((6, 6, 6, 6), "experts 0 and 1")  # both are rank 0's
+
+
+def train_on_rank(ctx: RankContext, dispatcher: str, steps: list[Step]) -> dict[str, Any]:
+    """Forward and backward of each step, without optimizer; everything that comes out, by name."""
+    initialize(ep=RANKS)
+    layer = build_layer(make_config(dispatcher, torch.float32, RANKS))
+    results: dict[str, Any] = {"type": type(layer.token_dispatcher).__name__}
+    rows: list[int] = []
+    layer.experts.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    drawn = layer.router.weight.detach().clone()
+    to_one_rank = torch.zeros_like(drawn)
+    to_one_rank[:2, 0] = torch.tensor([3.0, 2.0])  # of a component that is 1
+    take_empty_batches(layer)
+    for index, (sequences, chosen) in enumerate(steps):
+        with torch.no_grad():
+            layer.router.weight.copy_(drawn if chosen == "any experts" else to_one_rank)
+        generator = torch.Generator().manual_seed(97 * index + ctx.rank)
+        shape = (sequences[ctx.rank], BATCH, HIDDEN)
+        hidden, probe = (torch.randn(shape, generator=generator) for _ in range(2))
+        hidden[..., 0] = 1
+        out, _ = layer(hidden.requires_grad_())
+        (out * probe).sum().backward()
+        results[f"output {index}"] = out.detach()
+        results[f"input gradient {index}"] = hidden.grad
+    for name, parameter in layer.named_parameters():
+        grad = parameter.grad
+        # An expert without rows has no gradient, or one of zeros.
+        results[f"gradient of {name}"] = torch.zeros_like(parameter) if grad is None else grad
+    results["rows"] = rows
+    return results
+
+
+def assert_same_bits(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine.keys() == other.keys()
+        for name in mine.keys() - {"type"}:
+            same = mine[name] == other[name]
+            assert same if isinstance(same, bool) else same.all(), f"rank {rank}: {name} differs"
+
+
+def both(pool: RankPool, steps: list[Step]) -> list[dict[str, Any]]:
+    """Train with our dispatcher and with `alltoall`; the same bits, and not all zeros."""
+    ours = pool.run(train_on_rank, "ncclep", steps)
+    theirs = pool.run(train_on_rank, "alltoall", steps)
+    assert {found["type"] for found in ours} == {"NcclEpTokenDispatcher"}
+    assert {found["type"] for found in theirs} == {"MoEAlltoAllTokenDispatcher"}
+    assert_same_bits(ours, theirs)
+    for found in ours:
+        assert any(value.any() for name, value in found.items() if name.startswith("output"))
+    return ours
+
+
+def test_the_same_bits_as_alltoall_run_after_run(megatron_pool: RankPool) -> None:
+    """Megatron-LM 1603 and 2369: dispatchers disagree, and results vary between runs of one; what
+    came out depended on the order in which rows had arrived, and no test compares bits.
+    """
+    ours = both(megatron_pool, [EVEN])
+    for _ in range(2):
+        assert_same_bits(megatron_pool.run(train_on_rank, "ncclep", [EVEN]), ours)
+
+
+def test_nothing_is_dropped(megatron_pool: RankPool) -> None:
+    """Megatron-LM 1756: "dropless" dispatchers with a capacity drop what exceeds it when routing is
+    uneven.  Here it is as uneven as can be: all assignments of all ranks are for the experts of
+    one.
+    """
+    ours = both(megatron_pool, [ONE_RANK])
+    tokens = sum(ONE_RANK[0]) * BATCH
+    assert [found["rows"] for found in ours] == [[tokens * TOP_K], [0], [0], [0]]
+    for found in ours:
+        assert found["output 0"].any(dim=-1).all(), "a token came back without its experts' rows"
+
+
+def test_token_counts_that_vary_from_step_to_step(megatron_pool: RankPool) -> None:
+    """Megatron-LM 7578: the first batch fixes the largest number of tokens, and a longer one traps;
+    users train with sequences of any length.  Larger, smaller, other ranks' turn, larger again.
+    """
+    lengths = [(2, 2, 2, 2), (9, 9, 9, 9), (1, 7, 3, 5), (13, 1, 1, 2), (5, 31, 8, 1)]
+    ours = both(megatron_pool, [(each, "any experts") for each in lengths])
+    for index, each in enumerate(lengths):
+        assert sum(found["rows"][index] for found in ours) == sum(each) * BATCH * TOP_K
+
+
+def test_a_rank_without_tokens(megatron_pool: RankPool) -> None:
+    """Megatron-LM 1877: a rank that gets no token crashes, or hangs the others.  One that brings
+    none, one whose experts get none, both at once, and then a usual step.
+    """
+    some_empty = (6, 0, 3, 9)
+    steps = [(some_empty, "any experts"), ONE_RANK, ((0, 0, 0, 4), "experts 0 and 1"), EVEN]
+    ours = both(megatron_pool, steps)
+    assert [len(found["output 0"]) for found in ours] == list(some_empty)
+    assert [found["rows"][2] for found in ours] == [4 * BATCH * TOP_K, 0, 0, 0]
+    assert all(found["rows"][3] for found in ours), "no rank is without tokens any more"
+    assert EXPERTS > RANKS

@@ -1,0 +1,268 @@
+"""Models that are built anew in one process leave nothing behind: with groups of their own, which
+Megatron forgets between two models, and over one and the same groups.
+
+Reinforcement learning, elastic restarts and notebooks build many.  Each once left behind all that
+its engines shared: windows of gigabytes with `native`, and counters that every later model's
+metrics exchanged.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from imports import import_megatron_on_cpu
+from megatron_setup import build_layer, initialize, make_config
+from patience import PatientPool, patient
+from rebuilding_case import MODELS, growth, held, mapped
+
+import megatron_ncclep
+from megatron_ncclep import metrics
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import GroupClosedError, PeerError
+from megatron_ncclep.metrics import LayerCounts, Metrics
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+LAYERS, RANKS = 2, 2
+LONG_S = patient(60)
+EXPERTS = 4
+
+
+class Windows:
+    """Stands in for what `native` shares in a group.
+
+    Attributes:
+        open: how many there are.
+        ends: how each went, in order: its number, and what was called.
+    """
+
+    open = 0
+    ends: list[tuple[int, str]] = []  # noqa: RUF012
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        Windows.open += 1
+
+    def close(self, how: str = "close") -> None:
+        Windows.open -= 1
+        Windows.ends.append((self.number, how))
+
+    def abort(self) -> None:
+        self.close("abort")
+
+
+def build(engine: str) -> list[Any]:
+    """The layers of a model, which have counted something."""
+    options = EpConfig(engine=engine, metrics_interval=1, max_recv_rows=52, timeout_s=LONG_S)
+    config = make_config("ncclep", torch.float32, RANKS, ncclep=options)
+    layers = [build_layer(config) for _ in range(LAYERS)]
+    for layer in layers:
+        layer(torch.randn(4, 4, config.hidden_size, requires_grad=True))[0].sum().backward()
+    return layers
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    """Two processes in which nothing else runs."""
+    pool = PatientPool(RANKS, "gloo", prepare=import_megatron_on_cpu)
+    yield pool
+    pool.close()
+
+
+def groups_anew_on_rank(ctx: RankContext) -> tuple[dict[str, Any], list[Any]]:
+    """Each model has process groups of its own; returns what grew, and how windows went."""
+    os.environ["NCCLEP_LOCAL_RANKS"] = "1"  # the engine makes a process group for each node, too
+    from megatron.core import parallel_state
+
+    seen = []
+    for number in range(MODELS + 1):
+        initialize(RANKS)  # destroys the groups that Megatron has forgotten
+        seen.append(held())
+        layers = build("hierarchical")
+        group = EpGroup.of(layers[0].token_dispatcher.group)
+        group.share("windows", lambda number=number: Windows(number))
+        assert len(metrics.after_step()) == 1, "an earlier model's group has metrics"
+        assert mapped() == 1
+        parallel_state.destroy_model_parallel()
+        # At once, while the model is alive and torch still has the process groups.
+        assert (mapped(), Windows.open) == (0, 0)
+        with pytest.raises(
+            GroupClosedError, match=r"destroy_model_parallel.*build the model\) again"
+        ):
+            layers[0](torch.randn(4, 4, layers[0].config.hidden_size))
+        del layers, group
+    return growth(seen), Windows.ends
+
+
+def test_models_with_groups_of_their_own(pair: RankPool) -> None:
+    for grown, ends in pair.run(groups_anew_on_rank):
+        assert ends == [(number, "close") for number in range(MODELS + 1)]
+        assert grown == {}
+
+
+def same_groups_on_rank(ctx: RankContext) -> tuple[dict[str, Any], list[int]]:
+    """All models have the same groups; returns what grew, and the layers in each exchange.
+
+    Rank 0 lets go of a model when it has built the next one, rank 1 before.
+    """
+    os.environ.pop("NCCLEP_LOCAL_RANKS", None)
+    initialize(RANKS)
+    seen, exchanged = [], []
+    layers: list[Any] = []
+    for _ in range(MODELS):
+        if ctx.rank == 1:
+            layers.clear()
+            gc.collect()
+        layers = build("reference")
+        (interval,) = metrics.after_step()
+        assert sum(map(sum, interval.rows)) > 0
+        megatron_ncclep.check()
+        group = EpGroup.of(layers[0].token_dispatcher.group)
+        exchanged.append(len(Metrics.of(group, 1, LONG_S)._layers))
+        seen.append(held())
+    megatron_ncclep.close()
+    megatron_ncclep.close()
+    assert mapped() == 0
+    return growth(seen), exchanged
+
+
+def test_models_over_the_same_groups(pair: RankPool) -> None:
+    for grown, exchanged in pair.run(same_groups_on_rank):
+        assert exchanged == [LAYERS] * MODELS
+        assert grown == {}
+
+
+def layers_that_go_on_rank(ctx: RankContext) -> list[tuple[int, list[list[int]]]]:
+    """Garbage goes on different ranks at different times; returns what each exchange was about."""
+    group = EpGroup.of(ctx.group)
+    metered = Metrics.of(group, 1, LONG_S)
+    owners: list[Any] = [Owner() for _ in range(3)]
+    counts: list[LayerCounts] = [metered.add_layer(owner, 1) for owner in owners]
+    told = []
+
+    def step() -> None:
+        for n, one in enumerate(counts):
+            one.sent += 10**n
+        (interval,) = metered.after_step()
+        told.append((len(metered._layers), interval.rows))
+
+    step()
+    owners[ctx.rank] = None  # layer 0 is gone on rank 0, layer 1 on rank 1
+    gc.collect()
+    step()  # and all ranks still exchange all that was counted before
+    owners.append(Owner())
+    counts = [counts[2], metered.add_layer(owners[-1], 1)]
+    step()
+    group.close()
+    return told
+
+
+class Owner:
+    """What a dispatcher is to metrics."""
+
+
+def test_ranks_exchange_the_same_layers_whenever_garbage_goes(pair: RankPool) -> None:
+    """An exchange of other sizes on one rank would hang, or add up numbers of different layers."""
+    for told in pair.run(layers_that_go_on_rank):
+        assert told == [(3, [[111] * RANKS] * RANKS)] * 2 + [(2, [[11] * RANKS] * RANKS)]
+
+
+def left_alone_on_rank(ctx: RankContext) -> list[Any]:
+    """Rank 0 comes to no close; returns what rank 1 did and said, and that both can go on."""
+    config = EpConfig(engine="reference", timeout_s=LONG_S)
+    engine = megatron_ncclep.create_engine(ctx.group, EXPERTS, config)
+    group = EpGroup.of(ctx.group)
+    Windows.ends.clear()
+    group.share("windows", lambda: Windows(0))
+    with records() as said:
+        if ctx.rank == 1:
+            group.timeout_s = 0.1
+            megatron_ncclep.close(ctx.group)
+            assert (mapped(), Windows.open) == (0, 0)
+            with pytest.raises(GroupClosedError, match="create the engine"):
+                engine.plan(torch.zeros(1, 1, dtype=torch.int64))
+        dist.barrier(ctx.group)
+        if ctx.rank == 0:
+            with pytest.raises(PeerError, match="rank 1"):
+                engine.plan(torch.zeros(1, 1, dtype=torch.int64))
+            megatron_ncclep.close(ctx.group)
+            assert (mapped(), Windows.open) == (0, 0)
+    again = megatron_ncclep.create_engine(ctx.group, EXPERTS, config)
+    plan = again.plan(torch.zeros(1, 1, dtype=torch.int64))
+    megatron_ncclep.close(ctx.group)
+    return [plan.num_rows, Windows.ends, *said]
+
+
+@contextmanager
+def records() -> Iterator[list[str]]:
+    """What the package logs meanwhile, from WARNING on."""
+    said: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
+    logging.getLogger("megatron_ncclep").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("megatron_ncclep").removeHandler(handler)
+
+
+@pytest.mark.alone
+@pytest.mark.each_release
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_groups_are_closed_before_megatron_forgets_its_own(ctx: RankContext, how: str) -> None:
+    """After an error without waiting; a group that is not Megatron's stays."""
+    initialize(1)
+    from megatron.core import parallel_state
+
+    class Ending:
+        """Notes how it was closed, and whether Megatron still had its groups."""
+
+        def close(self, how: str = "close") -> None:
+            ended.append((how, parallel_state.model_parallel_is_initialized()))
+
+        def abort(self) -> None:
+            self.close("abort")
+
+    ended: list[tuple[str, bool]] = []
+    layer = build_layer(make_config("ncclep", torch.float32, 1))
+    other = dist.new_group([0])
+    for process_group in (
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+        other,
+    ):
+        EpGroup.of(process_group).share("ending", Ending)
+    if how == "close":
+        parallel_state.destroy_model_parallel()
+    else:
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            parallel_state.destroy_model_parallel()
+    assert ended == [(how, True)] * 2
+    with pytest.raises(GroupClosedError, match=r"build the model\) again"):
+        layer(torch.zeros(1, 1, layer.config.hidden_size))
+    parallel_state.destroy_model_parallel()  # nothing is left to close
+    megatron_ncclep.close(other)
+    assert ended[2:] == [("close", False)]
+
+
+def test_a_rank_that_does_not_come_keeps_nobody(pair: RankPool) -> None:
+    """After a failure of one rank the others free what is theirs, within the deadline."""
+    for rank, (num_rows, ends, *said) in enumerate(pair.run(left_alone_on_rank)):
+        assert num_rows == (RANKS if rank == 0 else 0)
+        assert ends == [(0, "abort")]
+        (line,) = said
+        assert f"rank {rank} of {RANKS} of an expert-parallel group: closed without" in line

@@ -1,0 +1,108 @@
+"""Shared experts beside dispatch and combine (moe_shared_expert_overlap): in which order things are
+queued, that nothing but the order changes, and that an error does not last.  That they run at one
+time needs a GPU: tests/gpu/test_gpu_shared_experts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_case import LayerCase, assert_overlap_changes_no_bits
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = pytest.mark.each_release
+
+OVERLAP = {
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_gate": True,
+    "moe_shared_expert_overlap": True,
+}
+
+
+def test_our_kernels_are_queued_first(ctx: RankContext) -> None:
+    """A GEMM that is queued before them takes all SMs, and one that does not wait for what comes
+    before them starts before they can.
+    """
+    initialize(ep=4)
+    from megatron_ncclep.cpu.torch_calls import CpuStream
+
+    layer = build_layer(make_config("ncclep", torch.float64, 4, **OVERLAP))
+    order: list[str] = []
+
+    def log(owner: Any, name: str, text: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order.append(text)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    shared, engine = layer.shared_experts, layer.token_dispatcher.engine
+    shared.stream = CpuStream()
+    log(shared.stream, "wait_stream", "wait")
+    for step in ("plan", "dispatch", "combine"):
+        log(engine, step, step)
+    log(shared, "linear_fc1_forward_and_act", "fc1")
+    log(shared, "linear_fc2_forward", "fc2")
+    log(shared, "get_output", "sum")
+    for name in ("fc1", "fc2"):
+        weight = getattr(shared, f"linear_{name}").weight
+        weight.register_hook(lambda _, name=name: order.append(f"{name} backward"))
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64, requires_grad=True)
+    out, _ = layer(hidden)
+    order.append("backward")
+    out.sum().backward()
+    at = order.index("backward")
+    # The first wait is for the layer's input; all waits are of the shared experts' stream.
+    assert order[:at] == [
+        *("wait", "plan", "wait", "dispatch", "fc1", "wait", "combine", "fc2", "sum")
+    ]
+    # The backward of combine is a dispatch, and the other way round; newer Megatron waits too.
+    assert [step for step in order[at + 1 :] if step != "wait"] == [
+        *("dispatch", "fc2 backward", "combine", "fc1 backward")
+    ]
+
+
+@pytest.mark.supports(
+    "moe_shared_expert_overlap",
+    compared="outputs and all gradients with those without overlap, to the bit (input gradients: "
+    "one rounding)",
+)
+def test_overlap_changes_no_bits(ctx: RankContext) -> None:
+    case = LayerCase("bits", dtype=torch.bfloat16, options=OVERLAP, micro_batches=2)
+    assert_overlap_changes_no_bits(ctx, case)
+
+
+def test_errors_do_not_last(ctx: RankContext) -> None:
+    """Mistakes of one rank: a token with too many experts, experts that lose a row.  From
+    Megatron-Core 0.18 on every later forward pass failed an assertion of its own: the shared
+    experts were still in the middle of the one that an InputError had ended.
+    """
+    initialize(ep=4)
+    layer = build_layer(make_config("ncclep", torch.float64, 4, **OVERLAP))
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64)
+
+    def too_many(module: Any, inputs: Any, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        probs, routing_map = outputs
+        return probs, routing_map | (ctx.rank == 2)
+
+    def lose(module: Any, inputs: Any, outputs: Any) -> tuple[torch.Tensor, None]:
+        return outputs[0][ctx.rank == 1 :], None
+
+    expected, _ = layer(hidden)
+    for module, mistake, text in (
+        (layer.router, too_many, "rank 2"),
+        (layer.experts, lose, "rank 1"),
+    ):
+        hook = module.register_forward_hook(mistake)
+        with pytest.raises(InputError, match=text):
+            layer(hidden)
+        hook.remove()
+        assert torch.equal(layer(hidden)[0], expected)

@@ -1,0 +1,249 @@
+"""Experts that compute in FP8: who pads which rows, and what is refused.
+
+On a CPU nothing is quantised, but all that Megatron does around it is done.  What comes out of FP8
+is compared in tests/gpu/test_fp8_training.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from megatron_setup import HIDDEN, build_layer, initialize, make_config
+
+from megatron_ncclep import EpConfig
+from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.integration.checks.fp8 import align_for_experts
+from megatron_ncclep.integration.experts.layer_experts import need_no_host
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = pytest.mark.each_release
+
+PLAIN = EpConfig(engine="reference")
+MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+# What is asked for, and the rows that blocks then have a multiple of.
+ALIGNMENTS: list[tuple[dict[str, Any], EpConfig, int]] = [
+    ({}, PLAIN, 1),
+    ({"fp8": "hybrid"}, PLAIN, 16),  # delayed
+    ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, PLAIN, 16),
+    ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, PLAIN, 16),
+    (MXFP8, PLAIN, 32),
+    ({"fp4": "e2m1"}, PLAIN, 128),
+    ({"fp8": "e4m3"}, EpConfig(engine="reference", alignment=128), 128),
+    ({"fp8": "e4m3"}, EpConfig(engine="reference", max_recv_rows=64), 16),
+    ({"fp8": "e4m3"}, EpConfig(engine="reference", max_recv_rows="worst"), 16),
+    ({"fp8": "e4m3"}, EpConfig(engine="reference", experts="auto"), 16),
+]
+
+
+def config_with(ncclep: EpConfig | None, options: dict[str, Any], **more: Any) -> Any:
+    """A config with `options` set after validation, which asks for TransformerEngine with them."""
+    dispatcher = "alltoall" if ncclep is None else "ncclep"
+    config = make_config(dispatcher, torch.float32, 1, ncclep=ncclep, **more)
+    for name, value in options.items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
+    return config
+
+
+def test_blocks_are_as_experts_need_them(ctx: RankContext) -> None:
+    """And the log says so, once."""
+    initialize(ep=1)
+    for options, ncclep, alignment in ALIGNMENTS:
+        engine = build_layer(config_with(ncclep, options)).token_dispatcher.engine
+        expected = dataclasses.replace(
+            ncclep, alignment=engine.config.alignment, experts="megatron"
+        )
+        assert engine.config == expected, options
+        assert engine.config.block_alignment == alignment, options
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        logger = logging.getLogger("megatron_ncclep")
+        patch.setattr(logger, "log", lambda level, text: lines.append(text))
+        for _ in range(2):
+            build_layer(config_with(PLAIN, {"fp8": "hybrid", "fp8_recipe": "custom"}))
+    said = "fp8='hybrid', fp8_recipe='custom': experts get blocks of a multiple of 16 rows"
+    assert [said in line for line in lines].count(True) == 1, lines
+
+    import megatron.core
+
+    fused = {"fp8": "e4m3", "use_transformer_engine_op_fuser": True}
+    # Before 0.18 its experts know nothing of FP8.
+    if not megatron.core.__version__.startswith(("0.16", "0.17")):
+        assert (
+            build_layer(config_with(PLAIN, fused)).token_dispatcher.engine.config.alignment == 256
+        )
+
+
+IN_BF16 = (
+    "they compute in bf16, because scales, their history and what recipes do with them are inside "
+    "TransformerEngine's modules, which they do not call"
+)
+NO_PRODUCTS = "has no products of such blocks, whatever the dispatcher: TransformerEngine needs"
+
+
+@pytest.mark.refuses(
+    "fp8_recipe=mxfp8",
+    "fp4",
+    words=f"on GPUs before compute capability 10.0: such a GPU {NO_PRODUCTS}"
+    " 10.0 or newer; use fp8 with fp8_recipe 'blockwise', 'tensorwise' or 'delayed'",
+)
+@pytest.mark.refuses("--ncclep-experts=grouped", words=f"with FP8 or FP4: {IN_BF16}")
+def test_what_cannot_be_says_why(ctx: RankContext) -> None:
+    initialize(ep=1)
+    refused: list[tuple[dict[str, Any], EpConfig, type[Exception], str]] = [
+        (
+            MXFP8,
+            EpConfig(engine="reference", alignment=16),
+            InputError,
+            r"alignment 16: experts with fp8='e4m3', fp8_recipe='mxfp8' need blocks of a multiple "
+            r"of 32 rows: leave it out \(--ncclep-alignment\), or ask for 32 or more",
+        ),
+        # It was raised without a word: it looked like the default.
+        (
+            {"fp8": "e4m3"},
+            EpConfig(engine="reference", alignment=1),
+            InputError,
+            r"alignment 1: experts with fp8='e4m3', fp8_recipe='delayed' need blocks of a multiple "
+            r"of 16 rows: leave it out \(--ncclep-alignment\), or ask for 16 or more",
+        ),
+        (
+            {"fp8": "e4m3"},
+            EpConfig(engine="reference", max_recv_rows=40),
+            InputError,
+            "fp8_recipe='delayed' makes the alignment 16: max_recv_rows 40: must be a multiple of",
+        ),
+        *(
+            (
+                {kind: "e4m3"},
+                EpConfig(engine="reference", experts="grouped"),
+                UnsupportedError,
+                f"'grouped'.* does not support {kind}='e4m3': leave it out: {IN_BF16}",
+            )
+            for kind in ("fp8", "fp4")
+        ),
+    ]
+    for options, ncclep, kind, text in refused:
+        with pytest.raises(kind, match=text):
+            build_layer(config_with(ncclep, options))
+
+    # On a GPU that has no such products; on one that has them, and for a recipe that needs none.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        for capability in ((9, 0), (10, 0)):
+            patch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+            for options in (MXFP8, {"fp4": "e2m1"}):
+                config = config_with(PLAIN, options)
+                if capability == (10, 0):
+                    align_for_experts(config, PLAIN)
+                    continue
+                with pytest.raises(UnsupportedError, match=NO_PRODUCTS) as caught:
+                    align_for_experts(config, PLAIN)
+                name, value = next(iter(options.items()))
+                assert str(caught.value).startswith(f"{name}={value!r}, {name}_recipe='")
+                assert re.search(
+                    r"9\.0 has no .* use fp8 with fp8_recipe 'block", str(caught.value)
+                )
+            align_for_experts(config_with(PLAIN, {**MXFP8, "fp8_recipe": "blockwise"}), PLAIN)
+
+
+def test_graphs_may_hold_what_is_before_the_dispatch(ctx: RankContext) -> None:
+    """Quantised experts read on the host how many rows they have, whichever they are."""
+    initialize(ep=1)
+    for modules, refusal in (
+        (["attn", "moe_router", "moe_preprocess"], None),
+        (
+            [],
+            r"SequentialMLP reads on the host .* take experts .*grouped; none in FP8\), or capture",
+        ),
+    ):
+        config = config_with(EpConfig(engine="reference", max_recv_rows="worst"), {"fp8": "e4m3"})
+        config.cuda_graph_impl = "transformer_engine"
+        for name in ("cuda_graph_modules", "cuda_graph_scope"):
+            if hasattr(config, name):
+                setattr(config, name, modules)
+        if refusal is None:
+            build_layer(config)
+            continue
+        with pytest.raises(UnsupportedError, match=refusal):
+            build_layer(config)
+
+
+def test_quantised_experts_need_the_host(ctx: RankContext) -> None:
+    """They read the numbers of rows to pad by them, whatever TransformerEngine's kernels can do."""
+    initialize(ep=1)
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    config = config_with(PLAIN, {"fp8": "e4m3"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SequentialMLP, "_with_fused_impl", True, raising=False)
+        assert not need_no_host(build_layer(config).experts, config)
+
+
+def train(ncclep: EpConfig | None, options: dict[str, Any], num_experts: int) -> dict[str, Any]:
+    """A micro-batch through one MoE layer: results, and what its experts were given."""
+    initialize(ep=1)  # the same random numbers
+    sizes: dict[str, Any] = {"num_moe_experts": num_experts}
+    if num_experts == 1:
+        sizes |= {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+    layer = build_layer(config_with(ncclep, options, **sizes))
+    seen: dict[str, Any] = {"copies": 0}
+    pad = layer.experts._pad_tensor_for_quantization
+
+    def watch(hidden: torch.Tensor, probs: torch.Tensor) -> Any:
+        padded = pad(hidden, probs)
+        seen["copies"] += padded[0] is not hidden
+        return padded
+
+    layer.experts._pad_tensor_for_quantization = watch
+    layer.experts.register_forward_pre_hook(lambda module, inputs: seen.update(given=inputs))
+    generator = torch.Generator().manual_seed(7)
+    # 5 tokens, of which each goes to two experts: some of them get fewer than others.
+    hidden, probe = (torch.randn(5, 1, HIDDEN, generator=generator) for _ in range(2))
+    out, _ = layer(hidden.requires_grad_())
+    (out * probe).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    seen["results"] = {"output": out.detach(), "input gradient": hidden.grad, **gradients}
+    return seen
+
+
+@pytest.mark.supports(
+    "fp8",
+    "moe_router_padding_for_quantization",
+    compared="outputs and all gradients with alltoall's, to the bit; nothing is quantised on a CPU",
+)
+def test_experts_pad_no_rows(ctx: RankContext) -> None:
+    """With and without the router's option, in exact and in static mode.
+
+    To the bit: the experts have the same rows at the same places, and each token adds up two.
+    """
+    fp8 = {"fp8": "hybrid"}
+    for num_experts in (4, 1):
+        theirs = train(None, fp8, num_experts)
+        assert theirs["copies"] > 0  # the way that this looks for copies finds some
+        for option in ({}, {"moe_router_padding_for_quantization": True}):
+            for rows in (None, 96):
+                what = f"{num_experts} experts, {option}, {rows} rows"
+                ncclep = dataclasses.replace(PLAIN, max_recv_rows=rows)
+                ours = train(ncclep, {**fp8, **option}, num_experts)
+                assert ours["copies"] == 0, what
+                given, counts, probs = ours["given"]
+                assert counts.device.type == "cpu"
+                assert all(count % 16 == 0 for count in counts.tolist()), what
+                assert int(counts.sum()) == len(given) == len(probs) == (rows or len(given)), what
+                # What fills blocks up is zero; no token travels that an expert was not chosen for.
+                assert int(given.any(dim=1).sum()) == 5 * min(2, num_experts), what
+                assert not probs[~given.any(dim=1)].any(), what
+                if rows is not None:
+                    continue  # the last expert's product has more rows: its sums may be others
+                assert ours["results"].keys() == theirs["results"].keys()
+                for name, mine in ours["results"].items():
+                    other = theirs["results"][name]
+                    if mine is None or other is None:
+                        assert not any(t is not None and t.any() for t in (mine, other)), what
+                        continue
+                    assert torch.equal(mine, other), f"{what}: {name}"

@@ -1,0 +1,172 @@
+"""megatron_ncclep.cpu: what Megatron-Core asks of a GPU works on a CPU, once it was asked for."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep import cpu
+from megatron_ncclep.cpu.torch_calls import CPU, replace
+from megatron_ncclep.errors import IntegrationError, UnsupportedError
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+pytestmark = pytest.mark.each_release
+
+
+def test_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    stream = torch.cuda.Stream
+    with pytest.raises(UnsupportedError, match=r"sees 3 GPU.*--cpu.*CUDA_VISIBLE_DEVICES"):
+        cpu.enable()
+    assert torch.cuda.Stream is stream
+    assert not cpu.enabled()
+
+
+def test_missing_place_is_named() -> None:
+    with pytest.raises(IntegrationError, match=r"torch\.cuda\.no_such_thing does not exist"):
+        replace(torch.cuda, no_such_thing=None)
+
+
+def test_cuda_names_mean_the_cpu(ctx: RankContext) -> None:
+    cpu.enable()
+    cpu.enable()  # once more changes nothing
+    assert cpu.enabled()
+    x = torch.arange(3.0, device="cuda")
+    assert x.device == torch.zeros(1, device=torch.cuda.current_device()).device == CPU
+    assert x.to("cuda:0").cuda().device == CPU
+    assert x.to(torch.device("cuda", 0), torch.int32).dtype == torch.int32
+    assert x.type() == "torch.cuda.FloatTensor"
+    assert torch.nn.Linear(2, 2).cuda().weight.device == CPU
+
+    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    assert stream == torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        event.record()
+    stream.wait_event(event)
+    stream.wait_stream(torch.cuda.current_stream())
+    x.record_stream(stream)
+    torch.cuda.synchronize()
+    assert event.query()
+    assert event.elapsed_time(torch.cuda.Event()) == 0.0
+
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(4), first)
+
+    def compiled() -> bool:
+        return torch.compiler.is_compiling()
+
+    assert not torch.compile(compiled, backend="eager")()
+
+
+def gather_and_scatter_unevenly(context: RankContext) -> None:
+    cpu.enable()
+    lengths = [3, 0, 2][: context.num_ranks]
+    own = torch.full((lengths[context.rank], 2), float(context.rank + 1))
+    gathered = [torch.full((n, 2), -1.0) for n in lengths]
+    dist.all_gather(gathered, own, group=context.group)
+    for rank, part in enumerate(gathered):
+        assert torch.equal(part, torch.full((lengths[rank], 2), float(rank + 1)))
+
+    # Row i for rank r is worth 10 r + i on every rank, times the sender's rank + 1.
+    parts = [(10.0 * r + torch.arange(n)) * (context.rank + 1) for r, n in enumerate(lengths)]
+    received = torch.empty(lengths[context.rank])
+    dist.reduce_scatter(received, parts, group=context.group)
+    senders = sum(range(1, context.num_ranks + 1))
+    expected = (10.0 * context.rank + torch.arange(lengths[context.rank])) * senders
+    assert torch.equal(received, expected)
+
+    with pytest.raises(UnsupportedError, match=r"all_gather.*async_op"):
+        dist.all_gather(gathered, own, group=context.group, async_op=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_of_uneven_lengths(megatron_pool: RankPool, ranks: int) -> None:
+    megatron_pool.run(gather_and_scatter_unevenly, ranks=ranks, timeout=300)
+
+
+def gloo_threads() -> int:
+    """How many threads of this process move bytes for gloo."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("gloo_tcp_loop") for name in names)
+
+
+def test_groups_share_one_thread(ctx: RankContext) -> None:
+    """Groups of a size come and go, and are in use at the same time; each has its own deadline."""
+    cpu.enable()
+    first = dist.new_group()
+    before = gloo_threads()
+    groups = [dist.new_group(timeout=timedelta(seconds=1 + 60 * n)) for n in range(5)]
+    assert gloo_threads() == before  # torch gives each group one of its own
+    sums = [torch.full((1000,), float(10**n)) for n in range(5)]
+    works = [
+        dist.all_reduce(tensor, group=group, async_op=True)
+        for tensor, group in zip(sums, groups, strict=True)
+    ]
+    for n, (work, total) in enumerate(zip(works, sums, strict=True)):
+        work.wait()
+        assert bool((total == ctx.num_ranks * 10**n).all())
+    dist.barrier()
+    if ctx.rank == 0:
+        with pytest.raises(RuntimeError, match="1000ms"):  # nobody sends
+            dist.recv(torch.zeros(1), src=1, group=groups[0])
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+    one = torch.ones(1)
+    dist.all_reduce(one, group=first)
+    assert one.item() == ctx.num_ranks
+    dist.destroy_process_group(first)
+
+
+def test_tracker_forks_the_cpus_generator(ctx: RankContext) -> None:
+    cpu.enable()
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker()
+    torch.manual_seed(1)
+    tracker.add("own", 2)
+    before = torch.get_rng_state()
+    with tracker.fork("own"):
+        inside = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before), "the outer generator was moved"
+    with tracker.fork("own"):
+        assert not torch.equal(torch.rand(3), inside), "the inner generator was not"
+    torch.manual_seed(2)
+    assert torch.equal(torch.rand(3), inside)
+
+
+def test_cuda_graphs_are_refused(ctx: RankContext) -> None:
+    """With --cuda-graph-impl a run on the CPU ended in "'Tensor' object has no attribute
+    'manual_seed'", deep in Megatron.  A state that graphs can hold is a generator, ours a tensor.
+    """
+    cpu.enable()
+    from megatron.core.tensor_parallel import random
+
+    # What the tracker of random states asks for; 0.16.1's own constructor needs a torch with CUDA.
+    with pytest.raises(UnsupportedError, match=r"--cuda-graph-impl.*leave that out"):
+        random._get_cuda_rng_state(graph_safe=True)
+
+
+def test_norm_knows_of_sequence_parallelism(ctx: RankContext) -> None:
+    cpu.enable()
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    for parallel in (True, False):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=2,
+            tensor_model_parallel_size=2,
+            sequence_parallel=parallel,
+        )
+        norm = WrappedTorchNorm(config=config, hidden_size=8)
+        assert [p.sequence_parallel for p in norm.parameters()] == [parallel, parallel]
+        assert config.sequence_parallel is parallel

@@ -1,0 +1,229 @@
+"""Loading: autoload imports nothing and can be switched off; hooks work in any order of imports."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from imported import ImportedMegatron
+
+from megatron_ncclep import autoload
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.integration import hooks
+from megatron_ncclep.integration.import_hook import after_import
+
+
+def run_python(code: str, **environment: str) -> str:
+    """Run `code` in a fresh interpreter; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def run_imported(imported: ImportedMegatron, code: str, **environment: str) -> str:
+    """Run `code` where Megatron-Core is imported and the hooks are not in place."""
+    done = imported.run(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_autoload_names_the_modules_that_integration_changes() -> None:
+    assert set(autoload.HOOKED_MODULES) == set(hooks.HOOKS)
+
+
+def test_a_plain_install_is_enough() -> None:
+    """The entry point is found by `import torch`; nothing of Megatron is imported by it."""
+    out = run_python(
+        """
+        import sys, torch
+        early = [m for m in sys.modules if m.startswith("megatron.")]
+        assert not early, early
+        assert "megatron_ncclep.autoload" in sys.modules
+        assert [f for f in sys.meta_path if "ncclep" in type(f).__module__]
+        assert "megatron_ncclep.integration.hooks" not in sys.modules
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        made = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
+            num_moe_experts=2, moe_token_dispatcher_type="ncclep", add_bias_linear=False)
+        print(made.moe_token_dispatcher_type)
+        """
+    )
+    assert "ncclep" in out
+
+
+@pytest.mark.parametrize("switch", ["NCCLEP_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_off_switches(switch: str) -> None:
+    run_python(
+        """
+        import sys, torch
+        assert not [f for f in sys.meta_path if "ncclep" in type(f).__module__]
+        """,
+        **{switch: "0"},
+    )
+
+
+def test_a_failure_does_not_break_import_torch() -> None:
+    out = run_python("import torch; print(torch.ones(1).item())", NCCLEP_AUTOLOAD="maybe")
+    assert "1.0" in out
+    assert "could not hook into imports" in out
+    assert "NCCLEP_AUTOLOAD='maybe'" in out
+
+
+def test_looking_for_a_module_does_not_use_the_hook_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_module.py").write_text("class Found:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    changed: list[ModuleType] = []
+    after_import("some_module", changed.append)
+    for _ in range(2):
+        assert find_spec("some_module") is not None
+    assert not changed
+    module = importlib.import_module("some_module")
+    assert changed == [module]
+    # The module has the loader it always has: sources and resources are still found.
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    assert module.__spec__ is not None
+    assert module.__spec__.loader is module.__loader__
+    assert "class Found" in inspect.getsource(module)
+
+
+def test_install_after_megatron_was_imported_and_twice(imported: ImportedMegatron) -> None:
+    run_imported(
+        imported,
+        """
+        import torch
+        import megatron.core.transformer.moe.moe_layer as layer
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        class_before = layer.MoELayer
+        import megatron_ncclep
+        megatron_ncclep.install()
+        first = layer.MoELayer.__init__
+        megatron_ncclep.install()
+        assert layer.MoELayer.__init__ is first and layer.MoELayer is class_before
+        options = dict(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2,
+                       add_bias_linear=False)
+        for kind in ("ncclep", "alltoall", "allgather"):
+            assert TransformerConfig(moe_token_dispatcher_type=kind, **options
+                                     ).moe_token_dispatcher_type == kind
+        """,
+    )
+
+
+def test_the_config_is_validated_as_alltoall_is(imported: ImportedMegatron) -> None:
+    run_imported(
+        imported,
+        """
+        import megatron_ncclep, pytest
+        megatron_ncclep.install()
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        for kind in ("ncclep", "alltoall"):
+            with pytest.raises(ValueError, match="moe_expert_capacity_factor"):
+                TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
+                    num_moe_experts=2, moe_token_dispatcher_type=kind, add_bias_linear=False,
+                    moe_pad_expert_input_to_capacity=True)
+        """,
+    )
+
+
+def test_a_version_outside_the_range_is_a_warning(imported: ImportedMegatron) -> None:
+    run_imported(
+        imported,
+        """
+        import pytest, torch, megatron.core
+        from megatron_ncclep.integration import hooks
+        megatron.core.__version__ = "0.99.0"
+        with pytest.warns(UserWarning, match="0.16.1 to 0.19.2; this is 0.99.0"):
+            hooks.install()
+        """,
+    )
+
+
+def test_a_changed_hook_point_is_an_error_that_names_it(imported: ImportedMegatron) -> None:
+    run_imported(
+        imported,
+        """
+        import pytest, torch
+        import megatron.core.transformer.moe.moe_layer as layer
+        import megatron.core.transformer.transformer_config as config
+        from megatron_ncclep.integration import hooks
+        from megatron_ncclep.errors import IntegrationError
+        layer.MoELayer.__init__ = lambda self, settings: None
+        with pytest.raises(IntegrationError, match="moe_layer.MoELayer.__init__ is not .*'config'"):
+            hooks.install()
+        config.TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"].type = str
+        with pytest.raises(IntegrationError, match="moe_token_dispatcher_type is not a Literal"):
+            hooks.change_module(config)
+        """,
+    )
+
+
+def test_options_of_config_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCLEP_ALIGNMENT", "32")
+    assert EpConfig.resolve().alignment == 32
+    assert EpConfig.resolve(alignment=64).alignment == 64
+    assert EpConfig.resolve(alignment=None).alignment == 32
+    wrong: list[dict[str, Any]] = [
+        {"alignment": 7}, {"num_sms": 0}, {"timeout_s": 0}, {"max_recv_rows": 33}, {"numsms": 3},
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(InputError, match=next(iter(options))):
+            EpConfig.resolve(**options)
+    monkeypatch.setenv("NCCLEP_NUM_SMS", "many")
+    with pytest.raises(InputError, match="NCCLEP_NUM_SMS='many'"):
+        EpConfig.resolve()
+
+
+@pytest.mark.skipif(
+    find_spec("megatron.training") is None, reason="this Megatron-Core's wheel has no command line"
+)
+def test_options_of_the_command_line(imported: ImportedMegatron) -> None:
+    """They win over the environment, `--help` shows them, and another dispatcher refuses them."""
+    out = run_imported(
+        imported,
+        """
+        import contextlib, io, sys, pytest, torch
+        from megatron_ncclep import cpu
+        from megatron_ncclep.errors import UnsupportedError
+        cpu.enable()
+        import megatron_ncclep
+        megatron_ncclep.install()
+        from megatron.training.arguments import parse_args
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        sys.argv = ["train", "--moe-token-dispatcher-type", "ncclep", "--ncclep-alignment", "16"]
+        assert parse_args().moe_token_dispatcher_type == "ncclep"
+        assert TransformerConfig.ncclep.alignment == 16
+        assert TransformerConfig.ncclep.timeout_s == 7.0
+        for kind in ("alltoall", "allgather"):
+            sys.argv[2] = kind
+            with pytest.raises(UnsupportedError, match="--ncclep-alignment was given"):
+                parse_args()
+        sys.argv = ["train", "--ncclep-alignment", "7", "--moe-token-dispatcher-type", "ncclep"]
+        with pytest.raises(ValueError, match="alignment 7: must be one of"):
+            parse_args()
+        sys.argv = ["train", "--help"]
+        with contextlib.redirect_stdout(io.StringIO()) as help, pytest.raises(SystemExit):
+            parse_args()
+        assert "--ncclep-max-recv-rows" in help.getvalue()
+        print("done")
+        """,
+        NCCLEP_ALIGNMENT="32",
+        NCCLEP_TIMEOUT_S="7",
+    )
+    assert "done" in out

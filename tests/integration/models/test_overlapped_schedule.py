@@ -1,0 +1,122 @@
+"""Megatron's schedule that overlaps two micro-batches (overlap_moe_expert_parallel_comm): the bits
+of its schedule without.
+
+It frees the storage of what it takes for a part's own copy, on a CPU too: what backward still needs
+would have no values then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from trainer import ModelCase, differences, train
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import IntegrationError
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = pytest.mark.each_release
+
+
+def case_of(name: str, ep: int = 2, **fields: Any) -> ModelCase:
+    fields = {"dtype": torch.bfloat16, "micro_batches": 3, **fields}
+    return ModelCase(name, fields.pop("options", {}), ep=ep, **fields)
+
+
+CASES = [
+    case_of("several-experts"),
+    # It gets its rows as they come.
+    case_of(
+        "one-expert",
+        ep=4,
+        options={"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32},
+    ),
+    case_of(
+        "grouped-static",
+        options={"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")},
+    ),
+    case_of("pipeline", pp=2, micro_batches=4),
+]
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+
+
+@pytest.mark.supports(
+    *OVERLAP,
+    compared="losses and all gradients with those of the schedule without overlap, to the bit",
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_overlap_changes_no_bits(ctx: RankContext, case: ModelCase) -> None:
+    overlapped = replace(case, options={**case.options, **OVERLAP})
+    assert differences(*(train(ctx, "ncclep", each) for each in (overlapped, case))) == []
+
+
+def test_weight_gradients_beside_the_backward_of_dispatch(ctx: RankContext) -> None:
+    """With overlap_dispatch_backward_with_experts_wgrad Megatron starts them on a stream of their
+    own, once the combine of gradients is queued.
+    """
+    initialize(ep=4)
+    import megatron.core
+
+    found: list[dict[str, torch.Tensor]] = []
+    order: list[str] = []
+    for is_delayed in (False, True):
+        torch.manual_seed(1)
+        config = make_config("ncclep", torch.float32, 4)
+        # Set after validation, which wants TransformerEngine: its experts alone delay anything.
+        config.overlap_dispatch_backward_with_experts_wgrad = is_delayed
+        layer = build_layer(config)
+        if is_delayed:
+            engine = layer.token_dispatcher.engine
+            for owner, name in ((engine, "dispatch"), (engine, "combine"), (layer, "backward_dw")):
+                _log(order, owner, name)
+        generator = torch.Generator().manual_seed(ctx.rank)
+        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, requires_grad=True)
+        out, _ = layer(hidden)
+        out.square().sum().backward()
+        results = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        found.append({**results, "output": out.detach(), "input": hidden.grad})
+    assert differences(*found) == []
+    steps = ["dispatch", "combine", "dispatch", "combine", "backward_dw"]
+    knows_it = not megatron.core.__version__.startswith(("0.16", "0.17"))
+    assert order == (steps if knows_it else steps[:-1])
+
+
+def _log(order: list[str], owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        order.append(name)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def test_what_is_kept(ctx: RankContext) -> None:
+    initialize(ep=4)
+    from megatron_ncclep.integration.checks import schedule as schedule_support
+
+    # Of other types, what is freed stays Megatron's choice.
+    config = make_config("ncclep", torch.float32, 4)
+    schedule_support.keep_inputs("ncclep")
+    schedule_support.keep_inputs("ncclep")
+    modules = [sys.modules.get(name) for name in schedule_support.PLACES]
+    decides = next(m.should_free_input for m in modules if hasattr(m, "should_free_input"))
+    rest = [2] if len(inspect.signature(decides).parameters) > 3 else []  # experts of a rank
+    parts = ("moe_dispatch", "mlp", "moe_combine")
+    assert [decides(name, True, config, *rest) for name in parts] == [False, False, True]
+    config.moe_token_dispatcher_type = "alltoall"
+    assert [decides(name, True, config, *rest) for name in parts] == [True, True, True]
+    assert not decides("mlp", False, config, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule_support, "PLACES", ("megatron.core.utils", "megatron.core.nowhere"))
+        with pytest.raises(IntegrationError) as caught:
+            schedule_support.keep_inputs("ncclep")
+    text = "megatron.core.utils nor megatron.core.nowhere has should_free_input()"
+    assert text in str(caught.value)

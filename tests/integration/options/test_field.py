@@ -1,0 +1,123 @@
+"""The field `ncclep` of TransformerConfig, and the value `ncclep` of the dispatcher's type."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import gc
+import inspect
+import pickle
+
+import pytest
+from megatron_setup import has
+from on_ranks import IS_RANK
+
+import megatron_ncclep
+from megatron_ncclep import EpConfig
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.integration import hooks
+from megatron_ncclep.integration.patching import is_changed
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = [pytest.mark.alone, pytest.mark.each_release]
+
+OPTIONS = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "num_moe_experts": 2,
+    "add_bias_linear": False,
+}
+
+if IS_RANK:
+    hooks.install()
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_layer
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    @dataclasses.dataclass
+    class LaterConfig(TransformerConfig):
+        """A user's own, with a generated constructor and a __post_init__ of its own."""
+
+        extra: int = 3
+
+        def __post_init__(self):
+            super().__post_init__()
+            self.extra += 1
+
+
+def test_places_are_changed(ctx: RankContext) -> None:
+    """And the value is accepted and stays."""
+    assert is_changed(moe_layer.MoELayer.__init__)
+    assert is_changed(TransformerConfig.__post_init__)
+    assert is_changed(parallel_state.destroy_model_parallel)
+    made = TransformerConfig(moe_token_dispatcher_type="ncclep", **OPTIONS)
+    assert made.moe_token_dispatcher_type == "ncclep"
+    hooks.install()
+
+
+def test_a_copy_keeps_its_options(ctx: RankContext) -> None:
+    """Whoever makes it; nothing else about configs changes."""
+    own = EpConfig(alignment=16)
+    for kind in (TransformerConfig, MLATransformerConfig, LaterConfig):
+        made = kind(moe_token_dispatcher_type="ncclep", **OPTIONS)
+        assert made.ncclep is None
+        same = copy.copy(made)
+        made.ncclep = own
+        assert made == same
+        assert repr(made) == repr(same)
+        for copied in (
+            dataclasses.replace(made),
+            dataclasses.replace(dataclasses.replace(made, num_layers=2), layernorm_epsilon=1e-3),
+            copy.copy(made),
+            copy.deepcopy(made),
+            pickle.loads(pickle.dumps(made)),
+        ):
+            assert type(copied) is kind
+            assert copied.ncclep == own
+            assert copied.moe_token_dispatcher_type == "ncclep"
+        # By position the constructors take what they always took.
+        *others, last = inspect.signature(kind).parameters.values()
+        assert (last.name, last.kind) == ("ncclep", inspect.Parameter.KEYWORD_ONLY)
+        assert kind(*(getattr(made, other.name) for other in others)).num_moe_experts == 2
+        assert dataclasses.replace(made, ncclep=EpConfig(alignment=32)).ncclep.alignment == 32
+        assert kind(ncclep=own, **OPTIONS).ncclep is own
+        from_dict = kind(**{**OPTIONS, "ncclep": dataclasses.asdict(made)["ncclep"]})
+        hooks.resolve_options(from_dict)
+        assert from_dict.ncclep == own
+        from_dict.ncclep = "reference"
+        with pytest.raises(InputError, match=r"'reference': give it a megatron_ncclep\.EpConfig"):
+            hooks.resolve_options(from_dict)
+    assert LaterConfig(extra=5, **OPTIONS).extra == 6
+
+
+def test_options_of_install(ctx: RankContext) -> None:
+    """They show through where a config has none, copies included, also later."""
+    gc.collect()  # the models of earlier tests, after which `install` would come too late
+    kinds = (TransformerConfig, MLATransformerConfig, LaterConfig)
+    before = [kind(**OPTIONS) for kind in kinds]
+    for alignment in (16, 32):
+        megatron_ncclep.install(alignment=alignment)
+        for made in [*before, *(kind(**OPTIONS) for kind in kinds)]:
+            for config in (made, dataclasses.replace(made), copy.deepcopy(made)):
+                hooks.resolve_options(config)
+                assert config.ncclep.alignment == alignment
+    own = dataclasses.replace(TransformerConfig(ncclep=EpConfig(alignment=64), **OPTIONS))
+    assert own.ncclep.alignment == 64
+    TransformerConfig.ncclep = None
+
+
+def test_the_command_line(ctx: RankContext) -> None:
+    """The options are offered, each once; the field is not turned into an argument."""
+    if not has("training"):
+        return  # this release's wheel has no command line
+    import megatron.training.arguments as arguments
+
+    assert is_changed(arguments.parse_args)
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    action = next(a for a in parser._actions if a.dest == "moe_token_dispatcher_type")
+    assert {"ncclep", "alltoall"} <= set(action.choices)
+    assert "--ncclep-num-sms" in parser.format_help()
+    assert not any(action.dest == "ncclep" for action in parser._actions)
+    assert "ncclep" in TransformerConfig.__dataclass_fields__

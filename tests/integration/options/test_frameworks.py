@@ -1,0 +1,309 @@
+"""Frameworks that make Megatron's configs in ways of their own.
+
+Stand-ins follow what Megatron-Bridge and NeMo do with a TransformerConfig: classes derived from it
+that validate late, copies made of their fields, files, and settings laid over what is there.  What
+Megatron-Core has of that itself is used as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import inspect
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import yaml
+from megatron_setup import has, initialize, moe_submodules
+from on_ranks import IS_RANK
+from test_field import OPTIONS
+
+from megatron_ncclep import EpConfig
+from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.integration.options.field import resolve_options
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = [pytest.mark.alone, pytest.mark.each_release]
+
+OWN = EpConfig(
+    experts="megatron", alignment=32, max_recv_rows="1.25x", timeout_s=7.5, on_overflow="raise"
+)
+MOE = {**OPTIONS, "moe_token_dispatcher_type": "ncclep", "use_cpu_initialization": True}
+
+
+if IS_RANK:
+    from megatron.core import config_logger
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+        HeterogeneousTransformerConfig,
+    )
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    @dataclasses.dataclass
+    class Deferred(TransformerConfig):
+        """Validates when its user has set all, as Megatron-Bridge's do."""
+
+        def __post_init__(self) -> None:
+            """Not yet."""
+
+        def finalize(self) -> None:
+            TransformerConfig.__post_init__(self)
+
+    @dataclasses.dataclass
+    class DeferredMLA(Deferred, MLATransformerConfig):
+        """With two lines of descent."""
+
+        multi_latent_attention: bool = True
+
+        def __post_init__(self) -> None:
+            """Not yet."""
+
+        def finalize(self) -> None:
+            MLATransformerConfig.__post_init__(self)
+
+    @dataclasses.dataclass
+    class Provider(Deferred):
+        """Makes a model of itself; has fields of the base anew, and none for what is not set."""
+
+        vocab_size: int | None = None
+        # Of a time when Megatron had these three only.
+        moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+        num_layers: int = 1
+
+        def provide(self) -> Any:
+            initialize(ep=1)
+            self.finalize()  # however often that has been done
+            spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
+            return MoELayer(self, submodules=moe_submodules(spec), layer_number=1)
+
+    class Handmade(TransformerConfig):
+        """No dataclass of its own, with a constructor that hands on what it does not know."""
+
+        def __init__(self, extra: int = 0, **fields: Any) -> None:
+            super().__init__(**fields)
+            self.extra = extra
+
+
+def shallow(value: Any) -> Any:
+    """A dictionary of a dataclass and all in it, leaves as they are, as Megatron-Bridge's."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: shallow(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return value
+
+
+def for_omegaconf(value: Any) -> Any:
+    """What goes into an OmegaConf: dataclasses as mappings, nothing that can be called."""
+    if dataclasses.is_dataclass(value):
+        found = {f.name: for_omegaconf(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {name: part for name, part in found.items() if part is not Ellipsis}
+    return value if isinstance(value, bool | int | float | str | list | None) else Ellipsis
+
+
+def lay_over(target: Any, values: dict[str, Any]) -> None:
+    """Set what was changed, one by one, inside of dataclasses as well."""
+    for name, value in values.items():
+        current = getattr(target, name)
+        if dataclasses.is_dataclass(current) and isinstance(value, dict):
+            lay_over(current, value)
+        else:
+            setattr(target, name, value)
+
+
+def made_from(data: Any) -> Any:
+    """What a file holds, made into objects: `_target_` names what is called with the rest."""
+    if not isinstance(data, dict):
+        return data
+    values = {name: made_from(value) for name, value in data.items() if name != "_target_"}
+    if "_target_" not in data:
+        return values
+    module, _, name = data["_target_"].rpartition(".")
+    target = getattr(importlib.import_module(module), name)
+    assert set(values) <= set(inspect.signature(target).parameters)  # others are left out
+    return target(**values)
+
+
+def test_late_validation(ctx: RankContext) -> None:
+    """Options set before `finalize`, or after it, are those of the layer."""
+    for late in (False, True):
+        provider = Provider(hidden_size=8, num_attention_heads=1)
+        provider.num_moe_experts, provider.add_bias_linear = 2, False
+        provider.use_cpu_initialization = True
+        provider.moe_token_dispatcher_type = "ncclep"
+        for finalize in (not late, late):
+            if finalize:
+                provider.finalize()
+            else:
+                provider.ncclep = OWN
+        assert provider.moe_token_dispatcher_type == "ncclep"
+        layer = provider.provide()
+        assert type(layer.token_dispatcher).__name__ == "NcclEpTokenDispatcher"
+        assert layer.token_dispatcher.engine.config == OWN
+        layer.token_dispatcher.engine.close()
+    # What Megatron refuses is refused then, and in the words for `alltoall`.
+    provider = Provider(hidden_size=8, num_attention_heads=1, num_moe_experts=2)
+    provider.moe_token_dispatcher_type = "ncclep"
+    provider.moe_pad_expert_input_to_capacity = True
+    with pytest.raises(ValueError, match="moe_expert_capacity_factor"):
+        provider.finalize()
+    assert provider.moe_token_dispatcher_type == "ncclep"
+
+
+def test_copies(ctx: RankContext) -> None:
+    """Classes of all kinds, copied in all ways."""
+    for kind in (Deferred, DeferredMLA, Provider, Handmade):
+        made = kind(**{**MOE, "ncclep": OWN})
+        copies = [copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
+        if kind is not Handmade:  # dataclasses know none of its fields
+            copies += [
+                dataclasses.replace(made),
+                dataclasses.replace(made, hidden_size=16),
+                kind(**{f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.init}),
+                kind(**{name: shallow(made)[name] for name in inspect.signature(kind).parameters}),
+            ]
+        for copied in copies:
+            assert type(copied) is kind
+            assert resolve_options(copied) == copied.ncclep == OWN
+            assert copied.moe_token_dispatcher_type == "ncclep"
+        copies[1].ncclep.alignment = 64  # its own
+        assert made.ncclep == OWN
+    with pytest.raises(TypeError, match="frozen"):  # so that nobody can have one
+        dataclasses.dataclass(frozen=True)(type("Frozen", (TransformerConfig,), {}))
+
+
+def test_configs_of_layers(ctx: RankContext) -> None:
+    """Megatron's own config of one layer of a heterogeneous model is made of a dictionary."""
+    block = {
+        "attention": {"no_op": False, "num_query_groups": 1},
+        "mlp": {"no_op": False, "ffn_mult": 2.0},
+    }
+    blocks = json.dumps({"block_configs": [block]})
+    made = HeterogeneousTransformerConfig(
+        **MOE, ncclep=OWN, heterogeneous_layers_config_encoded_json=blocks
+    )
+    of_layer = made.get_config_for_layer(1)
+    assert type(of_layer) is TransformerConfig
+    assert resolve_options(of_layer) == of_layer.ncclep == OWN
+
+
+def test_overrides(ctx: RankContext) -> None:
+    """Settings laid over a config change its options; a wrong one is refused with the layer.
+
+    Ours could not be set one by one.  Megatron-Bridge wrote a warning for each, and trained with
+    the options that had been there before.
+    """
+    made = Provider(**{**MOE, "ncclep": copy.copy(OWN)})
+    values = for_omegaconf(made)
+    assert values["ncclep"] == dataclasses.asdict(OWN)
+    values["ncclep"] |= {"alignment": 64, "engine": "reference"}
+    lay_over(made, values)
+    expected = dataclasses.replace(OWN, alignment=64, engine="reference")
+    assert resolve_options(made) == made.ncclep == expected
+    made.ncclep.alignment = 7
+    with pytest.raises(InputError, match="alignment 7: must be one of"):
+        made.provide()
+
+    without = Provider(**MOE)
+    lay_over(without, {**for_omegaconf(without), "ncclep": {"alignment": 16}})
+    assert resolve_options(without) == without.ncclep == EpConfig(alignment=16)
+    without.ncclep = as_file(OWN)  # a file that was not made into objects
+    assert resolve_options(without) == without.ncclep == OWN
+    without.ncclep = {"alignment": 16, "alingment": 32}
+    with pytest.raises(InputError, match=r"unknown option 'alingment': .*'alignment'"):
+        without.provide()
+    # Beside another dispatcher, a mapping is no less than an EpConfig.
+    without.ncclep, without.moe_token_dispatcher_type = {"experts": "grouped"}, "alltoall"
+    with pytest.raises(UnsupportedError, match="dispatcher is 'alltoall', which would ignore it"):
+        without.provide()
+
+
+def test_a_copy_in_the_layer(ctx: RankContext) -> None:
+    """What is set after the layer was built changes nothing, in no rank's engine."""
+    made = Provider(**{**MOE, "ncclep": copy.copy(OWN)})
+    layer = made.provide()
+    made.ncclep.timeout_s = 1e-3
+    assert layer.token_dispatcher.engine.config == OWN
+    layer.token_dispatcher.engine.close()
+
+
+def test_files(ctx: RankContext) -> None:
+    """What files keep of a config makes the same options again."""
+    converters = [as_file]
+    if has("training/config/container.py"):  # from 0.18 on; Megatron-Bridge uses it too
+        container = importlib.import_module("megatron.training.config.container")
+        converters.append(container.ConfigContainerBase._convert_value_to_dict)
+    for own in (OWN, EpConfig(max_recv_rows=64, experts="grouped"), None):
+        made = Provider(**{**MOE, "ncclep": own})
+        for convert in converters:
+            data = convert(made)
+            # Functions and dtypes are the frameworks' business.
+            plain = {key: value for key, value in data.items() if for_omegaconf(value) is not ...}
+            plain["ncclep"] = data["ncclep"]
+            again = made_from(yaml.safe_load(yaml.safe_dump(plain)))
+            assert type(again) is Provider
+            assert resolve_options(again) == again.ncclep == own
+    # Only what is on a list of Megatron's may be made from a file: no class of ours is in there.
+    assert "_target_" not in OWN.to_cfg_dict()
+
+    if has("training/models/base.py"):  # likewise
+        model_config = importlib.import_module("megatron.training.models.base").ModelConfig
+
+        @dataclasses.dataclass
+        class Model(model_config):
+            transformer: Any = None
+
+        Model.builder, Model.__qualname__ = "nobody", "Model"
+        globals()["Model"] = Model  # found by its name
+        again = Model.from_dict(Model(transformer=Provider(**{**MOE, "ncclep": OWN})).as_dict())
+        assert resolve_options(again.transformer) == again.transformer.ncclep == OWN
+
+
+def test_logs(ctx: RankContext, tmp_path: Path) -> None:
+    """--config-logger-dir writes down every option, ours among them.
+
+    Megatron-LM's scripts fail with it before that, with any dispatcher: what they give their model,
+    a ProcessGroupCollection, is a dataclass, of which Megatron makes a dictionary, copying groups.
+    """
+    made = Provider(**{**MOE, "ncclep": OWN, "config_logger_dir": str(tmp_path)})
+    config_logger.log_config_to_disk(made, {"config": made}, prefix="Model", rank_str="0")
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["config"]["ncclep"] == dataclasses.asdict(OWN)
+
+
+def as_file(value: Any) -> Any:
+    """What the first versions of Megatron-Bridge write, with the names of all classes."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    kind = type(value)
+    fields = {f.name: as_file(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **fields}
+
+
+def test_megatrons_yaml(ctx: RankContext) -> None:
+    """`--yaml-cfg` wants every field of the config in the file, and ours stood in none.
+
+    All users of such files had "Missing argument ncclep for TransformerConfig config", whatever
+    their dispatcher, as soon as this package was installed.
+    """
+    if not has("training"):
+        return  # this release's wheel has no command line
+    from megatron.training.yaml_arguments import core_config_from_args
+
+    base = {f.name: None for f in dataclasses.fields(TransformerConfig) if f.name != "ncclep"}
+    assert core_config_from_args(SimpleNamespace(**base)) == base
+    lacking = {name: None for name in base if name != "num_layers"}
+    with pytest.raises(Exception, match="Missing argument num_layers"):
+        core_config_from_args(SimpleNamespace(**lacking))
+    mla = {f.name: 0 for f in dataclasses.fields(MLATransformerConfig) if f.name != "ncclep"}
+    assert core_config_from_args(SimpleNamespace(**mla), MLATransformerConfig) == mla
+    # As Megatron reads files: every mapping becomes an object.
+    given = SimpleNamespace(alignment=32, max_recv_rows="worst")
+    found = core_config_from_args(SimpleNamespace(**base, ncclep=given))
+    made = TransformerConfig(**{**MOE, "ncclep": found["ncclep"]})
+    assert resolve_options(made) == made.ncclep == EpConfig(alignment=32, max_recv_rows="worst")
+    assert "ncclep" in TransformerConfig.__dataclass_fields__

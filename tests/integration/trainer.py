@@ -1,0 +1,522 @@
+"""Small GPTModels, trained on the ranks of a pool with a dispatcher of choice.
+
+`train` takes some steps of plain descent and returns all that comes out of them by name;
+`differences` compares two such results to the bit.  `Training` has Megatron's own optimizer and
+checkpoints instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from layer_case import options_shown
+from megatron_setup import initialize, make_config, make_experts_differ
+from te_stand_ins import Attention
+
+from megatron_ncclep.ranks.pool import RankContext
+
+VOCABULARY, BATCH = 48, 2
+PROMPT, GENERATED = 5, 4
+Results = dict[str, torch.Tensor]
+
+# With two model chunks on a rank of two, and without overlap_p2p_comm, Megatron's sends meet the
+# wrong receives; its command line refuses that.
+PIPELINE = {
+    "num_layers": 4,
+    "virtual_pipeline_model_parallel_size": 2,
+    "pipeline_dtype": torch.bfloat16,
+    "overlap_p2p_comm": True,
+    "batch_p2p_comm": False,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCase:
+    """One model and how it is trained.
+
+    Attributes:
+        name: of the case.
+        options: fields of TransformerConfig.
+        sizes: more of them, which are not what the case is about.
+        dtype: of the model.
+        ep, tp, etp, pp: ranks that share experts, layers, one expert, and a pipeline, in which each
+            of them has two stages.
+        te: the layers are TransformerEngine's.
+        grouped_gemm: so are the experts.
+        sequence: tokens of a sequence; evaluations have twice as many.
+        micro_batches: of a step.
+        steps: of `train`.
+        evaluates: after each step.
+        padding: positions at the end of each sequence that the model is told are padding.
+        generates: the model ends each step with some text, with a cache of keys and values.
+        lengths: of packed sequences (THD), by step and rank; a step then is one micro-batch.
+        since: the Megatron-Core release that has the options.
+    """
+
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    ep: int = 2
+    tp: int = 1
+    etp: int = 1
+    pp: int = 1
+    te: bool = False
+    grouped_gemm: bool = True
+    sequence: int = 12
+    micro_batches: int = 2
+    steps: int = 2
+    evaluates: bool = True
+    padding: int = 0
+    generates: bool = False
+    lengths: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    since: str = "0.16"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def options_shown(self) -> list[str]:
+        """The options that the case shows to work, for docs/support.md."""
+        shown = options_shown(self.options)
+        sizes = {"expert": self.ep, "tensor": self.tp, "pipeline": self.pp}
+        if self.te:
+            shown.append("transformer_impl=transformer_engine")
+        shown += [f"{kind}_model_parallel_size" for kind, size in sizes.items() if size > 1]
+        if self.evaluates and not self.lengths:
+            shown.append("other sizes in evaluations")
+        if self.padding and "padding" in self.name:
+            shown.append("padding_mask")
+        if self.lengths:
+            shown += ["packed sequences (THD)", "ranks with different numbers of tokens"]
+        if self.generates:
+            shown += ["generation of text", "moe_pad_experts_for_cuda_graph_inference"]
+        return shown
+
+
+class Model:
+    """A GPTModel in Megatron's DDP, and the schedule that runs its micro-batches.
+
+    Attributes:
+        config: the TransformerConfig.
+        chunks: the parts of the model that this rank has; two of them with pipeline stages.
+        wrapped: each of them in DDP.
+    """
+
+    def __init__(self, ctx: RankContext, dispatcher: str, case: ModelCase, **of_ddp: Any) -> None:
+        """Set Megatron up, and build the model, the same each time.  Collective.
+
+        Args:
+            ctx: this rank.
+            dispatcher: type of the token dispatcher.
+            case: what is built.
+            of_ddp: fields of DistributedDataParallelConfig.
+        """
+        initialize(case.ep, case.tp, ctx.device, case.etp, case.pp)
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        MTPLossLoggingHelper.tracker = {}  # for as many predictions as the last model had
+        self.case, self.rank, self.device = case, ctx.rank, ctx.device
+        self.replica = parallel_state.get_data_parallel_rank()
+        pipeline = {**PIPELINE, "pipeline_model_parallel_size": case.pp} if case.pp > 1 else {}
+        options = {"expert_tensor_parallel_size": case.etp, **pipeline, **case.options}
+        self.config = make_config(dispatcher, case.dtype, case.ep, case.tp, **options, **case.sizes)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        layers, ahead = self._specs()
+        wrapping = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=case.dtype != torch.float64,
+            delay_wgrad_compute=self.config.delay_wgrad_compute,
+            **of_ddp,
+        )
+        self.chunks: list[Any] = []
+        self.wrapped: list[Any] = []
+        for stage in (0, 1) if case.pp > 1 else (None,):
+            place = {"ignore_virtual": stage is None, "vp_stage": stage}
+            with _output_layer_adds_nothing_itself():
+                chunk = GPTModel(
+                    self.config,
+                    layers,
+                    VOCABULARY,
+                    max(64, 2 * case.sequence),
+                    pre_process=parallel_state.is_pipeline_first_stage(**place),
+                    post_process=parallel_state.is_pipeline_last_stage(**place),
+                    vp_stage=stage,
+                    mtp_block_spec=ahead,
+                ).to(ctx.device, case.dtype)
+            self._change(chunk)
+            self.chunks.append(chunk)
+            self.wrapped.append(self._in_ddp(chunk, wrapping))
+
+    def _specs(self) -> tuple[Any, Any]:
+        """Specs of the model's layers, and of those that predict further tokens."""
+        from megatron.core.models.gpt import gpt_layer_specs as specs
+
+        config, case = self.config, self.case
+        experts = config.num_moe_experts
+        if case.te:
+            grouped = {"num_experts": experts, "moe_grouped_gemm": case.grouped_gemm}
+            return specs.get_gpt_layer_with_transformer_engine_spec(**grouped), None
+        if case.pp > 1:
+            return specs.get_gpt_layer_local_spec(experts, moe_grouped_gemm=False), None
+        layers = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        if config.multi_latent_attention or case.lengths:
+            for layer in layers.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = Attention
+        if not config.mtp_num_layers:
+            return layers, None
+        return layers, specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
+
+    def _in_ddp(self, chunk: Any, wrapping: Any) -> Any:
+        from megatron.core.distributed import DistributedDataParallel
+
+        return DistributedDataParallel(self.config, wrapping, chunk)
+
+    def _schedule(self, forward_only: bool) -> Any:
+        """The function that runs the micro-batches."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        return get_forward_backward_func()
+
+    def _change(self, chunk: Any) -> None:
+        """What is done to a part of the model before DDP takes its parameters."""
+        make_experts_differ(chunk)
+
+    def gradients(self, step: int) -> torch.Tensor:
+        """Make the gradients those of one step; its losses."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        return self._run(step, self.case.sequence, forward_only=False)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> torch.Tensor:
+        """Losses on longer sequences."""
+        for chunk in self.wrapped:
+            chunk.eval()
+        losses = self._run(100 + step, 2 * self.case.sequence, forward_only=True)
+        for chunk in self.wrapped:
+            chunk.train()
+        return losses
+
+    def _run(self, seed: int, length: int, forward_only: bool) -> torch.Tensor:
+        batches = [self.batches(seed, length) for _ in self.wrapped]
+        recomputes = any("recompute" in name for name in self.case.options)
+        with _discarding_without_te() if recomputes and self.device == "cpu" else nullcontext():
+            losses = self._schedule(forward_only)(
+                forward_step_func=self._forward_step,
+                data_iterator=[iter(b) for b in batches] if len(batches) > 1 else iter(batches[0]),
+                model=self.wrapped,
+                num_microbatches=len(batches[0]),
+                seq_length=length,
+                micro_batch_size=BATCH,
+                forward_only=forward_only,
+            )
+        return torch.stack([loss["loss"] for loss in losses] or [torch.zeros(())])
+
+    def batches(self, seed: int, length: int) -> list[dict[str, Any]]:
+        """The arguments of the model in each micro-batch."""
+        generator = torch.Generator().manual_seed(1000 * seed + self.replica)
+        if self.case.lengths:
+            return [self._packed(self.case.lengths[seed][self.rank], generator)]
+        size = (self.case.micro_batches, BATCH, length + 1)
+        mask = None  # TransformerEngine has a causal one of its own
+        if not self.case.te:
+            mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1).to(self.device)
+        more: dict[str, Any] = {}
+        if self.case.padding:
+            more["padding_mask"] = torch.zeros(BATCH, length, dtype=torch.bool, device=self.device)
+            more["padding_mask"][:, -self.case.padding :] = True
+        return [
+            {
+                "input_ids": tokens[:, :-1].contiguous().to(self.device),
+                "labels": tokens[:, 1:].contiguous().to(self.device),
+                "position_ids": torch.arange(length, device=self.device).expand(BATCH, -1),
+                "attention_mask": mask,
+                **more,
+            }
+            for tokens in torch.randint(0, VOCABULARY, size, generator=generator)
+        ]
+
+    def _packed(self, lengths: tuple[int, ...], generator: torch.Generator) -> dict[str, Any]:
+        """One batch of sequences of these lengths."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        tokens = torch.randint(0, VOCABULARY, (1, sum(lengths) + 1), generator=generator)
+        tokens = tokens.to(self.device)
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
+        return {
+            "input_ids": tokens[:, :-1],
+            "labels": tokens[:, 1:].contiguous(),
+            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(self.device),
+            "attention_mask": None,
+            "packed_seq_params": PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=ends,
+                cu_seqlens_kv=ends,
+                max_seqlen_q=max(lengths),
+                max_seqlen_kv=max(lengths),
+            ),
+        }
+
+    def _forward_step(
+        self, batches: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Any]:
+        batch = next(batches)
+        # Micro-batches that overlap are run in parts, by a plan.
+        call = model.build_schedule_plan if return_schedule_plan else model
+        return call(**batch), partial(self._loss, batch.get("padding_mask"))
+
+    def _loss(self, padding: torch.Tensor | None, losses: torch.Tensor) -> tuple[Any, ...]:
+        losses = losses if losses.dtype == torch.float64 else losses.float()
+        weights = torch.ones_like(losses) if padding is None else (~padding).to(losses)
+        total, number = (losses * weights).sum(), weights.sum()
+        seen = {"loss": (total / number).detach().clone()}
+        if self.config.calculate_per_token_loss:
+            return total, number.int(), seen
+        return total / number, seen
+
+    @torch.inference_mode()
+    def generate(self, seed: int) -> torch.Tensor:
+        """Logits of a prompt's end and of the most probable tokens after it, one at a time, for
+        which Megatron pads experts to capacity.
+        """
+        from megatron.core.inference import utils
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        (gpt,) = self.chunks
+        context = StaticInferenceContext(BATCH, PROMPT + GENERATED)
+        batch = self.batches(seed, PROMPT)[0]
+        tokens, found = batch["input_ids"], []
+        gpt.eval()
+        utils.moe_layer_cache = None  # of another model
+        for _ in range(GENERATED):
+            start, length = context.sequence_len_offset, tokens.shape[1]
+            positions = torch.arange(start, start + length).expand(BATCH, -1)
+            mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+            arguments = {"inference_context": context, "runtime_gather_output": True}
+            logits = gpt(tokens, positions, mask, **arguments)[:, -1:]
+            context.sequence_len_offset += length
+            context.enable_decode_mode()
+            tokens = logits.argmax(dim=-1)
+            found.append(logits)
+            if start == 0:
+                full = self.config.num_moe_experts / self.config.moe_router_topk
+                utils.set_decode_expert_padding(gpt, True, full)
+        utils.set_decode_expert_padding(gpt, False)
+        utils.moe_layer_cache = None
+        gpt.train()
+        return torch.cat(found, dim=1).clone()
+
+
+@contextmanager
+def _output_layer_adds_nothing_itself() -> Iterator[None]:
+    """Let DDP add the output layer's gradient to main_grad: Megatron's own layer needs Apex for it,
+    also where all others are TransformerEngine's.
+    """
+    from megatron.core import tensor_parallel
+
+    original = tensor_parallel.ColumnParallelLinear
+
+    def unfused(*args: Any, config: Any, **kwargs: Any) -> Any:
+        config = copy.copy(config)
+        config.gradient_accumulation_fusion = False
+        return original(*args, config=config, **kwargs)
+
+    with mock.patch.object(tensor_parallel, "ColumnParallelLinear", unfused):
+        yield
+
+
+@contextmanager
+def _discarding_without_te() -> Iterator[None]:
+    """Let Megatron discard outputs and compute them again on a CPU.
+
+    It asks TransformerEngine, which is not there, whether FP8 is on, even where it is not used.
+    """
+    from megatron.core.tensor_parallel import random
+
+    names: dict[str, Any] = {"FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False)}
+    names |= dict.fromkeys(
+        ("activation_recompute_forward", "fp8_autocast"), lambda **_: nullcontext()
+    )
+    with mock.patch.multiple(random, create=True, **names):
+        yield
+
+
+def train(
+    ctx: RankContext,
+    dispatcher: str,
+    case: ModelCase,
+    watch: Callable[[Model], None] = lambda model: None,
+) -> Results:
+    """Train with plain descent: losses, gradients and routers' biases of each step, and what
+    evaluations and the generation of text give, by name.  Collective.
+
+    `watch` is called with the model before it is trained.
+    """
+    model = Model(ctx, dispatcher, case)
+    watch(model)
+    results: Results = {}
+    for step in range(case.steps):
+        results[f"losses {step}"] = model.gradients(step)
+        for index, chunk in enumerate(model.chunks):
+            for name, parameter in chunk.named_parameters():
+                results[f"gradient {step} of {index} {name}"] = parameter.main_grad.clone()
+                with torch.no_grad():
+                    parameter -= 0.1 * parameter.main_grad
+            for name, buffer in chunk.named_buffers():
+                if name.endswith(("expert_bias", "qb_beta")):
+                    results[f"{name} {step}"] = buffer.clone()
+        if case.evaluates and not case.lengths:
+            results[f"evaluation {step}"] = model.evaluate(step)
+        if case.generates:
+            results[f"logits of text {step}"] = model.generate(70 + step)
+    return results
+
+
+def differences(found: Results, expected: Results, tolerance: float = 0.0) -> list[str]:
+    """Names of what differs by more than `tolerance`, as a part of a tensor's largest value (at
+    least of 1), or is not finite; and whether experts were trained at all.
+    """
+    assert found.keys() == expected.keys()
+    trained = [name for name, value in expected.items() if "experts" in name and value.any()]
+    problems = [] if trained else ["no expert was trained"]
+    for name, value in expected.items():
+        error = (found[name] - value).abs().max().item() if value.numel() else 0.0
+        # Not so where one of them is NaN.
+        if not error <= tolerance * max(1.0, value.abs().max().item()):
+            problems.append(f"{name}: {error}")
+        if not torch.isfinite(value).all():
+            problems.append(f"{name} is not finite")
+    return problems
+
+
+class Training(Model):
+    """A GPTModel with Megatron's optimizer, Adam, always trained on the same batch, in fp32."""
+
+    def __init__(
+        self,
+        ctx: RankContext,
+        dispatcher: str,
+        case: ModelCase,
+        seed: int = 0,
+        distributed: bool = True,
+        **of_experts: Any,
+    ) -> None:
+        """Build everything.  Collective.
+
+        Args:
+            ctx: this rank.
+            dispatcher: type of the token dispatcher.
+            case: what is built.
+            seed: added to all weights.
+            distributed: the data-parallel ranks share the optimizer's state, and all overlaps are
+                on.
+            of_experts: options that only the experts are to see.
+        """
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.experts: list[Any] = []
+        self._seed, self._of_experts = seed, of_experts
+        overlaps = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        super().__init__(ctx, dispatcher, case, **dict.fromkeys(overlaps, distributed))
+        self.config.no_sync_func = self.wrapped[0].no_sync
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=0.01,
+                params_dtype=case.dtype,
+                use_distributed_optimizer=distributed,
+                overlap_param_gather=distributed,
+            ),
+            self.wrapped,
+        )
+        # No grad_scale_func, which is 1 here: through it the config would lead to the optimizer, in
+        # a cycle through autograd's nodes that Python cannot see, and no model would ever go.
+
+    def _change(self, chunk: Any) -> None:
+        super()._change(chunk)
+        with torch.no_grad():  # a checkpoint that is loaded has to bring everything
+            for parameter in chunk.parameters():
+                parameter += self._seed
+        self.experts = [layer.mlp.experts for layer in chunk.decoder.layers]
+        for module in self.experts:  # options that the other layers would need a GPU for
+            module.config = copy.copy(module.config)
+            vars(module.config).update(self._of_experts)
+
+    def step(self) -> tuple[float, float]:
+        """Two micro-batches and an update: mean loss of this rank, and the gradients' norm."""
+        self.optimizer.zero_grad()
+        losses = self.gradients(0)
+        _, norm, _ = self.optimizer.step()
+        return losses.mean().item(), float(norm)
+
+    def state(self, is_loading: bool) -> dict[str, Any]:
+        """The sharded state dict of model and optimizer."""
+        from megatron.core import parallel_state
+
+        metadata = {
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "distrib_optim_sharding_type": "dp_reshardable",  # Megatron's default
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+        }
+        state = {"model": self.chunks[0].sharded_state_dict(metadata=metadata)}
+        state["optimizer"] = self.optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
+        return state
+
+    def load(self, folder: Path) -> None:
+        """Take weights and the optimizer's state from what `state` was saved to in `folder`."""
+        from megatron.core import dist_checkpointing
+
+        for _ in range(2):  # the optimizer has a state from its first step on; steps are not stored
+            self.step()
+        state = dist_checkpointing.load(self.state(is_loading=True), str(folder))
+        self.chunks[0].load_state_dict(state["model"])
+        with torch.no_grad():  # Megatron's leaves it out for fp32 parameters
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def everything(self) -> Results:
+        """Parameters, and this rank's shards of the optimizer's state, by place."""
+        self.wrapped[0].start_param_sync(force_sync=True)
+        found = {name: p.detach().clone() for name, p in self.chunks[0].named_parameters()}
+        for i, optimizer in enumerate(self.optimizer.chained_optimizers):
+            for j, state in enumerate(optimizer.optimizer.state.values()):
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{i}.{j}.{key}"] = value.detach().clone()
+        return found
+
+
+@contextmanager
+def checkpoints_written() -> Iterator[None]:
+    """Let Megatron write checkpoints in a process of a pool.
+
+    The pool's processes are daemons, which may not start others, as 0.16.1 does to write.  All
+    releases keep what was written in a queue that lives in a further process, which takes longer to
+    start than a test takes; nothing is written in the background here, so a plain one does.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    process: Any = multiprocessing.current_process()
+    is_daemon, process._config["daemon"] = process.daemon, False
+    assert filesystem_async._results_queue is None
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        process._config["daemon"] = is_daemon
+        filesystem_async._results_queue = None
