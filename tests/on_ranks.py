@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -33,6 +34,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     limit = pyfuncitem.get_closest_marker("limit_s")
     pool.run(run_test, *names, arguments, timeout=limit.args[0] if limit else 240)
     return True
+
+
+def gathered(ctx: RankContext, value: Any) -> list[Any]:
+    """The values of all ranks, in their order.  Collective."""
+    values: list[Any] = [None] * ctx.num_ranks
+    dist.all_gather_object(values, value, group=ctx.group)
+    return values
 
 
 def run_test(ctx: RankContext, module: str, name: str, arguments: dict[str, Any]) -> None:

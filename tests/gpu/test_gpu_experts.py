@@ -19,7 +19,7 @@ from layer_case import LayerCase, assert_same_training, options_shown, train_on_
 from megatron_setup import ep_config
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [
     pytest.mark.skipif(
@@ -129,18 +129,18 @@ def train_kind_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> di
     "bit; in static mode within rounding"
 )
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_experts_equal_alltoall(megatron_pool: RankPool, engine_name: str, kind: Experts) -> None:
-    megatron_pool.run(prepare_on_rank)
+def test_experts_equal_alltoall(ctx: RankContext, engine_name: str, kind: Experts) -> None:
+    prepare_on_rank(ctx)
     ncclep = ep_config(engine_name, **kind.ncclep)
     case = LayerCase(
         kind.name,
-        ep=megatron_pool.size,
+        ep=ctx.num_ranks,
         dtype=torch.bfloat16,
         options={**OPTIONS, **kind.options, "ncclep": ncclep},
         micro_batches=2,
         in_flight=True,
         same_bits=not kind.ncclep,
         te=True,
-        sequences=(64,) * megatron_pool.size,
+        sequences=(64,) * ctx.num_ranks,
     )
-    assert_same_training(megatron_pool, case, engine_name, train_kind_on_rank)
+    assert_same_training(ctx, case, engine_name, train_kind_on_rank)

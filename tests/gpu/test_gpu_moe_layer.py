@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
 from megatron_setup import ep_config
 
-from megatron_ncclep.ranks.pool import RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 # One hidden size and one number of experts: an engine that compiles at run time does so twice,
 # once for each dtype.
@@ -59,12 +59,12 @@ ALIGNMENT = {"aligned": 32}
     ],
 )
 def test_layer_equals_alltoall(
-    megatron_pool: RankPool, engine_name: str, case: LayerCase, dtype: torch.dtype
+    ctx: RankContext, engine_name: str, case: LayerCase, dtype: torch.dtype
 ) -> None:
     ncclep = ep_config(engine_name, alignment=ALIGNMENT.get(case.name, 1))
     options = {**SHAPE, **case.options, "ncclep": ncclep}
-    case = dataclasses.replace(case, ep=megatron_pool.size, dtype=dtype, options=options)
-    assert_same_training(megatron_pool, case, engine_name)
+    case = dataclasses.replace(case, ep=ctx.num_ranks, dtype=dtype, options=options)
+    assert_same_training(ctx, case, engine_name)
 
 
 needs_te = pytest.mark.skipif(
@@ -95,11 +95,11 @@ EXPERTS = {
     "experts", [pytest.param(name, marks=needs_te if name != "local" else ()) for name in EXPERTS]
 )
 def test_experts_in_slices_equal_alltoall(
-    megatron_pool: RankPool, engine_name: str, experts: str, on_all: bool
+    ctx: RankContext, engine_name: str, experts: str, on_all: bool
 ) -> None:
     """Expert tensor parallelism, with tensor and sequence parallelism of the same size."""
-    case = slices_case(megatron_pool.size, engine_name, experts, on_all)
-    assert_same_training(megatron_pool, case, engine_name)
+    case = slices_case(ctx.num_ranks, engine_name, experts, on_all)
+    assert_same_training(ctx, case, engine_name)
 
 
 def slices_case(num_ranks: int, engine_name: str, experts: str, on_all: bool) -> LayerCase:

@@ -18,7 +18,7 @@ from test_shapes_of_models import LENGTHS
 from trainer import ModelCase, train
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 # One size of rows nearly everywhere: an engine that compiles at run time does so for each.
 SHAPE: dict[str, Any] = {
@@ -70,18 +70,18 @@ each_mode = pytest.mark.parametrize(
 @each_mode
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shape_equals_alltoall(
-    megatron_pool: RankPool, engine_name: str, case: LayerCase, mode: str
+    ctx: RankContext, engine_name: str, case: LayerCase, mode: str
 ) -> None:
     ncclep = replace(MODES[mode], engine=engine_name)
     case = replace(
         case,
-        ep=megatron_pool.size,
+        ep=ctx.num_ranks,
         dtype=torch.bfloat16,
         te=True,
         options={**SHAPE, **case.options, "ncclep": ncclep},
         sequences=case.sequences if case.batch == 1 else (16,) * 4,
     )
-    assert_same_training(megatron_pool, case, engine_name)
+    assert_same_training(ctx, case, engine_name)
 
 
 PACKED = ModelCase("packed", sizes=SHAPE, dtype=torch.bfloat16, te=True, steps=3, lengths=LENGTHS)

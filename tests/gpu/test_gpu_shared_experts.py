@@ -38,19 +38,19 @@ OPTIONS: dict[str, Any] = {
 )
 @pytest.mark.parametrize("max_recv_rows", [None, "worst"], ids=["exact", "static"])
 def test_overlap_changes_no_bits(
-    megatron_pool: RankPool, engine_name: str, max_recv_rows: str | None
+    ctx: RankContext, engine_name: str, max_recv_rows: str | None
 ) -> None:
     small = {"hidden_size": 1024, "moe_shared_expert_intermediate_size": 2048}
     ncclep = ep_config(engine_name, max_recv_rows=max_recv_rows)
     case = LayerCase(
         "bits",
-        ep=megatron_pool.size,
+        ep=ctx.num_ranks,
         dtype=torch.bfloat16,
         options={**OPTIONS, **small, "ncclep": ncclep},
         micro_batches=3,
         sequences=(512,) * 4,
     )
-    assert_overlap_changes_no_bits(megatron_pool, case)
+    assert_overlap_changes_no_bits(ctx, case)
 
 
 def timeline_on_rank(

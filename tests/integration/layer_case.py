@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from megatron_setup import BATCH, EXPERTS, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from on_ranks import gathered
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 # fp64 sums of at most 9 terms of size ~1 in two orders differ by ~1e-15; 1e-12 leaves room for the
 # weight gradients, which add up ~100 products.  fp32: the same with 2^-24 instead of 2^-53.  bf16:
@@ -248,57 +249,49 @@ def use_integers(layer: Any, rank: int) -> None:
 
 
 def assert_same_training(
-    pool: RankPool, case: LayerCase, engine_name: str, train: Any = train_on_rank
+    ctx: RankContext, case: LayerCase, engine_name: str, train: Any = train_on_rank
 ) -> None:
     """Compare our dispatcher, over the engine, with `alltoall`: outputs and all gradients."""
-    ours = pool.run(train, case, "ncclep")
-    assert_same_results(case, ours, pool.run(train, case, "alltoall"), engine_name)
-
-
-def assert_same_results(
-    case: LayerCase, ours: list[dict[str, Any]], theirs: list[dict[str, Any]], engine_name: str
-) -> None:
-    """Compare what `train_on_rank` has returned for our dispatcher and for `alltoall`."""
+    mine, other = (train(ctx, case, dispatcher) for dispatcher in ("ncclep", "alltoall"))
     tolerance = 0.0 if case.integers or case.same_bits else TOLERANCE[case.dtype]
     experts_moved = 0
-    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert mine["dispatcher"] == ("NcclEpTokenDispatcher", engine_name)
-        assert other["dispatcher"] == ("MoEAlltoAllTokenDispatcher", None)
-        assert (mine["experts"], other["experts"]) == case.experts
-        assert mine.keys() == other.keys()
-        for name in sorted(mine.keys() - {"dispatcher", "experts"}):
-            a, b = mine[name], other[name]
-            if a is None or b is None:
-                # An expert without rows: no gradient, or one of zeros.
-                assert not any(t is not None and t.any() for t in (a, b)), name
-                continue
-            assert a.dtype == b.dtype, name
-            scale = max(1.0, b.abs().max().item()) if b.numel() else 1.0
-            error = (a - b).abs().max().item() / scale if b.numel() else 0.0
-            assert error <= tolerance, f"rank {rank}, {name}: differs by {error}"
-            # Up to 256 a bf16 has every whole number.
-            assert not case.integers or b.abs().max() <= 256, name
-            experts_moved += "experts" in name and bool(b.any())
+    assert mine["dispatcher"] == ("NcclEpTokenDispatcher", engine_name)
+    assert other["dispatcher"] == ("MoEAlltoAllTokenDispatcher", None)
+    assert (mine["experts"], other["experts"]) == case.experts
+    assert mine.keys() == other.keys()
+    for name in sorted(mine.keys() - {"dispatcher", "experts"}):
+        a, b = mine[name], other[name]
+        if a is None or b is None:
+            # An expert without rows: no gradient, or one of zeros.
+            assert not any(t is not None and t.any() for t in (a, b)), name
+            continue
+        assert a.dtype == b.dtype, name
+        scale = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+        error = (a - b).abs().max().item() / scale if b.numel() else 0.0
+        assert error <= tolerance, f"{name}: differs by {error}"
+        # Up to 256 a bf16 has every whole number.
+        assert not case.integers or b.abs().max() <= 256, name
+        experts_moved += "experts" in name and bool(b.any())
     # Not a comparison of zeros: several experts of several ranks were trained.
-    tokens = sum(case.sequences[: len(ours)]) // case.tp * case.batch
-    assert experts_moved >= min(case.num_experts // case.ep, tokens)
+    tokens = sum(case.sequences[: ctx.num_ranks]) // case.tp * case.batch
+    least = min(case.num_experts // case.ep, tokens)
+    assert sum(gathered(ctx, experts_moved)) >= least
 
 
-def assert_overlap_changes_no_bits(pool: RankPool, case: LayerCase) -> None:
+def assert_overlap_changes_no_bits(ctx: RankContext, case: LayerCase) -> None:
     """Compare a layer whose shared experts overlap (`case`) with the same layer without overlap."""
     options = {**case.options, "moe_shared_expert_overlap": False}
-    before = pool.run(train_on_rank, dataclasses.replace(case, options=options), "ncclep")
-    after = pool.run(train_on_rank, case, "ncclep")
-    for without, overlapped in zip(before, after, strict=True):
-        assert without.keys() == overlapped.keys()
-        assert sum("shared_experts" in name for name in without) == 3  # fc1, fc2, gate
-        for name, value in without.items():
-            if name.startswith("input gradient"):
-                # Autograd adds what the router, the shared and the routed experts contribute in
-                # the order in which they come: two roundings to bf16's 8 bits, in another order.
-                scale = value.abs().max().item()
-                torch.testing.assert_close(overlapped[name], value, rtol=2**-7, atol=2**-7 * scale)
-            elif isinstance(value, torch.Tensor):
-                assert torch.equal(overlapped[name], value), name
-            else:
-                assert overlapped[name] == value, name
+    without = train_on_rank(ctx, dataclasses.replace(case, options=options), "ncclep")
+    overlapped = train_on_rank(ctx, case, "ncclep")
+    assert without.keys() == overlapped.keys()
+    assert sum("shared_experts" in name for name in without) == 3  # fc1, fc2, gate
+    for name, value in without.items():
+        if name.startswith("input gradient"):
+            # Autograd adds what the router, the shared and the routed experts contribute in the
+            # order in which they come: two roundings to bf16's 8 bits, in another order.
+            scale = value.abs().max().item()
+            torch.testing.assert_close(overlapped[name], value, rtol=2**-7, atol=2**-7 * scale)
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(overlapped[name], value), name
+        else:
+            assert overlapped[name] == value, name

@@ -21,55 +21,9 @@ from megatron_ncclep.errors import (
     UnsupportedError,
 )
 from megatron_ncclep.integration.checks.unsupported import REFUSALS, check_supported
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
-
-BUILDS = {
-    "paged-stash": (
-        {"moe_paged_stash": True},
-        "moe_paged_stash=True: leave it out: it needs the flex dispatcher's over-budget report",
-    ),
-}
-
-
-def build_error(ctx: RankContext, options: dict[str, Any]) -> str:
-    initialize(ep=4)
-    config = make_config("ncclep", torch.float32, 4)
-    # Set after validation: Megatron's own checks want other options beside some of them.
-    for name, value in options.items():
-        setattr(config, name, value)
-    with pytest.raises(UnsupportedError) as caught:
-        build_layer(config)
-    assert config.moe_token_dispatcher_type == "ncclep"
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_unsupported_options_are_refused_at_build(megatron_pool: RankPool, name: str) -> None:
-    options, message = BUILDS[name]
-    for text in megatron_pool.run(build_error, options):
-        assert message in text
-
-
-def refused_on_rank(ctx: RankContext, index: int) -> bool:
-    """Ask for one refused option; False: this Megatron-Core does not have it."""
-    initialize(ep=4)
-    refusal = REFUSALS[index]
-    config = make_config("ncclep", torch.float32, 4)
-    if not hasattr(config, refusal.option):
-        return False
-    check_supported(config)
-    value = VALUES.get(refusal.option, True)
-    text = re.escape(f"does not support {refusal.option}={value!r}: {refusal.remedy}")
-    # As it is made: before Megatron has checked the value, whose words are not for this dispatcher.
-    with pytest.raises(UnsupportedError, match=text):
-        make_config("ncclep", torch.float32, 4, **{refusal.option: value})
-    setattr(config, refusal.option, value)
-    with pytest.raises(UnsupportedError, match=text):
-        build_layer(config)
-    return True
-
 
 # Of options that are no switches.
 VALUES = {
@@ -108,9 +62,23 @@ NEWER = {
         for index, refusal in enumerate(REFUSALS)
     ],
 )
-def test_every_refusal_refuses(megatron_pool: RankPool, index: int) -> None:
-    for has_it in megatron_pool.run(refused_on_rank, index):
-        assert has_it or REFUSALS[index].option in NEWER
+def test_every_refusal_refuses(ctx: RankContext, index: int) -> None:
+    initialize(ep=4)
+    refusal = REFUSALS[index]
+    config = make_config("ncclep", torch.float32, 4)
+    if not hasattr(config, refusal.option):
+        assert refusal.option in NEWER
+        return
+    check_supported(config)
+    value = VALUES.get(refusal.option, True)
+    text = re.escape(f"does not support {refusal.option}={value!r}: {refusal.remedy}")
+    # As it is made: before Megatron has checked the value, whose words are not for this dispatcher.
+    with pytest.raises(UnsupportedError, match=text):
+        make_config("ncclep", torch.float32, 4, **{refusal.option: value})
+    setattr(config, refusal.option, value)
+    with pytest.raises(UnsupportedError, match=text):
+        build_layer(config)
+    assert config.moe_token_dispatcher_type == "ncclep"
 
 
 def test_what_nobody_asked_for_is_not_refused(ctx: RankContext) -> None:
@@ -203,18 +171,14 @@ def test_a_newer_megatron(ctx: RankContext) -> None:
                     build_layer(config)
 
 
-def indivisible_on_rank(ctx: RankContext) -> str:
+def test_experts_that_cannot_be_divided(ctx: RankContext) -> None:
     initialize(ep=4)
     config = make_config("ncclep", torch.float32, 4)
     config.num_moe_experts = 6
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(
+        InputError, match="6 experts cannot be divided over 4 expert-parallel ranks"
+    ):
         build_layer(config)
-    return str(caught.value)
-
-
-def test_experts_that_cannot_be_divided(megatron_pool: RankPool) -> None:
-    for text in megatron_pool.run(indivisible_on_rank):
-        assert "6 experts cannot be divided over 4 expert-parallel ranks" in text
 
 
 def test_install_after_a_model_was_built(ctx: RankContext) -> None:

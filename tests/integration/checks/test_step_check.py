@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from on_ranks import gathered
 from torch.optim import optimizer as torch_optimizer
 
 from megatron_ncclep.config import EpConfig
@@ -17,26 +18,29 @@ from megatron_ncclep.errors import EpError, PeerError
 from megatron_ncclep.integration.checks.optimizer_step import check_before_steps
 from megatron_ncclep.integration.patching import is_changed
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 
 
-class LateFailure:
-    """Belongs to the group as the native engine's windows do, and knows of a failure on a device.
+class Planted:
+    """Belongs to the group as the native engine's windows do; holds a failure on a device that no
+    call has raised yet.
 
     Attributes:
         failed: the last backward combine has failed: its gradients are garbage.
     """
 
     failed = False
+    times_asked = 0
 
     def check(self) -> None:
+        self.times_asked += 1
         if self.failed:
-            raise PeerError("rank 1 of 4: rank 0 did not come in combine, on the device")
+            raise PeerError("rank 1 of 4: rank 0 did not come in combine (planted)")
 
     def close(self) -> None:
-        pass
+        """Nothing to free."""
 
 
 class Trainer:
@@ -76,91 +80,57 @@ class Trainer:
         return not all(torch.equal(a, b.detach()) for a, b in weights), error
 
 
-def train_past_a_failure(ctx: RankContext) -> tuple[list[bool], str | None]:
-    """Train a layer for three steps; the last one's backward fails on rank 1, as if late.
-
-    Returns, on each rank: by step, whether any weight changed; and the error.
-    """
-    trainer = Trainer()
-    group = EpGroup.of(trainer.layer.token_dispatcher.ep_group)
-    late = group.share("late failure", LateFailure)
-    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
-    changed, text = [], None
-    for step in range(3):
-        trainer.backward(hidden)
-        late.failed = (ctx.rank, step) == (1, 2)
-        has_changed, error = trainer.step()
-        changed.append(has_changed)
-        text = text if error is None else str(error)
-    late.failed = False
-    group.release("late failure", timeout_s=60)
-    return changed, text
-
-
-def test_a_failure_after_the_last_backward_reaches_no_weight(megatron_pool: RankPool) -> None:
+def test_a_failure_after_the_last_backward_reaches_no_weight(ctx: RankContext) -> None:
     """The native engine learns after the fact that a wait on the device has passed its deadline:
     what it gave back is garbage, and its next call raises.  After the last backward combine of a
     step there is no next call before the optimizer, which took the garbage into the weights.
     Nothing saw it, because the tests of failing ranks called an engine, and no optimizer.
+
+    Here the last of three backward passes fails on rank 1, as if a rank were late.
     """
-    results = megatron_pool.run(train_past_a_failure)
-    for rank, (changed, error) in enumerate(results):
-        assert changed == [True, True, rank != 1]
-        assert (error is not None) == (rank == 1)
-    assert "did not come in combine" in str(results[1][1])
+    trainer = Trainer()
+    group = EpGroup.of(trainer.layer.token_dispatcher.ep_group)
+    planted = group.share("late failure", Planted)
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
+    for step in range(3):
+        trainer.backward(hidden)
+        planted.failed = (ctx.rank, step) == (1, 2)
+        has_changed, error = trainer.step()
+        assert has_changed == (not planted.failed)
+        assert (error is not None) == planted.failed
+        assert error is None or "did not come in combine" in str(error)
+    planted.failed = False
+    group.release("late failure", timeout_s=60)
 
 
 # Where the router cannot tell the experts apart it sends all 4 x 12 tokens to the same one.
 NUM_TOKENS, NUM_ROWS = 4 * SEQUENCE * BATCH, 40
 
 
-def train_past_an_overflow(ctx: RankContext) -> tuple[int, list[tuple[bool, str]]]:
-    """Four steps, in the second of which one rank lacks rows; returns what this one dropped too."""
+@pytest.mark.supports(
+    "--ncclep-on-overflow=raise", compared="which steps change weights, and the error of each rank"
+)
+def test_with_on_overflow_raise_no_rank_steps_with_dropped_rows(ctx: RankContext) -> None:
+    """Only one rank drops rows, in the second step, and only it counts them; but tokens of other
+    ranks lack something, and so do the gradients of all ranks.
+    """
     options = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
     ncclep = EpConfig(max_recv_rows=NUM_ROWS, on_overflow="raise")
     trainer = Trainer(ncclep=ncclep, **options)
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
-    steps = []
+    texts = []
     for scale in (1, 0, 1, 1):
         trainer.backward(scale * hidden)
         changed, error = trainer.step()
-        steps.append((changed, "" if error is None else f"{type(error).__name__}: {error}"))
-    return int(trainer.layer.token_dispatcher.num_dropped), steps
-
-
-@pytest.mark.supports(
-    "--ncclep-on-overflow=raise", compared="which steps change weights, and the error of each rank"
-)
-def test_with_on_overflow_raise_no_rank_steps_with_dropped_rows(megatron_pool: RankPool) -> None:
-    """Only one rank drops rows, and only it counts them; but tokens of other ranks lack something,
-    and so do the gradients of all ranks.
-    """
-    results = megatron_pool.run(train_past_an_overflow)
-    dropped = [count for count, _ in results]
+        assert changed == (scale == 1)
+        texts.append("" if error is None else f"{type(error).__name__}: {error}")
+    dropped = gathered(ctx, int(trainer.layer.token_dispatcher.num_dropped))
     assert sorted(dropped) == [0, 0, 0, NUM_TOKENS - NUM_ROWS]
-    for rank, (_, steps) in enumerate(results):
-        assert [changed for changed, _ in steps] == [True, False, True, True], f"rank {rank}"
-        assert [bool(text) for _, text in steps] == [False, True, False, False]
-        text = steps[1][1]
-        assert text == results[0][1][1][1]
-        assert f"RowsDroppedError: rows were dropped: with max_recv_rows={NUM_ROWS}, " in text
-        full = dropped.index(max(dropped))
-        assert f"rank {full} needed {NUM_TOKENS} rows and had {NUM_ROWS} (of each rank" in text
-
-
-class Planted:
-    """Shared by engines; holds a failure on the device that no call has raised yet."""
-
-    failed = False
-    times_asked = 0
-
-    def check(self) -> None:
-        self.times_asked += 1
-        if self.failed:
-            raise PeerError("rank 0 of 1: rank 1 did not come (planted)")
-
-    def close(self) -> None:
-        """Nothing to free."""
+    assert [bool(text) for text in texts] == [False, True, False, False]
+    assert gathered(ctx, texts) == [texts] * ctx.num_ranks
+    assert f"RowsDroppedError: rows were dropped: with max_recv_rows={NUM_ROWS}, " in texts[1]
+    full = dropped.index(max(dropped))
+    assert f"rank {full} needed {NUM_TOKENS} rows and had {NUM_ROWS} (of each rank" in texts[1]
 
 
 @pytest.mark.alone

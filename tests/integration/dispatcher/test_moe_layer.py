@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from on_ranks import gathered
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 
@@ -232,8 +233,8 @@ CASES = [
 # Cases with the same groups one after the other: making groups takes longer than most cases.
 @pytest.mark.supports(compared="outputs and all gradients with alltoall's, within rounding")
 @pytest.mark.parametrize("case", sorted(CASES, key=lambda c: (c.ep, c.tp, c.etp)), ids=str)
-def test_layer_equals_alltoall(megatron_pool: RankPool, case: LayerCase) -> None:
-    assert_same_training(megatron_pool, case, "reference")
+def test_layer_equals_alltoall(ctx: RankContext, case: LayerCase) -> None:
+    assert_same_training(ctx, case, "reference")
 
 
 def over_machines(name: str, **changes: Any) -> LayerCase:
@@ -266,11 +267,12 @@ MACHINES = [
 
 
 @pytest.mark.parametrize("case", MACHINES, ids=str)
-def test_layer_over_machines_equals_alltoall(megatron_pool: RankPool, case: LayerCase) -> None:
-    assert_same_training(megatron_pool, case, "hierarchical")
+def test_layer_over_machines_equals_alltoall(ctx: RankContext, case: LayerCase) -> None:
+    assert_same_training(ctx, case, "hierarchical")
 
 
-def overflow_on_rank(ctx: RankContext, more: dict[str, Any]) -> tuple[int, bool, list[str]]:
+def overflow_on_rank(ctx: RankContext, more: dict[str, Any]) -> tuple[int, int]:
+    """Train a layer that lacks rows: how many this rank dropped, and how often it warned of it."""
     initialize(ep=4)
     said: list[str] = []
     handler = logging.Handler()
@@ -288,33 +290,26 @@ def overflow_on_rank(ctx: RankContext, more: dict[str, Any]) -> tuple[int, bool,
     megatron_ncclep.check()
     logging.getLogger("megatron_ncclep").removeHandler(handler)
     assert plans.call_count == (4 if more else 2)  # a recomputed dispatch is planned again
-    finite = bool(torch.isfinite(hidden.grad).all())
-    return int(layer.token_dispatcher.num_dropped), finite, said
+    assert torch.isfinite(hidden.grad).all()
+    warnings = sum("did not fit into max_recv_rows=8" in text for text in said)
+    return int(layer.token_dispatcher.num_dropped), warnings
 
 
-def test_static_overflow_is_counted(megatron_pool: RankPool) -> None:
-    results = megatron_pool.run(overflow_on_rank, {})
+def test_static_overflow_is_counted(ctx: RankContext) -> None:
+    dropped, warnings = overflow_on_rank(ctx, {})
+    assert warnings == (dropped > 0)
     # 4 ranks x 12 tokens x 2 assignments = 96 rows for 4 x 8 places, twice.
-    assert sum(dropped for dropped, _, _ in results) >= 2 * (96 - 32)
-    for dropped, finite, said in results:
-        assert finite
-        warnings = [text for text in said if "did not fit into max_recv_rows=8" in text]
-        assert len(warnings) == (dropped > 0)
+    assert sum(gathered(ctx, dropped)) >= 2 * (96 - 32)
     # In a layer that is recomputed as well, and once: it counted what it dispatched again.
-    recomputed = megatron_pool.run(overflow_on_rank, RECOMPUTE)
-    assert [dropped for dropped, _, _ in recomputed] == [dropped for dropped, _, _ in results]
+    assert overflow_on_rank(ctx, RECOMPUTE)[0] == dropped
 
 
-def rows_on_rank(ctx: RankContext) -> int:
+def test_slices_make_no_more_room_than_can_be_needed(ctx: RankContext) -> None:
+    """A token has 4 assignments (top-2, 2 slices), 2 for each half of the ranks: 2 rows at most."""
     initialize(tp=2, **SLICES)
     options = {"expert_tensor_parallel_size": 2, "ncclep": EpConfig(max_recv_rows="worst")}
     layer = build_layer(make_config("ncclep", torch.float32, 2, 2, **options))
     rows: list[int] = []
     layer.experts.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0])))
     layer(torch.randn(SEQUENCE // 2, BATCH, HIDDEN))
-    return rows[0]
-
-
-def test_slices_make_no_more_room_than_can_be_needed(megatron_pool: RankPool) -> None:
-    """A token has 4 assignments (top-2, 2 slices), 2 for each half of the ranks: 2 rows at most."""
-    assert megatron_pool.run(rows_on_rank) == [4 * 6 * 2] * 4
+    assert rows[0] == 4 * 6 * 2

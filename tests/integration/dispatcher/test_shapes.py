@@ -20,7 +20,7 @@ import torch
 from layer_case import LayerCase, assert_same_training
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "ep1": {"ep": 1},
@@ -159,5 +159,5 @@ CASES = sorted(
 
 @pytest.mark.supports(compared="outputs and all gradients with alltoall's, mostly to the bit")
 @pytest.mark.parametrize("case", CASES)
-def test_shape_equals_alltoall(megatron_pool: RankPool, case: LayerCase) -> None:
-    assert_same_training(megatron_pool, case, "reference")
+def test_shape_equals_alltoall(ctx: RankContext, case: LayerCase) -> None:
+    assert_same_training(ctx, case, "reference")

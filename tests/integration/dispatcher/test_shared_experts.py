@@ -14,7 +14,7 @@ from layer_case import LayerCase, assert_overlap_changes_no_bits
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 
@@ -25,8 +25,10 @@ OVERLAP = {
 }
 
 
-def order_on_rank(ctx: RankContext) -> list[str]:
-    """What a forward and a backward pass queue, in order; "wait": the shared experts' stream."""
+def test_our_kernels_are_queued_first(ctx: RankContext) -> None:
+    """A GEMM that is queued before them takes all SMs, and one that does not wait for what comes
+    before them starts before they can.
+    """
     initialize(ep=4)
     from megatron_ncclep.cpu.torch_calls import CpuStream
 
@@ -57,23 +59,15 @@ def order_on_rank(ctx: RankContext) -> list[str]:
     out, _ = layer(hidden)
     order.append("backward")
     out.sum().backward()
-    return order
-
-
-def test_our_kernels_are_queued_first(megatron_pool: RankPool) -> None:
-    """A GEMM that is queued before them takes all SMs, and one that does not wait for what comes
-    before them starts before they can.
-    """
-    for order in megatron_pool.run(order_on_rank):
-        backward = order.index("backward")
-        # The first wait is for the layer's input.
-        assert order[:backward] == [
-            *("wait", "plan", "wait", "dispatch", "fc1", "wait", "combine", "fc2", "sum")
-        ]
-        # The backward of combine is a dispatch, and the other way round; newer Megatron waits too.
-        assert [step for step in order[backward + 1 :] if step != "wait"] == [
-            *("dispatch", "fc2 backward", "combine", "fc1 backward")
-        ]
+    at = order.index("backward")
+    # The first wait is for the layer's input; all waits are of the shared experts' stream.
+    assert order[:at] == [
+        *("wait", "plan", "wait", "dispatch", "fc1", "wait", "combine", "fc2", "sum")
+    ]
+    # The backward of combine is a dispatch, and the other way round; newer Megatron waits too.
+    assert [step for step in order[at + 1 :] if step != "wait"] == [
+        *("dispatch", "fc2 backward", "combine", "fc1 backward")
+    ]
 
 
 @pytest.mark.supports(
@@ -81,13 +75,16 @@ def test_our_kernels_are_queued_first(megatron_pool: RankPool) -> None:
     compared="outputs and all gradients with those without overlap, to the bit (input gradients: "
     "one rounding)",
 )
-def test_overlap_changes_no_bits(megatron_pool: RankPool) -> None:
+def test_overlap_changes_no_bits(ctx: RankContext) -> None:
     case = LayerCase("bits", dtype=torch.bfloat16, options=OVERLAP, micro_batches=2)
-    assert_overlap_changes_no_bits(megatron_pool, case)
+    assert_overlap_changes_no_bits(ctx, case)
 
 
-def errors_on_rank(ctx: RankContext) -> list[str]:
-    """Mistakes of one rank: a token with too many experts, experts that lose a row."""
+def test_errors_do_not_last(ctx: RankContext) -> None:
+    """Mistakes of one rank: a token with too many experts, experts that lose a row.  From
+    Megatron-Core 0.18 on every later forward pass failed an assertion of its own: the shared
+    experts were still in the middle of the one that an InputError had ended.
+    """
     initialize(ep=4)
     layer = build_layer(make_config("ncclep", torch.float64, 4, **OVERLAP))
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64)
@@ -100,21 +97,12 @@ def errors_on_rank(ctx: RankContext) -> list[str]:
         return outputs[0][ctx.rank == 1 :], None
 
     expected, _ = layer(hidden)
-    errors = []
-    for module, mistake in ((layer.router, too_many), (layer.experts, lose)):
+    for module, mistake, text in (
+        (layer.router, too_many, "rank 2"),
+        (layer.experts, lose, "rank 1"),
+    ):
         hook = module.register_forward_hook(mistake)
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=text):
             layer(hidden)
-        errors.append(str(caught.value))
         hook.remove()
         assert torch.equal(layer(hidden)[0], expected)
-    return errors
-
-
-def test_errors_do_not_last(megatron_pool: RankPool) -> None:
-    """From Megatron-Core 0.18 on every later forward pass failed an assertion of its own: the
-    shared experts were still in the middle of the one that an InputError had ended.
-    """
-    for in_plan, in_combine in megatron_pool.run(errors_on_rank):
-        assert "rank 2" in in_plan
-        assert "rank 1" in in_combine

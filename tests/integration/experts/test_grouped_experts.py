@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron_setup import BATCH, SEQUENCE, build_layer, initialize, make_config
+from on_ranks import gathered
 from trainer import ModelCase, Training, checkpoints_written
 
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 GROUPED = EpConfig(experts="grouped")
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
@@ -30,7 +31,8 @@ SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation
 # ---- parameters
 
 
-def parameters_on_rank(ctx: RankContext) -> None:
+@pytest.mark.each_release
+def test_parameters_are_megatrons(ctx: RankContext) -> None:
     """The same names, in the same order, with the same values from the same random state."""
     from megatron_ncclep.integration.experts.expert_stack import view_of
 
@@ -59,11 +61,6 @@ def parameters_on_rank(ctx: RankContext) -> None:
     assert ours.token_dispatcher.engine.config.alignment == 16
 
 
-@pytest.mark.each_release
-def test_parameters_are_megatrons(megatron_pool: RankPool) -> None:
-    megatron_pool.run(parameters_on_rank)
-
-
 # ---- training
 
 
@@ -72,7 +69,17 @@ def model_of(experts: str) -> ModelCase:
     return ModelCase(experts, options, dtype=torch.float32)
 
 
-def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
+@pytest.mark.each_release
+@pytest.mark.supports(
+    "--ncclep-experts=grouped",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "gradient_accumulation_fusion",
+    compared="losses and gradient norms with Megatron's own experts, 2e-4 (fp32, Adam)",
+)
+def test_training_with_the_distributed_optimizer(ctx: RankContext) -> None:
+    """Weights that the overlapped gather had not delivered yet would be those of the last step."""
     from megatron_ncclep.integration.experts.expert_stack import view_of
 
     adds: list[int] = []  # of how many dimensions what is added to was
@@ -103,36 +110,23 @@ def training_on_rank(ctx: RankContext) -> dict[str, list[tuple[float, float]]]:
                     weights = module.weights_of(layer)
                     assert view_of(weights) is not None
                     assert view_of([weight.main_grad for weight in weights]) is not None
-    return curves
-
-
-@pytest.mark.each_release
-@pytest.mark.supports(
-    "--ncclep-experts=grouped",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "gradient_accumulation_fusion",
-    compared="losses and gradient norms with Megatron's own experts, 2e-4 (fp32, Adam)",
-)
-def test_training_with_the_distributed_optimizer(megatron_pool: RankPool) -> None:
-    """Weights that the overlapped gather had not delivered yet would be those of the last step."""
-    for curves in megatron_pool.run(training_on_rank):
-        expected = curves["megatron"]
-        assert expected[-1][0] < expected[0][0]
-        # fp32 (6e-8 a rounding) and blocks padded to 16 rows, which sum in another order; Adam's
-        # first steps divide by gradients' sizes, so that an error of 1e-6 stays one.  A step's loss
-        # moves by 1e-2 or more.
-        assert curves["grouped"] == [pytest.approx(step, rel=2e-4) for step in expected]
-        # Whoever adds gradients up, it is the same sum.
-        assert curves["fused"] == curves["in Megatron's graphs"] == curves["grouped"]
+    expected = curves["megatron"]
+    assert expected[-1][0] < expected[0][0]
+    # fp32 (6e-8 a rounding) and blocks padded to 16 rows, which sum in another order; Adam's first
+    # steps divide by gradients' sizes, so that an error of 1e-6 stays one.  A step's loss moves by
+    # 1e-2 or more.
+    assert curves["grouped"] == [pytest.approx(step, rel=2e-4) for step in expected]
+    # Whoever adds gradients up, it is the same sum.
+    assert curves["fused"] == curves["in Megatron's graphs"] == curves["grouped"]
 
 
 # ---- checkpoints
 
 
+@pytest.mark.each_release
 @checkpoints_written()
-def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
+def test_checkpoints_go_both_ways(ctx: RankContext, tmp_path: Path) -> None:
+    """Model and optimizer, in the format that stores buffers as they lie, without names."""
     from megatron.core import dist_checkpointing
 
     for before, after in [("megatron", "grouped"), ("grouped", "megatron")]:
@@ -140,7 +134,7 @@ def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
         for _ in range(2):
             saved.step()
         expected = saved.everything()
-        target = folder / before
+        target = tmp_path / before
         if ctx.rank == 0:
             target.mkdir()
         torch.distributed.barrier()
@@ -154,12 +148,6 @@ def checkpoints_on_rank(ctx: RankContext, folder: Path) -> None:
         for key, value in expected.items():
             assert torch.equal(found[key], value), (before, after, key)
         assert loaded.step() == pytest.approx(saved.step(), rel=2e-4)  # as above
-
-
-@pytest.mark.each_release
-def test_checkpoints_go_both_ways(megatron_pool: RankPool, tmp_path: Path) -> None:
-    """Model and optimizer, in the format that stores buffers as they lie, without names."""
-    megatron_pool.run(checkpoints_on_rank, tmp_path)
 
 
 # ---- refusals
@@ -262,7 +250,7 @@ LARGE = {"hidden_size": 4096, "moe_ffn_hidden_size": 14336, "moe_router_topk": 2
 AUTO = EpConfig(experts="auto")
 
 
-def choices_on_rank(ctx: RankContext) -> None:
+def test_the_choice(ctx: RankContext) -> None:
     """By shape; and what grouped experts do not support, or only they do, wins over it."""
     initialize(ep=4)
     from megatron_ncclep.integration.experts import selection as choice
@@ -346,11 +334,8 @@ def choices_on_rank(ctx: RankContext) -> None:
         assert "(4096 tokens, assumed)" in chosen(64, **SMALL)[1]
 
 
-def test_the_choice(megatron_pool: RankPool) -> None:
-    megatron_pool.run(choices_on_rank)
-
-
-def automatic_layers_on_rank(ctx: RankContext) -> list[str]:
+@pytest.mark.each_release
+def test_automatic_layers(ctx: RankContext) -> None:
     """What is chosen is built, with its alignment and the engine's options, and logged once."""
     initialize(ep=2)
     from megatron_ncclep.integration.experts import selection as choice
@@ -379,14 +364,9 @@ def automatic_layers_on_rank(ctx: RankContext) -> list[str]:
     hidden = torch.randn(SEQUENCE, BATCH, 16)
     outputs = [layer(hidden)[0] for layer in layers]
     torch.testing.assert_close(outputs[2], outputs[0])  # of the same weights
-    return [line for line in lines if line.startswith("experts: ")]
-
-
-@pytest.mark.each_release
-def test_automatic_layers(megatron_pool: RankPool) -> None:
-    found = megatron_pool.run(automatic_layers_on_rank)
-    assert sorted(len(lines) for lines in found) == [0, 0, 2, 2]  # two groups, their first ranks
-    assert max(found)[0] == "experts: megatron, because grouped ones were not measured on a CPU"
+    said = gathered(ctx, [line for line in lines if line.startswith("experts: ")])
+    assert sorted(map(len, said)) == [0, 0, 2, 2]  # two groups, their first ranks
+    assert max(said)[0] == "experts: megatron, because grouped ones were not measured on a CPU"
 
 
 def test_the_option() -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import io
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,7 +25,7 @@ from inference_case import (
     text_generated,
     use_whole_numbers,
 )
-from megatron_setup import initialize
+from megatron_setup import has, initialize
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import (
@@ -37,7 +36,7 @@ from megatron_ncclep.errors import (
     UnsupportedError,
 )
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 
@@ -59,7 +58,16 @@ def taken(session: Any) -> Any:
     return mock.patch.object(session, "low_latency_for", low_latency_for), found
 
 
-def batches_on_rank(ctx: RankContext) -> list[bool]:
+@pytest.mark.since("0.18")
+@pytest.mark.supports(
+    "inference_moe_token_dispatcher_type=ncclep",
+    "transformer_impl=inference_optimized",
+    "--ncclep-inference-tokens",
+    compared="what experts of whole numbers make of batches of 0 to 9 tokens with their definition "
+    "and with Megatron's dispatcher `nccl`, to the bit",
+)
+def test_experts_get_their_rows(ctx: RankContext) -> None:
+    """Batches of 0 tokens on one rank or on all, and such as are too large on one rank."""
     from megatron.core import parallel_state
 
     layer = build_inference_layer(ctx, CASE)
@@ -79,11 +87,11 @@ def batches_on_rank(ctx: RankContext) -> list[bool]:
             # Nothing is kept from one pass to the next.
             kept = ("_low_latency", "_plan", "_num_valid", "_others", "routing_map")
             assert [getattr(dispatcher, name) for name in kept] == [None] * len(kept)
-    one_assignment_on_rank(ctx)
-    return found
+    assert found == [max(sizes) <= 4 for sizes in SIZES]
 
 
-def one_assignment_on_rank(ctx: RankContext) -> None:
+@pytest.mark.since("0.18")
+def test_one_assignment(ctx: RankContext) -> None:
     """For top-1 Megatron's router makes [tokens], not [tokens, 1]; its own dispatchers fail."""
     from megatron.core.inference.utils import InferenceMode
 
@@ -97,20 +105,6 @@ def one_assignment_on_rank(ctx: RankContext) -> None:
     batch = Batch(hidden[:, 0], topk[:, None], probs[:, None])
     assert out.shape == hidden.shape
     assert torch.equal(out[:, 0], experts_of(layer, batch))
-
-
-@pytest.mark.since("0.18")
-@pytest.mark.supports(
-    "inference_moe_token_dispatcher_type=ncclep",
-    "transformer_impl=inference_optimized",
-    "--ncclep-inference-tokens",
-    compared="what experts of whole numbers make of batches of 0 to 9 tokens with their definition "
-    "and with Megatron's dispatcher `nccl`, to the bit",
-)
-def test_experts_get_their_rows(megatron_pool: RankPool) -> None:
-    """Batches of 0 tokens on one rank or on all, and such as are too large on one rank."""
-    for found in megatron_pool.run(batches_on_rank):
-        assert found == [max(sizes) <= 4 for sizes in SIZES]
 
 
 def training_on_rank(ctx: RankContext, case: InferenceCase) -> list[torch.Tensor]:
@@ -142,16 +136,11 @@ def training_on_rank(ctx: RankContext, case: InferenceCase) -> list[torch.Tensor
     compared="outputs and gradients of training passes between those that generate text with "
     "alltoall's, which generates none, to the bit",
 )
-def test_training_passes_take_the_other_dispatcher(megatron_pool: RankPool) -> None:
+def test_training_passes_take_the_other_dispatcher(ctx: RankContext) -> None:
     # With two assignments of a token, sums have two terms.
-    ours_of, theirs_of = (
-        megatron_pool.run(training_on_rank, case)
-        for case in (InferenceCase(trains="ncclep"), InferenceCase("nccl"))
-    )
-    for ours, theirs in zip(ours_of, theirs_of, strict=True):
-        assert len(ours) == len(theirs)
-        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert torch.equal(a, b), index
+    ours = training_on_rank(ctx, InferenceCase(trains="ncclep"))
+    theirs = training_on_rank(ctx, InferenceCase("nccl"))
+    assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(ours)
 
 
 PROMPTS = (3, 6), (8, 2)
@@ -177,16 +166,14 @@ def generate_on_rank(ctx: RankContext, kind: str) -> tuple[list[list[int]], list
     "inference_moe_token_dispatcher_type=ncclep",
     compared="the tokens that a model generates with those with Megatron's dispatcher `nccl`",
 )
-def test_tokens_are_those_of_nccl(megatron_pool: RankPool) -> None:
+def test_tokens_are_those_of_nccl(ctx: RankContext) -> None:
     """Two prompts one after the other on each rank, of other lengths than on the other one."""
-    ours = megatron_pool.run(generate_on_rank, "ncclep")
-    theirs = megatron_pool.run(generate_on_rank, "nccl")
-    for (tokens, found), (expected, _) in zip(ours, theirs, strict=True):
-        assert tokens == expected
-        assert [len(prompt) for prompt in tokens] == [NUM_NEW] * 2
-        # Two layers: a prompt that is too long on one rank, and then single tokens.
-        one = [False] * 2 + [True] * 2 * (NUM_NEW - 1)
-        assert found == one * 2
+    tokens, found = generate_on_rank(ctx, "ncclep")
+    assert tokens == generate_on_rank(ctx, "nccl")[0]
+    assert [len(prompt) for prompt in tokens] == [NUM_NEW] * 2
+    # Two layers: a prompt that is too long on one rank, and then single tokens.
+    one = [False] * 2 + [True] * 2 * (NUM_NEW - 1)
+    assert found == one * 2
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -198,7 +185,7 @@ def text_of(error: type[Exception], call: Any) -> str:
     return str(caught.value)
 
 
-def refusals_on_rank(ctx: RankContext) -> dict[str, str]:
+def refusals() -> dict[str, str]:
     initialize(2)
     from megatron.core.inference.moe import InferenceGroupedGemmBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -294,11 +281,11 @@ WANTED = "inference_moe_token_dispatcher_type=ncclep"
     "more than the engine takes (`native`: 512), and without "
     "`inference_moe_token_dispatcher_type=ncclep`: leave it out",
 )
-def test_what_is_refused_at_build(megatron_pool: RankPool) -> None:
-    for found in megatron_pool.run(refusals_on_rank):
-        assert found.keys() == REFUSED.keys()
-        for name, text in found.items():
-            assert re.search(REFUSED[name], text), text
+def test_what_is_refused_at_build(ctx: RankContext) -> None:
+    found = refusals()
+    assert found.keys() == REFUSED.keys()
+    for name, text in found.items():
+        assert re.search(REFUSED[name], text), text
 
 
 @pytest.mark.since("0.18")
@@ -433,7 +420,7 @@ def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> 
     assert "closed" in text_of(GroupClosedError, lambda: experts_of(layer, batch))
 
 
-def option_on_rank(ctx: RankContext) -> None:
+def test_the_option_on_command_lines_and_in_older_releases(ctx: RankContext) -> None:
     initialize(2)
     import megatron.core
     from megatron.core.transformer.transformer_config import (
@@ -447,8 +434,8 @@ def option_on_rank(ctx: RankContext) -> None:
         for kind in (TransformerConfig, MLATransformerConfig):
             text = text_of(UnsupportedError, lambda kind=kind: kind(**{field: "ncclep"}))
             assert re.search(r"Core 0\.1[67]\.\d.* has no dispatchers for inference.*0\.18", text)
-    if not (Path(megatron.core.__file__).parents[1] / "training").exists():
-        return  # what can be imported is another release's
+    if not has("training"):
+        return  # this release's wheel has no command line
     from megatron.training import arguments
 
     def parsed(*flags: str) -> Any:
@@ -473,7 +460,3 @@ def option_on_rank(ctx: RankContext) -> None:
     ):
         with pytest.raises(UnsupportedError, match=text):
             parsed(*flags)
-
-
-def test_the_option_on_command_lines_and_in_older_releases(megatron_pool: RankPool) -> None:
-    megatron_pool.run(option_on_rank)

@@ -32,7 +32,7 @@ def test_missing_place_is_named() -> None:
         replace(torch.cuda, no_such_thing=None)
 
 
-def use_cuda_names(context: RankContext) -> None:
+def test_cuda_names_mean_the_cpu(ctx: RankContext) -> None:
     cpu.enable()
     cpu.enable()  # once more changes nothing
     assert cpu.enabled()
@@ -63,10 +63,6 @@ def use_cuda_names(context: RankContext) -> None:
         return torch.compiler.is_compiling()
 
     assert not torch.compile(compiled, backend="eager")()
-
-
-def test_cuda_names_mean_the_cpu(megatron_pool: RankPool) -> None:
-    megatron_pool.run(use_cuda_names, ranks=1, timeout=300)
 
 
 def gather_and_scatter_unevenly(context: RankContext) -> None:
@@ -129,7 +125,7 @@ def test_groups_share_one_thread(ctx: RankContext) -> None:
     dist.destroy_process_group(first)
 
 
-def fork_the_generator(context: RankContext) -> list[float]:
+def test_tracker_forks_the_cpus_generator(ctx: RankContext) -> None:
     cpu.enable()
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
@@ -144,10 +140,12 @@ def fork_the_generator(context: RankContext) -> list[float]:
         assert not torch.equal(torch.rand(3), inside), "the inner generator was not"
     torch.manual_seed(2)
     assert torch.equal(torch.rand(3), inside)
-    return inside.tolist()
 
 
-def ask_for_cuda_graphs(context: RankContext) -> None:
+def test_cuda_graphs_are_refused(ctx: RankContext) -> None:
+    """With --cuda-graph-impl a run on the CPU ended in "'Tensor' object has no attribute
+    'manual_seed'", deep in Megatron.  A state that graphs can hold is a generator, ours a tensor.
+    """
     cpu.enable()
     from megatron.core.tensor_parallel import random
 
@@ -156,18 +154,7 @@ def ask_for_cuda_graphs(context: RankContext) -> None:
         random._get_cuda_rng_state(graph_safe=True)
 
 
-def test_cuda_graphs_are_refused(megatron_pool: RankPool) -> None:
-    """With --cuda-graph-impl a run on the CPU ended in "'Tensor' object has no attribute
-    'manual_seed'", deep in Megatron.  A state that graphs can hold is a generator, ours a tensor.
-    """
-    megatron_pool.run(ask_for_cuda_graphs, ranks=1, timeout=300)
-
-
-def test_tracker_forks_the_cpus_generator(megatron_pool: RankPool) -> None:
-    megatron_pool.run(fork_the_generator, ranks=1, timeout=300)
-
-
-def build_norm(context: RankContext) -> None:
+def test_norm_knows_of_sequence_parallelism(ctx: RankContext) -> None:
     cpu.enable()
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -183,7 +170,3 @@ def build_norm(context: RankContext) -> None:
         norm = WrappedTorchNorm(config=config, hidden_size=8)
         assert [p.sequence_parallel for p in norm.parameters()] == [parallel, parallel]
         assert config.sequence_parallel is parallel
-
-
-def test_norm_knows_of_sequence_parallelism(megatron_pool: RankPool) -> None:
-    megatron_pool.run(build_norm, ranks=1, timeout=300)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from on_ranks import gathered
 from trainer import Model, ModelCase, differences, train
 
 from megatron_ncclep.ranks.pool import RankContext
@@ -85,9 +85,7 @@ def test_training_is_alltoalls(ctx: RankContext, case: ModelCase, plans: int) ->
     kept = {name: value for name, value in case.options.items() if "recompute" not in name}
     assert differences(ours, train(ctx, "alltoall", replace(case, options=kept))) == []
     # What is collective comes in one order on all ranks; a recomputed dispatch is planned again.
-    everywhere: list[Any] = [None] * ctx.num_ranks
-    dist.all_gather_object(everywhere, calls, group=ctx.group)
-    assert everywhere == [calls] * ctx.num_ranks
+    assert gathered(ctx, calls) == [calls] * ctx.num_ranks
     num_plans, dispatches, combines = (
         sum(call.startswith(step) for call in calls) for step in ("plan", "dispatch", "combine")
     )
