@@ -33,6 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUMMARY = "summary.txt"
 DUMP_S = 20  # for what was stopped to say why
+MPS_QUIT_S = 15
 SHORTEST_S = 15  # ranks take as long to import what they need
 RANDOM = "tests/contract/test_random.py --iterations"
 
@@ -202,13 +203,22 @@ def mps(is_wanted: bool, environment: dict[str, str]) -> Iterator[dict[str, str]
     with tempfile.TemporaryDirectory() as folder:
         places = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), folder)
         control, environment = "nvidia-cuda-mps-control", environment | places
-        subprocess.run([control, "-d"], env=environment, check=True, timeout=30)
+        # In the foreground, so that it is a child that can be killed: when clients were killed it
+        # may wait for them for ever.
+        daemon = subprocess.Popen([control, "-f"], env=environment, start_new_session=True)
         try:
             # The server numbers the GPUs that it was given from 0.
             visible = range(len(environment["CUDA_VISIBLE_DEVICES"].split(",")))
             yield environment | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, visible))}
         finally:
-            subprocess.run([control], env=environment, input="quit\n", text=True, timeout=60)
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    [control], env=environment, input="quit -t 5\n", text=True, timeout=MPS_QUIT_S
+                )
+                daemon.wait(MPS_QUIT_S)
+            with suppress(ProcessLookupError):
+                os.killpg(daemon.pid, signal.SIGKILL)
+            daemon.wait()
 
 
 def visible_gpus() -> list[str]:

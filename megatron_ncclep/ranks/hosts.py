@@ -273,8 +273,9 @@ class Hosts:
         if self._stream is not None and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"{what}: the ranks cannot agree while a CUDA graph is captured, because not all "
-                "of them share memory: put them on one node and in one network namespace, and "
-                "leave NCCLEP_HOST_EXCHANGE on"
+                "of them share memory: set max_recv_rows and run the same calls once before the "
+                "capture, or put the ranks on one node and in one network namespace, with "
+                "NCCLEP_HOST_EXCHANGE on"
             )
         with torch.cuda.stream(self._stream):  # no effect on a CPU
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import config_of
-from run_case import caps_of, fitted, rounds_source_part
+from run_case import caps_of, fitted, ranks_on_node, rounds_source_part
 
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
@@ -49,6 +49,8 @@ class Layer:
 
     def __init__(self, ctx: RankContext, case: Case, engine: Engine) -> None:
         self.ctx, self.case, self.engine = ctx, case, engine
+        self.on_node = ranks_on_node(engine.caps.name, case.num_ranks)
+        self.round_source_part = rounds_source_part(engine.caps.name)
         T, limit, H, K = case.tokens[ctx.rank], case.max_recv_rows, case.hidden, case.top_k
         assert limit is not None
         placed = {"dtype": case.dtype, "device": ctx.device}
@@ -82,26 +84,30 @@ class Layer:
         case = self.case
         return rows_of(rank, num_rows, case.hidden, case.dtype, 10 * number + salt, case.device)
 
-    def expected(
-        self, number: int, round_source_part: bool
-    ) -> tuple[SlotTable, list[torch.Tensor | None]]:
+    def expected(self, number: int) -> tuple[SlotTable, list[torch.Tensor | None]]:
         """What the plan and the results of `step` must be for micro-batch `number`."""
         case, rank = dataclasses.replace(self.case, seed=number), self.ctx.rank
         limit, device, tokens = case.max_recv_rows, self.ctx.device, list(case.tokens)
         assert limit is not None
         ranks = range(case.num_ranks)
         topk_idx = [case.topk_idx(r) for r in ranks]
-        tables = [slot_table(r, topk_idx, case.num_experts, case.alignment, limit) for r in ranks]
+        tables = [
+            slot_table(r, topk_idx, case.num_experts, case.alignment, limit, self.on_node)
+            for r in ranks
+        ]
         x, out_grad = ([self.rows(r, tokens[r], number, salt) for r in ranks] for salt in (0, 2))
         y, rows_grad = ([self.rows(r, limit, number, salt) for r in ranks] for salt in (1, 3))
         w = [weights_of(r, (tokens[r], case.top_k), number, device) for r in ranks]
         row_w_grad = [weights_of(r, (limit,), -number, device) for r in ranks]
-        arguments = (tables, tokens, rank, case.top_k)
+        arguments, order = (
+            (tables, tokens, rank, case.top_k),
+            (self.round_source_part, self.on_node),
+        )
         return tables[rank], [
-            *table_dispatch(tables[rank], x, w),
-            *table_combine(*arguments, y, round_source_part=round_source_part),
-            *table_dispatch(tables[rank], out_grad),
-            *table_combine(*arguments, rows_grad, row_w_grad, round_source_part),
+            *table_dispatch(tables[rank], x, w, self.on_node),
+            *table_combine(*arguments, y, None, *order),
+            *table_dispatch(tables[rank], out_grad, None, self.on_node),
+            *table_combine(*arguments, rows_grad, row_w_grad, *order),
         ]
 
     def check(
@@ -109,10 +115,9 @@ class Layer:
         plan: RoutePlan,
         results: list[torch.Tensor | None],
         number: int,
-        round_source_part: bool,
     ) -> int:
         """Compare with the oracle; return how many assignments it dropped for this rank."""
-        table, values = self.expected(number, round_source_part)
+        table, values = self.expected(number)
         what = f"{self.case}, micro-batch {number}, rank {self.ctx.rank}"
         numbers = {
             "tokens_per_expert": table.padded,
@@ -145,7 +150,6 @@ def replays_on_rank(
 ) -> tuple[str, int]:
     """Replay a step again and again; return the first difference and how much was dropped."""
     case = case.on(ctx.device)
-    round_source_part = rounds_source_part(engine_name)
     exact = dataclasses.replace(case, max_recv_rows=None)
     difference, dropped = "", 0
     with (
@@ -166,7 +170,7 @@ def replays_on_rank(
             if difference:
                 continue  # the other ranks go on
             try:
-                dropped += layer.check(plan, results, number, round_source_part)
+                dropped += layer.check(plan, results, number)
             except AssertionError as error:
                 difference = str(error)
     return difference, dropped

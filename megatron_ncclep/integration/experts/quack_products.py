@@ -17,9 +17,9 @@ the product needs them; the weights stay as Megatron lays them out, all gates, t
 Expert g's rows are those from `ends[g]` up to `ends[g + 1]`, and `ends[0]` is 0.  The kernels read
 `ends` on the device.  Rows after the last block are neither read nor written.
 
-Tile shapes: on one H100, 2026-11-24, six shapes of configs/benchmark/layers.yaml and 20 to 48 tiles
-for each product, these two were within 2 to 4 % of the best one on average, and within 10 % in each
-case (benchmarks/results/2026-11-24-grouped-products.txt).
+Tile shapes: for six shapes of configs/benchmark/layers.yaml, two H100s and 11 to 48 tiles for each
+product, these two were within 4 % of the best ones over all six products.  The cards ranked the
+other tiles differently (benchmarks/results/2026-11-25-grouped-experts.txt).
 
 This module imports quack-kernels; `fused_swiglu.unavailable_reason` says whether it can.
 """
