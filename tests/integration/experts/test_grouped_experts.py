@@ -76,7 +76,7 @@ def model_of(experts: str) -> ModelCase:
     "overlap_grad_reduce",
     "overlap_param_gather",
     "gradient_accumulation_fusion",
-    compared="losses and gradient norms with Megatron's own experts, 1e-4 (fp32, Adam)",
+    compared="losses and gradient norms with Megatron's own experts, 2e-6 (fp32, Adam)",
 )
 def test_training_with_the_distributed_optimizer(ctx: RankContext) -> None:
     """Weights that the overlapped gather had not delivered yet would be those of the last step."""
@@ -113,7 +113,7 @@ def test_training_with_the_distributed_optimizer(ctx: RankContext) -> None:
     expected = curves["megatron"]
     assert expected[-1][0] < expected[0][0]
     # Blocks are padded to 16 rows, which a product sums in another order.
-    assert curves["grouped"] == [pytest.approx(step, rel=SAME) for step in expected]
+    assert curves["grouped"] == [pytest.approx(step, rel=SAME[ctx.device]) for step in expected]
     # Whoever adds gradients up, it is the same sum.
     assert curves["fused"] == curves["in Megatron's graphs"] == curves["grouped"]
 
@@ -145,7 +145,7 @@ def test_checkpoints_go_both_ways(ctx: RankContext, tmp_path: Path) -> None:
         assert any("exp_avg" in key for key in found)
         for key, value in expected.items():
             assert torch.equal(found[key], value), (before, after, key)
-        assert loaded.step() == pytest.approx(saved.step(), rel=SAME)
+        assert loaded.step() == pytest.approx(saved.step(), rel=SAME[ctx.device])
 
 
 # ---- refusals

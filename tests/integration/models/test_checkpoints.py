@@ -46,13 +46,13 @@ def assert_goes_on(ctx: RankContext, folder: Path, options: dict[str, Any]) -> N
     second.load(folder)
     losses += [second.step()[0] for _ in range(STEPS)]
     assert expected[-1] < expected[0] - 0.2
-    assert losses == pytest.approx(expected, rel=SAME)
+    assert losses == pytest.approx(expected, rel=SAME[ctx.device])
 
 
 @pytest.mark.supports(
     "ckpt_format=torch_dist",
     compared="losses after a change of dispatcher and of both kinds of expert parallelism with an "
-    "uninterrupted run's, 1e-4 (fp32, Adam)",
+    "uninterrupted run's, 2e-6 (fp32, Adam)",
 )
 def test_a_run_goes_on_in_another_layout(ctx: RankContext, tmp_path: Path) -> None:
     assert_goes_on(ctx, tmp_path, {})
