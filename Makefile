@@ -9,7 +9,7 @@ READY = $(VENV)/.ready
 export PYTHON
 
 SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
-NATIVE_SOURCES = $(shell find csrc tests/native -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+NATIVE_SOURCES = $(shell find csrc examples tests/native -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help train test gpu lint types support pages site builds wheel format setup clean
 

@@ -3,8 +3,10 @@
 `configs/` lives at the top of the tree, where people look for it, and is installed as package data
 under `megatron_ncclep/configs`, where `megatron_ncclep.cli.render` finds it again.
 
-The extension `megatron_ncclep._C` (csrc/) is built where there is a CUDA toolkit; elsewhere the
-package is pure Python and has the reference engine only.  It needs no GPU and no torch to build.
+The extension `megatron_ncclep._C` and the C library `megatron_ncclep/libncclep.so` (csrc/) are
+built where there is a CUDA toolkit; elsewhere the package is pure Python and has the reference
+engine only.  They need no GPU and no torch to build.  Both are linked from the same objects, so
+neither needs the other at run time.  `csrc/include/` is installed as `megatron_ncclep/include`.
 
 Environment:
     CUDA_HOME                    the toolkit (default: /usr/local/cuda, else where nvcc is on PATH)
@@ -24,13 +26,14 @@ from functools import partial
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 EXTENSION = "megatron_ncclep._C"
+LIBRARY = "megatron_ncclep.libncclep"
 
 
 def cuda_home():
@@ -72,33 +75,55 @@ def targets(version):
 class BuildExtension(build_ext):
     """Compiles csrc/**/*.cu with nvcc and the rest with the host compiler."""
 
-    def build_extension(self, ext):
+    def get_ext_filename(self, fullname):
+        """The file of an extension; the C library's has no Python in its name."""
+        if fullname.rpartition(".")[2] == LIBRARY.rpartition(".")[2]:
+            return os.path.join(*fullname.split(".")) + ".so"
+        return super().get_ext_filename(fullname)
+
+    def build_extensions(self):
         """Add what only the toolkit knows, then build as setuptools does."""
         home = cuda_home()
         version = toolkit_version(home)
         options, names = targets(version)
         dotted, names = "{}.{}".format(*version), " ".join(names)
-        ext.define_macros += [
-            ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),
-            ("NCCLEP_ARCHITECTURES", f'"{names}"'),
-        ]
-        built = Path(self.get_ext_fullpath(ext.name))
-        if built.exists():
-            content = built.read_bytes()
-            # It says what it was built with, and for; see kBuiltWith in csrc/bindings/module.cpp.
-            self.force = self.force or f"CUDA {dotted} for {names}\0".encode() not in content
-            if not (self.force or newer_group(ext.sources + ext.depends, str(built), "newer")):
-                print(f"{built} is newer than its sources")
-                return
-        ext.include_dirs += [str(SOURCES), str(home / "include")]
-        # Toolkits from pip have their libraries in lib/.
-        ext.library_dirs += [str(home / "lib64"), str(home / "lib")]
-        ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
+        library, extension = self.extensions
+        if self.is_built(library, extension, f"CUDA {dotted} for {names}"):
+            return
         kernels = sorted(SOURCES.rglob("*.cu"))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            ext.extra_objects += pool.map(partial(self.compile_kernels, home, options), kernels)
+            objects = list(pool.map(partial(self.compile_kernels, home, options), kernels))
+        for ext in self.extensions:
+            ext.define_macros += [
+                ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),
+                ("NCCLEP_ARCHITECTURES", f'"{names}"'),
+            ]
+            ext.include_dirs += [str(SOURCES), str(home / "include")]
+            # Toolkits from pip have their libraries in lib/.
+            ext.library_dirs += [str(home / "lib64"), str(home / "lib")]
+            ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
+            ext.extra_objects += objects
+        # The extension is linked of the library's objects, which are compiled first.
+        extension.extra_objects += self.compiler.object_filenames(
+            library.sources, output_dir=self.build_temp
+        )
         with ParallelCompile():
-            super().build_extension(ext)
+            for ext in self.extensions:
+                self.build_extension(ext)
+
+    def is_built(self, library, extension, built_with):
+        """Whether both files are newer than their sources, and built for the same GPUs."""
+        files = [Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions]
+        if not all(path.exists() for path in files):
+            self.force = True  # objects of an earlier build may be gone
+            return False
+        # It says what it was built with, and for; see kBuiltWith in csrc/bindings/module.cpp.
+        self.force = self.force or f"{built_with}\0".encode() not in files[1].read_bytes()
+        sources = library.sources + extension.sources + extension.depends
+        self.force = self.force or any(newer_group(sources, str(f), "newer") for f in files)
+        if not self.force:
+            print(f"{files[1]} is newer than its sources")
+        return not self.force
 
     def compile_kernels(self, home, options, source):
         """Compile one .cu file to an object file, if it is older than the sources."""
@@ -116,7 +141,7 @@ class BuildExtension(build_ext):
 
 
 def extensions():
-    """The extension, unless the environment or the machine says that there is none."""
+    """The library and the extension; none if the environment or the machine says so."""
     wanted = os.environ.get("NCCLEP_BUILD_EXTENSION", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"NCCLEP_BUILD_EXTENSION={wanted!r}: must be 0 or 1, or left out")
@@ -128,10 +153,22 @@ def extensions():
             raise SystemExit(f"NCCLEP_BUILD_EXTENSION=1, but {message}")
         print(f"{message}: building the pure-Python package, with the reference engine only")
         return []
-    sources = sorted(str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.cpp"))
-    # Whatever changes, kernels included, the extension is linked again.
+    sources = {str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.cpp")}
+    bindings = {str(path.relative_to(ROOT)) for path in (SOURCES / "bindings").glob("*.cpp")}
+    # Whatever changes, kernels included, everything is linked again.
     everything = [str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.*")]
-    return [Pybind11Extension(EXTENSION, sources, cxx_std=17, depends=everything)]
+    flags = ["-std=c++17", "-fvisibility=hidden", "-g0"]
+    return [
+        Extension(LIBRARY, sorted(sources - bindings), extra_compile_args=flags),
+        Pybind11Extension(
+            EXTENSION,
+            sorted(bindings),
+            cxx_std=17,
+            depends=everything,
+            # Its own functions, also where a program has loaded libncclep.so.
+            extra_link_args=["-Wl,-Bsymbolic"],
+        ),
+    ]
 
 
 setup(
@@ -157,9 +194,18 @@ setup(
         "megatron_ncclep.testing",
         "megatron_ncclep.training",
         "megatron_ncclep.configs",
+        "megatron_ncclep.include",
     ],
-    package_dir={"megatron_ncclep": "megatron_ncclep", "megatron_ncclep.configs": "configs"},
-    package_data={"megatron_ncclep": ["py.typed"], "megatron_ncclep.configs": ["*/*.yaml"]},
+    package_dir={
+        "megatron_ncclep": "megatron_ncclep",
+        "megatron_ncclep.configs": "configs",
+        "megatron_ncclep.include": "csrc/include",
+    },
+    package_data={
+        "megatron_ncclep": ["py.typed"],
+        "megatron_ncclep.configs": ["*/*.yaml"],
+        "megatron_ncclep.include": ["*.h"],
+    },
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtension},
 )

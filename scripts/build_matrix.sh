@@ -1,52 +1,30 @@
 #!/usr/bin/env bash
-# Compiles the extension with several CUDA toolkits, and ends with a table of what compiled.
+# Compiles the extension with several CUDA toolkits, loads it, and prints a table of the results.
+#
+#   scripts/build_matrix.sh [TOOLKIT[:ARCHITECTURE,...]...]
+#
+# TOOLKIT is a version such as 13.0, or the folder of an unpacked toolkit; ARCHITECTURE one of GPUs,
+# such as 90 or 90+PTX (default: setup.py's).  Without arguments: the oldest supported toolkit, the
+# one that this was developed with, and the newest.
+#
+# A version is this machine's where it has it: CUDA_HOME, /usr/local/cuda, /usr/local/cuda-VERSION or
+# nvcc on PATH.  Otherwise it is fetched into a temporary folder: 13.x by pip; 12.4 by pip and, as no
+# wheel of CUDA 12 has nvcc, from the package of Debian 13.  Warnings are errors.
+#
+# Exit status: 0 if everything asked for compiled and loaded; 1 if anything failed; 3 if nothing
+# failed but a toolkit could not be had.  PYTHON is one with pybind11 and setuptools (default:
+# python3).
 set -uo pipefail
 
-usage() {
-    cat <<'TEXT'
-usage: scripts/build_matrix.sh [TOOLKIT[:ARCHITECTURE,...]...]
-
-  TOOLKIT       a version such as 13.0, or the folder of an unpacked toolkit (as CUDA_HOME)
-  ARCHITECTURE  of GPUs, such as 90 or 90+PTX (default: what setup.py takes)
-
-Without arguments: 12.4 13.0 13.5, the oldest supported toolkit, the one that this was developed
-with, and the newest.
-
-A version is taken from this machine where it is: CUDA_HOME, /usr/local/cuda, /usr/local/cuda-VERSION
-or nvcc on PATH.  Otherwise it is fetched into a temporary folder, and nothing is installed:
-
-  13.x  all of it by pip
-  12.4  headers, libraries and ptxas by pip; nvcc, which no wheel of CUDA 12 has, from the package of
-        Debian 13, by apt-get from where this machine gets its other packages of Debian
-
-Each extension is compiled in a temporary folder, with warnings as errors, and loaded, for which no
-GPU is needed.  A toolkit that cannot be had is listed as NOT RUN.  The exit status is 0 only if
-everything asked for compiled and loaded, 3 if nothing failed but something was not run, else 1.
-
-Environment:
-
-  PYTHON              the Python to use, one with pybind11 and setuptools (default: python3)
-  NVCC_PREPEND_FLAGS  read by nvcc.  `-ccbin g++-13` names a host compiler: nvcc 12.4 takes g++ up
-                      to version 13
-TEXT
-}
-
-case "${1:-}" in
--h | --help) usage && exit ;;
--*) usage >&2 && exit 2 ;;
-esac
+[[ ${1:-} != -* ]] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit 2; }
 wanted=("$@")
 [ $# -gt 0 ] || wanted=(12.4 13.0 13.5)
-
 python=${PYTHON:-python3}
 work=$(mktemp -d) || exit
 trap 'rm -rf "$work"' EXIT
 
-table=()     # lines of the summary
-failures=0   # toolkits that compiled nothing that can be loaded
-not_run=0    # toolkits that could not be had
-
-row() { table+=("$(printf '%-14s  %-23s  %-7s  %7s  %s' "$@")"); }
+table=() status=0
+row() { table+=("$(printf '%-14s  %-23s  %s' "$@")"); }
 
 # release_of HOME: the version of a toolkit, such as 13.0
 release_of() {
@@ -126,30 +104,14 @@ LIBRARIES         =+ $(_SPACE_) "-L$(TOP)/lib64"
 PROFILE
 }
 
-# obtain VERSION: find or fetch a toolkit; sets `home`, or `remark` where it cannot be had
+# obtain VERSION: find or fetch a toolkit; sets `home`
 obtain() {
-    local version=$1
-    home=$(here "$version") && remark="this machine's" && return
-    local start=$SECONDS
-    case $version in
-    12.4)
-        home="$work/cuda-12.4"
-        remark="from pip and Debian"
-        assemble_12_4 "$home"
-        ;;
-    13.*)
-        home="$work/cuda-$version/nvidia/cu13"
-        remark="from pip"
-        from_pip "$version" "$work/cuda-$version"
-        ;;
-    *)
-        remark="not on this machine, and no wheel has its nvcc; name its folder instead"
-        return 1
-        ;;
-    esac && [ "$(release_of "$home")" = "$version" ] &&
-        remark+=", fetched in $((SECONDS - start)) s" && return
-    remark="not on this machine, and not to be fetched: see above"
-    return 1
+    home=$(here "$1") && return
+    case $1 in
+    12.4) home="$work/cuda-12.4" && assemble_12_4 "$home" ;;
+    13.*) home="$work/cuda-$1/nvidia/cu13" && from_pip "$1" "$work/cuda-$1" ;;
+    *) echo "CUDA $1 is not on this machine, and no wheel has its nvcc: name its folder" && false ;;
+    esac && [ "$(release_of "$home")" = "$1" ]
 }
 
 # compile HOME ARCHITECTURES FOLDER: compile the extension and load it
@@ -178,45 +140,33 @@ print("loaded:", "CUDA", info["cuda"], *info["architectures"])
 PYTHON
 }
 
-number=0
 for entry in "${wanted[@]}"; do
-    number=$((number + 1))
     IFS=: read -r toolkit architectures <<<"$entry"
     echo "--- CUDA $toolkit"
     home=$toolkit
-    remark=""
-    start=$SECONDS
-    if [[ $toolkit != */* ]]; then
+    if [[ $toolkit == */* ]]; then
+        [ -n "$(release_of "$home")" ]
+    else
         obtain "$toolkit"
-    elif [ -z "$(release_of "$toolkit")" ]; then
-        remark="no bin/nvcc that runs in this folder"
-        false
     fi || {
-        row "$toolkit" "${architectures:--}" "NOT RUN" $((SECONDS - start)) "$remark"
-        not_run=$((not_run + 1))
+        row "$toolkit" "${architectures:--}" "NOT RUN"
+        [ $status -ne 0 ] || status=3
         continue
     }
-    start=$SECONDS
-    log="$work/log-$number"
-    status=0
-    compile "$home" "$architectures" "$work/build-$number" >"$log" 2>&1 || status=$?
-    loaded=$(tail -n 1 "$log")
+    build="$work/build-${#table[@]}"
+    compile "$home" "$architectures" "$build" >"$work/log" 2>&1
+    compiled=$?
+    loaded=$(tail -n 1 "$work/log")
     # setup.py goes on to another toolkit where one is incomplete.
-    if [ $status -eq 0 ] && [[ $loaded != "loaded: CUDA $(release_of "$home") "* ]]; then
-        remark="compiled with another toolkit: this one has no include/cuda_runtime.h"
-        status=1
-    fi
-    if [ $status -eq 0 ]; then
-        echo "$loaded"
-        row "$toolkit" "${loaded#loaded: CUDA * }" pass $((SECONDS - start)) "$remark"
+    if [ $compiled -eq 0 ] && [[ $loaded == "loaded: CUDA $(release_of "$home") "* ]]; then
+        row "$toolkit" "${loaded#loaded: CUDA * }" pass
     else
-        cat "$log"
-        row "$toolkit" "${architectures:--}" FAIL $((SECONDS - start)) "$remark"
-        failures=$((failures + 1))
+        cat "$work/log"
+        row "$toolkit" "${architectures:--}" FAIL
+        status=1
     fi
 done
 
-printf '\n%-14s  %-23s  %-7s  %7s  %s\n' toolkit architectures result seconds remark
+printf '\n%-14s  %-23s  %s\n' toolkit architectures result
 printf '%s\n' "${table[@]}"
-[ "$failures" -eq 0 ] || exit 1
-[ "$not_run" -eq 0 ] || exit 3
+exit $status

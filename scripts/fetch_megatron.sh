@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Unpacks the other supported versions of Megatron-Core beside the installed one.
 #
-# They land in VENV/megatron/VERSION/, each a folder to put first on PYTHONPATH; nothing of them is
-# importable otherwise.  The tests of the places that the integration hooks into find them as
-# `sys.prefix`/megatron/*.  Together they take about 30 MB, since their dependencies are left out.
+# They land in VENV/megatron/VERSION/, each a folder to put first on the import path; nothing of them
+# is importable otherwise.  `pytest --megatron VERSION` runs tests with one of them.  Together they
+# take about 30 MB, since their dependencies are left out.
 set -euo pipefail
 
 # Megatron-Core needs Python 3.12 from 0.17 on, and 0.16.1 can be imported there too.

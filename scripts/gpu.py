@@ -99,6 +99,7 @@ PARTS: dict[str, list[Step]] = {
         Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
         Step("hierarchical", (2,), "tests/gpu/test_gpu_nodes.py", hosts=2),
         Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py tests/gpu/test_large_offsets.py"),
+        Step("native", (2,), "tests/gpu/test_gpu_c_example.py"),
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),

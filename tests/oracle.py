@@ -1,8 +1,8 @@
 """The oracle: one process sees all ranks and moves one row at a time.
 
-It shares no code with any engine.  Its purpose is to be read against docs/contract.md; everything
-faster (megatron_ncclep/testing/table_oracle.py, with which the benchmark checks full sizes on the
-device, and the emulator's routing in C++) is compared with it, or with the engines that are.
+It shares no code with any engine.  Its purpose is to be read against docs/contract.md; faster ones
+(megatron_ncclep/testing/table_oracle.py, with which the benchmark checks full sizes on the device,
+and the emulator's routing in C++) are compared with it, or with engines that are.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-
-from megatron_ncclep.testing.table_oracle import sources_in_order
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,9 @@ def oracle_plan(
         ranks_on_node: sources come in the order BY_RAIL of such nodes; None: BY_RANK.
     """
     num_ranks = len(topk_idx)
-    sources = sources_in_order(num_ranks, ranks_on_node)
+    sources = list(range(num_ranks))
+    if ranks_on_node is not None:  # by local index, then by node
+        sources.sort(key=lambda rank: (rank % ranks_on_node, rank // ranks_on_node))
     num_local = num_experts // num_ranks
     plan = OraclePlan(topk_idx, [], [], [], [])
     for rank in range(num_ranks):

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from patience import patient
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_ncclep.ranks import place
@@ -24,7 +25,7 @@ from megatron_ncclep.ranks.pool import RankContext
 # the oracle, while engines have to find out.
 LOCAL_RANKS = "TESTED_LOCAL_RANKS"
 # What a process that did not end in time gets to write down where it hangs.
-DUMP_S = 5.0
+DUMP_S = patient(5.0)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def run_ranks(
     Args:
         command: of one rank, which calls `join`.
         num_ranks: R.
-        timeout: seconds for all of them together; then what is left is killed.
+        timeout: seconds for all of them together, on an idle machine; then what is left is killed.
         environment: more variables.
     """
     store = Store()
@@ -79,7 +80,7 @@ def run_ranks(
         "PYTHONFAULTHANDLER": "1",
         **environment,
     }
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + patient(timeout)
     with ExitStack() as files:
         outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
         processes = [

@@ -140,7 +140,7 @@ def test_without_torchrun_there_is_no_rank_and_no_file(capfd, monkeypatch) -> No
 
 
 def test_what_megatron_appends_reads_well() -> None:
-    """See hooked_core.py for Megatron itself; nested builders append twice."""
+    """See integration/checks/test_refusals.py for Megatron itself; nested builders append twice."""
     error = UnsupportedError("x=True: leave it out")
     for name in ("MoELayer", "TransformerLayer", "GPTModel"):
         error = type(error)(f"{error} when instantiating {name}")

@@ -17,14 +17,19 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from patience import patient
 
 from megatron_ncclep.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_ncclep"
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
-# This Python's extension, as the set-up has built it.
-EXTENSIONS = sorted(PACKAGE.glob(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"))
+# This Python's extension and the C library, as the set-up has built them.
+EXTENSIONS = sorted(
+    path
+    for name in (f"_C{sysconfig.get_config_var('EXT_SUFFIX')}", "libncclep.so")
+    for path in PACKAGE.glob(name)
+)
 # glibc of the oldest system that a wheel built for CI is to run on: RHEL 9; Ubuntu 22.04 has 2.35.
 GLIBC = (2, 34)
 
@@ -33,8 +38,8 @@ def run(*command: object, **environment: str) -> str:
     """Run a command of this Python's environment, which must end well; what it printed."""
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT.parent, text=True, capture_output=True, timeout=300,
-        env={**os.environ, "PATH": os.pathsep.join(folders), **environment},
+        list(map(str, command)), cwd=ROOT.parent, text=True, capture_output=True,
+        timeout=patient(300), env={**os.environ, "PATH": os.pathsep.join(folders), **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -61,7 +66,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "copy"
     leave_out = shutil.ignore_patterns("__pycache__", "*.so")
-    for name in ("megatron_ncclep", "configs", "csrc"):
+    for name in ("megatron_ncclep", "configs", "csrc", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=leave_out)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, copy)
@@ -96,7 +101,7 @@ def test_the_source_distribution_is_complete(built: Built):
     held = {name for name in held if not name.startswith(("build/", "megatron_ncclep.egg-info/"))}
     sources = {
         path.relative_to(ROOT).as_posix()
-        for folder in ("csrc", "configs")
+        for folder in ("csrc", "configs", "examples")
         for path in (ROOT / folder).rglob("*")
         if path.is_file()
     }
@@ -113,7 +118,8 @@ def test_the_wheel_is_complete(built: Built):
         declared = archive.read(entry_points).decode()
     configs = {f"megatron_ncclep/{p.relative_to(ROOT)}" for p in ROOT.glob("configs/*/*.yaml")}
     compiled = {path.relative_to(ROOT).as_posix() for path in EXTENSIONS}
-    assert held == {*MODULES, *configs, *compiled, "megatron_ncclep/py.typed"}
+    header = "megatron_ncclep/include/ncclep.h"
+    assert held == {*MODULES, *configs, *compiled, header, "megatron_ncclep/py.typed"}
     assert "LICENSE" in metadata
     assert "ncclep = megatron_ncclep.cli:main" in declared
     assert "megatron_ncclep = megatron_ncclep.autoload:autoload" in declared

@@ -1,5 +1,4 @@
-// Kernels and copies that need no group: routes, network messages, words in windows, and
-// measurements of the machine.
+// Kernels and copies that need no group: routes, network messages, and measurements of the machine.
 #include <optional>
 #include <string>
 #include <vector>
@@ -10,7 +9,6 @@
 #include "bindings/tensor_caster.h"
 #include "common/cuda.h"
 #include "hierarchical/message_packing.h"
-#include "native/device/window_probe.h"
 #include "routing/routes_and_weights.h"
 
 namespace py = pybind11;
@@ -27,24 +25,6 @@ void require_address(std::uintptr_t address, std::uintptr_t alignment) {
 }
 
 char* pointer(std::uintptr_t number) { return reinterpret_cast<char*>(number); }
-
-// Probes windows: reads and writes words in any rank's memory.
-void bind_words(py::module_& module) {
-  module.def(
-      "load_words",
-      [](const std::vector<std::uintptr_t>& addresses) {
-        for (std::uintptr_t address : addresses) require_address(address, 8);
-        return native::load_words(addresses);
-      },
-      "addresses"_a, Unlocked());
-  module.def(
-      "store_words",
-      [](const std::vector<std::uintptr_t>& addresses, const std::vector<std::uint64_t>& words) {
-        for (std::uintptr_t address : addresses) require_address(address, 8);
-        native::store_words(addresses, words);
-      },
-      "addresses"_a, "words"_a, Unlocked());
-}
 
 // Checks int64 expert indices [T, K], one number per assignment [T, K], and one per expert [T, E]
 // of the same dtype.
@@ -186,7 +166,6 @@ void bind_bench(py::module_& module) {
 }  // namespace
 
 void bind_kernels(py::module_& module) {
-  bind_words(module);
   bind_routes(module);
   bind_network_rows(module);
   bind_bench(module);

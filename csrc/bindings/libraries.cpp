@@ -70,15 +70,16 @@ void bind_nccl(py::module_& module) {
       });
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def(py::init([](std::shared_ptr<Nccl> nccl, const std::string& unique_id, int num_ranks,
-                       int rank) {
+                       int rank, int device, double timeout_s) {
              NcclUniqueId id;
              require(unique_id.size() == sizeof(id.bytes), "a unique id has ", sizeof(id.bytes),
                      " bytes, not ", unique_id.size());
              std::memcpy(id.bytes, unique_id.data(), sizeof(id.bytes));
              py::gil_scoped_release unlocked;
-             return std::make_shared<Communicator>(std::move(nccl), id, num_ranks, rank);
+             return Communicator::connect(std::move(nccl), id, num_ranks, rank, device, timeout_s,
+                                          raise_signals);
            }),
-           "nccl"_a.none(false), "unique_id"_a, "num_ranks"_a, "rank"_a)
+           "nccl"_a.none(false), "unique_id"_a, "num_ranks"_a, "rank"_a, "device"_a, "timeout_s"_a)
       .def_property_readonly("num_ranks", &Communicator::num_ranks)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("lsa_size", &Communicator::lsa_size)

@@ -27,6 +27,9 @@ PYBIND11_MODULE(_C, module) {
     } catch (const ncclep::PeerError& error) {
       py::object type = py::module_::import("megatron_ncclep.errors").attr("PeerError");
       PyErr_SetString(type.ptr(), error.what());
+    } catch (const ncclep::UsageError& error) {
+      py::object type = py::module_::import("megatron_ncclep.errors").attr("InputError");
+      PyErr_SetString(type.ptr(), error.what());
     } catch (const ncclep::Error& error) {
       py::object type = py::module_::import("megatron_ncclep.errors").attr("LibraryError");
       PyErr_SetString(type.ptr(), error.what());
@@ -35,5 +38,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("build_info", &build_info);
   ncclep::bindings::bind_libraries(module);
   ncclep::bindings::bind_native(module);
+  ncclep::bindings::bind_low_latency(module);
   ncclep::bindings::bind_kernels(module);
 }

@@ -1,106 +1,250 @@
-// The native engine: groups, plans, steps, and its low-latency mode.
+// The native engine's groups, plans and steps, over the C interface.
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 
-#include "bindings/bindings.h"
-#include "bindings/tensor_caster.h"
+#include "bindings/c_calls.h"
 #include "native/host/call.h"
-#include "native/host/group.h"
-#include "native/low_latency/host.h"
 #include "native/rows/cta_roles.h"
-#include "nccl/nccl.h"
 
-namespace py = pybind11;
 using namespace py::literals;
 
 namespace ncclep::bindings {
 namespace {
 
-int num_chunks_of(int most_tokens) {
-  require(most_tokens >= 0, most_tokens, " tokens: at least 0");
-  return native::num_chunks_of(most_tokens);
+class Plan {
+ public:
+  explicit Plan(ncclepPlan_t plan) : plan_(plan) {}
+  ~Plan() { ncclepPlanDestroy(plan_); }
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+  ncclepPlan_t get() const { return plan_; }
+
+ private:
+  ncclepPlan_t plan_;
+};
+
+// Held so that pybind11 refuses an object that was never initialised.
+using PlanPointer = std::shared_ptr<Plan>;
+
+ncclepShape_t shape_of(int num_tokens, int top_k, std::size_t row_bytes) {
+  ncclepShape_t shape = NCCLEP_SHAPE_INIT;
+  shape.num_tokens = num_tokens;
+  shape.top_k = top_k;
+  shape.row_bytes = row_bytes;
+  return shape;
 }
 
-void bind_high_throughput(py::module_& module) {
-  using native::Failure;
-  using native::Group;
-  using native::Plan;
-  using native::PlanSizes;
-  py::class_<PlanSizes>(module, "NativePlanSizes")
-      .def_readonly("num_rows", &PlanSizes::num_rows)
-      .def_readonly("num_pairs", &PlanSizes::num_pairs)
-      .def_readonly("num_assignments", &PlanSizes::num_assignments)
-      .def_readonly("bad_ranks", &PlanSizes::bad_ranks);
-  py::class_<Failure>(module, "NativeFailure")
+PlanPointer make_plan(const Group& group, const Passed& topk_idx, int most_tokens,
+                      std::uint64_t number, int alignment, std::int64_t max_recv_rows,
+                      const Passed& counts, const Passed& token_routes, const Passed& routes,
+                      std::int64_t max_pairs, std::int64_t max_assignments, const Passed& kept,
+                      const Passed& lacked, int num_sms, std::uintptr_t stream) {
+  ncclepPlanConfig_t config = NCCLEP_PLAN_CONFIG_INIT;
+  config.topk_idx = topk_idx;
+  config.most_tokens = most_tokens;
+  config.number = number;
+  config.alignment = alignment;
+  config.max_recv_rows = max_recv_rows;
+  config.counts = counts;
+  config.token_routes = token_routes;
+  config.routes = routes;
+  config.max_pairs = max_pairs;
+  config.max_assignments = max_assignments;
+  config.kept = kept;
+  config.lacked = lacked;
+  config.num_sms = num_sms;
+  config.stream = pointer(stream);
+  ncclepPlan_t plan = nullptr;
+  check(ncclepPlanCreate(&plan, group.get(), &config));
+  return std::make_shared<Plan>(plan);
+}
+
+// None when the plan has failed on the device.
+std::optional<ncclepPlanSizes_t> wait_for_sizes(const Group& group, const PlanPointer& plan,
+                                                const Passed& rows_of_expert,
+                                                std::uintptr_t stream) {
+  ncclepPlanSizes_t sizes = NCCLEP_PLAN_SIZES_INIT;
+  const ncclepResult_t result =
+      ncclepPlanWait(plan->get(), group.get(), rows_of_expert, pointer(stream), &sizes);
+  if (result == ncclepRemoteError) return std::nullopt;
+  check(result);
+  return sizes;
+}
+
+using Step = ncclepResult_t (*)(ncclepGroup_t, ncclepPlan_t, const ncclepRows_t*);
+
+void move_rows(Step step, const Group& group, const PlanPointer& plan, const Passed& tokens,
+               const Passed& topk_w, const Passed& rows, const Passed& row_w, const Passed& sums,
+               int num_sms, std::uintptr_t stream) {
+  ncclepRows_t given = NCCLEP_ROWS_INIT;
+  given.tokens = tokens;
+  given.topk_w = topk_w;
+  given.rows = rows;
+  given.row_w = row_w;
+  given.sums = sums;
+  given.num_sms = num_sms;
+  given.stream = pointer(stream);
+  check(step(group.get(), plan->get(), &given));
+}
+
+std::optional<ncclepFailure_t> failure_of(const Group& group) {
+  ncclepFailure_t failure = NCCLEP_FAILURE_INIT;
+  if (group.get() == nullptr) return std::nullopt;
+  check(ncclepGroupGetFailure(group.get(), &failure));
+  if (failure.reason == ncclepReasonNone) return std::nullopt;
+  return failure;
+}
+
+std::uint32_t bad_ranks_of(const Group& group, bool forget, bool low_latency) {
+  std::uint32_t ranks = 0;
+  if (group.get() == nullptr) return 0;
+  check(ncclepGroupBadRoutings(group.get(), forget, low_latency ? nullptr : &ranks,
+                               low_latency ? &ranks : nullptr));
+  return ranks;
+}
+
+void bind_group(py::module_& module) {
+  py::class_<ncclepPlanSizes_t>(module, "PlanSizes")
+      .def_readonly("num_rows", &ncclepPlanSizes_t::num_rows)
+      .def_readonly("num_pairs", &ncclepPlanSizes_t::num_pairs)
+      .def_readonly("num_assignments", &ncclepPlanSizes_t::num_assignments)
+      .def_readonly("bad_ranks", &ncclepPlanSizes_t::bad_ranks)
+      .def_readonly("has_room", &ncclepPlanSizes_t::has_room);
+  py::class_<ncclepFailure_t>(module, "GroupFailure")
       .def_property_readonly("reason",
-                             [](const Failure& failure) { return name_of(failure.reason); })
-      .def_property_readonly("phase", [](const Failure& failure) { return name_of(failure.phase); })
-      .def_readonly("peer", &Failure::peer)
-      .def_readonly("epoch", &Failure::epoch)
-      .def_readonly("deadline_s", &Failure::deadline_s)
-      .def_readonly("own_call", &Failure::own_call)
-      .def_readonly("peer_call", &Failure::peer_call);
-  py::class_<Plan>(module, "NativePlan")
-      .def(py::init([](const Tensor& counts, const Tensor& token_routes, int most_tokens, int top_k,
-                       std::uint64_t number) {
-             return Plan{counts, token_routes, num_chunks_of(most_tokens), top_k, number};
-           }),
-           "counts"_a, "token_routes"_a, "most_tokens"_a, "top_k"_a, "number"_a);
-  py::class_<Group, std::shared_ptr<Group>>(module, "NativeGroup")
+                             [](const ncclepFailure_t& failure) {
+                               return name_of(static_cast<native::Reason>(failure.reason));
+                             })
+      .def_property_readonly("phase",
+                             [](const ncclepFailure_t& failure) {
+                               return name_of(static_cast<native::Phase>(failure.phase));
+                             })
+      .def_readonly("peer", &ncclepFailure_t::peer)
+      .def_readonly("operation", &ncclepFailure_t::operation)
+      .def_readonly("deadline_s", &ncclepFailure_t::deadline_s)
+      .def_readonly("own_call", &ncclepFailure_t::own_call)
+      .def_readonly("peer_call", &ncclepFailure_t::peer_call);
+  py::class_<Plan, PlanPointer>(module, "PlanHandle");
+  py::class_<Group, std::shared_ptr<Group>>(module, "GroupHandle")
       .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a.none(false),
            "num_experts"_a, "timeout_s"_a)
-      .def("fits", &Group::fits, "max_tokens"_a, "top_k"_a, "row_bytes"_a)
-      .def("allocate", &Group::allocate, "max_tokens"_a, "top_k"_a, "row_bytes"_a, Unlocked())
-      .def("open", &Group::open, Unlocked())
-      .def("clear", &Group::clear, Unlocked())
-      .def("drop", &Group::drop, Unlocked())
-      .def("close", &Group::close, Unlocked())
-      .def_property_readonly("windows", &Group::windows)
-      .def_property_readonly("generation", &Group::generation)
-      .def_property_readonly("was_captured", &Group::was_captured)
-      .def_property("timeout_s", &Group::timeout, &Group::set_timeout)
-      .def_property_readonly("num_bytes", &Group::num_bytes)
-      .def_property_readonly("max_tokens", &Group::max_tokens)
-      .def_property_readonly("max_top_k", &Group::max_top_k)
-      .def_property_readonly("row_bytes", &Group::row_bytes)
+      // What has grown, "tokens 0 -> 128" say; None when the windows were large enough.
+      .def(
+          "reserve",
+          [](Group& group, int num_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
+             const py::function& all_gather) -> std::optional<std::string> {
+            const ncclepShape_t shape = shape_of(num_tokens, top_k, row_bytes);
+            const std::size_t num_bytes = group.info().num_bytes;
+            group.with_all_gather(all_gather, [&] {
+              return ncclepGroupReserve(group.get(), &shape, pointer(stream));
+            });
+            const ncclepGroupInfo_t info = group.info();
+            if (info.num_bytes == num_bytes) return std::nullopt;
+            return info.growth;
+          },
+          py::kw_only(), "num_tokens"_a, "top_k"_a, "row_bytes"_a, "stream"_a, "all_gather"_a)
+      // Whether the windows are large enough; None when the group has failed.
+      .def(
+          "begin",
+          [](const Group& group, double timeout_s, int num_tokens, int top_k,
+             std::size_t row_bytes) -> std::optional<bool> {
+            const ncclepShape_t shape = shape_of(num_tokens, top_k, row_bytes);
+            int fits = 0;
+            const ncclepResult_t result = ncclepGroupBegin(group.get(), timeout_s, &shape, &fits);
+            if (result == ncclepRemoteError) return std::nullopt;
+            check(result);
+            return fits != 0;
+          },
+          "timeout_s"_a, "num_tokens"_a, "top_k"_a, "row_bytes"_a)
+      .def("close", &Group::close)
+      .def_property_readonly("num_bytes", [](const Group& group) { return group.info().num_bytes; })
+      .def_property_readonly("max_tokens",
+                             [](const Group& group) { return group.info().max_tokens; })
+      .def_property_readonly("was_captured",
+                             [](const Group& group) { return group.info().was_captured != 0; })
       .def(
           "routes_size",
           [](const Group& group, std::int64_t max_pairs, std::int64_t max_assignments,
              int most_tokens) {
-            return group.routes_size(max_pairs, max_assignments, num_chunks_of(most_tokens));
+            std::int64_t size = 0;
+            check(ncclepRoutesSize(group.get(), max_pairs, max_assignments, most_tokens, &size));
+            return size;
           },
           "max_pairs"_a, "max_assignments"_a, "most_tokens"_a)
-      .def("plan", &Group::plan, "plan"_a, "topk_idx"_a, "alignment"_a, "max_recv_rows"_a, "kept"_a,
-           "lacked"_a, "max_pairs"_a, "max_assignments"_a, "routes"_a, "num_sms"_a, "stream"_a)
-      .def("plan_receive", &Group::plan_receive, "plan"_a, "max_pairs"_a, "max_assignments"_a,
-           "routes"_a, "num_sms"_a, "stream"_a)
+      .def("plan", &make_plan, py::kw_only(), "topk_idx"_a, "most_tokens"_a, "number"_a,
+           "alignment"_a, "max_recv_rows"_a, "counts"_a, "token_routes"_a, "routes"_a,
+           "max_pairs"_a, "max_assignments"_a, "kept"_a, "lacked"_a, "num_sms"_a, "stream"_a)
+      .def("wait_for_sizes", &wait_for_sizes, py::kw_only(), "plan"_a.none(false),
+           "rows_of_expert"_a, "stream"_a, Unlocked())
       .def(
-          "wait_for_sizes",
-          [](const Group& group, Plan& plan, std::uint32_t ticket, const Tensor& rows_of_expert,
+          "plan_receive",
+          [](const Group& group, const PlanPointer& plan, const Passed& routes,
+             std::int64_t max_pairs, std::int64_t max_assignments, int num_sms,
              std::uintptr_t stream) {
-            return group.wait_for_sizes(plan, ticket, rows_of_expert, stream, raise_signals);
+            check(ncclepPlanReceive(plan->get(), group.get(), routes, max_pairs, max_assignments,
+                                    num_sms, pointer(stream)));
           },
-          "plan"_a, "ticket"_a, "rows_of_expert"_a, "stream"_a, Unlocked())
+          py::kw_only(), "plan"_a.none(false), "routes"_a, "max_pairs"_a, "max_assignments"_a,
+          "num_sms"_a, "stream"_a)
       .def(
-          "wait_until_idle", [](const Group& group) { group.wait_until_idle(raise_signals); },
+          "dispatch",
+          [](const Group& group, const PlanPointer& plan, const Passed& x, const Passed& w,
+             const Passed& rows, const Passed& row_w, int num_sms, std::uintptr_t stream) {
+            move_rows(&ncclepDispatch, group, plan, x, w, rows, row_w, {}, num_sms, stream);
+          },
+          py::kw_only(), "plan"_a.none(false), "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
+          "stream"_a)
+      .def(
+          "combine",
+          [](const Group& group, const PlanPointer& plan, const Passed& y, const Passed& w,
+             const Passed& sums, const Passed& out, const Passed& topk_w, int num_sms,
+             std::uintptr_t stream) {
+            move_rows(&ncclepCombine, group, plan, out, topk_w, y, w, sums, num_sms, stream);
+          },
+          py::kw_only(), "plan"_a.none(false), "y"_a, "w"_a, "sums"_a, "out"_a, "topk_w"_a,
+          "num_sms"_a, "stream"_a)
+      .def(
+          "sums_size",
+          [](const Group& group, const PlanPointer& plan, int num_sms, int row_bytes) {
+            std::int64_t num_rows = 0;
+            check(ncclepCombineScratch(group.get(), plan->get(), num_sms, row_bytes, &num_rows));
+            return num_rows;
+          },
+          "plan"_a.none(false), "num_sms"_a, "row_bytes"_a)
+      .def(
+          "wait_until_idle",
+          [](const Group& group) {
+            if (group.get() != nullptr) check(ncclepGroupWait(group.get()));
+          },
           Unlocked())
-      .def("copy_waited_ns", &Group::copy_waited_ns, "out"_a, "stream"_a)
-      .def("bad_ranks", &Group::bad_ranks, "forget"_a)
-      .def("dispatch", &Group::dispatch, "plan"_a, "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
-           "stream"_a)
-      .def("sums_size", &Group::sums_size, "plan"_a, "num_sms"_a, "row_bytes"_a)
-      .def("combine", &Group::combine, "plan"_a, "y"_a, "w"_a, "sums"_a, "out"_a, "topk_w"_a,
-           "num_sms"_a, "stream"_a)
+      .def(
+          "copy_waited_ns",
+          [](const Group& group, const Passed& out, std::uintptr_t stream) {
+            check(ncclepGroupCopyWaitedNs(group.get(), out, pointer(stream)));
+          },
+          "out"_a, "stream"_a)
+      .def(
+          "bad_ranks",
+          [](const Group& group, bool forget) { return bad_ranks_of(group, forget, false); },
+          "forget"_a)
+      .def(
+          "bad_low_latency",
+          [](const Group& group, bool forget) { return bad_ranks_of(group, forget, true); },
+          "forget"_a)
       .def(
           "refuse",
-          [](Group& group, const std::string& phase, std::uintptr_t stream) {
-            group.refuse(native::phase_of(phase), stream);
+          [](const Group& group, const std::string& phase, std::uintptr_t stream) {
+            const auto number = static_cast<ncclepPhase_t>(native::phase_of(phase));
+            check(ncclepGroupRefuse(group.get(), number, pointer(stream)));
           },
           "phase"_a, "stream"_a)
-      .def("failure", &Group::failure)
-      .def("bad_low_latency", &Group::bad_low_latency, "forget"_a);
+      .def("failure", &failure_of);
+}
+
+// How kernels divide their work, and what they compare, for logs and errors.
+void bind_descriptions(py::module_& module) {
   module.def(
       "call_values",
       [](std::uint64_t call) {
@@ -128,52 +272,26 @@ void bind_high_throughput(py::module_& module) {
         return std::tuple(split.adding, split.sending, split.summing);
       },
       "num_ctas"_a, "num_ranks"_a, "top_k"_a, "row_bytes"_a);
-  module.def("native_min_sms", &native::min_ctas, "num_ranks"_a);
-  module.attr("MAX_RANKS") = native::kMaxRanks;
-  module.attr("MAX_EXPERTS") = native::kMaxExperts;
-  module.attr("MAX_TOKENS") = native::kMaxTokens;
-  module.attr("MAX_TOP_K") = native::kMaxTopK;
-  module.attr("LOW_LATENCY_TOKENS") = native::kLowLatencyTokens;
-}
-
-void bind_low_latency(py::module_& module) {
-  using native::Group;
-  using native::LowLatency;
-  using native::LowLatencySizes;
-  py::class_<LowLatency, std::shared_ptr<LowLatency>>(module, "NativeLowLatency")
-      .def(py::init([](std::shared_ptr<Group> group, int max_tokens, int hidden, int top_k,
-                       const std::string& payload, const std::string& dtype, int num_scales,
-                       int generation) {
-             const LowLatencySizes sizes{max_tokens,        hidden,          top_k,
-                                         dtype_of(payload), dtype_of(dtype), num_scales};
-             py::gil_scoped_release unlocked;
-             return std::make_shared<LowLatency>(std::move(group), sizes, generation);
-           }),
-           "group"_a.none(false), py::kw_only(), "max_tokens"_a, "hidden"_a, "top_k"_a, "payload"_a,
-           "dtype"_a, "num_scales"_a, "generation"_a)
-      .def("open", &LowLatency::open, Unlocked())
-      .def("clear", &LowLatency::clear, Unlocked())
-      .def("drop", &LowLatency::drop, Unlocked())
-      .def("close", &LowLatency::close, Unlocked())
-      .def_property_readonly("windows", &LowLatency::windows)
-      .def_property_readonly("generation", &LowLatency::generation)
-      .def_property_readonly("num_bytes", &LowLatency::num_bytes)
-      .def_property_readonly("rows", &LowLatency::rows)
-      .def_property_readonly("scales", &LowLatency::scales)
-      .def_property_readonly("experts", &LowLatency::experts)
-      .def_property_readonly("weights", &LowLatency::weights)
-      .def("dispatch", &LowLatency::dispatch, "x"_a, "scales"_a, "topk_idx"_a, "weights"_a,
-           "counts"_a, "completes"_a, "num_ctas"_a, "stream"_a)
-      .def("complete_dispatch", &LowLatency::complete_dispatch, "counts"_a, "stream"_a)
-      .def("combine", &LowLatency::combine, "y"_a, "rows_of"_a, "out"_a, "sends"_a, "completes"_a,
-           "num_ctas"_a, "stream"_a);
+  module.def(
+      "native_min_sms",
+      [](int num_ranks) {
+        int num_sms = 0;
+        check(ncclepMinSms(num_ranks, &num_sms));
+        return num_sms;
+      },
+      "num_ranks"_a);
+  module.attr("MAX_RANKS") = NCCLEP_MAX_RANKS;
+  module.attr("MAX_EXPERTS") = NCCLEP_MAX_EXPERTS;
+  module.attr("MAX_TOKENS") = NCCLEP_MAX_TOKENS;
+  module.attr("MAX_TOP_K") = NCCLEP_MAX_TOP_K;
+  module.attr("LOW_LATENCY_TOKENS") = NCCLEP_LOW_LATENCY_TOKENS;
 }
 
 }  // namespace
 
 void bind_native(py::module_& module) {
-  bind_high_throughput(module);
-  bind_low_latency(module);
+  bind_group(module);
+  bind_descriptions(module);
 }
 
 }  // namespace ncclep::bindings

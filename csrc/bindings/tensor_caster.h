@@ -1,4 +1,4 @@
-// Takes a Tensor from Python.
+// Takes a tensor from Python, as a Tensor or as the C interface takes it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,6 +9,9 @@
 #include <vector>
 
 #include "common/tensor.h"
+#include "include/ncclep.h"
+
+namespace py = pybind11;
 
 namespace ncclep {
 
@@ -25,30 +28,36 @@ inline DType dtype_of(const std::string& name) {
 
 }  // namespace ncclep
 
-namespace pybind11::detail {
+namespace ncclep::bindings {
 
-// Takes anything that has torch.Tensor's data_ptr, shape, dtype and is_contiguous.  A layer passes
+// Reads anything that has torch.Tensor's data_ptr, shape, dtype and is_contiguous.  A layer passes
 // dozens of tensors, so attribute names are interned once and dtypes are cached by object.
-template <>
-struct type_caster<ncclep::Tensor> {
-  PYBIND11_TYPE_CASTER(ncclep::Tensor, const_name("Tensor"));
-
-  bool load(handle source, bool) {
+class TensorReader {
+ public:
+  // False for anything else; `push` takes the sizes one by one.
+  template <typename Push>
+  static bool read(py::handle source, void*& data, DType& dtype, Push&& push) {
     static const Names names;
-    if (!PyObject_HasAttr(source.ptr(), names.data_ptr)) return false;
-    ncclep::require(call(source, names.is_contiguous).ptr() == Py_True,
-                    "the native code takes contiguous tensors only");
-    value.data = reinterpret_cast<void*>(PyLong_AsSize_t(call(source, names.data_ptr).ptr()));
-    raise_pending();
-    value.dtype = dtype_of(attribute(source, names.dtype));
-    const object shape = attribute(source, names.shape);
-    if (!PyTuple_Check(shape.ptr())) throw type_error("a tensor's shape must be a tuple");
-    value.shape.clear();
-    for (handle size : reinterpret_borrow<tuple>(shape)) {
-      value.shape.push_back(PyLong_AsLongLong(size.ptr()));
-      raise_pending();
+    static PyTypeObject* known = nullptr;  // a type whose objects have them
+    if (Py_TYPE(source.ptr()) != known && !PyObject_HasAttr(source.ptr(), names.data_ptr)) {
+      return false;
     }
-    ncclep::require_tensor(value);
+    require(call(source, names.is_contiguous).ptr() == Py_True,
+            "the native code takes contiguous tensors only");
+    data = reinterpret_cast<void*>(PyLong_AsSize_t(call(source, names.data_ptr).ptr()));
+    raise_pending();
+    dtype = dtype_of(attribute(source, names.dtype));
+    const py::object shape = attribute(source, names.shape);
+    if (!PyTuple_Check(shape.ptr())) throw py::type_error("a tensor's shape must be a tuple");
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.ptr()); ++i) {
+      const std::int64_t size = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), i));
+      raise_pending();
+      push(size);
+    }
+    if (known == nullptr) {
+      known = Py_TYPE(source.ptr());
+      Py_INCREF(known);
+    }
     return true;
   }
 
@@ -60,30 +69,80 @@ struct type_caster<ncclep::Tensor> {
     PyObject* shape = PyUnicode_InternFromString("shape");
   };
 
-  static object checked(PyObject* result) {
-    if (result == nullptr) throw error_already_set();
-    return reinterpret_steal<object>(result);
+  static py::object checked(PyObject* result) {
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
   }
   // Python could not convert the number.
   static void raise_pending() {
-    if (PyErr_Occurred() != nullptr) throw error_already_set();
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   }
-  static object call(handle source, PyObject* name) {
+  static py::object call(py::handle source, PyObject* name) {
     return checked(PyObject_CallMethodNoArgs(source.ptr(), name));
   }
-  static object attribute(handle source, PyObject* name) {
+  static py::object attribute(py::handle source, PyObject* name) {
     return checked(PyObject_GetAttr(source.ptr(), name));
   }
 
   // torch has one object for each dtype, which lives as long as the process.
-  static ncclep::DType dtype_of(const object& dtype) {
-    static std::vector<std::pair<PyObject*, ncclep::DType>> known;
+  static DType dtype_of(const py::object& dtype) {
+    static std::vector<std::pair<PyObject*, DType>> known;
     for (const auto& [object, found] : known) {
       if (object == dtype.ptr()) return found;
     }
-    const ncclep::DType found = ncclep::dtype_of(str(dtype));
+    const DType found = ncclep::dtype_of(py::str(dtype));
     known.emplace_back(dtype.inc_ref().ptr(), found);
     return found;
+  }
+};
+
+// A tensor as the C interface takes it; NULL for None.
+class Passed {
+ public:
+  operator const ncclepTensor_t*() const { return is_there_ ? &tensor_ : nullptr; }
+
+  bool load(py::handle source) {
+    if (source.is_none()) return true;
+    DType dtype = DType::kUint8;
+    const auto push = [this](std::int64_t size) {
+      require(tensor_.ndim < NCCLEP_MAX_DIMS, "a tensor has more than ", NCCLEP_MAX_DIMS,
+              " dimensions");
+      tensor_.shape[tensor_.ndim++] = size;
+    };
+    is_there_ = TensorReader::read(source, tensor_.data, dtype, push);
+    tensor_.dtype = static_cast<ncclepDataType_t>(dtype);
+    return is_there_;
+  }
+
+ private:
+  bool is_there_ = false;
+  ncclepTensor_t tensor_ = NCCLEP_TENSOR_INIT;
+};
+
+}  // namespace ncclep::bindings
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<ncclep::Tensor> {
+  PYBIND11_TYPE_CASTER(ncclep::Tensor, const_name("Tensor"));
+
+  bool load(handle source, bool) {
+    value.shape.clear();
+    const auto push = [this](std::int64_t size) { value.shape.push_back(size); };
+    if (!ncclep::bindings::TensorReader::read(source, value.data, value.dtype, push)) return false;
+    ncclep::require_tensor(value);
+    return true;
+  }
+};
+
+template <>
+struct type_caster<ncclep::bindings::Passed> {
+  PYBIND11_TYPE_CASTER(ncclep::bindings::Passed, const_name("Tensor | None"));
+
+  bool load(handle source, bool) {
+    value = {};
+    return value.load(source);
   }
 };
 

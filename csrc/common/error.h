@@ -14,8 +14,26 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A value is wrong, and nothing was done.  Python, which checks values before, sees LibraryError.
+class ArgumentError : public Error {
+ public:
+  using Error::Error;
+};
+
+// The values are right, but the call is not allowed now.  Python sees errors.InputError.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
 // Another rank died, missed the deadline, or is in a different call.  Python sees errors.PeerError.
 class PeerError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A callback of the caller's ended the call.  Python sees what the callback raised.
+class InterruptedError : public Error {
  public:
   using Error::Error;
 };
@@ -50,9 +68,16 @@ template <typename... Parts>
   throw Error(join_text(parts...));
 }
 
+// Checks what something else has returned or found.
+template <typename... Parts>
+void ensure(bool holds, const Parts&... parts) {
+  if (!holds) fail(parts...);
+}
+
+// Checks what the caller has passed.
 template <typename... Parts>
 void require(bool holds, const Parts&... parts) {
-  if (!holds) fail(parts...);
+  if (!holds) throw ArgumentError(join_text(parts...));
 }
 
 }  // namespace ncclep

@@ -24,7 +24,7 @@ class SharedLibrary {
   template <typename Function>
   void find(const char* name, Function*& function) const {
     function = reinterpret_cast<Function*>(dlsym(handle_, name));
-    require(function != nullptr, path_, " has no ", name, ": its version is too old or too new");
+    ensure(function != nullptr, path_, " has no ", name, ": its version is too old or too new");
   }
 
  private:

@@ -23,6 +23,8 @@ unsigned long long capture_of(std::uintptr_t stream) {
 
 }  // namespace
 
+bool is_being_captured(std::uintptr_t stream) { return capture_of(stream) != 0; }
+
 Event::Event() {
   cudaEvent_t event = nullptr;
   cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");

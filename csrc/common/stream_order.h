@@ -25,6 +25,9 @@ class Event {
   void* event_ = nullptr;  // cudaEvent_t
 };
 
+// Whether work queued on the stream is being captured in a CUDA graph.
+bool is_being_captured(std::uintptr_t stream);
+
 // The order of all kernels that use the windows of one communicator.  Groups of one communicator
 // share it: their kernels wait for other ranks, and if two groups ran at once, in one order here
 // and in the other order on another rank, each could hold the SMs that the other one needs (a

@@ -18,8 +18,6 @@ namespace ncclep {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr std::size_t kCacheLine = 64;
 // Says that the memory is laid out as below; change it with the layout.
 constexpr std::uint64_t kLayout = 0x6e63636c65700003;
@@ -33,10 +31,6 @@ void pause_cpu() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 // The PID namespace: process ids are comparable only within one; 0: unknown.

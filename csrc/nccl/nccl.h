@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -39,6 +41,8 @@ class Nccl {
   const std::string& path() const { return library_.path(); }
   // 10000 * major + 100 * minor + patch.
   int version() const;
+  // Such as 2.30.7.
+  std::string version_text() const;
   NcclUniqueId unique_id() const;
   // Throws with the name of the call and NCCL's reason unless `result` is success.
   void check(NcclResult result, const char* call) const;
@@ -49,6 +53,7 @@ class Nccl {
   NcclResult (*comm_destroy)(NcclComm);
   NcclResult (*comm_abort)(NcclComm);
   NcclTeam (*team_lsa)(NcclComm);
+  NcclResult (*all_gather)(const void*, void*, std::size_t, int, NcclComm, void*);
   NcclResult (*mem_alloc)(void**, std::size_t);
   NcclResult (*mem_free)(void*);
   NcclResult (*window_register)(NcclComm, void*, std::size_t, NcclWindow*, int);
@@ -67,6 +72,19 @@ class Nccl {
 class Communicator {
  public:
   Communicator(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id, int num_ranks, int rank);
+  // The same on `device`, or on the current one if that is -1, and within a deadline, which NCCL's
+  // own wait for the other ranks lacks: a thread does the waiting.  `poll` is called now and then,
+  // and may throw.  Throws PeerError when not all ranks have come in time; the thread goes on
+  // waiting then.
+  static std::shared_ptr<Communicator> connect(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id,
+                                               int num_ranks, int rank, int device,
+                                               double timeout_s, const std::function<void()>& poll);
+
+  // Gathers `num_bytes` bytes of every rank's host memory into `all`, by rank, through NCCL, on a
+  // stream of its own.  Collective.  Throws PeerError when not all ranks have come in time; `what`
+  // names the call in errors.
+  void all_gather(const void* mine, std::size_t num_bytes, void* all, const char* what,
+                  double timeout_s, const std::function<void()>& poll) const;
 
   // Destroys the communicator; everything made with it must be closed first.  Idempotent.
   void close();
@@ -79,6 +97,8 @@ class Communicator {
   int rank() const { return rank_; }
   // Ranks that reach each other's memory by load and store (NVLink), this one included.
   int lsa_size() const { return lsa_size_; }
+  // Another number for each set of windows; the same on all ranks, which make them in one order.
+  std::uint64_t next_generation() { return ++generation_; }
   // The order of the kernels that use this communicator's windows; created on the first call.
   const std::shared_ptr<StreamOrder>& order();
 
@@ -86,6 +106,7 @@ class Communicator {
   std::shared_ptr<Nccl> nccl_;
   std::shared_ptr<StreamOrder> order_;
   NcclComm comm_ = nullptr;
+  std::uint64_t generation_ = 0;
   int num_ranks_, rank_, lsa_size_ = 1;
 };
 

@@ -73,7 +73,7 @@ Window::Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes
   require(0 < num_bytes && num_bytes <= INT64_MAX, "a window of ", num_bytes, " bytes");
   void* memory = nullptr;
   nccl.check(nccl.mem_alloc(&memory, num_bytes_), "ncclMemAlloc");
-  require(memory != nullptr, "ncclMemAlloc gave no memory");
+  ensure(memory != nullptr, "ncclMemAlloc gave no memory");
   own_ = static_cast<char*>(memory);
 }
 
@@ -88,9 +88,9 @@ void Window::open() {
                                   kNcclWindowCollSymmetric),
              "ncclCommWindowRegister");
   // NCCL reports success without a window where it cannot make one.
-  require(window_ != nullptr,
-          "NCCL made no window: it needs CUDA peer-to-peer access between all GPUs of the group "
-          "and NCCL_CUMEM_ENABLE other than 0");
+  ensure(window_ != nullptr,
+         "NCCL made no window: it needs CUDA peer-to-peer access between all GPUs of the group "
+         "and NCCL_CUMEM_ENABLE other than 0");
   WindowOnDevice head;
   cuda_check(cudaMemcpy(&head, window_, sizeof(head), cudaMemcpyDeviceToHost),
              "reading the window");

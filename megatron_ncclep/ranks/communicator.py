@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-import torch
-
-from megatron_ncclep.errors import EngineUnavailableError, EpError, PeerError
+from megatron_ncclep.errors import EngineUnavailableError, EpError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.libraries.search import find_nccl
 from megatron_ncclep.ranks.agreement import on_all_ranks
@@ -63,25 +60,11 @@ def _open(group: EpGroup) -> tuple[Any, bytes]:
 
 def _make(group: EpGroup, nccl: Any, unique_id: bytes, timeout_s: float) -> Any:
     """Return the `_C.Communicator`.  Waits for the other ranks' NCCL until the deadline."""
-    made: list[Any] = []
-
-    def make() -> None:
-        try:
-            torch.cuda.set_device(group.device)  # a thread has a current device of its own
-            made.append(extension.load().Communicator(nccl, unique_id, group.size, group.rank))
-        except Exception as error:
-            made.append(error)
-
-    # NCCL waits for all ranks without a deadline, so a thread does the waiting.
-    thread = threading.Thread(target=make, name="ncclep-communicator", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not made:
-        raise PeerError(
-            f"no communicator over the {group.size} ranks of the expert-parallel group within "
-            f"{timeout_s:g} s: look at the other ranks' output, or at NCCL's own with "
-            "NCCL_DEBUG=INFO"
-        )
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return made[0]
+    return extension.load().Communicator(
+        nccl,
+        unique_id=unique_id,
+        num_ranks=group.size,
+        rank=group.rank,
+        device=-1 if group.device.index is None else group.device.index,
+        timeout_s=timeout_s,
+    )

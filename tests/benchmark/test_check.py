@@ -29,7 +29,7 @@ from megatron_ncclep.engines.engine import (
 from megatron_ncclep.ranks.nodes import Nodes
 from megatron_ncclep.testing.cases import Case
 
-# Benchmarks have no static mode and no fp64; tests/testing/test_table_oracle.py has more cases.
+# Benchmarks have no static mode and no fp64; tests/contract/test_table_oracle.py has more cases.
 CASES = [
     case for case in contract_cases(4) if case.max_recv_rows is None and case.dtype != torch.float64
 ]

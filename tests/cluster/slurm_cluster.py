@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from patience import patient
+
 # scripts/fetch_slurm.sh unpacks Debian's packages there.
 TREE = Path(sys.prefix) / "slurm"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "squeue", "srun")
 FOLDERS = [str(TREE / "usr" / "bin"), str(TREE / "usr" / "sbin"), "/usr/sbin"]
 # Seconds; a busy machine needs more than Slurm's own second or two for a step.
-PATIENCE_S = 300.0
+PATIENCE_S = patient(300.0)
 
 CONF = """
 ClusterName=test

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from compare import assert_dispatched, assert_same_bits
 from contract_cases import (
     GROUP_LIMITS,
     PAYLOAD_LIMITS,
@@ -16,7 +18,7 @@ from contract_cases import (
     refusal_words,
     rows_limit_of,
 )
-from oracle import OraclePlan, oracle_plan
+from oracle import OraclePlan, oracle_combine, oracle_plan
 from processes import LOCAL_RANKS
 
 from megatron_ncclep import envs
@@ -145,3 +147,34 @@ def error_on_rank(
     except EpError as error:
         return [kind.__name__ for kind in type(error).__mro__], str(error)
     return [], ""
+
+
+def all_steps_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
+    """Plan, dispatch, combine: received rows and weights, then returned rows and weights."""
+    with opened(ctx, case, engine_name) as (case, engine):
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
+        rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
+        out, topk_w = engine.combine(plan, case.rows(ctx.rank, plan.num_rows, salt=5), row_w)
+        return [rows, row_w, out, topk_w]
+
+
+def assert_steps(case: Case, engine_name: str, results: list[list[torch.Tensor]]) -> None:
+    """Compare what `all_steps_on_rank` gave on each rank with the oracle."""
+    ranks = range(case.num_ranks)
+    oracle = oracle_of(case, engine_name)
+    x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
+    w = [case.weights(r) for r in ranks]
+    for rank, (rows, row_w, _, _) in enumerate(results):
+        assert_dispatched(oracle, x, w, rank, rows, row_w)
+    y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
+    out, topk_w = oracle_combine(
+        oracle,
+        y,
+        [result[1] for result in results],
+        rounds_source_part(engine_name),
+        ranks_on_node(engine_name, case.num_ranks),
+    )
+    for rank, result in enumerate(results):
+        assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")
+        assert_same_bits(result[3], topk_w[rank], f"{case}: weights back at rank {rank}")

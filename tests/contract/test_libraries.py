@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from installation import install_nccl, package, touch
+from patience import patient
 
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries import search
@@ -92,7 +93,7 @@ def test_the_loaded_nccl_is_torchs():
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, text=True, capture_output=True,
-        timeout=120,
+        timeout=patient(120),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -118,7 +119,8 @@ assert "/libnccl.so" not in open("/proc/self/maps").read()
     library_path = ":".join(f"{folder}/nccl/lib" for folder in folders or ())
     done = subprocess.run(
         [sys.executable, "-c", code, search.__file__], cwd=ROOT, text=True,
-        capture_output=True, timeout=120, env={**os.environ, "LD_LIBRARY_PATH": library_path},
+        capture_output=True, timeout=patient(120),
+        env={**os.environ, "LD_LIBRARY_PATH": library_path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

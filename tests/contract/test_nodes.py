@@ -17,10 +17,9 @@ import torch
 from compare import assert_same_bits
 from contract_cases import config_of, contract_cases, for_engine
 from patience import PatientPool, patient
-from run_case import caps_of, ranks_on_node
+from run_case import all_steps_on_rank, assert_steps, caps_of, ranks_on_node
 from test_autograd import step_of_both
 from test_overflow import TOO_MUCH, raised_on_rank
-from test_properties import all_steps_on_rank, assert_steps
 
 from megatron_ncclep.benchmark.workload import network_rows, tables_of
 from megatron_ncclep.config import EpConfig

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 from contract_cases import rows_limit_of
-from run_case import opened
+from run_case import assert_steps, opened
 from test_nodes import ENGINE, in_grid, possible_cases
-from test_properties import assert_steps
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 from contract_cases import config_of, contract_cases, rows_limit_of
+from draws import SAME_EXAMPLES, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_plan, oracle_rows_limit
@@ -52,37 +53,10 @@ def test_contract_cases(case: Case) -> None:
     check(case, rows_limit_of(case))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    tokens=st.lists(st.integers(0, 20), min_size=1, max_size=4),
-    local_experts=st.integers(1, 4),
-    alignment=st.sampled_from([1, 2, 16]),
-    blocks=st.integers(1, 40),
-    skew=st.sampled_from([0.0, 0.7, 100.0]),
-    dropped=st.sampled_from([0.0, 0.3]),
-    seed=st.integers(0, 100),
-)
-def test_random_routings(
-    tokens: list[int],
-    local_experts: int,
-    alignment: int,
-    blocks: int,
-    skew: float,
-    dropped: float,
-    seed: int,
-) -> None:
-    num_experts = local_experts * len(tokens)
-    case = Case(
-        "random",
-        tuple(tokens),
-        num_experts,
-        top_k=min(3, num_experts),
-        alignment=alignment,
-        skew=skew,
-        dropped=dropped,
-        seed=seed,
-    )
-    check(case, alignment * blocks)
+@settings(SAME_EXAMPLES, max_examples=150)
+@given(case=cases().filter(lambda case: case.max_recv_rows))
+def test_random_routings(case: Case) -> None:
+    check(case, rows_limit_of(case))
 
 
 def test_worked_example() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draws import SAME_EXAMPLES
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ops.routing import routes_and_weights
 
 F, T = False, True
-NAN = float("nan")
+PROBABILITIES = st.sampled_from([0.0, -0.0, 1.0, 0.25, float("nan"), float("inf"), -1e30, 1e-40])
 
 
 def topk_of(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -27,17 +31,6 @@ def test_the_docstrings_example_and_its_gradient() -> None:
     assert grad_probs.tolist() == [[0.0, 1.0, 0.0, 2.0], [0.0, 0.0, 3.0, 0.0]]
 
 
-def test_the_map_is_the_truth_not_the_probabilities() -> None:
-    """Equal probabilities for all experts, as some routers give: only the map tells them apart."""
-    generator = torch.Generator().manual_seed(0)
-    for top_k in (1, 3, 8):
-        routing_map = torch.rand(50, 8, generator=generator).argsort(dim=1) < top_k
-        topk_idx = topk_of(routing_map, top_k)
-        back = torch.zeros(50, 8, dtype=torch.bool).scatter(1, topk_idx, True)
-        assert torch.equal(back, routing_map)
-        assert bool((topk_idx[:, 1:] > topk_idx[:, :-1]).all())
-
-
 def test_experts_numbered_backwards_in_blocks() -> None:
     """Of 2 ranks with 3 experts each, the map's columns are experts 2, 1, 0 and 5, 4, 3."""
     routing_map = torch.tensor([[T, F, F, F, T, F], [F, T, F, F, F, T]])
@@ -47,14 +40,6 @@ def test_experts_numbered_backwards_in_blocks() -> None:
     assert weights.tolist() == [[0.0, 4.0], [7.0, 11.0]]
     grad_probs = routes.probs_gradient(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert grad_probs.tolist() == [[1, 0, 0, 0, 2, 0], [0, 3, 0, 0, 0, 4]]
-
-
-def test_no_tokens() -> None:
-    assert topk_of(torch.zeros(0, 4, dtype=torch.bool), 2).shape == (0, 2)
-
-
-def test_top_k_may_exceed_what_any_token_has() -> None:
-    assert topk_of(torch.tensor([[T, F]]), 4).tolist() == [[0, -1, -1, -1]]
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3, 4), torch.zeros(4, dtype=torch.bool)])
@@ -69,8 +54,39 @@ def test_probabilities_unlike_the_map_are_refused(wrong: torch.Tensor) -> None:
         routes_and_weights(torch.zeros(3, 4, dtype=torch.bool), wrong, 2)
 
 
-def test_nan_stays_with_its_assignment() -> None:
-    probs = torch.tensor([[NAN, 0.2], [NAN, 0.4]])
-    _, weights = routes_and_weights(torch.tensor([[F, T], [T, T]]), probs, 2)
-    assert weights[0].tolist() == pytest.approx([0.2, 0.0])
-    assert weights[1].isnan().tolist() == [True, False]
+@st.composite
+def maps(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A map, probabilities for it and top-k."""
+    tokens, experts = draw(st.integers(0, 4)), draw(st.integers(1, 5))
+    cells = tokens * experts
+    chosen = draw(st.lists(st.booleans(), min_size=cells, max_size=cells))
+    probs = draw(st.lists(PROBABILITIES, min_size=cells, max_size=cells))
+    shape = (tokens, experts)
+    routing_map = torch.tensor(chosen, dtype=torch.bool).view(shape)
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    return routing_map, torch.tensor(probs).view(shape).to(dtype), draw(st.integers(1, 6))
+
+
+@settings(SAME_EXAMPLES, max_examples=150)
+@given(case=maps())
+def test_any_map(case: tuple[torch.Tensor, torch.Tensor, int]) -> None:
+    """The map is the truth: equal probabilities, infinities and NaN stay with their assignments."""
+    routing_map, probs, top_k = case
+    routes, weights = routes_and_weights(routing_map, probs, top_k)
+    topk_idx = routes.topk_idx
+    assert topk_idx.shape == weights.shape == (len(routing_map), top_k)
+    assert weights.dtype == probs.dtype
+    grad = torch.arange(1.0, 1.0 + weights.numel()).view(weights.shape).to(probs.dtype)
+    expected_grad = torch.zeros_like(probs)
+    for token, row in enumerate(routing_map.tolist()):
+        experts = [expert for expert, is_chosen in enumerate(row) if is_chosen]
+        filler = NOT_ROUTED
+        if len(experts) > top_k:
+            experts, filler = [], TOO_MANY_EXPERTS
+        missing = top_k - len(experts)
+        expected_grad[token, experts] = grad[token, : len(experts)]
+        assert topk_idx[token].tolist() == experts + [filler] * missing
+        expected = torch.cat([probs[token, experts], probs.new_zeros(missing)])
+        # The same bits, NaN and the sign of zero included.
+        assert torch.equal(weights[token].view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(routes.probs_gradient(grad), expected_grad)

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from contract_cases import deadline_s
@@ -29,15 +30,10 @@ COMPILED_HIDDEN, COMPILED_TOP_K = 64, 2
 
 
 class Heap(ctypes.Structure):
-    """`struct mallinfo2` of glibc."""
+    """`struct mallinfo2` of glibc: ten counts of bytes or blocks."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
-            "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
+    _fields_ = [("counts", ctypes.c_size_t * 10)]
+    MAPPED, ALLOCATED = 4, 7  # hblkhd and uordblks
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Held:
         threads: how many.
         objects: live ones of the package's classes, tensors and CUDA events, by class.
         heap: bytes that malloc has given out and not got back.
-        resident: bytes of the process in memory, at this moment.
+        resident: bytes of the process in memory.
         device: bytes of live tensors on the GPU; 0 on a CPU.
         device_used: bytes of the GPU in use, by anything.
     """
@@ -66,17 +62,16 @@ class Held:
 
     @classmethod
     def now(cls) -> Held:
+        """Collect garbage, and look."""
         for _ in range(2):
             gc.collect()
         files: Counter[str] = Counter()
         for file in Path("/proc/self/fd").iterdir():
             if file.exists() or file.is_symlink():  # not the folder that is being read
                 files[re.sub(r"\d+", "N", str(file.readlink()))] += 1
-        status = Path("/proc/self/status").read_text()
-        maps = Path("/proc/self/maps").read_text()
-        libc = ctypes.CDLL(None)
+        libc, process = ctypes.CDLL(None), psutil.Process()
         libc.mallinfo2.restype = Heap
-        heap = libc.mallinfo2()
+        heap = libc.mallinfo2().counts
         device = device_used = 0
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -84,13 +79,14 @@ class Held:
             device = torch.cuda.memory_allocated()
             free, total = torch.cuda.mem_get_info()
             device_used = total - free
+        maps = Path("/proc/self/maps").read_text()
         return cls(
             files=files,
             memories=len(re.findall(r"/memfd:ncclep|/dev/shm/", maps)),
-            threads=int(re.search(r"Threads:\s+(\d+)", status)[1]),
+            threads=process.num_threads(),
             objects=live_objects(),
-            heap=heap.uordblks + heap.hblkhd,
-            resident=int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024,
+            heap=heap[Heap.ALLOCATED] + heap[Heap.MAPPED],
+            resident=process.memory_info().rss,
             device=device,
             device_used=device_used,
         )

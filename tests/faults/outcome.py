@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from fork_server import ForkServer
+from patience import patient
 from rank import FAULTS, LONG_S
 
 # What never has to do with a rank that does not come.
@@ -16,7 +17,7 @@ JOB_S = 3 * LONG_S
 # Far above the short deadline, far below LONG_S and torch's own ten minutes.
 SOON_S = LONG_S / 2
 # For what another job beside this one has in /dev/shm for a moment.
-MOMENT_S = 10.0
+MOMENT_S = patient(10.0)
 
 
 def outcome(

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 from network_rank import DEADLINE_S
+from patience import patient
 
 RANK = Path(__file__).with_name("network_rank.py")
 PORT = 29500
 # For all ranks to start on a busy machine, and far above the deadline: for them to end.
-START_S, SOON_S = 180.0, 6 * DEADLINE_S
+START_S, SOON_S = patient(180.0), 6 * DEADLINE_S
 
 
 def can_make_networks() -> bool:
@@ -35,7 +36,7 @@ def can_make_networks() -> bool:
         ["ip", "netns", "add", name],
         ["ip", "netns", "delete", name],
     )
-    done = (subprocess.run(each, capture_output=True, timeout=60) for each in commands)
+    done = (subprocess.run(each, capture_output=True, timeout=patient(60)) for each in commands)
     return all(each.returncode == 0 for each in done)
 
 
@@ -50,7 +51,7 @@ pytestmark = [
 
 
 def run(*words: str) -> None:
-    subprocess.run(words, check=True, timeout=60)
+    subprocess.run(words, check=True, timeout=patient(60))
 
 
 @pytest.fixture

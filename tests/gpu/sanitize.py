@@ -21,15 +21,16 @@ from pathlib import Path
 import torch
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in (".", "contract")]
+from draws import Sizes, drawn, rounds
 from processes import Ended, join, run_ranks
-from random_round import Sizes, round_on_rank
+from random_round import round_on_rank
 from test_low_latency import LowLatencyCase, assert_round, rounds_on_rank
 
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.ranks.pool import RankContext
 
 NUM_RANKS, ITERATIONS = 2, 4
-SEEDS = (0, 4)  # a rank without tokens; static mode that drops assignments
+SEEDS = (0, 4)
 LOW_LATENCY = "low-latency"  # a round of it, beside those of seeds
 SIZES = Sizes(tokens=300, experts=16, hidden=(128, 512), elements=2**18)
 # Kernels under a tool are a hundred times slower.
@@ -48,8 +49,9 @@ def find_sanitizer() -> str | None:
 
 def do_round(ctx: RankContext, engine_name: str, seed: int) -> bool:
     """One rank's part of a round; says what came of it."""
-    difference, features = round_on_rank(ctx, engine_name, seed, ITERATIONS, SIZES, TIMEOUT_S)
-    print(f"rank {ctx.rank}: {difference or RIGHT}; {dict(features)}", flush=True)
+    round_of_all = drawn(rounds(ENGINES[engine_name].caps, SIZES, [NUM_RANKS], ITERATIONS), seed)
+    difference, dropped = round_on_rank(ctx, engine_name, round_of_all, SIZES, TIMEOUT_S)
+    print(f"rank {ctx.rank}: {difference or RIGHT}; {dropped} dropped", flush=True)
     return not difference
 
 

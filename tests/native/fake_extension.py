@@ -51,9 +51,9 @@ def interface() -> dict[str, dict[str, list[str] | None]]:
 
 
 FakeFailure = namedtuple(
-    "FakeFailure", interface()["NativeFailure"], defaults=("late", "dispatch", 1, 9, 2.0, 0, 0)
+    "FakeFailure", interface()["GroupFailure"], defaults=("late", "dispatch", 1, 9, 2.0, 0, 0)
 )
-FakePlanSizes = namedtuple("FakePlanSizes", interface()["NativePlanSizes"], defaults=(5, 2, 3, 0))
+FakePlanSizes = namedtuple("FakePlanSizes", interface()["PlanSizes"], defaults=(5, 2, 3, 0, True))
 
 
 class Fake:
@@ -67,7 +67,7 @@ class Fake:
     """
 
     # Methods that change nothing; their calls are not recorded.
-    QUERIES = ("fits", "routes_size", "sums_size", "bad_ranks", "bad_low_latency", "failure")
+    QUERIES = ("begin", "routes_size", "sums_size", "bad_ranks", "bad_low_latency", "failure")
 
     def __init__(self, bound_as: str, **answers: Any) -> None:
         members = interface()[bound_as]
@@ -103,9 +103,11 @@ class Fake:
 
 
 class FakeGroup(Fake):
-    """A `_C.NativeGroup` that remembers for how much it has windows.
+    """A `_C.GroupHandle` that remembers for how much it has windows.
 
     Attributes:
+        timeout_s: the deadline that the last call has set.
+        sizes: what plans find, a `FakePlanSizes`; a plan says itself whether it has room for it.
         is_over: whether kernels have ended.  Only then does the device say what they found:
         failed: a `FakeFailure`, or None.
         bad: whose routing was bad, one bit each, until it is told to forget.
@@ -113,31 +115,35 @@ class FakeGroup(Fake):
 
     def __init__(self, **answers: Any) -> None:
         own = {
-            "fits": lambda *wanted: all(n <= h for n, h in zip(wanted, self._held(), strict=True)),
-            "allocate": self._allocate,
-            "drop": self._drop,
+            "begin": self._begin,
+            "reserve": self._reserve,
             "routes_size": lambda max_pairs, max_assignments, _: max_pairs + max_assignments,
             "sums_size": 0,
-            "plan": 1,
-            "wait_for_sizes": FakePlanSizes(),
+            "plan": lambda *_: self.calls[-1][1],
+            "wait_for_sizes": lambda plan, *_: self.sizes._replace(
+                has_room=self.sizes.num_pairs <= plan.max_pairs
+                and self.sizes.num_assignments <= plan.max_assignments
+            ),
             "failure": lambda: self.failed if self.is_over else None,
             "bad_ranks": lambda forget: self._bad("bad_ranks", forget),
             "bad_low_latency": lambda forget: self._bad("bad_low_latency", forget),
         }
-        super().__init__("NativeGroup", **{**own, **answers})
-        self.is_over, self.failed = True, None
+        super().__init__("GroupHandle", **{**own, **answers})
+        self.is_over, self.failed, self.sizes = True, None, FakePlanSizes()
         self.bad = {"bad_ranks": 0, "bad_low_latency": 0}
+        self._held = (0, 0, 0)
 
-    def _held(self) -> tuple[int, int, int]:
-        return self.max_tokens, self.max_top_k, self.row_bytes
+    def _begin(self, timeout_s: float, *wanted: int) -> bool | None:
+        if self.is_over and self.failed is not None:
+            return None
+        self.timeout_s = timeout_s
+        return all(number <= held for number, held in zip(wanted, self._held, strict=True))
 
-    def _allocate(self, *wanted: int) -> None:
-        self.generation += 1
-        self.max_tokens, self.max_top_k, self.row_bytes = map(max, self._held(), wanted)
-        self.num_bytes = self.max_tokens * self.row_bytes
-
-    def _drop(self) -> None:
-        self.windows = self.max_tokens = self.max_top_k = self.row_bytes = self.num_bytes = 0
+    def _reserve(self, *arguments: Any) -> str | None:
+        wanted, held = arguments[:3], self._held
+        self._held = (self.max_tokens, _, row_bytes) = tuple(map(max, held, wanted))
+        self.num_bytes = self.max_tokens * row_bytes
+        return None if self._held == held else f"{held} -> {self._held}"
 
     def _bad(self, method: str, forget: bool) -> int:
         mask = self.bad[method] if self.is_over else 0
@@ -157,9 +163,8 @@ class FakeExtension(Fake):
         own = {
             "Nccl": lambda path: self.nccl,
             "Communicator": self._make,
-            "NativeGroup": lambda *_: FakeGroup(),
-            "NativePlan": lambda *arguments: arguments,
-            "NativeLowLatency": lambda *_: Fake("NativeLowLatency"),
+            "GroupHandle": lambda *_: FakeGroup(),
+            "LowLatencyHandle": lambda *_: Fake("LowLatencyHandle"),
             # Another number than the extension's, so that nobody has it from elsewhere.
             "native_min_sms": lambda num_ranks: 5 + num_ranks // 32,
         }

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef struct {
   char bytes[128];
@@ -22,6 +23,9 @@ static int has_windows = 0, num_ranks_now = 2, rank_now = 0;
 static int num_alive = 0;
 
 int fake_num_alive(void) { return num_alive; }
+// Of windows that are registered; they and their memory are alive.
+static int num_open_windows = 0;
+int fake_num_open_windows(void) { return num_open_windows; }
 const char* fake_calls(void) { return calls; }
 void fake_reset(int result_of_next_call) {
   calls[0] = 0;
@@ -71,7 +75,12 @@ int ncclGetUniqueId(UniqueId* id) {
   memset(id, 7, sizeof(*id));
   return result();
 }
+// How long NCCL waits for the other ranks.
+static int init_ms = 0;
+void fake_wait_for_ranks(int milliseconds) { init_ms = milliseconds; }
+
 int ncclCommInitRank(void** comm, int num_ranks, UniqueId id, int rank) {
+  usleep(init_ms * 1000);
   CALL("CommInitRank ranks=%d rank=%d id=%d..%d\n", num_ranks, rank, id.bytes[0], id.bytes[127]);
   num_ranks_now = num_ranks;
   rank_now = rank;
@@ -93,6 +102,10 @@ int ncclCommAbort(void* comm) {
 Team ncclTeamLsa(void* comm) {
   Team team = {comm != calls ? -1 : has_windows ? num_ranks_now : 2, 0, 1};
   return team;
+}
+int ncclAllGather(const void* mine, void* all, size_t count, int dtype, void* comm, void* stream) {
+  for (int rank = 0; rank < num_ranks_now; ++rank) memcpy((char*)all + rank * count, mine, count);
+  return result();
 }
 int ncclMemAlloc(void** memory, size_t bytes) {
   CALL("MemAlloc %lu\n", (unsigned long)bytes);
@@ -125,11 +138,13 @@ int ncclCommWindowRegister(void* comm, void* memory, size_t bytes, void** window
   *window = malloc(sizeof(made));
   memcpy(*window, &made, sizeof(made));
   ++num_alive;
+  ++num_open_windows;
   return 0;
 }
 int ncclCommWindowDeregister(void* comm, void* window) {
   free(window);
   --num_alive;
+  --num_open_windows;
   return result();
 }
 const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "other"; }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,46 +97,53 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
+def choices(num_ranks: int, config: EpConfig, num_experts: int | None = None) -> list[Any]:
+    """What `choose_engine` returns or raises, by rank."""
+    return on_threads(num_ranks, lambda group: engines.choose_engine(group, config, num_experts))
+
+
+def choice(num_ranks: int, num_experts: int | None = None, **options: Any) -> tuple[str, str]:
+    """The engine that all ranks choose, and why."""
+    found = choices(num_ranks, EpConfig(**options), num_experts)
+    assert found == [found[0]] * num_ranks, found
+    name, reason = found[0]
+    return name, reason
+
+
 def reasons(num_ranks: int = NUM_RANKS, num_experts: int | None = None, **options: Any) -> str:
     """Ask for the engine by name on every rank; return the text that all of them raise."""
-    config = EpConfig(engine="native", **options)
-    errors = on_threads(num_ranks, lambda group: engines.choose_engine(group, config, num_experts))
+    errors = choices(num_ranks, EpConfig(engine="native", **options), num_experts)
     assert [type(error) for error in errors] == [EngineUnavailableError] * num_ranks, errors
     texts = {str(error).removeprefix("engine 'native' cannot run here: ") for error in errors}
     assert len(texts) == 1
     return texts.pop()
 
 
+@pytest.fixture
+def native_or_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = {name: engines.ENGINES[name] for name in ("native", "reference")}
+    monkeypatch.setattr(engines, "ENGINES", only)
+
+
 def test_nothing_is_in_the_way(machine: Machine) -> None:
-    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig(), 512))
-    assert choices == [("native", "native can run")] * NUM_RANKS
+    assert choice(NUM_RANKS, 512) == ("native", "native can run")
     assert sorted(machine.made) == list(range(NUM_RANKS))
 
 
-def test_auto_says_why_not(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    only = {name: engines.ENGINES[name] for name in ("native", "reference")}
-    monkeypatch.setattr(engines, "ENGINES", only)
-    machine.gpus[1] = replace(machine.gpus[0])
-    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
-    name, reason = choices[0]
-    assert choices == [choices[0]] * NUM_RANKS
-    assert name == "reference"
-    assert reason.startswith("not native: ranks 0 and 1 share one GPU (NVIDIA H200, UUID uuid-0)")
-    assert reason.endswith("; reference can run")
-
-
 def test_ranks_share_a_gpu_where_nccl_allows_it(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, native_or_reference: None
 ) -> None:
     machine.gpus = [machine.gpus[0]] * NUM_RANKS
     assert "for tests, NCCL 2.30.0 or newer lets ranks share a GPU with NCCL_MULTI" in reasons()
+    name, reason = choice(NUM_RANKS)
+    assert name == "reference"
+    assert reason.startswith("not native: ranks 0 and 1 share one GPU (NVIDIA H200, UUID uuid-0)")
+    assert reason.endswith("; reference can run")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert "share one GPU" in reasons()  # NCCL 2.28.9
     library = Library(Path("libnccl.so.2"), (2, 30, 7), "")
     monkeypatch.setattr(search, "find_nccl", lambda: library)
-    config = EpConfig(engine="native")
-    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, config))
-    assert choices == [("native", "requested by name")] * NUM_RANKS
+    assert choice(NUM_RANKS, engine="native") == ("native", "requested by name")
     assert "num_sms 34: at most 33 for each of 3 ranks on NVIDIA H200" in reasons(num_sms=34)
 
 
@@ -161,75 +167,109 @@ def test_kernels_of_ranks_that_share_a_gpu_fit_on_it(
     assert native_availability.default_num_sms(device, ranks_per_gpu) == num_sms
 
 
-def test_auto_is_the_same_on_all_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in the way of rank 1 only, rank 0 would not have seen."""
-    only = {name: engines.ENGINES[name] for name in ("native", "reference")}
-    monkeypatch.setattr(engines, "ENGINES", only)
-    machine.gpus[1] = replace(machine.gpus[1], name="NVIDIA A100", capability=(8, 0))
-    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
-    reason = "not native: rank 1: NVIDIA A100 is older than Hopper (sm_90); reference can run"
-    assert choices == [("reference", reason)] * NUM_RANKS
-
-
 # --- what one rank finds -------------------------------------------------------------------------
 
 
-def set_gpu(**facts: Any) -> Callable[[Machine, pytest.MonkeyPatch], None]:
-    def change(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine.gpus[1] = replace(machine.gpus[1], **facts)
+@dataclass(frozen=True)
+class Case:
+    """What is in the way, and what all ranks say.
 
-    return change
+    Attributes:
+        says: part of the text.
+        gpu: what differs on the GPU of rank 1.
+        machine: attributes of the `Machine`.
+        lacks: module, function and what it returns instead.
+        ranks, experts, options: of the group and the config.
+    """
+
+    says: str
+    gpu: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    lacks: tuple[Any, str, Any] | None = None
+    ranks: int = NUM_RANKS
+    experts: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def on_all(thing: Any, name: str, value: Any) -> Callable[[Machine, pytest.MonkeyPatch], None]:
-    def change(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(thing, name, value)
-
-    return change
-
-
-OWN = {
-    "older": (
-        set_gpu(capability=(8, 0), name="NVIDIA A100"),
+NO_REACH = "the GPU of rank {} cannot access the memory of rank {}'s"
+MANY = [Gpu(f"12345678-1234-1234-1234-{r:012d}", "NVIDIA " + "H" * 60) for r in range(64)]
+IN_THE_WAY = {
+    # What one rank finds.
+    "older": Case(
         "rank 1: NVIDIA A100 is older than Hopper (sm_90)",
+        gpu={"capability": (8, 0), "name": "NVIDIA A100"},
     ),
-    "another architecture": (
-        set_gpu(capability=(10, 0), name="NVIDIA B200"),
+    "another architecture": Case(
         "rank 1: the extension is built for sm_90a, which NVIDIA B200 (compute capability 10.0) "
         "does not run: install the package again without NCCLEP_CUDA_ARCHITECTURES in the "
         "environment",
+        gpu={"capability": (10, 0), "name": "NVIDIA B200"},
     ),
-    "an old driver": (
-        on_all(extension, "driver_version", lambda: (12, 4)),
+    "few SMs": Case(
+        "rank 1: num_sms 32: at most 0 on NVIDIA H200 with 16 SMs",
+        gpu={"multi_processor_count": 16},
+    ),
+    "an old driver": Case(
         "the extension is built with CUDA 13.0, which needs a driver for CUDA 13.0 (580.65) or "
         "newer, and this machine's serves CUDA up to 12.4: update the driver",
+        lacks=(extension, "driver_version", (12, 4)),
     ),
-    "few SMs": (
-        set_gpu(multi_processor_count=16),
-        "rank 1: num_sms 32: at most 0 on NVIDIA H200 with 16 SMs",
+    "no extension": Case(
+        "build it", lacks=(extension, "unavailable_reason", "there is none: build it")
     ),
-    "no extension": (
-        on_all(extension, "unavailable_reason", lambda: "there is none: build it"),
-        "build it",
-    ),
-    "no NCCL": (
-        on_all(search, "find_nccl", lambda: None),
+    "no NCCL": Case(
         "it needs NCCL 2.28.9 or newer, found none: pip install 'nvidia-nccl-cu",
+        lacks=(search, "find_nccl", None),
     ),
-    "an NCCL without a version": (
-        on_all(search, "find_nccl", lambda: Library(Path("x.so"), None, "named")),
+    "an NCCL without a version": Case(
         "found version unknown, x.so (named): pip install 'nvidia-nccl-cu",
+        lacks=(search, "find_nccl", Library(Path("x.so"), None, "named")),
+    ),
+    # Limits.
+    "experts": Case("it takes at most 512 experts in total: there are 513", experts=513),
+    "too few SMs": Case(
+        "num_sms 4: its kernels need at least 5 for 3 ranks", options={"num_sms": 4}
+    ),
+    "too few SMs for many ranks": Case(
+        "num_sms 5: its kernels need at least 6 for 32 ranks", ranks=32, options={"num_sms": 5}
+    ),
+    "too many SMs": Case(
+        "num_sms 101: at most 100 on NVIDIA H200 with 132 SMs: 32 are left to NCCL's kernels, "
+        "otherwise two groups can deadlock",
+        options={"num_sms": 101},
+    ),
+    "too many ranks": Case("it takes at most 32 ranks, the group has 33", ranks=33),
+    # What the ranks find together.
+    "two models": Case(
+        "the ranks have different GPUs, rank 0 NVIDIA H200 (sm_90) and rank 1 NVIDIA H100 (sm_90)",
+        gpu={"name": "NVIDIA H100"},
+    ),
+    "no access one way": Case(NO_REACH.format(0, 2), machine={"no_access": {(0, 2)}}),
+    "no access the other way": Case(NO_REACH.format(2, 0), machine={"no_access": {(2, 0)}}),
+    # None of which reaches another, on a host with a long name: the message is long enough.
+    "many GPUs": Case(
+        "cannot access",
+        machine={"gpus": MANY, "no_access": {(a, b) for a in range(64) for b in range(64)}},
+        ranks=32,
     ),
 }
 
 
-@pytest.mark.parametrize("case", list(OWN))
-def test_what_a_rank_finds_all_ranks_say(
-    case: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", IN_THE_WAY)
+def test_what_is_in_the_way_all_ranks_say(
+    name: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, native_or_reference: None
 ) -> None:
-    change, text = OWN[case]
-    change(machine, monkeypatch)
-    assert text in reasons()
+    """What one rank alone finds, too, and that before NCCL is asked."""
+    case = IN_THE_WAY[name]
+    machine.gpus = [Gpu(f"uuid-{r}") for r in range(case.ranks)]
+    vars(machine).update(case.machine)
+    machine.gpus[1] = replace(machine.gpus[1], **case.gpu)
+    if case.lacks is not None:
+        module, function, value = case.lacks
+        monkeypatch.setattr(module, function, lambda: value)
+    assert case.says in reasons(case.ranks, case.experts, **case.options)
+    if not case.options:
+        assert choice(case.ranks, case.experts)[0] == "reference"
     assert machine.made == []
 
 
@@ -260,8 +300,7 @@ def test_a_rank_that_cannot_even_look(
 
     for module in (native_availability, nccl_ep_availability):
         monkeypatch.setattr(module, "_own_problem", look)
-    config = EpConfig(engine=engine)
-    errors = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, config))
+    errors = choices(NUM_RANKS, EpConfig(engine=engine))
     kind = InputError if isinstance(error, InputError) else LibraryError
     assert [type(e) for e in errors] == [kind] * NUM_RANKS, errors
     assert len({str(e) for e in errors}) == 1
@@ -283,38 +322,13 @@ def test_an_nccl_that_is_too_old(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_experts", "options", "text"),
-    [
-        (NUM_RANKS, 513, {}, "it takes at most 512 experts in total: there are 513"),
-        (NUM_RANKS, None, {"num_sms": 4}, "num_sms 4: its kernels need at least 5 for 3 ranks"),
-        (32, None, {"num_sms": 5}, "num_sms 5: its kernels need at least 6 for 32 ranks"),
-        (
-            NUM_RANKS,
-            None,
-            {"num_sms": 101},
-            "num_sms 101: at most 100 on NVIDIA H200 with 132 SMs: 32 are left to NCCL's kernels, "
-            "otherwise two groups can deadlock",
-        ),
-        (33, None, {}, "it takes at most 32 ranks, the group has 33"),
-    ],
-)
-def test_limits(
-    machine: Machine, num_ranks: int, num_experts: int | None, options: dict[str, Any], text: str
-) -> None:
-    machine.gpus = [Gpu(f"uuid-{r}") for r in range(num_ranks)]
-    assert text in reasons(num_ranks, num_experts, **options)
-    assert machine.made == []
-
-
-@pytest.mark.parametrize(
     ("num_ranks", "options"), [(32, {"num_sms": 6}), (2, {"num_sms": 5}), (2, {"num_sms": 100})]
 )
 def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[str, Any]) -> None:
     machine.gpus = [Gpu(f"uuid-{r}") for r in range(num_ranks)]
     machine.lsa_size = num_ranks
-    config = EpConfig(engine="native", **options)
-    choices = on_threads(num_ranks, lambda group: engines.choose_engine(group, config, 512))
-    assert choices == [("native", "requested by name")] * num_ranks
+    found = choice(num_ranks, 512, engine="native", **options)
+    assert found == ("native", "requested by name")
 
 
 def unavailable_on_rank(ctx: RankContext) -> str:
@@ -366,69 +380,39 @@ def test_without_gpus(pool: RankPool, num_ranks: int) -> None:
 # --- what the ranks find together ----------------------------------------------------------------
 
 
-def test_gpus_of_two_models(machine: Machine) -> None:
-    machine.gpus[2] = Gpu("uuid-2", "NVIDIA H100")
-    text = (
-        "the ranks have different GPUs, rank 0 NVIDIA H200 (sm_90) and rank 2 NVIDIA H100 (sm_90)"
-    )
-    assert text in reasons()
-    assert machine.made == []
-
-
-@pytest.mark.parametrize("pair", [(0, 2), (2, 0)])
-def test_gpus_without_peer_access(machine: Machine, pair: tuple[int, int]) -> None:
-    machine.no_access = {pair}
-    text = f"the GPU of rank {pair[0]} cannot access the memory of rank {pair[1]}'s"
-    assert text in reasons()
-    assert machine.made == []
-
-
 def test_a_gpu_that_is_no_ranks_does_not_matter(machine: Machine) -> None:
     """Four GPUs, three ranks; the fourth is out of reach."""
     machine.gpus.append(Gpu("uuid-3", "NVIDIA A100", (8, 0)))
     machine.no_access = {(0, 3), (3, 0)}
-    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
-    assert choices == [("native", "native can run")] * NUM_RANKS
+    assert choice(NUM_RANKS) == ("native", "native can run")
 
 
 @pytest.mark.parametrize(
-    ("hosts", "text"), [(["a"] * 3, "on 1 host(s)"), (["a", "a", "b"], "on 2")]
+    ("hosts", "lsa_size", "text"),
+    [("aaa", 2, "on 1 host(s)"), ("aab", 2, "on 2"), ("abc", NUM_RANKS, None)],
 )
-def test_an_nvlink_domain_that_is_smaller(
-    machine: Machine, hosts: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+def test_nvlink_domains_and_hosts(
+    machine: Machine, hosts: str, lsa_size: int, text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What matters is what NCCL finds; a domain may have many hosts."""
     own_place = native_availability._own_place
     monkeypatch.setattr(
         native_availability,
         "_own_place",
         lambda gpu: replace(own_place(gpu), host=hosts[gpu.index]),
     )
-    machine.lsa_size = 2
+    machine.lsa_size = lsa_size
+    if text is None:
+        assert choice(NUM_RANKS) == ("native", "native can run")
+        return
     reason = reasons()
     assert reason.startswith("only 2 of 3 ranks, on ")
     assert text in reason
 
 
-def test_hosts_of_one_nvlink_domain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_place = native_availability._own_place
-    monkeypatch.setattr(
-        native_availability, "_own_place", lambda gpu: replace(own_place(gpu), host=str(gpu.index))
-    )
-    choices = on_threads(NUM_RANKS, lambda group: engines.choose_engine(group, EpConfig()))
-    assert choices == [("native", "native can run")] * NUM_RANKS
-
-
 def test_an_nccl_that_makes_no_communicator(machine: Machine) -> None:
     machine.lsa_size = LibraryError("ncclCommInitRank failed: why")
     assert reasons() == "NCCL made no communicator: ncclCommInitRank failed: why"
-
-
-def test_many_gpus_fit_into_the_message(machine: Machine) -> None:
-    """None of which reaches another, on a host with a long name."""
-    uuid = "12345678-1234-1234-1234-{:012d}"
-    machine.gpus = [Gpu(uuid.format(r), "NVIDIA " + "H" * 60) for r in range(64)]
-    machine.no_access = {(a, b) for a in range(64) for b in range(64)}
-    assert "cannot access" in reasons(32)
 
 
 # --- several machines ----------------------------------------------------------------------------
@@ -462,39 +446,28 @@ def four_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def choices_of_four() -> tuple[str, str]:
-    choices = on_threads(4, lambda group: engines.choose_engine(group, EpConfig(), 8))
-    assert choices == [choices[0]] * 4, choices
-    name, reason = choices[0]
-    return name, reason
+NOT_NATIVE = "not native: only {} of 4 ranks, on 1 host(s), are in one NVLink"
 
 
-def test_auto_takes_hierarchical_for_several_nodes(four_gpus: Machine) -> None:
-    four_gpus.lsa_size = 2
-    name, reason = choices_of_four()
-    assert name == "hierarchical"
-    assert reason.startswith("not native: only 2 of 4 ranks, on 1 host(s), are in one NVLink")
-    assert reason.endswith("; hierarchical can run")
-
-
-def test_auto_takes_native_in_one_domain(four_gpus: Machine) -> None:
-    four_gpus.lsa_size = 4
-    assert choices_of_four() == ("native", "native can run")
-
-
-def test_auto_leaves_out_nodes_in_which_native_cannot_run(four_gpus: Machine) -> None:
-    """One node's kernels cannot run: the ranks of the other one hear it, too."""
-    four_gpus.lsa_size = 2
-    four_gpus.no_access = {(2, 3)}
-    name, reason = choices_of_four()
-    assert name == "reference"
-    inside = "; not hierarchical: inside a node, not native: rank 2: the GPU of rank 0 cannot"
-    assert inside in reason
-    assert reason.endswith("; reference can run")
-
-
-def test_auto_leaves_out_a_single_node_without_nvlink(four_gpus: Machine) -> None:
-    four_gpus.lsa_size = 1
-    name, reason = choices_of_four()
-    assert name == "reference"
-    assert "; not hierarchical: all ranks are on one node; reference can run" in reason
+@pytest.mark.parametrize(
+    ("lsa_size", "no_access", "name", "says"),
+    [
+        (4, set(), "native", ["native can run"]),
+        (2, set(), "hierarchical", [NOT_NATIVE.format(2), "; hierarchical can run"]),
+        (
+            # One node's kernels cannot run: the ranks of the other one hear it, too.
+            *(2, {(2, 3)}, "reference"),
+            ["; not hierarchical: inside a node, not native: rank 2: the GPU of rank 0 cannot"],
+        ),
+        (1, set(), "reference", ["; not hierarchical: all ranks are on one node; reference can"]),
+    ],
+    ids=["one domain", "two nodes", "a node without peer access", "no NVLink"],
+)
+def test_auto_takes_what_can_run_on_all_nodes(
+    four_gpus: Machine, lsa_size: int, no_access: set[tuple[int, int]], name: str, says: list[str]
+) -> None:
+    four_gpus.lsa_size, four_gpus.no_access = lsa_size, no_access
+    chosen, reason = choice(4, 8)
+    assert chosen == name
+    assert all(text in reason for text in says), reason
+    assert reason.endswith(f"{name} can run")

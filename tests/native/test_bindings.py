@@ -5,6 +5,7 @@ A library of our own stands in for both (`fake_nccl.c`); it is compiled here.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import struct
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 from fakes import Recorder, compile_fake
 
-from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.errors import LibraryError, PeerError
 from megatron_ncclep.libraries import extension
 
 UNIQUE_ID = bytes([7]) * 128
@@ -42,9 +43,16 @@ def native() -> ModuleType:
     return extension.load()
 
 
+def connect(
+    native: ModuleType, fake: Path, num_ranks: int, rank: int, unique_id: bytes = UNIQUE_ID
+) -> Any:
+    nccl = native.Nccl(str(fake))
+    return native.Communicator(nccl, unique_id, num_ranks, rank, device=-1, timeout_s=60.0)
+
+
 @pytest.fixture
 def communicator(native: ModuleType, fake: Path, recorder: Recorder) -> Any:
-    return native.Communicator(native.Nccl(str(fake)), UNIQUE_ID, 2, 1)
+    return connect(native, fake, 2, 1)
 
 
 @pytest.fixture
@@ -64,11 +72,22 @@ def handle(native: ModuleType, group: Any) -> Any:
 def test_communicator(native: ModuleType, fake: Path, recorder: Recorder) -> None:
     nccl = native.Nccl(str(fake))
     assert (nccl.version, nccl.unique_id(), nccl.path) == (23007, UNIQUE_ID, str(fake))
-    communicator = native.Communicator(nccl, UNIQUE_ID, 2, 1)
+    communicator = connect(native, fake, 2, 1)
     assert (communicator.num_ranks, communicator.rank, communicator.lsa_size) == (2, 1, 2)
     communicator.close()
     communicator.close()
     assert recorder.lines() == ["CommInitRank ranks=2 rank=1 id=7..7", "CommDestroy 1"]
+
+
+def test_a_communicator_is_made_in_time_or_not_at_all(native: ModuleType, fake: Path) -> None:
+    """NCCL itself waits for the other ranks without a deadline."""
+    nccl, library = native.Nccl(str(fake)), ctypes.CDLL(str(fake))
+    library.fake_wait_for_ranks(300)
+    with pytest.raises(PeerError, match=r"no communicator over the 2 ranks .* within 0\.05 s"):
+        native.Communicator(nccl, UNIQUE_ID, 2, 1, device=-1, timeout_s=0.05)
+    library.fake_wait_for_ranks(0)
+    with pytest.raises(LibraryError, match="a deadline of -1 s"):
+        native.Communicator(nccl, UNIQUE_ID, 2, 1, device=-1, timeout_s=-1)
 
 
 def test_group_options(recorder: Recorder, group: Any) -> None:
@@ -179,7 +198,7 @@ def test_what_is_dropped_frees_itself_only_where_that_is_local(
     native: ModuleType, fake: Path, recorder: Recorder
 ) -> None:
     """A forgotten handle is freed; a group and a communicator are not: that would be collective."""
-    communicator = native.Communicator(native.Nccl(str(fake)), UNIQUE_ID, 2, 0)
+    communicator = connect(native, fake, 2, 0)
     group = native.NcclEpGroup(
         native.NcclEp(str(fake)), communicator, num_experts=4, max_tokens=1, max_recv_rows=8,
         row_bytes=16, top_k=1, num_sms=0, timeout_s=1,
@@ -227,12 +246,12 @@ def test_tensors_that_are_not_taken(native: ModuleType, handle: Any) -> None:
 
 def test_a_unique_id_has_its_length(native: ModuleType, fake: Path) -> None:
     with pytest.raises(LibraryError, match="has 128 bytes, not 3"):
-        native.Communicator(native.Nccl(str(fake)), b"abc", 2, 0)
+        connect(native, fake, 2, 0, unique_id=b"abc")
 
 
 def test_a_window_needs_the_whole_group(native: ModuleType, fake: Path) -> None:
     """The fake's NVLink domain has two ranks."""
-    communicator = native.Communicator(native.Nccl(str(fake)), UNIQUE_ID, 4, 0)
+    communicator = connect(native, fake, 4, 0)
     with pytest.raises(LibraryError, match="only 2 of 4 ranks are in one NVLink domain"):
         native.Window(communicator, 4096)
 
@@ -321,11 +340,3 @@ def test_the_examples_of_the_split(native: ModuleType) -> None:
     assert native.split_combine(32, 2, 8, 14336) == (18, 0, 14)
     assert native.split_combine(32, 4, 8, 14336) == (13, 0, 19)
     assert native.split_combine(32, 8, 8, 14336) == (10, 9, 13)
-
-
-@pytest.mark.parametrize("owner", ["NativeGroup", "NativeLowLatency"])
-def test_whoever_has_windows_lets_them_be_opened_and_checked(owner: str) -> None:
-    """What engines/native_windows.py asks of it."""
-    found = vars(getattr(extension.load(), owner))
-    asked = {"open", "clear", "drop", "windows", "generation"}
-    assert asked <= found.keys()

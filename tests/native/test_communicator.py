@@ -5,7 +5,6 @@ Ranks are threads; NCCL and the extension are a `FakeExtension`, which each test
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,11 +44,10 @@ def fakes() -> Iterator[list[FakeExtension]]:
         yield fakes
 
 
-def create(timeouts: list[float] | None = None) -> list[Any]:
+def create() -> list[Any]:
     def create_on(group: ThreadGroup) -> Any:
         torch.cuda.set_device(group.device)
-        timeout_s = DEADLINE_S if timeouts is None else timeouts[group.rank]
-        return communicator_of(group, timeout_s)
+        return communicator_of(group, DEADLINE_S)
 
     return on_threads(NUM_RANKS, create_on)
 
@@ -57,7 +55,9 @@ def create(timeouts: list[float] | None = None) -> list[Any]:
 def test_all_ranks_get_rank_0s_unique_id(fakes: list[FakeExtension]) -> None:
     assert create() == [fake.made[0] for fake in fakes]
     calls = [call for fake in fakes for call in fake.named("Communicator")]
-    assert [call.unique_id for call in calls] == [UNIQUE_ID] * NUM_RANKS
+    assert [call[1:] for call in calls] == [
+        (UNIQUE_ID, NUM_RANKS, rank, rank, DEADLINE_S) for rank in range(NUM_RANKS)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -102,30 +102,31 @@ def test_a_failure_of_one_rank_is_told_by_all(
     assert create() == [fake.made[-1] for fake in fakes]
 
 
-def test_a_rank_that_waits_in_nccl_gives_up_and_hears_why(fakes: list[FakeExtension]) -> None:
-    """Rank 1 fails at once; for rank 0, NCCL would wait for it for ever."""
-    never = threading.Event()
-    fakes[0].answers["Communicator"] = lambda *_: never.wait()
-    fakes[1].answers["Communicator"] = LibraryError("ncclCommInitRank failed: why")
-    errors = create([0.2, DEADLINE_S, DEADLINE_S])
-    assert [type(error) for error in errors] == [LibraryError] * NUM_RANKS, errors
-    for error in errors:
-        assert (
-            "rank 0: no communicator over the 3 ranks of the expert-parallel group within 0.2 s"
-            in str(error)
-        )
-        assert "rank 1: ncclCommInitRank failed: why" in str(error)
-    never.set()
+LATE = PeerError("no communicator over the 3 ranks")
 
 
-def test_a_rank_that_is_late_without_a_reason(fakes: list[FakeExtension]) -> None:
-    never = threading.Event()
-    fakes[2].answers["Communicator"] = lambda *_: never.wait()
-    errors = create([DEADLINE_S, DEADLINE_S, 0.2])
-    assert [type(error) for error in errors] == [PeerError] * NUM_RANKS, errors
-    assert all("rank 2: no communicator over the 3 ranks" in str(error) for error in errors)
-    assert fakes[0].made[0].names == ["abort"]
-    never.set()
+@pytest.mark.parametrize(
+    ("failures", "kind", "text"),
+    [
+        ({2: LATE}, PeerError, "rank 2: no communicator over the 3 ranks"),
+        # Rank 1 fails at once, and NCCL would have rank 0 wait for it for ever.
+        (
+            {0: LATE, 1: LibraryError("ncclCommInitRank failed: why")},
+            LibraryError,
+            "rank 0: no communicator over the 3 ranks; rank 1: ncclCommInitRank failed: why",
+        ),
+    ],
+    ids=["no reason", "another rank has failed"],
+)
+def test_a_rank_that_waits_in_vain_hears_why(
+    failures: dict[int, Exception], kind: type, text: str, fakes: list[FakeExtension]
+) -> None:
+    for rank, failure in failures.items():
+        fakes[rank].answers["Communicator"] = failure
+    errors = create()
+    assert [type(error) for error in errors] == [kind] * NUM_RANKS, errors
+    assert all(text in str(error) for error in errors)
+    assert all(made.names == ["abort"] for fake in fakes for made in fake.made)
 
 
 def test_an_error_without_words_is_one_all_the_same() -> None:

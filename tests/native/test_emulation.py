@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from build_cache import cached, run_all, version_of
 from emulation.translate import Change, translate
 
 HERE = Path(__file__).parent / "emulation"
@@ -251,14 +252,14 @@ MISTAKES = {
 
     # Plans.
     "chunks that did not fit are not read again": Mistake(
-        "native/plan/chunks.cuh", "if («end - first > share.held»)", "false",
+        "native/plan/chunks.cuh", "if («end - first > partition.tile_chunks»)", "false",
         "chunks", 2, "plan: |an address leads nowhere"),
     "prefix sums of many CTAs leave some out": Mistake(
         "native/plan/chunks.cuh", "if («first + u < static_cast<int>(blockIdx.x)»)",
         "u < static_cast<int>(blockIdx.x) && first == 0",
         "chunks", 2, "plan: "),
     "chunks after a rank's last have no end": Mistake(
-        "native/plan/plan.cu", "const int ends = «plan.most_chunks + 1 - share.num_chunks()»;", "0",
+        "native/plan/plan.cu", "ends = «plan.most_chunks + 1 - partition.num_chunks()»;", "0",
         "chunks", 3, "plan: "),
     "slots are wrong from the 33rd expert on": Mistake(
         "native/plan/plan.cu", "end += __shfl_sync(~0u, rows_to_here, kWarpSize - 1);", "",
@@ -357,7 +358,7 @@ MISTAKES = {
         "failures", 3, "plan: rows of rank . after a failure"),
     "a CTA that starts after a failure leaves its grid waiting": Mistake(
         "native/plan/plan_receive.cu", "leave(me);\n    return;", "return;",
-        "late", 4, "."),
+        "late", 3, "."),
 
     # Low-latency mode: who waits for what.
     "LL: a CTA counts itself before its warps have sent": Mistake(
@@ -489,30 +490,32 @@ MISTAKES = {
 
 
 @pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rounds() -> Path:
     """`rounds`, compiled with the kernels and with all mistakes: one is chosen when it runs."""
-    folder = tmp_path_factory.mktemp("emulation")
-    changes = [
-        Change(mistake.file, mistake.where, mistake.instead) for mistake in MISTAKES.values()
-    ]
-    kernels = translate(CSRC, folder, changes)
-    includes = [f"-I{path}" for path in (HERE / "shim", HERE, folder, CSRC)]
-    # longjmp between stacks is no mistake here.
-    options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-include", "emulator.h", *includes]
-    # visibility.h; its functions are called instead of the sanitizers' own.
-    checked = ["-fsanitize=thread", "-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
-    hooks = dict.fromkeys(kernels, checked)
-    sources = [*kernels, *HERE.glob("*.cpp")]
-    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
-    compiling = [
-        subprocess.Popen(
-            [str(COMPILER), *options, *hooks.get(source, []), "-c", source, "-o", target]
+    compiler = str(COMPILER)
+    changes = [Change(each.file, each.where, each.instead) for each in MISTAKES.values()]
+    sources = sorted(HERE.rglob("*.cpp"))
+    inputs = [version_of(compiler), changes, Path(__file__), *sorted(HERE.rglob("*.[hpc]*"))]
+
+    def make(folder: Path) -> None:
+        kernels = translate(CSRC, folder, changes)
+        includes = [f"-I{path}" for path in (HERE / "machine", HERE, folder, CSRC)]
+        # longjmp between stacks is no mistake here.
+        options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-include", "emulator.h"]
+        # visibility.h; its functions are called instead of the sanitizers' own.
+        checked = ["-fsanitize=thread", "-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
+        hooks = dict.fromkeys(kernels, checked)
+        objects = {
+            source: folder / f"{source.parent.name}_{source.stem}.o"
+            for source in [*kernels, *sources]
+        }
+        run_all(
+            [compiler, *options, *includes, *hooks.get(source, []), "-c", source, "-o", target]
+            for source, target in objects.items()
         )
-        for source, target in zip(sources, objects, strict=True)
-    ]
-    assert [process.wait(timeout=300) for process in compiling] == [0] * len(sources)
-    subprocess.run([str(COMPILER), *objects, "-o", folder / "rounds"], check=True, timeout=60)
-    return folder / "rounds"
+        run_all([[compiler, *objects.values(), "-o", folder / "rounds"]])
+
+    return cached("emulation", [*inputs, *sorted(CSRC.rglob("*.[hc]*"))], make) / "rounds"
 
 
 def run_rounds(program: Path, case: Case) -> subprocess.CompletedProcess[str]:

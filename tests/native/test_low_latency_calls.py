@@ -16,7 +16,6 @@ from megatron_ncclep.engines.low_latency import LowLatency
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.engines.native import availability as native_availability
 from megatron_ncclep.engines.native import low_latency as native_low_latency
-from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import CAPS
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.low_latency import NativeLowLatency
@@ -29,8 +28,6 @@ MAX_TOKENS, HIDDEN, TOP_K = 128, 4096, 2  # a row is 8 pieces: half a CTA's numb
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch)
-    monkeypatch.setattr(native_windows, "grow", lambda *_: None)
-    monkeypatch.setattr(native_windows, "open_checked", lambda *_: None)
     monkeypatch.setattr(native_low_latency, "_num_sms", lambda device: 132)
     monkeypatch.setattr(
         NativeLowLatency, "_view", lambda self, address, dtype, *shape: torch.zeros(shape).to(dtype)
@@ -42,7 +39,7 @@ def make(group: ThreadGroup, **options: Any) -> tuple[LowLatency, NativeLowLaten
     shared = NativeGroup(group, 4, 20.0)
     sizes = LowLatencySizes(MAX_TOKENS, HIDDEN, TOP_K, torch.bfloat16, torch.bfloat16)
     streams, config = extension.StreamKeeper(group.device), EpConfig(engine="native", **options)
-    calls = NativeLowLatency(shared, streams, 4, config, sizes, 1)
+    calls = NativeLowLatency(shared, streams, 4, config, sizes)
     return LowLatency(group, CAPS, sizes, calls, calls.close), calls
 
 

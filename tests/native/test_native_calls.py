@@ -17,7 +17,6 @@ from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.native import group as native_group
-from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.engines.native.plan import next_capacity_factor
 from megatron_ncclep.errors import (
@@ -62,9 +61,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", allocator(torch.Tensor.new_empty))
     play(monkeypatch)
     monkeypatch.setattr(NativeEngine, "_describe", lambda *_: None)
-    monkeypatch.setattr(
-        native_windows, "grow", lambda group, native, *sizes: native.allocate(*sizes[:3])
-    )
 
 
 def on_ranks(
@@ -95,15 +91,11 @@ def test_windows_and_chunks_are_for_the_rank_with_the_most_tokens(options: dict[
 
     def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         made = engine.plan(assignments(tokens[rank]))
-        assert native.named("allocate") == [(384, TOP_K, 16)]
-        counts, token_routes, most_tokens, top_k, number = made.handle
-        assert number == made.plan_id
-        assert (most_tokens, top_k) == (made.most_tokens, TOP_K)
-        assert (counts.shape, token_routes.shape) == (
-            (NUM_EXPERTS // NUM_RANKS * 2 + 1,),
-            (4, tokens[rank]),
-        )
+        assert [call[:3] for call in native.named("reserve")] == [(384, TOP_K, 16)]
         (call,) = native.named("plan")
+        assert (call.number, call.most_tokens) == (made.plan_id, made.most_tokens)
+        assert call.counts.shape == (NUM_EXPERTS // NUM_RANKS * 2 + 1,)
+        assert call.token_routes.shape == (4, tokens[rank])
         assert call.max_pairs <= NUM_RANKS * max(tokens)
         assert call.max_assignments == (64 if options else int(1.25 * max(tokens) * TOP_K))
         # In static mode as many as there are windows for: no host asks the others.
@@ -160,13 +152,13 @@ def test_routes_that_do_not_fit_are_received_again(
     """The first time the device has written nothing: memory as it was would be taken for routes."""
 
     def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
-        native.answers["wait_for_sizes"] = FakePlanSizes(5, num_pairs, num_assignments)
+        native.sizes = FakePlanSizes(5, num_pairs, num_assignments)
         made = engine.plan(assignments(10))
         received = native.named("plan_receive")
         assert len(received) == times
         # A plan is made with its first routes; those that follow take their place.
         last = (native.named("plan") + received)[-1]
-        assert last.plan is made.handle
+        assert all(call.plan is made.handle for call in received)
         assert last.max_pairs >= num_pairs
         assert last.max_assignments >= num_assignments
         assert made.routes is last.routes
@@ -184,7 +176,7 @@ def test_a_rank_without_memory_for_routes_tells_the_others(num_ranks: int) -> No
         if rank != num_ranks - 1:
             engine.plan(assignments(10))
             return
-        native.answers["wait_for_sizes"] = FakePlanSizes(num_assignments=MANY)
+        native.sizes = FakePlanSizes(num_assignments=MANY)
         native.answers["routes_size"] = with_memory_for(1)
         with pytest.raises(InputError, match="no GPU memory for a plan's routes: CUDA out") as told:
             engine.plan(assignments(10))
@@ -211,8 +203,9 @@ def test_a_plan_needs_no_more_memory_once_ranks_have_agreed() -> None:
         first, small = engine.plan(assignments(10)), native.named("plan")[-1]
         native.answers["routes_size"] = with_memory_for(1 if rank == 1 else MANY)
         second, large = engine.plan(assignments(10)), native.named("plan")[-1]
-        assert small[6:8] == large[6:8]  # room for as many pairs and assignments
-        assert len(first.routes) == sum(small[6:8])
+        room = (small.max_pairs, small.max_assignments)
+        assert room == (large.max_pairs, large.max_assignments)
+        assert len(first.routes) == sum(room)
         assert (len(second.routes) > len(first.routes)) == (rank == 1)
 
     on_ranks(plan)
@@ -227,7 +220,7 @@ def test_room_for_a_skewed_batch_is_given_up() -> None:
 
     def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         for num_assignments in (400, *[200] * 60):
-            native.answers["wait_for_sizes"] = FakePlanSizes(num_assignments=num_assignments)
+            native.sizes = FakePlanSizes(num_assignments=num_assignments)
             engine.plan(assignments(100))
         rooms = [call.max_assignments for call in native.named("plan")]
         assert rooms[:2] == [250, 400]  # a quarter more than balanced; all that can come
@@ -244,7 +237,7 @@ def test_a_wait_that_failed_on_the_device_is_raised_by_the_next_call() -> None:
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         plan = engine.plan(assignments(4))
         native.calls.clear()
-        native.failed = FakeFailure(peer=1, epoch=9)
+        native.failed = FakeFailure(peer=1, operation=9)
         for call in (
             lambda: engine.plan(assignments(4)),
             lambda: engine.dispatch(plan, torch.zeros(4, HIDDEN)),
@@ -353,6 +346,20 @@ def test_hosts_meet_only_where_they_must() -> None:
     for options in ({}, {"max_recv_rows": 64}):
         for check_calls in (False, True):
             on_ranks(use, check_calls=check_calls, **options)
+
+
+def test_windows_grow_for_longer_rows() -> None:
+    """On all ranks together; the next rows of that length need no other host."""
+
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
+        plan = engine.plan(assignments(4))
+        for num_met, hidden in ((1, HIDDEN), (0, HIDDEN), (1, 2 * HIDDEN)):
+            engine.group.exchanged.clear()  # type: ignore[attr-defined]
+            engine.dispatch(plan, torch.zeros(4, hidden))
+            assert len(engine.group.exchanged) == num_met  # type: ignore[attr-defined]
+        assert [call.row_bytes for call in native.named("reserve")] == [16, 32, 64]
+
+    on_ranks(use, max_recv_rows=64)
 
 
 def test_hosts_meet_in_some_plans_after_uneven_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.plan import NativePlan
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
 
-LATE = FakeFailure(phase="dispatch", peer=2, epoch=41, deadline_s=1.5)
+LATE = FakeFailure(phase="dispatch", peer=2, operation=41, deadline_s=1.5)
 TEXT = (
     "rank 1 of 4: rank 2 did not come in dispatch, operation 41 of the group (deadline 1.5 s): it "
     "died, is late, or made a different sequence of calls; look at the other ranks' output. What "

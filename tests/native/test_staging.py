@@ -80,7 +80,14 @@ def run(
     paths = [Path(shutil.copy(original, tmp_path / f"fake{r}.so")) for r in range(NUM_RANKS)]
 
     def communicator_of(group: ThreadGroup, timeout_s: float) -> Any:
-        return native.Communicator(native.Nccl(str(here.path)), bytes(128), NUM_RANKS, group.rank)
+        return native.Communicator(
+            native.Nccl(str(here.path)),
+            bytes(128),
+            NUM_RANKS,
+            group.rank,
+            device=-1,
+            timeout_s=60.0,
+        )
 
     monkeypatch.setattr(nccl_ep_staging, "communicator_of", communicator_of)
     monkeypatch.setattr(

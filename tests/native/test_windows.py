@@ -1,20 +1,22 @@
 """Windows grow on all ranks or on none, and wrong addresses are found before anything uses them.
 
-Ranks are threads, and device memory is a table from address to word; what NCCL and the device do is
-in `Rank`, and each test breaks one thing of it.
+`window_check.cpp` runs what the ranks do between threads, one of which is broken; a stand-in for
+the extension shows what the engine asks of it.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_extension import FakeExtension, FakeGroup, one_for_each_rank
+from fake_extension import STREAM, FakeGroup, play
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
@@ -22,214 +24,88 @@ from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import NativeEngine, configuration
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.windows import tokens_of_windows
-from megatron_ncclep.errors import InputError, LibraryError
 from megatron_ncclep.libraries import extension
 
 NUM_RANKS = 3
 DEADLINE_S = 30.0
-WINDOW_BYTES = (4096, 8192)
-Memory = dict[int, int]
+CSRC = Path(__file__).parents[2] / "csrc"
+CXX = shutil.which("g++")
 
 
-def address_of(window: int, rank: int, generation: int) -> int:
-    return (2 * generation + window + 1) << 40 | rank << 32
+# --- wrong addresses and steps that fail ---------------------------------------------------------
 
 
-class Rank:
-    """NCCL, and the device of one rank, right in every respect."""
-
-    def __init__(self, rank: int, memory: Memory) -> None:
-        self.rank, self.memory = rank, memory
-        self.native = FakeGroup(open=self.open, clear=self.clear)
-        self.module = FakeExtension(load_words=self.load_words, store_words=self.store_words)
-
-    def open(self) -> None:
-        self.native.windows = [
-            SimpleNamespace(
-                address=address_of(w, self.rank, self.native.generation),
-                peers=[self.peer(w, r) for r in range(NUM_RANKS)],
-                num_bytes=num_bytes,
-            )
-            for w, num_bytes in enumerate(WINDOW_BYTES)
-        ]
-
-    def peer(self, window: int, rank: int) -> int:
-        return address_of(window, rank, self.native.generation)
-
-    def load_words(self, addresses: list[int]) -> list[int]:
-        return [self.memory.get(address, 0) for address in addresses]
-
-    def store_words(self, addresses: list[int], words: list[int]) -> None:
-        self.memory.update(zip(addresses, words, strict=True))
-
-    def clear(self) -> None:
-        for window in self.native.windows:
-            for address in range(window.address, window.address + window.num_bytes, 8):
-                self.memory.pop(address, None)
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`window_check.cpp`, with what it runs, under sanitizers."""
+    if CXX is None:
+        pytest.skip("no g++ on PATH")
+    path = tmp_path_factory.mktemp("window_check") / "window_check"
+    sources = [
+        Path(__file__).with_name("window_check.cpp"),
+        *(CSRC / "native" / "host" / f"{name}.cpp" for name in ("window_check", "agreement")),
+    ]
+    options = ["-std=c++17", "-Wall", "-Werror", "-g1", "-fsanitize=address,undefined", f"-I{CSRC}"]
+    subprocess.run([CXX, *options, *sources, "-o", path, "-lpthread", "-ldl"], check=True)
+    return path
 
 
-def grow(ranks: list[Rank], *sizes: int) -> list[Any]:
-    def grow_rank(group: ThreadGroup) -> None:
-        torch.cuda.set_device(group.device)
-        native_windows.grow(group, ranks[group.rank].native, *sizes, DEADLINE_S)
-
-    with one_for_each_rank([rank.module for rank in ranks]):
-        return on_threads(NUM_RANKS, grow_rank)
-
-
-def ranks_with(rank: int, broken: type[Rank]) -> list[Rank]:
-    memory: Memory = {}
-    return [(broken if r == rank else Rank)(r, memory) for r in range(NUM_RANKS)]
+def thrown(program: Path, broken: str) -> str:
+    """The one text that all ranks throw when rank 1 is broken so; empty if none does."""
+    ran = subprocess.run(
+        [program, broken], check=True, text=True, capture_output=True, timeout=DEADLINE_S
+    )
+    lines = ran.stdout.split("\n")[:NUM_RANKS]
+    assert len(lines) == NUM_RANKS
+    assert len(set(lines)) == 1, lines
+    return lines[0]
 
 
-def error_of_all(errors: list[Any]) -> str:
-    """The one text that all ranks raised."""
-    assert [type(error) for error in errors] == [LibraryError] * NUM_RANKS, errors
-    texts = {str(error) for error in errors}
-    assert len(texts) == 1
-    return texts.pop()
+def test_right_windows_are_written_at_every_end(program: Path) -> None:
+    """The program looks for the words itself."""
+    assert thrown(program, "") == ""
 
 
-def test_every_end_of_every_window_is_written_and_cleared() -> None:
-    written: set[int] = set()
-
-    class Recording(Rank):
-        def store_words(self, addresses: list[int], words: list[int]) -> None:
-            written.update(addresses)
-            super().store_words(addresses, words)
-
-    memory: Memory = {}
-    ranks = [Recording(rank, memory) for rank in range(NUM_RANKS)]
-    assert grow(ranks, 128, 8, 16) == [None] * NUM_RANKS
-    for window, num_bytes in enumerate(WINDOW_BYTES):
-        for rank in range(NUM_RANKS):
-            start = address_of(window, rank, 1)
-            assert {start, start + num_bytes - 8} <= written
-    assert memory == {}
-    assert all(rank.native.names == ["allocate", "open", "clear"] for rank in ranks)
-
-
-# --- wrong addresses -----------------------------------------------------------------------------
-
-
-class SwappedPeers(Rank):
-    def peer(self, window: int, rank: int) -> int:
-        return super().peer(window, (0, 2, 1)[rank])
-
-
-class OwnMemoryForAPeer(Rank):
-    def peer(self, window: int, rank: int) -> int:
-        return super().peer(window, self.rank)
-
-
-class WrongOwnMapping(Rank):
-    def peer(self, window: int, rank: int) -> int:
-        return super().peer(window, rank) + 4096 * (rank == self.rank)
-
-
-class AnotherWindow(Rank):
-    def peer(self, window: int, rank: int) -> int:
-        return super().peer(0, rank)
-
-
-class ShiftedByAPage(Rank):
-    def peer(self, window: int, rank: int) -> int:
-        return super().peer(window, rank) + 4096
-
-
-class LastPageIsNotMapped(Rank):
-    def load_words(self, addresses: list[int]) -> list[int]:
-        words = super().load_words(addresses)
-        return [0 if a % 2**32 >= 4096 else w for a, w in zip(addresses, words, strict=True)]
-
-
-class StoresAreLost(Rank):
-    """Those to other ranks: what it reads is right."""
-
-    def store_words(self, addresses: list[int], words: list[int]) -> None:
-        pairs = zip(addresses, words, strict=True)
-        mine = [(a, w) for a, w in pairs if a >> 32 & 0xFF == self.rank]
-        self.memory.update(mine)
+START = r"rank 1: it reads 0x\w{16} from the start of the"
 
 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (SwappedPeers, r"rank 1: it reads 0x\w{16} from the start of the control window of rank 1"),
-        (OwnMemoryForAPeer, r"rank 1: it reads 0x\w{16} from the start of the control .* rank 0"),
-        (WrongOwnMapping, r"rank 1: it reads 0x0{16} from the start of the control .* rank 1, at"),
-        (AnotherWindow, r"rank 1: it reads .* from the start of the rows window of rank 0"),
+        ("swapped peers", rf"{START} control window of rank 1"),
+        ("own memory for a peer", rf"{START} control window of rank 0"),
         (
-            ShiftedByAPage,
-            r"rank 1: it reads 0x0{16} from the start of the control window of rank 0",
+            "wrong own mapping",
+            r"rank 1: it reads 0x0{16} from the start of the control .* rank 1, at",
         ),
+        ("another window", rf"{START} rows window of rank 0"),
+        ("shifted by a page", rf"{START} control window of rank 0"),
+        ("the last page is not mapped", "rank 1: it reads 0x0{16} from the end of the rows window"),
         (
-            LastPageIsNotMapped,
-            r"rank 1: it reads 0x0{16} from the end of the rows window of rank 0",
+            "stores are lost",
+            "rank 0: it finds 0x0{16} where rank 1 wrote to the start of its",
         ),
-        (StoresAreLost, r"rank 0: it finds 0x0{16} where rank 1 wrote to the start of its control"),
+        # Windows that were there before are not taken for the new ones.
+        ("stays behind", rf"{START} control window of rank 0"),
     ],
 )
 def test_wrong_addresses_are_an_error_on_all_ranks(
-    broken: type[Rank], message: str, monkeypatch: pytest.MonkeyPatch
+    program: Path, broken: str, message: str
 ) -> None:
-    monkeypatch.setattr(native_windows, "find_nccl", lambda: "9.9.9, libnccl.so.2 (loaded)")
-    ranks = ranks_with(1, broken)
-    text = error_of_all(grow(ranks, 128, 8, 16))
+    text = thrown(program, broken)
+    assert text.startswith("engine 'native', checking its windows (tokens 0 -> 128): ")
     assert re.search(message, text), text
-    assert "use the engine nccl_ep or reference, and report this with NCCL 9.9.9" in text
-    assert all(rank.native.names[-1] == "drop" for rank in ranks)
+    assert text.endswith("words are wrong); a remedy")
 
 
-def test_windows_that_were_there_before_are_not_taken_for_the_new_ones() -> None:
-    class StaysBehind(Rank):
-        def peer(self, window: int, rank: int) -> int:
-            return address_of(window, rank, 1)
-
-    ranks = ranks_with(1, StaysBehind)
-    for rank in ranks:
-        rank.native.answers["clear"] = None
-    assert grow(ranks, 128, 8, 16) == [None] * NUM_RANKS
-    assert "rank 1: it reads" in error_of_all(grow(ranks, 256, 8, 16))
+def test_a_step_that_fails_on_one_rank_fails_on_all(program: Path) -> None:
+    """With any exception: only the extension's own were, and after others the ranks waited."""
+    opening = "engine 'native', opening its windows (tokens 0 -> 128): "
+    assert thrown(program, "a step") == f"{opening}rank 1: std::bad_alloc; a remedy"
+    assert thrown(program, "all ranks' step") == f"{opening}went wrong; a remedy"
 
 
-# --- steps that fail -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("step", "what", "remedy", "before"),
-    [
-        ("allocate", "allocating", "smaller micro-batches", []),
-        ("open", "opening", "engine nccl_ep or reference", ["allocate"]),
-        ("store_words", "writing to", "engine nccl_ep or reference", ["allocate", "open"]),
-        ("load_words", "checking", "engine nccl_ep or reference", ["allocate", "open"]),
-        ("clear", "clearing", "engine nccl_ep or reference", ["allocate", "open"]),
-    ],
-)
-def test_a_step_that_fails_on_one_rank_fails_on_all(
-    step: str, what: str, remedy: str, before: list[str]
-) -> None:
-    ranks = ranks_with(2, Rank)
-    broken = ranks[2].module if step.endswith("words") else ranks[2].native
-    broken.answers[step] = LibraryError(f"{step} went wrong")
-    text = error_of_all(grow(ranks, 128, 8, 16))
-    assert f"{what} its windows (tokens 0 -> 128" in text
-    assert f"rank 2: {step} went wrong; " in text
-    assert remedy in text
-    done = before if step.endswith("words") else [*before, step]
-    assert all(rank.native.names == [*done, "drop"] for rank in ranks)  # none goes on to the next
-
-
-def test_a_step_that_fails_unexpectedly_is_told_too() -> None:
-    """Only the extension's own errors were; after any other the ranks waited for the failed one."""
-    ranks = ranks_with(2, Rank)
-    ranks[2].native.answers["open"] = MemoryError("std::bad_alloc")
-    text = error_of_all(grow(ranks, 128, 8, 16))
-    assert "opening its windows" in text
-    assert "rank 2: MemoryError('std::bad_alloc'); " in text
-
-
-# --- CUDA graphs ---------------------------------------------------------------------------------
+# --- what the engine asks for and says -----------------------------------------------------------
 
 
 def engine_on(group: Any, native: Any, timeout_s: float = DEADLINE_S) -> NativeEngine:
@@ -244,44 +120,25 @@ def engine_on(group: Any, native: Any, timeout_s: float = DEADLINE_S) -> NativeE
     return engine
 
 
-def test_windows_that_a_graph_holds_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    ranks = ranks_with(0, Rank)
-    grow(ranks, 128, 8, 16)
-    ranks[1].native.was_captured = True
-
-    def reserve(num_tokens: int) -> list[Any]:
-        return on_threads(
-            NUM_RANKS,
-            lambda group: engine_on(group, ranks[group.rank].native)._reserve(num_tokens, 8, 16),
-        )
-
-    assert reserve(128) == [None] * NUM_RANKS
-    errors = reserve(129)
-    assert [type(error) for error in errors] == [InputError] * NUM_RANKS, errors
-    assert len({str(error) for error in errors}) == 1
-    assert "cannot grow: rank 1: a CUDA graph holds calls of this group; " in str(errors[0])
-    assert all(rank.native.names == ["allocate", "open", "clear"] for rank in ranks)
-
-
-# --- what is said --------------------------------------------------------------------------------
-
-
-def test_growth_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_growth_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "megatron_ncclep")
-    ranks = ranks_with(0, Rank)
-    grow(ranks, 1024, 8, 16)  # of the first plan, which knows of no row: nothing worth saying
-    grow(ranks, 1024, 8, 1024)
-    grow(ranks, 1024, 8, 4096)
-    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
-        (
-            "INFO",
-            "native: windows grew from 0.0 to 1.0 MiB on each of 3 ranks (row bytes 16 -> 1024)",
-        ),
-        (
-            "INFO",
-            "native: windows grew from 1.0 to 4.0 MiB on each of 3 ranks (row bytes 1024 -> 4096)",
-        ),
+    play(monkeypatch)
+
+    def reserve(group: ThreadGroup) -> list[Any]:
+        native = FakeGroup()
+        # The first plan knows of no row: nothing worth saying.  The last one fits.
+        for row_bytes in (16, 1024, 4096, 1024):
+            native_windows.reserve(group, native, 1000, 8, row_bytes)
+        return [(*call[:4], call.all_gather == group.exchange) for call in native.named("reserve")]
+
+    asked = [(1024, 8, row_bytes, STREAM, True) for row_bytes in (16, 1024, 4096, 1024)]
+    assert on_threads(NUM_RANKS, reserve) == [asked] * NUM_RANKS
+    said = [record.getMessage().partition(" (")[0] for record in caplog.records]
+    assert said == [
+        "native: windows grew from 0.0 to 1.0 MiB on each of 3 ranks",
+        "native: windows grew from 1.0 to 4.0 MiB on each of 3 ranks",
     ]
 
 
@@ -297,7 +154,7 @@ def test_engines_of_a_group_have_deadlines_of_their_own(monkeypatch: pytest.Monk
     def deadlines() -> list[float]:
         given = []
         for engine in (*engines, engines[0]):
-            engine._begin()
+            engine._shared.begin(engine.timeout_s)
             given.append(native.timeout_s)
         return given
 
@@ -313,7 +170,7 @@ def test_engines_of_a_group_have_deadlines_of_their_own(monkeypatch: pytest.Monk
 
 def test_an_engine_says_what_it_holds() -> None:
     native = FakeGroup()
-    native.allocate(128, 8, 64)
+    native.reserve(128, 8, 64, STREAM, None)
     assert engine_on(None, native).nbytes() == 8192
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from small_job import MODEL, ROOT, environment, write_text
+from small_job import MODEL, ROOT, TIMEOUT_S, environment, write_text
 
 from megatron_ncclep import cli
 from megatron_ncclep.cli import config_files
@@ -54,7 +54,7 @@ def test_without_the_extra_nothing_starts(gone: tuple[str, ...], tmp_path: Path)
             env={**environment(), **more},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=TIMEOUT_S,
         )
         assert done.returncode == 2, done.stderr
         assert len(done.stderr.splitlines()) == lines

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from small_job import (
     MODEL,
+    TIMEOUT_S,
     Finished,
     Trainer,
     command,
@@ -209,7 +210,7 @@ def test_sigterm_ends_all_processes(arguments: tuple[str, ...], tmp_path: Path):
         stderr=subprocess.DEVNULL,
     )
     log = tmp_path / "out" / "log.jsonl"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + TIMEOUT_S
     while not (log.is_file() and entries(log.parent, "step")):
         assert job.poll() is None, "the job ended by itself"
         assert time.monotonic() < deadline, "the job does not start to train"
@@ -217,6 +218,6 @@ def test_sigterm_ends_all_processes(arguments: tuple[str, ...], tmp_path: Path):
     children = psutil.Process(job.pid).children(recursive=True)
     assert len(children) >= 3, "torchrun and two ranks"
     os.kill(job.pid, signal.SIGTERM)
-    assert job.wait(timeout=120) != 0
-    _, alive = psutil.wait_procs(children, timeout=60)
+    assert job.wait(timeout=TIMEOUT_S) != 0
+    _, alive = psutil.wait_procs(children, timeout=TIMEOUT_S)
     assert not alive

@@ -10,6 +10,7 @@
 #include "common/cuda.h"
 #include "native/device/refusal.h"
 #include "native/host/checks.h"
+#include "native/host/window_check.h"
 #include "native/plan/plan.h"
 
 namespace ncclep::native {
@@ -59,6 +60,54 @@ void Group::set_timeout(double seconds) {
 
 void Group::require_open() const { require(state_ != nullptr, "the native group was closed"); }
 
+void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
+                    const AllGather& all_gather) {
+  require_open();
+  check_sizes(max_tokens, top_k, row_bytes);
+  if (fits(max_tokens, top_k, row_bytes)) return;
+  std::string cause;
+  const auto note = [&](const char* name, std::int64_t had, std::int64_t needed) {
+    if (needed <= had) return;
+    cause += join_text(cause.empty() ? "" : ", ", name, " ", had, " -> ", needed);
+  };
+  note("tokens", control_.max_tokens, max_tokens);
+  note("top-k", control_.max_top_k, top_k);
+  note("row bytes", static_cast<std::int64_t>(row_bytes_), static_cast<std::int64_t>(row_bytes));
+  const Agreement agreement(all_gather, control_.num_ranks, cause);
+
+  const bool is_captured = was_captured_ || is_being_captured(stream);
+  const std::string problems = agreement.gather_problems(
+      is_captured ? "a CUDA graph holds calls of this group" : "", "letting its windows grow");
+  if (!problems.empty()) {
+    throw UsageError(
+        join_text("engine 'native': this batch has more tokens, a larger top-k or longer rows than "
+                  "all before, "
+                  "and its windows cannot grow: ",
+                  problems,
+                  "; run a step with the largest batch before the first capture, or close the "
+                  "group's engines "
+                  "and create them again"));
+  }
+  const auto leave = [] {  // afterwards no rank uses the old windows any longer
+    cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
+    return std::string();
+  };
+  const auto make = [&] {
+    allocate(max_tokens, top_k, row_bytes);
+    return std::string();
+  };
+  try {
+    agreement.on_all_ranks("leaving its windows", leave, "restart the job");
+    agreement.on_all_ranks("allocating its windows", make,
+                           "if GPU memory ran out: use smaller micro-batches");
+    open_checked(*this, *communicator_, agreement, {"control", "rows"});
+  } catch (...) {
+    drop();
+    throw;
+  }
+  growth_ = cause;
+}
+
 void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   require_open();
   check_sizes(max_tokens, top_k, row_bytes);
@@ -74,7 +123,6 @@ void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   rows_window_ = std::make_shared<Window>(communicator_, dispatch_bytes * (2 + larger.num_ranks));
   control_ = larger;
   row_bytes_ = row_bytes;
-  ++generation_;
 }
 
 void Group::open() {

@@ -6,10 +6,12 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "common/stream_order.h"
 #include "common/tensor.h"
+#include "native/host/agreement.h"
 #include "native/plan/plan.h"
 #include "native/state.h"
 #include "nccl/nccl.h"
@@ -58,16 +60,27 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
+  // Makes windows this large, which also hold what the previous ones did, and has the ranks verify
+  // them; does nothing if they are large enough.  Collective when they grow; no work may be in
+  // flight then except on this rank's device, for which it waits.
+  //
+  // Throws on all ranks or on none: UsageError when a CUDA graph holds calls of the group, or
+  // `stream` is being captured; Error when a rank has no memory or does not reach another's.  No
+  // windows are left after an Error.
+  void reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
+               const AllGather& all_gather);
+  // What grew when windows were last made, "tokens 0 -> 128" say.
+  const std::string& growth() const { return growth_; }
+
   // Whether the windows are large enough.  The arguments of `fits` and `allocate` are equal on all
   // ranks.
   bool fits(int max_tokens, int top_k, std::size_t row_bytes) const;
-  // Larger windows, which also hold what the previous ones did, are made in three steps, so that
-  // the ranks can agree after each that it succeeded on all of them: an error on one rank must not
-  // leave the others waiting in the next.  No work may be in flight on any rank.
+  // The steps of `reserve`: the ranks agree after each that it succeeded on all of them, because an
+  // error on one rank must not leave the others waiting in the next.
   //
   // Closes the current windows and allocates new ones.
   void allocate(int max_tokens, int top_k, std::size_t row_bytes);
-  // Maps all ranks' memory.  The caller verifies the addresses.
+  // Maps all ranks' memory; window_check.h verifies the addresses.
   void open();
   // Clears the windows for use; the last step.
   void clear();
@@ -78,12 +91,11 @@ class Group {
 
   // The control and row windows; empty when there are none.
   std::vector<std::shared_ptr<Window>> windows() const;
-  // How often windows were allocated.
-  int generation() const { return generation_; }
   // Bytes of windows that this rank holds.
   std::size_t num_bytes() const;
   // Capacity of the windows: the arguments of `fits`.
   int max_tokens() const { return control_.max_tokens; }
+  int num_experts() const { return control_.num_experts; }
   int max_top_k() const { return control_.max_top_k; }
   std::size_t row_bytes() const { return row_bytes_; }
 
@@ -163,13 +175,13 @@ class Group {
   std::shared_ptr<Communicator> communicator_;
   Control control_;
   std::size_t row_bytes_ = 0;
+  std::string growth_;
   double timeout_s_;
   std::uint32_t ticket_ = 0;  // of the last plan that the host waits for
   bool was_captured_ = false;
   std::shared_ptr<StreamOrder> order_;
   std::optional<Event> reached_;  // the stream has reached the last plan that the host waits for
   std::shared_ptr<Window> control_window_, rows_window_;
-  int generation_ = 0;
   State* state_ = nullptr;
   int max_sms_ = 0;  // all SMs of the GPU; `plan_scratch_` is sized for them
   std::int32_t* plan_scratch_ = nullptr;

@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
-#include <chrono>
 
 #include "common/cuda.h"
 #include "common/pause.h"
@@ -12,30 +11,8 @@ namespace ncclep::native {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-// How often a waiting host calls `poll`, and queries the stream's status.
-constexpr double kPollInterval = 0.05, kQueryInterval = 1e-3;
-
-// Calls `is_over`, which may throw, until it returns true.  `poll` is called now and then, and may
-// throw.
-template <typename IsOver>
-void wait_until(const IsOver& is_over, const std::function<void()>& poll) {
-  const auto start = Clock::now();
-  double next_poll = kPollInterval;
-  while (!is_over()) {
-    const double waited = seconds_since(start);
-    if (waited >= next_poll) {
-      poll();
-      next_poll = waited + kPollInterval;
-    }
-    pause_in_wait(waited);
-  }
-}
+// How often a waiting host queries the stream's status, in seconds.
+constexpr double kQueryInterval = 1e-3;
 
 }  // namespace
 
@@ -72,7 +49,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
   // kernel that cannot start.
   const double limit = 2 * timeout_s_;
   std::optional<Clock::time_point> reached;
-  const auto is_over = [&] {
+  const auto is_over = [&](double) {
     const auto start = Clock::now();
     do {
       for (int turn = 0; turn < 1024; ++turn) {
@@ -84,13 +61,13 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
     const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
     if (status != cudaErrorNotReady) {
       cuda_check(status, "waiting for a plan's rows");
-      require(is_told() || has_failed(), "the device finished a plan without counting its rows");
+      ensure(is_told() || has_failed(), "the device finished a plan without counting its rows");
       return true;
     }
     if (!reached && reached_->is_over()) reached = Clock::now();
-    require(!reached || seconds_since(*reached) <= limit,
-            "the device did not count the rows of a plan within ", limit,
-            " s after its stream reached it: other work keeps its kernel from the GPU's SMs");
+    ensure(!reached || seconds_since(*reached) <= limit,
+           "the device did not count the rows of a plan within ", limit,
+           " s after its stream reached it: other work keeps its kernel from the GPU's SMs");
     return false;
   };
   wait_until(is_over, poll);
@@ -103,7 +80,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
 
 void Group::wait_until_idle(const std::function<void()>& poll) const {
   if (order_ == nullptr) return;
-  wait_until([&] { return order_->is_idle(); }, poll);
+  wait_until([&](double) { return order_->is_idle(); }, poll);
 }
 
 std::optional<Failure> Group::failure() const {

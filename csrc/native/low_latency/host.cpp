@@ -7,6 +7,7 @@
 
 #include "common/cuda.h"
 #include "common/error.h"
+#include "native/host/window_check.h"
 
 namespace ncclep::native {
 
@@ -54,11 +55,37 @@ LowLatencyWindow layout_of(int num_ranks, const LowLatencySizes& sizes) {
 
 }  // namespace
 
-LowLatency::LowLatency(std::shared_ptr<Group> group, const LowLatencySizes& sizes, int generation)
+std::shared_ptr<LowLatency> LowLatency::make(std::shared_ptr<Group> group,
+                                             const LowLatencySizes& sizes,
+                                             const AllGather& all_gather) {
+  const int num_ranks = group->communicator()->num_ranks();
+  layout_of(num_ranks, sizes);  // throws on all ranks alike
+  cuda_check(cudaDeviceSynchronize(), "waiting for the device before a window is made");
+  if (group->windows().empty()) {
+    group->reserve(kChunk, sizes.top_k, kVector, 0, all_gather);
+  }
+  std::shared_ptr<LowLatency> made;
+  const Agreement agreement(all_gather, num_ranks, "low-latency mode");
+  agreement.on_all_ranks(
+      "allocating a low-latency window",
+      [&] {
+        made = std::make_shared<LowLatency>(group, sizes);
+        return std::string();
+      },
+      "if GPU memory ran out: use fewer tokens");
+  try {
+    open_checked(*made, *group->communicator(), agreement, {"low-latency"});
+  } catch (...) {
+    made->drop();
+    throw;
+  }
+  return made;
+}
+
+LowLatency::LowLatency(std::shared_ptr<Group> group, const LowLatencySizes& sizes)
     : group_(std::move(group)),
       sizes_(sizes),
-      layout_(layout_of(group_->communicator()->num_ranks(), sizes)),
-      generation_(generation) {
+      layout_(layout_of(group_->communicator()->num_ranks(), sizes)) {
   window_ = std::make_shared<Window>(group_->communicator(), layout_.num_bytes());
   cuda_check(cudaMalloc(&state_, sizeof(LowLatencyState)), "cudaMalloc");
 }

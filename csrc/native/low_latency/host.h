@@ -21,17 +21,24 @@ struct LowLatencySizes {
   int num_scales;        // fp32 scales of each dispatched row
 };
 
-// Made by all ranks of a group that has windows, with the same sizes, in three steps like the
-// group's own windows: the constructor allocates, `open` is collective, `clear` prepares it for
-// use.  An object that is not closed lives until the process ends.
+// Made by all ranks of a group with the same sizes, in steps like the group's own windows: the
+// constructor allocates, `open` is collective, `clear` prepares it for use.  An object that is not
+// closed lives until the process ends.
 //
 // The caller ensures that dispatch, combine and their halves alternate (LowLatency in
 // engines/low_latency.py), and the device refuses to send out of turn.  Results of calls out of
 // turn are undefined, but they touch no memory other than the object's and the arguments'.
 class LowLatency {
  public:
-  // `generation` distinguishes its window from earlier ones.  Not collective.
-  LowLatency(std::shared_ptr<Group> group, const LowLatencySizes& sizes, int generation);
+  // An object whose window is open and verified; the group gets windows if it has none, for its
+  // control window tells ranks that another one stops.  Collective; waits for the device.  Throws
+  // on all ranks or on none.
+  static std::shared_ptr<LowLatency> make(std::shared_ptr<Group> group,
+                                          const LowLatencySizes& sizes,
+                                          const AllGather& all_gather);
+
+  // Only allocates.  Not collective.
+  LowLatency(std::shared_ptr<Group> group, const LowLatencySizes& sizes);
   ~LowLatency();
   LowLatency(const LowLatency&) = delete;
   LowLatency& operator=(const LowLatency&) = delete;
@@ -44,7 +51,6 @@ class LowLatency {
   void close();
 
   std::vector<std::shared_ptr<Window>> windows() const;
-  int generation() const { return generation_; }
   std::size_t num_bytes() const { return window_ ? window_->num_bytes() : 0; }
 
   // Addresses in this rank's memory of what the last dispatch delivered; see LowLatencyWindow.
@@ -71,7 +77,6 @@ class LowLatency {
   std::shared_ptr<Group> group_;
   LowLatencySizes sizes_;
   LowLatencyWindow layout_;
-  int generation_;
   std::shared_ptr<Window> window_;
   LowLatencyState* state_ = nullptr;
   std::int64_t num_tokens_ = 0;  // of the last dispatch

@@ -26,11 +26,11 @@ constexpr std::size_t kMaxHeldBytes = 160 * 1024;
 static_assert(kChunk == 128, "a bitmap is two words of 64 bits");
 
 // How the tokens are partitioned among the CTAs.
-struct Share {
+struct TokenPartition {
   int num_tokens, top_k, num_experts, num_ranks;
-  int num_ctas;  // the last one has no tokens where possible
-  int per_cta;   // chunks of a CTA, at most
-  int held;      // chunks in shared memory at a time
+  int num_ctas;     // the last one has no tokens where possible
+  int per_cta;      // chunks of a CTA, at most
+  int tile_chunks;  // chunks in shared memory at a time
 
   NCCLEP_BOTH int num_chunks() const { return (num_tokens + kChunk - 1) / kChunk; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
@@ -40,37 +40,44 @@ struct Share {
   NCCLEP_BOTH int num_parts() const { return (num_chunks() + per_cta - 1) / per_cta; }
   NCCLEP_BOTH int part_size() const { return num_columns() + 1; }
 
-  // Offsets of the arrays of `Held`, in units of `held` bytes.
+  // Offsets of the arrays of `ChunkTile`, in units of `tile_chunks` bytes.
   NCCLEP_BOTH std::size_t assignments() const { return num_columns() * sizeof(ulonglong2); }
   NCCLEP_BOTH std::size_t of_token() const { return assignments() + 2 * kChunk * top_k; }
   NCCLEP_BOTH std::size_t before() const { return of_token() + 2 * kChunk * num_ranks; }
   NCCLEP_BOTH std::size_t of_rank() const { return before() + 4 * num_columns(); }
-  NCCLEP_BOTH std::size_t held_bytes() const { return of_rank() + 4 * num_ranks; }
+  NCCLEP_BOTH std::size_t chunk_bytes() const { return of_rank() + 4 * num_ranks; }
 };
 
-inline Share share_out(int num_tokens, int top_k, const Control& control, int num_sms) {
-  Share share{num_tokens, top_k, control.num_experts, control.num_ranks, 1, 1, 1};
-  share.num_ctas = std::min(num_sms, share.num_chunks() + 1);
-  share.per_cta = std::max(1, (share.num_chunks() + share.num_ctas - 1) / share.num_ctas);
-  share.held = std::min(share.per_cta, static_cast<int>(kMaxHeldBytes / share.held_bytes()));
-  return share;
+inline TokenPartition partition_tokens(int num_tokens, int top_k, const Control& control,
+                                       int num_sms) {
+  TokenPartition partition{num_tokens, top_k, control.num_experts, control.num_ranks, 1, 1, 1};
+  partition.num_ctas = std::min(num_sms, partition.num_chunks() + 1);
+  partition.per_cta =
+      std::max(1, (partition.num_chunks() + partition.num_ctas - 1) / partition.num_ctas);
+  partition.tile_chunks =
+      std::min(partition.per_cta, static_cast<int>(kMaxHeldBytes / partition.chunk_bytes()));
+  return partition;
 }
 
-// Chunks in shared memory.  `[chunk]` indexes the held chunks, and `place` is a token's index in
-// its chunk.
-struct Held {
+// Chunks in shared memory.  `[chunk]` indexes the chunks of the tile, and `place` is a token's
+// index in its chunk.
+struct ChunkTile {
   ulonglong2* bitmaps;        // [chunk][column]
   std::int16_t* assignments;  // [chunk][place][k]: expert, or -1
   std::uint16_t* of_token;    // [chunk][rank][place]: a token's assignments for a rank
   std::int32_t* before;       // [chunk][column]: count over this rank's tokens before the chunk
   std::int32_t* of_rank;      // [chunk][rank]
 
-  __device__ Held(const Share& share, char* memory)
+  __device__ ChunkTile(const TokenPartition& partition, char* memory)
       : bitmaps(reinterpret_cast<ulonglong2*>(memory)),
-        assignments(reinterpret_cast<std::int16_t*>(memory + share.held * share.assignments())),
-        of_token(reinterpret_cast<std::uint16_t*>(memory + share.held * share.of_token())),
-        before(reinterpret_cast<std::int32_t*>(memory + share.held * share.before())),
-        of_rank(reinterpret_cast<std::int32_t*>(memory + share.held * share.of_rank())) {}
+        assignments(reinterpret_cast<std::int16_t*>(memory + partition.tile_chunks *
+                                                                 partition.assignments())),
+        of_token(reinterpret_cast<std::uint16_t*>(memory +
+                                                  partition.tile_chunks * partition.of_token())),
+        before(
+            reinterpret_cast<std::int32_t*>(memory + partition.tile_chunks * partition.before())),
+        of_rank(reinterpret_cast<std::int32_t*>(memory +
+                                                partition.tile_chunks * partition.of_rank())) {}
 };
 
 __device__ inline int count(ulonglong2 bitmap) { return __popcll(bitmap.x) + __popcll(bitmap.y); }
@@ -160,39 +167,40 @@ __device__ bool load_assignments(const Index* from, int number, int num_experts,
 // False for a thread that has found an invalid expert, or one that its token had named before: both
 // count as not routed.
 template <typename Index, typename Each>
-__device__ bool read_chunks(const Share& share, const Held& held, const void* topk_idx,
-                            int first_chunk, int chunks, Each&& each) {
-  const int columns = share.num_columns(), num_ranks = share.num_ranks, top_k = share.top_k;
-  const int first_token = first_chunk * kChunk, num_local = share.num_local();
-  const int tokens = min(share.num_tokens - first_token, chunks * kChunk);
-  for (int i = threadIdx.x; i < chunks * columns; i += kPlanThreads) held.bitmaps[i] = {0, 0};
+__device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& tile,
+                            const void* topk_idx, int first_chunk, int chunks, Each&& each) {
+  const int columns = partition.num_columns(), num_ranks = partition.num_ranks,
+            top_k = partition.top_k;
+  const int first_token = first_chunk * kChunk, num_local = partition.num_local();
+  const int tokens = min(partition.num_tokens - first_token, chunks * kChunk);
+  for (int i = threadIdx.x; i < chunks * columns; i += kPlanThreads) tile.bitmaps[i] = {0, 0};
   for (int i = threadIdx.x; i < chunks * num_ranks * kChunk; i += kPlanThreads) {
-    held.of_token[i] = 0;
+    tile.of_token[i] = 0;
   }
   const auto* from =
       static_cast<const Index*>(topk_idx) + static_cast<std::size_t>(first_token) * top_k;
-  bool is_good = load_assignments(from, tokens * top_k, share.num_experts, held.assignments);
+  bool is_good = load_assignments(from, tokens * top_k, partition.num_experts, tile.assignments);
   __syncthreads();
   for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
     const int chunk = i / kChunk, place = i % kChunk;
-    auto* words = reinterpret_cast<unsigned int*>(held.bitmaps + chunk * columns) + place / 32;
+    auto* words = reinterpret_cast<unsigned int*>(tile.bitmaps + chunk * columns) + place / 32;
     const unsigned int bit = 1u << place % 32;
     std::uint32_t ranks = 0, assignments = 0;
     for (int k = 0; k < top_k; ++k) {
-      const int expert = held.assignments[i * top_k + k];
+      const int expert = tile.assignments[i * top_k + k];
       if (expert < 0) continue;
       if (atomicOr(words + 4 * expert, bit) & bit) {
-        held.assignments[i * top_k + k] = -1;
+        tile.assignments[i * top_k + k] = -1;
         is_good = false;
         continue;
       }
       const int rank = expert / num_local;
-      held.of_token[(chunk * num_ranks + rank) * kChunk + place] += 1;
+      tile.of_token[(chunk * num_ranks + rank) * kChunk + place] += 1;
       ranks |= 1u << rank;
       assignments |= 1u << k;
     }
     for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
-      atomicOr(words + 4 * (share.num_experts + __ffs(left) - 1), bit);
+      atomicOr(words + 4 * (partition.num_experts + __ffs(left) - 1), bit);
     }
     each(first_token + i, ranks, assignments);
   }
@@ -203,23 +211,23 @@ __device__ bool read_chunks(const Share& share, const Held& held, const void* to
 // Reads all chunks of this CTA once and writes its count of each column to `scratch`, from where
 // `sum_parts` reads it after a grid barrier.
 template <typename Index, typename Each>
-__device__ void count_part(const Share& share, const Held& held, const void* topk_idx, int* total,
-                           std::int32_t* scratch, Each&& each) {
-  const int columns = share.num_columns();
-  const int first = blockIdx.x * share.per_cta;
-  const int end = min(first + share.per_cta, share.num_chunks());
+__device__ void count_part(const TokenPartition& partition, const ChunkTile& tile,
+                           const void* topk_idx, int* total, std::int32_t* scratch, Each&& each) {
+  const int columns = partition.num_columns();
+  const int first = blockIdx.x * partition.per_cta;
+  const int end = min(first + partition.per_cta, partition.num_chunks());
   if (first >= end) return;
   for (int column = threadIdx.x; column < columns; column += kPlanThreads) total[column] = 0;
   bool is_good = true;
-  for (int chunk = first; chunk < end; chunk += share.held) {
-    const int chunks = min(share.held, end - chunk);
-    is_good = read_chunks<Index>(share, held, topk_idx, chunk, chunks, each) && is_good;
+  for (int chunk = first; chunk < end; chunk += partition.tile_chunks) {
+    const int chunks = min(partition.tile_chunks, end - chunk);
+    is_good = read_chunks<Index>(partition, tile, topk_idx, chunk, chunks, each) && is_good;
     for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
-      for (int i = 0; i < chunks; ++i) total[column] += count(held.bitmaps[i * columns + column]);
+      for (int i = 0; i < chunks; ++i) total[column] += count(tile.bitmaps[i * columns + column]);
     }
     is_good = __syncthreads_and(is_good);
   }
-  std::int32_t* part = scratch + blockIdx.x * share.part_size();
+  std::int32_t* part = scratch + blockIdx.x * partition.part_size();
   for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
     __stcg(part + column, total[column]);
   }
@@ -228,17 +236,17 @@ __device__ void count_part(const Share& share, const Held& held, const void* top
 
 // Sums each column's counts over the CTAs before this one, into `before`, and over the first
 // `parts` CTAs, into `total`, both in shared memory.
-__device__ inline void sum_parts(const Share& share, const std::int32_t* scratch, int parts,
-                                 int* before, int* total) {
+__device__ inline void sum_parts(const TokenPartition& partition, const std::int32_t* scratch,
+                                 int parts, int* before, int* total) {
   constexpr int kUnroll = 24;  // loads in flight: one turn covers the usual number of CTAs
-  for (int column = threadIdx.x; column < share.part_size(); column += kPlanThreads) {
+  for (int column = threadIdx.x; column < partition.part_size(); column += kPlanThreads) {
     int sum_before = 0, sum = 0;
     for (int first = 0; first < parts; first += kUnroll) {
       int values[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         values[u] =
-            first + u < parts ? __ldcg(scratch + (first + u) * share.part_size() + column) : 0;
+            first + u < parts ? __ldcg(scratch + (first + u) * partition.part_size() + column) : 0;
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -252,24 +260,25 @@ __device__ inline void sum_parts(const Share& share, const std::int32_t* scratch
   __syncthreads();
 }
 
-// Calls `use(first chunk, chunks)` for the chunks of this CTA, as many as are held at a time, with
-// `held.before` of each filled in.  `start` is `before` as `sum_parts` computed it; it is
+// Calls `use(first chunk, chunks)` for the chunks of this CTA, as many as a tile holds, with
+// `tile.before` of each filled in.  `start` is `before` as `sum_parts` computed it; it is
 // overwritten.
 template <typename Index, typename Each, typename Use>
-__device__ void visit_chunks(const Share& share, const Held& held, const void* topk_idx, int* start,
-                             Each&& each, Use&& use) {
-  const int columns = share.num_columns();
-  const int first = blockIdx.x * share.per_cta;
-  const int end = min(first + share.per_cta, share.num_chunks());
-  for (int chunk = first; chunk < end; chunk += share.held) {
-    const int chunks = min(share.held, end - chunk);
+__device__ void visit_chunks(const TokenPartition& partition, const ChunkTile& tile,
+                             const void* topk_idx, int* start, Each&& each, Use&& use) {
+  const int columns = partition.num_columns();
+  const int first = blockIdx.x * partition.per_cta;
+  const int end = min(first + partition.per_cta, partition.num_chunks());
+  for (int chunk = first; chunk < end; chunk += partition.tile_chunks) {
+    const int chunks = min(partition.tile_chunks, end - chunk);
     // If all chunks fit, they are still in shared memory.
-    if (end - first > share.held) read_chunks<Index>(share, held, topk_idx, chunk, chunks, each);
+    if (end - first > partition.tile_chunks)
+      read_chunks<Index>(partition, tile, topk_idx, chunk, chunks, each);
     for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
       int sum = start[column];
       for (int i = 0; i < chunks; ++i) {
-        held.before[i * columns + column] = sum;
-        sum += count(held.bitmaps[i * columns + column]);
+        tile.before[i * columns + column] = sum;
+        sum += count(tile.bitmaps[i * columns + column]);
       }
       start[column] = sum;
     }

@@ -122,75 +122,78 @@ __device__ bool everything_fits(const KernelContext& me, const Drop& job, Shared
 
 // Writes the assignments of this CTA's tokens that fit to `kept`.
 template <typename Index>
-__device__ void keep_what_fits(const Drop& job, const Share& share, const Held& held,
-                               Shared& shared, int room, bool all_fit) {
-  const int columns = share.num_columns(), num_ranks = share.num_ranks, top_k = share.top_k;
-  const int num_local = share.num_local();
+__device__ void keep_what_fits(const Drop& job, const TokenPartition& partition,
+                               const ChunkTile& tile, Shared& shared, int room, bool all_fit) {
+  const int columns = partition.num_columns(), num_ranks = partition.num_ranks,
+            top_k = partition.top_k;
+  const int num_local = partition.num_local();
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const auto ignore = [](int, std::uint32_t, std::uint32_t) {};
-  visit_chunks<Index>(share, held, job.topk_idx, shared.start, ignore, [&](int first, int chunks) {
-    const int tokens = min(share.num_tokens - first * kChunk, chunks * kChunk);
-    std::int32_t* kept = job.kept + static_cast<std::size_t>(first) * kChunk * top_k;
-    if (all_fit) {
-      for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads)
-        kept[i] = held.assignments[i];
-      return;
-    }
-    // Replaces each token's assignments per rank by the blocks that they open.
-    for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
-      const int chunk = i / kChunk, place = i % kChunk;
-      std::uint16_t* opened = held.of_token + chunk * num_ranks * kChunk + place;
-      for (int rank = 0; rank < num_ranks; ++rank) opened[rank * kChunk] = 0;
-      for (int k = 0; k < top_k; ++k) {
-        const int expert = held.assignments[i * top_k + k];
-        if (expert < 0) continue;
-        const int column = chunk * columns + expert;
-        const int in_block =
-            shared.lower[expert] + held.before[column] + count_before(held.bitmaps[column], place);
-        if (in_block % job.alignment != 0) continue;
-        held.assignments[i * top_k + k] = static_cast<std::int16_t>(expert | kOpens);
-        opened[expert / num_local * kChunk] += 1;
-      }
-    }
-    __syncthreads();
-    for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
-      const int chunk = i / num_ranks, rank = i % num_ranks;
-      int blocks = 0;
-      for (int local = lane; local < num_local; local += kWarpSize) {
-        const int expert = rank * num_local + local;
-        blocks +=
-            blocks_for(shared.lower[expert] + held.before[chunk * columns + expert], job.alignment);
-      }
-      blocks = warp_sum(blocks);
-      if (lane == 0) held.of_rank[i] = blocks;
-      scan_tokens(held.of_token + i * kChunk);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads) {
-      const int own = held.assignments[i];
-      int expert = -1;
-      if (own >= 0) {
-        expert = own & ~kOpens;
-        const int token = i / top_k, rank = expert / num_local;
-        const int group = token / kChunk * num_ranks + rank;
-        int blocks = held.of_rank[group] + held.of_token[group * kChunk + token % kChunk];
-        for (int k = 0; k < top_k; ++k) {
-          const int assignment = held.assignments[token * top_k + k], other = assignment & ~kOpens;
-          blocks += assignment >= kOpens && other >= rank * num_local && other <= expert;
+  visit_chunks<Index>(
+      partition, tile, job.topk_idx, shared.start, ignore, [&](int first, int chunks) {
+        const int tokens = min(partition.num_tokens - first * kChunk, chunks * kChunk);
+        std::int32_t* kept = job.kept + static_cast<std::size_t>(first) * kChunk * top_k;
+        if (all_fit) {
+          for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads)
+            kept[i] = tile.assignments[i];
+          return;
         }
-        if (blocks > room) expert = -1;
-      }
-      kept[i] = expert;
-    }
-  });
+        // Replaces each token's assignments per rank by the blocks that they open.
+        for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
+          const int chunk = i / kChunk, place = i % kChunk;
+          std::uint16_t* opened = tile.of_token + chunk * num_ranks * kChunk + place;
+          for (int rank = 0; rank < num_ranks; ++rank) opened[rank * kChunk] = 0;
+          for (int k = 0; k < top_k; ++k) {
+            const int expert = tile.assignments[i * top_k + k];
+            if (expert < 0) continue;
+            const int column = chunk * columns + expert;
+            const int in_block = shared.lower[expert] + tile.before[column] +
+                                 count_before(tile.bitmaps[column], place);
+            if (in_block % job.alignment != 0) continue;
+            tile.assignments[i * top_k + k] = static_cast<std::int16_t>(expert | kOpens);
+            opened[expert / num_local * kChunk] += 1;
+          }
+        }
+        __syncthreads();
+        for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
+          const int chunk = i / num_ranks, rank = i % num_ranks;
+          int blocks = 0;
+          for (int local = lane; local < num_local; local += kWarpSize) {
+            const int expert = rank * num_local + local;
+            blocks += blocks_for(shared.lower[expert] + tile.before[chunk * columns + expert],
+                                 job.alignment);
+          }
+          blocks = warp_sum(blocks);
+          if (lane == 0) tile.of_rank[i] = blocks;
+          scan_tokens(tile.of_token + i * kChunk);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads) {
+          const int own = tile.assignments[i];
+          int expert = -1;
+          if (own >= 0) {
+            expert = own & ~kOpens;
+            const int token = i / top_k, rank = expert / num_local;
+            const int group = token / kChunk * num_ranks + rank;
+            int blocks = tile.of_rank[group] + tile.of_token[group * kChunk + token % kChunk];
+            for (int k = 0; k < top_k; ++k) {
+              const int assignment = tile.assignments[token * top_k + k],
+                        other = assignment & ~kOpens;
+              blocks += assignment >= kOpens && other >= rank * num_local && other <= expert;
+            }
+            if (blocks > room) expert = -1;
+          }
+          kept[i] = expert;
+        }
+      });
 }
 
 template <typename Index>
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    drop_kernel(KernelContext me, Drop job, PlanScratch scratch, Share share) {
+    drop_kernel(KernelContext me, Drop job, PlanScratch scratch, TokenPartition partition) {
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
-  const Held held(share, memory);
+  const ChunkTile tile(partition, memory);
   const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   // The number of the plan that this belongs to, which `count` will complete.
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
@@ -200,23 +203,23 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   // After a failure nothing is written: `count` of this plan will not use it.
   if (!had_failed(me)) {
     if (blockIdx.x == 0) enter(me, entry);
-    count_part<Index>(share, held, job.topk_idx, shared.total, scratch.parts,
+    count_part<Index>(partition, tile, job.topk_idx, shared.total, scratch.parts,
                       [](int, std::uint32_t, std::uint32_t) {});
     if (grid_barrier(me, Phase::kPlan)) {
       const bool is_leader = blockIdx.x == gridDim.x - 1;
-      const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
-      sum_parts(share, scratch.parts, is_leader ? share.num_parts() : before, shared.start,
+      const int before = min(static_cast<int>(blockIdx.x), partition.num_parts());
+      sum_parts(partition, scratch.parts, is_leader ? partition.num_parts() : before, shared.start,
                 shared.total);
       if (is_leader) {
         post_wanted(me, shared.total, plans);
-        if (threadIdx.x == 0 && shared.total[share.num_columns()] != 0) me.state->is_bad = 1;
+        if (threadIdx.x == 0 && shared.total[partition.num_columns()] != 0) me.state->is_bad = 1;
       }
       if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
         compare_entries(me, Phase::kPlan, entry, epoch);
       }
       if (take_wanted(me, shared, plans)) {
         const bool all_fit = everything_fits(me, job, shared, room);
-        keep_what_fits<Index>(job, share, held, shared, room, all_fit);
+        keep_what_fits<Index>(job, partition, tile, shared, room, all_fit);
       }
     }
   }
@@ -231,9 +234,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
                             const PlanScratch& scratch, int num_sms, std::uintptr_t stream) {
   const auto kernel = arguments.is_int64 ? drop_kernel<std::int64_t> : drop_kernel<std::int32_t>;
-  const Share share = share_out(arguments.num_tokens, arguments.top_k, me.control, num_sms);
-  launch_cooperatively("static mode", kernel, share.num_ctas, kPlanThreads,
-                       share.held * share.held_bytes(), stream, me, arguments, scratch, share);
+  const TokenPartition partition =
+      partition_tokens(arguments.num_tokens, arguments.top_k, me.control, num_sms);
+  launch_cooperatively("static mode", kernel, partition.num_ctas, kPlanThreads,
+                       partition.tile_chunks * partition.chunk_bytes(), stream, me, arguments,
+                       scratch, partition);
 }
 
 }  // namespace ncclep::native

@@ -169,49 +169,50 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
 
 // Writes the routes of this CTA's tokens for the other ranks to fetch.
 template <typename Index>
-__device__ void write_routes(const KernelContext& me, const PlanCount& plan, const Share& share,
-                             const Held& held, int* start) {
+__device__ void write_routes(const KernelContext& me, const PlanCount& plan,
+                             const TokenPartition& partition, const ChunkTile& tile, int* start) {
   const Control& layout = me.control;
-  const int columns = share.num_columns(), num_experts = share.num_experts, top_k = share.top_k;
-  const int num_ranks = share.num_ranks, num_local = share.num_local();
+  const int columns = partition.num_columns(), num_experts = partition.num_experts,
+            top_k = partition.top_k;
+  const int num_ranks = partition.num_ranks, num_local = partition.num_local();
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   char* window = me.control_of[me.rank];
   auto* pair_routes = reinterpret_cast<PairRoute*>(window + layout.pair_routes());
   auto* assignment_routes = reinterpret_cast<AssignmentRoute*>(window + layout.assignment_routes());
   auto* chunk_pairs = reinterpret_cast<std::int32_t*>(window + layout.chunk_pairs());
   const auto ignore = [](int, std::uint32_t, std::uint32_t) {};
-  visit_chunks<Index>(share, held, plan.topk_idx, start, ignore, [&](int first, int chunks) {
+  visit_chunks<Index>(partition, tile, plan.topk_idx, start, ignore, [&](int first, int chunks) {
     for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
       const int chunk = i / num_ranks, rank = i % num_ranks;
-      const int* before = held.before + chunk * columns;
+      const int* before = tile.before + chunk * columns;
       int assignments = 0;
       for (int local = lane; local < num_local; local += kWarpSize) {
         assignments += before[rank * num_local + local];
       }
       assignments = warp_sum(assignments);
       if (lane == 0) {
-        held.of_rank[i] = assignments;
+        tile.of_rank[i] = assignments;
         chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] = before[num_experts + rank];
       }
-      scan_tokens(held.of_token + i * kChunk);
+      scan_tokens(tile.of_token + i * kChunk);
     }
     __syncthreads();
-    const int tokens = min(share.num_tokens - first * kChunk, chunks * kChunk);
+    const int tokens = min(partition.num_tokens - first * kChunk, chunks * kChunk);
     for (int i = threadIdx.x; i < tokens * top_k; i += kPlanThreads) {
-      const int expert = held.assignments[i];
+      const int expert = tile.assignments[i];
       if (expert < 0) continue;
       const int token = i / top_k, chunk = token / kChunk, place = token % kChunk;
       const int rank = expert / num_local, first_expert = rank * num_local;
       // Counts the token's assignments for lower experts of the same rank.
       int turn = 0;
       for (int k = 0; k < top_k; ++k) {
-        const int other = held.assignments[token * top_k + k];
+        const int other = tile.assignments[token * top_k + k];
         turn += other >= first_expert && other < expert;
       }
-      const int* before = held.before + chunk * columns;
-      const ulonglong2* bitmaps = held.bitmaps + chunk * columns;
+      const int* before = tile.before + chunk * columns;
+      const ulonglong2* bitmaps = tile.bitmaps + chunk * columns;
       const int group = chunk * num_ranks + rank;
-      const int first_assignment = held.of_rank[group] + held.of_token[group * kChunk + place];
+      const int first_assignment = tile.of_rank[group] + tile.of_token[group * kChunk + place];
       const std::uint32_t in_expert = before[expert] + count_before(bitmaps[expert], place);
       assignment_routes[rank * layout.assignments() + first_assignment + turn] = {
           static_cast<std::uint32_t>(expert - first_expert) << 16 | in_expert,
@@ -227,12 +228,12 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan, con
       const int group = token / kChunk * num_ranks + me.rank, place = token % kChunk;
       std::uint32_t own_assignments = 0;
       for (int k = 0; k < top_k; ++k) {
-        const int expert = held.assignments[token * top_k + k];
+        const int expert = tile.assignments[token * top_k + k];
         if (expert >= own_start && expert < own_start + num_local) own_assignments |= 1u << k;
       }
       plan.token_routes.own_assignments[first * kChunk + token] = own_assignments;
       plan.token_routes.own_first[first * kChunk + token] =
-          held.of_rank[group] + held.of_token[group * kChunk + place];
+          tile.of_rank[group] + tile.of_token[group * kChunk + place];
     }
   });
 }
@@ -261,11 +262,11 @@ __device__ void finish(const KernelContext& me, const PlanCount& plan, std::uint
 
 template <typename Index>
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    count_kernel(KernelContext me, PlanCount plan, PlanScratch scratch, Share share) {
+    count_kernel(KernelContext me, PlanCount plan, PlanScratch scratch, TokenPartition partition) {
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
   const Control& layout = me.control;
-  const Held held(share, memory);
+  const ChunkTile tile(partition, memory);
   const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
 
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     return;
   }
   if (blockIdx.x == 0 && me.call != 0) enter(me, entry);
-  count_part<Index>(share, held, plan.topk_idx, shared.total, scratch.parts,
+  count_part<Index>(partition, tile, plan.topk_idx, shared.total, scratch.parts,
                     [&](int token, std::uint32_t ranks, std::uint32_t assignments) {
                       plan.token_routes.token_ranks[token] = ranks;
                       plan.token_routes.token_assignments[token] = assignments;
@@ -288,12 +289,12 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
   // The CTA with the fewest tokens, possibly none, communicates with the other ranks.
   const bool is_leader = blockIdx.x == gridDim.x - 1;
-  const int before = min(static_cast<int>(blockIdx.x), share.num_parts());
-  sum_parts(share, scratch.parts, is_leader ? share.num_parts() : before, shared.start,
+  const int before = min(static_cast<int>(blockIdx.x), partition.num_parts());
+  sum_parts(partition, scratch.parts, is_leader ? partition.num_parts() : before, shared.start,
             shared.total);
   if (is_leader) {
     const bool was_bad = *static_cast<volatile unsigned int*>(&me.state->is_bad) != 0;
-    post_counts(me, shared.total, was_bad || shared.total[share.num_columns()] != 0, plans);
+    post_counts(me, shared.total, was_bad || shared.total[partition.num_columns()] != 0, plans);
     take_counts(me, plan, scratch, shared, plans);
   }
   bool is_free = true;
@@ -304,16 +305,16 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
   if (__syncthreads_and(is_free)) {
     if (is_leader) {
-      const int ends = plan.most_chunks + 1 - share.num_chunks();
+      const int ends = plan.most_chunks + 1 - partition.num_chunks();
       auto* chunk_pairs =
           reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + layout.chunk_pairs());
       for (int i = threadIdx.x; i < layout.num_ranks * ends; i += kPlanThreads) {
-        const int rank = i / ends, chunk = share.num_chunks() + i % ends;
+        const int rank = i / ends, chunk = partition.num_chunks() + i % ends;
         chunk_pairs[rank * (layout.max_chunks() + 1) + chunk] =
             shared.total[layout.num_experts + rank];
       }
     }
-    write_routes<Index>(me, plan, share, held, shared.start);
+    write_routes<Index>(me, plan, partition, tile, shared.start);
   }
   finish(me, plan, plans, entry, epoch);
 }
@@ -325,9 +326,11 @@ void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanS
   const auto kernel = arguments.is_int64 ? count_kernel<std::int64_t> : count_kernel<std::int32_t>;
   const int num_tokens = arguments.num_tokens;
   require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
-  const Share share = share_out(num_tokens, arguments.top_k, me.control, num_sms);
-  launch_cooperatively("plan", kernel, share.num_ctas, kPlanThreads,
-                       share.held * share.held_bytes(), stream, me, arguments, scratch, share);
+  const TokenPartition partition =
+      partition_tokens(num_tokens, arguments.top_k, me.control, num_sms);
+  launch_cooperatively("plan", kernel, partition.num_ctas, kPlanThreads,
+                       partition.tile_chunks * partition.chunk_bytes(), stream, me, arguments,
+                       scratch, partition);
 }
 
 }  // namespace ncclep::native

@@ -43,12 +43,12 @@ using AddUpRing = PieceRing<5>;
 
 // Adds up one adding warp's share of the pairs.
 template <typename T>
-__device__ void add(const KernelContext& me, const Combine& job, const Crew& crew, bool sends,
-                    AddUpRing& ring, Books& books, int warp, std::uint64_t entry,
+__device__ void add(const KernelContext& me, const Combine& job, const WarpSlice& slice, bool sends,
+                    AddUpRing& ring, CompletionTracker& tracker, int warp, std::uint64_t entry,
                     std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairCursor cursor(me, routes, crew, warp);
+  PairIterator iterator(me, routes, slice, warp);
   const bool sends_weights = sends && job.has_weights;
   // Routes are prefetched: the range of assignments of the pair after the next one, and the slots
   // of the next one.
@@ -59,12 +59,12 @@ __device__ void add(const KernelContext& me, const Combine& job, const Crew& cre
   };
   const auto find = [&] {
     Pair found;
-    found.is_there = cursor.next();
+    found.is_there = iterator.next();
     if (found.is_there) {
-      found.pair = cursor.pair;
-      found.first = routes.pair_first[cursor.pair];
-      found.end = routes.pair_first[cursor.pair + 1];
-      if (sends) found.token = routes.pair_token[cursor.pair];
+      found.pair = iterator.pair;
+      found.first = routes.pair_first[iterator.pair];
+      found.end = routes.pair_first[iterator.pair + 1];
+      if (sends) found.token = routes.pair_token[iterator.pair];
     }
     return found;
   };
@@ -75,7 +75,7 @@ __device__ void add(const KernelContext& me, const Combine& job, const Crew& cre
   };
   Pair now, following = find(), second = find();
   find_slot(following);
-  const int source = cursor.source;  // a warp's pairs all come from one rank
+  const int source = iterator.source;  // a warp's pairs all come from one rank
   float* values = reinterpret_cast<float*>(me.control_of[source] + me.control.values());
   float weight = 0;
   bool has_entered = !sends;
@@ -101,10 +101,10 @@ __device__ void add(const KernelContext& me, const Combine& job, const Crew& cre
   int num_done = 0;
   const auto done = [&] {
     __syncwarp();
-    if (lane == 0) books.note(warp, ++num_done);
+    if (lane == 0) tracker.note(warp, ++num_done);
   };
   add_up<T, false>(ring, job.row_bytes, next, done);
-  if (lane == 0) books.close(warp);
+  if (lane == 0) tracker.close(warp);
 }
 
 // Called for computed sums: tells the sending CTAs which units are complete.
@@ -233,11 +233,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
   __shared__ const char* parts[kWarps][kWarpSize];
   __shared__ Progress progress;
-  __shared__ Books books;
+  __shared__ CompletionTracker tracker;
   const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   const int warp = threadIdx.x / kWarpSize, cta = blockIdx.x;
   progress.clear();
-  books.clear();
+  tracker.clear();
   if (had_failed(me)) {
     finish(me, job, entry, epoch);
     return;
@@ -248,12 +248,12 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);
   if (cta < split.adding) {
-    const Crew crew{split.adding, kAddingWarps, cta};
+    const WarpSlice slice{split.adding, kAddingWarps, cta};
     const bool sends = split.sending == 0;
     if (warp < kAddingWarps) {
-      add<T>(me, job, crew, sends, add_up_rings[warp], books, warp, entry, epoch);
+      add<T>(me, job, slice, sends, add_up_rings[warp], tracker, warp, entry, epoch);
     } else {
-      keep_books(me, job.routes, crew, books, [&](const Batch& batch) {
+      track_completion(me, job.routes, slice, tracker, [&](const Batch& batch) {
         if (sends) {
           publish_sent(me, job.routes, batch, epoch);
         } else {
@@ -263,17 +263,17 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     }
   } else if (cta < split.adding + split.sending) {
     // Warps with rings first, then the watching and the book-keeping warp.
-    const Crew crew{split.sending, shape.warps, cta - split.adding};
+    const WarpSlice slice{split.sending, shape.warps, cta - split.adding};
     if (warp < shape.warps) {
       Ring ring{memory + warp * kRingStages * shape.piece_bytes, full[warp]};
       ring.init();
-      send(me, job, crew, shape, ring, progress, books, warp, entry, epoch);
+      send(me, job, slice, shape, ring, progress, tracker, warp, entry, epoch);
     } else if (warp == kWarps - 2) {
       const auto flag = [&](int source, int unit) { return added_flag(me, source, unit); };
       watch(me, Phase::kCombine, epoch, needed_units(me, job.routes), flag, progress);
     } else if (warp == kWarps - 1) {
-      keep_books(me, job.routes, crew, books,
-                 [&](const Batch& batch) { publish_sent(me, job.routes, batch, epoch); });
+      track_completion(me, job.routes, slice, tracker,
+                       [&](const Batch& batch) { publish_sent(me, job.routes, batch, epoch); });
     }
     __syncthreads();  // the rings for sums reuse the memory of its rings
   }

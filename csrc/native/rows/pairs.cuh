@@ -11,20 +11,20 @@
 namespace ncclep::native {
 
 // The warps that share the pairs of other ranks: `num_warps` in each of `num_ctas` CTAs.
-struct Crew {
+struct WarpSlice {
   int num_ctas, num_warps;
   int cta;  // this CTA's index among them
 };
 
-// The pairs that one warp of a crew takes, in order: all from one other rank, with a stride of the
+// The pairs that one warp of a slice takes, in order: all from one other rank, with a stride of the
 // warps for that rank, so that all ranks are served at any time and all warps end at the same time.
-class PairCursor {
+class PairIterator {
  public:
-  __device__ PairCursor(const KernelContext& me, const ReceivedRoutes& routes, const Crew& crew,
-                        int warp) {
+  __device__ PairIterator(const KernelContext& me, const ReceivedRoutes& routes,
+                          const WarpSlice& slice, int warp) {
     const int others = me.control.num_ranks - 1;
     if (others == 0) return;
-    const int place = warp * crew.num_ctas + crew.cta, warps = crew.num_warps * crew.num_ctas;
+    const int place = warp * slice.num_ctas + slice.cta, warps = slice.num_warps * slice.num_ctas;
     source = (me.rank + 1 + place % others) % me.control.num_ranks;
     first_ = routes.first_pair[source];
     end_ = routes.first_pair[source + 1];
@@ -51,7 +51,7 @@ class PairCursor {
 
 // The pairs that the warps of a CTA have finished, published by one of them: fences stall the whole
 // SM, so they are issued only now and then, for all warps together.
-struct Books {
+struct CompletionTracker {
   int num_done[kWarps];  // pairs of each warp
   int is_over[kWarps];   // there will be no more
 
@@ -111,29 +111,30 @@ __device__ void count_off(const Batch& batch, unsigned int* counts, GroupOf&& gr
 
 constexpr int kBookPauses = 8, kBookPauseNs = 500;
 
-// Calls publish(batch) for the pairs that a warp of the crew has finished, once what the warp wrote
-// for them is visible to all ranks.  Called by one warp, whose lane i follows warp i.
+// Calls publish(batch) for the pairs that a warp of the slice has finished, once what the warp
+// wrote for them is visible to all ranks.  Called by one warp, whose lane i follows warp i.
 template <typename Publish>
-__device__ void keep_books(const KernelContext& me, const ReceivedRoutes& routes, const Crew& crew,
-                           Books& books, Publish&& publish) {
+__device__ void track_completion(const KernelContext& me, const ReceivedRoutes& routes,
+                                 const WarpSlice& slice, CompletionTracker& tracker,
+                                 Publish&& publish) {
   const int lane = threadIdx.x % kWarpSize;
-  const bool follows = lane < crew.num_warps;
-  PairCursor cursor(me, routes, crew, follows ? lane : 0);
+  const bool follows = lane < slice.num_warps;
+  PairIterator iterator(me, routes, slice, follows ? lane : 0);
   int told = 0;
   for (bool is_over = false; !is_over;) {
     for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {
       __nanosleep(kBookPauseNs);
-      is_over = __all_sync(~0u, !follows || look(&books.is_over[lane]) != 0);
+      is_over = __all_sync(~0u, !follows || look(&tracker.is_over[lane]) != 0);
     }
     __threadfence_block();  // when it is over, the numbers that follow are the last
-    const int done = follows ? look(&books.num_done[lane]) : 0;
+    const int done = follows ? look(&tracker.num_done[lane]) : 0;
     if (!__any_sync(~0u, told < done)) continue;
     fence_system();
     for (; told < done; told = min(told + Batch::kSize, done)) {
-      Batch batch{cursor.source, {}};
+      Batch batch{iterator.source, {}};
 #pragma unroll
       for (int i = 0; i < Batch::kSize; ++i) {
-        batch.pairs[i] = told + i < done && cursor.next() ? cursor.pair : -1;
+        batch.pairs[i] = told + i < done && iterator.next() ? iterator.pair : -1;
       }
       publish(batch);
     }

@@ -31,12 +31,13 @@ __device__ inline std::uint64_t* added_flag(const KernelContext& me, int source,
 }
 
 // Sends one sending warp's share of the pairs.
-__device__ inline void send(const KernelContext& me, const Combine& job, const Crew& crew,
-                            const RingShape& shape, Ring& ring, Progress& progress, Books& books,
-                            int warp, std::uint64_t entry, std::uint64_t epoch) {
+__device__ inline void send(const KernelContext& me, const Combine& job, const WarpSlice& slice,
+                            const RingShape& shape, Ring& ring, Progress& progress,
+                            CompletionTracker& tracker, int warp, std::uint64_t entry,
+                            std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairCursor cursor(me, routes, crew, warp);
+  PairIterator iterator(me, routes, slice, warp);
   struct Pair {
     bool is_there = false;
     int source = 0, pair = 0, unit = 0, token = 0, first = 0, end = 0;
@@ -44,15 +45,15 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const C
   };
   const auto find = [&] {
     Pair found;
-    found.is_there = cursor.next();
+    found.is_there = iterator.next();
     if (found.is_there) {
-      found.source = cursor.source;
-      found.pair = cursor.pair;
-      found.unit = cursor.unit();
-      found.token = routes.pair_token[cursor.pair];
+      found.source = iterator.source;
+      found.pair = iterator.pair;
+      found.unit = iterator.unit();
+      found.token = routes.pair_token[iterator.pair];
       if (job.has_weights) {
-        found.first = routes.pair_first[cursor.pair];
-        found.end = routes.pair_first[cursor.pair + 1];
+        found.first = routes.pair_first[iterator.pair];
+        found.end = routes.pair_first[iterator.pair + 1];
       }
     }
     return found;
@@ -100,7 +101,7 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const C
     find_slot(now);
     return true;
   };
-  float* values = reinterpret_cast<float*>(me.control_of[cursor.source] + me.control.values());
+  float* values = reinterpret_cast<float*>(me.control_of[iterator.source] + me.control.values());
   const auto store = [&](int s) {
     if (lane == 0) start_store(to[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
     if (index[s] >= 0) values[index[s]] = weight[s];
@@ -114,12 +115,12 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const C
     num_sent += ends_row[s];
     if (lane != 0) return;
     wait_for_older_stores<kSentAhead>();
-    if (row_ends >> kSentAhead & 1) books.note(warp, ++num_written);
+    if (row_ends >> kSentAhead & 1) tracker.note(warp, ++num_written);
   };
   ring.run(load, store, stored);
   if (lane == 0) {
-    books.note(warp, num_sent);
-    books.close(warp);
+    tracker.note(warp, num_sent);
+    tracker.close(warp);
   }
 }
 

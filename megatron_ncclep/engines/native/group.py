@@ -39,7 +39,7 @@ class NativeGroup:
     Attributes:
         group: the ranks.
         num_experts: of the whole group.
-        native: the `_C.NativeGroup`.
+        native: the `_C.GroupHandle`.
         module: `_C`.
         plans_to_meet: static plans on which hosts have yet to agree, because ranks brought
             different numbers of tokens to one; the same on all ranks.
@@ -60,9 +60,31 @@ class NativeGroup:
         self.native: Any = on_all_ranks(
             group,
             "making the native engine",
-            lambda: self.module.NativeGroup(communicator, num_experts, timeout_s),
+            lambda: self.module.GroupHandle(communicator, num_experts, timeout_s),
             timeout_s,
         )
+
+    def begin(
+        self, timeout_s: float, num_tokens: int = 0, top_k: int = 0, row_bytes: int = 0
+    ) -> bool:
+        """Begin a call: raise pending failures, set the deadline.  Does not wait; not collective.
+
+        Args:
+            timeout_s: for what is queued from now on.
+            num_tokens, top_k, row_bytes: the largest batch of the call.
+
+        Returns:
+            whether the windows are large enough for it.
+
+        Raises:
+            as `raise_failure`.
+        """
+        if self._refusal is None:
+            fits: bool | None = self.native.begin(timeout_s, num_tokens, top_k, row_bytes)
+            if fits is not None:
+                return fits
+            raise self._error_of(self.native.failure())
+        raise RefusedError(self._refusal)
 
     def raise_failure(self) -> None:
         """Raise a failure that the device has reported.  Does not wait; not collective.
@@ -113,8 +135,9 @@ class NativeGroup:
             return RefusedError(f"{phase}: rank {peer} has refused a call: look at its output")
         if failure.reason == "out of turn":
             return InputError(
-                f"{phase}: rank {me}, operation {failure.epoch} of its low-latency object, out of "
-                "turn: dispatch and combine must alternate on the device too; replay CUDA graphs so"
+                f"{phase}: rank {me}, operation {failure.operation} of its low-latency object, "
+                "out of turn: dispatch and combine must alternate on the device too; replay CUDA "
+                "graphs so"
             )
         if failure.reason == "differs":
             calls = sorted([(me, failure.own_call), (peer, failure.peer_call)])
@@ -123,8 +146,8 @@ class NativeGroup:
         lost = self.group.lost(0) or "it died, is late, or made a different sequence of calls"
         return PeerError(
             f"rank {me} of {self.group.size}: rank {peer} did not come in {phase}, operation "
-            f"{failure.epoch} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at the "
-            "other ranks' output. What this group has returned since is NaN"
+            f"{failure.operation} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at "
+            "the other ranks' output. What this group has returned since is NaN"
         )
 
     def note_batches(self, num_tokens: list[int]) -> None:
@@ -150,12 +173,13 @@ class NativeGroup:
             forget: clear it, because the caller raises it.  With other ranks, no work may be in
                 flight.
         """
-        masks = {
-            "plan (static mode)": self.native.bad_ranks(forget=forget),
-            "low-latency dispatch": self.native.bad_low_latency(forget=forget),
-        }
+        plans = self.native.bad_ranks(forget)
+        low_latency = self.native.bad_low_latency(forget)
+        if not plans and not low_latency:
+            return None
+        masks = {"plan (static mode)": plans, "low-latency dispatch": low_latency}
         said = [self._bad_routings_of(call, [mask]) for call, mask in masks.items() if mask]
-        return "; ".join(said) or None
+        return "; ".join(said)
 
     def raise_bad_routings(self, error: InputError, timeout_s: float) -> None:
         """Raise `error` with the bad routings of static plans so far, once.
@@ -220,12 +244,6 @@ class NativeGroup:
         if self._refusal is not None:  # so that a new engine can start
             self.group.forget_refusal()
         self.native.close()
-
-
-def aligned(rows: torch.Tensor) -> torch.Tensor:
-    """`rows` as the kernels read them: contiguous and aligned to 16 bytes."""
-    rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:

@@ -8,28 +8,26 @@ which the other ranks write: nothing is copied, and its addresses never change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatencySizes, Tokens
-from megatron_ncclep.engines.native import windows
 from megatron_ncclep.engines.native.availability import most_sms
-from megatron_ncclep.engines.native.group import NativeGroup, aligned
-from megatron_ncclep.engines.native.plan import try_allocate
+from megatron_ncclep.engines.native.buffers import aligned, try_allocate
+from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 
-WINDOW = ("low-latency",)
+_Result = TypeVar("_Result")
+_Arguments = dict[str, torch.Tensor | None]
+
 # CTAs of a kernel: as many as leave several warps of each with a piece of a row, of 1 KiB.
 DEFAULT_MOST_CTAS = 120
 LEAST_CTAS, PIECE_BYTES, PIECES_PER_CTA = 8, 1024, 4
 # A combine has CTAs for at least max_tokens / LEAST_SHARE tokens.
 LEAST_SHARE = 8
-# Windows for a group that has none yet: its control window tells ranks that another one stops.
-FIRST_TOKENS, FIRST_ROW_BYTES = 128, 16
 
 
 class NativeLowLatency:
@@ -45,9 +43,8 @@ class NativeLowLatency:
         num_experts: int,
         config: EpConfig,
         sizes: LowLatencySizes,
-        number: int,
     ) -> None:
-        """Collective; the ranks have agreed on `sizes`, in call `number`.
+        """Collective; the ranks have agreed on `sizes`.  Makes windows for a group without any.
 
         Raises:
             LibraryError: on every rank, when one has no memory for its window or NCCL makes none.
@@ -55,31 +52,21 @@ class NativeLowLatency:
         self._group, self._sizes = shared.group, sizes
         self._shared, self._streams, self._config = shared, streams, config
         self._num_tokens = 0  # of the last dispatch
-        group, native = shared.group, shared.native
+        group = shared.group
         timeout_s = group.deadline_s(config)
-        shared.raise_failure()
-        torch.cuda.synchronize(group.device)
-        if not native.windows:
-            wanted = (FIRST_TOKENS, sizes.top_k, FIRST_ROW_BYTES)
-            windows.grow(group, native, *wanted, timeout_s)
+        shared.begin(timeout_s)
         communicator_of(group, timeout_s)  # held for as long as the window
-        self._native: Any = on_all_ranks(
-            group,
-            "allocating a low-latency window",
-            lambda: shared.module.NativeLowLatency(
-                native,
+        try:
+            self._native: Any = shared.module.LowLatencyHandle(
+                shared.native,
                 max_tokens=sizes.max_tokens,
                 hidden=sizes.hidden,
                 top_k=sizes.top_k,
                 payload=str(_carried(sizes.payload)),
                 dtype=str(sizes.dtype),
                 num_scales=sizes.num_scales,
-                generation=number,
-            ),
-            timeout_s,
-        )
-        try:
-            windows.open_checked(group, self._native, WINDOW, "low-latency mode", timeout_s)
+                all_gather=group.exchange,
+            )
         except Exception:
             group.release("communicator", timeout_s)
             raise
@@ -105,12 +92,11 @@ class NativeLowLatency:
             scales=scales,
         )
         # Tensors that kernels in flight, or second halves still to come, read.
-        self._arguments: tuple[Any, ...] = ()
+        self._arguments: _Arguments = {}
 
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """See `LowLatencyCalls.begin`."""
-        self._shared.raise_failure()
-        self._shared.native.timeout_s = self._group.deadline_s(self._config)
+        self._shared.begin(self._group.deadline_s(self._config))
         # Reported once where the group remains usable: a multi-rank group does not.
         problem = problem or self._shared.bad_routings(forget=self._group.size == 1)
         if problem is not None:
@@ -128,21 +114,30 @@ class NativeLowLatency:
         x, scales = tokens.x, tokens.scales
         stream = self._streams.keep(x, tokens.topk_idx, tokens.weights, scales)
 
-        def allocate() -> tuple[Any, ...]:
-            packed = None if scales is None else aligned(scales)
-            of_tokens = tokens.topk_idx.contiguous(), tokens.weights.contiguous()
-            return aligned(x.view(_carried(x.dtype))), packed, *of_tokens
+        def allocate() -> _Arguments:
+            return {
+                "x": aligned(x.view(_carried(x.dtype))),
+                "scales": None if scales is None else aligned(scales),
+                "topk_idx": tokens.topk_idx.contiguous(),
+                "weights": tokens.weights.contiguous(),
+            }
 
         arguments = self._allocated("dispatch", allocate)
-        num_ctas = self._num_ctas(self._num_tokens, x.element_size())
-        self._native.dispatch(*arguments, self._counts, completes, num_ctas, stream)
-        self._arguments = () if completes else tuple(arguments)
+        self._native.dispatch(
+            **arguments,
+            counts=self._counts,
+            completes=completes,
+            num_ctas=self._num_ctas(self._num_tokens, x.element_size()),
+            stream=stream,
+        )
+        self._arguments = {} if completes else arguments
         return self._received
 
     def complete_dispatch(self) -> LowLatencyRows:
         """See `LowLatencyCalls.complete_dispatch`."""
-        self._native.complete_dispatch(self._counts, self._streams.keep(*self._arguments))
-        self._arguments = ()
+        stream = self._streams.keep(*self._arguments.values())
+        self._native.complete_dispatch(counts=self._counts, stream=stream)
+        self._arguments = {}
         return self._received
 
     def combine(
@@ -151,39 +146,50 @@ class NativeLowLatency:
         """See `LowLatencyCalls.combine`."""
         stream = self._streams.keep(y, rows_of)
 
-        def allocate() -> tuple[Any, ...]:
-            places = None if rows_of is None else rows_of.contiguous()
-            out = y.new_empty(self._num_tokens, self._sizes.hidden)
-            return aligned(y).view(-1, self._sizes.hidden), places, out
-
-        arguments = self._allocated("combine", allocate)
-        num_ctas = self._num_ctas(self._tokens_of_combine(), y.element_size())
-        self._native.combine(*arguments, True, completes, num_ctas, stream)
-        self._arguments = () if completes else tuple(arguments)
-        result: torch.Tensor = arguments[-1]
-        return result
+        out = self._allocated("combine", lambda: y.new_empty(self._num_tokens, self._sizes.hidden))
+        arguments = self._allocated(
+            "combine",
+            lambda: {
+                "y": aligned(y).view(-1, self._sizes.hidden),
+                "rows_of": None if rows_of is None else rows_of.contiguous(),
+                "out": out,
+            },
+        )
+        self._native.combine(
+            **arguments,
+            sends=True,
+            completes=completes,
+            num_ctas=self._num_ctas(self._tokens_of_combine(), y.element_size()),
+            stream=stream,
+        )
+        self._arguments = {} if completes else arguments
+        return out
 
     def complete_combine(self) -> torch.Tensor:
         """See `LowLatencyCalls.complete_combine`."""
-        y, rows_of, out = self._arguments
-        stream = self._streams.keep(*self._arguments)
-        num_ctas = self._num_ctas(self._num_tokens, y.element_size())
-        self._native.combine(y, rows_of, out, False, True, num_ctas, stream)
-        self._arguments = ()
-        result: torch.Tensor = out
-        return result
+        out = self._arguments["out"]
+        assert out is not None  # send_combine has made it
+        self._native.combine(
+            **self._arguments,
+            sends=False,
+            completes=True,
+            num_ctas=self._num_ctas(self._num_tokens, out.element_size()),
+            stream=self._streams.keep(*self._arguments.values()),
+        )
+        self._arguments = {}
+        return out
 
     def close(self) -> None:
         """See `LowLatencyCalls.close`."""
         self._native.close()
         self._group.release("communicator", self._group.deadline_s(self._config))
 
-    def _allocated(self, phase: str, allocate: Callable[[], tuple[Any, ...]]) -> list[Any]:
+    def _allocated(self, phase: str, allocate: Callable[[], _Result]) -> _Result:
         """The result of `allocate`; if memory runs out, the call is refused for all ranks."""
-        memory: list[Any] = []
-        if problem := try_allocate(f"a low-latency {phase}", memory, allocate):
-            self._shared.refuse(f"low-latency {phase}", problem)
-        return memory
+        memory = try_allocate(f"a low-latency {phase}", allocate)
+        if memory.problem is not None:
+            self._shared.refuse(f"low-latency {phase}", memory.problem)
+        return memory.buffers
 
     def _tokens_of_combine(self) -> int:
         """The number of tokens to size CTAs for: only the device knows how many rows were received.

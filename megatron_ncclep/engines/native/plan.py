@@ -1,8 +1,7 @@
-"""The native engine's plan, and its memory."""
+"""The native engine's plan, and the capacity of its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ class NativePlan(RoutePlan):
         routes: int32: the pairs and assignments that this rank receives, with room for more; in
             static mode for as many as can arrive.
         most_tokens: the most tokens that any rank has.
-        handle: the `_C.NativePlan` over `counts`, `token_routes` and `routes`.
+        handle: the `_C.PlanHandle` over `counts`, `token_routes` and `routes`.
         stream: handle of the stream that they belong to.
         shared: the group; its failures make the plan invalid.
         rows_on_host: `tokens_per_expert` on the CPU; None in static mode, where no host waits.
@@ -88,40 +87,3 @@ def next_capacity_factor(factor: float, num_assignments: int, balanced: int) -> 
     """
     needed = HEADROOM * max(1.0, num_assignments / max(balanced, 1))
     return max(needed, factor - TAKEN_BACK * (factor - needed))
-
-
-def plan_memory(
-    native: Any, capacity: PlanCapacity, topk_idx: torch.Tensor, may_drop: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Allocate a plan's `counts` and `token_routes`, the assignments kept, and `routes`.
-
-    Args:
-        native: the group's `_C.NativeGroup`.
-        capacity: what it is for.
-        topk_idx: [num_tokens, top_k].
-        may_drop: whether rows may be dropped; otherwise the third is None.
-
-    Raises:
-        torch.OutOfMemoryError: there is no memory.
-    """
-    num_tokens, top_k = topk_idx.shape
-    size = native.routes_size(capacity.max_pairs, capacity.max_assignments, capacity.most_tokens)
-    int32: Any = {"dtype": torch.int32, "device": topk_idx.device}
-    return (
-        torch.empty(2 * capacity.num_local_experts + 1, dtype=torch.int64, device=topk_idx.device),
-        torch.empty(4, num_tokens, **int32),
-        torch.empty(num_tokens, top_k, **int32) if may_drop else None,
-        torch.empty(size, **int32),
-    )
-
-
-def try_allocate(
-    what: str, memory: list[Any], allocate: Callable[..., tuple[Any, ...]], *arguments: Any
-) -> str | None:
-    """Store what `allocate` returns in `memory`; return the problem if memory runs out."""
-    try:
-        memory[:] = allocate(*arguments)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
-        return f"no GPU memory for {what}: {reason}; use smaller micro-batches"
-    return None

@@ -1,16 +1,13 @@
-#include "low_latency.h"
-
+// Sequences of low-latency dispatches and combines, of one or two objects.  Halves of an object's
+// operation may have operations of the other object in between.
 #include <algorithm>
-#include <cstring>
 #include <deque>
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "native/device/refusal.h"
 #include "native/low_latency/protocol.h"
-#include "runner.h"
+#include "sequence.h"
 
 using namespace ncclep::native;
 using emu::between;
@@ -18,181 +15,199 @@ using emu::one_of;
 
 namespace {
 
-// Payload; sums of it depend on their order.
-float value(int round, int rank, int row, int i) {
-  const unsigned int mixed = (round * 6007u + rank * 1013u + row * 151u + i * 29u) * 2654435761u;
-  return (static_cast<int>(mixed >> 8) - (1 << 23)) / static_cast<float>((1 + mixed % 997) << 14);
-}
-
-float weight(int round, int rank, int assignment) {
-  return value(round + 1'000'000, rank, assignment, 0);
-}
-char scale(int round, int rank, int token, int i) {
-  return static_cast<char>(round * 7 + rank * 31 + token * 3 + i);
-}
-
-constexpr std::int32_t kNowhere = 0x7f7f7f7f;
-const Numbers kWeights(ncclep::DType::kFloat32);
-
-// What the experts of all ranks do with a dispatch.
-enum class Experts { kNothing, kRows, kOneByOne };
+// What the experts of all ranks make of a dispatch: they return the rows as they lie in the window,
+// one row for each place, or one for each assignment, which the kernel adds up.
+enum class Experts { kNothing, kPlaces, kAssignments };
 
 struct Round {
-  Routing routing;  // `named` and `experts` have K columns, those of the window
+  Routing routing;
   Experts experts;
 };
 
-// A dispatch or a combine, or half of it, of one of the objects.
+// A dispatch or a combine of one of the objects, or half of it.
 struct Step {
   int object, round;
   bool is_combine, sends, completes;
 };
 
-// A (source rank, token) on the rank where it has experts, and its assignments there, by expert.
-struct Pair {
-  int source, token, place;
-  std::vector<std::pair<int, int>> assignments;  // local expert, k
+char scale(int round, int rank, int token, int i) {
+  return static_cast<char>(round * 7 + rank * 31 + token * 3 + i);
+}
+
+// What a rank has between two calls.
+struct OfRank {
+  std::optional<Memory> counts, x, scales, w, topk, y, rows_of, out;
 };
 
-// An object of all ranks: windows, states and what it is asked to do.
-class Object {
- public:
-  Object(const World& world, const Sizes& sizes, int number)
-      : sizes_(sizes),
-        number_(number),
-        dtype_(
-            one_of({ncclep::DType::kFloat32, ncclep::DType::kBFloat16, ncclep::DType::kFloat16})),
-        states_(sizes.ranks) {
+// An object of all ranks: windows, states, and what goes through it.
+struct Object {
+  Object(const Sizes& sizes, int number, int num_rounds)
+      : number(number),
+        numbers(Numbers::of_any_dtype()),
+        states(sizes.ranks),
+        ranks(sizes.ranks) {
     const int row_bytes = 16 * one_of({1, 3, 65, 129}), scale_bytes = 16 * one_of({0, 0, 1, 40});
     const int sum_bytes = between(0, 3) == 0 ? 16 * one_of({1, 70}) : row_bytes;
-    shared_.window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k,
-                      row_bytes,   scale_bytes,      sum_bytes};
-    for (int rank = 0; rank < sizes.ranks; ++rank) {
-      Memory& window = windows_.emplace_back(shared_.window.num_bytes(), 0);
-      shared_.window_of[rank] = window.data<char>();
-      std::memset(static_cast<void*>(&states_[rank]), 0, sizeof(LowLatencyState));
-      states_[rank].dispatches = states_[rank].combines = sizes.starts.low_latency;
-      emu::add_memory(&states_[rank], sizeof(LowLatencyState));
-      ranks_.emplace_back(std::make_unique<OfRank>(world.of(rank), shared_.window));
+    window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes, scale_bytes, sum_bytes};
+    for (LowLatencyState& state : states) {
+      windows.emplace_back(window.num_bytes(), 0);
+      std::memset(static_cast<void*>(&state), 0, sizeof(LowLatencyState));
+      state.dispatches = state.combines = sizes.starts.low_latency;
+      emu::add_memory(&state, sizeof(LowLatencyState));
+    }
+    for (int round = 0; round < num_rounds; ++round) {
+      const bool can_return_rows = row_bytes == sum_bytes;
+      rounds.push_back(
+          {draw_routing(sizes, one_of({0, 0, 10}), window.top_k),
+           one_of({can_return_rows ? Experts::kNothing : Experts::kPlaces, Experts::kPlaces,
+                   Experts::kAssignments})});
     }
   }
-
   ~Object() {
-    for (LowLatencyState& state : states_) emu::forget_memory(&state);
+    for (LowLatencyState& state : states) emu::forget_memory(&state);
   }
 
-  void draw_round() {
-    Round round{draw_routing(sizes_, one_of({0, 0, 10})), Experts::kRows};
-    Routing& routing = round.routing;
-    const int top_k = shared_.window.top_k;
-    for (int rank = 0; rank < sizes_.ranks; ++rank) {
-      const auto named = std::exchange(routing.named[rank], {});
-      const auto experts = std::exchange(routing.experts[rank], {});
-      for (int i = 0; i < routing.num_tokens[rank] * top_k; ++i) {
-        const int from = i / top_k * routing.top_k + i % top_k;
-        const bool is_there = i % top_k < routing.top_k;
-        routing.named[rank].push_back(is_there ? named[from] : -1);
-        routing.experts[rank].push_back(is_there ? experts[from] : -1);
-      }
+  LowLatencyContext context(int rank) {
+    LowLatencyContext ll{};
+    ll.window = window;
+    ll.state = &states[rank];
+    for (int other = 0; other < window.num_ranks; ++other) {
+      ll.window_of[other] = windows[other].data<char>();
     }
-    round.experts = one_of({Experts::kNothing, Experts::kRows, Experts::kOneByOne});
-    if (shared_.window.row_bytes != shared_.window.sum_bytes && round.experts == Experts::kNothing)
-      round.experts = Experts::kRows;
-    rounds_.push_back(std::move(round));
+    return ll;
   }
-  int num_rounds() const { return static_cast<int>(rounds_.size()); }
-
-  void set_deadline(int rank, std::uint64_t deadline_ns) {
-    ranks_[rank]->me.deadline_ns = deadline_ns;
+  int row_of(const Pair& pair) const { return pair.source * window.max_tokens + pair.place; }
+  int num_tokens(int rank, int round) const { return rounds[round].routing.num_tokens[rank]; }
+  // Tells rounds of two objects apart.
+  int salt(int round) const { return 2 * round + number; }
+  // Rows of a pair that the experts return.
+  int num_returned(int round, const Pair& pair) const {
+    const bool is_one = rounds[round].experts != Experts::kAssignments;
+    return is_one ? 1 : static_cast<int>(pair.assignments.size());
+  }
+  float returned(int round, int rank, const Pair& pair, int row, int i) const {
+    return rounds[round].experts == Experts::kNothing
+               ? value(salt(round), pair.source, pair.token, i)
+               : value(salt(round) + 500, rank, row_of(pair) * 40 + row, i);
   }
 
-  void run(int rank, const Step& step) {
-    step.is_combine ? combine(rank, step) : dispatch(rank, step);
+  const int number;
+  const Numbers numbers;
+  LowLatencyWindow window;
+  std::deque<Memory> windows;
+  std::deque<LowLatencyState> states;
+  std::vector<Round> rounds;
+  std::deque<OfRank> ranks;
+};
+
+class LowLatencySteps : public Sequence {
+ public:
+  LowLatencySteps(const Sizes& sizes, int num_objects)
+      : Sequence(sizes), bad_ranks_(sizes.ranks, 0) {
+    const int num_rounds = between(2, 5);
+    for (int i = 0; i < num_objects; ++i) objects_.emplace_back(this->sizes, i, num_rounds);
+    draw_steps(num_rounds);
   }
 
-  std::vector<std::vector<char>> windows_but_of(int rank) {
-    std::vector<std::vector<char>> copies;
-    for (int other = 0; other < sizes_.ranks; ++other) {
-      if (other != rank) copies.push_back(windows_[other].copy());
+  int num_steps() const override { return static_cast<int>(steps_.size()); }
+
+  void run(int rank, int number) override {
+    const Step& step = steps_[number];
+    const bool is_combine = step.is_combine != (rank == differing);
+    is_combine ? combine(rank, step) : dispatch(rank, step);
+  }
+
+  Bytes windows_but_of(int rank) override {
+    Bytes copies = Sequence::windows_but_of(rank);
+    for (Object& object : objects_) {
+      for (int other = 0; other < sizes.ranks; ++other) {
+        if (other != rank) copies.push_back(object.windows[other].copy());
+      }
     }
     return copies;
   }
 
-  void require_at_rest() {
-    for (const LowLatencyState& state : states_) {
-      require(state.sent == 0 && state.dispatches == state.combines,
-              "a kernel left its state as it was in the middle");
+  void require_at_rest() override {
+    Sequence::require_at_rest();
+    for (const Object& object : objects_) {
+      for (const LowLatencyState& state : object.states) {
+        require(state.sent == 0 && state.dispatches == state.combines,
+                "a kernel left its state as it was in the middle");
+      }
     }
+  }
+
+  // --- failures ---
+
+  int last_kernel() const override { return num_steps() - 2; }
+  // From the next step on, which must be whole: to a device the other half of an operation is the
+  // next in turn.
+  bool can_differ(int step) const override {
+    return step + 1 < num_steps() && steps_[step + 1].sends && steps_[step + 1].completes;
+  }
+  bool may_go_on(Failing, int) const override { return false; }
+
+  void check_failure(int rank, int number, Failing how, int victim) override {
+    const Mailbox& mailbox = mailboxes[rank];
+    const auto reason = static_cast<Reason>(mailbox.failed_reason);
+    if (how == Failing::kDiffers && rank == victim) {
+      require(reason == Reason::kOutOfTurn, "failure: rank ", rank, " does not say out of turn");
+      return;
+    }
+    const auto phase = static_cast<Phase>(mailbox.failed_phase);
+    require(phase == (steps_[number].is_combine ? Phase::kLowLatencyCombine
+                                                : Phase::kLowLatencyDispatch),
+            "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
+    require(reason == Reason::kLate || (how == Failing::kRefuses && reason == Reason::kRefused),
+            "failure: rank ", rank, " does not say that it waited");
   }
 
  private:
-  // What a rank has in its hands between two calls.
-  struct OfRank {
-    OfRank(const KernelContext& rank, const LowLatencyWindow& window)
-        : me(rank), counts(4 * window.num_ranks, kGarbage) {}
-    KernelContext me;
-    Memory counts;
-    std::optional<Memory> x, scales, w, topk, y, rows_of, out;
-    std::uint32_t bad_ranks = 0;
-  };
-
-  LowLatencyContext of(int rank) {
-    LowLatencyContext ll = shared_;
-    ll.state = &states_[rank];
-    return ll;
-  }
-
-  std::vector<Pair> pairs(const Round& round, int rank) const {
-    std::vector<Pair> found;
-    for (int source = 0; source < sizes_.ranks; ++source) {
-      int place = 0;
-      for (int token = 0; token < round.routing.num_tokens[source]; ++token) {
-        Pair pair{source, token, place, {}};
-        for (int k = 0; k < shared_.window.top_k; ++k) {
-          const int expert = round.routing.experts[source][token * shared_.window.top_k + k];
-          if (expert >= 0 && expert / sizes_.local == rank) {
-            pair.assignments.emplace_back(expert % sizes_.local, k);
-          }
-        }
-        if (pair.assignments.empty()) continue;
-        std::sort(pair.assignments.begin(), pair.assignments.end());
-        found.push_back(pair);
-        ++place;
+  // The operations of all objects, each object's in order.
+  void draw_steps(int num_rounds) {
+    std::vector<int> next(objects_.size(), 0);  // operation of each object
+    std::vector<char> is_half(objects_.size(), false);
+    std::vector<int> left;
+    for (std::size_t i = 0; i < objects_.size(); ++i) left.push_back(static_cast<int>(i));
+    while (!left.empty()) {
+      const int object = one_of_all(left);
+      const int round = next[object] / 2;
+      const bool is_combine = next[object] % 2 == 1, has_sent = is_half[object];
+      const bool completes = has_sent || between(0, 2) > 0;
+      steps_.push_back({object, round, is_combine, !has_sent, completes});
+      is_half[object] = !completes;
+      if (completes && ++next[object] == 2 * num_rounds) {
+        left.erase(std::find(left.begin(), left.end(), object));
       }
     }
-    return found;
   }
-
-  int row_of(const Pair& pair) const { return pair.source * sizes_.max_tokens + pair.place; }
-  // Tells rounds of two objects apart.
-  int salt(int round) const { return 2 * round + number_; }
+  static int one_of_all(const std::vector<int>& values) { return values[emu::draw(values.size())]; }
 
   void dispatch(int rank, const Step& step) {
-    const LowLatencyWindow& window = shared_.window;
-    const Round& round = rounds_[step.round];
-    const Routing& routing = round.routing;
-    const int num_tokens = routing.num_tokens[rank], top_k = window.top_k;
-    const Numbers numbers(dtype_);
-    const int hidden = window.row_bytes / numbers.size();
-    OfRank& mine = *ranks_[rank];
+    Object& object = objects_[step.object];
+    const LowLatencyWindow& window = object.window;
+    const Routing& routing = object.rounds[step.round].routing;
+    const int num_tokens = object.num_tokens(rank, step.round), salt = object.salt(step.round);
+    const int hidden = window.row_bytes / object.numbers.size();
+    OfRank& mine = object.ranks[rank];
     if (step.sends) {
+      mine.counts.emplace(4 * sizes.ranks, kGarbage);
       mine.x.emplace(std::size_t{1} * num_tokens * window.row_bytes, 0);
       mine.scales.emplace(std::size_t{1} * num_tokens * window.scale_bytes, 0);
-      mine.w.emplace(4 * num_tokens * top_k, 0);
-      mine.topk.emplace((routing.is_int64 ? 8 : 4) * num_tokens * top_k, 0);
-      for (int i = 0; i < num_tokens * hidden; ++i) {
-        numbers.put(*mine.x, i, value(salt(step.round), rank, i / hidden, i % hidden));
-      }
-      const int num_scales = window.scale_bytes;
-      for (int i = 0; i < num_tokens * num_scales; ++i) {
+      mine.w.emplace(4 * num_tokens * window.top_k, 0);
+      object.numbers.put(mine.x->data<char>(), num_tokens * hidden,
+                         [&](int i) { return value(salt, rank, i / hidden, i % hidden); });
+      for (int i = 0; i < num_tokens * window.scale_bytes; ++i) {
         mine.scales->data<char>()[i] =
-            scale(salt(step.round), rank, i / num_scales, i % num_scales);
+            scale(salt, rank, i / window.scale_bytes, i % window.scale_bytes);
       }
-      for (int i = 0; i < num_tokens * top_k; ++i) {
-        kWeights.put(*mine.w, i, weight(salt(step.round), rank, i));
-        const std::int64_t named = routing.named[rank][i];
-        if (routing.is_int64) mine.topk->data<std::int64_t>()[i] = named;
-        if (!routing.is_int64) mine.topk->data<std::int32_t>()[i] = static_cast<int>(named);
+      kWeights.put(mine.w->data<char>(), num_tokens * window.top_k,
+                   [&](int i) { return weight(salt, rank, i); });
+      const auto& named = routing.named[rank];
+      const std::size_t size = routing.is_int64 ? 8 : 4;
+      mine.topk.emplace(size * named.size(), 0);
+      for (std::size_t i = 0; i < named.size(); ++i) {
+        std::memcpy(mine.topk->data<char>() + size * i, &named[i], size);  // little-endian
       }
     }
     LowLatencyDispatch job{};
@@ -204,302 +219,157 @@ class Object {
     job.topk_idx = mine.topk->data<char>();
     job.is_int64 = routing.is_int64;
     job.num_tokens = num_tokens;
-    job.counts = mine.counts.data<std::int32_t>();
-    low_latency_dispatch(mine.me, of(rank), job, between(1, kSms), rank);
-    emu::synchronize(rank);
-    if (step.completes) check_dispatch(rank, step.round);
+    job.counts = mine.counts->data<std::int32_t>();
+    const KernelContext me = context(rank);
+    launch(rank, [&] {
+      low_latency_dispatch(me, object.context(rank), job, between(1, kSms), rank);
+    });
+    if (step.completes) check_dispatch(rank, object, step.round);
   }
 
-  void check_dispatch(int rank, int number) {
-    const LowLatencyWindow& window = shared_.window;
-    const Round& round = rounds_[number];
-    const Numbers numbers(dtype_);
-    const int hidden = window.row_bytes / numbers.size(), top_k = window.top_k;
-    OfRank& mine = *ranks_[rank];
-    // As a kernel on this rank would see it that comes next.
+  void check_dispatch(int rank, Object& object, int number) {
+    const LowLatencyWindow& window = object.window;
+    const Routing& routing = object.rounds[number].routing;
+    const int salt = object.salt(number), top_k = window.top_k;
+    // As the next kernel on this rank would see it.
     Memory seen(window.num_bytes(), 0);
     char* start = seen.data<char>();
-    emu::load(start, windows_[rank].data<char>(), window.num_bytes(), emu::seen_by(rank));
-    const auto* counts = mine.counts.data<std::int32_t>();
+    emu::load(start, object.windows[rank].data<char>(), window.num_bytes(), emu::seen_by(rank));
+    const auto* counts = object.ranks[rank].counts->data<std::int32_t>();
     const auto* experts = reinterpret_cast<const std::int32_t*>(start + window.experts());
-    const auto* weights = reinterpret_cast<const std::uint32_t*>(start + window.weights());
-    const bool has_failed = mine.me.state->failed != 0;
     std::vector<std::int32_t> expected(window.places() * top_k, -1);
-    std::vector<int> expected_counts(sizes_.ranks, 0);
-    if (has_failed) {
-      require(std::all_of(weights, weights + window.places() * top_k,
-                          [](std::uint32_t bits) { return bits == ~0u; }),
+    std::vector<int> expected_counts(sizes.ranks, 0);
+    if (has_failed(rank)) {
+      const char* weights = start + window.weights();
+      require(std::all_of(weights, weights + 4 * window.places() * top_k,
+                          [](char byte) { return byte == '\xff'; }),
               "ll dispatch: weights of rank ", rank, ", whose group has failed: not all NaN");
     } else {
-      for (const Pair& pair : pairs(round, rank)) {
+      bad_ranks_[rank] |= routing.bad_ranks;
+      for (const Pair& pair : routing.pairs[rank]) {
         ++expected_counts[pair.source];
-        const int row = row_of(pair);
-        for (const auto& [expert, k] : pair.assignments) {
-          expected[row * top_k + k] = expert;
-          const float w = weight(salt(number), pair.source, pair.token * top_k + k);
-          require(weights[row * top_k + k] == kWeights.bits(w), "ll dispatch: weight of row ", row,
-                  " of rank ", rank);
+        const std::size_t row = object.row_of(pair);
+        for (const Assignment& assignment : pair.assignments) {
+          const std::size_t at = row * top_k + assignment.index % top_k;
+          expected[at] = assignment.expert;
+          kWeights.expect(
+              start + window.weights() + 4 * at, 1,
+              [&](int) { return weight(salt, pair.source, assignment.index); },
+              "ll dispatch: weight of row ", row, " of rank ", rank);
         }
-        const char* scales = start + window.scales() + std::size_t{1} * row * window.scale_bytes;
+        const char* scales = start + window.scales() + row * window.scale_bytes;
         for (int i = 0; i < window.scale_bytes; ++i) {
-          require(scales[i] == scale(salt(number), pair.source, pair.token, i),
+          require(scales[i] == scale(salt, pair.source, pair.token, i),
                   "ll dispatch: scales of row ", row, " of rank ", rank);
         }
-        const char* at = start + window.rows() + static_cast<std::size_t>(row) * window.row_bytes;
-        for (int i = 0; i < hidden; ++i) {
-          const std::uint32_t bits = numbers.bits(value(salt(number), pair.source, pair.token, i));
-          require(std::memcmp(at + i * numbers.size(), &bits, numbers.size()) == 0,
-                  "ll dispatch: row ", row, " of rank ", rank, ", token ", pair.token, " of rank ",
-                  pair.source, ", at number ", i, " of ", hidden);
-        }
+        object.numbers.expect(
+            start + window.rows() + row * window.row_bytes,
+            window.row_bytes / object.numbers.size(),
+            [&](int i) { return value(salt, pair.source, pair.token, i); }, "ll dispatch: row ",
+            row, " of rank ", rank, ", token ", pair.token, " of rank ", pair.source);
       }
-      mine.bad_ranks |= round.routing.bad_ranks;
     }
     require(std::equal(expected_counts.begin(), expected_counts.end(), counts),
             "ll dispatch: counts of rank ", rank);
     require(std::equal(expected.begin(), expected.end(), experts), "ll dispatch: experts of rank ",
             rank);
-    // Those of the world's other object are there, too.
-    require((mine.me.mailbox->bad_low_latency & mine.bad_ranks) == mine.bad_ranks,
+    require(has_failed(rank) || mailboxes[rank].bad_low_latency == bad_ranks_[rank],
             "ll dispatch: bad ranks");
-    require(has_failed || mine.bad_ranks != 0 || number_ != 0 ||
-                mine.me.mailbox->bad_low_latency == 0 || has_other_,
-            "ll dispatch: bad ranks where there are none");
   }
 
-  // A number of what the experts of `rank` made of a pair, assignment by assignment.
-  float made(int number, int rank, const Pair& pair, int assignment, int i) const {
-    return value(salt(number) + 500, rank, row_of(pair) * 40 + assignment, i);
-  }
-
-  // The part of a token that `rank` has made, in fp32; rounded if it crosses.
-  float part_of(int number, int rank, const Pair& pair, int i, bool is_own) const {
-    const Numbers numbers(dtype_);
-    const Round& round = rounds_[number];
-    if (round.experts == Experts::kNothing) {
-      return numbers.round(value(salt(number), pair.source, pair.token, i));
+  // Rows of assignments lie in the opposite order of their pairs.
+  void make_returned_rows(int rank, Object& object, int number) {
+    const LowLatencyWindow& window = object.window;
+    const Round& round = object.rounds[number];
+    const auto& pairs = round.routing.pairs[rank];
+    const bool has_rows_of = round.experts == Experts::kAssignments;
+    const int hidden = window.sum_bytes / object.numbers.size(), top_k = window.top_k;
+    OfRank& mine = object.ranks[rank];
+    std::size_t num_rows = has_rows_of ? 0 : window.places();
+    for (const Pair& pair : pairs) num_rows += has_rows_of ? pair.assignments.size() : 0;
+    mine.y.emplace(num_rows * window.sum_bytes, kGarbage);
+    mine.rows_of.emplace(4 * window.places() * top_k, kGarbage);
+    std::size_t next = num_rows;
+    for (const Pair& pair : pairs) {
+      const std::size_t place = object.row_of(pair);
+      auto* rows_of = mine.rows_of->data<std::int32_t>() + place * top_k;
+      std::fill_n(rows_of, top_k, -1);
+      for (int k = 0; k < object.num_returned(number, pair); ++k) {
+        const std::size_t row = has_rows_of ? --next : place;
+        rows_of[k] = static_cast<int>(row);
+        object.numbers.put(mine.y->data<char>() + row * window.sum_bytes, hidden,
+                           [&](int i) { return object.returned(number, rank, pair, k, i); });
+      }
     }
-    if (round.experts == Experts::kRows) return numbers.round(made(number, rank, pair, 0, i));
-    float part = 0;
-    for (std::size_t assignment = 0; assignment < pair.assignments.size(); ++assignment) {
-      part += numbers.round(made(number, rank, pair, static_cast<int>(assignment), i));
-    }
-    return is_own ? part : numbers.round(part);
   }
 
   void combine(int rank, const Step& step) {
-    const LowLatencyWindow& window = shared_.window;
-    const Round& round = rounds_[step.round];
-    const Numbers numbers(dtype_);
-    const int hidden = window.sum_bytes / numbers.size(), top_k = window.top_k;
-    const int num_tokens = round.routing.num_tokens[rank];
-    OfRank& mine = *ranks_[rank];
+    Object& object = objects_[step.object];
+    const LowLatencyWindow& window = object.window;
+    const Experts experts = object.rounds[step.round].experts;
+    const int num_tokens = object.num_tokens(rank, step.round);
+    OfRank& mine = object.ranks[rank];
     if (step.sends) {
-      const std::vector<Pair> here = pairs(round, rank);
-      std::size_t num_rows = window.places();
-      mine.rows_of.emplace(4 * window.places() * top_k, kGarbage);
-      auto* rows_of = mine.rows_of->data<std::int32_t>();
-      if (round.experts == Experts::kOneByOne) {
-        num_rows = 0;
-        for (const Pair& pair : here) num_rows += pair.assignments.size();
-      }
-      mine.y.emplace(num_rows * window.sum_bytes, kGarbage);
-      // The rows of later pairs come first.
-      std::size_t next = num_rows;
-      for (const Pair& pair : here) {
-        for (int assignment = 0; assignment < top_k; ++assignment) {
-          std::size_t row = row_of(pair);
-          if (round.experts == Experts::kOneByOne) {
-            const bool is_one = assignment < static_cast<int>(pair.assignments.size());
-            rows_of[row * top_k + assignment] = is_one ? static_cast<int>(--next) : -1;
-            if (!is_one) continue;
-            row = next;
-          } else if (assignment > 0) {
-            continue;
-          }
-          for (int i = 0; i < hidden; ++i) {
-            numbers.put(*mine.y, row * hidden + i, made(step.round, rank, pair, assignment, i));
-          }
-        }
-      }
+      make_returned_rows(rank, object, step.round);
       mine.out.emplace(std::size_t{1} * num_tokens * window.sum_bytes, kGarbage);
     }
     LowLatencyCombine job{};
     job.sends = step.sends;
     job.completes = step.completes;
-    job.y = round.experts == Experts::kNothing ? windows_[rank].data<char>() + window.rows()
-                                               : mine.y->data<char>();
+    job.y = experts == Experts::kNothing ? object.windows[rank].data<char>() + window.rows()
+                                         : mine.y->data<char>();
     job.rows_of =
-        round.experts == Experts::kOneByOne ? mine.rows_of->data<std::int32_t>() : nullptr;
+        experts == Experts::kAssignments ? mine.rows_of->data<std::int32_t>() : nullptr;
     job.num_rows = static_cast<int>(mine.y->num_bytes() / window.sum_bytes);
     job.out = mine.out->data<char>();
     job.num_tokens = num_tokens;
-    job.dtype = dtype_;
-    const bool had_failed = mine.me.state->failed != 0;
-    low_latency_combine(mine.me, of(rank), job, between(1, kSms), rank);
-    emu::synchronize(rank);
+    job.dtype = object.numbers.dtype();
+    const bool had_failed = has_failed(rank);
+    const KernelContext me = context(rank);
+    launch(rank, [&] {
+      low_latency_combine(me, object.context(rank), job, between(1, kSms), rank);
+    });
     if (!step.completes) return;
-    if (had_failed) {
-      require(mine.out->is(0xff), "ll combine: tokens of rank ", rank,
-              ", whose group has failed: not all NaN");
-      return;
-    }
-    check_combine(rank, step.round, mine.me.state->failed != 0);
+    require(!had_failed || mine.out->is_filled_with(0xff), "ll combine: tokens of rank ", rank,
+            ", whose group has failed: not all NaN");
+    if (!had_failed) check_combine(rank, object, step.round);
   }
 
   // Where the group has failed in this very call a number may be NaN, and is right otherwise.
-  void check_combine(int rank, int number, bool may_be_nan) {
-    const Round& round = rounds_[number];
-    const Numbers numbers(dtype_);
-    const int hidden = shared_.window.sum_bytes / numbers.size();
-    const int num_tokens = round.routing.num_tokens[rank];
-    std::vector<float> total(num_tokens * hidden, 0);
-    for (int part = 0; part < sizes_.ranks; ++part) {
-      for (const Pair& pair : pairs(round, part)) {
+  void check_combine(int rank, Object& object, int number) {
+    const Numbers& numbers = object.numbers;
+    const int hidden = object.window.sum_bytes / numbers.size();
+    std::vector<float> total(object.num_tokens(rank, number) * hidden, 0);
+    for (int expert_rank = 0; expert_rank < sizes.ranks; ++expert_rank) {
+      for (const Pair& pair : object.rounds[number].routing.pairs[expert_rank]) {
         if (pair.source != rank) continue;
         for (int i = 0; i < hidden; ++i) {
-          total[pair.token * hidden + i] += part_of(number, part, pair, i, part == rank);
-        }
-      }
-    }
-    Memory& out = *ranks_[rank]->out;
-    const std::uint32_t nan = numbers.size() == 4 ? ~0u : 0xffff;
-    for (int i = 0; i < num_tokens * hidden; ++i) {
-      const std::uint32_t bits = numbers.get(out, i);
-      require((may_be_nan && bits == nan) || bits == numbers.bits(total[i]), "ll combine: token ",
-              i / hidden, " of rank ", rank, " at number ", i % hidden, " of ", hidden);
-    }
-  }
-
- public:
-  bool has_other_ = false;
-
- private:
-  const Sizes& sizes_;
-  const int number_;
-  const ncclep::DType dtype_;
-  LowLatencyContext shared_{};
-  std::deque<Memory> windows_;
-  std::deque<LowLatencyState> states_;
-  std::vector<std::unique_ptr<OfRank>> ranks_;
-  std::vector<Round> rounds_;
-};
-
-// Operations of all objects, each object's in order; halves of one may have another's in between.
-std::vector<Step> draw_steps(std::deque<Object>& objects, int rounds) {
-  std::vector<std::vector<Step>> of_object(objects.size());
-  for (std::size_t object = 0; object < objects.size(); ++object) {
-    for (int round = 0; round < rounds; ++round) {
-      objects[object].draw_round();
-      for (const bool is_combine : {false, true}) {
-        const int number = static_cast<int>(object);
-        if (between(0, 2) > 0) {
-          of_object[object].push_back({number, round, is_combine, true, true});
-        } else {
-          of_object[object].push_back({number, round, is_combine, true, false});
-          of_object[object].push_back({number, round, is_combine, false, true});
-        }
-      }
-    }
-  }
-  std::vector<Step> steps;
-  std::vector<std::size_t> next(objects.size(), 0);
-  for (;;) {
-    std::vector<std::size_t> left;
-    for (std::size_t object = 0; object < objects.size(); ++object) {
-      if (next[object] < of_object[object].size()) left.push_back(object);
-    }
-    if (left.empty()) return steps;
-    const std::size_t object = left[emu::draw(left.size())];
-    steps.push_back(of_object[object][next[object]++]);
-  }
-}
-
-struct Stopped {};
-
-enum class Failure { kNone, kStops, kComesLate, kRefuses, kOutOfTurn };
-
-void run_sequence(const Sizes& sizes, Failure failure) {
-  World world(sizes);
-  std::deque<Object> objects;
-  const int num_objects = failure == Failure::kNone ? between(1, 2) : 1;
-  for (int i = 0; i < num_objects; ++i) objects.emplace_back(world, sizes, i);
-  for (Object& object : objects) object.has_other_ = num_objects > 1;
-  const std::vector<Step> steps = draw_steps(objects, between(2, 5));
-  const int last = static_cast<int>(steps.size()) - 1;
-  const int victim = between(0, sizes.ranks - 1);
-  // Nobody who is alone gets past the last step.
-  int stops_at = failure == Failure::kNone ? last + 1 : between(0, last - 1);
-  if (failure == Failure::kOutOfTurn) {
-    // In the middle of an operation its other half is the next in turn, as far as a device knows.
-    while (stops_at < last && !(steps[stops_at].sends && steps[stops_at].completes)) ++stops_at;
-    if (stops_at == last) {
-      failure = Failure::kStops;
-      stops_at = between(0, last - 1);
-    }
-  }
-  int num_over = 0;
-  emu::run(sizes.ranks, [&](int rank) {
-    try {
-      for (int i = 0; i <= last; ++i) {
-        Step step = steps[i];
-        if (rank == victim && i == stops_at) {
-          if (failure == Failure::kRefuses) {
-            refuse(world.of(rank), Phase::kLowLatencyDispatch, rank);
-            emu::synchronize(rank);
+          float part = 0;
+          for (int k = 0; k < object.num_returned(number, pair); ++k) {
+            part += numbers.round(object.returned(number, expert_rank, pair, k, i));
           }
-          if (failure == Failure::kStops || failure == Failure::kRefuses) throw Stopped();
-          while (failure == Failure::kComesLate && num_over < sizes.ranks - 1) emu::yield();
-          if (failure == Failure::kOutOfTurn) step.is_combine = !step.is_combine;
+          total[pair.token * hidden + i] += expert_rank == rank ? part : numbers.round(part);
         }
-        objects[step.object].run(rank, step);
-        require(failure != Failure::kOutOfTurn || rank != victim || i != stops_at ||
-                    world.state(rank).failed != 0,
-                "failure: an operation out of turn is made");
       }
-    } catch (const Stopped&) {
     }
-    ++num_over;
-  });
-  for (int rank = 0; rank < sizes.ranks; ++rank) {
-    const auto& mailbox = world.mailbox(rank);
-    const auto reason = static_cast<Reason>(mailbox.failed_reason);
-    if (failure == Failure::kNone) {
-      require(world.state(rank).failed == 0, "a wait was in vain: of rank ", rank, " for rank ",
-              mailbox.failed_peer, ", in phase ", mailbox.failed_phase);
-      continue;
+    const char* out = object.ranks[rank].out->data<char>();
+    const std::uint32_t nan = numbers.size() == 4 ? ~0u : 0xffff;
+    for (std::size_t i = 0; i < total.size(); ++i) {
+      if (has_failed(rank) && numbers.get(out, i) == nan) continue;
+      require(numbers.get(out, i) == numbers.bits(total[i]), "ll combine: token ", i / hidden,
+              " of rank ", rank, " at number ", i % hidden, " of ", hidden);
     }
-    if (rank == victim) {
-      if (failure == Failure::kOutOfTurn) {
-        require(reason == Reason::kOutOfTurn, "failure: rank ", rank, " does not say out of turn");
-      }
-      continue;
-    }
-    require(world.state(rank).failed != 0, "failure: rank ", rank, " has waited for nobody");
-    if (failure == Failure::kRefuses) {
-      require(reason == Reason::kRefused || reason == Reason::kLate, "failure: rank ", rank,
-              " says another reason");
-    } else {
-      require(reason == Reason::kLate, "failure: rank ", rank, " does not say that it waited");
-    }
-    const auto before = objects[0].windows_but_of(rank);
-    emu::run(sizes.ranks, [&](int other) {
-      if (other != rank) return;
-      for (const Step& step : steps) objects[step.object].run(rank, step);
-    });
-    require(objects[0].windows_but_of(rank) == before, "failure: rank ", rank,
-            " writes into other ranks' windows afterwards");
   }
-  if (failure == Failure::kNone) {
-    for (Object& object : objects) object.require_at_rest();
-  }
-}
+
+  std::deque<Object> objects_;
+  std::vector<Step> steps_;
+  std::vector<std::uint32_t> bad_ranks_;  // by rank: whose routing was bad so far
+};
 
 }  // namespace
 
-bool is_low_latency(const std::string& kind) { return kind.rfind("ll", 0) == 0; }
-
-void run_low_latency(const std::string& kind, int ranks, const Starts& starts) {
+std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
+                                           const Starts& starts) {
   Sizes sizes{};
   sizes.ranks = ranks;
   sizes.starts = starts;
@@ -507,7 +377,5 @@ void run_low_latency(const std::string& kind, int ranks, const Starts& starts) {
   sizes.max_tokens = one_of({1, 5, 33, kLowLatencyTokens});
   sizes.max_top_k = std::min(sizes.experts(), one_of({1, 3, 8, 32}));
   sizes.max_row_bytes = 16;
-  run_sequence(sizes, kind == "ll" ? Failure::kNone
-                                   : one_of({Failure::kStops, Failure::kComesLate,
-                                             Failure::kRefuses, Failure::kOutOfTurn}));
+  return std::make_unique<LowLatencySteps>(sizes, has_failure(kind) ? 1 : between(1, 2));
 }

@@ -1,4 +1,4 @@
-// Memory that notices what is written around it, and numbers of each dtype in it.
+// Memory that notices what is written around it, the payload, and numbers of each dtype.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,7 +18,7 @@ void require(bool holds, const Text&... text) {
   if (!holds) emu::fail(ncclep::join_text(text...));
 }
 
-constexpr int kGarbage = 0x7f;  // what memory is filled with that must be written before it is read
+constexpr int kGarbage = 0x7f;  // fills memory that must be written before it is read
 
 class Memory {
  public:
@@ -43,8 +43,7 @@ class Memory {
   }
   std::size_t num_bytes() const { return num_bytes_; }
   std::vector<char> copy() { return {data<char>(), data<char>() + num_bytes_}; }
-  // Of all bytes.
-  bool is(unsigned char byte) {
+  bool is_filled_with(unsigned char byte) {
     const auto* start = data<unsigned char>();
     return std::all_of(start, start + num_bytes_, [byte](unsigned char i) { return i == byte; });
   }
@@ -56,35 +55,58 @@ class Memory {
   std::vector<char> bytes_;
 };
 
+// Payload: number `i` of a row of a rank in a step.  Sums of it depend on their order.
+inline float value(int step, int rank, int row, int i) {
+  const unsigned int mixed = (step * 7919u + rank * 1009u + row * 131u + i * 17u) * 2654435761u;
+  return (static_cast<int>(mixed >> 8) - (1 << 23)) / static_cast<float>((1 + mixed % 997) << 14);
+}
+inline float weight(int step, int rank, int i) { return value(step + 1'000'000, rank, i, 0); }
+
 // Numbers of one dtype.
 class Numbers {
  public:
   explicit Numbers(ncclep::DType dtype) : dtype_(dtype) {}
+  static Numbers of_any_dtype() {
+    return Numbers(emu::one_of(
+        {ncclep::DType::kFloat32, ncclep::DType::kBFloat16, ncclep::DType::kFloat16}));
+  }
 
   ncclep::DType dtype() const { return dtype_; }
   int size() const { return ncclep::itemsize_of(dtype_); }
-  std::uint32_t bits(float value) const {
-    if (dtype_ == ncclep::DType::kBFloat16) return __float2bfloat16_rn(value).bits;
-    if (dtype_ == ncclep::DType::kFloat16) return __float2half_rn(value).bits;
-    return __float_as_uint(value);
+  std::uint32_t bits(float number) const {
+    if (dtype_ == ncclep::DType::kBFloat16) return __float2bfloat16_rn(number).bits;
+    if (dtype_ == ncclep::DType::kFloat16) return __float2half_rn(number).bits;
+    return __float_as_uint(number);
   }
-  float round(float value) const {
-    const std::uint32_t number = bits(value);
-    const auto half = static_cast<std::uint16_t>(number);
+  float round(float number) const {
+    const auto half = static_cast<std::uint16_t>(bits(number));
     if (dtype_ == ncclep::DType::kBFloat16) return __bfloat162float({half});
     if (dtype_ == ncclep::DType::kFloat16) return __half2float({half});
-    return value;
-  }
-  void put(Memory& memory, std::size_t i, float value) const {
-    const std::uint32_t number = bits(value);  // little-endian
-    std::memcpy(memory.data<char>() + i * size(), &number, size());
-  }
-  std::uint32_t get(Memory& memory, std::size_t i) const {
-    std::uint32_t number = 0;
-    std::memcpy(&number, memory.data<char>() + i * size(), size());
     return number;
+  }
+  std::uint32_t get(const char* first, std::size_t i) const {
+    std::uint32_t number = 0;  // little-endian
+    std::memcpy(&number, first + i * size(), size());
+    return number;
+  }
+  // Writes number(0), number(1) and so on.
+  template <typename Number>
+  void put(char* first, std::size_t count, Number&& number) const {
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint32_t bits_of_number = bits(number(static_cast<int>(i)));
+      std::memcpy(first + i * size(), &bits_of_number, size());
+    }
+  }
+  // Requires expected(0), expected(1) and so on.
+  template <typename Number, typename... Text>
+  void expect(const char* first, std::size_t count, Number&& expected, const Text&... text) const {
+    for (std::size_t i = 0; i < count; ++i) {
+      require(get(first, i) == bits(expected(static_cast<int>(i))), text..., ", at number ", i,
+              " of ", count);
+    }
   }
 
  private:
   ncclep::DType dtype_;
 };
+inline const Numbers kWeights(ncclep::DType::kFloat32);

@@ -1,38 +1,238 @@
-// Random sequences of plans, dispatches and combines on the emulator, held against an oracle.
+// Random sequences of steps on the emulator, compared with an oracle.
 //
 //   rounds KIND RANKS SEED NUMBER [CHANGE]
 //
-// NUMBER sequences of RANKS ranks, from SEED on, with a change to the kernels in force, if any.
-// Counters start at 0 where SEED is even, and wrap where it is odd.
-// Ranks run through a sequence at their own pace: what they wait for is what the kernels make them
-// wait for.  Ends with a line "OK ..." or "FAILED: ..." and an exit status.
+// Runs NUMBER sequences of a KIND (sequence.h) with RANKS ranks, from SEED on, with a change to the
+// kernels in force, if any.  Counters start at 0 where SEED is even, and wrap where it is odd.
+// Ranks go through a sequence at their own pace: they wait only for what the kernels make them wait
+// for.  The last line is "OK ..." or "FAILED: ..."; the exit status says the same.
+//
+// With a failure, one rank, the victim, stops before one of its kernels, for good or until the
+// others have given up; or refuses the call; or makes other calls from there on.  Or CTAs start
+// late: one of that kernel, and some of later ones on all ranks.  Then:
+//
+// - All kernels end.  A rank whose group has failed says because of which rank, where and why.
+// - Until then a rank has the right results; from then on it has NaN.
+// - From then on it does not write into the others' windows.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 
-#include "between_nodes.h"
-#include "low_latency.h"
+#include "native/device/refusal.h"
 #include "sequence.h"
 
-namespace {
+using namespace ncclep::native;
+using emu::between;
+using emu::one_of;
 
-void run_sequence(const Sizes& sizes, const Shares& shares) {
-  World world(sizes);
-  std::vector<Routing> routings;
-  const std::vector<Step> steps = draw_steps(sizes, shares, between(4, 12), routings);
-  emu::run(sizes.ranks, [&](int rank) {
-    Runner runner(world.of(rank), sizes, routings);
-    for (const Step& step : steps) runner.run(step);
-  });
+// --- the memory of all ranks ---------------------------------------------------------------------
+
+Sequence::Sequence(const Sizes& drawn)
+    : sizes(drawn),
+      states(drawn.ranks),
+      mailboxes(drawn.ranks),
+      deadlines_ns(drawn.ranks, emu::kJump / 2) {
+  shared_.control = {sizes.ranks, sizes.experts(), num_chunks_of(sizes.max_tokens) * kChunk,
+                     sizes.max_top_k};
+  shared_.dispatch_bytes = std::size_t{1} * sizes.max_row_bytes * shared_.control.max_tokens;
   for (int rank = 0; rank < sizes.ranks; ++rank) {
-    const auto& state = world.state(rank);
-    const auto& mailbox = world.mailbox(rank);
-    require(state.failed == 0, "a wait was in vain: of rank ", rank, " for rank ",
-            mailbox.failed_peer, ", in phase ", mailbox.failed_phase);
+    Memory& control = control_.emplace_back(shared_.control.num_bytes(), 0);
+    Memory& rows = rows_.emplace_back(shared_.dispatch_bytes * (2 + sizes.ranks), kGarbage);
+    shared_.control_of[rank] = control.data<char>();
+    shared_.rows_of[rank] = rows.data<char>();
+    State& state = states[rank];
+    std::memset(static_cast<void*>(&state), 0, sizeof(State));
+    state.epoch = sizes.starts.operations;
+    state.plans = sizes.starts.plans;
+    state.dispatches = sizes.starts.dispatches;
+    state.entries = sizes.starts.entries;
+    emu::add_memory(&state, sizeof(State));
+    std::memset(static_cast<void*>(&mailboxes[rank]), 0, sizeof(Mailbox));
+  }
+}
+
+Sequence::~Sequence() {
+  for (State& state : states) emu::forget_memory(&state);
+}
+
+Bytes Sequence::windows_but_of(int rank) {
+  Bytes copies;
+  for (int other = 0; other < sizes.ranks; ++other) {
+    if (other == rank) continue;
+    copies.push_back(control_[other].copy());
+    copies.push_back(rows_[other].copy());
+  }
+  return copies;
+}
+
+void Sequence::require_at_rest() {
+  for (const State& state : states) {
     require(state.arrived == 0 && state.leaving == 0 && state.next == 0,
             "a kernel left its state as it was in the middle");
   }
 }
+
+KernelContext Sequence::context(int rank, std::uint64_t call) {
+  KernelContext me = shared_;
+  me.rank = rank;
+  me.state = &states[rank];
+  me.mailbox = &mailboxes[rank];
+  me.deadline_ns = deadlines_ns[rank];
+  me.call = call;
+  return me;
+}
+
+void Sequence::launch(int rank, const std::function<void()>& queue) {
+  before_kernel(rank);
+  queue();
+  emu::synchronize(rank);
+}
+
+void Sequence::refuse(int rank) {
+  ncclep::native::refuse(context(rank), Phase::kDispatch, rank);
+  emu::synchronize(rank);
+}
+
+// --- without a failure, and with one -------------------------------------------------------------
+
+namespace {
+
+std::unique_ptr<Sequence> draw_sequence(const std::string& kind, int ranks, const Starts& starts) {
+  const bool is_low_latency = kind.rfind("ll", 0) == 0;
+  return is_low_latency ? draw_low_latency(kind, ranks, starts) : draw_rows(kind, ranks, starts);
+}
+
+void run_without_failure(Sequence& sequence) {
+  const int ranks = sequence.sizes.ranks;
+  emu::run(ranks, [&](int rank) {
+    for (int step = 0; step < sequence.num_steps(); ++step) sequence.run(rank, step);
+  });
+  for (int rank = 0; rank < ranks; ++rank) {
+    const Mailbox& mailbox = sequence.mailboxes[rank];
+    require(sequence.states[rank].failed == 0, "a wait was in vain: of rank ", rank, " for rank ",
+            mailbox.failed_peer, ", in phase ", mailbox.failed_phase);
+  }
+  sequence.require_at_rest();
+}
+
+class WithFailure {
+ public:
+  WithFailure(Sequence& sequence, const std::string& kind)
+      : sequence_(sequence),
+        ranks_(sequence.sizes.ranks),
+        has_late_ctas_(kind == "late"),
+        how_(has_late_ctas_ ? one_of({Failing::kStops, Failing::kComesLate, Failing::kHasLateCta})
+             : kind == "calls" ? Failing::kDiffers
+                               : one_of({Failing::kStops, Failing::kComesLate, Failing::kRefuses,
+                                         Failing::kDiffers})),
+        victim_(between(0, ranks_ - 1)),
+        kernels_left_(between(0, sequence.last_kernel())),
+        current_step_(ranks_, 0),
+        failed_in_(ranks_, kNever) {
+    // Ranks give up at different times, now and then.
+    for (auto& deadline_ns : sequence.deadlines_ns) {
+      deadline_ns = emu::kJump * between(0, 2) + emu::kJump / 2;
+    }
+    sequence.before_kernel = [this](int rank) {
+      if (rank == victim_ && !has_stopped_) maybe_stop();
+      if (has_stopped_ && has_late_ctas_ && between(0, 1) == 0) emu::delay(rank, between(1, 4));
+    };
+  }
+
+  void run() {
+    emu::run(ranks_, [this](int rank) {
+      try {
+        for (int step = 0; step < sequence_.num_steps(); ++step) {
+          current_step_[rank] = step;
+          sequence_.run(rank, step);
+          note_failure(rank, step);
+        }
+      } catch (const Stopped&) {
+      }
+      ++num_over_;
+    });
+    check_reports();
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (failed_in_[rank] != kNever) check_that_nobody_is_disturbed(rank);
+    }
+  }
+
+ private:
+  struct Stopped {};
+  static constexpr int kNever = 1 << 30;
+
+  void maybe_stop() {
+    if (--kernels_left_ >= 0) return;
+    const int step = current_step_[victim_];
+    if (how_ == Failing::kDiffers && !sequence_.can_differ(step)) return;  // but the next may
+    has_stopped_ = true;
+    stopped_in_ = step;
+    if (how_ == Failing::kRefuses) sequence_.refuse(victim_);
+    if (how_ == Failing::kStops || how_ == Failing::kRefuses) throw Stopped();
+    if (how_ == Failing::kDiffers) sequence_.differing = victim_;
+    if (how_ == Failing::kHasLateCta) emu::delay(victim_, between(1, 4));
+    while (how_ == Failing::kComesLate && num_over_ < ranks_ - 1) emu::yield();
+  }
+
+  void note_failure(int rank, int step) {
+    if (sequence_.states[rank].failed == 0 || failed_in_[rank] != kNever) return;
+    failed_in_[rank] = step;
+    require(sequence_.mailboxes[rank].failed_deadline_ns == sequence_.deadlines_ns[rank],
+            "failure: the deadline of rank ", rank);
+    sequence_.check_failure(rank, step, how_, victim_);
+  }
+
+  void check_reports() {
+    const int first = *std::min_element(failed_in_.begin(), failed_in_.end());
+    for (int rank = 0; rank < ranks_; ++rank) {
+      const Mailbox& mailbox = sequence_.mailboxes[rank];
+      const int peer = mailbox.failed_peer, step = failed_in_[rank];
+      if (step == kNever) {
+        const bool has_refused = how_ == Failing::kRefuses && rank == victim_ && has_stopped_;
+        require((mailbox.failed_phase != 0) == has_refused, "failure: rank ", rank,
+                has_refused ? " does not say that it has refused" : " says that it has failed");
+        const bool has_left =
+            rank == victim_ && (how_ == Failing::kStops || how_ == Failing::kRefuses);
+        const bool is_alone =
+            has_stopped_ && how_ != Failing::kHasLateCta && ranks_ > 1 && !has_left;
+        require(!is_alone || sequence_.may_go_on(how_, stopped_in_), "failure: rank ", rank,
+                " has waited for nobody");
+        continue;
+      }
+      require(has_stopped_, "failure: rank ", rank, " of all that came");
+      // It waits for the victim or for a rank that has failed itself: in a later step, or in a
+      // step whose warps wait for several things.  With late CTAs it may be any rank.
+      const bool passes_on = step > first || !sequence_.waits_for_one_thing(step);
+      const bool is_right = peer == victim_ || rank == victim_ || has_late_ctas_ ||
+                            (passes_on && failed_in_[peer] <= step);
+      require(is_right, "failure: rank ", rank, " names rank ", peer, " instead of ", victim_);
+    }
+  }
+
+  // What is queued after a failure.
+  void check_that_nobody_is_disturbed(int rank) {
+    const Bytes before = sequence_.windows_but_of(rank);
+    emu::run(ranks_, [&](int other) {
+      for (int step = 0; other == rank && step < sequence_.num_steps(); ++step) {
+        if (!sequence_.is_agreed(step)) sequence_.run(rank, step);
+      }
+    });
+    require(sequence_.windows_but_of(rank) == before, "failure: rank ", rank,
+            " writes into other ranks' windows afterwards");
+  }
+
+  Sequence& sequence_;
+  const int ranks_;
+  const bool has_late_ctas_;
+  const Failing how_;
+  const int victim_;
+  int kernels_left_;  // of the victim, before it stops
+  bool has_stopped_ = false;
+  int stopped_in_ = 0;  // step
+  int num_over_ = 0;    // hosts
+  std::vector<int> current_step_, failed_in_;
+};
 
 }  // namespace
 
@@ -45,18 +245,12 @@ int main(int argc, char** argv) {
     std::printf("%s, %d ranks, seed %d\n", kind.c_str(), ranks, seed);
     std::fflush(stdout);
     emu::seed(seed * 16 + ranks);
-    const Starts starts = seed % 2 == 0 ? Starts() : Starts::before_wraps();
-    if (is_low_latency(kind)) {
-      run_low_latency(kind, ranks, starts);
-      continue;
-    }
     if (kind == "network") {
-      run_network_rows();
+      run_messages();
       continue;
     }
-    const Sizes sizes = draw_sizes(kind, ranks, starts);
-    const bool has_failure = kind == "failures" || kind == "late" || kind == "calls";
-    has_failure ? run_failure(sizes, kind) : run_sequence(sizes, shares_of(kind));
+    const auto sequence = draw_sequence(kind, ranks, Starts{seed % 2 == 1});
+    has_failure(kind) ? WithFailure(*sequence, kind).run() : run_without_failure(*sequence);
   }
   std::printf("OK: %d sequences\n", number);
 }

@@ -1,4 +1,4 @@
-// What is routed in a sequence, drawn at random, and the oracle for it.
+// The routing of a sequence, drawn at random, and its oracle.
 #pragma once
 
 #include <algorithm>
@@ -9,22 +9,15 @@
 #include "emulator.h"
 #include "native/state.h"
 
-// Where a group's counters stand at the start, with windows that are new.
+// Where a group's counters stand when its windows are new: at 0, or just before they wrap.
 struct Starts {
-  std::uint64_t operations = 0, plans = 0, dispatches = 0, entries = 0, low_latency = 0;
-  std::uint64_t calls = 0;  // the numbers of plans in calls
-  std::uint32_t tickets = 0;
+  bool wraps = false;
+  std::uint64_t operations = at(32), plans = at(32), dispatches = at(32), entries = at(16);
+  std::uint64_t low_latency = at(32), tickets = at(32), numbers_of_plans = at(14);
 
-  // A little before each of them wraps.
-  static Starts before_wraps() {
-    const auto before = [](int bits) { return (std::uint64_t{1} << bits) - emu::between(1, 3); };
-    return {before(32),
-            before(32),
-            before(32),
-            before(16),
-            before(32),
-            before(14),
-            static_cast<std::uint32_t>(before(32))};
+ private:
+  std::uint64_t at(int bits) const {
+    return wraps ? (std::uint64_t{1} << bits) - emu::between(1, 3) : 0;
   }
 };
 
@@ -34,96 +27,112 @@ struct Sizes {
   int experts() const { return ranks * local; }
 };
 
+struct Assignment {
+  int expert, index;  // local expert; token * K + k
+  int slot;           // -1: dropped
+};
+// A token of a source rank, and its assignments on another rank, by expert.
+struct Pair {
+  int source, token;
+  int place;  // among the source's pairs on that rank
+  std::vector<Assignment> assignments;
+};
+
 struct Routing {
   int top_k, alignment;
   std::int64_t limit;                            // of rows; 0: exact mode
-  bool may_drop;                                 // and there may be more than that
+  bool may_drop;                                 // whether there may be more rows than that
   std::vector<int> num_tokens;                   // by rank
-  bool is_int64;                                 // what is named, otherwise int32
+  bool is_int64;                                 // the indices, otherwise int32
   std::vector<std::vector<std::int64_t>> named;  // by rank, [T * K]; -1: not routed
-  std::vector<std::vector<int>> experts;         // the same without what is no expert
 
-  // Ranks, one bit each, that name what is no expert, or an expert twice.  In exact mode there is
-  // no plan then, on any rank.
-  std::uint32_t bad_ranks;
-  bool is_refused() const { return bad_ranks != 0 && limit == 0; }
-
-  // What the oracle says.
-  std::vector<std::vector<int>> slots;           // by source rank, [T * K]; -1: nowhere
+  // The oracle.
+  std::uint32_t bad_ranks;                       // name an invalid expert, or one twice; a bit each
+  std::vector<std::vector<Pair>> pairs;          // by rank; by source rank and token
   std::vector<std::vector<int>> routed, padded;  // by rank, of each of its experts
   std::vector<int> num_rows, num_dropped;        // by rank
   std::vector<int> num_needed;                   // by rank: rows if nothing were dropped
 
-  // Rows of the tensors on a rank.
+  // In exact mode a bad routing makes no plan, on any rank.
+  bool is_refused() const { return bad_ranks != 0 && limit == 0; }
+  // Rows of a rank's tensors.
   std::int64_t room_of(int rank) const { return limit > 0 ? limit : num_rows[rank]; }
   int most_tokens() const { return *std::max_element(num_tokens.begin(), num_tokens.end()); }
-  int most_chunks() const {
-    return (most_tokens() + ncclep::native::kChunk - 1) / ncclep::native::kChunk;
-  }
+  int most_chunks() const { return ncclep::native::num_chunks_of(most_tokens()); }
 };
 
-// Rows by expert, source rank and token; assignments are taken in the order of source rank, token,
+// An expert named twice counts once.
+inline void find_pairs(const Sizes& sizes, Routing& routing) {
+  routing.pairs.resize(sizes.ranks);
+  for (int source = 0; source < sizes.ranks; ++source) {
+    std::vector<int> places(sizes.ranks, 0);
+    for (int token = 0; token < routing.num_tokens[source]; ++token) {
+      std::vector<Pair> by_rank(sizes.ranks);
+      const auto named = routing.named[source].begin() + token * routing.top_k;
+      for (int k = 0; k < routing.top_k; ++k) {
+        const bool is_expert = 0 <= named[k] && named[k] < sizes.experts();
+        if (is_expert && std::find(named, named + k, named[k]) == named + k) {
+          const int expert = static_cast<int>(named[k]);
+          by_rank[expert / sizes.local].assignments.push_back(
+              {expert % sizes.local, token * routing.top_k + k, -1});
+        } else if (named[k] != -1) {
+          routing.bad_ranks |= 1u << source;
+        }
+      }
+      for (int rank = 0; rank < sizes.ranks; ++rank) {
+        auto& assignments = by_rank[rank].assignments;
+        if (assignments.empty()) continue;
+        std::sort(assignments.begin(), assignments.end(),
+                  [](const Assignment& a, const Assignment& b) { return a.expert < b.expert; });
+        routing.pairs[rank].push_back({source, token, places[rank]++, assignments});
+      }
+    }
+  }
+}
+
+// Rows lie by expert, source rank and token.  Assignments are taken by source rank, token and
 // expert as long as there is room.
 inline void find_slots(const Sizes& sizes, Routing& routing) {
-  routing.slots.clear();
-  for (const auto& experts : routing.experts) routing.slots.emplace_back(experts.size(), -1);
+  const int alignment = routing.alignment;
   for (auto* table : {&routing.routed, &routing.padded}) {
     table->assign(sizes.ranks, std::vector<int>(sizes.local, 0));
   }
   routing.num_rows.assign(sizes.ranks, 0);
   routing.num_dropped.assign(sizes.ranks, 0);
-  const int top_k = routing.top_k, alignment = routing.alignment;
   for (int rank = 0; rank < sizes.ranks; ++rank) {
-    std::vector<std::vector<int*>> blocks(sizes.local);
+    std::vector<std::vector<Assignment*>> blocks(sizes.local);
     bool is_full = false;
-    for (int source = 0; source < sizes.ranks; ++source) {
-      for (int token = 0; token < routing.num_tokens[source]; ++token) {
-        for (int local = 0; local < sizes.local; ++local) {
-          for (int assignment = token * top_k; assignment < (token + 1) * top_k; ++assignment) {
-            if (routing.experts[source][assignment] != rank * sizes.local + local) continue;
-            const bool is_new = blocks[local].size() % alignment == 0;
-            const int rows = routing.num_rows[rank] + (is_new ? alignment : 0);
-            is_full = is_full || (routing.limit > 0 && rows > routing.limit);
-            if (is_full) {
-              ++routing.num_dropped[rank];
-              continue;
-            }
-            routing.num_rows[rank] = rows;
-            blocks[local].push_back(&routing.slots[source][assignment]);
-          }
+    for (Pair& pair : routing.pairs[rank]) {
+      for (Assignment& assignment : pair.assignments) {
+        auto& block = blocks[assignment.expert];
+        const int rows = routing.num_rows[rank] + (block.size() % alignment == 0 ? alignment : 0);
+        is_full = is_full || (routing.limit > 0 && rows > routing.limit);
+        assignment.slot = -1;
+        if (is_full) {
+          ++routing.num_dropped[rank];
+        } else {
+          routing.num_rows[rank] = rows;
+          block.push_back(&assignment);
         }
       }
     }
-    int start = 0;
+    int slot = 0;
     for (int local = 0; local < sizes.local; ++local) {
-      const int assignments = static_cast<int>(blocks[local].size());
-      for (int i = 0; i < assignments; ++i) *blocks[local][i] = start + i;
-      routing.routed[rank][local] = assignments;
-      start += routing.padded[rank][local] = (assignments + alignment - 1) / alignment * alignment;
+      for (Assignment* assignment : blocks[local]) assignment->slot = slot++;
+      routing.routed[rank][local] = static_cast<int>(blocks[local].size());
+      slot = (slot + alignment - 1) / alignment * alignment;
+      routing.padded[rank][local] =
+          (routing.routed[rank][local] + alignment - 1) / alignment * alignment;
     }
   }
 }
 
-// Takes what is named as the contract has it: an expert named twice counts once.
-inline void find_experts(const Sizes& sizes, Routing& routing) {
-  for (int rank = 0; rank < sizes.ranks; ++rank) {
-    auto& experts = routing.experts.emplace_back();
-    const auto& named = routing.named[rank];
-    for (int i = 0; i < static_cast<int>(named.size()); ++i) {
-      const auto first = named.begin() + i / routing.top_k * routing.top_k;
-      const bool is_one = 0 <= named[i] && named[i] < sizes.experts();
-      const bool is_good =
-          is_one && std::find(first, named.begin() + i, named[i]) == named.begin() + i;
-      if (!is_good && named[i] != -1) routing.bad_ranks |= 1u << rank;
-      experts.push_back(is_good ? static_cast<int>(named[i]) : -1);
-    }
-  }
-}
-
-// `bad` of 1000 assignments are no good.
-inline Routing draw_routing(const Sizes& sizes, int bad) {
+// Draws a routing in which `bad` of 1000 assignments are invalid.  With `columns` the indices have
+// that many columns for each token, and there is no limit.
+inline Routing draw_routing(const Sizes& sizes, int bad, int columns = 0) {
   Routing routing{};
-  routing.top_k = emu::between(1, sizes.max_top_k);
+  const int num_named = emu::between(1, sizes.max_top_k);
+  routing.top_k = columns > 0 ? columns : num_named;
   routing.alignment = emu::one_of({1, 2, 16});
   routing.is_int64 = emu::draw(2) == 0;
   const int unrouted = emu::one_of({0, 30, 60});  // percent
@@ -131,33 +140,32 @@ inline Routing draw_routing(const Sizes& sizes, int bad) {
   const int kind = emu::between(0, 3),
             first = kind == 3 ? emu::between(0, sizes.ranks - 1) * sizes.local : 0;
   const int wanted[] = {sizes.experts(), sizes.experts() / 2, 1, sizes.local};
-  const int range = std::max(wanted[kind], routing.top_k);
+  const int range = std::max(wanted[kind], num_named);
   for (int rank = 0; rank < sizes.ranks; ++rank) {
     const int num_tokens =
         emu::one_of({0, emu::between(1, sizes.max_tokens), emu::between(1, sizes.max_tokens),
                      sizes.max_tokens, sizes.max_tokens - 1});
     routing.num_tokens.push_back(num_tokens);
-    auto& named = routing.named.emplace_back();
+    auto& named = routing.named.emplace_back(num_tokens * routing.top_k, -1);
     std::vector<int> order(range);
     for (int token = 0; token < num_tokens; ++token) {
+      std::int64_t* const of_token = named.data() + token * routing.top_k;
       std::iota(order.begin(), order.end(), first);
-      for (int k = 0; k < routing.top_k; ++k) {
+      for (int k = 0; k < num_named; ++k) {
         std::swap(order[k], order[emu::between(k, range - 1)]);
-        const bool is_routed = emu::between(0, 99) >= unrouted;
-        named.push_back(is_routed ? order[k] % sizes.experts() : -1);
+        if (emu::between(0, 99) >= unrouted) of_token[k] = order[k] % sizes.experts();
         if (emu::between(0, 999) >= bad) continue;
-        // Beside the experts, far away, one that is an expert to whoever takes 32 bits of it, and
-        // perhaps one named before.
+        // Just outside the experts, far outside, an expert if only 32 bits are read, or perhaps
+        // an expert named before.
         const std::int64_t far = INT64_C(1) << (routing.is_int64 ? 32 : 30);
-        named.back() = emu::one_of<std::int64_t>(
-            {-2, sizes.experts(), far, -far, named[token * routing.top_k]});
+        of_token[k] = emu::one_of<std::int64_t>({-2, sizes.experts(), far, -far, of_token[0]});
       }
     }
   }
-  find_experts(sizes, routing);
+  find_pairs(sizes, routing);
   find_slots(sizes, routing);
   routing.num_needed = routing.num_rows;
-  if (emu::between(0, 3) == 0) {
+  if (columns == 0 && emu::between(0, 3) == 0) {
     const int most = *std::max_element(routing.num_rows.begin(), routing.num_rows.end());
     routing.limit =
         std::max(1, most * emu::between(5, 13) / 10 / routing.alignment) * routing.alignment;

@@ -1,39 +1,90 @@
-// Sequences of operations, drawn at random.
+// Sequences of steps of a group's ranks, drawn at random, and the memory of the ranks.
+//
+// Kinds of sequences, with shapes of their own (rows.cpp, low_latency.cpp, messages.cpp):
+//
+//   rows         plans, dispatches and combines, with rows of one piece and of several
+//   dispatches   one dispatch after the other, of smaller shapes
+//   combines     one combine after the other, of some chunks
+//   chunks       more chunks of tokens than a CTA holds, and many CTAs
+//   experts      more experts on a rank than a warp has lanes, and many assignments
+//   plans        one plan after the other, with invalid assignments
+//   failures     a rank stops, comes late, refuses a call or makes another one (rounds.cpp)
+//   late         the same with CTAs that start late
+//   calls        a rank makes another call
+//   ll           low-latency dispatches and combines of one or two objects
+//   ll-failures  the same with a rank as in `failures`, which may also not take turns
+//   network      messages between nodes, on one rank
 #pragma once
 
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "runner.h"
+#include "memory.h"
+#include "native/state.h"
+#include "routing.h"
 
-using emu::between;
-using emu::one_of;
+constexpr int kSms = 8;  // CTAs of a kernel, at most
 
-// Shapes of a kind of sequence:
-//
-//   rows        rows of one piece and of several
-//   dispatches  one dispatch after the other, of smaller shapes
-//   combines    one combine after the other, of some chunks
-//   chunks      more chunks of tokens than a CTA holds, and many CTAs
-//   experts     more experts of a rank than a warp has lanes, and many assignments
-//   plans       one plan after the other, with assignments that are no experts
-//   failures    what run_failure takes, with a rank that stops
-//   late        the same, with CTAs that come late
-//   calls       the same, with a rank that is in another call
-//
-// And without sequences: "network", what crosses between nodes (between_nodes.h).
-Sizes draw_sizes(const std::string& kind, int ranks, const Starts& starts);
+inline bool has_failure(const std::string& kind) {
+  return kind == "late" || kind == "calls" || kind.find("failures") != std::string::npos;
+}
 
-// What a sequence of that kind is made of: plans and dispatches of 10 steps, and assignments of
-// 1000 that are no good.
-struct Shares {
-  int plans = 2, dispatches = 4, bad_assignments = 0;
+// How a rank, the victim, does not do what the others expect.
+enum class Failing { kStops, kComesLate, kHasLateCta, kRefuses, kDiffers };
+
+using Bytes = std::vector<std::vector<char>>;
+
+// Memory of all ranks of a group, and the steps that they make.
+class Sequence {
+ public:
+  explicit Sequence(const Sizes& sizes);
+  virtual ~Sequence();
+
+  virtual int num_steps() const = 0;
+  // Makes a step as the host of `rank` does, to its end, and checks what the kernels deliver: the
+  // oracle's results, or NaN if the group has failed on this rank.
+  virtual void run(int rank, int step) = 0;
+  // The bytes of all windows but those of `rank`.
+  virtual Bytes windows_but_of(int rank);
+  virtual void require_at_rest();
+
+  // Failures: the last kernel of a rank, numbered from 0, that others miss if the rank stops before
+  // it; whether a step may become another call; and whether hosts agree in a step, so that it
+  // is not queued when its group has failed.
+  virtual int last_kernel() const = 0;
+  virtual bool can_differ(int) const { return true; }
+  virtual bool is_agreed(int) const { return false; }
+  // Whether a rank can wait in a step for one thing only.
+  virtual bool waits_for_one_thing(int) const { return false; }
+  // Whether others may not miss a rank that has stopped in this step.
+  virtual bool may_go_on(Failing how, int step) const = 0;
+  // Checks what a rank whose group has failed in this step says of it.
+  virtual void check_failure(int rank, int step, Failing how, int victim) = 0;
+  void refuse(int rank);
+
+  const Sizes sizes;
+  std::deque<ncclep::native::State> states;
+  std::deque<ncclep::native::Mailbox> mailboxes;
+  std::vector<std::uint64_t> deadlines_ns;
+  std::function<void(int rank)> before_kernel = [](int) {};
+  int differing = -1;  // the rank whose next steps are other calls
+
+ protected:
+  ncclep::native::KernelContext context(int rank, std::uint64_t call = 0);
+  bool has_failed(int rank) const { return states[rank].failed != 0; }
+  // Queues a kernel on the rank's stream and waits until it is over.
+  void launch(int rank, const std::function<void()>& queue);
+
+ private:
+  ncclep::native::KernelContext shared_{};
+  std::deque<Memory> control_, rows_;
 };
-Shares shares_of(const std::string& kind);
 
-// `number` steps and one; the first is a plan.
-std::vector<Step> draw_steps(const Sizes& sizes, const Shares& shares, int number,
-                             std::vector<Routing>& routings);
-
-// A sequence in which a rank does not come (failures.cpp).
-void run_failure(const Sizes& sizes, const std::string& kind);
+std::unique_ptr<Sequence> draw_rows(const std::string& kind, int ranks, const Starts& starts);
+std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
+                                           const Starts& starts);
+void run_messages();

@@ -162,6 +162,15 @@ cudaError_t cudaGetDevice(int* current) {
   return result();
 }
 
+cudaError_t cudaSetDevice(int) { return result(); }
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  *stream = nullptr;
+  return result();
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t) { return result(); }
+
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   *value = 132;
   return result();

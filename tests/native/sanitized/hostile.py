@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hostile_values import Address, Numbers, wrong_tensors, wrong_values
+from hostile_values import Address, Numbers, wrong_values
 
 from megatron_ncclep.errors import EpError
 
@@ -36,33 +36,20 @@ NOTE_BYTES = 4096
 REFUSALS = (EpError, TypeError, ValueError, OverflowError, AttributeError)
 
 
-def wrong_plans(module: ModuleType, keep: list[Any]) -> Iterator[Any]:
-    """Plans that a group must refuse to use; a plan takes any tensors, and `keep` keeps them."""
-    counts, token_routes = Numbers("int64", 2 * EXPERTS // RANKS + 1), Numbers("int32", 4, TOKENS)
-    pairs = [(wrong, token_routes) for wrong in wrong_tensors(counts)]
-    pairs += [(counts, wrong) for wrong in wrong_tensors(token_routes)]
-    numbers = [(n, TOP_K) for n in (-1, 0, 129, 65537, 2**31 - 1, -(2**31))]
-    numbers += [(128, n) for n in (-1, 0, 3, 33, 2**31 - 1, -(2**31))]
-    for first, second, most_tokens, top_k in (
-        *((*pair, 128, TOP_K) for pair in pairs),
-        *((counts, token_routes, *pair) for pair in numbers),
-    ):
-        try:
-            plan = module.NativePlan(first, second, most_tokens, top_k, 1)
-        except REFUSALS:
-            continue
-        keep.append((first, second))
-        yield plan
+def all_gather(mine: bytes, what: str, timeout_s: float) -> bytes:
+    """Every rank says what this one does."""
+    return mine * RANKS
 
 
 def is_nonsense(name: str, argument: str, value: Any) -> bool:
     """Whether this must be refused: a negative number, or none at all, where one says how much."""
     says_nothing = (
         *("not_routed", "too_many_experts", "forget", "goes_on"),
-        *("generation", "sends", "completes", "low_latency"),
+        *("sends", "completes", "low_latency", "device", "number"),
     )
-    # A plan is looked at when it is used; `fits` says no.
-    if argument in says_nothing or name in ("NativePlan", "group.fits"):
+    # Of a shape it only says whether it fits.
+    is_shape = name == "group.begin" and argument != "timeout_s"
+    if argument in says_nothing or is_shape:
         return False
     return isinstance(value, int | float) and not 0 <= value < inf
 
@@ -111,11 +98,8 @@ class Program:
             plain_call = plain(right)
             call(**plain_call)
         call, right = make()
-        kept: list[Any] = []
         for argument, value in right.items():
             wrong_ones = wrong_values(value, self.uninitialised)
-            if isinstance(value, self.module.NativePlan):
-                wrong_ones = [*wrong_ones, *wrong_plans(self.module, kept)]
             for wrong in wrong_ones:
                 if not self.attempt(name, call, {**plain(right), argument: wrong}):
                     if is_nonsense(name, argument, wrong):
@@ -151,7 +135,7 @@ class Objects:
         C = self.C = program.module
         self.library = program.library
         self.nccl = C.Nccl(self.library)
-        self.communicator = C.Communicator(self.nccl, UNIQUE_ID, RANKS, RANK)
+        self.communicator = C.Communicator(self.nccl, UNIQUE_ID, RANKS, RANK, -1, 60.0)
         self.window = C.Window(self.communicator, 4096)
         self.ep = C.NcclEp(self.library)
         self.ep_group = C.NcclEpGroup(self.ep, self.communicator, **self.ep_options())
@@ -161,25 +145,20 @@ class Objects:
         self.ep_ll_handle = C.NcclEpLowLatencyHandle(self.ep_low_latency, TOP_K)
         self.memory = Numbers("uint8", self.ep_group.handle_bytes(16, TOP_K))
         self.handle = C.NcclEpHandle(self.ep_group, 16, TOP_K, self.memory)
-        self.group = C.NativeGroup(self.communicator, EXPERTS, 1.0)
-        self.group.allocate(TOKENS, TOP_K, 64)
-        self.group.open()
-        self.group.clear()
-        self.low_latency = C.NativeLowLatency(self.group, **self.low_latency_sizes())
-        self.low_latency.open()
-        self.low_latency.clear()
+        self.group = C.GroupHandle(self.communicator, EXPERTS, 1.0)
+        self.group.reserve(**self.shape())
+        self.low_latency = C.LowLatencyHandle(self.group, **self.low_latency_sizes())
         self.rank_counts = Numbers("int32", RANKS)
         self.rows_of = Numbers("int32", RANKS, TOKENS, TOP_K)
         self.counts = Numbers("int64", 2 * EXPERTS // RANKS + 1)
         self.token_routes = Numbers("int32", 4, TOKENS)
-        self.plan = C.NativePlan(self.counts, self.token_routes, 128, TOP_K, 1)
         self.lacked = Numbers("int64", RANKS)
         self.topk, self.kept = Numbers("int64", TOKENS, TOP_K), Numbers("int32", TOKENS, TOP_K)
         self.x, self.rows = Numbers("bfloat16", TOKENS, HIDDEN), Numbers("bfloat16", ROWS, HIDDEN)
         self.w, self.row_w = Numbers("float32", TOKENS, TOP_K), Numbers("float32", ROWS)
         self.rows_of_expert = Numbers("int64", EXPERTS // RANKS)
         self.routes = Numbers("int32", self.group.routes_size(3, 6, 128))
-        self.ticket = 0
+        self.plan: Any = None
 
     def close(self) -> None:
         """Close all that can be closed, twice."""
@@ -198,22 +177,35 @@ class Objects:
     def low_latency_sizes(self) -> dict[str, Any]:
         return {
             "max_tokens": TOKENS, "hidden": HIDDEN, "top_k": TOP_K, "payload": "torch.bfloat16",
-            "dtype": "torch.bfloat16", "num_scales": 0, "generation": 1,
+            "dtype": "torch.bfloat16", "num_scales": 0, "all_gather": all_gather,
+        }  # fmt: skip
+
+    def shape(self) -> dict[str, Any]:
+        return {
+            "num_tokens": TOKENS, "top_k": TOP_K, "row_bytes": 64, "stream": STREAM,
+            "all_gather": all_gather,
+        }  # fmt: skip
+
+    def plan_arguments(self) -> dict[str, Any]:
+        return {
+            "topk_idx": self.topk, "most_tokens": 128, "number": 1, "alignment": 1,
+            "max_recv_rows": 0, "counts": self.counts, "token_routes": self.token_routes,
+            "routes": self.routes, "max_pairs": 3, "max_assignments": 6, "kept": None,
+            "lacked": None, "num_sms": 8, "stream": STREAM,
         }  # fmt: skip
 
     def dispatched(self, completes: bool) -> Objects:
         """With a low-latency dispatch, or half of it."""
         self.low_latency.dispatch(
-            self.x, None, self.topk, self.w, self.rank_counts, completes, 8, STREAM
-        )
+            x=self.x, scales=None, topk_idx=self.topk, weights=self.w, counts=self.rank_counts,
+            completes=completes, num_ctas=8, stream=STREAM,
+        )  # fmt: skip
         return self
 
     def planned(self) -> Objects:
         """With a plan that can be dispatched."""
-        self.ticket = self.group.plan(
-            self.plan, self.topk, 1, 0, None, None, 3, 6, self.routes, 8, STREAM
-        )
-        self.group.wait_for_sizes(self.plan, self.ticket, self.rows_of_expert, STREAM)
+        self.plan = self.group.plan(**self.plan_arguments())
+        self.group.wait_for_sizes(plan=self.plan, rows_of_expert=self.rows_of_expert, stream=STREAM)
         return self
 
 
@@ -223,7 +215,8 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
     yield "Nccl", C.Nccl, {"path": o.library}
     yield "NcclEp", C.NcclEp, {"path": o.library}
     yield "Communicator", C.Communicator, {
-        "nccl": o.nccl, "unique_id": UNIQUE_ID, "num_ranks": RANKS, "rank": RANK,
+        "nccl": o.nccl, "unique_id": UNIQUE_ID, "num_ranks": RANKS, "rank": RANK, "device": -1,
+        "timeout_s": 60.0,
     }  # fmt: skip
     yield "Window", C.Window, {"communicator": o.communicator, "num_bytes": 4096}
     yield "window_peers", C.window_peers, {
@@ -240,17 +233,10 @@ def static_calls(program: Program) -> Iterator[tuple[str, Callable[..., Any], di
     yield "NcclEpLowLatencyHandle", C.NcclEpLowLatencyHandle, {
         "group": o.ep_low_latency, "top_k": TOP_K,
     }  # fmt: skip
-    yield "NativePlan", C.NativePlan, {
-        "counts": o.counts, "token_routes": o.token_routes, "most_tokens": 128,
-        "top_k": TOP_K, "number": 1,
-    }  # fmt: skip
-    yield "NativeGroup", C.NativeGroup, {
+    yield "GroupHandle", C.GroupHandle, {
         "communicator": o.communicator, "num_experts": EXPERTS, "timeout_s": 1.0,
     }  # fmt: skip
-    yield "NativeLowLatency", C.NativeLowLatency, {"group": o.group, **o.low_latency_sizes()}
-    words = {"addresses": [Address(o.window.address, 8)]}
-    yield "load_words", C.load_words, words
-    yield "store_words", C.store_words, {**words, "words": [7]}
+    yield "LowLatencyHandle", C.LowLatencyHandle, {"group": o.group, **o.low_latency_sizes()}
     yield "split_dispatch", C.split_dispatch, {"num_ctas": 8}
     yield "num_phases_of", C.num_phases_of, {"most_tokens": 128, "row_bytes": 64}
     yield "split_combine", C.split_combine, {
@@ -324,7 +310,7 @@ def method_calls(
     for names, attribute in (
         ("communicator", "close"), ("communicator", "abort"), ("window", "close"),
         ("ep_group", "close"), ("handle", "close"), ("ep_ll_handle", "close"),
-        ("group", "close"), ("group", "drop"), ("group", "clear"), ("group", "failure"),
+        ("group", "close"), ("group", "failure"), ("low_latency", "close"),
         ("group", "wait_until_idle"), ("nccl", "unique_id"),
     ):  # fmt: skip
         yield of(names, attribute, lambda o: {})
@@ -348,9 +334,10 @@ def method_calls(
     yield of("ep_ll_handle", "combine", lambda o: {
         "y": Numbers("bfloat16", *places, HIDDEN), "out": o.x, "stream": STREAM,
     })  # fmt: skip
-    sizes = {"max_tokens": TOKENS, "top_k": TOP_K, "row_bytes": 64}
-    yield of("group", "fits", lambda o: sizes)
-    yield of("group", "allocate", lambda o: sizes)
+    yield of("group", "begin", lambda o: {
+        "timeout_s": 1.0, "num_tokens": TOKENS, "top_k": TOP_K, "row_bytes": 64,
+    })  # fmt: skip
+    yield of("group", "reserve", lambda o: {**o.shape(), "num_tokens": TOKENS + 200})
     yield of(
         "group", "routes_size", lambda o: {"max_pairs": 3, "max_assignments": 6, "most_tokens": 128}
     )
@@ -358,17 +345,16 @@ def method_calls(
     yield of("group", "copy_waited_ns", lambda o: {"out": Numbers("int64", 1), "stream": STREAM})
     yield of("group", "bad_low_latency", lambda o: {"forget": True})
     yield of("group", "plan", lambda o: {
-        "plan": o.plan, "topk_idx": o.topk, "alignment": 16, "max_recv_rows": 32, "kept": o.kept,
-        "lacked": o.lacked, "max_pairs": 3, "max_assignments": 6, "routes": o.routes, "num_sms": 8,
-        "stream": STREAM,
+        **o.plan_arguments(), "alignment": 16, "max_recv_rows": 32, "kept": o.kept,
+        "lacked": o.lacked,
     })  # fmt: skip
     yield of("group", "refuse", lambda o: {"phase": "dispatch", "stream": STREAM})
     yield of("group", "plan_receive", lambda o: {
         "plan": o.plan, "max_pairs": 3, "max_assignments": 6, "routes": o.routes, "num_sms": 8,
         "stream": STREAM,
-    })  # fmt: skip
+    }, True)  # fmt: skip
     yield of("group", "wait_for_sizes", lambda o: {
-        "plan": o.plan, "ticket": o.ticket, "rows_of_expert": o.rows_of_expert, "stream": STREAM,
+        "plan": o.plan, "rows_of_expert": o.rows_of_expert, "stream": STREAM,
     }, True)  # fmt: skip
     yield of("group", "dispatch", lambda o: {
         "plan": o.plan, "x": o.x, "w": o.w, "rows": o.rows, "row_w": o.row_w, "num_sms": 8,
@@ -380,8 +366,6 @@ def method_calls(
         "out": o.x, "topk_w": o.w, "num_sms": 8, "stream": STREAM,
     }, True)  # fmt: skip
 
-    for attribute in ("drop", "clear", "close"):
-        yield of("low_latency", attribute, lambda o: {})
     yield of("low_latency", "dispatch", lambda o: {
         "x": o.x, "scales": None, "topk_idx": o.topk, "weights": o.w, "counts": o.rank_counts,
         "completes": True, "num_ctas": 8, "stream": STREAM,
@@ -393,12 +377,6 @@ def method_calls(
         "y": o.dispatched(True).rows, "rows_of": o.rows_of, "out": o.x, "sends": True,
         "completes": True, "num_ctas": 8, "stream": STREAM,
     })  # fmt: skip
-
-    def set_timeout() -> tuple[Callable[..., Any], dict[str, Any]]:
-        o = Objects(program)
-        return (lambda value: setattr(o.group, "timeout_s", value)), {"value": 1.0}
-
-    yield "group.timeout_s", set_timeout
 
     def exchange() -> tuple[Callable[..., Any], dict[str, Any]]:
         file = os.memfd_create("hostile")
@@ -443,7 +421,7 @@ def bound_names(module: ModuleType) -> set[str]:
     for name, value in vars(module).items():
         if isinstance(value, type):
             names |= {f"{name}.{n}" for n, v in vars(value).items() if callable(v) and n[0] != "_"}
-            if not name.startswith(("NativePlanSizes", "NativeFailure")):
+            if name not in ("PlanSizes", "GroupFailure", "PlanHandle"):
                 names.add(name)
         elif callable(value):
             names.add(name)
@@ -452,7 +430,7 @@ def bound_names(module: ModuleType) -> set[str]:
 
 CLASSES = {"communicator": "Communicator", "window": "Window", "ep_group": "NcclEpGroup",
            "handle": "NcclEpHandle", "ep_ll_handle": "NcclEpLowLatencyHandle",
-           "group": "NativeGroup", "nccl": "Nccl", "low_latency": "NativeLowLatency",
+           "group": "GroupHandle", "nccl": "Nccl", "low_latency": "LowLatencyHandle",
            "exchange": "HostExchange"}  # fmt: skip
 
 
@@ -464,9 +442,7 @@ def main(extension: str, library: str, last_call: str) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     program = Program(module, library, Path(last_call))
-    tried = {
-        "HostExchange.close", "HostExchange.lost", "NativeGroup.open", "NativeLowLatency.open",
-    }  # fmt: skip
+    tried = {"HostExchange.close", "HostExchange.lost"}
     for name, call, right in static_calls(program):
         program.try_all(name, lambda call=call, right=right: (call, right))
         tried.add(name)

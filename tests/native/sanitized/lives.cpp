@@ -223,6 +223,7 @@ int main(int count, char** words) {
                    {"order", order},
                    {"calls", calls},
                    {"sizes", sizes},
+                   {"growth", growth},
                    {"mistake_out_of_bounds", out_of_bounds},
                    {"mistake_undefined", undefined},
                    {"mistake_leak", leak},

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstring>
 #include <functional>
 #include <map>
 #include <optional>
@@ -332,4 +333,53 @@ void sizes() {
   }
   standin::sizes.fails = true;
   REQUIRE(!wait(count(), [] { standin::release(); }) && group.failure()->peer == 1);
+}
+
+void growth() {
+  Life life;
+  Group& group = life.make_group();
+  int num_gathered = 0;
+  bool fails = false;
+  // Every rank says what this one does.
+  const AllGather all_gather = [&](const void* mine, std::size_t num_bytes, void* all,
+                                   const char*) {
+    if (fails) throw ncclep::PeerError("rank 2 did not come");
+    ++num_gathered;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      std::memcpy(static_cast<char*>(all) + rank * num_bytes, mine, num_bytes);
+    }
+  };
+  const auto reserve = [&](int num_tokens, std::uintptr_t stream = kStream) {
+    group.reserve(num_tokens, kTopK, 32, stream, all_gather);
+  };
+  reserve(kTokens);
+  REQUIRE(group.growth() == "tokens 0 -> 5, top-k 0 -> 2, row bytes 0 -> 32");
+  REQUIRE(group.fits(kTokens, kTopK, 32) && num_gathered > 0);
+  num_gathered = 0;
+  reserve(kTokens);
+  REQUIRE(num_gathered == 0);  // large enough
+
+  // No memory: all ranks hear of it, and no windows are left.
+  fail_nccl_after(2);
+  REQUIRE(refuses([&] { reserve(400); }, "use smaller micro-batches"));
+  fail_nccl_after(-1);
+  REQUIRE(group.windows().empty() && !group.fits(1, 1, 16));
+  fails = true;
+  REQUIRE(refuses([&] { reserve(400); }, "rank 2 did not come"));
+  fails = false;
+  reserve(400);
+  const auto low_latency =
+      LowLatency::make(life.groups.front(),
+                       {kTokens, kHidden, kTopK, DType::kFloat32, DType::kFloat32, 4}, all_gather);
+  low_latency->close();
+
+  // A graph holds the windows, or is about to.
+  standin::capture({kOtherStream});
+  REQUIRE(refuses([&] { reserve(800, kOtherStream); }, "a CUDA graph holds calls of this group"));
+  Batch batch;
+  batch.make_plan(group, true, 2, 2, kOtherStream);
+  standin::capture({});
+  REQUIRE(group.was_captured());
+  REQUIRE(refuses([&] { reserve(800); }, "its windows cannot grow: a CUDA graph holds"));
+  REQUIRE(group.fits(400, kTopK, 32));
 }

@@ -12,3 +12,5 @@ void order();
 void calls();
 // How the host waits for a plan's sizes.
 void sizes();
+// Windows that the ranks make together.
+void growth();

@@ -11,6 +11,7 @@
 #include "native/low_latency/host.h"
 #include "standin.h"
 
+using ncclep::native::AllGather;
 using ncclep::native::Group;
 using ncclep::native::LowLatency;
 using ncclep::native::Phase;
@@ -53,7 +54,7 @@ struct Life {
   LowLatency& open_low_latency() {
     const ncclep::native::LowLatencySizes sizes{kTokens,         kHidden,         kTopK,
                                                 DType::kFloat32, DType::kFloat32, /*num_scales*/ 4};
-    low_latency.push_back(std::make_shared<LowLatency>(groups.front(), sizes, 1));
+    low_latency.push_back(std::make_shared<LowLatency>(groups.front(), sizes));
     open(*low_latency.back());
     return *low_latency.back();
   }

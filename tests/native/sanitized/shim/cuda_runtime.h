@@ -16,10 +16,14 @@ enum cudaMemcpyKind {
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 
-constexpr unsigned int cudaHostAllocMapped = 2, cudaEventDisableTiming = 2;
+constexpr unsigned int cudaHostAllocMapped = 2, cudaEventDisableTiming = 2,
+                       cudaStreamNonBlocking = 1;
 
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaMemset(void* to, int value, std::size_t num_bytes);

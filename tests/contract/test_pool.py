@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from contract_cases import deadline_s
-from patience import VARIABLE, PatientPool, patient
+from patience import patient
 
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 PREPARED: list[int] = []
 # Far longer than any wait that is meant to end.
-LONG_S = 60.0
+LONG_S = patient(60.0)
 
 
 def prepare() -> None:
@@ -70,10 +67,6 @@ def meet(ctx: RankContext) -> bytes:
     return EpGroup.of(ctx.group).exchange(bytes([ctx.rank]), "a call", 60.0)
 
 
-def deadline_on_rank(ctx: RankContext) -> float:
-    return deadline_s("reference", ctx.device)
-
-
 def end_later(ctx: RankContext) -> int:
     """The rank answers, and dies when nobody asks it anything."""
     if ctx.rank == 1:
@@ -84,13 +77,6 @@ def end_later(ctx: RankContext) -> int:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     pool = RankPool(2, prepare=prepare)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def patient_pool() -> Iterator[PatientPool]:
-    pool = PatientPool(2)
     yield pool
     pool.close()
 
@@ -181,39 +167,3 @@ def test_an_interrupted_job_leaves_no_answers_behind(
         with pytest.raises(KeyboardInterrupt):
             pool.run(whereabouts)
     assert pool.run(meet) == [bytes([0, 1])] * 2
-
-
-def test_jobs_may_take_longer(patient_pool: PatientPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorter ones here, so that the test ends: of a job with a deadline, and of one without."""
-    monkeypatch.setenv(VARIABLE, "0.005")
-    with pytest.raises(RankError, match=r"rank 1 did not answer within 0\.1 s"):
-        patient_pool.run(hang, timeout=20)
-    with pytest.raises(RankError, match=r"rank 1 did not answer within 1\.2 s"):
-        patient_pool.run(hang)
-
-
-def test_engines_on_ranks_are_as_patient(
-    patient_pool: PatientPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = deadline_s("reference", "cpu")
-    monkeypatch.setenv(VARIABLE, str(2 * patient(1)))
-    assert patient_pool.run(deadline_on_rank) == [2 * before] * 2
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "long"])
-def test_patience_is_a_positive_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ValueError, match=f"{VARIABLE}='{text}': must be a positive number"):
-        patient(60)
-
-
-def test_a_failed_test_costs_later_ones_nothing() -> None:
-    """A rank that compiled for too long failed its test, and then every other one of its pool.
-
-    The ranks catch the error here: the pool hears of none.
-    """
-    planted = str(Path(__file__).with_name("planted_failure.py"))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--ranks", "2", planted]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert "PeerError: rank 0 of 2: no answer from the other ranks" in done.stdout, done
-    assert "1 failed, 1 passed" in done.stdout, done

@@ -6,8 +6,8 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import contract_cases, rows_limit_of
+from draws import SAME_EXAMPLES, cases
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracle import oracle_combine, oracle_dispatch, oracle_plan
 
 from megatron_ncclep.testing import contents
@@ -61,41 +61,9 @@ def test_contract_cases(ranks: int) -> None:
         check(case)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    tokens=st.lists(st.integers(0, 20), min_size=1, max_size=4),
-    local_experts=st.integers(1, 4),
-    alignment=st.sampled_from([1, 1, 2, 16]),
-    blocks=st.none() | st.integers(1, 40),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    skew=st.sampled_from([0.0, 0.7, 100.0]),
-    dropped=st.sampled_from([0.0, 0.3]),
-    seed=st.integers(0, 100),
-)
-def test_random_cases(
-    tokens: list[int],
-    local_experts: int,
-    alignment: int,
-    blocks: int | None,
-    dtype: torch.dtype,
-    skew: float,
-    dropped: float,
-    seed: int,
-) -> None:
-    num_experts = local_experts * len(tokens)
-    case = Case(
-        "random",
-        tuple(tokens),
-        num_experts,
-        top_k=min(4, num_experts),
-        hidden=3,
-        dtype=dtype,
-        alignment=alignment,
-        max_recv_rows=None if blocks is None else alignment * blocks,
-        skew=skew,
-        dropped=dropped,
-        seed=seed,
-    )
+@settings(SAME_EXAMPLES)
+@given(case=cases())
+def test_random_cases(case: Case) -> None:
     check(case)
 
 

@@ -1,0 +1,92 @@
+// What the handles of the C interface are, and how its functions return errors.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "common/tensor.h"
+#include "include/ncclep.h"
+#include "native/host/group.h"
+#include "native/low_latency/host.h"
+#include "nccl/nccl.h"
+
+struct ncclepComm {
+  std::shared_ptr<ncclep::Communicator> communicator;
+};
+
+struct ncclepGroup {
+  std::shared_ptr<ncclep::native::Group> group;
+  ncclepGroupConfig_t config;
+};
+
+struct ncclepPlan {
+  ncclep::native::Plan plan;
+  std::uint32_t ticket;
+};
+
+struct ncclepLowLatency {
+  std::shared_ptr<ncclep::native::LowLatency> low_latency;
+};
+
+namespace ncclep::c_interface {
+
+// The result for the exception that is being handled; its text becomes this thread's last error.
+ncclepResult_t result_of_exception();
+
+// Calls `body`; what it throws becomes a result.
+template <typename Body>
+ncclepResult_t guarded(Body&& body) {
+  try {
+    body();
+    return ncclepSuccess;
+  } catch (...) {
+    return result_of_exception();
+  }
+}
+
+// The struct that the caller passed.  `name` is its type's.
+template <typename Struct>
+Struct read(const Struct* given, const char* name) {
+  require(given != nullptr, name, ": NULL");
+  require(given->size == sizeof(Struct), name, " of ", given->size,
+          " bytes: this library, version ", NCCLEP_VERSION, ", knows one of ", sizeof(Struct),
+          "; initialise it with the macro beside it, and use header and library of one version");
+  return *given;
+}
+
+// Writes a struct that the caller has initialised.
+template <typename Struct>
+void write(const Struct& made, Struct* given, const char* name) {
+  read(given, name);
+  *given = made;
+}
+
+// The thing that a handle stands for.
+template <typename Handle>
+Handle& at(Handle* handle, const char* name) {
+  require(handle != nullptr, "the ", name, " was closed, or is NULL");
+  return *handle;
+}
+
+template <typename T>
+T& out(T* pointer, const char* name) {
+  require(pointer != nullptr, name, ": NULL");
+  return *pointer;
+}
+
+Tensor tensor_at(const ncclepTensor_t* given, const char* name);
+std::optional<Tensor> optional_tensor(const ncclepTensor_t* given, const char* name);
+DType dtype_at(ncclepDataType_t dtype);
+
+inline std::uintptr_t stream_of(void* stream) { return reinterpret_cast<std::uintptr_t>(stream); }
+
+// Throws InterruptedError when the caller's `poll` says so.
+std::function<void()> poll_of(ncclepPoll_t poll, void* user);
+// The group's all-gather: the caller's, or NCCL's.
+native::AllGather all_gather_of(const ncclepGroup& group);
+
+}  // namespace ncclep::c_interface

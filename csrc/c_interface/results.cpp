@@ -1,0 +1,108 @@
+// Results, errors and tensors of the C interface.
+#include <exception>
+#include <new>
+
+#include "c_interface/handles.h"
+#include "common/error.h"
+
+namespace ncclep::c_interface {
+
+namespace {
+
+thread_local std::string last_error;
+
+ncclepResult_t failed(ncclepResult_t result, const char* text) {
+  last_error = text;
+  return result;
+}
+
+}  // namespace
+
+ncclepResult_t result_of_exception() {
+  try {
+    throw;
+  } catch (const ArgumentError& error) {
+    return failed(ncclepInvalidArgument, error.what());
+  } catch (const UsageError& error) {
+    return failed(ncclepInvalidUsage, error.what());
+  } catch (const PeerError& error) {
+    return failed(ncclepRemoteError, error.what());
+  } catch (const InterruptedError& error) {
+    return failed(ncclepInterrupted, error.what());
+  } catch (const std::bad_alloc&) {
+    return failed(ncclepSystemError, "out of host memory");
+  } catch (const std::exception& error) {
+    return failed(ncclepSystemError, error.what());
+  }
+}
+
+DType dtype_at(ncclepDataType_t dtype) {
+  require(0 <= dtype && dtype < ncclepNumTypes, "dtype ", static_cast<int>(dtype),
+          ": one of ncclepDataType_t");
+  return static_cast<DType>(dtype);
+}
+
+Tensor tensor_at(const ncclepTensor_t* given, const char* name) {
+  const ncclepTensor_t tensor = read(given, name);
+  require(0 <= tensor.ndim && tensor.ndim <= NCCLEP_MAX_DIMS, name, ": ", tensor.ndim,
+          " dimensions: at most ", NCCLEP_MAX_DIMS);
+  Tensor found{tensor.data, dtype_at(tensor.dtype), {tensor.shape, tensor.shape + tensor.ndim}};
+  require_tensor(found);
+  return found;
+}
+
+std::optional<Tensor> optional_tensor(const ncclepTensor_t* given, const char* name) {
+  if (given == nullptr) return std::nullopt;
+  return tensor_at(given, name);
+}
+
+std::function<void()> poll_of(ncclepPoll_t poll, void* user) {
+  return [=] {
+    if (poll != nullptr && poll(user) != 0) throw InterruptedError("the caller ended the call");
+  };
+}
+
+native::AllGather all_gather_of(const ncclepGroup& group) {
+  const ncclepGroupConfig_t& config = group.config;
+  const auto* const of = group.group.get();
+  return [&config, of](const void* mine, std::size_t num_bytes, void* all, const char* what) {
+    if (config.all_gather == nullptr) {
+      of->communicator()->all_gather(mine, num_bytes, all, what, of->timeout(),
+                                     poll_of(config.poll, config.user));
+      return;
+    }
+    if (config.all_gather(config.user, mine, num_bytes, all, what, of->timeout()) !=
+        ncclepSuccess) {
+      throw InterruptedError(join_text("the caller's all_gather failed in ", what));
+    }
+  };
+}
+
+}  // namespace ncclep::c_interface
+
+const char* ncclepGetErrorString(ncclepResult_t result) {
+  switch (result) {
+    case ncclepSuccess:
+      return "success";
+    case ncclepInvalidArgument:
+      return "invalid argument";
+    case ncclepInvalidUsage:
+      return "call not allowed now";
+    case ncclepSystemError:
+      return "error of CUDA, NCCL or the system";
+    case ncclepRemoteError:
+      return "another rank did not come, refused a call, or made a different one";
+    case ncclepInterrupted:
+      return "ended by a callback of the caller's";
+    case ncclepNumResults:
+      break;
+  }
+  return "no result of this library";
+}
+
+const char* ncclepGetLastError(void) { return ncclep::c_interface::last_error.c_str(); }
+
+ncclepResult_t ncclepGetVersion(int* version) {
+  return ncclep::c_interface::guarded(
+      [&] { ncclep::c_interface::out(version, "version") = NCCLEP_VERSION; });
+}

@@ -1,0 +1,60 @@
+// How ranks verify that they reach each other's windows.
+//
+// A rank computes the addresses of its peers' windows from a struct that NCCL keeps in device
+// memory and no header documents (nccl/window.cpp).  So whenever windows are made, the device first
+// writes and reads words across all ranks: wrong addresses cause an error, never wrong results.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "native/host/agreement.h"
+#include "nccl/window.h"
+
+namespace ncclep::native {
+
+// A window as one rank addresses it.
+struct WindowView {
+  const char* name;
+  char* own;                 // this rank's memory
+  std::size_t num_bytes;     // of each rank's
+  std::vector<char*> peers;  // every rank's memory, by rank
+};
+
+// Has every rank write words at both ends of its own windows, verify what the others wrote in
+// theirs, write words there, and verify what the others wrote here.  Collective; throws on all
+// ranks with the first wrong word of each.
+//
+// `generation` is another number whenever windows are made, so that words of earlier windows are
+// not taken for these.
+void check_windows(const Agreement& agreement, const std::vector<WindowView>& windows, int rank,
+                   std::uint64_t generation, const std::string& remedy);
+
+// Opens the windows of `owner`, a Group or a LowLatency, checks and clears them.  Collective.
+template <typename Owner>
+void open_checked(Owner& owner, Communicator& communicator, const Agreement& agreement,
+                  const std::vector<const char*>& names) {
+  const Nccl& nccl = communicator.nccl();
+  const std::string remedy =
+      join_text("use the engine nccl_ep or reference, and report this with NCCL ",
+                nccl.version_text(), ", ", nccl.path());
+  const std::uint64_t generation = communicator.next_generation();
+  const auto no_problem = [](auto&& step) {
+    return [step] {
+      step();
+      return std::string();
+    };
+  };
+  agreement.on_all_ranks("opening its windows", no_problem([&] { owner.open(); }), remedy);
+  std::vector<WindowView> views;
+  for (const auto& window : owner.windows()) {
+    views.push_back(
+        {names.at(views.size()), window->address(), window->num_bytes(), window->peers()});
+  }
+  check_windows(agreement, views, communicator.rank(), generation, remedy);
+  agreement.on_all_ranks("clearing its windows", no_problem([&] { owner.clear(); }), remedy);
+}
+
+}  // namespace ncclep::native

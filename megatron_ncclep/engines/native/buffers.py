@@ -1,0 +1,151 @@
+"""The memory of the native engine's calls, and what happens when there is none.
+
+Each call makes some of these objects: they are not frozen, which would take three times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from megatron_ncclep.engines.native.plan import NativePlan, PlanCapacity
+from megatron_ncclep.errors import InputError
+
+_Buffers = TypeVar("_Buffers")
+
+
+@dataclass(eq=False, slots=True)
+class Allocation(Generic[_Buffers]):
+    """Memory, or the problem of a rank that has none, which it first tells the other ranks.
+
+    Attributes:
+        problem: why there is no memory; None if there is.
+    """
+
+    problem: str | None
+    _buffers: _Buffers | None = None
+
+    @property
+    def buffers(self) -> _Buffers:
+        """The memory; raises InputError if there is none."""
+        if self._buffers is None:
+            raise InputError(str(self.problem))
+        return self._buffers
+
+
+def try_allocate(
+    what: str, allocate: Callable[..., _Buffers], *arguments: Any
+) -> Allocation[_Buffers]:
+    """Allocate memory for `what`, by `allocate(*arguments)`; a lack of it is a problem."""
+    try:
+        return Allocation(None, allocate(*arguments))
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        return Allocation(f"no GPU memory for {what}: {reason}; use smaller micro-batches")
+
+
+@dataclass(eq=False, slots=True)
+class PlanBuffers:
+    """A plan's memory.
+
+    Attributes:
+        counts: int64 [2 * num_local_experts + 1].
+        token_routes: int32 [4, num_tokens].
+        kept: int32 [num_tokens, top_k], the assignments kept; None if nothing can be dropped.
+        routes: int32, for the routes that arrive.
+    """
+
+    counts: torch.Tensor
+    token_routes: torch.Tensor
+    kept: torch.Tensor | None
+    routes: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, native: Any, capacity: PlanCapacity, topk_idx: torch.Tensor, may_drop: bool
+    ) -> PlanBuffers:
+        """Allocate on the device of `topk_idx`, [num_tokens, top_k].
+
+        Args:
+            native: the group's `_C.GroupHandle`.
+            capacity: what the memory is for.
+            topk_idx: the routing.
+            may_drop: whether rows may be dropped.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory.
+        """
+        (num_tokens, top_k), device = topk_idx.shape, topk_idx.device
+        size = native.routes_size(
+            capacity.max_pairs, capacity.max_assignments, capacity.most_tokens
+        )
+        num_counts = 2 * capacity.num_local_experts + 1
+        counts = torch.empty(num_counts, dtype=torch.int64, device=device)
+        token_routes = torch.empty(4, num_tokens, dtype=torch.int32, device=device)
+        kept = None
+        if may_drop:
+            kept = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
+        routes = torch.empty(size, dtype=torch.int32, device=device)
+        return cls(counts, token_routes, kept, routes)
+
+
+@dataclass(eq=False, slots=True)
+class DispatchBuffers:
+    """Inputs of a dispatch as the kernels read them, and its results.
+
+    Attributes:
+        x, w: inputs, [num_tokens, hidden] and [num_tokens, top_k].
+        rows, row_w: results, [num_rows, hidden] and [num_rows].
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor | None
+    rows: torch.Tensor
+    row_w: torch.Tensor | None
+
+    @classmethod
+    def allocate(cls, plan: NativePlan, x: torch.Tensor, w: torch.Tensor | None) -> DispatchBuffers:
+        """Allocate for the arguments of dispatch; raises torch.OutOfMemoryError."""
+        rows = x.new_empty(plan.num_rows, x.shape[1])
+        if w is None:
+            return cls(aligned(x), None, rows, None)
+        return cls(aligned(x), w.contiguous(), rows, w.new_empty(plan.num_rows))
+
+
+@dataclass(eq=False, slots=True)
+class CombineBuffers:
+    """Inputs of a combine as the kernels read them, its results, and scratch.
+
+    Attributes:
+        y, w: inputs, [num_rows, hidden] and [num_rows].
+        out, topk_w: results, [num_tokens, hidden] and [num_tokens, top_k].
+        sums: scratch, [num_sums, hidden]; None if num_sums is 0.
+    """
+
+    y: torch.Tensor
+    w: torch.Tensor | None
+    out: torch.Tensor
+    topk_w: torch.Tensor | None
+    sums: torch.Tensor | None
+
+    @classmethod
+    def allocate(
+        cls, plan: NativePlan, y: torch.Tensor, w: torch.Tensor | None, num_sums: int
+    ) -> CombineBuffers:
+        """Allocate for the arguments of combine; raises torch.OutOfMemoryError."""
+        hidden = y.shape[1]
+        out = y.new_empty(plan.num_tokens, hidden)
+        sums = y.new_empty(num_sums, hidden) if num_sums else None
+        if w is None:
+            return cls(aligned(y), None, out, None, sums)
+        topk_w = w.new_empty(plan.num_tokens, plan.top_k)
+        return cls(aligned(y), w.contiguous(), out, topk_w, sums)
+
+
+def aligned(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` as the kernels read them: contiguous and aligned to 16 bytes."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows

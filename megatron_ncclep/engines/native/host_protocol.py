@@ -1,0 +1,295 @@
+"""How the native engine's calls begin on the host: alone, or with the hosts of all ranks.
+
+The hosts agree when they must know a plan's sizes, when windows grow, and with `check_calls`.  All
+other calls are known: each rank makes them alone, and the devices compare the arguments that must
+be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import checks
+from megatron_ncclep.engines.base import EngineBase
+from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.native import windows
+from megatron_ncclep.engines.native.buffers import Allocation, PlanBuffers, try_allocate
+from megatron_ncclep.engines.native.group import BAD_ROUTING, NativeGroup
+from megatron_ncclep.engines.native.plan import (
+    HEADROOM,
+    NativePlan,
+    PlanCapacity,
+    next_capacity_factor,
+)
+from megatron_ncclep.engines.overflow import can_drop
+from megatron_ncclep.errors import InputError, PeerError, RefusedError
+from megatron_ncclep.ranks.group import EpGroup
+
+_Result = TypeVar("_Result")
+_Buffers = TypeVar("_Buffers")
+# Of a call with a problem: any windows are large enough for it.
+NO_SHAPE = (0, 0, 0)
+
+
+@dataclass(eq=False)
+class PlanCall:
+    """A plan that can be queued.
+
+    Attributes:
+        number: of the call, the same on all ranks.
+        capacity: what the memory is for.
+        buffers: the memory.
+    """
+
+    number: int
+    capacity: PlanCapacity
+    buffers: PlanBuffers
+
+
+class KnownPlan(PlanCall):
+    """One that this rank makes alone, with windows that are large enough."""
+
+
+class AgreedPlan(PlanCall):
+    """One on which all hosts have agreed; windows have grown if need be."""
+
+
+@dataclass(eq=False, slots=True)
+class RowsCall(Generic[_Buffers]):
+    """A dispatch or combine that can be queued.
+
+    Attributes:
+        plan: with its own type.
+        buffers: results, and inputs as the kernels read them.
+        row_bytes: bytes of a row.
+        stream: handle of the current stream.
+    """
+
+    plan: NativePlan
+    buffers: _Buffers
+    row_bytes: int
+    stream: int
+
+
+class HostProtocol(EngineBase[NativePlan]):
+    """The parts of the native engine in which hosts may meet: what precedes each kernel."""
+
+    plan_type = NativePlan
+
+    def __init__(
+        self, group: EpGroup, num_experts: int, config: EpConfig, shared: NativeGroup
+    ) -> None:
+        """Not collective."""
+        super().__init__(group, num_experts, config)
+        self._shared, self._native = shared, shared.native
+        self._is_static = config.max_recv_rows is not None
+        self._may_drop = can_drop(config)
+        self._row_bytes = 16  # of the longest row so far
+        self._most_tokens = 0  # of any rank so far
+        # Assignments that the next plan has room for, as a multiple of a balanced load.
+        self._capacity_factor = HEADROOM
+
+    # --- plans -----------------------------------------------------------------------------------
+
+    def _begin_plan(self, topk_idx: torch.Tensor) -> KnownPlan | AgreedPlan:
+        """Check the arguments of plan; provide memory and windows for it."""
+        self._require_open()
+        problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
+        shape = NO_SHAPE if problem else (*topk_idx.shape, self._row_bytes)
+        fits = self._shared.begin(self.timeout_s, *shape)
+        is_known = (
+            fits
+            and self._is_static
+            and not self.config.check_calls
+            # Where batch sizes vary, this one may be the first that is too large for the windows.
+            and self._shared.plans_to_meet == 0
+        )
+        if is_known:
+            return self._known_plan(topk_idx, problem)
+        return self._together("plan", lambda: self._agreed_plan(topk_idx, problem, fits))
+
+    def _known_plan(self, topk_idx: torch.Tensor, problem: str | None) -> KnownPlan:
+        """A static plan whose shape the other ranks need not hear of."""
+        problem = problem or self._shared.bad_routings(forget=self.group.size == 1)
+        if problem is None:
+            capacity = self._capacity(self._native.max_tokens, topk_idx)
+            memory = self._plan_memory(capacity, topk_idx)
+            if memory.problem is None:
+                return KnownPlan(self.group.enter(), capacity, memory.buffers)
+            problem = memory.problem
+        self._shared.refuse("plan", problem)
+
+    def _agreed_plan(self, topk_idx: torch.Tensor, problem: str | None, fits: bool) -> AgreedPlan:
+        """Agree on a plan with all ranks' hosts, and exchange the numbers of tokens.
+
+        Windows that are too small grow; `fits` says that those are not which this rank's batch
+        needs.
+        """
+        # Allocated before the ranks agree, so that one without memory can still tell the others.
+        problem = problem or self._agreed_plan_problem()
+        if problem is not None:
+            self._raise_with_all(topk_idx, problem)
+        expected = max(self._most_tokens, topk_idx.shape[0])
+        capacity = self._capacity(expected, topk_idx)
+        memory = self._plan_memory(capacity, topk_idx)
+        try:
+            agreement = self.agree_on_routes(topk_idx, memory.problem)
+            most_tokens = max(agreement.gathered)
+            if self._is_static:  # for exact plans hosts agree anyway
+                self._shared.note_batches(agreement.gathered)
+            if not fits or most_tokens > topk_idx.shape[0]:
+                self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
+            if self._is_static:
+                most_tokens = self._native.max_tokens
+            if most_tokens != expected:
+                capacity = self._capacity(most_tokens, topk_idx)
+            if most_tokens > self._most_tokens:  # some rank may have expected less, and all know it
+                if most_tokens > expected:
+                    memory = self._plan_memory(capacity, topk_idx)
+                if problems := self.group.gather_problems(memory.problem, "plan", self.timeout_s):
+                    raise InputError(f"plan: {problems}")
+        except InputError as error:
+            self._add_bad_routings(error)
+            raise
+        if most_tokens < expected:
+            # Shrink the plan's memory if there is memory for both copies; all ranks move on now, so
+            # a failure here must be ignored.
+            smaller = self._plan_memory(capacity, topk_idx)
+            memory = memory if smaller.problem else smaller
+        self._most_tokens = max(self._most_tokens, most_tokens)
+        return AgreedPlan(agreement.call, capacity, memory.buffers)
+
+    def _raise_with_all(self, topk_idx: torch.Tensor, problem: str) -> NoReturn:
+        """Raise a problem of this rank with a plan on all ranks.  Collective."""
+        try:
+            self.agree_on_routes(topk_idx, problem)
+        except InputError as error:
+            self._add_bad_routings(error)
+            raise
+        raise InputError(f"plan: rank {self.group.rank}: {problem}")
+
+    def _add_bad_routings(self, error: InputError) -> None:
+        """Raise `error` with the bad routings of earlier plans, if there are any.  Collective."""
+        if not isinstance(error, RefusedError):  # the ranks cannot meet after a refusal
+            self._shared.raise_bad_routings(error, self.timeout_s)
+
+    def _agreed_plan_problem(self) -> str | None:
+        """Say what else is wrong with a plan on which the hosts agree, if anything."""
+        if self._native.bad_ranks(forget=False):
+            return BAD_ROUTING
+        if not self._is_static and torch.cuda.is_current_stream_capturing():
+            return (
+                "a CUDA graph cannot capture a plan whose number of rows the host must know: set "
+                "max_recv_rows (--ncclep-max-recv-rows), or leave the plan out of the graph"
+            )
+        return None
+
+    def _raise_bad_routing(self, topk_idx: torch.Tensor) -> NoReturn:
+        """Raise the same InputError on all ranks, which know that a routing is bad.  Collective."""
+        problem = checks.topk_value_problem(topk_idx, self.num_experts)
+        raise InputError(f"plan: {self.group.gather_problems(problem, 'plan', self.timeout_s)}")
+
+    def _plan_memory(
+        self, capacity: PlanCapacity, topk_idx: torch.Tensor
+    ) -> Allocation[PlanBuffers]:
+        arguments = (self._native, capacity, topk_idx, self._may_drop)
+        return try_allocate("a plan", PlanBuffers.allocate, *arguments)
+
+    def _capacity(self, most_tokens: int, topk_idx: torch.Tensor) -> PlanCapacity:
+        """The capacity of a plan; in static mode for everything that can arrive."""
+        (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
+        # In static mode the kernels compare it between ranks.
+        limit = self.rows_limit(num_tokens, top_k)
+        most_pairs = self.group.size * most_tokens
+        most_assignments = most_pairs * min(top_k, num_local)
+        expected = int(self._capacity_factor * most_tokens * top_k) if limit is None else limit
+        max_assignments = min(most_assignments, expected)
+        max_pairs = min(most_pairs, max_assignments)
+        return PlanCapacity(num_local, most_tokens, max_pairs, max_assignments, limit)
+
+    def _note_load(self, plan: NativePlan, num_assignments: int) -> None:
+        """Size the next plan's memory by what this one has received."""
+        balanced = plan.most_tokens * plan.top_k
+        self._capacity_factor = next_capacity_factor(
+            self._capacity_factor, num_assignments, balanced
+        )
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    def _begin_rows(
+        self,
+        phase: str,
+        plan: RoutePlan,
+        rows: torch.Tensor,
+        w: torch.Tensor | None,
+        allocate: Callable[[NativePlan, torch.Tensor, torch.Tensor | None], _Buffers],
+    ) -> RowsCall[_Buffers]:
+        """Check the arguments of dispatch or combine; provide memory and windows for it.
+
+        The device compares them with those of the other ranks.  With `check_calls` the hosts do,
+        and nothing is queued unless they agree.
+
+        Args:
+            phase: "dispatch" or "combine".
+            plan, rows, w: the call's arguments.
+            allocate: makes its memory, from the same arguments.
+        """
+        self._require_open()
+        problem = self.rows_problem(phase, plan, rows, w)
+        known: Any = plan  # a NativePlan, unless there is a problem
+        shape = NO_SHAPE if problem else (known.most_tokens, known.top_k, row_bytes_of(rows))
+        fits = self._shared.begin(self.timeout_s, *shape)
+        if problem is None:
+            memory = try_allocate(f"the results of {phase}", allocate, known, rows, w)
+        else:
+            memory = Allocation(problem)
+        if self.config.check_calls or (memory.problem is None and not fits):
+            self._together(phase, lambda: self.agree_on_rows(phase, plan, rows, w, memory.problem))
+            self._reserve(*shape)
+        elif memory.problem is not None:
+            self._shared.refuse(phase, memory.problem)
+        else:
+            self.group.enter()
+        row_bytes = shape[-1]
+        self._row_bytes = max(self._row_bytes, row_bytes)
+        stream = self.streams.keep(rows, w)
+        if stream != known.stream:
+            self.streams.keep(*known.tensors())
+        return RowsCall(known, memory.buffers, row_bytes, stream)
+
+    # --- both ------------------------------------------------------------------------------------
+
+    def _together(self, phase: str, agree: Callable[[], _Result]) -> _Result:
+        """Agree; only ranks whose windows must grow call this, unless all ranks always do.
+
+        Raises:
+            RefusedError: only some ranks' windows must grow; all ranks raise it.
+        """
+        try:
+            return agree()
+        except PeerError:
+            rank = self.group.rank_ahead()
+            always = self.config.check_calls or (phase == "plan" and not self._is_static)
+            if rank is None or always:  # it is in a different call, or gone
+                raise
+            self._shared.refuse(
+                phase,
+                "this batch has more tokens, a larger top-k or longer rows than all before, so "
+                f"that this rank's windows must grow, but those of rank {rank} need not: in calls "
+                "on which the hosts do not agree, windows can only grow on all ranks at once. Run "
+                "the largest batch first, or set check_calls",
+            )
+
+    def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
+        """Make sure that all ranks' windows are large enough.  Collective when they grow."""
+        windows.reserve(self.group, self._native, num_tokens, top_k, row_bytes)
+
+
+def row_bytes_of(rows: torch.Tensor) -> int:
+    """Bytes of a row of [num_rows, hidden]."""
+    return rows.shape[1] * rows.element_size()

@@ -1,0 +1,73 @@
+// Sequences of plans, dispatches and combines.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "native/plan/plan.h"
+#include "sequence.h"
+
+class Rows : public Sequence {
+ public:
+  Rows(const std::string& kind, const Sizes& sizes);
+
+  int num_steps() const override { return static_cast<int>(steps_.size()); }
+  void run(int rank, int step) override;
+  int last_kernel() const override;
+  bool is_agreed(int step) const override;
+  bool waits_for_one_thing(int step) const override;
+  bool may_go_on(Failing how, int step) const override;
+  void check_failure(int rank, int step, Failing how, int victim) override;
+
+ private:
+  struct Step {
+    enum Kind { kPlan, kDispatch, kCombine } kind;
+    int plan;  // among the sequence's plans
+    int row_bytes, phases, sms;
+    ncclep::DType dtype;
+    bool has_weights;
+  };
+  struct Plan {
+    bool is_made = false;
+    std::optional<Memory> named, counts, token_routes, routes;
+    char* indices = nullptr;  // in `named`
+    ncclep::native::ReceivedRoutes received{};
+  };
+  struct OfRank {
+    OfRank(int num_ranks, std::size_t num_plans, const Starts& starts)
+        : plans(num_plans),
+          lacked(8 * num_ranks, 0),
+          most_lacked(num_ranks, 0),
+          ticket(static_cast<std::uint32_t>(starts.tickets)) {}
+    std::vector<Plan> plans;
+    Memory lacked;                          // what plans write
+    std::vector<std::int64_t> most_lacked;  // what it should be
+    std::uint32_t ticket, bad_ranks = 0;
+  };
+
+  void draw_steps(const std::string& kind, int number);
+  // What ranks must have alike in a step on which hosts do not agree, as the rank has it.
+  std::uint64_t call_of(int step, bool differs) const;
+  void dispatch(int rank, int step);
+  void combine(int rank, int step);
+  // plan.cpp
+  void plan(int rank, int step);
+  void put_indices(Plan& plan, const Routing& routing, int rank);
+  void receive(Plan& plan, const Routing& routing, int rank, std::int64_t pairs,
+               std::int64_t assignments, const ncclep::native::PlanScratch& scratch, int sms);
+  void check_counts(Plan& plan, const Routing& routing, int rank);
+  void check_mailbox(const Routing& routing, int rank);
+  void check_routes(const Plan& plan, const Routing& routing, int rank);
+  ncclep::native::TokenRoutes token_routes_of(Plan& plan, int num_tokens) {
+    return ncclep::native::TokenRoutes::in(plan.token_routes->data<std::int32_t>(), num_tokens);
+  }
+
+  const std::string kind_;
+  const int other_;  // in what a call differs: call_of
+  std::vector<Routing> routings_;
+  std::vector<Step> steps_;
+  std::deque<OfRank> ranks_;
+};
