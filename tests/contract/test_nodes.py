@@ -21,7 +21,7 @@ from run_case import all_steps_on_rank, assert_steps, caps_of, ranks_on_node
 from test_autograd import step_of_both
 from test_overflow import TOO_MUCH, raised_on_rank
 
-from megatron_ncclep.benchmark.workload import network_rows, tables_of
+from megatron_ncclep.benchmark.shapes import network_rows, tables_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import NODE_SUMS_ROUNDED

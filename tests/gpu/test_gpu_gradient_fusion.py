@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ncclep.benchmark.gradient_fusion import wgrad_gemm_accum_fp32
+from megatron_ncclep.benchmark.training_model import wgrad_gemm_accum_fp32
 from megatron_ncclep.ranks.pool import RankContext
 
 # Neither 301 nor multiples of it are bf16 numbers, which are 2 apart from 256 on.
