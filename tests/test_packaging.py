@@ -289,7 +289,7 @@ def test_setup_names_every_package():
 
 
 def test_every_folder_with_modules_is_a_package():
-    """A folder without `__init__.py` would be missing from the wheel without a word."""
+    """A folder without `__init__.py` would silently be missing from the wheel."""
     for path in MODULES:
         assert (path.parent / "__init__.py").is_file(), path.parent
 
@@ -310,7 +310,7 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
 
 
 def test_installed_package_finds_its_configs(tmp_path: Path):
-    """As in an installed package, configs/ lies inside; what lies beside it is somebody else's."""
+    """As when installed, configs/ is inside; a configs/ next to the package is not ours."""
     shutil.copytree(PACKAGE, tmp_path / "megatron_ncclep")
     shutil.copytree(ROOT / "configs", tmp_path / "megatron_ncclep" / "configs")
     (tmp_path / "configs" / "cluster").mkdir(parents=True)
