@@ -38,13 +38,7 @@ from megatron_ncclep.benchmark.result import (
     SubjectResult,
     TrainingResult,
 )
-from megatron_ncclep.benchmark.shapes import (
-    NetworkModel,
-    Shape,
-    TrainingShape,
-    Workload,
-    wire_rows,
-)
+from megatron_ncclep.benchmark.shapes import NetworkModel, Shape, TrainingShape, Workload, wire_rows
 from megatron_ncclep.benchmark.training import TrainingRun
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import EpConfig

@@ -47,10 +47,7 @@ COMBINES = {"combine": (shapes.Y, None), "bwd_combine": (shapes.GRAD_ROWS, shape
 
 
 def results_problem(
-    results: dict[str, tuple[Any, Any]],
-    work: Workload,
-    reduction: str,
-    nodes: Nodes | None = None,
+    results: dict[str, tuple[Any, Any]], work: Workload, reduction: str, nodes: Nodes | None = None
 ) -> str | None:
     """Say what is wrong with the results of the four passes on this rank, if anything is.
 

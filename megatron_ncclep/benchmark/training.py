@@ -389,9 +389,7 @@ def time_shares(intervals: Iterable[Interval]) -> dict[str, float]:
     return found
 
 
-def profile_steps(
-    phases: list[tuple[Callable[[], Any], bool]],
-) -> tuple[dict[str, float], float]:
+def profile_steps(phases: list[tuple[Callable[[], Any], bool]]) -> tuple[dict[str, float], float]:
     """Profile training steps on one rank, waiting for the device after each phase.
 
     Kernels take as long with the profiler as without, a host's calls a little longer.  So the
