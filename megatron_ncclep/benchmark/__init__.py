@@ -71,10 +71,6 @@ class Subject:
 
     Making it raises UnavailableError, on every rank that knows, where it cannot be measured.
 
-    Args:
-        name: as on the command line.
-        setting, workload: where and what.
-
     Attributes:
         passes: pass -> a call that runs it once; STEPS, WHOLE or two of PAIR, in order, or BOTH.
         sms: SMs that its kernels use, in words.

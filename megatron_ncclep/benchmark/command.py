@@ -14,6 +14,7 @@ import gc
 import os
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -38,13 +39,7 @@ from megatron_ncclep.benchmark.result import (
     SubjectResult,
     TrainingResult,
 )
-from megatron_ncclep.benchmark.shapes import (
-    NetworkModel,
-    Shape,
-    TrainingShape,
-    Workload,
-    wire_rows,
-)
+from megatron_ncclep.benchmark.shapes import NetworkModel, Shape, TrainingShape, Workload, wire_rows
 from megatron_ncclep.benchmark.training import TrainingRun
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import EpConfig
@@ -136,9 +131,9 @@ def main(args: argparse.Namespace) -> int:
     """
     if args.model_network is not None:
         options = ("config", "subjects", "max_recv_rows", "ranks", "device", "samples", "warmup")
-        given = {name: getattr(args, name) is not None for name in options}
-        given |= {"mode": args.mode != HIGH_THROUGHPUT, "smoke": args.smoke}
-        if ignored := [f"--{n.replace('_', '-')}" for n, is_given in given.items() if is_given]:
+        given = [name for name in options if getattr(args, name) is not None]
+        given += ["mode"] * (args.mode != HIGH_THROUGHPUT) + ["smoke"] * args.smoke
+        if ignored := [f"--{name.replace('_', '-')}" for name in given]:
             raise InputError(f"--model-network measures nothing: leave {', '.join(ignored)} out")
         print(table.network(NetworkModel.parse(args.model_network)))
         return 0
@@ -158,9 +153,7 @@ def main(args: argparse.Namespace) -> int:
 def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     """Turn the parsed arguments into a Job.  A job for the CPU hides the GPUs from this process.
 
-    Args:
-        args: of `ncclep bench`.
-        world_size: ranks that torchrun has started; None outside torchrun.
+    `world_size` is the number of ranks that torchrun has started; None outside torchrun.
 
     Raises:
         InputError: an argument is wrong, contradicts another, or would be ignored.
@@ -225,10 +218,8 @@ def _measure_in_pool(job: Job) -> list[Measured]:
 def _summary(error: Exception) -> str:
     """What precedes the ranks' tracebacks, such as who died, and the last line of each."""
     before, *parts = re.split(r"^--- (?=rank \d+ ---$)", str(error), flags=re.MULTILINE)
-    return "; ".join([
-        *before.strip().splitlines(),
-        *(f"{part.split(' ---', 1)[0]}: {part.strip().splitlines()[-1]}" for part in parts),
-    ])  # fmt: skip
+    last = [f"{part.split(' ---', 1)[0]}: {part.strip().splitlines()[-1]}" for part in parts]
+    return "; ".join([*before.strip().splitlines(), *last])
 
 
 def _measure_as_rank(job: Job) -> list[Measured]:
@@ -284,12 +275,7 @@ def _finish(job: Job, measured: list[Measured]) -> int:
 
 
 def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measured | None:
-    """Measure every subject of the job with one shape.  Collective; rank 0 gets the result.
-
-    Args:
-        context: the ranks; all of the process's world.
-        job, shape: the same on every rank.
-    """
+    """Measure every subject of the job with one shape.  Collective; rank 0 gets the result."""
     ranks = Ranks(context, job.timeout_s, shape.name, shows=True)
     try:
         # Remarks of Megatron-Core about packages that are missing, and the like.
@@ -297,7 +283,8 @@ def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measure
             if isinstance(shape, TrainingShape):
                 result: Measured = TrainingRun(ranks, job, shape).run()
             else:
-                with ranks.own_stream():
+                # Graphs can be captured on this stream, unlike the default one.
+                with torch.cuda.stream(torch.cuda.Stream()) if ranks.on_gpu else nullcontext():
                     result = _ShapeRun(ranks, job, shape).run()
             ranks.close()
     finally:
@@ -314,11 +301,6 @@ def make_subject(
     max_recv_rows: Any = None,
 ) -> Subject:
     """Prepare the subject that `name` means, which does not train.  Collective.
-
-    Args:
-        name, setting, workload: see `Subject`.
-        mode: of the job.
-        max_recv_rows: option of a layer with a fixed number of received rows.
 
     Raises:
         UnavailableError: it cannot be measured here; raised on every rank that knows.
@@ -363,7 +345,7 @@ class _ShapeRun:
         entries = [self._prepare(name, workload) for name in self._job.measured]
         result.subjects = [entry.result for entry in entries]
         for entry in entries:
-            if (nodes := getattr(entry.subject, "nodes", None)) is not None:
+            if nodes := getattr(entry.subject, "nodes", None):
                 result.set_network(workload, nodes)
             result.max_tokens = getattr(entry.subject, "max_tokens", result.max_tokens)
         running = [entry for entry in entries if entry.result.status == "ok"]
@@ -380,8 +362,7 @@ class _ShapeRun:
         """Measure the links' bandwidth; where that is impossible, say why."""
         ranks, row_bytes = self._ranks, self._shape.row_bytes
         ranks.step("ceiling of the links")
-        group = EpGroup.of(ranks.group)
-        found: dict[str, Any] = {}
+        group, found = EpGroup.of(ranks.group), {}
 
         def copies() -> None:
             found.update(links.measure_ceiling(group, ranks.timer, row_bytes, self._job.timeout_s))

@@ -1,8 +1,8 @@
 """Engines of this package and NVIDIA's libnccl_ep: plan and the four passes, and their check.
 
-The library is called directly, without this package's checks and agreements: it is the yardstick.
-Its outputs are allocated once and the exact sizes are known beforehand, so that only the library's
-own calls are timed.  Results are compared bit by bit with the table oracle's answer to the payload.
+The library, the yardstick, is called directly, without this package's checks and agreements: its
+outputs are allocated once and exact sizes are known, so that only its own calls are timed.  Results
+are compared bit by bit with the table oracle's answer to the payload.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ COMBINES = {"combine": (shapes.Y, None), "bwd_combine": (shapes.GRAD_ROWS, shape
 
 
 def results_problem(
-    results: dict[str, tuple[Any, Any]],
-    work: Workload,
-    reduction: str,
-    nodes: Nodes | None = None,
+    results: dict[str, tuple[Any, Any]], work: Workload, reduction: str, nodes: Nodes | None = None
 ) -> str | None:
     """Say what is wrong with the results of the four passes on this rank, if anything is.
 
@@ -100,13 +97,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, what: str = "rows")
 def deviation(
     actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor | float, within: str
 ) -> str | None:
-    """Say where two [n, width] tensors first differ by more than `bound`.
-
-    Args:
-        actual, expected: of a dtype in which they can be subtracted from each other.
-        bound: one number, or [n, width].
-        within: what the bound is, in words.
-    """
+    """Say where two [n, width] tensors first differ by more than `bound`: in words, `within`."""
     # Not `>`, with which a NaN would pass.
     return _first("", actual, expected, ~((actual - expected).abs() <= bound), f" within {within}")
 
@@ -168,7 +159,6 @@ class EngineSubject(Subject):
         return results_problem(results, self._workload, self._engine.caps.reduction, self.nodes)
 
     def close(self) -> None:
-        """See `Subject.close`."""
         self._engine.close()
 
 
@@ -255,8 +245,8 @@ class LibrarySubject(Subject):
     def _places(self) -> torch.Tensor:
         """Where the library put each row of the contract's order, int64 [num_rows].
 
-        Its order within an expert's rows may differ from call to call.  A row that lies in another
-        expert's block, or that was never sent, makes `results_problem` find a difference.
+        It may differ from call to call within an expert's rows.  A row in another expert's block,
+        or that was never sent, makes `results_problem` find a difference.
         """
         work, table = self._workload, self._workload.tables[self._group.rank]
         width = min(KEY_COLUMNS, self._rows.shape[1])
@@ -268,7 +258,6 @@ class LibrarySubject(Subject):
         return place
 
     def close(self) -> None:
-        """See `Subject.close`."""
         torch.cuda.synchronize(self._group.device)
         self._handle.close()
         self._staging.close()
@@ -279,11 +268,8 @@ def open_group(
 ) -> tuple[EpGroup, Any, str]:
     """Open the library that `name` means over a process group and a communicator of its own.
 
-    Returns:
-        the group of ranks, the library's group, and in words how many SMs its kernels have.
-
-    Raises:
-        UnavailableError: it cannot run here; raised on every rank that knows.
+    Returns the group of ranks, the library's group, and in words how many SMs its kernels have.
+    An UnavailableError is raised on every rank that knows why it cannot run here.
     """
     base, num_sms = split_name(name)
     package, on = LIBRARIES[base]
@@ -323,12 +309,7 @@ def put(rows: torch.Tensor | None, place: torch.Tensor | None) -> torch.Tensor |
 
 
 def by_content(block: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Sort rows by block and then by content; returns their numbers, int64 [n].
-
-    Args:
-        block: int64 [n], ascending.
-        columns: [n, width] of a type of 2 or 4 bytes.
-    """
+    """Sort rows by block and then by content; returns their numbers, int64 [n]."""
     bits = columns.contiguous().view(_BITS[columns.element_size()])
     key = torch.zeros_like(block)
     for column in bits.unbind(dim=1):

@@ -14,8 +14,8 @@
     experts:grouped            the latter with :full_iteration too
     train:DISPATCHER...        whole training steps of a model
 
-The last three kinds are measured on request only.  Layers and trainings take variants, in this
-order:
+The last three kinds are measured on request only.  Layers and trainings take variants, in the
+order of `LAYER` and `TRAIN`:
 
     grouped         this package's experts in place of Megatron-Core's (ncclep only)
     static          a fixed number of received rows (ncclep only), which graphs need and imply
@@ -33,6 +33,7 @@ import dataclasses
 import importlib.util
 import re
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from megatron_ncclep.benchmark import shapes
@@ -46,6 +47,7 @@ HIGH_THROUGHPUT, LOW_LATENCY = "ht", "ll"
 # Rounds, unless the file or the command line says so.
 WARMUP = {"cuda": 5, "cpu": 1}
 SAMPLES = {"cuda": 30, "cpu": 3}
+LOW_LATENCY_CONFIGS = {False: "low_latency", True: "low_latency_smoke"}  # by --smoke
 # Half as many again as a balanced routing brings: an untrained router is far from balanced.
 MAX_RECV_ROWS = "1.5x"
 
@@ -78,11 +80,7 @@ class DispatcherChoice:
 
     @property
     def excuses(self) -> tuple[type[Exception], ...]:
-        """Errors that mean that it cannot be measured here.
-
-        Whatever Megatron-Core or its packages raise is such a reason; for our own dispatcher only
-        what says that an engine cannot run.
-        """
+        """Errors that mean that it cannot be measured here: any of Megatron-Core's own."""
         if self.engine is None:
             return (Exception,)
         return (EngineUnavailableError, InputError, UnsupportedError)
@@ -153,7 +151,7 @@ CONTROL = "train:alltoall"
 
 
 def is_train(name: str) -> bool:
-    """Whether a subject's name is that of one that trains."""
+    """Whether a subject trains."""
     return name.startswith("train:")
 
 
@@ -255,13 +253,7 @@ def split_name(name: str) -> tuple[str, int | None]:
 def unavailable_reason(
     variant: Variant, device: str, training: TrainingShape | None = None
 ) -> str | None:
-    """Say why `variant` cannot run on `device`, as far as one process can tell; None if it can.
-
-    Args:
-        variant: of a layer, a training or experts.
-        device: "cpu" or "cuda".
-        training: what it trains; None for a layer or experts.
-    """
+    """Say why `variant` cannot run on `device`, as far as one process can tell; None if it can."""
     if training is not None and importlib.util.find_spec("megatron") is None:
         return INSTALL_MEGATRON
     if variant.captured and device != "cuda":
@@ -330,39 +322,29 @@ class Job(Checked):
     def make(cls, args: argparse.Namespace, ranks: int, device: str) -> Job:
         """Override the file's values with those of the command line, and check the result.
 
-        Args:
-            args: of `ncclep bench`, parsed; None: what the file says, else the defaults.
-            ranks: processes that are measured.
-            device: "cpu" or "cuda".
-
         Raises:
             InputError: something is wrong or would be ignored.
         """
-        subjects = None if args.subjects is None else args.subjects.split(",")
-        low_latency = args.mode == LOW_LATENCY
-        trains = subjects is not None and all(map(is_train, subjects))
-        usual = "smoke" if args.smoke else "training" if trains else "models"
-        if low_latency:
-            usual = "low_latency_smoke" if args.smoke else "low_latency"
-        config = args.config or usual
-        file = shapes.load(config)
-        if low_latency:  # the file's subjects are those of the other mode
-            default = [*low_latency_engines(device), *([LIBRARY] if device == "cuda" else [])]
-        else:
-            default = [*file.subjects] or default_names()
-        names = tuple(subjects or default)
-        if low_latency:
+        subjects = tuple(args.subjects.split(",")) if args.subjects is not None else ()
+        if args.mode == LOW_LATENCY:
+            file = shapes.load(config := args.config or LOW_LATENCY_CONFIGS[args.smoke])
+            # The file's subjects are those of the other mode.
+            libraries = [LIBRARY] if device == "cuda" else []
+            names = subjects or (*low_latency_engines(device), *libraries)
             _check_low_latency(names, device, file.shapes)
+        else:
+            trains = bool(subjects) and all(map(is_train, subjects))
+            usual = "smoke" if args.smoke else "training" if trains else "models"
+            file = shapes.load(config := args.config or usual)
+            names = subjects or file.subjects or tuple(default_names())
         for name in names:
             split_name(name)
         if len(set(names)) != len(names):
             raise InputError(f"a subject is named twice: {', '.join(names)}")
-        given = {
-            name: value
-            for name in ("warmup", "samples")
-            for value in (getattr(file, name), getattr(args, name))
-            if value is not None
-        }
+        rounds = {"warmup": WARMUP[device], "samples": SAMPLES[device]}
+        for source, name in product((file, args), ("warmup", "samples")):
+            if (value := getattr(source, name)) is not None:
+                rounds[name] = value
         job = cls(
             config=config,
             shapes=file.shapes if not all(map(is_train, names)) else (),
@@ -370,12 +352,12 @@ class Job(Checked):
             ranks=ranks,
             device=device,
             subjects=names,
-            required=tuple(subjects or ()),
+            required=subjects,
             timeout_s=file.timeout_s,
             out=args.out,
             max_recv_rows=_max_recv_rows(args.max_recv_rows, names),
             mode=args.mode,
-            **({"warmup": WARMUP[device], "samples": SAMPLES[device]} | given),
+            **rounds,
         )
         job._check()
         return job
@@ -424,13 +406,13 @@ def _check_low_latency(names: tuple[str, ...], device: str, found: tuple[Shape, 
 
 def _max_recv_rows(given: int | str | None, names: tuple[str, ...]) -> int | str | None:
     """The option that static subjects get; None if there are none."""
-    if not any(variant is not None and variant.static for variant in map(variant_of, names)):
-        if given is not None:
-            raise InputError(
-                f"--max-recv-rows {given}: no subject has a fixed number of received rows, such as "
-                "train:ncclep:native:grouped:static"
-            )
-        return None
+    if not any(variant and variant.static for variant in map(variant_of, names)):
+        if given is None:
+            return None
+        raise InputError(
+            f"--max-recv-rows {given}: no subject has a fixed number of received rows, such as "
+            "train:ncclep:native:grouped:static"
+        )
     rows = MAX_RECV_ROWS if given is None else given
     EpConfig(max_recv_rows=rows)
     return rows

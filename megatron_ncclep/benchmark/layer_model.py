@@ -8,9 +8,9 @@ every subject routes as the workload says.  The layer is in DistributedDataParal
 every weight has a `main_grad` in fp32, to which TransformerEngine's layers and this package's add
 their gradients themselves (`gradient_accumulation_fusion`, on a GPU), and its hooks all others.
 
-The expected results are computed without dispatcher or experts.  The payload determines the tokens
-of every rank, so each rank can compute with its experts' weights on the right rows without
-receiving them, and an all-reduce in fp32 adds up the ranks.
+The expected results are computed without dispatcher or experts.  Each rank knows the tokens of all
+ranks from the payload and computes with its experts' weights on the right rows, and an all-reduce
+in fp32 adds up the ranks.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def import_on_cpu() -> None:
 
 
 def initialize(setting: Setting) -> None:
-    """Set up Megatron's process groups with all ranks in one expert-parallel group.  Collective.
-
-    Once per process; later calls find them.
+    """Set up Megatron's process groups, once: all ranks expert-parallel.  Collective.
 
     Raises:
         UnavailableError: Megatron-Core is not installed.
@@ -148,13 +146,10 @@ def build_dispatcher(
     options: Mapping[str, Any] | None = None,
     **wanted: Any,
 ) -> Any:
-    """Make a dispatcher as MoELayer does.  Collective for some.
+    """Make a dispatcher as MoELayer does; collective for some.
 
-    Args:
-        choice: of the dispatcher.
-        setting, workload: where and what.
-        options: further fields of EpConfig, for our own dispatcher.
-        wanted: further arguments of the dispatcher, which the experts need.
+    `options`: further fields of EpConfig, for our own dispatcher; `wanted`: further arguments of
+    the dispatcher, which the experts need.
     """
     from megatron.core.transformer.moe.moe_layer import get_default_pg_collection
 
@@ -172,8 +167,7 @@ def build_dispatcher(
 
 def close_dispatcher(dispatcher: Any) -> None:
     """Release the engine of our own dispatcher; Megatron's own have nothing to release."""
-    engine = getattr(dispatcher, "engine", None)
-    if engine is not None:
+    if engine := getattr(dispatcher, "engine", None):
         engine.close()
 
 
@@ -181,17 +175,14 @@ def close_dispatcher(dispatcher: Any) -> None:
 
 
 def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
-    """Give the MoELayer of a workload, made by the first subject that needs it.
-
-    It goes when the last subject releases it.
+    """Give the MoELayer of a workload; the first subject makes it, the last one releases it.
 
     Returns:
         Megatron's DistributedDataParallel, whose `module` is the layer with Megatron-Core's
         experts, and how many bytes of weights and gradients existed before this call.
 
     Raises:
-        UnavailableError: the shape does not say how large experts are, or the GPU's experts need
-            TransformerEngine, which is not installed.
+        UnavailableError: the shape has no expert size, or TransformerEngine is missing on a GPU.
     """
     shared = workload.shared.get(SHARED)
     if shared is not None:
@@ -265,9 +256,7 @@ def _router_class() -> type:
         given_logits: torch.Tensor
 
         def gating(self, hidden: torch.Tensor) -> Any:
-            # The values of the given logits; their gradient goes to the router's own.
-            own = super().gating(hidden)
-            return _Given.apply(own, self.given_logits)
+            return _Given.apply(super().gating(hidden), self.given_logits)
 
     return GivenRouter
 
@@ -292,11 +281,9 @@ def _logits(workload: Workload) -> torch.Tensor:
 
 
 def _set_weights(layer: Any, rank: int) -> None:
-    """Give every weight values of its own, also across ranks, that keep activations near one.
-
-    On a CPU, Megatron initialises the experts of all ranks alike: a token at the right expert of
-    the wrong rank would go unnoticed.
-    """
+    """Give every weight values of its own, also across ranks, that keep activations near one."""
+    # On a CPU, Megatron initializes the experts of all ranks alike: a token at the right expert of
+    # the wrong rank would go unnoticed.
     parameters = list(layer.named_parameters())
     for index, (name, weight) in enumerate(parameters):
         owner = 1 + rank if "experts." in name else 0  # ranks have the same router
@@ -309,10 +296,7 @@ def _set_weights(layer: Any, rank: int) -> None:
 
 
 def expected_probs(workload: Workload) -> torch.Tensor:
-    """fp32 [G, K]: the probabilities of the assignments of all tokens of the group.
-
-    The router's softmax over a token's assignments makes them add up to one.
-    """
+    """fp32 [G, K]: probabilities of the assignments of the group's tokens, after the softmax."""
     w = torch.cat(workload.every(WEIGHTS))
     return w / w.sum(dim=1, keepdim=True)
 
@@ -347,11 +331,7 @@ def received_rows(workload: Workload, rank: int) -> Received:
 def _each_expert(
     layer: Any, received: Received
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """Compute with one expert after the other, in fp32 and with nothing but torch's products.
-
-    Yields:
-        name -> result for the expert's rows, and parameter -> gradient.
-    """
+    """Of one expert after the other, in fp32: name -> result, and parameter -> gradient."""
     named = dict(layer.experts.named_parameters(prefix="experts"))
     fc1, fc2 = ([name for name in named if linear in name] for linear in ("fc1", "fc2"))
     tensors = (received.rows, received.probs, received.grad)
@@ -374,10 +354,7 @@ def experts_results(layer: Any, received: Received) -> dict[str, torch.Tensor]:
 
 
 def expert_gradients(layer: Any, received: Received) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameter of the layer and its gradient, fp32, for all parameters of its experts.
-
-    One expert after the other: those of all would take as much memory as the main_grads.
-    """
+    """Parameter and gradient, fp32, one expert at a time: all would take much memory."""
     for _, gradients in _each_expert(layer, received):
         yield from gradients.items()
 
@@ -385,11 +362,7 @@ def expert_gradients(layer: Any, received: Received) -> Iterator[tuple[str, torc
 def layer_results(
     layer: Any, workload: Workload, rank: int, received: Received
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Work out what comes out of a layer's forward and backward on `rank`.  Collective.
-
-    Returns:
-        name -> result, [T, width]; and parameter of the router -> gradient.
-    """
+    """A layer's results on `rank`, [T, width], and its router's gradients.  Collective."""
     case, device = workload.case, workload.x.device
     of_rows = experts_results(layer, received)
 
@@ -449,12 +422,11 @@ def results_problem(
         expected: name and result; of main_grads, which were zero before, that of one pass.
         passes: number of passes that are added up in `actual`; None: it holds results.
 
-    A value may be off by a part of the largest of its tensor.  What is measured rounds where fp32
-    does not: dispatchers may after each of the K terms, at the wire and when the router's gradient
-    is added, and the result is rounded; inside an expert a row is rounded a few times, which moves
-    sums of many such rows by less.  A GEMM may add its products in another order, in fp32: random
-    walks of at most `steps` steps.  Terms of both signs: compared with the largest value, not with
-    the sum that they leave.
+    A value may be off by a part of the largest of its tensor, because terms have both signs.  What
+    is measured rounds where fp32 does not: dispatchers after each of the K terms, at the wire and
+    when the router's gradient is added; experts round a row a few times, which moves sums of many
+    rows by less.  A GEMM may add its products in another order, in fp32: random walks of at most
+    `steps` steps.
     """
     case = workload.case
     assert workload.ffn_hidden_size is not None  # the layer could not be made without it

@@ -1,10 +1,9 @@
 """Megatron-Core's dispatchers alone, its whole MoELayer, and its experts alone; forward, backward.
 
 Launches by the host are part of the time: Megatron's own dispatchers wait for the host between
-their steps.  Layers and experts add weight gradients to fp32 main_grads, as in any micro-batch but
-the first, in which TransformerEngine's layers and grouped experts overwrite them.  The reduction of
-gradients over the ranks is not included.  Shared experts, auxiliary losses and recomputation are
-off.
+steps.  Layers and experts add weight gradients to fp32 main_grads, as in any micro-batch but the
+first, which overwrites them; their reduction over the ranks is not included.  Shared experts,
+auxiliary losses and recomputation are off.
 """
 
 from __future__ import annotations
@@ -97,15 +96,13 @@ class DispatcherSubject(Subject):
         self._results = None
 
     def problem(self) -> str | None:
-        """See `Subject.problem`.
+        """Compare with experts that multiply rows by their probabilities and a factor of their own.
 
-        Every expert multiplies its rows by their probabilities and by a factor of its own, so that
-        a row at the wrong expert or with another row's probability changes the result.  Sums are
+        So a row at the wrong expert or with another row's probability changes the result.  Sums are
         rounded in the dispatcher's own order: compared to a few roundings, all terms positive.
         """
-        case, work = self._workload.case, self._workload
+        work, case, device = self._workload, self._workload.case, self._workload.x.device
         num_local = case.num_experts // case.num_ranks
-        device = work.x.device
         factor = 1 + torch.arange(case.num_experts, device=device) / case.num_experts
         mine = factor[self._rank * num_local : (self._rank + 1) * num_local]
         seen: list[torch.Tensor] = []
@@ -145,15 +142,14 @@ class DispatcherSubject(Subject):
         return None
 
     def close(self) -> None:
-        """See `Subject.close`."""
         model.close_dispatcher(self._dispatcher)
 
 
 class _Accumulating(Subject):
     """What layers and experts alone have in common, over the layer that they share.
 
-    A class derived from it sets `_inputs`, leaves whose gradients are results, and `_grad_out`, and
-    calls `_start` when it can run.
+    A derived class sets `_inputs`, leaves whose gradients are results, and `_grad_out`, and calls
+    `_start` when it can run.
     """
 
     _host_counts = True
@@ -182,14 +178,7 @@ class _Accumulating(Subject):
             self.passes = {BOTH: replay}
 
     def _experts_of(self) -> Any:
-        """Megatron-Core's experts, or this package's over the same weights.
-
-        These take their rows last expert first, and lay the weights out as Megatron's buffers do,
-        behind one another, for all subjects.
-
-        Raises:
-            UnsupportedError: the GPU has no grouped GEMM.
-        """
+        """Megatron-Core's experts, or this package's over the same weights, last expert first."""
         experts = self._shared.module.experts
         if self._variant.grouped:
             from megatron_ncclep.integration.experts.grouped import group_experts
@@ -199,12 +188,10 @@ class _Accumulating(Subject):
         return experts
 
     def clock(self, timer: Timer) -> Clock:
-        """See `Subject.clock`.  Gradients begin at zero, as in each step of training; not timed.
-
-        `grad_added_to_main_grad` stays set on a weight until they are cleared, and the next subject
-        may leave adding to the hooks.  Grouped experts find it as a first micro-batch leaves it:
-        they would not add to main_grads that have just been reset.
-        """
+        """See `Subject.clock`.  Gradients begin at zero, as in each step of training; not timed."""
+        # `grad_added_to_main_grad` stays set on a weight until gradients are cleared, and the next
+        # subject may leave adding to the hooks.  Grouped experts find it as a first micro-batch
+        # leaves it: they would not add to main_grads that have just been reset.
         timed = super().clock(timer)
 
         def clock() -> Any:
@@ -227,10 +214,7 @@ class _Accumulating(Subject):
     def _expected(
         self, workload: Workload
     ) -> tuple[dict[str, torch.Tensor], Callable[[], Iterable[tuple[str, torch.Tensor]]]]:
-        """What `_everything` must give, and a function that yields parameters and gradients.
-
-        The gradients of one pass, one after the other: all would take much memory.  Collective.
-        """
+        """What `_everything` must give; yields parameters and gradients one by one.  Collective."""
         raise NotImplementedError
 
     def _compared(self, results: Results) -> Results:
@@ -259,7 +243,6 @@ class _Accumulating(Subject):
         return gradients
 
     def problem(self) -> str | None:
-        """See `Subject.problem`: output and all gradients, to a few roundings."""
         return self._problem_with(self._workload)
 
     def _problem_with(self, workload: Workload) -> str | None:
@@ -272,13 +255,11 @@ class _Accumulating(Subject):
         self._shared.zero_grad_buffer()
         problems = []
         for passes in CHECKED_PASSES:
-            if self._captured is None:
-                results = self._everything()
-            else:
-                self.passes[BOTH]()
-                results = self._captured
-            found = self._compared(results)
+            results = self._captured or self._everything()
+            if self._captured is not None:
+                self.passes[BOTH]()  # it leaves its results there
             main_grads = {name: weight.main_grad for name, weight in layer.named_parameters()}
+            found = self._compared(results)
             problems += [
                 self._other_problem(results, workload),
                 model.results_problem(workload, rank, found, expected.items()),
@@ -293,12 +274,7 @@ class _Accumulating(Subject):
 
 
 class LayerSubject(_Accumulating):
-    """See `Subject`.  A whole MoELayer: router, dispatcher and experts.
-
-    Args:
-        name, setting, workload: as of any subject.
-        max_recv_rows: of a variant with a fixed number of received rows.
-    """
+    """See `Subject`.  A whole MoELayer: router, dispatcher and experts."""
 
     def __init__(
         self, name: str, setting: Setting, workload: Workload, max_recv_rows: Any = None
@@ -327,9 +303,8 @@ class LayerSubject(_Accumulating):
     def _everything(self) -> Results:
         """Run forward and backward; all results, and the router's decision."""
         decisions: list[tuple[torch.Tensor, torch.Tensor]] = []
-        hook = self._layer.router.register_forward_hook(
-            lambda *called: decisions.append(called[-1])
-        )
+        router = self._layer.router
+        hook = router.register_forward_hook(lambda *called: decisions.append(called[-1]))
         try:
             out = self._run()
         finally:
@@ -363,9 +338,7 @@ class LayerSubject(_Accumulating):
             problem = self._problem_with(other)
         finally:
             model.route(self._shared, work)
-        if found is None and problem is not None:
-            found = f"replayed with another routing: {problem}"
-        return found
+        return found or (problem and f"replayed with another routing: {problem}")
 
     def _expected(self, workload: Workload) -> Any:
         layer, received = self._shared.module, model.received_rows(workload, self._rank)
@@ -387,15 +360,11 @@ class LayerSubject(_Accumulating):
         return found
 
     def _other_problem(self, results: Results, workload: Workload) -> str | None:
-        dropped = getattr(self._dispatcher, "num_dropped", None)
-        if dropped is not None:
-            max_recv_rows = self._dispatcher.engine.config.max_recv_rows
-            if problem := dropped_problem(int(dropped), max_recv_rows):
-                return problem
+        if dropped := getattr(self._dispatcher, "num_dropped", None):
+            return dropped_problem(int(dropped), self._dispatcher.engine.config.max_recv_rows)
         return model.routing_problem(workload, self._rank, results["probs"], results["routing_map"])
 
     def close(self) -> None:
-        """See `Subject.close`."""
         super().close()  # a graph before its engine
         model.close_dispatcher(self._dispatcher)
         # Megatron's own dispatchers keep tensors of the last pass, which lead to the weights' hooks
@@ -449,28 +418,22 @@ class ExpertsSubject(_Accumulating):
 
     def _compared(self, results: Results) -> Results:
         return {
-            name: None
+            name: found
             if found is None
             else found.view(len(found), *found.shape[1:] or (1,))[self._place]
             for name, found in results.items()
         }
 
     def close(self) -> None:
-        """See `Subject.close`."""
         super().close()
         self._experts = None
 
 
 def blocks_of(counts: torch.Tensor, grouped: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where rows in the order of experts lie, and the rows of each block.
+    """Place of each row in the order of experts, int64 [num_rows], and the blocks' lengths.
 
-    Args:
-        counts: rows of each expert, int64 [num_local_experts], on the CPU.
-        grouped: for this package's experts.
-
-    Returns:
-        place of each row, int64 [num_rows], and the blocks' lengths in the order in which they
-        lie, int64 [num_local_experts].
+    `counts`: rows of each expert, int64 [num_local_experts], on the CPU; `grouped`: for this
+    package's experts.  Lengths are in the order in which the blocks lie.
 
     Example: with counts 2 and 3 the places are 16, 17, 0, 1 and 2 with `grouped`, where blocks have
     16 rows each and the last expert is the first; otherwise they are 0 to 4.
@@ -484,12 +447,10 @@ def blocks_of(counts: torch.Tensor, grouped: bool) -> tuple[torch.Tensor, torch.
 
 
 def captured(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
-    """Capture `call` in a CUDA graph: what replays it, and where it leaves its results.
-
-    On the stream on which all subjects run.  Megatron's dispatchers keep tensors of their last
-    forward pass, and these the nodes that take the weights' gradients, each with the stream on
-    which it was made: a graph may not wait for another one.
-    """
+    """Capture `call` in a CUDA graph: what replays it, and where it leaves its results."""
+    # On the stream on which all subjects run.  Megatron's dispatchers keep tensors of their last
+    # forward pass, and these the nodes that take the weights' gradients, each with the stream on
+    # which it was made: a graph may not wait for another one.
     for _ in range(WARMUP):
         call()
     graph = torch.cuda.CUDAGraph()

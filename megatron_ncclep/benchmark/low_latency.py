@@ -57,13 +57,12 @@ class LowLatencySubject(Subject):
                 self._engine, max_tokens=self.max_tokens, hidden=case.hidden, top_k=case.top_k,
                 dtype=case.dtype,
             )  # fmt: skip
-        nbytes = getattr(self._object, "nbytes", None)
-        self.window_bytes = nbytes() if nbytes is not None else None
+        if nbytes := getattr(self._object, "nbytes", None):
+            self.window_bytes = nbytes()
 
     def clock(self, timer: Timer) -> Clock:
-        """See `Subject.clock`."""
         if self._on_gpu:
-            return Graphs(timer, self.dispatch, self.combine).round
+            return graph_clock(timer, self.dispatch, self.combine)
 
         def pair() -> None:
             self.dispatch()
@@ -88,7 +87,6 @@ class LowLatencySubject(Subject):
         return problem or self._combine_problem(out)
 
     def close(self) -> None:
-        """See `Subject.close`."""
         self._object.close()
         self._engine.close()
 
@@ -240,36 +238,31 @@ class LibraryLowLatencySubject(LowLatencySubject):
         return deviation(out.float(), total, bound, "another order of sums")
 
     def close(self) -> None:
-        """See `Subject.close`."""
         torch.cuda.synchronize(self._group.device)
         self._handle.close()
         self._staging.close()
 
 
-class Graphs:
-    """Times operations in replays of two CUDA graphs; captures them when it is made.
+def graph_clock(timer: Timer, dispatch: Callable[[], Any], combine: Callable[[], Any]) -> Clock:
+    """Capture two CUDA graphs of both operations, and make a clock that replays them.
 
     A graph holds alternating dispatches and combines, back to back as in a model without experts,
     and between them kernels that record the device's clock: in one graph between all operations, in
     the other between pairs only, because a stamp takes half a microsecond.  (An event in a graph
     takes five.)
     """
+    graphs = [_capture(dispatch, combine, apart) for apart in (True, False)]
 
-    def __init__(
-        self, timer: Timer, dispatch: Callable[[], Any], combine: Callable[[], Any]
-    ) -> None:
-        self._timer = timer
-        self._apart = _capture(dispatch, combine, apart=True)
-        self._together = _capture(dispatch, combine, apart=False)
-
-    def round(self) -> Times:
-        """Replay each graph once; gives for each of PAIR the microseconds of every operation."""
-        apart, pairs = self._replay(*self._apart), self._replay(*self._together)
+    def clock() -> Times:
+        for graph, _ in graphs:
+            timer.sample(graph.replay, include_host=False)  # aligns the ranks, and waits
+        apart, pairs = (
+            [(after - before) / 1e3 for before, after in pairwise(stamps.tolist())]
+            for _, stamps in graphs
+        )
         return dict(zip(PAIR, (apart[0::2], apart[1::2], pairs), strict=True))
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, stamps: torch.Tensor) -> list[float]:
-        self._timer.sample(graph.replay, include_host=False)  # aligns the ranks, and waits
-        return [(after - before) / 1e3 for before, after in pairwise(stamps.tolist())]
+    return clock
 
 
 def _capture(

@@ -114,8 +114,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     if not drawn:
         raise InputError(f"no plot {path}: the result holds no times")
     columns = min(2, len(drawn))
-    rows = -(-len(drawn) // columns)
-    most = max(bars for bars, _ in drawn)
+    rows, most = -(-len(drawn) // columns), max(bars for bars, _ in drawn)
     figure = Figure(figsize=(7.5 * columns, rows * (1.4 + 0.42 * most) + 0.6), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).reshape(-1)
     for panel, (_, draw_panel) in zip(panels, drawn, strict=False):

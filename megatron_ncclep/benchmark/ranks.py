@@ -11,7 +11,6 @@ import faulthandler
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -47,11 +46,8 @@ COPY_WARMUP, COPY_SAMPLES = 3, 10
 class Ranks:
     """One rank's side of a measurement.  Made and closed by all ranks together.
 
-    Args:
-        context: the ranks; all of the process's world.
-        timeout_s: seconds that a rank waits for the others.
-        what: is measured, in words: the name of a shape.
-        shows: whether rank 0 reports each step on stderr: stdout holds the table only.
+    `context` has all ranks of the process's world; `what` is measured, in words: the name of a
+    shape.  With `shows`, rank 0 reports each step on stderr: stdout holds the table only.
 
     Attributes:
         rank, num_ranks, on_gpu: of this process.
@@ -91,11 +87,7 @@ class Ranks:
         return OUTCOMES[worst], "; ".join(reasons) or None
 
     def attempt(self, call: Callable[[], str | None]) -> tuple[str, str | None]:
-        """Run `call` and give every rank the worst outcome of any, and why.  Collective.
-
-        Args:
-            call: returns what is wrong with a result on this rank, if anything is.
-        """
+        """Run `call`, which says what is wrong; give the worst outcome of any rank.  Collective."""
         try:
             reason = call()
             status = "wrong" if reason else "ok"
@@ -126,10 +118,6 @@ class Ranks:
         """Restart the time after which the process is ended."""
         faulthandler.dump_traceback_later(3 * self._timeout_s, exit=True)
 
-    def own_stream(self) -> AbstractContextManager[Any]:
-        """A stream that CUDA graphs can be captured on, unlike the default one."""
-        return torch.cuda.stream(torch.cuda.Stream()) if self.on_gpu else nullcontext()
-
     def close(self) -> None:
         """Release the groups, and cancel the deadline.  Collective."""
         self.stop()
@@ -151,7 +139,7 @@ class Ranks:
 
 
 class DeviceMemory:
-    """Device memory that a subject takes, from here on."""
+    """Device memory that a subject takes from the time this object is made."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
@@ -165,8 +153,7 @@ class DeviceMemory:
     def growth(self, shared_bytes: int = 0) -> dict[str, int] | None:
         """Bytes at the peak of torch's allocator, and bytes held outside of it; None on a CPU.
 
-        Args:
-            shared_bytes: of torch's that were there before and that the subject needs.
+        `shared_bytes` of torch's were there before, and the subject needs them too.
         """
         if not self._on_gpu:
             return None
@@ -185,12 +172,7 @@ class DeviceMemory:
 
 
 class Timer:
-    """Times calls on one rank of `group`.  Every method is collective.
-
-    Args:
-        group: of the ranks that are measured together; its backend moves tensors of `device`.
-        device: "cuda" times with device events, "cpu" with the host's clock.
-    """
+    """Times calls on one rank of `group`, with device events or on a CPU its clock.  Collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: str) -> None:
         self._group = group
@@ -200,12 +182,9 @@ class Timer:
     def sample(self, call: Callable[[], Any], include_host: bool) -> float:
         """Call `call` once and return the microseconds that it took on this rank.
 
-        The ranks are aligned by an all-reduce of one number on the device before it.
-
-        Args:
-            call: what to time.
-            include_host: the device is idle when the call starts, so that the time to launch its
-                work counts.  Otherwise the device is kept busy meanwhile (GPU only).
+        The ranks are aligned by an all-reduce of one number on the device before it.  With
+        `include_host` the device is idle when the call starts, so that the time to launch its work
+        counts.  Otherwise the device is kept busy meanwhile (GPU only).
         """
         if not self._on_gpu:
             return self.consecutive(call, 1)[0]
@@ -272,13 +251,9 @@ def measure(clocks: dict[str, Clock], warmup: int, samples: int) -> Iterator[dic
 
 
 def slowest(rounds: list[list[dict[str, Times]]]) -> dict[str, Times]:
-    """Take the slowest rank's time of everything that ran.
+    """Take the slowest rank's time of everything: subject -> pass -> microseconds of all rounds.
 
-    Args:
-        rounds: for each rank, what `measure` yielded.
-
-    Returns:
-        subject -> pass -> microseconds, over all rounds.
+    `rounds` holds what `measure` yielded on each rank.
     """
     return {
         subject: {
@@ -299,11 +274,8 @@ def slowest(rounds: list[list[dict[str, Times]]]) -> dict[str, Times]:
 def random_rows(rank: int, num_ranks: int, rows_per_peer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the rows of the peers' windows that `rank` copies, `rows_per_peer` of each.
 
-    Every rank has a part of its own in each window, so that pushes never collide.
-
-    Returns:
-        int32 [n] each, in a random order that mixes the peers: the rank of each row, and its number
-        in that rank's window.
+    Every rank has a part of its own in each window, so that pushes never collide.  Returns the rank
+    of each row and its number in that rank's window, int32 [n], in a random order of peers.
 
     Example: 3 ranks, rows_per_peer 2.  A window has 3 parts of 2 rows; rank 1 copies rows 2 and 3
     of the windows of ranks 0 and 2, in any order.
@@ -331,20 +303,11 @@ def measure_ceiling(
 ) -> dict[str, dict[str, Any]]:
     """Measure what dispatch and combine cannot exceed: the links' bandwidth.  Collective.
 
-    Both directions are tried with several numbers of SMs.  The copied rows are verified.
-
-    Args:
-        group: of at least two ranks with a GPU each (see `no_ceiling_reason`).
-        timer: over the same ranks.
-        row_bytes: of one row; a multiple of 16.
-        timeout_s: for each wait.
+    Both directions are tried with several numbers of SMs, and the copied rows are verified: a
+    LibraryError says that wrong bytes came.
 
     Returns:
         "push" and "pull" -> the best rate of the slowest rank, {"gb_per_s", "num_sms"}.
-
-    Raises:
-        LibraryError: the memory cannot be shared, or a copy brought wrong bytes.
-        PeerError: a rank did not come in time.
     """
     native = extension.load()
     rows_per_peer = max(1, COPY_BYTES // row_bytes // (group.size - 1))
@@ -378,16 +341,13 @@ class _Copies:
         self._row_bytes, self._rows_per_peer = row_bytes, rows_per_peer
         peer, row = random_rows(group.rank, group.size, rows_per_peer)
         self._peer, self._row = peer.to(group.device), row.to(group.device)
-        self._num_rows = len(peer)
-        self._local = torch.zeros(
-            self._num_rows, row_bytes // 4, dtype=torch.int32, device=group.device
-        )
+        self._local = torch.zeros(len(peer), row_bytes // 4, dtype=torch.int32, device=group.device)
 
     def copy(self, direction: str, num_sms: int) -> None:
         """Queue one copy on the current stream."""
         self._native.copy_rows(
             direction, self._local.data_ptr(), self._window.peers, self._peer, self._row,
-            self._num_rows, self._row_bytes, num_sms, extension.current_stream(),
+            len(self._row), self._row_bytes, num_sms, extension.current_stream(),
         )  # fmt: skip
 
     def rate(self, direction: str, num_sms: int, timer: Timer, timeout_s: float) -> float:
@@ -400,7 +360,7 @@ class _Copies:
             torch.tensor(times, dtype=torch.float64), "ceiling, gathering times", timeout_s
         )
         (median,) = quantiles(theirs.max(dim=0).values.tolist(), 0.5)
-        return self._num_rows * self._row_bytes / median * 1e-3  # bytes / us -> GB / s
+        return self._local.nbytes / median * 1e-3  # bytes / us -> GB / s
 
     def verify(self, timeout_s: float) -> None:
         """Push rows that name their place, pull them back, and compare both ends."""

@@ -46,8 +46,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 class Outcome:
     """The outcome of one subject with one shape.
 
-    A status other than "ok" has a reason, and no times: "unavailable": it cannot run here; "wrong":
-    its results are; "failed": it raised an error.
+    "unavailable": it cannot run here; "wrong": its results are; "failed": it raised an error.  All
+    but "ok" have a reason and no times.
     """
 
     name: str
@@ -100,12 +100,7 @@ class TrainResult(Outcome):
     num_parameters: int | None = None  # of one rank
 
     def set_samples(self, turns: Sequence[Sequence[float]], tokens: int) -> None:
-        """Summarise the slowest rank's microseconds of every step, by turn.
-
-        Args:
-            turns: at least one, each of at least one sample.
-            tokens: of all ranks in one step.
-        """
+        """Summarise the slowest rank's microseconds of every step, by turn."""
         self.step = _spread([sample for turn in turns for sample in turn])
         self.turns_us = [quantiles(turn, 0.5)[0] for turn in turns]
         self.tokens_per_s = tokens / self.step["median_us"] * 1e6
@@ -230,11 +225,7 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote.
-
-    Raises:
-        InputError: there is no such file, or it is not a result of this version's format.
-    """
+    """Read what `save` wrote; an InputError says what else a file is."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -251,11 +242,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, name: str, listed: Any, kind: type) -> list[dict[str, Any]]:
-    """Read a list of `kind`s; older results lack fields, and have some that are gone.
-
-    Raises:
-        InputError: it is no such list.
-    """
+    """Read a list of `kind`s; older results lack fields, and have some that are gone."""
     known = [f.name for f in dataclasses.fields(kind)]
     try:
         held = [{key: item[key] for key in known if key in item} for item in listed]

@@ -138,12 +138,7 @@ class TrainingShape(Checked):
             raise InputError(f"{BATCH} follows from microbatches and ranks: leave it out")
 
     def settings(self, num_ranks: int) -> Settings:
-        """The checked settings of the model on `num_ranks` ranks, the experts divided over all.
-
-        Raises:
-            InputError: no such model, a wrong value in it or in the changes, or experts that cannot
-                be divided over the ranks.
-        """
+        """The checked settings of the model on `num_ranks` ranks, the experts divided over all."""
         try:
             per_rank = Settings.load(self.model, self.changes)["micro-batch-size"]
             batch = {BATCH: per_rank * self.microbatches * num_ranks}
@@ -245,18 +240,13 @@ def _with_model(shape: dict[str, Any]) -> dict[str, Any]:
 class Workload:
     """One shape's routing on this rank, shared by all subjects, which only read its tensors.
 
-    Args:
-        case: the shape.
-        rank: of this process.
-        ffn_hidden_size: of one expert; None: the shape does not say.
+    `ffn_hidden_size` is that of one expert; None: the shape does not say.
 
     Attributes:
         tables: the routes to each rank.
-        topk_idx: int64 [T, K].
+        topk_idx, w: int64 and fp32 [T, K].
         x, grad_out: [T, H].
-        w: fp32 [T, K].
-        y, grad_rows: [N, H].
-        grad_row_w: fp32 [N].
+        y, grad_rows, grad_row_w: [N, H] and fp32 [N].
         shared: objects that subjects share, by name, each kept as long as one of them holds it.
     """
 
@@ -308,16 +298,11 @@ def tables_of_case(case: Case, ranks_on_node: int | None = None) -> list[SlotTab
 
 
 def tables_of(
-    topk_idx: list[torch.Tensor],
-    num_experts: int,
-    alignment: int = 1,
-    ranks_on_node: int | None = None,
+    topk_idx: list[torch.Tensor], num_experts: int, alignment: int = 1, on_node: int | None = None
 ) -> list[SlotTable]:
     """The routes to each rank; arguments as of `slot_table`."""
-    return [
-        slot_table(rank, topk_idx, num_experts, alignment, ranks_on_node=ranks_on_node)
-        for rank in range(len(topk_idx))
-    ]
+    ranks = range(len(topk_idx))
+    return [slot_table(r, topk_idx, num_experts, alignment, ranks_on_node=on_node) for r in ranks]
 
 
 # --- what crosses links --------------------------------------------------------------------------
@@ -326,16 +311,11 @@ def tables_of(
 def wire_rows(tables: list[SlotTable], num_tokens: list[int]) -> int:
     """Rows that the busiest rank must send or receive, whichever is more.
 
-    A token's row crosses the wire once for each other rank that has an expert of it, however many
-    of its experts are there.
+    A token's row crosses once for each other rank that has an expert of it, however many are there.
 
     Example: two ranks with two experts each, top-2.  Rank 0's token 0 goes to experts 2 and 3: one
     row from rank 0 to rank 1.  Its token 1 goes to 0 and 1: none.  Rank 1's token 0 goes to 1 and
     2: one row from rank 1 to rank 0.  Every rank sends one row and receives one: the answer is 1.
-
-    Args:
-        tables: of all ranks.
-        num_tokens: of all ranks.
     """
     crossing = _by_source(_assignments(tables) > 0, num_tokens)
     return _busiest(crossing.fill_diagonal_(0))
@@ -346,9 +326,7 @@ def network_rows(
 ) -> tuple[int, int]:
     """Rows that the busiest rank must send or receive over the network between nodes.
 
-    Args:
-        tables, num_tokens: of all ranks.
-        ranks_on_each: L, ranks on a node; node m has ranks m * L to m * L + L - 1.
+    Node m has ranks m * L to m * L + L - 1, where L is `ranks_on_each`.
 
     Returns:
         With `hierarchical`, where a token's row crosses once for each other node that has an
@@ -390,8 +368,8 @@ def _busiest(crossing: torch.Tensor) -> int:
 class NetworkModel:
     """A model, not a measurement, of one dispatch or combine over several nodes.
 
-    It counts bytes and divides them by rates; it leaves out latency, network topology, and what
-    hosts and kernels add.  The router is balanced: all experts are equally likely.
+    It counts bytes and divides them by rates, without latency, network topology, hosts and kernels.
+    The router is balanced: all experts are equally likely.
 
     Example: 2 nodes, top-2.  A token needs the other node unless both of its assignments are on its
     own, one case in four with many experts: 0.75 of the rows cross.  A flat all-to-all sends a row
@@ -416,11 +394,7 @@ class NetworkModel:
 
     @classmethod
     def parse(cls, text: str) -> NetworkModel:
-        """Read `NAME=VALUE,...`, such as `nic_gb_s=90,top_k=4`; the rest has its defaults.
-
-        Raises:
-            InputError: an unknown name, or an impossible value.
-        """
+        """Read `NAME=VALUE,...`, such as `nic_gb_s=90,top_k=4`; the rest has its defaults."""
         kinds: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         given: dict[str, Any] = {}
         for item in filter(None, text.split(",")):

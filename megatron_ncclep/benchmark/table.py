@@ -49,15 +49,14 @@ def render(result: dict[str, Any]) -> str:
     if "gpu" in machine:
         where = f"{machine['gpus']} x {machine['gpu']}, driver {machine['driver'] or 'unknown'}"
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
+    shared = machine.get("ranks_per_gpu", 1) > 1
     head = [
         f"ncclep bench {options['config']}: {options['ranks']} ranks, {where}, {result['date']}",
         *wrap(versions),
         f"{options['samples']} samples after {options['warmup']} warm-up rounds",
+        *(wrap(SHARED.format(machine["ranks_per_gpu"])) if shared else ()),
     ]
     rows = options.get("max_recv_rows")  # older results have none
-    shared = machine.get("ranks_per_gpu", 1) > 1
-    if shared:
-        head += wrap(SHARED.format(machine["ranks_per_gpu"]))
     blocks = [
         head,
         *(_shape(shape, rows, not shared) for shape in result["shapes"]),
@@ -148,10 +147,10 @@ def _problems(subjects: Iterable[Subject]) -> list[str]:
 
 def _held(subject: Subject) -> str:
     """A subject's memory in GB: of torch's allocator, and outside of it."""
-    memory = subject["memory"]
-    if memory is None:
-        return "-"
-    return "+".join(f"{memory[name] / 1e9:.1f}" for name in ("torch_bytes", "other_bytes"))
+    memory = subject["memory"] or {}
+    return (
+        "+".join(f"{memory[n] / 1e9:.1f}" for n in ("torch_bytes", "other_bytes") if memory) or "-"
+    )
 
 
 # --- passes of a layer's routing -----------------------------------------------------------------
@@ -159,8 +158,8 @@ def _held(subject: Subject) -> str:
 
 def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> list[str]:
     shape, ffn = result["shape"], result["shape"]["ffn_hidden_size"]
-    usual = {"skew": 0, "alignment": 1}
-    extras = "".join(f", {name} {shape[name]}" for name in usual if shape[name] != usual[name])
+    usual = (("skew", 0), ("alignment", 1))
+    extras = "".join(f", {name} {shape[name]}" for name, value in usual if shape[name] != value)
     lines = [f"{sizes(shape)}{extras}; {result['wire_bytes'] / 1e6:.3g} MB on the wire"]
     if result["error"]:
         return [*lines, *wrap(f"nothing was measured: {result['error']}")]
@@ -233,7 +232,10 @@ def _passes(
     megatrons = next((s["sum_us"] for s in subjects if s["name"] == MEGATRONS_EXPERTS), None)
     library = min((s["sum_us"] for s in subjects if s["kind"] == "library"), default=None)
     columns: Columns = {"SMs": lambda s: str(s["sms"])} if names is STEPS else {}
-    columns |= {name: _median(name) for name in names}
+    for name in names:
+        columns[name] = lambda s, n=name: (  # type: ignore[misc]
+            _time(s["passes"][n]["median_us"]) if n in s["passes"] else "-"
+        )
     columns["sum"] = lambda s: _time(s["sum_us"])
     if rates:
         columns["of lib."] = lambda s: f"{s['sum_us'] / library:.2f}" if library else "-"
@@ -257,10 +259,6 @@ def _passes(
     return align(rows)
 
 
-def _median(name: str) -> Callable[[Subject], str]:
-    return lambda s: _time(s["passes"][name]["median_us"]) if name in s["passes"] else "-"
-
-
 def _time(us: float) -> str:
     return f"{us:.1f}" if us < 10 else f"{us:.0f}"
 
@@ -270,8 +268,7 @@ def _spread(times: dict[str, float]) -> str:
 
 
 def _rate(times: dict[str, float]) -> str:
-    percent = times.get("percent_of_ceiling")
-    rate = times["gb_per_s"]
+    rate, percent = times["gb_per_s"], times.get("percent_of_ceiling")
     shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
     return shown if percent is None else f"{shown} ({percent:.0f}%)"
 

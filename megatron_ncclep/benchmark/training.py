@@ -4,14 +4,13 @@ The first steps of each, from the same weights on the same batches, are compared
 Megatron-Core's `alltoall`:
 
 - the initial weights: equal;
-- the first MoE layer's output for given hidden states, and the gradient of these for a given one of
-  the output.  Only roundings differ there.  n of them, independent and each of at most half a
-  spacing of its value, differ by sqrt(n) halves of a spacing.  A thousandth of the rows at a wrong
-  expert would make four hundredths, three times what bf16 is allowed with eight experts a token;
+- the first MoE layer's output and gradient, for given hidden states and a given gradient of the
+  output.  Only roundings differ there: n independent ones, each of at most half a spacing of its
+  value, differ by sqrt(n) halves of a spacing.  A thousandth of the rows at a wrong expert would
+  make four hundredths, three times what bf16 is allowed with eight experts a token;
 - the losses and gradient norms.  In fp32 they differ by the order of a sum only (see
-  docs/convergence.md).  In bf16, roundings decide which of two nearly equal experts a router takes,
-  in about a tenth of the choices; from there on two curves are two draws of one experiment, whose
-  means over all tokens are close.
+  docs/convergence.md).  In bf16, roundings decide a tenth of the routers' choices, between nearly
+  equal experts; from there on two curves are two draws of one experiment with close means.
 
 What a CUDA graph replays must give the bits of the same subject without graphs.
 """
@@ -108,12 +107,7 @@ class _Entry:
 
 
 class TrainingRun:
-    """Measures every subject of a job that trains, on one rank; all ranks together.
-
-    Args:
-        ranks: of the measurement.
-        job, shape: the same on every rank.
-    """
+    """Measures every subject of a job that trains, on one rank.  Collective."""
 
     def __init__(self, ranks: Ranks, job: Job, shape: TrainingShape) -> None:
         self._ranks, self._job, self._shape = ranks, job, shape
@@ -264,11 +258,7 @@ class TrainingRun:
 
 
 def _curve_of(entry: _Entry) -> Curve:
-    """The curve of a subject that must have one, such as the control.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """The curve of a subject that must have one, such as the control."""
     if entry.curve is None or entry.result.status != "ok":
         raise RuntimeError(
             f"{entry.choice.name}, with which others are compared, {entry.result.status}: "
@@ -281,12 +271,7 @@ def _curve_of(entry: _Entry) -> Curve:
 
 
 def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
-    """Say where a training leaves that of the control, if it does.
-
-    Args:
-        curve, control: of the same rank.
-        top_k: experts of a token.
-    """
+    """Say where a training leaves that of the control, if it does."""
     if problem := _weights_problem(curve, control):
         return problem
     output = control.output
@@ -310,19 +295,21 @@ def bits_problem(graphed: Curve, eager: Curve) -> str | None:
 
 def layer_parts(curve: Curve, control: Curve) -> dict[str, float]:
     """How far output and gradient of the first MoE layer are apart, relative to their size."""
-    pairs = {
-        "output": (curve.output.double(), control.output.double()),
-        "gradient": (curve.gradient.double(), control.gradient.double()),
-    }
-    return {what: float((a - b).norm() / b.norm()) for what, (a, b) in pairs.items()}
+    parts = {}
+    for what in ("output", "gradient"):
+        mine, theirs = getattr(curve, what).double(), getattr(control, what).double()
+        parts[what] = float((mine - theirs).norm() / theirs.norm())
+    return parts
 
 
 def _steps_problem(
     curve: Curve, other: Curve, whose: str, bounds: tuple[float, float]
 ) -> str | None:
     """Say in which step a loss or a gradient norm is too far from the other's."""
-    found = (("loss", curve.losses, other.losses), ("gradient norm", curve.grad_norms,
-             other.grad_norms))  # fmt: skip
+    found = (
+        ("loss", curve.losses, other.losses),
+        ("gradient norm", curve.grad_norms, other.grad_norms),
+    )
     for (what, mine, theirs), bound in zip(found, bounds, strict=True):
         for step, (value, wanted) in enumerate(zip(mine, theirs, strict=True), start=1):
             if not abs(value - wanted) <= bound * abs(wanted):
@@ -357,12 +344,7 @@ class Interval:
 
 
 def kernel_kind(kernel: str, in_optimizer: bool = False) -> str:
-    """The kind of a kernel, by its name.
-
-    Args:
-        kernel: its name.
-        in_optimizer: the optimizer queued it.  Then all but collectives is the optimizer's.
-    """
+    """The kind of a kernel by name; all but collectives of the optimizer's are its own."""
     rules = ((kind, re.search(pattern, kernel, re.IGNORECASE)) for kind, pattern in _RULES)
     kind = next((kind for kind, found in rules if found), REST)
     return OPTIMIZER if in_optimizer and kind != COLLECTIVES else kind
@@ -372,9 +354,7 @@ def time_shares(intervals: Iterable[Interval]) -> dict[str, float]:
     """Divide the time in which anything runs among the kinds; microseconds.
 
     Where n intervals overlap, each gets one n-th of the time, so that the sum is the time in which
-    the device was busy.
-
-    Example: GEMM from 0 to 10 and dispatch from 8 to 12 make 9 and 3.
+    the device was busy.  Example: GEMM from 0 to 10 and dispatch from 8 to 12 make 9 and 3.
     """
     ends = [end for i in intervals for end in ((i.start, 1, i.kind), (i.end, -1, i.kind))]
     found, running = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
@@ -389,16 +369,11 @@ def time_shares(intervals: Iterable[Interval]) -> dict[str, float]:
     return found
 
 
-def profile_steps(
-    phases: list[tuple[Callable[[], Any], bool]],
-) -> tuple[dict[str, float], float]:
-    """Profile training steps on one rank, waiting for the device after each phase.
+def profile_steps(phases: list[tuple[Callable[[], Any], bool]]) -> tuple[dict[str, float], float]:
+    """Profile training steps on one rank, waiting for the device after each phase of a step.
 
     Kernels take as long with the profiler as without, a host's calls a little longer.  So the
     device's time is compared with steps that were timed without it.
-
-    Args:
-        phases: what a step calls, in order, and whether that is the optimizer.
 
     Returns:
         the mean of `PROFILED_STEPS` steps in microseconds: kind of kernel -> its share of the time

@@ -17,12 +17,7 @@ from typing import Any, get_args
 import torch
 
 from megatron_ncclep.benchmark import Setting, UnavailableError
-from megatron_ncclep.benchmark.job import (
-    FULL_ITERATION,
-    OPTIMIZER_GRAPH,
-    PARTIAL_GRAPHS,
-    Variant,
-)
+from megatron_ncclep.benchmark.job import FULL_ITERATION, OPTIMIZER_GRAPH, PARTIAL_GRAPHS, Variant
 from megatron_ncclep.benchmark.layer_model import close_dispatcher
 from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.config import EpConfig
@@ -67,13 +62,7 @@ class Curve:
 def load_text(
     settings: Settings, ranks: Ranks, folder: Path, num_steps: int = NUM_BATCHES
 ) -> TrainingText:
-    """Make the corpus of the standard library's source and read the batches.  Collective.
-
-    Args:
-        settings: of the model.
-        ranks: all of them are data-parallel.
-        folder: for the corpus and Megatron's sample indices.
-        num_steps: steps with batches of their own.
+    """Make the corpus in `folder` and read the batches of `num_steps` steps.  Collective.
 
     Raises:
         RuntimeError: the text is too short, or the folder cannot be written to.
@@ -98,13 +87,6 @@ def load_text(
 
 class SubjectModel(TrainedModel):
     """One subject's model, its optimizer and its graphs.  Every method is collective.
-
-    Args:
-        choice: of the subject.
-        settings: of the model and its optimizer.
-        setting: where.
-        text: what to train on.
-        max_recv_rows: option of a static subject.
 
     Attributes:
         fused_by: whose function adds the output layer's weight gradients to main_grad, see
@@ -165,8 +147,7 @@ class SubjectModel(TrainedModel):
     def num_dropped(self) -> int:
         """Rows that did not fit on this rank so far, in forward passes; waits for the device."""
         dispatchers = [getattr(m, "token_dispatcher", None) for m in self.gpt.modules()]
-        counts = [getattr(dispatcher, "num_dropped", None) for dispatcher in dispatchers]
-        return sum(int(count) for count in counts if count is not None)
+        return sum(int(getattr(dispatcher, "num_dropped", None) or 0) for dispatcher in dispatchers)
 
     @property
     def phases(self) -> list[tuple[Callable[[], Any], bool]]:
@@ -187,12 +168,7 @@ class SubjectModel(TrainedModel):
         self._grad_norm = self.update()
 
     def first_steps(self, count: int, after_each: Callable[[], Any]) -> Curve:
-        """Train `count` steps from the start and record the results.
-
-        Args:
-            count: of steps.
-            after_each: called after each of them.
-        """
+        """Train `count` steps from the start and record the results."""
         weights = self._weights()
         output, gradient = self._first_layer()
         losses, grad_norms = [], []
@@ -204,13 +180,11 @@ class SubjectModel(TrainedModel):
         return Curve(weights, output, gradient, losses, grad_norms)
 
     def close(self, engines: bool = True) -> None:
-        """Release the graphs, the memory and, if nothing has failed, the engines.
-
-        Python cannot see cycles that pass through autograd's nodes, as these two of Megatron's do:
-        its own dispatchers keep probabilities of the last forward pass, which lead to the nodes
-        that take the weights' gradients, and with DistributedDataParallel's hooks on these to the
-        model; and with the distributed optimizer the config leads to it, and it to these nodes.
-        """
+        """Release the graphs, the memory and, if nothing has failed, the engines."""
+        # Python cannot see cycles through autograd's nodes: Megatron's own dispatchers keep
+        # probabilities of the last forward pass, which lead to the nodes that take the weights'
+        # gradients and, with DistributedDataParallel's hooks on these, to the model; with the
+        # distributed optimizer the config leads to it, and it to these nodes.
         self._graphs.close()
         self.gpt.config.grad_scale_func = None
         for module in self.gpt.modules():
@@ -251,17 +225,14 @@ class SubjectModel(TrainedModel):
 
 
 def fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
-    """The fusions that Megatron-LM enables by default, where they are available.
-
-    Without TransformerEngine gradients are left to DistributedDataParallel's hooks: every layer
-    would be one of Megatron-Core's own, and call Apex or what stands in for it.
-    """
+    """The fusions that Megatron-LM enables by default, where they are available."""
     if not on_gpu:
         return {}  # they would need a compiler
     return {
         "bias_activation_fusion": settings["swiglu"],
         "bias_dropout_fusion": True,
         "apply_rope_fusion": settings.uses_engine,
+        # Without TransformerEngine every layer would need Apex or its stand-in.
         "gradient_accumulation_fusion": settings.uses_engine,
     }
 
@@ -272,11 +243,10 @@ def fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
 def provide_fusion() -> str:
     """Enable `gradient_accumulation_fusion` in Megatron-Core's own linear layers, in this process.
 
-    TransformerEngine's layers have it.  Megatron-Core's own, such as the output layer of a model of
-    TransformerEngine's, call a function of Apex' extension `fused_weight_gradient_mlp_cuda`, and
-    refuse the option without it.  Apex has to be compiled, so it is missing on many machines.
-    Measured without the option, all of a model's gradients would be written, read and added once
-    more than in training; hence this stand-in, the same for all subjects.
+    They call a function of Apex' extension `fused_weight_gradient_mlp_cuda`, and refuse the option
+    without it; TransformerEngine's layers need none.  Apex has to be compiled, so it is missing on
+    many machines.  Without the option, all of a model's gradients would be written, read and added
+    once more than in training; hence this stand-in, the same for all subjects.
 
     Returns:
         whose function they call: `APEX` or `STAND_IN`.
@@ -296,15 +266,11 @@ def provide_fusion() -> str:
 def wgrad_gemm_accum_fp32(
     rows: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """Add grad_output^T @ rows to `main_grad`.
+    """Add grad_output^T @ rows to `main_grad`, fp32 [out_features, in_features].
 
-    On a GPU one call of cuBLAS, with sums in fp32.  Where torch has none for these dtypes, before
-    2.8 and on a CPU, the product is rounded to the rows' dtype and added.
-
-    Args:
-        rows: input of the layer, [num_rows, in_features], bf16 or fp16.
-        grad_output: [num_rows, out_features], of the same dtype.
-        main_grad: fp32 [out_features, in_features].
+    `rows` [num_rows, in_features] and `grad_output` [num_rows, out_features] are bf16 or fp16.  On
+    a GPU one call of cuBLAS, with sums in fp32.  Where torch has none for these dtypes, before 2.8
+    and on a CPU, the product is rounded to the rows' dtype and added.
     """
     if rows.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
         torch.addmm(main_grad, grad_output.t(), rows, out_dtype=torch.float32, out=main_grad)
@@ -332,10 +298,7 @@ def graph_fields(graphs: str | None) -> dict[str, Any]:
 
 
 def _wrapping_stream(graphs: str | None) -> AbstractContextManager[Any]:
-    """The stream on which the model is put into DistributedDataParallel, as in megatron.training.
-
-    Its hooks remember the stream, which must be the one that a whole iteration is captured on.
-    """
+    """The stream that DistributedDataParallel's hooks remember: that of the whole graph."""
     if graphs != FULL_ITERATION:
         return nullcontext()
     from megatron.core import full_cuda_graph
@@ -348,11 +311,7 @@ def _wrapping_stream(graphs: str | None) -> AbstractContextManager[Any]:
 
 
 def _optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
-    """The fields of OptimizerConfig that ask for an optimizer that can be captured.
-
-    Raises:
-        UnavailableError: Megatron-Core has none before 0.17.
-    """
+    """The fields of OptimizerConfig that ask for an optimizer that can be captured."""
     from megatron.core.optimizer import OptimizerConfig
 
     if not optimizer_graph:
@@ -363,14 +322,7 @@ def _optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
 
 
 class _Graphs:
-    """The CUDA graphs of a subject, if any.  Those of one subject at a time in a process.
-
-    Args:
-        choice: of the subject.
-        model: its schedule and optimizer step become graphs' that replay them.
-        config: the model's TransformerConfig.
-        num_ranks: all of them are data-parallel.
-    """
+    """The CUDA graphs of a subject, if any.  Those of one subject at a time in a process."""
 
     def __init__(self, choice: Variant, model: TrainedModel, config: Any, num_ranks: int) -> None:
         self._choice = choice

@@ -149,7 +149,7 @@ def test_rows_that_are_pulled_wrongly() -> None:
 def test_a_rate_is_what_one_rank_copies_in_the_median_of_the_slowest() -> None:
     """1000 rows of 4096 bytes in 40 us, where another rank takes 50, are 81.92 GB/s."""
     copies: Any = object.__new__(ranks._Copies)
-    copies._num_rows, copies._row_bytes = 1000, 4096
+    copies._row, copies._local = torch.zeros(1000), torch.zeros(1000, 1024, dtype=torch.int32)
     copies.copy = lambda direction, num_sms: None
     copies._group = SimpleNamespace(gather=lambda mine, *_: torch.stack([mine, mine + 10]))
 
