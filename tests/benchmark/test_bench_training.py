@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from imports import import_megatron_on_cpu
-from megatron_versions import importable, python_path
 from patience import PatientPool
 from stand_ins import put_into, setting_of
 
@@ -242,9 +241,9 @@ def output_layer_on_rank(context: RankContext) -> tuple[str, bool, bool]:
     return ", ".join(whose), torch.equal(weight.main_grad, expected), weight.grad_added_to_main_grad
 
 
-@pytest.mark.parametrize("release", importable())
-def test_the_output_layer_calls_it(release: str) -> None:
-    pool = PatientPool(1, "gloo", python_path(release), prepare=import_megatron_on_cpu)
+@pytest.mark.each_release
+def test_the_output_layer_calls_it() -> None:
+    pool = PatientPool(1, "gloo", prepare=import_megatron_on_cpu)
     try:
         assert pool.run(output_layer_on_rank) == [(STAND_IN, True, True)]
     finally:
