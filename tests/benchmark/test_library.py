@@ -1,0 +1,347 @@
+"""The checks of NVIDIA's library: rows may lie in any order, and nothing else may differ.
+
+The library is played by one process that has all rows and computes the sums as it does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from stand_ins import play_library
+
+from megatron_ncclep.benchmark import UnavailableError, engines, shapes
+from megatron_ncclep.benchmark.engines import LibrarySubject
+from megatron_ncclep.benchmark.low_latency import LibraryLowLatencySubject
+from megatron_ncclep.benchmark.shapes import WEIGHTS, Workload, X
+from megatron_ncclep.errors import InputError, LibraryError
+from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH
+from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.table_oracle import table_dispatch
+
+RANK = 1
+CASE = Case("yardstick", (20, 30, 25), hidden=24, num_experts=6, top_k=3, alignment=16)
+
+
+class Handle:
+    """NVIDIA's handle as rank 1 sees it, which puts rows where `place` says and adds as it does."""
+
+    def __init__(self, work: Workload, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._work, self._place = work, place
+        self.adds_by_pick = False
+        self.picks: torch.Tensor | None = None
+
+    def update(self, topk_idx: torch.Tensor, *_: Any) -> None:
+        self.picks = topk_idx
+        self.place = self._place(torch.repeat_interleave(self._work.tables[RANK].padded))
+
+    def dispatch(self, x: Any, w: Any, rows: Any, row_w: Any, stream: int) -> None:
+        work, table = self._work, self._work.tables[RANK]
+        every = work.every(WEIGHTS)
+        if w is not None:
+            # Weights stand beside the experts that this rank named, in its order.
+            assert self.picks is not None
+            order = work.topk_idx[:, :, None] == self.picks[:, None]
+            every[RANK] = torch.where(order, w[:, None], 0).sum(dim=2)
+        kind = X if x is work.x else shapes.GRAD_OUT
+        sent, weights = table_dispatch(table, work.every(kind), every)
+        rows[self.place] = sent
+        if row_w is not None:
+            row_w[self.place] = weights
+
+    def combine(self, y: Any, w: Any, out: Any, topk_w: Any, stream: int) -> None:
+        """Sums of this rank's tokens; what other ranks have is as it must be."""
+        work = self._work
+        rows = work.every(shapes.Y if topk_w is None else shapes.GRAD_ROWS)
+        rows[RANK] = y[self.place]
+        mine = work.tokens_of(RANK)
+        assert self.picks is not None
+        slots = torch.cat([table.slot[mine] for table in work.tables], dim=1)  # of all experts
+        for t, slot_of in enumerate(slots.tolist()):
+            named = [e for e in self.picks[t].tolist() if e >= 0]
+            ranks = list(dict.fromkeys(e // 2 for e in named))
+            total = torch.zeros(CASE.hidden)
+            for owner in ranks if self.adds_by_pick else sorted(ranks):
+                part = torch.zeros(CASE.hidden)
+                for e in sorted(e for e in named if e // 2 == owner):
+                    part += rows[owner][slot_of[e]].float()
+                total += part.to(y.dtype).float()
+            out[t] = total.to(out.dtype)
+            if topk_w is None:
+                continue
+            row_w = work.every(shapes.GRAD_WEIGHTS)
+            row_w[RANK] = w[self.place]
+            for k, e in enumerate(self.picks[t].tolist()):
+                topk_w[t, k] = row_w[e // 2][slot_of[e]] if e >= 0 else 0
+
+
+def in_any_order(block: torch.Tensor) -> torch.Tensor:
+    """Where each row goes: anywhere in the block of its expert."""
+    shuffled = torch.randperm(len(block))
+    place = torch.empty_like(shuffled)
+    place[torch.arange(len(block))] = shuffled[block[shuffled].argsort(stable=True)]
+    return place
+
+
+def in_another_block(block: torch.Tensor) -> torch.Tensor:
+    place = torch.arange(len(block))
+    place[[0, -1]] = place[[-1, 0]]
+    return place
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[LibrarySubject, Handle]]:
+    """Makes the yardstick over a `Handle`."""
+
+    def prepare(
+        place: Callable[[torch.Tensor], torch.Tensor],
+        adds_by_pick: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> tuple[LibrarySubject, Handle]:
+        work = Workload(replace(CASE, dtype=dtype), RANK)
+        handle = Handle(work, place)
+        setting = play_library(
+            monkeypatch,
+            RANK,
+            NcclEpGroup=lambda *_, **options: SimpleNamespace(handle_bytes=lambda *_: 1),
+            NcclEpHandle=lambda *_: handle,
+        )
+        mode = "+pull_push" if adds_by_pick else ""
+        name = f"nccl_ep_library:transformer-engine{mode}"
+        return LibrarySubject(name, setting, work), handle
+
+    return prepare
+
+
+def test_rows_of_an_expert_may_lie_in_any_order(prepared: Callable) -> None:
+    torch.manual_seed(0)
+    subject, _ = prepared(in_any_order)
+    assert subject.problem() is None
+    assert subject.problem() is None  # another order
+    text = prepared(in_another_block)[0].problem()
+    assert str(text).startswith("dispatch: rank 1, rows[")
+
+
+@pytest.mark.parametrize("what", ["row", "weight", "sum", "gradient", "weight's gradient"])
+def test_one_value_that_is_wrong(
+    what: str, prepared: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    subject, handle = prepared(in_any_order)
+    dispatch, combine = handle.dispatch, handle.combine
+
+    def wrong_dispatch(x: Any, w: Any, rows: Any, row_w: Any, stream: int) -> None:
+        dispatch(x, w, rows, row_w, stream)
+        if what == ("gradient" if w is None else "row"):
+            rows[3, 20] += 1
+        if what == "weight" and row_w is not None:
+            row_w[3] += 1
+
+    def wrong_combine(y: Any, w: Any, out: Any, topk_w: Any, stream: int) -> None:
+        combine(y, w, out, topk_w, stream)
+        if what == "sum" and w is None:
+            out[3, 20] += 1
+        if what == "weight's gradient" and w is not None:
+            topk_w[3, 1] += 1
+
+    monkeypatch.setattr(handle, "dispatch", wrong_dispatch)
+    monkeypatch.setattr(handle, "combine", wrong_combine)
+    text = subject.problem()
+    assert text is not None
+    expected = {"row": "dispatch", "weight": "dispatch", "sum": "combine"}
+    assert text.startswith(expected.get(what, "bwd_"))
+
+
+def test_sums_in_the_order_of_picks(prepared: Callable) -> None:
+    """A library that adds so gets its assignments sorted, and no other result is right.
+
+    In fp32: three rows of bf16 add up to the same in any order.
+    """
+    subject, handle = prepared(in_any_order, adds_by_pick=True, dtype=torch.float32)
+    handle.adds_by_pick = True
+    assert subject.problem() is None
+    subject, handle = prepared(in_any_order, adds_by_pick=False, dtype=torch.float32)
+    handle.adds_by_pick = True
+    assert str(subject.problem()).startswith("combine: rank 1, rows[")
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "modes"),
+    [
+        ("nccl_ep_library", None, "00"),
+        ("nccl_ep_library:nccl-extensions@24", "nccl-extensions", "00"),
+        ("nccl_ep_library:transformer-engine", "transformer-engine", "00"),
+        ("nccl_ep_library:transformer-engine+pull_push@64", "transformer-engine", "10"),
+        ("nccl_ep_library:transformer-engine+pull_push+fixed_order", "transformer-engine", "11"),
+    ],
+)
+def test_a_name_decides_what_the_library_finds(
+    name: str, package: str | None, modes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the environment says; the engine, asked whether it can run, has its fixed order."""
+    monkeypatch.delenv(CHOICE, raising=False)
+    monkeypatch.setenv(PULL_PUSH, "1")
+    monkeypatch.setenv(FIXED_ORDER, "0")
+    before = dict(os.environ)
+    seen: list[tuple[Any, ...]] = []
+
+    def look(*arguments: Any, **options: Any) -> None:
+        seen.append(tuple(os.environ.get(v) for v in (CHOICE, PULL_PUSH, FIXED_ORDER)))
+
+    setting, work = play_library(monkeypatch, RANK, NcclEpGroup=look), Workload(CASE, RANK)
+    monkeypatch.setattr(engines, "choose_engine", look)
+    monkeypatch.setattr(LibrarySubject, "_allocate", lambda *_: None)
+    LibrarySubject(name, setting, work)
+    assert seen == [(package, modes[0], "1"), (package, *modes)]
+    assert dict(os.environ) == before
+
+
+def test_a_package_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise InputError("NCCLEP_NCCL_EP_LIBRARY=nccl-extensions: this package brings none")
+
+    setting, work = play_library(monkeypatch, RANK), Workload(CASE, RANK)
+    monkeypatch.setattr(engines, "choose_engine", fail)
+    with pytest.raises(UnavailableError, match="this package brings none"):
+        LibrarySubject("nccl_ep_library:nccl-extensions", setting, work)
+
+
+# --- low-latency mode ----------------------------------------------------------------------------
+
+TWO = Case(name="two", tokens=(9, 12), hidden=24, num_experts=6, top_k=3, dtype=torch.bfloat16)
+THREE = replace(TWO, name="three", tokens=(9, 12, 7))
+
+
+class LowLatencyHandle:
+    """NVIDIA's handle as rank 1 sees it; each source's rows come in an order of the moment."""
+
+    def __init__(self, subject: Any, work: Workload) -> None:
+        self._subject, self._work = subject, work
+        self._num_local = work.case.num_experts // work.case.num_ranks
+        self.order: list[list[int]] = []
+
+    def _tokens(self, source: int, rank: int) -> list[int]:
+        """Those of `source` that go to `rank`."""
+        owners = self._work.case.topk_idx(source) // self._num_local
+        return [t for t, each in enumerate(owners.tolist()) if rank in each]
+
+    def dispatch(self, *arguments: Any) -> None:
+        """Takes x, experts, weights; fills rows, experts, weights and counts; and a stream."""
+        rows, experts, weights, counts = arguments[3:7]
+        self.order, self.combined = [], False
+        for source in range(self._work.case.num_ranks):
+            sent, sent_w = self._work.rows(X, source), self._work.weights(WEIGHTS, source)
+            picks = self._work.case.topk_idx(source)
+            tokens = self._tokens(source, RANK)
+            tokens = [tokens[i] for i in torch.randperm(len(tokens)).tolist()]
+            self.order.append(tokens)
+            counts[source] = len(tokens)
+            for place, t in enumerate(tokens):
+                rows[source, place] = sent[t]
+                local = picks[t] - RANK * self._num_local
+                here = (local >= 0) & (local < self._num_local)
+                experts[source, place] = torch.where(here, local, -1).int()
+                # Of an assignment of another rank the library writes no weight.
+                weights[source, place][here] = sent_w[t][here]
+
+    def combine(self, y: torch.Tensor, out: torch.Tensor, _: int) -> None:
+        self.combined = True
+        num_ranks = self._work.case.num_ranks
+        for t in range(len(out)):
+            total = torch.zeros(out.shape[1])
+            for peer in reversed(range(num_ranks)):  # not the contract's order
+                tokens = self._tokens(RANK, peer)
+                if t not in tokens:
+                    continue
+                if peer == RANK:
+                    row = y[RANK, self.order[RANK].index(t)]
+                else:
+                    every = self._subject._rows(peer).view_as(y)
+                    row = every[RANK, tokens.index(t)]
+                total += row.float()
+            out[t] = total.to(out.dtype)
+
+
+@pytest.fixture
+def prepare_low_latency(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LibraryLowLatencySubject]:
+    """Makes the yardstick of a case, over a `LowLatencyHandle`."""
+
+    def make(case: Case = TWO, error: str | None = None) -> LibraryLowLatencySubject:
+        torch.manual_seed(0)
+        work = Workload(case, RANK)
+
+        def handle(*_: Any) -> Any:
+            if error is not None:
+                raise LibraryError(error)
+            return SimpleNamespace()
+
+        setting = play_library(
+            monkeypatch, RANK, NcclEpGroup=lambda *_, **o: None, NcclEpLowLatencyHandle=handle
+        )
+        subject = LibraryLowLatencySubject("nccl_ep_library", setting, work)
+        subject._handle = LowLatencyHandle(subject, work)
+        return subject
+
+    return make
+
+
+@pytest.mark.parametrize("case", [TWO, THREE])
+def test_rows_of_a_source_may_lie_in_any_order(prepare_low_latency: Callable, case: Case) -> None:
+    subject = prepare_low_latency(case)
+    assert subject.problem() is None
+    assert subject.problem() is None  # another order
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("row", r"dispatch: rank 1, from rank 0: rows\["),
+        ("last column", r"dispatch: rank 1, from rank 0: rows\["),
+        ("expert", r"dispatch: rank 1, from rank 0: topk_idx\["),
+        ("weight", r"dispatch: rank 1, from rank 0: weights\["),
+        ("count", r"dispatch: rank 1, from rank 0: \d+ rows, expected"),
+        ("sum", r"combine: rank 1: out\["),
+        ("sum of three", "combine: rank 1"),  # the order is the library's, but not 2 %
+    ],
+)
+def test_one_low_latency_value_that_is_wrong(
+    prepare_low_latency: Callable, monkeypatch: pytest.MonkeyPatch, what: str, message: str
+) -> None:
+    subject = prepare_low_latency(THREE if what == "sum of three" else TWO)
+    handle = subject._handle
+    dispatch, combine = handle.dispatch, handle.combine
+
+    def wrong_dispatch(*arguments: Any) -> None:
+        dispatch(*arguments)
+        rows, experts, weights, counts = arguments[3:7]
+        if what in ("row", "last column"):
+            rows[0, 2, 3 if what == "row" else -1] += 1
+        if what == "expert":
+            experts[0, 2] = experts[0, 2].roll(1)
+        if what == "weight":
+            weights[0, 2] += 1
+        if what == "count":
+            counts[0] -= 1
+
+    def wrong_combine(y: Any, out: Any, stream: int) -> None:
+        combine(y, out, stream)
+        if what.startswith("sum"):
+            out[3, 20] *= 1.02
+
+    monkeypatch.setattr(handle, "dispatch", wrong_dispatch)
+    monkeypatch.setattr(handle, "combine", wrong_combine)
+    assert re.search(message, str(subject.problem()))
+    assert handle.combined  # whatever is wrong: the other ranks wait in it
+
+
+def test_what_cannot_be_measured_is_said(prepare_low_latency: Callable) -> None:
+    with pytest.raises(UnavailableError, match="no NVLink"):
+        prepare_low_latency(error="no NVLink")
+    with pytest.raises(UnavailableError, match="of bfloat16 only, not of float32"):
+        prepare_low_latency(replace(TWO, dtype=torch.float32))
