@@ -42,10 +42,7 @@ struct OfRank {
 // An object of all ranks: windows, states, and what goes through it.
 struct Object {
   Object(const Sizes& sizes, int number, int num_rounds)
-      : number(number),
-        numbers(Numbers::of_any_dtype()),
-        states(sizes.ranks),
-        ranks(sizes.ranks) {
+      : number(number), numbers(Numbers::of_any_dtype()), states(sizes.ranks), ranks(sizes.ranks) {
     const int row_bytes = 16 * one_of({1, 3, 65, 129}), scale_bytes = 16 * one_of({0, 0, 1, 40});
     const int sum_bytes = between(0, 3) == 0 ? 16 * one_of({1, 70}) : row_bytes;
     window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes, scale_bytes, sum_bytes};
@@ -57,10 +54,9 @@ struct Object {
     }
     for (int round = 0; round < num_rounds; ++round) {
       const bool can_return_rows = row_bytes == sum_bytes;
-      rounds.push_back(
-          {draw_routing(sizes, one_of({0, 0, 10}), window.top_k),
-           one_of({can_return_rows ? Experts::kNothing : Experts::kPlaces, Experts::kPlaces,
-                   Experts::kAssignments})});
+      rounds.push_back({draw_routing(sizes, one_of({0, 0, 10}), window.top_k),
+                        one_of({can_return_rows ? Experts::kNothing : Experts::kPlaces,
+                                Experts::kPlaces, Experts::kAssignments})});
     }
   }
   ~Object() {
@@ -221,9 +217,8 @@ class LowLatencySteps : public Sequence {
     job.num_tokens = num_tokens;
     job.counts = mine.counts->data<std::int32_t>();
     const KernelContext me = context(rank);
-    launch(rank, [&] {
-      low_latency_dispatch(me, object.context(rank), job, between(1, kSms), rank);
-    });
+    launch(rank,
+           [&] { low_latency_dispatch(me, object.context(rank), job, between(1, kSms), rank); });
     if (step.completes) check_dispatch(rank, object, step.round);
   }
 
@@ -318,17 +313,15 @@ class LowLatencySteps : public Sequence {
     job.completes = step.completes;
     job.y = experts == Experts::kNothing ? object.windows[rank].data<char>() + window.rows()
                                          : mine.y->data<char>();
-    job.rows_of =
-        experts == Experts::kAssignments ? mine.rows_of->data<std::int32_t>() : nullptr;
+    job.rows_of = experts == Experts::kAssignments ? mine.rows_of->data<std::int32_t>() : nullptr;
     job.num_rows = static_cast<int>(mine.y->num_bytes() / window.sum_bytes);
     job.out = mine.out->data<char>();
     job.num_tokens = num_tokens;
     job.dtype = object.numbers.dtype();
     const bool had_failed = has_failed(rank);
     const KernelContext me = context(rank);
-    launch(rank, [&] {
-      low_latency_combine(me, object.context(rank), job, between(1, kSms), rank);
-    });
+    launch(rank,
+           [&] { low_latency_combine(me, object.context(rank), job, between(1, kSms), rank); });
     if (!step.completes) return;
     require(!had_failed || mine.out->is_filled_with(0xff), "ll combine: tokens of rank ", rank,
             ", whose group has failed: not all NaN");

@@ -67,8 +67,8 @@ class Numbers {
  public:
   explicit Numbers(ncclep::DType dtype) : dtype_(dtype) {}
   static Numbers of_any_dtype() {
-    return Numbers(emu::one_of(
-        {ncclep::DType::kFloat32, ncclep::DType::kBFloat16, ncclep::DType::kFloat16}));
+    return Numbers(
+        emu::one_of({ncclep::DType::kFloat32, ncclep::DType::kBFloat16, ncclep::DType::kFloat16}));
   }
 
   ncclep::DType dtype() const { return dtype_; }

@@ -96,7 +96,8 @@ void pack_and_unpack(const Shape& shape) {
   emu::synchronize(0);
   for (int i = 0; i < count; ++i) {
     const char* message = messages.data<char>() + i * bytes;
-    require_bytes(got_rows.data<char>() + i * piece_bytes, message, piece_bytes, "row of message", i);
+    require_bytes(got_rows.data<char>() + i * piece_bytes, message, piece_bytes, "row of message",
+                  i);
     require_bytes(got_w.data<char>() + i * weight_bytes, message + piece_bytes, weight_bytes,
                   "weights of message", i);
   }
@@ -161,9 +162,7 @@ void add_up(const Shape& shape) {
   if (!has_values) return;
   kWeights.expect(
       topk_w.data<char>(), shape.tokens * K,
-      [&](int i) {
-        return nodes[i] < 0 ? 0 : weight(1, nodes[i] * shape.tokens + i / K, i % K);
-      },
+      [&](int i) { return nodes[i] < 0 ? 0 : weight(1, nodes[i] * shape.tokens + i / K, i % K); },
       "network: value");
 }
 

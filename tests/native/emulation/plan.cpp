@@ -124,9 +124,9 @@ void Rows::check_counts(Plan& plan, const Routing& routing, int rank) {
   OfRank& mine = ranks_[rank];
   const auto* counts = plan.counts->data<std::int64_t>();
   for (int i = 0; i < sizes.local; ++i) {
-    require(counts[i] == routing.padded[rank][i] &&
-                counts[sizes.local + i] == routing.routed[rank][i],
-            "plan: the block of expert ", i, " of rank ", rank);
+    require(
+        counts[i] == routing.padded[rank][i] && counts[sizes.local + i] == routing.routed[rank][i],
+        "plan: the block of expert ", i, " of rank ", rank);
   }
   require(counts[2 * sizes.local] == routing.num_dropped[rank], "plan: dropped assignments");
   for (int other = 0; other < sizes.ranks; ++other) {

@@ -73,9 +73,7 @@ std::unique_ptr<Sequence> draw_rows(const std::string& kind, int ranks, const St
 }
 
 Rows::Rows(const std::string& kind, const Sizes& drawn)
-    : Sequence(drawn),
-      kind_(kind),
-      other_(one_of({0, 1, 2, 3, between(4, 10), between(11, 17)})) {
+    : Sequence(drawn), kind_(kind), other_(one_of({0, 1, 2, 3, between(4, 10), between(11, 17)})) {
   draw_steps(kind, has_failure(kind) ? between(4, 9) : between(5, 13));
   if (has_failure(kind)) {  // a plan at the end: a rank that is alone does not get past it
     steps_.push_back(steps_.front());

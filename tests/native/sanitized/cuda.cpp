@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +12,7 @@
 
 #include "standin.h"
 
-// Which of the kernels that were noted, in one capture or outside of any, are over or come before.
+// How many of the kernels that were noted in a capture, or outside of captures, come before.
 struct Seen {
   unsigned long long capture = 0;
   int kernels = 0;
@@ -22,89 +23,68 @@ struct CUevent_st {
   int held_until = 0;  // the number of the release that ends its work
 };
 
+extern "C" void standin_release();
+
 namespace standin {
 
 namespace {
 
 struct Stream {
   unsigned long long number;
-  std::map<unsigned long long, int> seen;  // kernels, by capture
+  std::map<unsigned long long, int> seen;  // kernels, by capture; 0: outside of captures
   int held_until = 0;
 };
 
 struct Device {
   std::set<void*> allocated;
-  int num_calls = 0, left_until_failure = -1;
-
+  int left_until_failure = -1, left_until_release = -1;  // calls; queries
   std::map<std::uintptr_t, Stream> streams;
   std::map<std::uintptr_t, unsigned long long> captures;  // by stream
-  std::map<unsigned long long, int> kernels;              // by capture; 0: of none
+  std::map<unsigned long long, int> kernels;              // by capture
   unsigned long long num_streams = 0, num_captures = 0;
   int num_releases = 0, num_over = 0;  // kernels, as the host knows
   std::vector<std::function<void()>> waiting;
-};
-
-Device& device() {
-  static Device one;
-  return one;
-}
+} device;
 
 Stream& stream_of(std::uintptr_t handle) {
-  const auto found = device().streams.find(handle);
-  if (found != device().streams.end()) return found->second;
-  Stream made{++device().num_streams, {{0, device().num_over}}};
-  return device().streams.emplace(handle, std::move(made)).first->second;
+  const auto found = device.streams.find(handle);
+  if (found != device.streams.end()) return found->second;
+  Stream made{++device.num_streams, {{0, device.num_over}}};
+  return device.streams.emplace(handle, std::move(made)).first->second;
 }
-
 Stream& stream_of(cudaStream_t stream) {
   return stream_of(reinterpret_cast<std::uintptr_t>(stream));
 }
 
 // 0: the stream is not being captured.
 unsigned long long capture_of(std::uintptr_t stream) {
-  const auto found = device().captures.find(stream);
-  return found == device().captures.end() ? 0 : found->second;
+  const auto found = device.captures.find(stream);
+  return found == device.captures.end() ? 0 : found->second;
 }
-
 unsigned long long capture_of(cudaStream_t stream) {
   return capture_of(reinterpret_cast<std::uintptr_t>(stream));
 }
 
 // Counts a call; an error when it is the one that fails.
 cudaError_t result(cudaError_t otherwise = cudaSuccess) {
-  ++device().num_calls;
-  if (device().left_until_failure < 0 || device().left_until_failure-- > 0) return otherwise;
+  if (device.left_until_failure < 0 || device.left_until_failure-- > 0) return otherwise;
   return cudaErrorMemoryAllocation;
+}
+
+cudaError_t result_of_query(bool is_over) {
+  if (device.left_until_release >= 0 && device.left_until_release-- == 0) standin_release();
+  return result(is_over ? cudaSuccess : cudaErrorNotReady);
 }
 
 }  // namespace
 
-void fail_after(int num_calls) { device().left_until_failure = num_calls; }
-int num_calls() { return device().num_calls; }
-int num_allocations() { return static_cast<int>(device().allocated.size()); }
-void forget(void* memory) { device().allocated.erase(memory); }
+void hold(std::uintptr_t stream) { stream_of(stream).held_until = device.num_releases + 1; }
 
-void capture(const std::vector<std::uintptr_t>& streams) {
-  device().captures.clear();
-  if (streams.empty()) return;
-  ++device().num_captures;
-  for (const std::uintptr_t stream : streams) device().captures[stream] = device().num_captures;
-}
-
-void remake(std::uintptr_t stream) { device().streams.erase(stream); }
-
-void hold(std::uintptr_t stream) { stream_of(stream).held_until = device().num_releases + 1; }
-
-bool is_held(std::uintptr_t stream) { return stream_of(stream).held_until > device().num_releases; }
-
-void release() {
-  for (const std::function<void()>& work : std::exchange(device().waiting, {})) work();
-  ++device().num_releases;
-}
+bool is_held(std::uintptr_t stream) { return stream_of(stream).held_until > device.num_releases; }
 
 void run_on_device(std::uintptr_t stream, std::function<void()> work) {
   if (is_held(stream)) {
-    device().waiting.push_back(std::move(work));
+    device.waiting.push_back(std::move(work));
   } else {
     work();
   }
@@ -112,7 +92,7 @@ void run_on_device(std::uintptr_t stream, std::function<void()> work) {
 
 void note_kernel(std::uintptr_t stream) {
   const unsigned long long capture = capture_of(stream);
-  int &last = device().kernels[capture], &seen = stream_of(stream).seen[capture];
+  int &last = device.kernels[capture], &seen = stream_of(stream).seen[capture];
   require(seen == last, "a kernel does not wait for the one before, which is on another stream");
   seen = ++last;
 }
@@ -123,25 +103,18 @@ void require(bool holds, const char* text) {
   std::abort();
 }
 
-void touch(void* memory, std::size_t num_bytes) {
-  auto* bytes = static_cast<volatile char*>(memory);
-  // One byte of each 8 that a sanitizer tells apart, and the last.
-  for (std::size_t i = 0; i < num_bytes; i += 8) bytes[i] = bytes[i];
-  if (num_bytes > 0) bytes[num_bytes - 1] = bytes[num_bytes - 1];
-}
-
 cudaError_t allocate(void** memory, std::size_t num_bytes) {
   if (const cudaError_t error = result(); error != cudaSuccess) return error;
   *memory = std::malloc(num_bytes);
   if (*memory == nullptr) return cudaErrorMemoryAllocation;
   std::memset(*memory, 0xa5, num_bytes);
-  device().allocated.insert(*memory);
+  device.allocated.insert(*memory);
   return cudaSuccess;
 }
 
 cudaError_t free(void* memory) {
   if (memory == nullptr) return cudaSuccess;
-  require(device().allocated.erase(memory) == 1, "memory is freed that nobody allocated");
+  require(device.allocated.erase(memory) == 1, "memory is freed that was not allocated");
   std::free(memory);
   return cudaSuccess;
 }
@@ -152,6 +125,41 @@ using standin::capture_of;
 using standin::device;
 using standin::result;
 using standin::stream_of;
+
+// --- what tests call, through ctypes -------------------------------------------------------------
+
+extern "C" {
+// The call after `num_calls` more fails, once; negative: none does.  Returns whether the call that
+// was to fail before has not come.
+int standin_fail_after(int num_calls) {
+  return std::exchange(device.left_until_failure, num_calls) >= 0;
+}
+// Allocations that were not freed.
+int standin_num_allocations() { return static_cast<int>(device.allocated.size()); }
+// From now on these streams are being captured, together, and no others; 0 is none.
+void standin_capture(std::uintptr_t first, std::uintptr_t second) {
+  device.captures.clear();
+  ++device.num_captures;
+  for (const std::uintptr_t stream : {first, second}) {
+    if (stream != 0) device.captures[stream] = device.num_captures;
+  }
+}
+// Makes a stream that has the handle of one that is gone.
+void standin_remake(std::uintptr_t stream) { device.streams.erase(stream); }
+void standin_hold(std::uintptr_t stream) { standin::hold(stream); }
+int standin_is_held(std::uintptr_t stream) { return standin::is_held(stream); }
+// Ends the work of all streams, now or when the status of work is queried for the n-th time.
+void standin_release() {
+  for (const std::function<void()>& work : std::exchange(device.waiting, {})) work();
+  ++device.num_releases;
+}
+void standin_release_at_query(int n) { device.left_until_release = n - 1; }
+void standin_note_kernel(std::uintptr_t stream) { standin::note_kernel(stream); }
+// For a sanitizer to notice.
+int standin_overflow(int by) { return INT_MAX + by; }
+}
+
+// --- what the host code calls --------------------------------------------------------------------
 
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "the stand-in was told to fail";
@@ -177,35 +185,26 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
-  standin::release();
-  device().num_over = device().kernels[0];
-  for (auto& [handle, stream] : device().streams) stream.seen[0] = device().num_over;
+  standin_release();
+  device.num_over = device.kernels[0];
+  for (auto& [handle, stream] : device.streams) stream.seen[0] = device.num_over;
   return result();
 }
 
-cudaError_t cudaMemset(void* to, int value, std::size_t num_bytes) {
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t num_bytes, cudaStream_t) {
   if (const cudaError_t error = result(); error != cudaSuccess) return error;
   std::memset(to, value, num_bytes);
   return cudaSuccess;
 }
 
-cudaError_t cudaMemcpy(void* to, const void* from, std::size_t num_bytes, cudaMemcpyKind) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t num_bytes, cudaMemcpyKind,
+                            cudaStream_t) {
   if (const cudaError_t error = result(); error != cudaSuccess) return error;
   std::memcpy(to, from, num_bytes);
   return cudaSuccess;
 }
 
-cudaError_t cudaMemsetAsync(void* to, int value, std::size_t num_bytes, cudaStream_t) {
-  return cudaMemset(to, value, num_bytes);
-}
-
-cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t num_bytes, cudaMemcpyKind kind,
-                            cudaStream_t) {
-  return cudaMemcpy(to, from, num_bytes, kind);
-}
-
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
-  if (const cudaError_t error = result(); error != cudaSuccess) return error;
   void* memory = nullptr;
   if (const cudaError_t error = standin::allocate(&memory, sizeof(CUevent_st))) return error;
   *event = new (memory) CUevent_st{};
@@ -226,21 +225,19 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   // CUDA takes the first, and the stream is then part of the capture.
   standin::require(event->seen.capture == capture,
                    "a stream waits for an event of another capture, or across a capture's border");
-  int& seen = stream_of(stream).seen[capture];
-  seen = std::max(seen, event->seen.kernels);
-  int& held_until = stream_of(stream).held_until;
-  held_until = std::max(held_until, event->held_until);
+  standin::Stream& waits = stream_of(stream);
+  waits.seen[capture] = std::max(waits.seen[capture], event->seen.kernels);
+  waits.held_until = std::max(waits.held_until, event->held_until);
   return result();
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   standin::require(event->seen.capture == 0, "an event of a capture is asked whether it is over");
-  return result(event->held_until > device().num_releases ? cudaErrorNotReady : cudaSuccess);
+  return standin::result_of_query(event->held_until <= device.num_releases);
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  const bool is_held = standin::is_held(reinterpret_cast<std::uintptr_t>(stream));
-  return result(is_held ? cudaErrorNotReady : cudaSuccess);
+  return standin::result_of_query(!standin::is_held(reinterpret_cast<std::uintptr_t>(stream)));
 }
 
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* number) {

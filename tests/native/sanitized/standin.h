@@ -1,61 +1,39 @@
-// The GPU that stands in for one: what a test tells it, and what it saw.
+// The GPU that stands in for one: what tests tell it, and what it saw.
 //
 // Device memory is host memory, so that AddressSanitizer watches it, and every allocation has its
-// own size.  A kernel is a function that touches all memory that the real one may touch, and says
-// which of its assumptions does not hold, in place of reading somewhere else.
+// own size.  A kernel is a function that reads and writes all memory that the real one may, and
+// ends the process with a text when one of the real one's assumptions does not hold.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <vector>
+#include <type_traits>
 
 namespace standin {
 
-// The call of the CUDA runtime after `num_calls` more fails, once; negative: none does.
-void fail_after(int num_calls);
-// Calls of the CUDA runtime so far.
-int num_calls();
-// Allocations that nobody has freed.
-int num_allocations();
-// Loses this one: nobody has its address any more.
-void forget(void* memory);
-
-// --- streams -------------------------------------------------------------------------------------
-// They do at once what is queued, unless they are held.
-
-// From now on these streams are being captured, together, and no others.
-void capture(const std::vector<std::uintptr_t>& streams);
-// Makes a stream that has the handle of one that is gone.
-void remake(std::uintptr_t stream);
-// Queues work on the stream that is not over before `release`.
-void hold(std::uintptr_t stream);
-// Whether the stream has such work, its own or that of a stream that it waits for.
+// Work on a stream is over at once, unless the stream is held: then it is over after `release`.
 bool is_held(std::uintptr_t stream);
-// Ends the work of all streams; cudaDeviceSynchronize does, too.
-void release();
-// Does `work` when the stream comes to it.
+void hold(std::uintptr_t stream);
 void run_on_device(std::uintptr_t stream, std::function<void()> work);
-// Notes a kernel that may run only after all that were noted before, in the same capture or outside
-// of any; ends the process if nothing has this stream wait for them.
+// Notes a kernel that may run only after all that were noted before in the same capture, or
+// outside of captures; ends the process if nothing makes this stream wait for them.
 void note_kernel(std::uintptr_t stream);
 
-// --- kernels -------------------------------------------------------------------------------------
-
-// What plans find: rows, assignments and so on.
-struct Sizes {
-  std::uint32_t num_rows, num_pairs, num_assignments, bad_ranks;
-  bool fails;  // a wait's deadline passes instead
-  // The words that the host is told only after `release`: a bit for each of the four above, and
-  // then for each expert of the rank.
-  std::uint32_t late_words;
-};
-extern Sizes sizes;
-// `KernelContext::call` of the kernels since the last time, where it is not 0.
-std::vector<std::uint64_t> take_calls();
 // Ends the process with the text, unless `holds`.
 void require(bool holds, const char* text);
-// Reads and writes every byte.
-void touch(void* memory, std::size_t num_bytes);
+
+// Reads and writes `count` elements: one byte of each 8 that a sanitizer tells apart, and the last.
+template <typename T>
+void touch(T* memory, std::int64_t count, std::size_t itemsize = sizeof(T)) {
+  require(count >= 0, "a negative number of elements");
+  auto* bytes = reinterpret_cast<volatile char*>(const_cast<std::remove_const_t<T>*>(memory));
+  const std::size_t num_bytes = count * itemsize;
+  for (std::size_t i = 0; i < num_bytes; i += 8) bytes[i] = bytes[i];
+  if (num_bytes > 0) bytes[num_bytes - 1] = bytes[num_bytes - 1];
+}
+inline void touch_bytes(const void* memory, std::int64_t num_bytes) {
+  touch(static_cast<const char*>(memory), num_bytes);
+}
 
 }  // namespace standin
