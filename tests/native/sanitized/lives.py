@@ -192,15 +192,16 @@ def calls(program: Program) -> None:
 def sizes(program: Program) -> None:
     """How the host waits for a plan's sizes."""
     o, gpu = Objects(program), program.gpu
-    small = {"max_pairs": 1, "max_assignments": 1}
-    o.make_plan(**small)
-    raises("not received", o.dispatch)  # nobody knows how much arrives
-    assert not o.wait_for_sizes().has_room
-    raises("room for 1 pairs and 1 assignments", o.dispatch)
-    o.group.plan_receive(
-        plan=o.plan, routes=o.routes, max_pairs=1, max_assignments=2, num_sms=8, stream=STREAM
-    )
-    o.dispatch()
+    room = {"max_pairs": 3, "max_assignments": 6}
+    for small in (room | {"max_pairs": 1}, room | {"max_assignments": 3}):
+        gpu.standin_set_plans(ROWS, 2, 4, 0, 0, 0)
+        o.make_plan(**small)
+        raises("not received", o.dispatch)  # nobody knows how much arrives
+        assert not o.wait_for_sizes().has_room
+        raises("room for {max_pairs} pairs and {max_assignments}".format(**small), o.dispatch)
+        o.group.plan_receive(plan=o.plan, routes=o.routes, **room, num_sms=8, stream=STREAM)
+        o.dispatch()
+    gpu.standin_set_plans(ROWS, 1, 2, 0, 0, 0)
     first = o.plan
     o.make_plan()
     o.plan, second = first, o.plan
