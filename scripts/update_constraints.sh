@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes constraints/pyXY.txt anew: the exact versions that a fresh installation of this tree has.
+# Rewrites constraints/pyXY.txt: the exact versions that a fresh installation of this tree has.
 set -euo pipefail
 
 if [ $# -lt 1 ] || [ "$1" = --help ]; then

@@ -1,7 +1,7 @@
-"""Fresh processes that are the ranks of one job, under nobody's care: how each of them ends.
+"""Fresh processes that are the ranks of one job, without a supervisor: how each of them ends.
 
 `RankPool` keeps its processes alive; here every one goes through its own exit, destructors and all,
-as under torchrun, but nobody ends the others when one has failed.
+as under torchrun, but the others are not ended when one has failed.
 """
 
 from __future__ import annotations

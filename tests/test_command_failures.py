@@ -94,9 +94,8 @@ def test_a_dead_rank_is_named_where_a_collective_of_the_script_fails(
     assert killed.exit_code == -signal.SIGKILL
     lines = survivor.output.splitlines()
     assert "in all_reduce" in survivor.output, survivor.output  # the script's own traceback
-    if (
-        extension.unavailable_reason() is not None
-    ):  # without shared memory nobody knows of the others
+    # Without shared memory no rank learns what became of another.
+    if extension.unavailable_reason() is not None:
         assert survivor.exit_code == 1
         return
     assert survivor.exit_code == (1 if how == "alone" else 2)

@@ -228,7 +228,7 @@ def test_numbers_on_performance_are_in_the_results_that_it_links_to():
 
 
 def test_numbers_of_the_readme_are_those_that_were_printed():
-    """scripts/pages.py takes them from bench.json, which the benchmark wrote beside its text."""
+    """scripts/pages.py takes them from bench.json, which the benchmark wrote with its text."""
     part = (ROOT / "README.md").read_text().partition("make pages: gains -->")[2]
     rows = re.findall(r"^\| [^|]* \| (\d.*) \|$", part.partition("<!-- end -->")[0], re.MULTILINE)
     cells = [row.split(" | ") for row in rows]

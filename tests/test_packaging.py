@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -20,6 +20,12 @@ from megatron_ncclep.libraries import extension
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_ncclep"
+
+# Harness is all of tests/ but test_*.py; a folder is one of the package or of csrc/.  The limits on
+# lines only ever fall: to 10,000, 33,000 and 4,600.
+MOST_HARNESS_LINES, MOST_TEST_LINES = 12_800, 38_300
+MOST_BENCHMARK_LINES, MOST_BENCHMARK_FILES = 5_200, 14
+MOST_FILES_OF_A_FOLDER = 12
 
 # docs/architecture.md: imports point only to what is to the left or in the same column.
 LAYERS = ("base", "libraries", "ranks", "engines", "steps", "integration", "tools")
@@ -284,7 +290,7 @@ def test_setup_names_every_package():
 
 
 def test_every_folder_with_modules_is_a_package():
-    """A folder without `__init__.py` would be missing from the wheel without a word."""
+    """A folder without `__init__.py` would silently be missing from the wheel."""
     for path in MODULES:
         assert (path.parent / "__init__.py").is_file(), path.parent
 
@@ -305,7 +311,7 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
 
 
 def test_installed_package_finds_its_configs(tmp_path: Path):
-    """As in an installed package, configs/ lies inside; what lies beside it is somebody else's."""
+    """As when installed, configs/ is inside; a configs/ next to the package is not ours."""
     shutil.copytree(PACKAGE, tmp_path / "megatron_ncclep")
     shutil.copytree(ROOT / "configs", tmp_path / "megatron_ncclep" / "configs")
     (tmp_path / "configs" / "cluster").mkdir(parents=True)
@@ -319,3 +325,32 @@ def test_installed_package_finds_its_configs(tmp_path: Path):
     folder, *names = done.stdout.split()
     assert folder == str(tmp_path / "megatron_ncclep" / "configs")
     assert names == sorted(path.stem for path in ROOT.glob("configs/cluster/*.yaml"))
+
+
+def lines_of(paths: Iterable[Path]) -> int:
+    """Lines of these files, as `wc -l` counts them."""
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+def sources(folder: Path) -> list[Path]:
+    """The files below a folder that are part of the source tree."""
+    kinds = (".py", ".c", ".h", ".cpp", ".cu", ".cuh", ".yaml", ".json")
+    return [path for path in folder.rglob("*") if path.suffix in kinds]
+
+
+def test_tests_and_benchmark_keep_to_their_budget():
+    """Harness grows unnoticed: it was once larger than the product's Python."""
+    tests = sources(ROOT / "tests")
+    harness = [path for path in tests if not path.match("test_*.py")]
+    benchmark = [path for path in sources(PACKAGE / "benchmark") if path.suffix == ".py"]
+    assert lines_of(harness) <= MOST_HARNESS_LINES
+    assert lines_of(tests) <= MOST_TEST_LINES
+    assert lines_of(benchmark) <= MOST_BENCHMARK_LINES
+    assert len(benchmark) <= MOST_BENCHMARK_FILES
+
+
+def test_no_folder_has_too_many_files():
+    counts = Counter(path.parent for top in (PACKAGE, ROOT / "csrc") for path in sources(top))
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in counts.items()}
+    most = {"megatron_ncclep/benchmark": MOST_BENCHMARK_FILES}
+    assert {f: n for f, n in crowded.items() if n > most.get(f, MOST_FILES_OF_A_FOLDER)} == {}

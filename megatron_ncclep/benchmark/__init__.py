@@ -1,9 +1,101 @@
 """`ncclep bench` and `ncclep plot`: what each way to move tokens costs, checked before it is timed.
 
-Reading order: command.py (arguments, starting the ranks); job.py, shapes.py and names.py (what was
-asked); run.py and ranks.py (one shape on one rank); workload.py and check.py (what goes in, and
-what must come out); subjects.py with engine_subject.py, library_subject.py, low_latency.py,
-megatron_subject.py and layer.py (what is measured); train_run.py with train_model.py,
-train_graphs.py, train_check.py and train_profile.py (training steps); timing.py and ceiling.py;
-result.py, table.py and plot.py (what is shown).
+Reading order: command.py (arguments, ranks, one shape on one rank); job.py and shapes.py (what was
+asked); ranks.py (what ranks do together: agree, time, copy over their links); the subjects in
+dispatchers.py, low_latency.py and layers.py, the latter with layer_model.py; training.py with
+training_model.py; result.py, table.py and plot.py (what is shown).  A subject is defined here.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ncclep.errors import EpError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from megatron_ncclep.benchmark.ranks import Clock, Timer
+    from megatron_ncclep.benchmark.shapes import Workload
+
+# What a subject's passes are called, in the order in which they run.  bwd_dispatch is the backward
+# of combine (a dispatch of gradients), bwd_combine the backward of dispatch.
+STEPS = ("plan", "dispatch", "combine", "bwd_dispatch", "bwd_combine")
+WHOLE = ("forward", "backward")
+# Of layers and experts that are one CUDA graph.
+BOTH = "forward+backward"
+# Of low-latency mode: each half of a pair alone, and both right after each other.
+PAIR = ("dispatch", "combine", "pair")
+# Kinds of subjects that compute with experts; rows on the wire say little about their time.
+WITH_EXPERTS = ("layer", "experts")
+# Kinds of subjects that have the passes `WHOLE`, and whose host time counts.
+LAUNCHED = ("megatron", *WITH_EXPERTS)
+
+
+class UnavailableError(EpError):
+    """A subject cannot be measured here; says why."""
+
+
+@contextmanager
+def excused(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of `kinds` into an UnavailableError."""
+    try:
+        yield
+    except UnavailableError:
+        raise
+    except kinds as error:
+        short = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        raise UnavailableError(str(error) if isinstance(error, EpError) else short) from error
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where subjects run: the same on every rank but for `rank`."""
+
+    rank: int
+    num_ranks: int
+    device: str  # "cpu" or "cuda"
+    timeout_s: float  # that a rank waits for the others
+    new_group: Callable[[], dist.ProcessGroup]  # of the same ranks with that deadline; collective
+
+    def options(self, **options: Any) -> dict[str, Any]:
+        """Fields of EpConfig: `options` with this deadline."""
+        return {**options, "timeout_s": self.timeout_s, "first_timeout_s": self.timeout_s}
+
+
+class Subject:
+    """One thing to measure, prepared for one workload.  Making it and all methods are collective.
+
+    Making it raises UnavailableError, on every rank that knows, where it cannot be measured.
+
+    Attributes:
+        passes: pass -> a call that runs it once; STEPS, WHOLE or two of PAIR, in order, or BOTH.
+        sms: SMs that its kernels use, in words.
+        shared_bytes: torch memory that it uses and that an earlier subject allocated.
+        window_bytes: memory that the other ranks write to, if it is known.
+    """
+
+    passes: dict[str, Callable[[], Any]]
+    sms = "-"
+    shared_bytes = 0
+    window_bytes: int | None = None
+    _host_counts = False  # the time to launch kernels is part of what is measured
+
+    def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
+        self.name = name
+        self._rank, self._workload = setting.rank, workload
+
+    def clock(self, timer: Timer) -> Clock:
+        """Make a function that times a round of its passes on this rank."""
+        return timer.clock(self.passes, self._host_counts)
+
+    def problem(self) -> str | None:
+        """Run every pass and say what is wrong with the results on this rank, if anything is."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what it holds."""
+        raise NotImplementedError

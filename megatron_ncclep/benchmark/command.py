@@ -10,45 +10,74 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import os
 import re
 import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron_ncclep.benchmark import network_model, plot, table
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.benchmark import Setting, Subject, plot, table
+from megatron_ncclep.benchmark import ranks as links
 from megatron_ncclep.benchmark import result as results
-from megatron_ncclep.benchmark.job import HIGH_THROUGHPUT, LOW_LATENCY, MAX_RECV_ROWS, MODES, Job
-from megatron_ncclep.benchmark.result import LISTS, Measured, ShapeResult, TrainingResult
-from megatron_ncclep.benchmark.shapes import TrainingShape
+from megatron_ncclep.benchmark.engines import EngineSubject, LibrarySubject
+from megatron_ncclep.benchmark.job import HIGH_THROUGHPUT, LOW_LATENCY, MAX_RECV_ROWS, Job, kind_of
+from megatron_ncclep.benchmark.layer_model import import_on_cpu
+from megatron_ncclep.benchmark.layers import DispatcherSubject, ExpertsSubject, LayerSubject
+from megatron_ncclep.benchmark.low_latency import LibraryLowLatencySubject, LowLatencySubject
+from megatron_ncclep.benchmark.ranks import Clock, DeviceMemory, Ranks
+from megatron_ncclep.benchmark.result import (
+    LISTS,
+    Measured,
+    ShapeResult,
+    SubjectResult,
+    TrainingResult,
+)
+from megatron_ncclep.benchmark.shapes import NetworkModel, Shape, TrainingShape, Workload, wire_rows
+from megatron_ncclep.benchmark.training import TrainingRun
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import EpError, InputError
+from megatron_ncclep.logs import remarks_hidden
+from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 DEFAULT_CPU_RANKS = 2
 # The whole of one shape may take this many times the deadline of one wait.
 PATIENCE = 60
+SUBJECTS = {
+    "engine": EngineSubject,
+    "library": LibrarySubject,
+    "megatron": DispatcherSubject,
+    "experts": ExpertsSubject,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ncclep bench`."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--config",
         metavar="NAME_OR_PATH",
         help=f"shapes: {', '.join(config_files.names(config_files.BENCHMARK))}, or a path that "
-        "ends in .yaml (default: models; training where all subjects train; low_latency)",
+        "ends in .yaml (default: models; training if all subjects train; low_latency)",
     )
-    parser.add_argument(
+    add(
         "--mode",
-        choices=MODES,
+        choices=(HIGH_THROUGHPUT, LOW_LATENCY),
         default=HIGH_THROUGHPUT,
         help=f"{LOW_LATENCY}: low-latency mode, of the engines that have it and of NVIDIA's "
         "library, with few tokens: p50 and p99 of dispatch, combine and both, in replayed CUDA "
-        "graphs (default: "
-        f"{HIGH_THROUGHPUT}, for all else)",
+        f"graphs (default: {HIGH_THROUGHPUT}, for everything else)",
     )
-    parser.add_argument(
+    add(
         "--subjects",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
         "(default: all but layers, experts and those that train; an unknown name lists them); "
@@ -61,42 +90,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(Megatron-Core's of attention, router and preprocessing) and :optimizer_graph "
         "(Megatron-Core's of the optimizer's step)",
     )
-    parser.add_argument(
+    add(
         "--max-recv-rows",
         type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["parse"],
-        help="received rows of layers and training with a fixed number of them, as "
-        f"--ncclep-max-recv-rows takes it (default: {MAX_RECV_ROWS})",
+        help="received rows of layers and training with a fixed number of them, in the form of "
+        f"--ncclep-max-recv-rows (default: {MAX_RECV_ROWS})",
     )
-    parser.add_argument(
+    add(
         "--ranks",
         type=int,
         help=f"processes to start (default: one for each GPU; {DEFAULT_CPU_RANKS} on a CPU; "
         "torchrun's)",
     )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="auto (the default) takes GPUs if any"
-    )
-    parser.add_argument(
-        "--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)"
-    )
-    parser.add_argument("--out", default="runs/bench", help="where to (default: runs/bench)")
-    parser.add_argument(
+    add("--device", choices=("auto", "cpu", "cuda"), help="auto (the default) takes GPUs if any")
+    add("--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)")
+    add("--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)")
+    add("--out", default="runs/bench", help="folder for the results (default: runs/bench)")
+    add(
         "--smoke",
         action="store_true",
         help="small shapes on a CPU: the same as --config smoke --device cpu",
     )
-    parser.add_argument(
+    add(
         "--model-network",
         nargs="?",
         const="",
         metavar="NAME=VALUE,...",
         help="measure nothing: print how many bytes cross the network between 2 to 64 nodes, "
-        "for engine 'hierarchical' and for a flat all-to-all, and how long that takes at least; "
-        f"of {', '.join(f.name for f in dataclasses.fields(network_model.NetworkModel))} those "
-        "that are not given have values of an example",
+        "for engine 'hierarchical' and for a flat all-to-all, and the least time that this takes; "
+        f"of {', '.join(f.name for f in dataclasses.fields(NetworkModel))}, those that are not "
+        "given have example values",
     )
 
 
@@ -104,17 +127,15 @@ def main(args: argparse.Namespace) -> int:
     """Run `ncclep bench` and return its exit status.
 
     Raises:
-        EpError: something that one process can tell is wrong; nothing is measured then.
+        EpError: a mistake that one process can see; nothing is measured then.
     """
     if args.model_network is not None:
         options = ("config", "subjects", "max_recv_rows", "ranks", "device", "samples", "warmup")
-        given = {name: getattr(args, name) is not None for name in options}
-        given |= {"mode": args.mode != HIGH_THROUGHPUT, "smoke": args.smoke}
-        if ignored := [
-            f"--{name.replace('_', '-')}" for name, is_given in given.items() if is_given
-        ]:
+        given = [name for name in options if getattr(args, name) is not None]
+        given += ["mode"] * (args.mode != HIGH_THROUGHPUT) + ["smoke"] * args.smoke
+        if ignored := [f"--{name.replace('_', '-')}" for name in given]:
             raise InputError(f"--model-network measures nothing: leave {', '.join(ignored)} out")
-        print(network_model.table(network_model.parse(args.model_network)))
+        print(table.network(NetworkModel.parse(args.model_network)))
         return 0
     # torchrun sets both for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -132,8 +153,7 @@ def main(args: argparse.Namespace) -> int:
 def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     """Turn the parsed arguments into a Job.  A job for the CPU hides the GPUs from this process.
 
-    Args:
-        world_size: ranks that torchrun has started; None outside torchrun.
+    `world_size` is the number of ranks that torchrun has started; None outside torchrun.
 
     Raises:
         InputError: an argument is wrong, contradicts another, or would be ignored.
@@ -150,10 +170,6 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     if device == "cpu":
         # Before anything of this process or its children looks for GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import torch
-
-    from megatron_ncclep.ranks import place
-
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus else "cpu"
@@ -171,12 +187,9 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
 def _measure_in_pool(job: Job) -> list[Measured]:
     """Start the ranks and measure every shape.
 
-    Ranks that die, in a library that aborts say, cost their shape only: the next one gets new ones.
+    Ranks that die, for example in a library that aborts, cost their shape only: the next one gets
+    new ones.
     """
-    from megatron_ncclep.benchmark.megatron_setup import import_on_cpu
-    from megatron_ncclep.benchmark.run import run
-    from megatron_ncclep.ranks.pool import RankError, RankPool
-
     if job.device == "cuda":
         pool = RankPool(job.ranks, "nccl")
     else:
@@ -185,7 +198,7 @@ def _measure_in_pool(job: Job) -> list[Measured]:
     try:
         for shape in job.everything:
             if isinstance(shape, TrainingShape):
-                pool.close()  # nothing of a model that is trained stays beside the next ones
+                pool.close()  # nothing of an earlier model stays in memory
             try:
                 found = pool.run(run, job, shape, timeout=PATIENCE * job.timeout_s)[0]
             except RankError as error:
@@ -194,7 +207,7 @@ def _measure_in_pool(job: Job) -> list[Measured]:
                 found = kind.of(shape, error=_summary(error))
                 found.judge(job.required)
             measured.append(found)
-            # What has failed may leave anything behind, such as a capture that never ended.
+            # A failure may leave anything behind, such as a capture that never ended.
             if found.error or any(subject.status == "failed" for subject in found.subjects):
                 pool.close()
     finally:
@@ -203,22 +216,14 @@ def _measure_in_pool(job: Job) -> list[Measured]:
 
 
 def _summary(error: Exception) -> str:
-    """What stands before the ranks' tracebacks, such as who died, and the last line of each."""
+    """What precedes the ranks' tracebacks, such as who died, and the last line of each."""
     before, *parts = re.split(r"^--- (?=rank \d+ ---$)", str(error), flags=re.MULTILINE)
-    return "; ".join([
-        *before.strip().splitlines(),
-        *(f"{part.split(' ---', 1)[0]}: {part.strip().splitlines()[-1]}" for part in parts),
-    ])  # fmt: skip
+    last = [f"{part.split(' ---', 1)[0]}: {part.strip().splitlines()[-1]}" for part in parts]
+    return "; ".join([*before.strip().splitlines(), *last])
 
 
 def _measure_as_rank(job: Job) -> list[Measured]:
     """Measure every shape as one rank of torchrun's; only rank 0 gets results."""
-    import torch.distributed as dist
-
-    from megatron_ncclep.benchmark.run import run
-    from megatron_ncclep.ranks import place
-    from megatron_ncclep.ranks.pool import RankContext
-
     if job.device == "cuda":
         place.use_gpu(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
@@ -235,20 +240,18 @@ def _measure_as_rank(job: Job) -> list[Measured]:
 
 def _finish(job: Job, measured: list[Measured]) -> int:
     """Write and print the results and return the exit status."""
-    from megatron_ncclep.benchmark.machine import machine, versions
-
     result: dict[str, Any] = {
         "format": results.FORMAT,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": machine(job.device, job.ranks),
-        "versions": versions(job.device),
-        # Where the results go says nothing about them.
+        "machine": results.machine(job.device, job.ranks),
+        "versions": results.versions(job.device),
+        # The folder of the results is no property of them.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
         **{name: [] for name in LISTS},
         "failures": [failure for shape in measured for failure in shape.failures],
     }
+    of_shapes = "low_latency" if job.mode == LOW_LATENCY else "shapes"
     for found in measured:
-        of_shapes = "low_latency" if job.mode == LOW_LATENCY else "shapes"
         name = "trainings" if isinstance(found, TrainingResult) else of_shapes
         result[name].append(dataclasses.asdict(found))
     out = Path(job.out)
@@ -266,3 +269,154 @@ def _finish(job: Job, measured: list[Measured]) -> int:
     for failure in result["failures"]:
         print(f"ncclep bench: {failure}", file=sys.stderr)
     return 1 if result["failures"] else 0
+
+
+# --- one shape on one rank -----------------------------------------------------------------------
+
+
+def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measured | None:
+    """Measure every subject of the job with one shape.  Collective; rank 0 gets the result."""
+    ranks = Ranks(context, job.timeout_s, shape.name, shows=True)
+    try:
+        # Remarks of Megatron-Core about packages that are missing, and the like.
+        with remarks_hidden():
+            if isinstance(shape, TrainingShape):
+                result: Measured = TrainingRun(ranks, job, shape).run()
+            else:
+                # Graphs can be captured on this stream, unlike the default one.
+                with torch.cuda.stream(torch.cuda.Stream()) if ranks.on_gpu else nullcontext():
+                    result = _ShapeRun(ranks, job, shape).run()
+            ranks.close()
+    finally:
+        ranks.stop()
+    result.judge(job.required)
+    return result if ranks.rank == 0 else None
+
+
+def make_subject(
+    name: str,
+    setting: Setting,
+    workload: Workload,
+    mode: str = HIGH_THROUGHPUT,
+    max_recv_rows: Any = None,
+) -> Subject:
+    """Prepare the subject that `name` means, which does not train.  Collective.
+
+    Raises:
+        UnavailableError: it cannot be measured here; raised on every rank that knows.
+    """
+    kind = kind_of(name)
+    if mode == LOW_LATENCY:
+        made = LowLatencySubject if kind == "engine" else LibraryLowLatencySubject
+        return made(name, setting, workload)
+    if kind == "layer":
+        return LayerSubject(name, setting, workload, max_recv_rows)
+    return SUBJECTS[kind](name, setting, workload)
+
+
+@dataclass
+class _Entry:
+    """A subject that is being measured, and what is known of it."""
+
+    result: SubjectResult
+    subject: Any = None
+    clock: Clock = dict
+
+
+class _ShapeRun:
+    """Prepares every subject for one shape, checks it, and times all of them interleaved."""
+
+    def __init__(self, ranks: Ranks, job: Job, shape: Shape) -> None:
+        self._ranks, self._job, self._shape = ranks, job, shape
+        self._low_latency = job.mode == LOW_LATENCY
+
+    def run(self) -> ShapeResult:
+        """See `run`."""
+        ranks, shape = self._ranks, self._shape
+        ranks.step("routing and payload")
+        case = shape.case(ranks.num_ranks, ranks.setting.device)
+        workload = Workload(case, ranks.rank, shape.ffn_hidden_size)
+        result: ShapeResult = ShapeResult.of(shape)
+        result.row_bytes, result.on_gpu = shape.row_bytes, ranks.on_gpu
+        result.wire_bytes = wire_rows(workload.tables, list(case.tokens)) * shape.row_bytes
+        if not self._low_latency:
+            result.set_products(workload)
+            self._measure_ceiling(result)
+        entries = [self._prepare(name, workload) for name in self._job.measured]
+        result.subjects = [entry.result for entry in entries]
+        for entry in entries:
+            if nodes := getattr(entry.subject, "nodes", None):
+                result.set_network(workload, nodes)
+            result.max_tokens = getattr(entry.subject, "max_tokens", result.max_tokens)
+        running = [entry for entry in entries if entry.result.status == "ok"]
+        self._time(running)
+        for entry in running:
+            ranks.step(f"{entry.result.name}, checking again")
+            self._check(entry, "after timing")
+        for entry in running:
+            ranks.step(f"{entry.result.name}, closing")
+            entry.subject.close()
+        return result
+
+    def _measure_ceiling(self, result: ShapeResult) -> None:
+        """Measure the links' bandwidth; where that is impossible, say why."""
+        ranks, row_bytes = self._ranks, self._shape.row_bytes
+        ranks.step("ceiling of the links")
+        group, found = EpGroup.of(ranks.group), {}
+
+        def copies() -> None:
+            found.update(links.measure_ceiling(group, ranks.timer, row_bytes, self._job.timeout_s))
+
+        status, reason = ranks.attempt(lambda: links.no_ceiling_reason(group, row_bytes))
+        if status == "ok":
+            status, reason = ranks.attempt(copies)
+        result.set_ceiling(found if status == "ok" else {}, reason)
+
+    def _prepare(self, name: str, workload: Workload) -> _Entry:
+        """Prepare a subject, run every pass once and check the results."""
+        ranks, job = self._ranks, self._job
+        result = SubjectResult(name, kind=kind_of(name))
+        entry = _Entry(result)
+        ranks.step(name)
+        gc.collect()
+        memory = DeviceMemory(ranks.on_gpu)
+
+        def prepare() -> None:
+            subject = make_subject(name, ranks.setting, workload, job.mode, job.max_recv_rows)
+            entry.subject = subject
+            for call in subject.passes.values():
+                ranks.deadline()
+                call()
+            if ranks.on_gpu:
+                torch.cuda.synchronize()
+            result.memory = memory.growth(subject.shared_bytes)
+            result.sms, result.window_bytes = subject.sms, subject.window_bytes
+            entry.clock = subject.clock(ranks.timer)
+
+        result.status, result.reason = ranks.attempt(prepare)
+        if result.status == "ok":
+            result.memory = ranks.largest(result.memory)
+            ranks.deadline()
+            self._check(entry, "before timing")
+            if result.status == "wrong":
+                entry.subject.close()
+        return entry
+
+    def _check(self, entry: _Entry, when: str) -> None:
+        """Compare the results of every pass with the expected ones; wrong ones are not timed."""
+        status, reason = self._ranks.attempt(entry.subject.problem)
+        if status != "ok":
+            entry.result.fail(status, f"{when}: {reason}")
+
+    def _time(self, entries: list[_Entry]) -> None:
+        """Time all passes of all subjects."""
+        ranks, total = self._ranks, self._job.samples
+        ranks.step(f"timing {len(entries)} subjects, {total} samples")
+        clocks = {entry.result.name: entry.clock for entry in entries}
+        rounds = []
+        for times in links.measure(clocks, self._job.warmup, total):
+            rounds.append(times)
+            ranks.deadline()
+        samples = links.slowest(ranks.gather(rounds))
+        for entry in entries:
+            entry.result.set_samples(samples[entry.result.name], self._low_latency)

@@ -1,66 +1,302 @@
-"""One benchmark as plain data: made from the command line, the same on every rank."""
+"""One benchmark as plain data, the same on every rank: subjects by name, shapes, and how to time.
+
+    ENGINE                     an engine of this package through the engine interface
+    nccl_ep_library            NVIDIA's libnccl_ep called directly, without this package's checks:
+                               the one that the engine nccl_ep takes
+    nccl_ep_library:PACKAGE    the one that a package brings; +pull_push and +fixed_order enable
+                               modes of transformer-engine's, which are off otherwise
+    alltoall, allgather,       Megatron-Core's own dispatchers through their six hooks
+    flex_deepep, ...
+    ncclep:ENGINE              this package's dispatcher through the same hooks
+    layer:DISPATCHER...        a whole MoELayer (router, dispatcher, experts) with any of the
+                               dispatchers, such as layer:alltoall and layer:ncclep:native
+    experts:megatron,          the experts of such a layer alone: Megatron-Core's or this package's,
+    experts:grouped            the latter with :full_iteration too
+    train:DISPATCHER...        whole training steps of a model
+
+The last three kinds are measured on request only.  Layers and trainings take variants, in the
+order of `LAYER` and `TRAIN`:
+
+    grouped         this package's experts in place of Megatron-Core's (ncclep only)
+    static          a fixed number of received rows (ncclep only), which graphs need and imply
+    full_iteration  forward and backward as one CUDA graph (ncclep with grouped)
+    partial_graphs  Megatron-Core's graphs of attention, router and preprocessing (training)
+    optimizer_graph the optimizer's step as one CUDA graph of Megatron-Core's (training)
+
+`@N` after an engine or a libnccl_ep limits its kernels to N SMs.
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import dataclasses
+import importlib.util
+import re
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
-from megatron_ncclep.benchmark import low_latency, shapes
-from megatron_ncclep.benchmark.names import (
-    default_names,
-    is_train,
-    kind_of,
-    split_name,
-    unavailable_reason,
-    variant_of,
-)
+from megatron_ncclep.benchmark import shapes
 from megatron_ncclep.benchmark.shapes import Checked, Shape, TrainingShape, at_least
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import InputError
+from megatron_ncclep.engines import ENGINES
+from megatron_ncclep.errors import EngineUnavailableError, InputError, UnsupportedError
 
 # What is measured: the steps of training, or low-latency mode.
 HIGH_THROUGHPUT, LOW_LATENCY = "ht", "ll"
-MODES = (HIGH_THROUGHPUT, LOW_LATENCY)
 # Rounds, unless the file or the command line says so.
 WARMUP = {"cuda": 5, "cpu": 1}
 SAMPLES = {"cuda": 30, "cpu": 3}
+LOW_LATENCY_CONFIGS = {False: "low_latency", True: "low_latency_smoke"}  # by --smoke
 # Half as many again as a balanced routing brings: an untrained router is far from balanced.
 MAX_RECV_ROWS = "1.5x"
+
+LIBRARY = "nccl_ep_library"
+# Variants of the yardstick -> the package that brings the library, and modes of it.  A process has
+# one NCCL, and with it at most one of the packages' libraries can run.
+LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    LIBRARY: (None, ()),
+    f"{LIBRARY}:nccl-extensions": ("nccl-extensions", ()),
+    **{
+        "+".join([f"{LIBRARY}:transformer-engine", *modes]): ("transformer-engine", modes)
+        for modes in ((), ("pull_push",), ("fixed_order",), ("pull_push", "fixed_order"))
+    },
+}
+GROUPED, STATIC = "grouped", "static"
+FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
+OPTIMIZER_GRAPH = "optimizer_graph"
+# What needs Megatron-Core or TransformerEngine says how to get it.
+INSTALL_MEGATRON = "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
+INSTALL_ENGINE = "TransformerEngine, which is not installed: pip install 'megatron-ncclep[te]'"
+
+
+@dataclass(frozen=True)
+class DispatcherChoice:
+    """A dispatcher of Megatron-Core's MoE layer."""
+
+    dispatcher: str  # value of `moe_token_dispatcher_type`
+    options: dict[str, Any] = field(default_factory=dict)  # further TransformerConfig fields
+    engine: str | None = None  # of this package's dispatcher; None for Megatron's own
+
+    @property
+    def excuses(self) -> tuple[type[Exception], ...]:
+        """Errors that mean that it cannot be measured here: any of Megatron-Core's own."""
+        if self.engine is None:
+            return (Exception,)
+        return (EngineUnavailableError, InputError, UnsupportedError)
+
+
+# By name, in the order of the table.
+DISPATCHERS = {
+    **{f"ncclep:{engine}": DispatcherChoice("ncclep", {}, engine) for engine in ENGINES},
+    "alltoall": DispatcherChoice("alltoall"),
+    "alltoall_fused": DispatcherChoice("alltoall", {"moe_permute_fusion": True}),
+    "allgather": DispatcherChoice("allgather"),
+    **{
+        f"flex_{backend}": DispatcherChoice("flex", {"moe_flex_dispatcher_backend": backend})
+        for backend in ("deepep", "hybridep")
+    },
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A layer, a training, or experts alone, and how they run."""
+
+    name: str  # as on the command line
+    dispatcher: DispatcherChoice  # of the MoE layers; of no meaning for experts alone
+    grouped: bool = False  # this package's experts, not Megatron-Core's
+    static: bool = False  # received tensors have a fixed number of rows
+    graphs: str | None = None  # FULL_ITERATION, PARTIAL_GRAPHS; None: no graphs of the passes
+    optimizer_graph: bool = False  # the optimizer is one that can be captured,
+    captures_optimizer: bool = False  # and is
+
+    @property
+    def captured(self) -> str | None:
+        """The first word that asks for CUDA graphs, if any does."""
+        return self.graphs or (OPTIMIZER_GRAPH if self.captures_optimizer else None)
+
+    @property
+    def ours(self) -> bool:
+        """Whether the dispatcher is this package's."""
+        return self.dispatcher.engine is not None
+
+    def without_graphs(self) -> Variant:
+        """The same, launched kernel by kernel."""
+        name = f"{self.name} without graphs"
+        return dataclasses.replace(self, name=name, graphs=None, captures_optimizer=False)
+
+    def options(self, max_recv_rows: Any) -> dict[str, Any]:
+        """The fields of EpConfig that the words ask for; `max_recv_rows`: of a static one."""
+        options: dict[str, Any] = {"experts": "grouped" if self.grouped else "megatron"}
+        return options | ({"max_recv_rows": max_recv_rows} if self.static else {})
+
+
+# What other experts are compared with, and all experts alone by name.
+MEGATRONS_EXPERTS = "experts:megatron"
+EXPERTS = {
+    variant.name: variant
+    for variant in (
+        Variant(MEGATRONS_EXPERTS, DISPATCHERS["alltoall"]),
+        Variant("experts:grouped", DISPATCHERS["alltoall"], grouped=True),
+        Variant(f"experts:grouped:{FULL_ITERATION}", DISPATCHERS["alltoall"], grouped=True,
+                graphs=FULL_ITERATION),
+    )
+}  # fmt: skip
+# Names with a dispatcher; what stands in brackets may be left out.
+LAYER = "layer:DISPATCHER[:grouped][:static][:full_iteration]"
+TRAIN = "train:DISPATCHER[:grouped][:static][:full_iteration or :partial_graphs][:optimizer_graph]"
+# Whose losses the others are compared with.
+CONTROL = "train:alltoall"
+
+
+def is_train(name: str) -> bool:
+    """Whether a subject trains."""
+    return name.startswith("train:")
+
+
+def variant_of(name: str) -> Variant | None:
+    """Read the name of a layer, a training or experts; None: it is none of them.
+
+    Raises:
+        InputError: unknown words, or variants that do not go together.
+    """
+    form = next((form for form in (LAYER, TRAIN) if form[:6] == name[:6]), None)
+    if form is None:
+        return EXPERTS.get(name)
+    pattern = form.replace("DISPATCHER", f"({'|'.join(DISPATCHERS)})")
+    pattern = re.sub(r"\[(.*?)\]", lambda m: f"({m[1].replace(' or ', '|')})?", pattern)
+    found, prefix = re.fullmatch(pattern, name), form[:6]
+    if found is None:
+        raise InputError(
+            f"unknown subject {name!r}: write {form}, in this order, such as {prefix}alltoall or "
+            f"{prefix}ncclep:native:grouped:full_iteration; the dispatchers are "
+            f"{', '.join(DISPATCHERS)}"
+        )
+    dispatcher, words = DISPATCHERS[found[1]], [w[1:] for w in found.groups()[1:] if w]
+    ours, graphed = dispatcher.engine is not None, OPTIMIZER_GRAPH in words
+    graphs = next((word for word in words if word in (FULL_ITERATION, PARTIAL_GRAPHS)), None)
+    problem = None
+    if words and words[0] in (GROUPED, STATIC) and not ours:
+        problem = (
+            f"only this package's dispatcher can be {words[0]}: write "
+            f"{prefix}ncclep:ENGINE:{words[0]}"
+        )
+    elif graphs == FULL_ITERATION and GROUPED not in words:
+        other = PARTIAL_GRAPHS if PARTIAL_GRAPHS in form else "no graphs"
+        problem = (
+            "the host waits for the numbers of rows, which one graph of an iteration cannot "
+            f"contain: write {f'{GROUPED}:{graphs}' if ours else other}"
+        )
+    elif graphs and STATIC in words:
+        problem = f"{graphs} implies {STATIC}: leave it out"
+    if problem is not None:
+        raise InputError(f"subject {name!r}: {problem}")
+    return Variant(
+        name, dispatcher, grouped=GROUPED in words,
+        static=STATIC in words or (graphs is not None and ours),
+        graphs=graphs, optimizer_graph=graphed, captures_optimizer=graphed,
+    )  # fmt: skip
+
+
+def known_variant(name: str) -> Variant:
+    """`variant_of` a name that is known to be one of a layer, a training or experts."""
+    variant = variant_of(name)
+    assert variant is not None, name
+    return variant
+
+
+def kind_of(name: str) -> str:
+    """ "engine", "library", "megatron" (a dispatcher), "layer", "experts" or "train"."""
+    if variant_of(name) is not None:
+        return name.partition(":")[0]
+    base, _ = split_name(name)
+    return "engine" if base in ENGINES else "library" if base in LIBRARIES else "megatron"
+
+
+def default_names() -> list[str]:
+    """What is measured unless something is asked for, in the order of the table."""
+    return [*ENGINES, LIBRARY, *DISPATCHERS]
+
+
+def low_latency_engines(device: str) -> list[str]:
+    """The engines with low-latency mode; on "cuda" those that a CUDA graph can be part of."""
+    return [
+        name
+        for name, entry in ENGINES.items()
+        if entry.caps.low_latency_tokens and (device != "cuda" or entry.caps.captures_static)
+    ]
+
+
+def split_name(name: str) -> tuple[str, int | None]:
+    """Split `BASE@N` into BASE and N, without making anything.
+
+    Raises:
+        InputError: unknown, or a number of SMs for something that has no such option.
+    """
+    base, at, sms = name.partition("@")
+    known = [*ENGINES, *LIBRARIES, *DISPATCHERS, *EXPERTS]
+    if variant_of(base) is None and base not in known:
+        raise InputError(
+            f"unknown subject {name!r}: there are {', '.join(known)}, {LAYER}, and {TRAIN}"
+        )
+    if not at:
+        return base, None
+    if not re.fullmatch("[1-9][0-9]*", sms):
+        raise InputError(f"subject {name!r}: write a number of SMs after the @, such as {base}@24")
+    takes_sms = base in LIBRARIES or (base in ENGINES and "num_sms" in ENGINES[base].caps.options)
+    if not takes_sms:
+        raise InputError(f"subject {name!r}: {base} would ignore a number of SMs: leave @{sms} out")
+    return base, int(sms)
+
+
+def unavailable_reason(
+    variant: Variant, device: str, training: TrainingShape | None = None
+) -> str | None:
+    """Say why `variant` cannot run on `device`, as far as one process can tell; None if it can."""
+    if training is not None and importlib.util.find_spec("megatron") is None:
+        return INSTALL_MEGATRON
+    if variant.captured and device != "cuda":
+        return f"a CPU has no CUDA graphs: leave {variant.captured} out"
+    if training is None or training.settings(1)["transformer-impl"] != "transformer_engine":
+        return None
+    if device != "cuda":
+        return (
+            f"{training.name} is a model of TransformerEngine's modules, which need a GPU: use "
+            "--config smoke, or a file with transformer-impl: local"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        return f"{training.name} needs {INSTALL_ENGINE}"
+    return None
+
+
+def dropped_problem(num_dropped: int, max_recv_rows: Any) -> str | None:
+    """Say that rows were dropped, if any were: then something else is computed."""
+    if not num_dropped:
+        return None
+    return (
+        f"{num_dropped} rows did not fit into {max_recv_rows} received rows and were dropped: give "
+        "a larger --max-recv-rows"
+    )
 
 
 @dataclass(frozen=True)
 class Job(Checked):
-    """Everything that `ncclep bench` was asked to do: what its file says, and what it was told.
+    """Everything that `ncclep bench` was asked to do: its file, overridden by the command line."""
 
-    Attributes:
-        config: name or path of the file with the shapes.
-        shapes: what it holds for subjects that do not train; none if there are no such subjects.
-        trainings: likewise for those that do.
-        ranks: processes that are measured.
-        device: "cpu" or "cuda".
-        subjects: names, in the order in which they are shown.
-        required: those that were asked for on the command line: it is an error if one cannot run.
-        warmup, samples: untimed and timed rounds.
-        timeout_s: seconds that a rank waits for the others.
-        out: folder for the results.
-        max_recv_rows: option of layers and training with a fixed number of received rows.
-        mode: one of MODES.
-    """
-
-    config: str
-    shapes: tuple[Shape, ...]
-    trainings: tuple[TrainingShape, ...]
+    config: str  # name or path of the file with the shapes
+    shapes: tuple[Shape, ...]  # of subjects that do not train; empty if there are none
+    trainings: tuple[TrainingShape, ...]  # of those that do
     ranks: int
-    device: str
-    subjects: tuple[str, ...]
-    required: tuple[str, ...]
-    warmup: int = at_least(0)
-    samples: int = at_least(1)
-    timeout_s: float = 60.0
-    out: str = ""
-    max_recv_rows: int | str | None = None
-    mode: str = HIGH_THROUGHPUT
+    device: str  # "cpu" or "cuda"
+    subjects: tuple[str, ...]  # in the order in which they are shown
+    required: tuple[str, ...]  # named on the command line: it is an error if one cannot run
+    warmup: int = at_least(0)  # untimed rounds
+    samples: int = at_least(1)  # timed rounds
+    timeout_s: float = 60.0  # that a rank waits for the others
+    out: str = ""  # folder for the results
+    max_recv_rows: int | str | None = None  # of layers and trainings that are static
+    mode: str = HIGH_THROUGHPUT  # or LOW_LATENCY
 
     @property
     def everything(self) -> list[Shape | TrainingShape]:
@@ -84,46 +320,44 @@ class Job(Checked):
 
     @classmethod
     def make(cls, args: argparse.Namespace, ranks: int, device: str) -> Job:
-        """Lay what the command line named over the file's values, and check the whole.
-
-        Args:
-            args: of `ncclep bench`, parsed; None: what the file says, else the defaults.
-            ranks, device: as in a Job.
+        """Override the file's values with those of the command line, and check the result.
 
         Raises:
             InputError: something is wrong or would be ignored.
         """
-        subjects = None if args.subjects is None else args.subjects.split(",")
+        subjects = tuple(args.subjects.split(",")) if args.subjects is not None else ()
         if args.mode == LOW_LATENCY:
-            config = args.config or ("low_latency_smoke" if args.smoke else "low_latency")
-            file = shapes.load(config)
+            file = shapes.load(config := args.config or LOW_LATENCY_CONFIGS[args.smoke])
             # The file's subjects are those of the other mode.
-            names = tuple(subjects or low_latency.default_names(device))
+            libraries = [LIBRARY] if device == "cuda" else []
+            names = subjects or (*low_latency_engines(device), *libraries)
             _check_low_latency(names, device, file.shapes)
         else:
-            trains = subjects is not None and all(map(is_train, subjects))
+            trains = bool(subjects) and all(map(is_train, subjects))
             usual = "smoke" if args.smoke else "training" if trains else "models"
-            config = args.config or usual
-            file = shapes.load(config)
-            names = tuple(subjects or file.subjects or default_names())
+            file = shapes.load(config := args.config or usual)
+            names = subjects or file.subjects or tuple(default_names())
         for name in names:
             split_name(name)
         if len(set(names)) != len(names):
             raise InputError(f"a subject is named twice: {', '.join(names)}")
+        rounds = {"warmup": WARMUP[device], "samples": SAMPLES[device]}
+        for source, name in product((file, args), ("warmup", "samples")):
+            if (value := getattr(source, name)) is not None:
+                rounds[name] = value
         job = cls(
+            config=config,
             shapes=file.shapes if not all(map(is_train, names)) else (),
             trainings=file.trainings if any(map(is_train, names)) else (),
-            subjects=names,
-            warmup=_first(args.warmup, file.warmup, WARMUP[device]),
-            samples=_first(args.samples, file.samples, SAMPLES[device]),
-            timeout_s=file.timeout_s,
-            config=config,
             ranks=ranks,
             device=device,
-            required=tuple(subjects or ()),
+            subjects=names,
+            required=subjects,
+            timeout_s=file.timeout_s,
             out=args.out,
             max_recv_rows=_max_recv_rows(args.max_recv_rows, names),
             mode=args.mode,
+            **rounds,
         )
         job._check()
         return job
@@ -146,17 +380,16 @@ class Job(Checked):
             training.settings(self.ranks)
         for name in self.required:
             variant = variant_of(name)
-            models = self.trainings if is_train(name) else (None,)
-            reasons = [
-                unavailable_reason(variant, self.device, model) for model in models if variant
-            ]
-            if found := next(filter(None, reasons), None):
-                raise InputError(f"{name}: {found}")
+            for model in self.trainings if is_train(name) else (None,):
+                reason = variant and unavailable_reason(variant, self.device, model)
+                if reason:
+                    raise InputError(f"{name}: {reason}")
 
 
 def _check_low_latency(names: tuple[str, ...], device: str, found: tuple[Shape, ...]) -> None:
     """Refuse what has no low-latency mode, and what the mode would ignore."""
-    known = low_latency.known_names(device)
+    libraries = [name for name, (_, modes) in LIBRARIES.items() if not modes]
+    known = [*low_latency_engines(device), *libraries]
     for name in names:
         if name.partition("@")[0] not in known:
             raise InputError(
@@ -172,20 +405,14 @@ def _check_low_latency(names: tuple[str, ...], device: str, found: tuple[Shape, 
 
 
 def _max_recv_rows(given: int | str | None, names: tuple[str, ...]) -> int | str | None:
-    """What static subjects get; None where there is none of them."""
-    variants = map(variant_of, names)
-    if not any(variant is not None and variant.static for variant in variants):
-        if given is not None:
-            raise InputError(
-                f"--max-recv-rows {given}: no subject has a fixed number of received rows, such as "
-                "train:ncclep:native:grouped:static"
-            )
-        return None
-    options: dict[str, Any] = {"max_recv_rows": MAX_RECV_ROWS if given is None else given}
-    EpConfig(**options)
-    return options["max_recv_rows"]
-
-
-def _first(*values: int | None) -> int:
-    """The first value that is given."""
-    return next(value for value in values if value is not None)
+    """The option that static subjects get; None if there are none."""
+    if not any(variant and variant.static for variant in map(variant_of, names)):
+        if given is None:
+            return None
+        raise InputError(
+            f"--max-recv-rows {given}: no subject has a fixed number of received rows, such as "
+            "train:ncclep:native:grouped:static"
+        )
+    rows = MAX_RECV_ROWS if given is None else given
+    EpConfig(max_recv_rows=rows)
+    return rows

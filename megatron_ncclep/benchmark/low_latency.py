@@ -1,52 +1,41 @@
-"""Low-latency mode of an engine: which engines have it, what must come out, and how it is timed."""
+"""Low-latency mode, of engines and of NVIDIA's library: what must come out, and how it is timed."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark.check import difference
-from megatron_ncclep.benchmark.names import LIBRARIES, LIBRARY, split_name
-from megatron_ncclep.benchmark.subjects import PAIR, Setting, Subject, excused
-from megatron_ncclep.benchmark.timing import Clock, Timer, Times, clock_of
-from megatron_ncclep.benchmark.workload import WEIGHTS, Workload, X, Y, payload
+from megatron_ncclep.benchmark import PAIR, Setting, Subject, UnavailableError, excused
+from megatron_ncclep.benchmark.engines import (
+    KEY_COLUMNS,
+    by_content,
+    deviation,
+    difference,
+    open_group,
+    put,
+)
+from megatron_ncclep.benchmark.job import split_name
+from megatron_ncclep.benchmark.ranks import Clock, Timer, Times
+from megatron_ncclep.benchmark.shapes import WEIGHTS, Workload, X, Y, payload
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import ENGINES, create_engine
+from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows
-from megatron_ncclep.errors import EngineUnavailableError, InputError
+from megatron_ncclep.errors import EngineUnavailableError, InputError, LibraryError
 from megatron_ncclep.libraries import extension
 
 # What an object is made for: as a server makes it, for its largest batch.
 MAX_TOKENS = 128
-# Pairs of a graph that count.  The one before them does not: ranks begin a replay apart.
+# Timed pairs of a graph.  The one before them is not timed: ranks do not start a replay together.
 PAIRS = 20
 
 
-def default_names(device: str) -> list[str]:
-    """What is measured unless something is asked for."""
-    return [*engine_names(device), *([LIBRARY] if device == "cuda" else [])]
-
-
-def known_names(device: str) -> list[str]:
-    """What can be measured: engines, and NVIDIA's libraries in the one mode that they have here."""
-    return [*engine_names(device), *(name for name, (_, modes) in LIBRARIES.items() if not modes)]
-
-
-def engine_names(device: str) -> list[str]:
-    """The engines that have the mode; on "cuda" those that a CUDA graph can be part of."""
-    return [
-        name
-        for name, entry in ENGINES.items()
-        if entry.caps.low_latency_tokens and (device != "cuda" or entry.caps.captures_static)
-    ]
-
-
 class LowLatencySubject(Subject):
-    """See `Subject`: an object of an engine, whose operations are called in turns."""
+    """See `Subject`: an object of an engine, whose operations alternate."""
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
         super().__init__(name, setting, workload)
@@ -62,33 +51,24 @@ class LowLatencySubject(Subject):
         engine, num_sms = split_name(self.name)
         case = self._workload.case
         with excused(EngineUnavailableError, InputError):
-            config = EpConfig(
-                engine=engine,
-                num_sms=num_sms,
-                timeout_s=setting.timeout_s,
-                first_timeout_s=setting.timeout_s,
-            )
+            config = EpConfig(**setting.options(engine=engine, num_sms=num_sms))
             self._engine = create_engine(setting.new_group(), case.num_experts, config)
             self._object = create_low_latency(
-                self._engine,
-                max_tokens=self.max_tokens,
-                hidden=case.hidden,
-                top_k=case.top_k,
+                self._engine, max_tokens=self.max_tokens, hidden=case.hidden, top_k=case.top_k,
                 dtype=case.dtype,
-            )
-        nbytes = getattr(self._object, "nbytes", None)
-        self.window_bytes = nbytes() if nbytes is not None else None
+            )  # fmt: skip
+        if nbytes := getattr(self._object, "nbytes", None):
+            self.window_bytes = nbytes()
 
     def clock(self, timer: Timer) -> Clock:
-        """See `Subject.clock`."""
         if self._on_gpu:
-            return Graphs(timer, self.dispatch, self.combine).round
+            return graph_clock(timer, self.dispatch, self.combine)
 
         def pair() -> None:
             self.dispatch()
             self.combine()
 
-        return clock_of(timer, {**self.passes, "pair": pair}, include_host=True)
+        return timer.clock({**self.passes, "pair": pair}, include_host=True)
 
     def dispatch(self) -> LowLatencyRows:
         """Dispatch this rank's tokens."""
@@ -96,7 +76,7 @@ class LowLatencySubject(Subject):
         return self._object.dispatch(work.x, work.topk_idx, work.w)
 
     def combine(self) -> torch.Tensor:
-        """Bring back a row for each place."""
+        """Return a row for each place to its source rank."""
         return self._object.combine(self._y)
 
     def problem(self) -> str | None:
@@ -107,21 +87,20 @@ class LowLatencySubject(Subject):
         return problem or self._combine_problem(out)
 
     def close(self) -> None:
-        """See `Subject.close`."""
         self._object.close()
         self._engine.close()
 
     def _here(self, source: int, rank: int) -> torch.Tensor:
-        """bool [T, L]: which of `source`'s tokens go to which expert of `rank`."""
+        """bool [T]: which of `source`'s tokens go to an expert of `rank`."""
         work = self._workload
         here: torch.Tensor = work.tables[rank].slot[work.tokens_of(source)] >= 0
-        return here
+        return here.any(dim=1)
 
     def _dispatch_problem(self, rows: LowLatencyRows) -> str | None:
         work, rank, num_local = self._workload, self._rank, rows.num_local_experts
         for source in range(work.case.num_ranks):
             where = f"dispatch: rank {rank}, from rank {source}"
-            token = self._here(source, rank).any(dim=1).nonzero().squeeze(1)
+            token = self._here(source, rank).nonzero().squeeze(1)
             count = int(rows.counts[source])
             if count != len(token):
                 return f"{where}: {count} rows, expected {len(token)}"
@@ -140,11 +119,11 @@ class LowLatencySubject(Subject):
         return None
 
     def _combine_problem(self, out: torch.Tensor) -> str | None:
-        """In the contract's order: ranks upwards, in fp32, what comes from others rounded."""
+        """In the contract's order: ranks ascending, in fp32, the parts of other ranks rounded."""
         case, rank = self._workload.case, self._rank
         total = torch.zeros(out.shape, device=out.device)
         for peer in range(case.num_ranks):
-            here = self._here(rank, peer).any(dim=1)
+            here = self._here(rank, peer)
             place = rank * self.max_tokens + here.cumsum(0)[here] - 1
             # A row for each place is its sum already: rounding it changes nothing.
             total[here] += self._rows(peer)[place].float()
@@ -161,30 +140,129 @@ class LowLatencySubject(Subject):
         return payload(case, Y, rank, case.num_ranks * self.max_tokens)
 
 
-class Graphs:
-    """Times operations in replays of two CUDA graphs; captures them when it is made.
+class LibraryLowLatencySubject(LowLatencySubject):
+    """NVIDIA's library called directly: the yardstick.
 
-    A graph holds pairs of dispatch and combine, one right after the other as in a model without
-    experts, and between them kernels that write down the device's clock.  Those of one graph stand
-    between all operations, those of the other between pairs only: a stamp takes half a microsecond.
-    (An event in a graph takes five.)
+    Its rows are rank-major, as ours are, in an order that may differ from call to call.  A dispatch
+    takes new routes, as ours does: it is the library's update of its handle, and its dispatch.
     """
 
-    def __init__(
-        self, timer: Timer, dispatch: Callable[[], Any], combine: Callable[[], Any]
-    ) -> None:
-        self._timer = timer
-        self._apart = _capture(dispatch, combine, apart=True)
-        self._together = _capture(dispatch, combine, apart=False)
+    def _open(self, setting: Setting) -> None:
+        """Open the library and allocate all outputs."""
+        work = self._workload
+        case, module = work.case, extension.load()
+        if case.dtype != torch.bfloat16:
+            dtype = str(case.dtype).removeprefix("torch.")
+            raise UnavailableError(
+                f"{self.name} is measured with rows of bfloat16 only, not of {dtype}"
+            )
+        self._group, self._staging, self.sms = open_group(
+            self.name, setting, work, self.max_tokens, low_latency=True
+        )
+        with excused(LibraryError):
+            self._handle = module.NcclEpLowLatencyHandle(self._staging, case.top_k)
+        places = (case.num_ranks, self.max_tokens)
+        new = work.x.new_empty
+        self._received = LowLatencyRows(
+            rows=new(*places, case.hidden),
+            topk_idx=new(*places, case.top_k, dtype=torch.int32),
+            weights=new(*places, case.top_k, dtype=torch.float32),
+            counts=new(case.num_ranks, dtype=torch.int32),
+            num_local_experts=case.num_experts // case.num_ranks,
+        )
+        self._out = torch.empty_like(work.x)
 
-    def round(self) -> Times:
-        """Replay each graph once; gives for each of PAIR the microseconds of every operation."""
-        apart, pairs = self._replay(*self._apart), self._replay(*self._together)
+    def dispatch(self) -> LowLatencyRows:
+        """Dispatch this rank's tokens."""
+        work, got = self._workload, self._received
+        self._handle.dispatch(
+            work.x, work.topk_idx, work.w,
+            got.rows, got.topk_idx, got.weights, got.counts, extension.current_stream(),
+        )  # fmt: skip
+        return got
+
+    def combine(self, y: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a row for each place to its source rank; `y`: other rows than usual."""
+        self._handle.combine(self._y if y is None else y, self._out, extension.current_stream())
+        return self._out
+
+    def problem(self) -> str | None:
+        """See `Subject.problem`: a source's rows may be in any order."""
+        for tensor in (self._received.rows, self._received.weights, self._out):
+            tensor.fill_(float("nan"))
+        got = self.dispatch()
+        place = self._places(got)
+
+        def in_order(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.flatten(0, 1)[place].view_as(tensor)
+
+        experts = in_order(got.topk_idx)
+        for source, count in enumerate(got.counts.tolist()):
+            experts[source, count:] = -1  # only ours marks places without rows
+        received = dataclasses.replace(
+            got,
+            rows=in_order(got.rows),
+            topk_idx=experts,
+            weights=torch.where(experts >= 0, in_order(got.weights), 0),
+            counts=got.counts.clone(),
+        )
+        problem = self._dispatch_problem(received)
+        y = put(self._y.flatten(0, 1), place)
+        assert y is not None
+        out = self.combine(y.view_as(self._y))
+        return problem or self._combine_problem(out)
+
+    def _places(self, got: LowLatencyRows) -> torch.Tensor:
+        """Where the library put the row of each place of the contract, int64 [R * max_tokens].
+
+        A row that is none of its source's makes `_dispatch_problem` find a difference.
+        """
+        place = torch.arange(got.rows.shape[0] * self.max_tokens, device=got.rows.device)
+        width = min(KEY_COLUMNS, got.rows.shape[2])
+        for source, count in enumerate(got.counts.tolist()):
+            token = self._here(source, self._rank).nonzero().squeeze(1)
+            if count != len(token):
+                continue
+            one_block = torch.zeros_like(token)
+            sent = self._workload.rows(X, source, width)[token]
+            to = by_content(one_block, sent)
+            first = source * self.max_tokens
+            place[first + to] = first + by_content(one_block, got.rows[source, :count, :width])
+        return place
+
+    def _sum_problem(self, out: torch.Tensor, total: torch.Tensor) -> str | None:
+        """Sums of two ranks have one order; of more, the library has its own, with its rounding."""
+        if self._workload.case.num_ranks <= 2:
+            return super()._sum_problem(out, total)
+        bound = torch.finfo(out.dtype).eps * (1 + total.abs())
+        return deviation(out.float(), total, bound, "another order of sums")
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._group.device)
+        self._handle.close()
+        self._staging.close()
+
+
+def graph_clock(timer: Timer, dispatch: Callable[[], Any], combine: Callable[[], Any]) -> Clock:
+    """Capture two CUDA graphs of both operations, and make a clock that replays them.
+
+    A graph holds alternating dispatches and combines, back to back as in a model without experts,
+    and between them kernels that record the device's clock: in one graph between all operations, in
+    the other between pairs only, because a stamp takes half a microsecond.  (An event in a graph
+    takes five.)
+    """
+    graphs = [_capture(dispatch, combine, apart) for apart in (True, False)]
+
+    def clock() -> Times:
+        for graph, _ in graphs:
+            timer.sample(graph.replay, include_host=False)  # aligns the ranks, and waits
+        apart, pairs = (
+            [(after - before) / 1e3 for before, after in pairwise(stamps.tolist())]
+            for _, stamps in graphs
+        )
         return dict(zip(PAIR, (apart[0::2], apart[1::2], pairs), strict=True))
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, stamps: torch.Tensor) -> list[float]:
-        self._timer.sample(graph.replay, include_host=False)  # aligns the ranks, and waits
-        return [(after - before) / 1e3 for before, after in pairwise(stamps.tolist())]
+    return clock
 
 
 def _capture(

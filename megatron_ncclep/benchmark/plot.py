@@ -1,10 +1,9 @@
 """Draw the result of `ncclep bench`, or the metrics in the log of `ncclep train`.
 
-Of a result it draws a bar for each subject, stacked by pass, and the limit: the time that the rows
-take at the ceiling of the links, measured in the same run.  Whole layers and experts alone have
-panels of their own, without it.  A training step's bar is the device's time by kind of kernel and
-idle time; without a profile, and with several ranks, the step's time.  Low-latency mode has lines
-over the tokens.
+A result has a bar for each subject, stacked by pass, and the limit: the time that the rows take at
+the ceiling of the links, measured in the same run.  Whole layers and experts alone have panels of
+their own, without it.  A training step's bar is the device's time by kind of kernel and idle time;
+without a profile, and with several ranks, the step's time.  Low-latency mode has lines over tokens.
 """
 
 from __future__ import annotations
@@ -17,21 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_ncclep.benchmark import BOTH, PAIR, STEPS, WHOLE, table
 from megatron_ncclep.benchmark import result as results
-from megatron_ncclep.benchmark.kernel_kinds import KINDS
-from megatron_ncclep.benchmark.names import TRAININGS
-from megatron_ncclep.benchmark.result import LISTS
-from megatron_ncclep.benchmark.subjects import BOTH, PAIR, STEPS, WHOLE
-from megatron_ncclep.benchmark.table import (
-    busy_us,
-    idle_us,
-    is_busy_known,
-    model_sizes,
-    pair_sizes,
-    same_sizes,
-    sizes,
-    title,
-)
+from megatron_ncclep.benchmark.result import KINDS, LISTS
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import metrics_plot
 
@@ -105,8 +92,7 @@ def _require_matplotlib() -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw a whole result (see result.py): panels for each shape, also its layers and experts, and
-    for each training.
+    """Draw a whole result (see result.py): panels for each shape and training.
 
     Raises:
         InputError: nothing was measured, or there is no matplotlib.
@@ -118,19 +104,17 @@ def draw(result: dict[str, Any], path: Path) -> None:
         (len(subjects), partial(_draw_shape, result=shape, subjects=subjects))
         for shape in result["shapes"]
         for subjects in _measured(shape)
-        if subjects
     ]
     for training in result["trainings"]:
         if measured := [subject for subject in training["subjects"] if subject["step"]]:
             drawn.append((len(measured), partial(_draw_training, result=training)))
-    for group in same_sizes(result["low_latency"]):
+    for group in table.same_sizes(result["low_latency"]):
         if any(subject["passes"] for shape in group for subject in shape["subjects"]):
             drawn.append((BARS_OF_LINES, partial(_draw_low_latency, results=group)))
     if not drawn:
         raise InputError(f"no plot {path}: the result holds no times")
     columns = min(2, len(drawn))
-    rows = -(-len(drawn) // columns)
-    most = max(bars for bars, _ in drawn)
+    rows, most = -(-len(drawn) // columns), max(bars for bars, _ in drawn)
     figure = Figure(figsize=(7.5 * columns, rows * (1.4 + 0.42 * most) + 0.6), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).reshape(-1)
     for panel, (_, draw_panel) in zip(panels, drawn, strict=False):
@@ -155,12 +139,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _measured(shape: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """What was measured, by panel: without experts, and each kind of PANELS."""
+    """The subjects with times, by panel: without experts, and each kind of PANELS."""
     panels: dict[str | None, list[dict[str, Any]]] = {kind: [] for kind in (None, *PANELS)}
     for subject in shape["subjects"]:
         if subject["passes"]:
             panels[subject["kind"] if subject["kind"] in PANELS else None].append(subject)
-    return list(panels.values())
+    return [subjects for subjects in panels.values() if subjects]
 
 
 def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any]]) -> None:
@@ -174,36 +158,36 @@ def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any
             4 * result["limit_us"], color=COLORS["limit"], linestyle="--", linewidth=1.5,
             label="limit",
         )  # fmt: skip
-    _finish_bars(panel, [title(subject["name"]) for subject in subjects], margin=0.12)
+    _finish_bars(panel, [table.title(subject["name"]) for subject in subjects], margin=0.12)
     panel.set_xlabel("time of one forward and backward (microseconds)")
-    panel.set_title(f"{sizes(result['shape'])}{computing}", fontsize=10)
+    panel.set_title(f"{table.sizes(result['shape'])}{computing}", fontsize=10)
 
 
 def pieces(subject: dict[str, Any], busy_known: bool) -> dict[str, float]:
-    """What the bar of a training step is made of: kind -> milliseconds, without empty pieces."""
+    """The pieces of a training step's bar: kind -> milliseconds, without empty pieces."""
     if not subject["kinds_us"] or not busy_known:
         return {STEP: subject["step"]["median_us"] / 1e3}
-    every = {**subject["kinds_us"], IDLE: idle_us(subject)}
+    every = {**subject["kinds_us"], IDLE: table.idle_us(subject)}
     return {kind: every[kind] / 1e3 for kind in PIECES if every.get(kind)}
 
 
 def _draw_training(panel: Any, result: dict[str, Any]) -> None:
     """Draw the measured subjects of one training."""
     subjects = [subject for subject in result["subjects"] if subject["step"]]
-    busy_known = is_busy_known(result)
+    busy_known = table.is_busy_known(result)
     bars = [pieces(subject, busy_known) for subject in subjects]
     least = LABELLED_SHARE * max(sum(bar.values()) for bar in bars)
     for place, (subject, bar) in enumerate(zip(subjects, bars, strict=True)):
-        busy = 100 * busy_us(subject) / subject["step"]["median_us"]
+        busy = 100 * table.busy_us(subject) / subject["step"]["median_us"]
         told = f", busy {busy:.0f} %" if subject["kinds_us"] and busy_known else ""
         speed = f"{subject['tokens_per_s']:,.0f} tokens/s"
         label = f"{sum(bar.values()):.1f} ms{told}\n{speed}"
         _draw_bar(panel, place, bar, label, "#555555", least)
-    names = [subject["name"].removeprefix(TRAININGS.prefix) for subject in subjects]
+    names = [subject["name"].removeprefix("train:") for subject in subjects]
     names = [name.replace(":grouped", "\ngrouped") for name in names]
     _finish_bars(panel, names, margin=0.42)  # room for the words beside the longest bar
     panel.set_xlabel("time of one training step (milliseconds)")
-    panel.set_title(textwrap.fill(model_sizes(result), 60), fontsize=10)
+    panel.set_title(textwrap.fill(table.model_sizes(result), 60), fontsize=10)
 
 
 def _draw_bar(
@@ -212,13 +196,9 @@ def _draw_bar(
     times: dict[str, float],
     label: str,
     edge: str,
-    labelled: float | None = None,
+    labelled: float = float("inf"),
 ) -> None:
-    """Draw pieces behind one another, and a label behind them.
-
-    Args:
-        labelled: pieces from this length on hold their number; None: none of them does.
-    """
+    """Draw pieces side by side, then a label; pieces longer than `labelled` show their length."""
     left = 0.0
     for name, time in times.items():
         # A bar of its own for each piece; the legend takes one of each name.
@@ -226,7 +206,7 @@ def _draw_bar(
             place, time, left=left, color=COLORS[name], label=name, edgecolor=edge, linewidth=0.5,
             hatch="///" if name == IDLE else None,
         )  # fmt: skip
-        if labelled is not None and time > labelled and name != STEP:
+        if time > labelled and name != STEP:
             panel.annotate(
                 f"{time:.0f}", (left + time / 2, place), ha="center", va="center", fontsize=8,
                 bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "linewidth": 0},
@@ -267,7 +247,7 @@ def _draw_low_latency(panel: Any, results: list[dict[str, Any]]) -> None:
     panel.set_xlabel("tokens of a rank")
     panel.set_ylabel("microseconds, p50 to p99")
     where = "" if all(result["on_gpu"] for result in results) else ", ON A CPU"
-    panel.set_title(f"low-latency mode{where}: {pair_sizes(results[0])}", fontsize=10)
+    panel.set_title(f"low-latency mode{where}: {table.pair_sizes(results[0])}", fontsize=10)
     panel.grid(alpha=0.3)
 
 

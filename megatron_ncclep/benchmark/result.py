@@ -1,21 +1,29 @@
-"""Results: what bench.json holds, as plain data, for each of three kinds of measurements."""
+"""Results: what bench.json holds, as plain data, and the machine and versions behind it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import platform
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from megatron_ncclep.benchmark.ceiling import Ceiling
-from megatron_ncclep.benchmark.shapes import Shape, TrainingShape
-from megatron_ncclep.benchmark.subjects import WITH_EXPERTS
-from megatron_ncclep.benchmark.timing import quantiles
-from megatron_ncclep.benchmark.workload import Workload, network_rows
+import torch
+
+from megatron_ncclep.benchmark import WITH_EXPERTS
+from megatron_ncclep.benchmark.ranks import quantiles
+from megatron_ncclep.benchmark.shapes import Shape, TrainingShape, Workload, network_rows
 from megatron_ncclep.errors import InputError
+from megatron_ncclep.libraries import nccl_ep, search
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.nodes import Nodes
+from megatron_ncclep.version import __version__
 
 FORMAT = 1
 # Passes that move every row over the wire once; a forward or backward of Megatron has two of them.
@@ -25,55 +33,50 @@ CROSSINGS = {
 }  # fmt: skip
 # What one product of two matrices of 8192 x 8192 in bf16 reaches, measured on H100 and H200.
 PEAK_TFLOPS = 790
+# What kernels of a training step do, in the order of the table.
+OPTIMIZER, COLLECTIVES, REST = "optimizer", "collectives", "rest"
+KINDS = (
+    "attention", "GEMM", "dispatch", "combine", "plan", "permute", OPTIMIZER, COLLECTIVES, REST,
+)  # fmt: skip
+PACKAGES = ("megatron-core", "transformer-engine", "quack-kernels", "nccl-extensions", "deep-ep")
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass
 class Outcome:
-    """What is known of one subject with one shape, whatever was measured.
+    """The outcome of one subject with one shape.
 
-    Attributes:
-        name: of the subject.
-        status: "ok"; "unavailable": it cannot run here; "wrong": its results are; "failed": it
-            raised an error.
-        reason: why it is not ok.
+    "unavailable": it cannot run here; "wrong": its results are; "failed": it raised an error.  All
+    but "ok" have a reason and no times.
     """
-
-    # Fields that hold times.
-    TIMES: ClassVar[tuple[str, ...]] = ("passes",)
 
     name: str
     status: str = "ok"
     reason: str | None = None
 
     def fail(self, status: str, reason: str | None) -> None:
-        """Take what is no good out of the result."""
-        self.status, self.reason = status, reason
-        nothing = type(self)(self.name)
-        for name in self.TIMES:
-            setattr(self, name, getattr(nothing, name))
+        """Set the outcome, and take the times out of the result."""
+        nothing = type(self)(self.name, status, reason)
+        for name in ("status", "reason", "passes", "step", "turns_us", "tokens_per_s", "kinds_us"):
+            if hasattr(self, name):
+                setattr(self, name, getattr(nothing, name))
 
 
 @dataclass
 class SubjectResult(Outcome):
     """One subject with one MoE layer's routing.
 
-    Attributes:
-        kind: of the subject.
-        sms: SMs that its kernels use, in words.
-        passes: pass -> {"median_us", "p10_us", "p90_us"} of the slowest rank, and where rows cross
-            the wire "gb_per_s", and "percent_of_ceiling" if the ceiling is known; of low-latency
-            mode {"p50_us", "p99_us", "min_us", "count"} over all operations.
-        sum_us: sum of the medians.
-        memory: bytes on the rank that takes most, {"torch_bytes", "other_bytes"}; None on a CPU.
-        window_bytes: memory that the other ranks write to, on each rank, where it is known.
+    A pass has {"median_us", "p10_us", "p90_us"} of the slowest rank, where rows cross the wire
+    "gb_per_s", and "percent_of_ceiling" if the ceiling is known; one of low-latency mode has
+    {"p50_us", "p99_us", "min_us", "count"} over all operations.
     """
 
-    kind: str = ""
-    sms: str = "-"
+    kind: str = ""  # see job.kind_of
+    sms: str = "-"  # SMs that its kernels use, in words
     passes: dict[str, dict[str, float]] = field(default_factory=dict)
-    sum_us: float | None = None
-    memory: dict[str, int] | None = None
-    window_bytes: int | None = None
+    sum_us: float | None = None  # of the medians
+    memory: dict[str, int] | None = None  # {"torch_bytes", "other_bytes"}, the most of any rank
+    window_bytes: int | None = None  # that the other ranks write to, on each rank, if known
 
     def set_samples(self, samples: Mapping[str, Sequence[float]], low_latency: bool) -> None:
         """Summarise the slowest rank's microseconds of every pass."""
@@ -83,42 +86,21 @@ class SubjectResult(Outcome):
 
 @dataclass
 class TrainResult(Outcome):
-    """One subject that trains.
+    """One subject that trains."""
 
-    Attributes:
-        step: {"median_us", "p10_us", "p90_us"} of the slowest rank.
-        turns_us: the median of each turn.
-        tokens_per_s: of all ranks, at the median.
-        losses: mean over the ranks, of each of the first steps.
-        loss_apart: largest difference of these from the control's, on any rank, in nats.
-        layer_apart: likewise of the first MoE layer's output or gradient, relative to its size.
-        kinds_us: kind of kernel -> its share of the device's busy time in a step, the mean over the
-            ranks; empty without a profile.
-        host_us: time that a step's host does not wait for its device, on the slowest rank.
-        memory: as of a SubjectResult.
-        num_parameters: of one rank.
-    """
-
-    TIMES: ClassVar[tuple[str, ...]] = ("step", "turns_us", "tokens_per_s", "kinds_us")
-
-    step: dict[str, float] = field(default_factory=dict)
-    turns_us: list[float] = field(default_factory=list)
-    tokens_per_s: float | None = None
-    losses: list[float] = field(default_factory=list)
-    loss_apart: float | None = None
-    layer_apart: float | None = None
-    kinds_us: dict[str, float] = field(default_factory=dict)
-    host_us: float | None = None
+    step: dict[str, float] = field(default_factory=dict)  # as a pass of a SubjectResult
+    turns_us: list[float] = field(default_factory=list)  # the median of each turn
+    tokens_per_s: float | None = None  # of all ranks, at the median
+    losses: list[float] = field(default_factory=list)  # of the first steps, mean over the ranks
+    loss_apart: float | None = None  # their largest distance from the control's, in nats
+    layer_apart: float | None = None  # the first MoE layer's from the control's, relative
+    kinds_us: dict[str, float] = field(default_factory=dict)  # kind of kernel -> time of a step
+    host_us: float | None = None  # the slowest host's of a step, without waits for its device
     memory: dict[str, int] | None = None
-    num_parameters: int | None = None
+    num_parameters: int | None = None  # of one rank
 
     def set_samples(self, turns: Sequence[Sequence[float]], tokens: int) -> None:
-        """Summarise the slowest rank's microseconds of every step, by turn.
-
-        Args:
-            turns: at least one, each of at least one sample.
-            tokens: of all ranks in one step.
-        """
+        """Summarise the slowest rank's microseconds of every step, by turn."""
         self.step = _spread([sample for turn in turns for sample in turn])
         self.turns_us = [quantiles(turn, 0.5)[0] for turn in turns]
         self.tokens_per_s = tokens / self.step["median_us"] * 1e6
@@ -126,19 +108,12 @@ class TrainResult(Outcome):
 
 @dataclass
 class Measured:
-    """What was measured with one shape, whatever it is.
+    """What was measured with one shape."""
 
-    Attributes:
-        shape: the fields of Shape or TrainingShape.
-        subjects: an Outcome of each, in the order in which they are shown.
-        error: why nothing was measured, if so.
-        failures: everything because of which the command fails, in words.
-    """
-
-    shape: dict[str, Any]
-    subjects: list[Any] = field(default_factory=list)
-    error: str | None = None
-    failures: list[str] = field(default_factory=list)
+    shape: dict[str, Any]  # the fields of Shape or TrainingShape
+    subjects: list[Any] = field(default_factory=list)  # an Outcome of each, in order
+    error: str | None = None  # why nothing was measured, if so
+    failures: list[str] = field(default_factory=list)  # because of which the command fails
 
     @classmethod
     def of(cls, shape: Shape | TrainingShape, error: str | None = None) -> Any:
@@ -160,39 +135,26 @@ class Measured:
 
 @dataclass
 class ShapeResult(Measured):
-    """Passes of one MoE layer's routing.
+    """Passes of one MoE layer's routing."""
 
-    Attributes:
-        row_bytes: of one row.
-        wire_bytes: bytes that the busiest rank sends or receives in one pass, each row once for
-            each other rank that needs it.
-        network: of the busiest rank in one pass over several nodes, {"machines", "ranks_on_each",
-            "hierarchical_bytes", "flat_bytes"}: rows once for each node, and for each assignment
-            to another node; None if nothing was measured that knows nodes.
-        ceiling: "push" and "pull" -> {"gb_per_s", "num_sms"}; empty if not measured.
-        ceiling_reason: why it was not.
-        limit_us: wire_bytes at the better of the two rates: the least that one pass can take.
-        expert_rows: that the experts of the rank with most rows are given, without padding; None:
-            the shape does not say how large experts are.
-        products_us: "forward" and "backward" -> time of the products of these rows with the
-            experts' weights at PEAK_TFLOPS; None without a GPU, and in fp32.
-        on_gpu: whether a GPU took part; if not, the times are those of hosts.
-        max_tokens: that the objects of low-latency mode were made for; None: it is not this mode.
-    """
-
-    row_bytes: int = 0
+    row_bytes: int = 0  # of one row
+    # Of the busiest rank in one pass: each row once for each other rank that needs it.
     wire_bytes: int = 0
+    # The same between nodes, {"machines", "ranks_on_each", "hierarchical_bytes", "flat_bytes"}:
+    # rows once for each node, or for each assignment; None: no subject knows of nodes.
     network: dict[str, int] | None = None
-    ceiling: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ceiling_reason: str | None = None
-    limit_us: float | None = None
-    expert_rows: int | None = None
+    ceiling: dict[str, dict[str, Any]] = field(default_factory=dict)  # see measure_ceiling
+    ceiling_reason: str | None = None  # why it was not measured
+    limit_us: float | None = None  # the least that a pass can take: wire_bytes at the better rate
+    expert_rows: int | None = None  # of the rank with most, without padding
+    # "forward" and "backward" -> time of these rows' products with the experts' weights at
+    # PEAK_TFLOPS; None without a GPU, and in fp32.
     products_us: dict[str, float] | None = None
     on_gpu: bool = False
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # of low-latency mode's objects; None: not this mode
 
     def set_network(self, work: Workload, nodes: Nodes) -> None:
-        """Work out what crosses the network between `nodes`; nothing where there is one."""
+        """Work out what crosses the network between `nodes`; nothing if there is only one."""
         if nodes.count == 1:
             return
         once, flat = network_rows(work.tables, list(work.case.tokens), nodes.ranks_on_each)
@@ -214,12 +176,11 @@ class ShapeResult(Measured):
             forward = 3 * 2 * self.expert_rows * work.case.hidden * ffn / PEAK_TFLOPS * 1e-6
             self.products_us = {"forward": forward, "backward": 2 * forward}
 
-    def set_ceiling(self, found: Mapping[str, Ceiling], reason: str | None) -> None:
-        """Take what `measure_ceiling` found; nothing: `reason` says why."""
-        self.ceiling = {name: dataclasses.asdict(best) for name, best in found.items()}
-        self.ceiling_reason = reason
+    def set_ceiling(self, found: dict[str, dict[str, Any]], reason: str | None) -> None:
+        """Set what `measure_ceiling` found; if that is nothing, `reason` says why."""
+        self.ceiling, self.ceiling_reason = found, reason
         if found:
-            best = max(rate.gb_per_s for rate in found.values())
+            best = max(rate["gb_per_s"] for rate in found.values())
             self.limit_us = self.wire_bytes / best * 1e-3  # bytes / (GB/s) -> us
 
     def judge(self, required: Sequence[str]) -> None:
@@ -239,21 +200,14 @@ class ShapeResult(Measured):
 
 @dataclass
 class TrainingResult(Measured):
-    """Training steps of one model and batch.
+    """Training steps of one model and batch."""
 
-    Attributes:
-        settings: the model's arguments.
-        tokens: of all ranks in one step.
-        text: what was trained on, in words.
-        max_recv_rows: option of static subjects.
-        fused_by: whose function adds the output layer's weight gradients to main_grad, where the
-            layers add theirs themselves; None: DistributedDataParallel's hooks add all of them.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
-    tokens: int = 0
-    text: str = ""
-    max_recv_rows: int | str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # the model's arguments
+    tokens: int = 0  # of all ranks in one step
+    text: str = ""  # what was trained on, in words
+    max_recv_rows: int | str | None = None  # of static subjects
+    # Whose function adds the output layer's weight gradients to main_grad, where the layers add
+    # theirs themselves; None: DistributedDataParallel's hooks add all of them.
     fused_by: str | None = None
 
 
@@ -271,11 +225,7 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote.
-
-    Raises:
-        InputError: there is no such file, or it is not a result of this version's format.
-    """
+    """Read what `save` wrote; an InputError says what else a file is."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -292,11 +242,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, name: str, listed: Any, kind: type) -> list[dict[str, Any]]:
-    """A list of `kind`s as mappings; older results lack fields, and have some that went.
-
-    Raises:
-        InputError: it is no such list.
-    """
+    """Read a list of `kind`s; older results lack fields, and have some that are gone."""
     known = [f.name for f in dataclasses.fields(kind)]
     try:
         held = [{key: item[key] for key in known if key in item} for item in listed]
@@ -316,3 +262,46 @@ def _spread(samples: Sequence[float]) -> dict[str, float]:
 def _operations(samples: Sequence[float]) -> dict[str, float]:
     p50, p99 = quantiles(samples, 0.5, 0.99)
     return {"p50_us": p50, "p99_us": p99, "min_us": min(samples), "count": len(samples)}
+
+
+def machine(device: str, ranks: int) -> dict[str, Any]:
+    """The devices of this machine, as plain data, and how many of the `ranks` share one."""
+    described: dict[str, Any] = {
+        "device": device,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        driver = DRIVER.read_text() if DRIVER.is_file() else ""
+        found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", driver)
+        described |= {
+            "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
+            "ranks_per_gpu": place.most_ranks_per_gpu(ranks),
+            "sms": properties.multi_processor_count,
+            "driver": found[1] if found else None,
+        }
+    return described
+
+
+def versions(device: str) -> dict[str, str | None]:
+    """Versions by name; None for what is not installed."""
+    found: dict[str, str | None] = {
+        "megatron_ncclep": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": None,
+        "libnccl_ep": None,
+        **dict.fromkeys(PACKAGES),
+    }
+    if device == "cuda":
+        if nccl := search.loaded_nccl():
+            found["nccl"] = search.version_text(nccl.version)
+        if library := nccl_ep.find_nccl_ep():
+            found["libnccl_ep"] = f"{search.version_text(library.version)} ({library.found})"
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

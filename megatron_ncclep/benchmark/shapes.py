@@ -1,18 +1,26 @@
-"""Shapes: what to measure, read from configs/benchmark/: sizes of a layer, models that train."""
+"""Shapes: problem sizes from configs/benchmark/, their routing and payload, and what crosses links.
+
+A payload's values are hashes of their places (testing/contents.py), so that any rank can compute
+what another one holds without receiving it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import ALIGNMENTS, MIN_TIMEOUT_S
 from megatron_ncclep.errors import InputError
+from megatron_ncclep.testing import contents
 from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.testing.table_oracle import SlotTable, slot_table
 from megatron_ncclep.training.settings import Settings
 
 # fp64 is for gradient checks, not for training: not measured.
@@ -29,6 +37,11 @@ TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "str": (str,), "dict[str, Any]": (dict,),
     "None": (type(None),),
 }  # fmt: skip
+# What a tensor is: each has values of its own, so that a result left over from another pass shows.
+X, GRAD_OUT, Y, GRAD_ROWS, WEIGHTS, GRAD_WEIGHTS = range(1, 7)
+
+
+# --- files ---------------------------------------------------------------------------------------
 
 
 class Checked:
@@ -48,7 +61,7 @@ class Checked:
             allowed = tuple(kind for name in kinds for kind in TYPES[name])
             if not isinstance(value, allowed) or isinstance(value, bool):
                 raise InputError(f"{where}: must be {known.type}")
-            # Not `<`: a NaN is no less than anything.
+            # Not `<`, with which a NaN would pass.
             if value is not None and "least" in must and not value >= must["least"]:
                 raise InputError(f"{where}: must be >= {must['least']}")
             if value not in must.get("choices", (value,)):
@@ -56,7 +69,7 @@ class Checked:
 
 
 def at_least(least: float, **default: Any) -> Any:
-    """A field of a `Checked`, a number that is no less."""
+    """A numeric field of a `Checked` with a lower bound."""
     return field(metadata={"least": least}, **default)
 
 
@@ -66,29 +79,17 @@ def _one_of(choices: Iterable[Any], default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Shape(Checked):
-    """One problem size, the same on every rank.
+    """One problem size, the same on every rank."""
 
-    Attributes:
-        name: readable identity, unique in its file.
-        tokens: T of each rank.
-        hidden: H.
-        experts: E of the whole group.
-        top_k: K.
-        dtype: of the payload, a key of `DTYPES`.
-        skew: 0 spreads tokens evenly over experts; 1 sends everything to as few as possible.
-        alignment: rows that an expert's block is padded to a multiple of.
-        ffn_hidden_size: of one expert; only layers and experts need it.
-    """
-
-    name: str
-    tokens: int = at_least(1)
-    hidden: int = at_least(1)
-    experts: int = at_least(1)
-    top_k: int = at_least(1)
-    dtype: str = _one_of(DTYPES, "bfloat16")
-    skew: float = at_least(0, default=0.0)
-    alignment: int = _one_of(ALIGNMENTS, 1)
-    ffn_hidden_size: int | None = at_least(1, default=None)
+    name: str  # readable, unique in its file
+    tokens: int = at_least(1)  # T of each rank
+    hidden: int = at_least(1)  # H
+    experts: int = at_least(1)  # E of the whole group
+    top_k: int = at_least(1)  # K
+    dtype: str = _one_of(DTYPES, "bfloat16")  # of the payload
+    skew: float = at_least(0, default=0.0)  # 0: even over experts; 1: as few experts as possible
+    alignment: int = _one_of(ALIGNMENTS, 1)  # of an expert's block, in rows
+    ffn_hidden_size: int | None = at_least(1, default=None)  # only layers and experts need it
 
     def __str__(self) -> str:
         return f"shape {self.name}"
@@ -106,39 +107,26 @@ class Shape(Checked):
         return self.hidden * DTYPES[self.dtype].itemsize
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Refuse, with an InputError, ranks over which the experts cannot be divided."""
+        """Raise an InputError if the experts cannot be divided over the ranks."""
         _check_experts(self, self.experts, num_ranks)
 
     def case(self, num_ranks: int, device: str) -> Case:
         """The shape as a routing problem of `num_ranks` ranks."""
         return Case(
-            name=self.name,
-            tokens=(self.tokens,) * num_ranks,
-            num_experts=self.experts,
-            top_k=self.top_k,
-            hidden=self.hidden,
-            dtype=DTYPES[self.dtype],
-            alignment=self.alignment,
-            skew=self.skew,
-            device=device,
-        )
+            name=self.name, tokens=(self.tokens,) * num_ranks, num_experts=self.experts,
+            top_k=self.top_k, hidden=self.hidden, dtype=DTYPES[self.dtype],
+            alignment=self.alignment, skew=self.skew, device=device,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TrainingShape(Checked):
-    """A model and a batch, the same for every subject.
+    """A model and a batch, the same for every subject."""
 
-    Attributes:
-        name: readable identity, unique in its file.
-        model: name or path of a model file, as for `ncclep train --model`.
-        changes: arguments laid over it.
-        microbatches: of one rank in one step.
-    """
-
-    name: str
-    model: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    microbatches: int = at_least(1, default=1)
+    name: str  # readable, unique in its file
+    model: str  # name or path of a model file, as for `ncclep train --model`
+    changes: dict[str, Any] = field(default_factory=dict)  # arguments that override it
+    microbatches: int = at_least(1, default=1)  # of one rank in one step
 
     def __str__(self) -> str:
         return f"training {self.name}"
@@ -150,12 +138,7 @@ class TrainingShape(Checked):
             raise InputError(f"{BATCH} follows from microbatches and ranks: leave it out")
 
     def settings(self, num_ranks: int) -> Settings:
-        """The checked settings of the model on `num_ranks` ranks, the experts divided over all.
-
-        Raises:
-            InputError: no such model, something in it or in the changes is wrong, or the experts
-                cannot be divided over the ranks.
-        """
+        """The checked settings of the model on `num_ranks` ranks, the experts divided over all."""
         try:
             per_rank = Settings.load(self.model, self.changes)["micro-batch-size"]
             batch = {BATCH: per_rank * self.microbatches * num_ranks}
@@ -166,28 +149,28 @@ class TrainingShape(Checked):
         return settings
 
 
+def _check_experts(shape: Shape | TrainingShape, num_experts: int, num_ranks: int) -> None:
+    if num_experts % num_ranks:
+        raise InputError(
+            f"{shape}: {num_experts} experts cannot be divided over {num_ranks} ranks: give "
+            f"--ranks a divisor of {num_experts}"
+        )
+
+
 @dataclass(frozen=True)
 class Measurement(Checked):
-    """A file of configs/benchmark/: shapes, and how they are measured unless the command says so.
+    """A file of configs/benchmark/: shapes, and how they are measured by default."""
 
-    Attributes:
-        shapes: of one MoE layer.
-        trainings: of subjects that train.  With the shapes at least one, all with different names.
-        subjects: names to measure; empty: all but layers, experts and training.
-        warmup, samples: untimed and timed rounds.
-        timeout_s: seconds that a rank waits for the others.
-    """
-
-    shapes: tuple[Shape, ...] = ()
-    trainings: tuple[TrainingShape, ...] = ()
-    subjects: tuple[str, ...] = ()
-    warmup: int | None = at_least(0, default=None)
-    samples: int | None = at_least(1, default=None)
-    timeout_s: float = at_least(MIN_TIMEOUT_S, default=60.0)
+    shapes: tuple[Shape, ...] = ()  # of one MoE layer
+    trainings: tuple[TrainingShape, ...] = ()  # for subjects that train
+    subjects: tuple[str, ...] = ()  # names; empty: all but layers, experts and training
+    warmup: int | None = at_least(0, default=None)  # untimed rounds
+    samples: int | None = at_least(1, default=None)  # timed rounds
+    timeout_s: float = at_least(MIN_TIMEOUT_S, default=60.0)  # that a rank waits for the others
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = [shape.name for shape in self.shapes] + [t.name for t in self.trainings]
+        names = [s.name for s in self.shapes] + [t.name for t in self.trainings]
         if not names or len(names) != len(set(names)):
             raise InputError(
                 f"give at least one shape or training, each with a name of its own: {names}"
@@ -223,17 +206,18 @@ def _listed(content: dict[str, Any], key: str, kind: type, called: str) -> list[
 
 def _make(kind: Any, called: str | None, mapping: dict[str, Any]) -> Any:
     """Make a dataclass of `mapping`, which errors call `called` and its name, if anything."""
-    fields = dataclasses.fields(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
     try:
-        if kind is Shape:
+        if kind is Shape and "model" in mapping:
             mapping = _with_model(mapping)
-        unknown = [name for name in mapping if name not in {f.name for f in fields}]
-        needed = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
-        missing = [f.name for f in needed if f.name not in mapping]
+        unknown = [name for name in mapping if name not in fields]
+        missing = [
+            name for name, f in fields.items()
+            if f.default is f.default_factory is dataclasses.MISSING and name not in mapping
+        ]  # fmt: skip
         if unknown or missing:
-            known = ", ".join(f.name for f in fields)
             wrong = f"unknown key {unknown[0]!r}" if unknown else f"no {missing[0]}"
-            raise InputError(f"{wrong}: the keys are {known}")
+            raise InputError(f"{wrong}: the keys are {', '.join(fields)}")
         return kind(**mapping)
     except InputError as error:
         if called is None:
@@ -242,9 +226,7 @@ def _make(kind: Any, called: str | None, mapping: dict[str, Any]) -> Any:
 
 
 def _with_model(shape: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what `model: NAME` of a shape stands for; what the shape says itself wins."""
-    if "model" not in shape:
-        return shape
+    """Fill in what `model: NAME` of a shape means; the shape's own values take precedence."""
     own = {key: value for key, value in shape.items() if key != "model"}
     model = config_files.load("model", str(shape["model"]))
     if lacking := [name for name in OF_A_MODEL.values() if name not in model]:
@@ -252,9 +234,201 @@ def _with_model(shape: dict[str, Any]) -> dict[str, Any]:
     return {field: model[name] for field, name in OF_A_MODEL.items()} | own
 
 
-def _check_experts(shape: Shape | TrainingShape, num_experts: int, num_ranks: int) -> None:
-    if num_experts % num_ranks:
-        raise InputError(
-            f"{shape}: {num_experts} experts cannot be divided over {num_ranks} ranks: give "
-            f"--ranks a divisor of {num_experts}"
+# --- routing and payload -------------------------------------------------------------------------
+
+
+class Workload:
+    """One shape's routing on this rank, shared by all subjects, which only read its tensors.
+
+    `ffn_hidden_size` is that of one expert; None: the shape does not say.
+
+    Attributes:
+        tables: the routes to each rank.
+        topk_idx, w: int64 and fp32 [T, K].
+        x, grad_out: [T, H].
+        y, grad_rows, grad_row_w: [N, H] and fp32 [N].
+        shared: objects that subjects share, by name, each kept as long as one of them holds it.
+    """
+
+    def __init__(self, case: Case, rank: int, ffn_hidden_size: int | None = None) -> None:
+        self.case, self.rank, self.ffn_hidden_size = case, rank, ffn_hidden_size
+        self.tables = tables_of_case(case)
+        self.topk_idx = case.topk_idx(rank)
+        self.x, self.grad_out = self.rows(X, rank), self.rows(GRAD_OUT, rank)
+        self.y, self.grad_rows = self.rows(Y, rank), self.rows(GRAD_ROWS, rank)
+        self.w, self.grad_row_w = self.weights(WEIGHTS, rank), self.weights(GRAD_WEIGHTS, rank)
+        self.shared: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+    def rows(self, what: int, rank: int, width: int | None = None) -> torch.Tensor:
+        """[T or N, width] of `rank`: the first `width` columns, all of them by default."""
+        of_tokens = what in (X, GRAD_OUT)
+        num_rows = self.case.tokens[rank] if of_tokens else self.tables[rank].num_rows
+        return payload(self.case, what, rank, num_rows, width)
+
+    def weights(self, what: int, rank: int) -> torch.Tensor:
+        """fp32 of `rank`: WEIGHTS [T, K] or GRAD_WEIGHTS [N]; above 0.5, at most 1."""
+        shape: tuple[int, ...] = (self.tables[rank].num_rows,)
+        if what == WEIGHTS:
+            shape = (self.case.tokens[rank], self.case.top_k)
+        return contents.weights_of(rank, shape, what, self.case.device).mul_(0.5).add_(0.5)
+
+    def tokens_of(self, rank: int) -> slice:
+        """The tokens of `rank` among those of the group, which are in the order of ranks."""
+        first = sum(self.case.tokens[:rank])
+        return slice(first, first + self.case.tokens[rank])
+
+    def every(self, what: int) -> list[torch.Tensor]:
+        """The tensor of each rank."""
+        make = self.weights if what in (WEIGHTS, GRAD_WEIGHTS) else self.rows
+        return [make(what, rank) for rank in range(self.case.num_ranks)]
+
+
+def payload(
+    case: Case, what: int, rank: int, num_rows: int, width: int | None = None
+) -> torch.Tensor:
+    """[num_rows, width] from 0.5 to 1.5: sums do not cancel, so relative tolerances make sense."""
+    rows = contents.rows_of(rank, num_rows, width or case.hidden, case.dtype, what, case.device)
+    return rows.mul_(0.5).add_(1)
+
+
+def tables_of_case(case: Case, ranks_on_node: int | None = None) -> list[SlotTable]:
+    """The routes of a case to each of its ranks."""
+    topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
+    return tables_of(topk_idx, case.num_experts, case.alignment, ranks_on_node)
+
+
+def tables_of(
+    topk_idx: list[torch.Tensor], num_experts: int, alignment: int = 1, on_node: int | None = None
+) -> list[SlotTable]:
+    """The routes to each rank; arguments as of `slot_table`."""
+    ranks = range(len(topk_idx))
+    return [slot_table(r, topk_idx, num_experts, alignment, ranks_on_node=on_node) for r in ranks]
+
+
+# --- what crosses links --------------------------------------------------------------------------
+
+
+def wire_rows(tables: list[SlotTable], num_tokens: list[int]) -> int:
+    """Rows that the busiest rank must send or receive, whichever is more.
+
+    A token's row crosses once for each other rank that has an expert of it, however many are there.
+
+    Example: two ranks with two experts each, top-2.  Rank 0's token 0 goes to experts 2 and 3: one
+    row from rank 0 to rank 1.  Its token 1 goes to 0 and 1: none.  Rank 1's token 0 goes to 1 and
+    2: one row from rank 1 to rank 0.  Every rank sends one row and receives one: the answer is 1.
+    """
+    crossing = _by_source(_assignments(tables) > 0, num_tokens)
+    return _busiest(crossing.fill_diagonal_(0))
+
+
+def network_rows(
+    tables: list[SlotTable], num_tokens: list[int], ranks_on_each: int
+) -> tuple[int, int]:
+    """Rows that the busiest rank must send or receive over the network between nodes.
+
+    Node m has ranks m * L to m * L + L - 1, where L is `ranks_on_each`.
+
+    Returns:
+        With `hierarchical`, where a token's row crosses once for each other node that has an
+        expert of it, to the rank with the same local index; and with a flat all-to-all, where it
+        crosses once for each of its assignments to another node.
+
+    Example: two nodes of two ranks, an expert on each rank.  Rank 0's token goes to experts 2 and
+    3: with `hierarchical` one row, to rank 2; flat two, to ranks 2 and 3.
+    """
+    R, L = len(tables), ranks_on_each
+    rank = torch.arange(R)
+    assignments = _assignments(tables)
+    flat = _by_source(assignments, num_tokens)
+    to_node = _by_source(assignments.view(-1, R // L, L).sum(2) > 0, num_tokens)
+    once = torch.zeros_like(flat)
+    for node in range(R // L):
+        once[rank, node * L + rank % L] = to_node[:, node]
+    for crossing in (once, flat):
+        crossing[rank[:, None] // L == rank // L] = 0  # inside a node
+    return _busiest(once), _busiest(flat)
+
+
+def _assignments(tables: list[SlotTable]) -> torch.Tensor:
+    """int64 [tokens of the group, num_ranks]: how many experts a token has on each rank."""
+    return torch.stack([(table.slot >= 0).sum(dim=1) for table in tables], dim=1)
+
+
+def _by_source(rows: torch.Tensor, num_tokens: list[int]) -> torch.Tensor:
+    """int64 [num_ranks, n], on the CPU: the rows of `rows` added up for each source rank."""
+    return torch.stack([part.sum(dim=0) for part in rows.split(num_tokens)]).cpu()
+
+
+def _busiest(crossing: torch.Tensor) -> int:
+    """The most that a rank sends or receives; `crossing` [num_ranks, num_ranks]: from, to."""
+    return int(torch.maximum(crossing.sum(dim=1), crossing.sum(dim=0)).max())
+
+
+@dataclass(frozen=True)
+class NetworkModel:
+    """A model, not a measurement, of one dispatch or combine over several nodes.
+
+    It counts bytes and divides them by rates, without latency, network topology, hosts and kernels.
+    The router is balanced: all experts are equally likely.
+
+    Example: 2 nodes, top-2.  A token needs the other node unless both of its assignments are on its
+    own, one case in four with many experts: 0.75 of the rows cross.  A flat all-to-all sends a row
+    for each assignment to the other node: 1 a token.
+    """
+
+    num_tokens: int = 4096  # T, of each rank
+    row_bytes: int = 2 * 7168
+    num_experts: int = 256  # E
+    top_k: int = 8  # K
+    ranks_on_each: int = 8  # L, ranks on a node
+    nic_gb_s: float = 46.0  # a rank over the network, each way: 400 Gbit/s with rows of this size
+    nvlink_gb_s: float = 350.0  # the same inside a node: an H200's
+    chunks: int = 1  # of columns: one crosses while the one before moves inside a node
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf:
+                raise InputError(f"{name} {value}: must be a positive number")
+        if self.top_k > self.num_experts:
+            raise InputError(f"top-{self.top_k} of {self.num_experts} experts: there are too few")
+
+    @classmethod
+    def parse(cls, text: str) -> NetworkModel:
+        """Read `NAME=VALUE,...`, such as `nic_gb_s=90,top_k=4`; the rest has its defaults."""
+        kinds: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+        given: dict[str, Any] = {}
+        for item in filter(None, text.split(",")):
+            name, _, value = item.partition("=")
+            if name not in kinds:
+                raise InputError(f"--model-network {item}: the names are {', '.join(kinds)}")
+            try:
+                given[name] = kinds[name](value)
+            except ValueError as error:
+                raise InputError(f"--model-network {item}: {value!r} is no number") from error
+        return cls(**given)
+
+    def _needed(self, parts: int) -> float:
+        """How often a token needs an expert of one of `parts` equal parts of the experts."""
+        elsewhere = self.num_experts - self.num_experts // parts
+        return 1 - math.prod(
+            max(0, elsewhere - k) / (self.num_experts - k) for k in range(self.top_k)
         )
+
+    def crossing_bytes(self, nodes: int) -> float:
+        """Bytes that a rank sends over the network: a row for each other node in need of it."""
+        return self.num_tokens * (nodes - 1) * self._needed(nodes) * self.row_bytes
+
+    def flat_bytes(self, nodes: int) -> float:
+        """The same for a row for each assignment to another node, as `alltoall` sends them."""
+        return self.num_tokens * self.top_k * (nodes - 1) / nodes * self.row_bytes
+
+    def inside_bytes(self, nodes: int) -> float:
+        """Bytes that a rank sends inside its node: rows of all nodes, from over its rail."""
+        rows = self.num_tokens * nodes * (self.ranks_on_each - 1)
+        return rows * self._needed(nodes * self.ranks_on_each) * self.row_bytes
+
+    def seconds(self, nodes: int) -> float:
+        """Of one pass: the longer part, plus the share of the shorter one that nothing hides."""
+        crossing = self.crossing_bytes(nodes) / (1e9 * self.nic_gb_s)
+        inside = self.inside_bytes(nodes) / (1e9 * self.nvlink_gb_s)
+        return max(crossing, inside) + min(crossing, inside) / self.chunks

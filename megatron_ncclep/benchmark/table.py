@@ -10,11 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ncclep.benchmark.kernel_kinds import KINDS
-from megatron_ncclep.benchmark.names import LAYERS, LIBRARIES, MEGATRONS_EXPERTS, TRAININGS
-from megatron_ncclep.benchmark.notes import notes
-from megatron_ncclep.benchmark.result import CROSSINGS
-from megatron_ncclep.benchmark.subjects import BOTH, LAUNCHED, PAIR, STEPS, WHOLE
+from megatron_ncclep.benchmark import BOTH, LAUNCHED, PAIR, STEPS, WHOLE, WITH_EXPERTS
+from megatron_ncclep.benchmark.job import LIBRARIES, MEGATRONS_EXPERTS, known_variant
+from megatron_ncclep.benchmark.result import CROSSINGS, KINDS, PEAK_TFLOPS
+from megatron_ncclep.benchmark.shapes import NetworkModel
 from megatron_ncclep.ranks.nodes import Nodes
 
 WIDTH = 140
@@ -31,18 +30,16 @@ SHORT = {
     "nccl-extensions": "ext", "transformer-engine": "TE", "pull_push": "pull-push",
     "fixed_order": "fixed",
 }  # fmt: skip
-TITLES = {
-    name: f"lib:{'+'.join(SHORT[word] for word in (package, *modes))}"
-    if package
-    else "nccl_ep (library)"
-    for name, (package, modes) in LIBRARIES.items()
-}
 
 
 def title(subject: str) -> str:
     """The name under which a subject is shown."""
     base, at, sms = subject.partition("@")
-    return TITLES.get(base, base) + at + sms
+    if base in LIBRARIES:
+        package, modes = LIBRARIES[base]
+        short = "+".join(SHORT[word] for word in (package, *modes) if word)
+        base = f"lib:{short}" if short else "nccl_ep (library)"
+    return base + at + sms
 
 
 def render(result: dict[str, Any]) -> str:
@@ -52,23 +49,49 @@ def render(result: dict[str, Any]) -> str:
     if "gpu" in machine:
         where = f"{machine['gpus']} x {machine['gpu']}, driver {machine['driver'] or 'unknown'}"
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
+    shared = machine.get("ranks_per_gpu", 1) > 1
     head = [
         f"ncclep bench {options['config']}: {options['ranks']} ranks, {where}, {result['date']}",
         *wrap(versions),
         f"{options['samples']} samples after {options['warmup']} warm-up rounds",
+        *(wrap(SHARED.format(machine["ranks_per_gpu"])) if shared else ()),
     ]
     rows = options.get("max_recv_rows")  # older results have none
-    shared = machine.get("ranks_per_gpu", 1) > 1
-    if shared:
-        head += wrap(SHARED.format(machine["ranks_per_gpu"]))
     blocks = [
         head,
         *(_shape(shape, rows, not shared) for shape in result["shapes"]),
         *(_training(training, not shared) for training in result["trainings"]),
         *map(_low_latency, same_sizes(result["low_latency"])),
+        [line for note in _notes(result) for line in wrap(note)],
     ]
-    blocks.append([line for note in notes(result) for line in wrap(note)])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def network(model: NetworkModel) -> str:
+    """What the model says of 2 to 64 nodes, as far as there are experts for them."""
+    rows = [["nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"]]
+    for nodes in (2, 4, 8, 16, 32, 64):
+        if model.num_experts % (nodes * model.ranks_on_each):
+            continue
+        crossing, inside, flat = (
+            [f"{sent / 1e6:.0f}", f"{sent / (1e6 * gb_s):.2f}"]
+            for sent, gb_s in (
+                (model.crossing_bytes(nodes), model.nic_gb_s),
+                (model.inside_bytes(nodes), model.nvlink_gb_s),
+                (model.flat_bytes(nodes), model.nic_gb_s),
+            )
+        )
+        ranks, ms = str(nodes * model.ranks_on_each), f"{1e3 * model.seconds(nodes):.2f}"
+        rows.append([str(nodes), ranks, *crossing, *inside, ms, *flat])
+    head = wrap(
+        f"A model, not a measurement: one dispatch or combine of {model.num_tokens} tokens a rank, "
+        f"rows of {model.row_bytes} bytes, top-{model.top_k} of {model.num_experts} experts alike, "
+        f"{model.ranks_on_each} ranks on a node, {model.nic_gb_s:g} GB/s a rank to other "
+        f"nodes and {model.nvlink_gb_s:g} inside, chunks: {model.chunks} (the engine: 1 to 4, "
+        "by size). Bytes are what a rank sends; flat is an all-to-all with a row for each "
+        "assignment, its part between nodes alone."
+    )
+    return "\n".join([*head, "", *align(rows)])
 
 
 # --- lines and columns ---------------------------------------------------------------------------
@@ -104,7 +127,7 @@ def _columns(
     """Rows with a head, a line for each subject, and a line below it where there is any."""
     rows = [[head, *columns]]
     for subject in subjects:
-        name = title(subject["name"]).removeprefix(TRAININGS.prefix)
+        name = title(subject["name"]).removeprefix("train:")
         rows.append([name, *(cell(subject) for cell in columns.values())])
         if more := below(subject):
             rows.append(["", *more])
@@ -124,10 +147,10 @@ def _problems(subjects: Iterable[Subject]) -> list[str]:
 
 def _held(subject: Subject) -> str:
     """A subject's memory in GB: of torch's allocator, and outside of it."""
-    memory = subject["memory"]
-    if memory is None:
-        return "-"
-    return "+".join(f"{memory[name] / 1e9:.1f}" for name in ("torch_bytes", "other_bytes"))
+    memory = subject["memory"] or {}
+    return (
+        "+".join(f"{memory[n] / 1e9:.1f}" for n in ("torch_bytes", "other_bytes") if memory) or "-"
+    )
 
 
 # --- passes of a layer's routing -----------------------------------------------------------------
@@ -135,41 +158,32 @@ def _held(subject: Subject) -> str:
 
 def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> list[str]:
     shape, ffn = result["shape"], result["shape"]["ffn_hidden_size"]
-    wire, products = _limits(result) if with_ratios else ({}, {})
-    usual = {"skew": 0, "alignment": 1}
-    extras = "".join(f", {name} {shape[name]}" for name in usual if shape[name] != usual[name])
-    lines = [
-        f"{sizes(shape)}{extras}; {result['wire_bytes'] / 1e6:.3g} MB on the wire",
-        *_network(result),
-        _ceiling(result),
-    ]
+    usual = (("skew", 0), ("alignment", 1))
+    extras = "".join(f", {name} {shape[name]}" for name, value in usual if shape[name] != value)
+    lines = [f"{sizes(shape)}{extras}; {result['wire_bytes'] / 1e6:.3g} MB on the wire"]
     if result["error"]:
-        return [lines[0], *wrap(f"nothing was measured: {result['error']}")]
-    measured = [s for s in result["subjects"] if s["passes"]]
-    engines = [s for s in measured if s["kind"] not in LAUNCHED]
-    dispatchers = [s for s in measured if s["kind"] == "megatron"]
-    layers = [s for s in measured if s["kind"] == "layer"]
-    experts = [s for s in measured if s["kind"] == "experts"]
-    if engines:
-        lines += ["", *_passes("", engines, STEPS, wire, with_ratios)]
-    if dispatchers:
-        lines += ["", *_passes("through Megatron's hooks", dispatchers, WHOLE, wire)]
-    if layers:
-        size = f"whole MoELayer, F {ffn}"
-        if any(LAYERS.parse(subject["name"]).static for subject in layers):
-            size += f"; static: {max_recv_rows} rows"
-        lines += ["", *_passes(size, layers, WHOLE, products)]
-    if experts:
-        size = f"experts alone, F {ffn}, {result['expert_rows']} rows"
-        lines += ["", *_passes(size, experts, WHOLE, products, with_ratios)]
-    return lines + _problems(result["subjects"])
-
-
-def _limits(result: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Pass -> its least time, of rows on the wire and of products; empty where it is not known."""
-    limit_us, products_us = result["limit_us"], result["products_us"]
+        return [*lines, *wrap(f"nothing was measured: {result['error']}")]
+    lines += [*_network(result), _ceiling(result)]
+    # The least times of rows on the wire and of products; empty where they are not known.
+    products: dict[str, float] = (with_ratios and result["products_us"]) or {}
+    limit_us = result["limit_us"] if with_ratios else None
     wire = {} if limit_us is None else {name: n * limit_us for name, n in CROSSINGS.items()}
-    return wire, products_us or {}
+    kinds: dict[str, list[Subject]] = {"engine": [], "megatron": [], "layer": [], "experts": []}
+    for subject in result["subjects"]:
+        if subject["passes"]:
+            kinds[subject["kind"] if subject["kind"] in LAUNCHED else "engine"].append(subject)
+    static = any(known_variant(subject["name"]).static for subject in kinds["layer"])
+    received = f"; static: {max_recv_rows} rows" if static else ""
+    for kind, head, names, limit, ratios in (
+        ("engine", "", STEPS, wire, with_ratios),
+        ("megatron", "through Megatron's hooks", WHOLE, wire, True),
+        ("layer", f"whole MoELayer, F {ffn}{received}", WHOLE, products, True),
+        ("experts", f"experts alone, F {ffn}, {result['expert_rows']} rows", WHOLE, products,
+         with_ratios),
+    ):  # fmt: skip
+        if kinds[kind]:
+            lines += ["", *_passes(head, kinds[kind], names, limit, ratios)]
+    return lines + _problems(result["subjects"])
 
 
 def sizes(shape: dict[str, Any]) -> str:
@@ -208,18 +222,20 @@ def _passes(
     subjects: Sequence[Subject],
     names: Sequence[str],
     limit: dict[str, float],
-    with_ratios: bool = True,
+    with_ratios: bool,
 ) -> list[str]:
     """A block, under `head`, of subjects with the passes `names`; of STEPS with rates.
 
-    Args:
-        limit: pass -> the least time that it can take; empty if that is not known.
+    `limit`: pass -> the least time that it can take; empty if that is not known.
     """
     rates = names is STEPS and with_ratios
     megatrons = next((s["sum_us"] for s in subjects if s["name"] == MEGATRONS_EXPERTS), None)
     library = min((s["sum_us"] for s in subjects if s["kind"] == "library"), default=None)
     columns: Columns = {"SMs": lambda s: str(s["sms"])} if names is STEPS else {}
-    columns |= {name: _median(name) for name in names}
+    for name in names:
+        columns[name] = lambda s, n=name: (  # type: ignore[misc]
+            _time(s["passes"][n]["median_us"]) if n in s["passes"] else "-"
+        )
     columns["sum"] = lambda s: _time(s["sum_us"])
     if rates:
         columns["of lib."] = lambda s: f"{s['sum_us'] / library:.2f}" if library else "-"
@@ -243,10 +259,6 @@ def _passes(
     return align(rows)
 
 
-def _median(name: str) -> Callable[[Subject], str]:
-    return lambda s: _time(s["passes"][name]["median_us"]) if name in s["passes"] else "-"
-
-
 def _time(us: float) -> str:
     return f"{us:.1f}" if us < 10 else f"{us:.0f}"
 
@@ -256,8 +268,7 @@ def _spread(times: dict[str, float]) -> str:
 
 
 def _rate(times: dict[str, float]) -> str:
-    percent = times.get("percent_of_ceiling")
-    rate = times["gb_per_s"]
+    rate, percent = times["gb_per_s"], times.get("percent_of_ceiling")
     shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
     return shown if percent is None else f"{shown} ({percent:.0f}%)"
 
@@ -266,10 +277,9 @@ def _rate(times: dict[str, float]) -> str:
 
 
 def _training(result: dict[str, Any], with_ratios: bool) -> list[str]:
-    settings, name, subjects = result["settings"], result["shape"]["name"], result["subjects"]
-    headline = f"{name}: model {result['shape']['model']}"
-    if settings:
-        rows = result["max_recv_rows"]
+    subjects, rows = result["subjects"], result["max_recv_rows"]
+    headline = f"{result['shape']['name']}: model {result['shape']['model']}"
+    if result["settings"]:
         static = f"; static: {rows} received rows" if rows is not None else ""
         headline = f"{model_sizes(result)}, {result['tokens']} tokens a step{static}"
     if result["error"]:
@@ -335,7 +345,7 @@ def _kinds(subjects: list[Subject], busy_known: bool) -> list[str]:
 
 
 def is_busy_known(result: dict[str, Any]) -> bool:
-    """Say whether kernels run only as long as they work: with several ranks they wait, too."""
+    """Whether kernels run only as long as they work: with several ranks they wait, too."""
     settings, shape = result["settings"], result["shape"]
     of_one_rank = settings["micro-batch-size"] * shape["microbatches"]
     return bool(settings["global-batch-size"] == of_one_rank)
@@ -361,12 +371,12 @@ def _ms(us: float) -> str:
 
 
 def same_sizes(results: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Results that differ in their tokens only, together; neighbours."""
+    """Neighbouring results that differ in their tokens only, together."""
     return [list(group) for _, group in groupby(results, key=pair_sizes)]
 
 
 def pair_sizes(result: dict[str, Any]) -> str:
-    """The sizes of a shape of low-latency mode, less its tokens."""
+    """The sizes of a shape of low-latency mode, without its tokens."""
     shape = result["shape"]
     skew = f", skew {shape['skew']}" if shape["skew"] else ""
     return f"H {shape['hidden']}, E {shape['experts']}, K {shape['top_k']}, {shape['dtype']}{skew}"
@@ -378,13 +388,13 @@ def _low_latency(results: list[dict[str, Any]]) -> list[str]:
     lines = [f"low-latency mode: {pair_sizes(results[0])}; objects for {most} tokens of a rank"]
     heads = [f"{name} {percentile}" for name in PAIR for percentile in ("p50", "p99")]
     rows = [["T", "", *heads, "kB on the wire", "MB window", "check"]]
-    told = []
+    named = []
     for result in results:
         tokens, wire = str(result["shape"]["tokens"]), f"{result['wire_bytes'] / 1e3:.1f}"
         if result["error"]:
             lines += wrap(f"T {tokens}: nothing was measured: {result['error']}")
         for subject in result["subjects"]:
-            told.append({**subject, "name": f"{subject['name']}, T {tokens}"})
+            named.append({**subject, "name": f"{subject['name']}, T {tokens}"})
             if passes := subject["passes"]:
                 times = [f"{passes[n][key]:.1f}" for n in PAIR for key in ("p50_us", "p99_us")]
                 window = subject["window_bytes"]
@@ -392,4 +402,96 @@ def _low_latency(results: list[dict[str, Any]]) -> list[str]:
                 rows.append([tokens, subject["name"], *times, wire, held, "ok"])
     if len(rows) > 1:
         lines += ["", *align(rows)]
-    return lines + _problems(told)
+    return lines + _problems(named)
+
+
+# --- notes: what the tables need to be understood ------------------------------------------------
+
+SHAPE_NOTES = (
+    "Times are microseconds: the median over the samples of the slowest rank, all ranks starting "
+    "together, and below it the 10th to the 90th percentile; sum adds the medians. bwd_dispatch is "
+    'the backward of combine, bwd_combine the backward of dispatch. "of lib." divides the sum by '
+    "that of the quickest row of NVIDIA's library (lib: called directly). GB/s is the busiest "
+    "rank's rows, each counted once for every other rank that needs it, over the time; in "
+    "brackets, percent of the ceiling. Limit is the time of these rows at the ceiling. GB held is "
+    "device memory on the rank that takes most: the peak of torch's allocator during one round, "
+    "plus what is held outside of it.",
+    "On GPUs the passes of engines are timed while the device is kept busy, so that launching them "
+    "does not count. Megatron-Core's dispatchers are timed through their hooks, with identity "
+    "experts, from an idle device: their host time counts.",
+)
+EXPERTS_NOTE = (
+    "Whole MoELayers, with router and experts, and experts alone, on the rows that they receive, "
+    "are timed from an idle device too; compare layers with layers only. Weight gradients are "
+    "added to fp32 main_grads as in training: on GPUs by TransformerEngine's layers and by this "
+    "package's experts themselves (gradient accumulation fusion), the router's by "
+    "DistributedDataParallel's hook. They are not reduced over the ranks. What is one CUDA graph "
+    "has only a sum, the time of a replay. Limit is the time of the experts' products on the rank "
+    f"with most rows at {PEAK_TFLOPS} TFLOP/s, which the product of two 8192 x 8192 matrices in "
+    "bf16 reaches on an H100 or H200. \"of Megatron's\" divides the sum by that of Megatron-Core's "
+    "experts. GB held counts the weights and main_grads, which all share, for each of them."
+)
+STEPS_NOTE = (
+    "Training steps. "
+    "Every subject is built, trained and thrown away in turn, first in the order of the table and "
+    "then in the reverse order, and the samples of both turns count: models that stay would take "
+    "18 bytes a parameter each. A step is zeroing the gradients, forward, backward, gradient "
+    "reduction and Adam; the batches lie on the device. bf16 weights, gradients in fp32, Adam's "
+    "moments and weights in fp32, in the distributed optimizer; Megatron-LM's fusions as it has "
+    "them by default. Steps follow each other without a pause. "
+    "Shown is the median of the slowest rank in milliseconds, with the 10th "
+    'to the 90th percentile below it; "speed" divides the first subject\'s time by it; "turns" are '
+    "the medians of the two turns. Loss is that of the last step that is compared with alltoall's; "
+    '"apart" is the largest difference of the losses in nats, "layer" the larger one of the first '
+    "MoE layer's output and gradient for given hidden states, relative to their size."
+)
+FUSION_NOTE = (
+    "Weight gradients are added to the fp32 main_grad by the layers themselves (gradient "
+    "accumulation fusion), as in training: by TransformerEngine's layers, and by Megatron-Core's "
+    "output layer with a function of {}, the same for all subjects."
+)
+PROFILE_NOTE = (
+    "With the profiler, apart from timing: the device's time by kind, where kernels that overlap "
+    "share the time. With one rank busy is their sum, in percent of the step without profiler, "
+    "and idle is the rest; with several, kernels that wait for another rank run meanwhile, "
+    "longer than without the profiler, so that neither is known. Host is how long a host works "
+    "at a step, waits for the device left out. Plan includes routes; permute is rows put in "
+    "order on their own GPU, by whatever kernel; all kernels of the optimizer's phase but "
+    "collectives are its own. alltoall's transfers are collectives."
+)
+LOW_LATENCY_NOTE = (
+    "Low-latency mode. Times are microseconds of one operation, the slowest rank's of each: the "
+    "median and the 99th percentile over all operations of all samples. On GPUs a sample is a "
+    "replay of a CUDA graph of dispatches and combines in turns, without experts, in which a "
+    "kernel writes down the device's clock after each operation; its launch, half a microsecond, "
+    'counts; of "pair" after each pair only. MB window is memory on each rank that the others '
+    "write to. NVIDIA's library is called directly, with rows by rank, as ours: its dispatch is "
+    "preceded by the update of its handle, which takes new routes, and both count."
+)
+NO_GPU_NOTE = (
+    "NO GPU TOOK PART: the times of low-latency mode are those of hosts and of gloo, and say "
+    "nothing about its kernels."
+)
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    """The notes on the tables of a whole result."""
+    trainings, low_latency = result["trainings"], result["low_latency"]
+    profiled = any(s["kinds_us"] for training in trainings for s in training["subjects"])
+    fused_by = dict.fromkeys(training["fused_by"] for training in trainings)
+    with_experts = any(
+        subject["kind"] in WITH_EXPERTS
+        for shape in result["shapes"]
+        if shape["expert_rows"] is not None  # older results did not add gradients
+        for subject in shape["subjects"]
+    )
+    on_cpu = any(not found["on_gpu"] and not found["error"] for found in low_latency)
+    return [
+        *(SHAPE_NOTES if result["shapes"] else ()),
+        *[EXPERTS_NOTE] * with_experts,
+        *[STEPS_NOTE] * bool(trainings),
+        *[FUSION_NOTE.format(whose) for whose in fused_by if whose is not None],
+        *[PROFILE_NOTE] * profiled,
+        *[LOW_LATENCY_NOTE] * bool(low_latency),
+        *[NO_GPU_NOTE] * on_cpu,
+    ]

@@ -1,4 +1,4 @@
-"""Cases: routings with a readable name, made anew on any rank from the case alone.
+"""Cases: routings with a readable name, which any rank makes from the case alone.
 
 Shared by the tests and the benchmark: a shape that is measured is a case too, and `refusal` says
 which limit of an engine it breaks.
@@ -87,7 +87,7 @@ class Case:
         return (noise + rank + 1).to(self.dtype).to(self.device)
 
     def weights(self, rank: int) -> torch.Tensor:
-        """[tokens[rank], top_k] fp32 in (0, 1); fp64 beside fp64 rows; all different."""
+        """[tokens[rank], top_k] fp32 in (0, 1); fp64 for fp64 rows; all different."""
         shape = (self.tokens[rank], self.top_k)
         weights = torch.rand(shape, generator=self._generator(rank, 3), dtype=torch.float64)
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32

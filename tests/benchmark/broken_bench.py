@@ -17,8 +17,8 @@ from megatron_ncclep import cli
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 
-# Experts of the shape with which the engines go wrong; another one goes well.
-UNLUCKY = 8
+# Experts of the shape with which an engine does what; with others it works.
+WRONG, RAISES, DIES, HANGS = 8, 10, 12, 14
 
 
 class Wrong(ReferenceEngine):
@@ -26,7 +26,7 @@ class Wrong(ReferenceEngine):
 
     def dispatch(self, plan: Any, x: torch.Tensor, w: torch.Tensor | None = None) -> Any:
         rows, row_w = super().dispatch(plan, x, w)
-        if self.group.rank == 1 and self.num_experts == UNLUCKY:
+        if self.group.rank == 1 and self.num_experts == WRONG:
             rows[5, 3] += 1
         return rows, row_w
 
@@ -46,39 +46,34 @@ class WrongLater(ReferenceEngine):
         return out, topk_w
 
 
-class Raising(ReferenceEngine):
-    """Raises on one rank, while the other one waits for it, and on that from then on."""
+class Failing(ReferenceEngine):
+    """Raises, ends or hangs on one rank, while the other one waits for it."""
 
     has_raised = False
 
+    def dispatch(self, plan: Any, x: torch.Tensor, w: torch.Tensor | None = None) -> Any:
+        if self.group.rank == 1 and self.num_experts == DIES:
+            os._exit(3)  # as a library that aborts does
+        while self.group.rank == 1 and self.num_experts == HANGS:
+            time.sleep(1)  # as a kernel that spins does
+        return super().dispatch(plan, x, w)
+
     def combine(self, plan: Any, y: torch.Tensor, w: torch.Tensor | None = None) -> Any:
-        if self.group.rank == 1 and (self.num_experts == UNLUCKY or Raising.has_raised):
-            Raising.has_raised = True
+        # A process that has raised once raises with every later shape.
+        if self.group.rank == 1 and (self.num_experts == RAISES or Failing.has_raised):
+            Failing.has_raised = True
             raise ZeroDivisionError("a bug")
         return super().combine(plan, y, w)
 
 
-class Dying(ReferenceEngine):
-    """Ends rank 1, as a library that aborts does."""
-
-    def dispatch(self, plan: Any, x: torch.Tensor, w: torch.Tensor | None = None) -> Any:
-        if self.group.rank == 1 and self.num_experts == UNLUCKY:
-            os._exit(3)
-        return super().dispatch(plan, x, w)
+def register() -> None:
+    """Add the engines to those that `ncclep bench` knows."""
+    for engine in (Wrong, WrongLater, Failing):
+        entry = dataclasses.replace(ENGINES["reference"], caps=CAPS, build=engine)
+        ENGINES[engine.__name__.lower()] = entry
 
 
-class Hanging(ReferenceEngine):
-    """Never comes back on rank 1, as a kernel that spins does."""
-
-    def dispatch(self, plan: Any, x: torch.Tensor, w: torch.Tensor | None = None) -> Any:
-        while self.group.rank == 1 and self.num_experts == UNLUCKY:
-            time.sleep(1)
-        return super().dispatch(plan, x, w)
-
-
-for engine in (Wrong, WrongLater, Raising, Dying, Hanging):
-    entry = dataclasses.replace(ENGINES["reference"], caps=CAPS, build=engine)
-    ENGINES[engine.__name__.lower()] = entry
-
+if __name__ in ("__main__", "__mp_main__"):  # not where a test reads the numbers above
+    register()
 if __name__ == "__main__":
     sys.exit(cli.main(["bench", *sys.argv[1:]]))

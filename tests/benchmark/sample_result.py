@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_ncclep.benchmark.ceiling import Ceiling
-from megatron_ncclep.benchmark.gradient_fusion import STAND_IN
-from megatron_ncclep.benchmark.names import LIBRARY
+from megatron_ncclep.benchmark import BOTH, PAIR, STEPS, WHOLE
+from megatron_ncclep.benchmark.job import LIBRARY
 from megatron_ncclep.benchmark.result import (
     FORMAT,
     ShapeResult,
@@ -16,7 +15,7 @@ from megatron_ncclep.benchmark.result import (
     TrainResult,
 )
 from megatron_ncclep.benchmark.shapes import Shape, TrainingShape
-from megatron_ncclep.benchmark.subjects import BOTH, PAIR, STEPS, WHOLE
+from megatron_ncclep.benchmark.training_model import STAND_IN
 
 SHAPE = Shape("deepseek-v3", tokens=4096, hidden=7168, experts=256, top_k=8, ffn_hidden_size=2048)
 
@@ -87,7 +86,8 @@ def training_settings() -> dict[str, Any]:
 def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
     shape = ShapeResult.of(SHAPE)
     shape.row_bytes, shape.wire_bytes, shape.on_gpu = 14336, 159_000_000, True
-    shape.set_ceiling({"push": Ceiling(350.0, 96), "pull": Ceiling(318.0, 24)}, None)
+    rates = {"push": {"gb_per_s": 350.0, "num_sms": 96}, "pull": {"gb_per_s": 318.0, "num_sms": 24}}
+    shape.set_ceiling(rates, None)
     shape.expert_rows, shape.products_us = 40_000, {"forward": 4459.0, "backward": 8919.0}
     shape.subjects = [
         subject("native@24", "engine", (20, 500, 530, 510, 540), "24"),

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
+from broken_bench import DIES, HANGS, RAISES, WRONG
+from patience import patient
 from sample_result import sample_result
 
-from megatron_ncclep.benchmark.names import is_train
+from megatron_ncclep.benchmark import LAUNCHED, PAIR, STEPS, WHOLE
+from megatron_ncclep.benchmark.job import is_train
 from megatron_ncclep.benchmark.shapes import load
-from megatron_ncclep.benchmark.subjects import LAUNCHED, STEPS, WHOLE
 from megatron_ncclep.benchmark.table import render
 
 FOLDER = Path(__file__).parent
@@ -175,26 +177,48 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert [s["subjects"][0]["status"] for s in done.result["shapes"]] == ["ok", "ok"]
 
 
+def test_low_latency_mode(tmp_path: Path) -> None:
+    """Two ranks; an engine that cannot run here and was not asked for is no failure."""
+    done = run(tmp_path, ["-m", "megatron_ncclep", "bench"], "--mode", "ll", "--smoke")
+    assert done.status == 0, done.stdout + done.stderr
+    result = done.result
+    assert (tmp_path / "bench.txt").read_text() == render(result)
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "NO GPU TOOK PART" in done.stdout
+    assert result["options"]["mode"] == "ll"
+    assert (result["shapes"], result["trainings"], result["failures"]) == ([], [], [])
+    assert [r["shape"]["name"] for r in result["low_latency"]] == ["smoke-1", "smoke-6"]
+    for measured in result["low_latency"]:
+        assert set(measured) == set(sample_result()["low_latency"][0])
+        status = {subject["name"]: subject["status"] for subject in measured["subjects"]}
+        assert status == {"native": "unavailable", "reference": "ok"}
+        (reference,) = [s for s in measured["subjects"] if s["name"] == "reference"]
+        for name in PAIR:
+            times = reference["passes"][name]
+            assert 0 < times["min_us"] <= times["p50_us"] <= times["p99_us"]
+            assert times["count"] == load("low_latency_smoke").samples
+        assert 0 < measured["wire_bytes"] <= measured["shape"]["tokens"] * 64 * 2
+
+
 # --- engines that go wrong -----------------------------------------------------------------------
 
 
 @pytest.fixture
 def broken(tmp_path: Path):
-    """Measure some of broken_bench.py's engines, and the reference, with two shapes."""
+    """Measure engines of broken_bench.py and the reference, in shapes with so many experts."""
 
-    def measure(engines: str, timeout_s: float = 20) -> Done:
+    def measure(engines: str, experts: list[int], timeout_s: float = 20) -> Done:
         shape = {"tokens": 12, "hidden": 16, "top_k": 2, "dtype": "float32"}
         config = tmp_path / "config.yaml"
-        shapes = [
-            {"name": "unlucky", "experts": 8, **shape},
-            {"name": "lucky", "experts": 16, **shape},
-        ]
+        shapes = [{"name": f"experts-{n}", "experts": n, **shape} for n in experts]
         config.write_text(yaml.safe_dump({"shapes": shapes, "timeout_s": timeout_s}))
-        return run(
+        done = run(
             tmp_path / "out", [str(FOLDER / "broken_bench.py")],
             "--config", str(config), "--device", "cpu", "--ranks", "2", "--samples", "1",
             "--subjects", f"{engines},reference",
         )  # fmt: skip
+        assert done.status == 1
+        return done
 
     return measure
 
@@ -205,8 +229,7 @@ def statuses(done: Done) -> list[list[str]]:
 
 def test_what_is_wrong_or_cannot_run_is_a_failure_and_not_timed(broken) -> None:
     """One is wrong from the start, one turns wrong while it is timed, and one is not there."""
-    done = broken("wrong,wronglater,nccl_ep_library")
-    assert done.status == 1
+    done = broken("wrong,wronglater,nccl_ep_library", [WRONG, 16])
     assert statuses(done) == [
         ["wrong", "wrong", "unavailable", "ok"],
         ["ok", "wrong", "unavailable", "ok"],
@@ -217,38 +240,25 @@ def test_what_is_wrong_or_cannot_run_is_a_failure_and_not_timed(broken) -> None:
     assert "rank 0" not in wrong["reason"]
     assert "after timing: combine: rank 0, rows[0, " in later["reason"]
     assert "wrong: WRONG: before timing: dispatch: rank 1, rows[5, 3] " in done.stdout
-    assert "unlucky: wrong wrong: before timing" in done.stderr
-    assert "unlucky: nccl_ep_library was asked for and cannot run" in done.stderr
+    assert "experts-8: wrong wrong: before timing" in done.stderr
+    assert "experts-8: nccl_ep_library was asked for and cannot run" in done.stderr
 
 
-def test_an_engine_that_raises_on_one_rank_costs_only_itself(broken) -> None:
-    """A graph whose capture failed left random states that no later shape could use: other shapes
-    get processes that have seen no failure.
+def test_a_failure_costs_its_subject_or_its_shape(broken) -> None:
+    """A rank that raises, dies or hangs, each with a shape of its own, and a last one that works.
+
+    A graph whose capture failed left random states that no later shape could use: other shapes get
+    processes that have seen no failure.  Of a rank that hangs, the stack of every thread is shown.
     """
-    done = broken("raising", timeout_s=3)
-    assert done.status == 1
-    assert statuses(done) == [["failed", "ok"], ["ok", "ok"]]
-    reason = done.result["shapes"][0]["subjects"][0]["reason"]
-    assert "ZeroDivisionError: a bug" in reason
-    assert "PeerError: rank 0 of 2" in reason
-
-
-def test_a_rank_that_dies_costs_its_shape(broken) -> None:
-    """What was measured then is the last line that rank 0 wrote before."""
-    done = broken("dying")
-    assert done.status == 1
-    unlucky, lucky = done.result["shapes"]
-    assert "rank 1 died" in unlucky["error"]
-    assert "unlucky: dying\n" in done.stderr
-    assert "unlucky: reference" not in done.stderr
-    assert [subject["status"] for subject in lucky["subjects"]] == ["ok", "ok"]
+    done = broken("failing", [RAISES, DIES, HANGS, 16], patient(3))
+    raised, died, hung, lucky = done.result["shapes"]
+    assert [subject["status"] for subject in raised["subjects"]] == ["failed", "ok"]
+    assert "ZeroDivisionError: a bug" in raised["subjects"][0]["reason"]
+    assert "PeerError: rank 0 of 2" in raised["subjects"][0]["reason"]
+    for shape in (died, hung):
+        assert "rank 1 died" in shape["error"]
+        assert f"{shape['shape']['name']}: failing\n" in done.stderr
+        assert f"{shape['shape']['name']}: reference" not in done.stderr
+    assert "in dispatch" in done.stderr
     assert "nothing was measured: " in done.stdout
-
-
-def test_a_rank_that_hangs_is_ended(broken) -> None:
-    done = broken("hanging", timeout_s=3)
-    assert done.status == 1
-    unlucky, lucky = done.result["shapes"]
-    assert "rank 1 died" in unlucky["error"]
-    assert "in dispatch" in done.stderr  # the stack of every thread
     assert [subject["status"] for subject in lucky["subjects"]] == ["ok", "ok"]

@@ -9,8 +9,13 @@ import pytest
 
 from megatron_ncclep import cli
 from megatron_ncclep.benchmark import command, shapes
-from megatron_ncclep.benchmark.job import Job
-from megatron_ncclep.benchmark.names import TRAININGS, default_names, split_name, unavailable_reason
+from megatron_ncclep.benchmark.job import (
+    Job,
+    default_names,
+    known_variant,
+    split_name,
+    unavailable_reason,
+)
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 
@@ -47,19 +52,6 @@ def test_shipped_files_are_right(name: str) -> None:
             training.settings(ranks)
     for subject in found.subjects:
         assert split_name(subject) == (subject, None)
-
-
-def test_models_are_those_of_the_design() -> None:
-    found = {
-        s.name: (s.tokens, s.hidden, s.ffn_hidden_size, s.experts, s.top_k, s.dtype)
-        for s in shapes.load("models").shapes
-    }
-    assert found == {
-        "deepseek-v3": (4096, 7168, 2048, 256, 8, "bfloat16"),
-        "qwen3-30b-a3b": (8192, 2048, 768, 128, 8, "bfloat16"),
-        "mixtral-8x7b": (8192, 4096, 14336, 8, 2, "bfloat16"),
-        "gpt-oss-120b": (4096, 2880, 2880, 128, 4, "bfloat16"),
-    }
 
 
 TINY = "{name: a, model: tiny}"
@@ -160,8 +152,8 @@ def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message
         (["--smoke", "--subjects", "train:ncclep:native@24"], "would ignore a number of SMs"),
         (["--smoke", "--subjects", "train:alltoall:fast"], ":grouped][:static]"),
         (["--smoke", "--subjects", "train:ncclep:native:static:grouped"], "in this order"),
-        (["--smoke", "--subjects", "train:alltoall:grouped"], "grouped is of this package's"),
-        (["--smoke", "--subjects", "train:alltoall:static"], "static is of this package's"),
+        (["--smoke", "--subjects", "train:alltoall:grouped"], "dispatcher can be grouped"),
+        (["--smoke", "--subjects", "train:alltoall:static"], "dispatcher can be static"),
         (["--smoke", "--subjects", "train:alltoall:full_iteration"], "write partial_graphs"),
         (["--smoke", "--subjects", "train:ncclep:native:full_iteration"], "write grouped:full_it"),
         (
@@ -268,7 +260,7 @@ def test_variants_of_a_training() -> None:
             "train:alltoall_fused:optimizer_graph",
             "train:ncclep:native:grouped:full_iteration:optimizer_graph",
         )
-        for found in [TRAININGS.parse(name)]
+        for found in [known_variant(name)]
     }
     assert list(every.values()) == [
         (False, False, False, "partial_graphs", False),
@@ -280,17 +272,17 @@ def test_variants_of_a_training() -> None:
         (False, False, False, None, True),
         (True, True, True, "full_iteration", True),
     ]
-    eager = TRAININGS.parse("train:ncclep:native:grouped:full_iteration:optimizer_graph")
+    eager = known_variant("train:ncclep:native:grouped:full_iteration:optimizer_graph")
     eager = eager.without_graphs()
     # Adam that can be captured rounds in another way: what is compared with must be the same.
     assert (eager.graphs, eager.captures_optimizer, eager.optimizer_graph) == (None, False, True)
     assert (eager.static, eager.captured) == (True, None)
-    assert TRAININGS.parse("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
+    assert known_variant("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
 
 
 def test_what_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     (small,), (large, _) = shapes.load("smoke").trainings, shapes.load("training").trainings
-    choice = TRAININGS.parse("train:alltoall")
+    choice = known_variant("train:alltoall")
     assert unavailable_reason(choice, "cpu", small) is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "megatron" or None)
     reason = unavailable_reason(choice, "cuda", large)
@@ -305,3 +297,33 @@ def test_what_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bad_shape_names_itself() -> None:
     with pytest.raises(InputError, match=r"shape mixtral-8x7b: 8 experts.*16 ranks.*divisor of 8"):
         Job.make(parsed("--config", "models"), 16, "cpu")
+
+
+# --- low-latency mode ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--subjects", "alltoall"), "graphs can hold: native, reference, nccl_ep_library,"),
+        (("--subjects", "nccl_ep"), "measures what has the mode"),
+        (("--subjects", "nccl_ep_library:transformer-engine+pull_push"), "what has the mode"),
+        (("--max-recv-rows", "worst"), "no subject has a fixed number of received rows"),
+        (("--config", "training"), "has trainings only"),
+        (("--config", "smoke"), "alignment 16: low-latency mode has no blocks"),
+        (("--ranks", "3"), "256 experts cannot be divided over 3 ranks"),
+        (("--model-network",), "leave --device, --mode out"),
+    ],
+)
+def test_what_low_latency_mode_would_ignore(
+    refused, arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in refused("--mode", "ll", "--device", "cpu", *arguments)
+
+
+def test_on_gpus_graphs_hold_what_is_measured() -> None:
+    """A host that waits would have failed in the capture, with every shape."""
+    job = Job.make(parsed("--mode", "ll"), 2, "cuda")
+    assert job.subjects == ("native", "nccl_ep_library")
+    with pytest.raises(InputError, match=r"graphs can hold: native, nccl_ep_library,"):
+        Job.make(parsed("--mode", "ll", "--subjects", "reference"), 2, "cuda")

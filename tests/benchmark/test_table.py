@@ -14,8 +14,8 @@ from megatron_ncclep import cli
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.plot import draw, pieces
 from megatron_ncclep.benchmark.result import ShapeResult
+from megatron_ncclep.benchmark.shapes import Workload, tables_of
 from megatron_ncclep.benchmark.table import WIDTH, is_busy_known, render
-from megatron_ncclep.benchmark.workload import Workload, tables_of
 from megatron_ncclep.testing.cases import Case
 
 

@@ -1,4 +1,4 @@
-"""scripts/train.slurm under a real Slurm: its ranks start, get signals, save, and go on later."""
+"""scripts/train.slurm under a real Slurm: its ranks start, get signals, save and resume."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def of_both(run: int, what: str) -> list[str]:
 
 
 def test_signals_reach_the_ranks(slurm: SlurmCluster, tmp_path: Path):
-    """Of the batch script before its time is up, of Slurm when it requeues, and of anybody.
+    """From the batch script before its time is up, from Slurm when it requeues, and from users.
 
     With torchrun between srun and the ranks, SIGUSR1 killed it and left its ranks alone, and after
     a SIGTERM they had 30 s.  And srun never started it: `--kill-on-bad-exit 1` was "run 1".

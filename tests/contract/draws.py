@@ -130,7 +130,7 @@ class Call:
     salt: int
 
     def hidden(self, caps: EngineCaps, sizes: Sizes, num_rows: int) -> int:
-        """Columns, for rows of which one rank has `num_rows`."""
+        """Number of columns when the largest rank has `num_rows` rows."""
         if caps.compiles_at_run_time:
             return LIBRARY_HIDDEN
         least, most = sizes.hidden

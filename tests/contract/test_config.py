@@ -76,7 +76,7 @@ def test_ranks_compare_all_options_but_deadlines() -> None:
 @pytest.mark.parametrize("value", [MIN_TIMEOUT_S, 1, 60.0, MAX_TIMEOUT_S])
 def test_deadlines_that_every_clock_takes(value: float) -> None:
     timeout_s = EpConfig(timeout_s=value).timeout_s
-    # torch's backends: milliseconds, of which none stand for waiting for ever.
+    # torch's backends: milliseconds, where zero would mean no deadline.
     assert timedelta(seconds=timeout_s) >= timedelta(milliseconds=1)
     # From 1970, or the start of the node, in nanoseconds; plan's host waits twice as long.
     assert (2 * timeout_s + 100 * 365 * 86400) * 1e9 < 2**63

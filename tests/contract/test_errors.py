@@ -176,7 +176,7 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
         "rank 1: x is torch.int32: engine '{engine}' moves {dtypes}",
     ),
     "dtype differs": (lambda c, e: dispatch(c, e, rows(c).half()), "dtype differs"),
-    "bytes beside numbers": (
+    "bytes on one rank, numbers on the other": (
         lambda c, e: dispatch(c, e, rows(c).view(torch.uint8)),
         "(dtype|hidden size) differs",
     ),
@@ -272,7 +272,7 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
         lambda c, e: create_engine(c.group, NUM_EXPERTS, config(e.caps.name), 1 + c.rank),
         "open: ranks_per_expert differs.*rank 0 has 1, rank 1 has 2",
     ),
-    # NCCLEP_CHECK_CALLS on one node opened an engine without a word.  In its first call that node's
+    # NCCLEP_CHECK_CALLS on one node opened an engine silently.  In its first call that node's
     # hosts waited for others that agree on nothing, and with `native` those waited for it on the
     # device until their deadline.
     "environment differs": (
@@ -319,7 +319,7 @@ def make_mistake(
             engine.dispatch(engine.plan(topk(ctx)), rows(ctx, hidden=4 * HIDDEN))
         with pytest.raises(InputError) as caught:
             until_checked(lambda: mistake(ctx, engine))
-    # The group still works: nobody is left inside a collective.
+    # The group still works: no rank is left inside a collective.
     with closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine:
         engine.plan(topk(ctx))
     return str(caught.value)

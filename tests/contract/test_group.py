@@ -202,7 +202,7 @@ def test_a_closed_group_says_what_to_do_and_can_be_used_anew(
 def test_what_is_over_a_destroyed_process_group_is_freed(
     process_group: dist.ProcessGroup,
 ) -> None:
-    """There is nobody to agree with any more: by `close`, and when the next group is made."""
+    """No rank is left to agree with: `close` frees it, or the next group that is made."""
     log: list[str] = []
     first, second = dist.new_group([0]), dist.new_group([0])
     for number, each in enumerate((first, second)):

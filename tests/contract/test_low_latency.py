@@ -101,7 +101,7 @@ class LowLatencyCase:
 
     @property
     def most_rows(self) -> int:
-        """Of a place, packed."""
+        """Rows per place when they are packed."""
         return min(self.top_k, self.num_local)
 
     def _numbers(self, num_rows: int, number: int, rank: int, salt: int) -> torch.Tensor:
@@ -462,7 +462,7 @@ def mistake_on_rank(ctx: RankContext, engine_name: str, name: str) -> str:
 
 
 def use_again(ll: LowLatency) -> None:
-    """A group of one rank goes on after any mistake."""
+    """A single-rank group remains usable after any mistake."""
     with contextlib.suppress(InputError):  # unless a dispatch waits for its combine
         ll.combine(
             torch.zeros(1, CASE.max_tokens, CASE.hidden, dtype=CASE.dtype, device=ll.group.device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,22 +58,15 @@ def transformer_engine(site: Path) -> NcclEpLibrary:
 # --- finding one ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("install", [extensions, transformer_engine])
 def test_each_package_brings_one_for_torchs_cuda(
-    site: Path, monkeypatch: pytest.MonkeyPatch
+    site: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[[Path], NcclEpLibrary]
 ) -> None:
     assert find_nccl_ep() is None
-    expected = transformer_engine(site)
-    assert find_nccl_ep() == expected
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert find_nccl_ep() is None
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert find_nccl_ep() is None
-
-
-def test_that_of_nccl_extensions(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert extensions(site) == find_nccl_ep()
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert find_nccl_ep() is None
+    assert install(site) == find_nccl_ep()
+    for other in ("12.8", None):
+        monkeypatch.setattr(torch.version, "cuda", other)
+        assert find_nccl_ep() is None
 
 
 def test_transformer_engine_for_another_cuda_lies_in_the_same_place(
@@ -121,17 +115,13 @@ def test_of_two_the_one_that_takes_the_nccl_in_use(
 
 def test_one_can_be_chosen(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = extensions(site)
-    for package in ("nccl-extensions", "transformer-engine"):
-        if package == "transformer-engine":
-            monkeypatch.setenv(CHOICE, package)
-            with pytest.raises(
-                InputError, match=f"{CHOICE}={package}: this package brings no .* for CUDA 13.0"
-            ):
-                find_nccl_ep()
-            expected = transformer_engine(site)
-        monkeypatch.setenv(CHOICE, package)
-        monkeypatch.setattr(search, "loaded_nccl", lambda: nccl(2, 30, 7))
-        assert find_nccl_ep() == expected
+    monkeypatch.setattr(search, "loaded_nccl", lambda: nccl(2, 30, 7))
+    monkeypatch.setenv(CHOICE, "nccl-extensions")
+    assert find_nccl_ep() == expected
+    monkeypatch.setenv(CHOICE, "transformer-engine")
+    with pytest.raises(InputError, match=f"{CHOICE}=.*: this package brings no .* for CUDA 13.0"):
+        find_nccl_ep()
+    assert transformer_engine(site) == find_nccl_ep()
     mine = touch(tmp_path / "mine.so", b"NCCL EP version 0.11.3")
     monkeypatch.setenv(CHOICE, str(mine))
     assert find_nccl_ep() == NcclEpLibrary(mine, (0, 11, 3), CHOICE)
@@ -198,18 +188,15 @@ def test_of_a_library_that_is_not_known_nothing_is_said() -> None:
 # --- what it compiles its kernels from -----------------------------------------------------------
 
 
-def test_sources_are_its_own(site: Path, answers: dict[str, int]) -> None:
-    old, new = extensions(site), transformer_engine(site)
-    assert jit_folders(old) == {SOURCES: site / "nccl" / "ep" / "include" / "nccl_ep"}
-    beside = site / "transformer_engine" / "wheel_lib" / "nccl_ep"
-    assert jit_folders(new) == {SOURCES: beside / "include" / "nccl_ep"}
-
-
 def test_folders_of_the_jit(
     site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The sources are each library's own."""
     library = extensions(site)
     sources = site / "nccl" / "ep" / "include" / "nccl_ep"
+    assert jit_folders(library) == {SOURCES: sources}
+    theirs = site / "transformer_engine" / "wheel_lib" / "nccl_ep" / "include" / "nccl_ep"
+    assert jit_folders(transformer_engine(site)) == {SOURCES: theirs}
     install_nccl(site, answers)
     headers = site / "nvidia" / "nccl" / "include"
     both = {SOURCES: sources, NCCL_HEADERS: headers}

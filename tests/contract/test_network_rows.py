@@ -80,7 +80,7 @@ def test_messages_have_the_rows(
     rng = random.Random(row_bytes)
     rows = random_rows(num_tokens, row_bytes, torch.bfloat16, device)
     w = random_weights(num_tokens, top_k, device) if has_weights else None
-    each = num_tokens + 2  # of which two are nobody's
+    each = num_tokens + 2  # two of them belong to no token
     whose = [token for _ in range(nodes) for token in range(each)]
     token = None
     if lists_tokens:

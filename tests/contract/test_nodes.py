@@ -21,7 +21,7 @@ from run_case import all_steps_on_rank, assert_steps, caps_of, ranks_on_node
 from test_autograd import step_of_both
 from test_overflow import TOO_MUCH, raised_on_rank
 
-from megatron_ncclep.benchmark.workload import network_rows, tables_of
+from megatron_ncclep.benchmark.shapes import network_rows, tables_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import NODE_SUMS_ROUNDED
@@ -169,7 +169,7 @@ def test_larger_grids(monkeypatch: pytest.MonkeyPatch, num_ranks: int, local_ran
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_are_the_reference_engines(pool: RankPool, dtype: torch.dtype) -> None:
-    """Forward and backward, beside the reference engine as it follows the grid."""
+    """Forward and backward, compared with the reference engine on the same grid."""
     case = Case("gradients", (25, 12, 0, 31), 16, 4, dtype=dtype, alignment=16, dropped=0.2)
     case = for_engine(case, caps_of(ENGINE))
     for rank, (mine, expected) in enumerate(
@@ -192,7 +192,7 @@ def test_all_nodes_hear_that_rows_were_dropped(pool: RankPool, rows: int | str) 
 
 
 def wrong_on_rank(ctx: RankContext, culprit: int) -> tuple[str, str]:
-    """What is said of a wrong dispatch on one rank, and whether the group goes on."""
+    """The error of a wrong dispatch on one rank, and a result of the next dispatch."""
     with closing(
         create_engine(ctx.group, 8, EpConfig(engine=ENGINE, timeout_s=patient(60)))
     ) as engine:
@@ -233,12 +233,12 @@ def failed_inside_on_rank(ctx: RankContext) -> None:
 
 
 def test_what_fails_inside_a_node_is_told_before_an_optimizer_steps(pool: RankPool) -> None:
-    """The group of a node's ranks is not in torch's list, and nobody else checks it."""
+    """The group of a node's ranks is not in torch's list: only this engine checks it."""
     pool.run(in_grid, 2, failed_inside_on_rank, ranks=4)
 
 
 def deadlines_on_rank(ctx: RankContext) -> list[float]:
-    """Of a node's ranks: in the first step of an engine, after it, and in another engine's."""
+    """Deadlines within a node: in an engine's first step, after it, and in another engine's."""
     config = EpConfig(engine=ENGINE, timeout_s=50.0, first_timeout_s=70.0)
     engine = create_engine(ctx.group, 8, config)
     assert isinstance(engine, hierarchical.HierarchicalEngine)

@@ -131,7 +131,7 @@ def inside_that_waits_for_nothing() -> Iterator[None]:
 
 
 def steps_on_rank(ctx: RankContext, case: Case) -> list[torch.Tensor]:
-    """All steps, twice: hosts agree on the shapes in the first ones, and go on in the second."""
+    """All steps, twice: hosts agree on the shapes the first time and do not wait the second."""
     group = EpGroup.of(ctx.group)
     with inside_that_waits_for_nothing(), opened(ctx, case, ENGINE) as (case, engine):
         assert engine.caps.captures_static
@@ -347,7 +347,7 @@ def test_a_rank_refuses_alone(pool: RankPool) -> None:
 
 
 def refused_alone_on_rank(ctx: RankContext) -> list[int]:
-    """A group of one rank refuses a call, and goes on."""
+    """A single-rank group refuses a call and remains usable."""
     assignments = torch.tensor([[0, 7]])
     with inside_that_waits_for_nothing():
         engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))
@@ -364,7 +364,7 @@ def test_a_group_of_one_rank_goes_on(pool: RankPool) -> None:
     assert pool.run(refused_alone_on_rank, ranks=1) == [[64, 16]]
 
 
-# --- what nobody waits for -----------------------------------------------------------------------
+# --- work that no host waits for -----------------------------------------------------------------
 
 
 class Event:

@@ -55,7 +55,7 @@ def test_overflow_counts_whole_blocks_of_the_alignment() -> None:
     [
         # Source part 256 + 1 = 257 in fp32, not rounded; the other's 2 is exact; 259 rounds to 260.
         ((256.0, 1.0), (1.0, 1.0), False, 260.0),
-        # Of the other reduction: the source part becomes 256, and 256 + 2 is 258.
+        # With the other reduction the source part becomes 256, and 256 + 2 is 258.
         ((256.0, 1.0), (1.0, 1.0), True, 258.0),
         # The other's 256 + 1 becomes 256 on the wire; with 1 the sum is 257, so 256.
         ((1.0,), (256.0, 1.0), False, 256.0),

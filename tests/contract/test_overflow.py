@@ -139,7 +139,7 @@ TOO_MUCH = Case("too-much", (40, 40), 8, 3, alignment=16, skew=100.0)
 
 
 def raised_on_rank(ctx: RankContext, case: Case, engine_name: str, step: Case) -> list[str]:
-    """What `check` raises after plans that fit, of which one is too large, and that fit again."""
+    """What `check` raises after a plan that fits, one that is too large, and one that fits."""
     config = dataclasses.replace(config_of(case, engine_name), on_overflow="raise")
     said = []
     with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
@@ -152,7 +152,7 @@ def raised_on_rank(ctx: RankContext, case: Case, engine_name: str, step: Case) -
                 except RowsDroppedError as error:
                     said.append(str(error))
         engine.plan(case.on(ctx.device).topk_idx(ctx.rank))
-    EpGroup.of(ctx.group).check()  # what a closed engine dropped is nobody's concern any more
+    EpGroup.of(ctx.group).check()  # what a closed engine dropped is no longer reported
     return said
 
 
@@ -171,7 +171,7 @@ def test_every_rank_hears_that_rows_were_dropped(
     needed = [sum(padded) for padded in oracle_of(unlimited, engine_name).padded]
     assert needed[1] == 0
     for first, raised, last in results:
-        assert first == last == ""  # said once: the next step goes on
+        assert first == last == ""  # reported once: the next step is fine
         assert f"with max_recv_rows={rows}, rank 0 needed {needed[0]} rows and had " in raised
         assert f" had {rows_limit_of(case)} (of each rank" in raised
         assert f"to {needed[0]} or more" in raised

@@ -68,7 +68,7 @@ def meet(ctx: RankContext) -> bytes:
 
 
 def end_later(ctx: RankContext) -> int:
-    """The rank answers, and dies when nobody asks it anything."""
+    """The rank answers, and dies while it has no job."""
     if ctx.rank == 1:
         threading.Timer(0.1, os._exit, (3,)).start()
     return os.getpid()

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ncclep import cpu
-from megatron_ncclep.benchmark.megatron_setup import initialize
-from megatron_ncclep.benchmark.names import TRAININGS
+from megatron_ncclep.benchmark.job import known_variant
+from megatron_ncclep.benchmark.layer_model import initialize
 from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.benchmark.shapes import TrainingShape
-from megatron_ncclep.benchmark.train_check import curve_problem
-from megatron_ncclep.benchmark.train_model import SubjectModel, load_text
+from megatron_ncclep.benchmark.training import curve_problem
+from megatron_ncclep.benchmark.training_model import SubjectModel, load_text
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 from megatron_ncclep.training import corpus, data
@@ -138,7 +138,7 @@ def train(context: RankContext, small: bool, arm: Arm, seed: int, out: Path) -> 
         _, dataset = data.build_datasets(out / "text", settings, 1, count, 0)
         where = ranks.rank, ranks.num_ranks, torch.device(ranks.setting.device)
         validation = [b for s in range(count) for b in data.batches(dataset, settings, s, *where)]
-        subject = TRAININGS.parse(arm.subject)
+        subject = known_variant(arm.subject)
         model = SubjectModel(subject, settings, ranks.setting, text, "worst")
         for module in model.gpt.modules():
             if hasattr(module, "token_dispatcher"):

@@ -16,7 +16,7 @@ CRASHES = ("CUDA error", "terminate called", "Segmentation fault", "illegal memo
 JOB_S = 3 * LONG_S
 # Far above the short deadline, far below LONG_S and torch's own ten minutes.
 SOON_S = LONG_S / 2
-# For what another job beside this one has in /dev/shm for a moment.
+# For what a concurrent job has in /dev/shm for a moment.
 MOMENT_S = patient(10.0)
 
 

@@ -1,6 +1,6 @@
 """A rank of a job in which one rank goes wrong; `fork_server.py` starts all of them.
 
-The other ranks get an exception that nobody catches, and so end as a training would.
+The other ranks get an exception that is not caught, so they end as a training would.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def take_memory_away() -> None:
 
 
 def destroys(job: Job) -> None:
-    """A rank destroys its process group and goes on."""
+    """A rank destroys its process group and continues."""
     plan = job.plan()
     job.wait()
     if job.is_culprit:
@@ -204,7 +204,7 @@ def destroys(job: Job) -> None:
 
 
 def skips(job: Job) -> None:
-    """A rank leaves out a combine and goes on."""
+    """A rank skips a combine and continues."""
     plan = job.plan()
     job.dispatch(plan)
     if job.is_culprit:
@@ -339,7 +339,7 @@ def main(backend: str, engine_name: str, name: str) -> None:
     engine = create_engine(ctx.group, num_experts, patient)
     Job(ctx, engine, is_culprit).steps()
     engine.close()
-    # On a CPU ranks that wait are told of one that ends: on a busy machine it takes its time to.
+    # On a CPU, waiting ranks notice a rank that ends, which takes a while on a busy machine.
     is_told = fault.ends_all or (backend == "gloo" and fault.happens is not comes_late)
     config = patient if is_told else EpConfig(engine=engine_name, timeout_s=DEADLINE_S)
     job = Job(ctx, create_engine(ctx.group, num_experts, config), is_culprit)

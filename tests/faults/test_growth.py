@@ -18,7 +18,7 @@ pytestmark = [
 
 NUM_ROUNDS, NUM_ENGINES = 300, 50
 # A round has six calls at least, each with a message of 96 bytes from either rank: to keep what one
-# of them took would be more than that, and what nobody keeps comes to 10 to 70 bytes.
+# of them took would be more than that, and without a leak it is 10 to 70 bytes.
 HEAP_BYTES_PER_STEP = 512
 # The pages that malloc has touched, wherever its free blocks lie, and code that was first needed.
 RESIDENT_BYTES = 2**24

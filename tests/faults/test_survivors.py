@@ -153,7 +153,7 @@ def interleaved_on_rank(ctx: RankContext, engine_name: str) -> str:
             pair.plan()
         if ctx.rank == last:
             everyone.check(plans[0], 4)
-        # Every further call of the pair's says so at once, and everyone goes on.
+        # Every further call of the pair's says so at once, and the other group still works.
         with pytest.raises(PeerError):
             pair.plan()
         return str(caught.value)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [
     pytest.mark.skipif(
@@ -149,18 +149,18 @@ def train_on_rank(
     return results, copied, layer.token_dispatcher.engine.config.block_alignment if ours else 1
 
 
-def compare(mine: dict[str, Any], other: dict[str, Any], where: str) -> None:
+def compare(mine: dict[str, Any], other: dict[str, Any]) -> None:
     """The same bits; an expert without rows has no gradient, or one of zeros."""
     for name in sorted(mine.keys() | other.keys()):
         a, b = mine.get(name), other.get(name)
         if a is None or b is None:
-            assert not any(t is not None and t.any() for t in (a, b)), f"{where}, {name}"
+            assert not any(t is not None and t.any() for t in (a, b)), name
             continue
-        assert b.isfinite().all(), f"{where}, {name}: {b}"
+        assert b.isfinite().all(), f"{name}: {b}"
         different = (a != b).sum().item()
         error = (a - b).abs().max().item()
         assert not different, (
-            f"{where}, {name}: {different} of {a.numel()} numbers differ, by up to {error} where "
+            f"{name}: {different} of {a.numel()} numbers differ, by up to {error} where "
             f"the largest is {b.abs().max().item()}"
         )
 
@@ -168,20 +168,17 @@ def compare(mine: dict[str, Any], other: dict[str, Any], where: str) -> None:
 BITS = "outputs, losses and all gradients of 4 training steps with alltoall's, to the bit"
 
 
-def assert_same_training(pool: RankPool, engine_name: str, case: Fp8Case, needed: int) -> None:
+def assert_same_training(ctx: RankContext, engine_name: str, case: Fp8Case, needed: int) -> None:
     """Compare a training with alltoall's, to the bit; experts whose blocks have a multiple of
     `needed` rows pad none themselves, where alltoall's do.
     """
-    ours = pool.run(train_on_rank, "ncclep", engine_name, case)
-    theirs = pool.run(train_on_rank, "alltoall", engine_name, case)
-    for rank, ((mine, copied, alignment), (other, copied_there, _)) in enumerate(
-        zip(ours, theirs, strict=True)
-    ):
-        assert alignment == needed
-        assert copied
-        assert not any(copied)
-        assert any(copied_there)  # the way that this looks for copies finds some
-        compare(mine, other, f"rank {rank}")
+    mine, copied, alignment = train_on_rank(ctx, "ncclep", engine_name, case)
+    other, copied_there, _ = train_on_rank(ctx, "alltoall", engine_name, case)
+    assert alignment == needed
+    assert copied
+    assert not any(copied)
+    assert any(copied_there)  # the way that this looks for copies finds some
+    compare(mine, other)
 
 
 @pytest.mark.supports("fp8", compared=BITS)
@@ -200,16 +197,15 @@ def assert_same_training(pool: RankPool, engine_name: str, case: Fp8Case, needed
     ],
 )
 def test_same_bits_as_alltoall(
-    megatron_pool: RankPool, engine_name: str, recipe: str, grouped_gemm: bool
+    ctx: RankContext, engine_name: str, recipe: str, grouped_gemm: bool
 ) -> None:
-    assert_same_training(megatron_pool, engine_name, Fp8Case(recipe, grouped_gemm), 16)
+    assert_same_training(ctx, engine_name, Fp8Case(recipe, grouped_gemm), 16)
 
 
-def test_fp8_is_not_bf16(megatron_pool: RankPool, engine_name: str) -> None:
+def test_fp8_is_not_bf16(ctx: RankContext, engine_name: str) -> None:
     """What the other tests compare has been through FP8: without it, all results are others."""
     results = [
-        megatron_pool.run(train_on_rank, "ncclep", engine_name, Fp8Case(recipe))[0][0]
-        for recipe in (None, *RECIPES)
+        train_on_rank(ctx, "ncclep", engine_name, Fp8Case(recipe))[0] for recipe in (None, *RECIPES)
     ]
     outputs = [result["output, step 0, micro-batch 0"] for result in results]
     for index, output in enumerate(outputs):
@@ -220,7 +216,7 @@ def test_fp8_is_not_bf16(megatron_pool: RankPool, engine_name: str) -> None:
 
 
 @pytest.mark.supports("use_transformer_engine_op_fuser", compared=BITS)
-def test_op_fuser(megatron_pool: RankPool, engine_name: str) -> None:
+def test_op_fuser(ctx: RankContext, engine_name: str) -> None:
     """Its blocks have 256 rows.  Of the activations that it takes, this one needs no variable.
 
     Delayed scaling only: on an H200 with TransformerEngine 2.20.2 and cuBLAS 13.1 its products of
@@ -233,21 +229,18 @@ def test_op_fuser(megatron_pool: RankPool, engine_name: str) -> None:
         "activation_func": "squared_relu",
         "use_fused_weighted_squared_relu": True,
     }
-    assert_same_training(megatron_pool, engine_name, Fp8Case("delayed", options=fuser), 256)
+    assert_same_training(ctx, engine_name, Fp8Case("delayed", options=fuser), 256)
 
 
 @pytest.mark.supports("moe_router_padding_for_quantization", compared=BITS)
-def test_padding_of_the_router_is_done_once(megatron_pool: RankPool, engine_name: str) -> None:
+def test_padding_of_the_router_is_done_once(ctx: RankContext, engine_name: str) -> None:
     """With the router's option the experts do not look, from 0.18 on; all else stays as it is."""
     case = Fp8Case("tensorwise", options={"moe_router_padding_for_quantization": True})
-    ours = megatron_pool.run(train_on_rank, "ncclep", engine_name, case)
-    theirs = megatron_pool.run(train_on_rank, "alltoall", engine_name, Fp8Case("tensorwise"))
-    for rank, ((mine, copied, alignment), (other, _, _)) in enumerate(
-        zip(ours, theirs, strict=True)
-    ):
-        assert alignment == 16
-        assert not any(copied)
-        compare(mine, other, f"rank {rank}")
+    mine, copied, alignment = train_on_rank(ctx, "ncclep", engine_name, case)
+    other, _, _ = train_on_rank(ctx, "alltoall", engine_name, Fp8Case("tensorwise"))
+    assert alignment == 16
+    assert not any(copied)
+    compare(mine, other)
 
 
 @pytest.mark.supports(
@@ -255,17 +248,16 @@ def test_padding_of_the_router_is_done_once(megatron_pool: RankPool, engine_name
     "--ncclep-max-recv-rows",
     compared="output, loss and gradients of a micro-batch with alltoall's, 5e-2",
 )
-def test_static_mode(megatron_pool: RankPool, engine_name: str) -> None:
+def test_static_mode(ctx: RankContext, engine_name: str) -> None:
     """Rows after the last block count as the last expert's: zero rows, like those that pad."""
     # As many tokens on each rank as static mode with "worst" wants; here a number is given.
     case = Fp8Case("blockwise", ncclep={"max_recv_rows": 2 * 4 * TOKENS})
-    ours = megatron_pool.run(train_on_rank, "ncclep", engine_name, case)
-    theirs = megatron_pool.run(train_on_rank, "alltoall", engine_name, Fp8Case("blockwise"))
-    for rank, ((mine, copied, _), (other, _, _)) in enumerate(zip(ours, theirs, strict=True)):
-        assert copied
-        assert not any(copied)
-        for name, b in other.items():
-            if "step 0, micro-batch 0" not in name:
-                continue  # from here on weights and scales may differ
-            error = (mine[name] - b).abs().max() / b.abs().max()
-            assert error <= STATIC_TOLERANCE, f"rank {rank}, {name}: {error}"
+    mine, copied, _ = train_on_rank(ctx, "ncclep", engine_name, case)
+    other, _, _ = train_on_rank(ctx, "alltoall", engine_name, Fp8Case("blockwise"))
+    assert copied
+    assert not any(copied)
+    for name, b in other.items():
+        if "step 0, micro-batch 0" not in name:
+            continue  # from here on weights and scales may differ
+        error = (mine[name] - b).abs().max() / b.abs().max()
+        assert error <= STATIC_TOLERANCE, f"{name}: {error}"

@@ -6,7 +6,6 @@ What needs TransformerEngine is skipped, by name, where it is not installed.
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +18,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron_setup import ep_config, initialize, make_config, make_experts_differ, moe_submodules
+from on_ranks import gathered
+from trainer import checkpoints_written
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.experts import fused_swiglu
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 needs_te = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
@@ -128,24 +130,24 @@ RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe_a
     ids=["full", "empty-experts", "moe-act"],
 )
 def test_layer_equals_transformer_engines(
-    megatron_pool: RankPool, engine_name: str, tokens: int, options: dict[str, Any]
+    ctx: RankContext, engine_name: str, tokens: int, options: dict[str, Any]
 ) -> None:
-    ours = megatron_pool.run(train_on_rank, engine_name, "grouped", tokens, options)
-    theirs = megatron_pool.run(train_on_rank, engine_name, "megatron", tokens, options)
+    mine = train_on_rank(ctx, engine_name, "grouped", tokens, options)
+    other = train_on_rank(ctx, engine_name, "megatron", tokens, options)
+    assert (mine.pop("class"), other.pop("class")) == ("GroupedTEExperts", "TEGroupedMLP")
+    assert mine.keys() == other.keys()
     trained = 0
-    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert (mine.pop("class"), other.pop("class")) == ("GroupedTEExperts", "TEGroupedMLP")
-        assert mine.keys() == other.keys()
-        for name, expected in other.items():
-            scale = expected.abs().max().item()
-            error = (mine[name].float() - expected.float()).abs().max().item()
-            assert error <= TOLERANCE * scale, f"rank {rank}, {name}: {error} of {scale}"
-            trained += "experts" in name and scale > 0
-    assert trained >= 4  # not zeros against zeros
+    for name, expected in other.items():
+        scale = expected.abs().max().item()
+        error = (mine[name].float() - expected.float()).abs().max().item()
+        assert error <= TOLERANCE * scale, f"{name}: {error} of {scale}"
+        trained += "experts" in name and scale > 0
+    assert sum(gathered(ctx, trained)) >= 4  # not zeros against zeros
 
 
-def automatic_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
-    """The classes of experts with few rows, and with many, as Megatron's arguments say."""
+@needs_te
+def test_auto_chooses_by_shape(ctx: RankContext, engine_name: str) -> None:
+    """Few rows, and many, as Megatron's arguments say."""
     # Imports what a layer needs: what is imported under the patch below is forgotten after it.
     layer = build(ctx.num_ranks, True, ep_config(engine_name))
     layer.token_dispatcher.engine.close()
@@ -160,27 +162,21 @@ def automatic_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
             layer = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts="auto"))
         found.append(type(layer.experts).__name__)
         layer.token_dispatcher.engine.close()
-    return found
+    assert found == ["GroupedTEExperts", "TEGroupedMLP"]
 
 
 @needs_te
-def test_auto_chooses_by_shape(megatron_pool: RankPool, engine_name: str) -> None:
-    for found in megatron_pool.run(automatic_on_rank, engine_name):
-        assert found == ["GroupedTEExperts", "TEGroupedMLP"]
-
-
-def checkpoints_on_rank(ctx: RankContext, engine_name: str, folder: Path) -> None:
+@checkpoints_written()
+def test_checkpoints_go_both_ways(ctx: RankContext, engine_name: str, tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
-    # The pool's processes are daemons, which may not start the process that Megatron writes with.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for before, after in [("megatron", "grouped"), ("grouped", "megatron")]:
         saved = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts=before))
         make_experts_differ(saved)
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
         }
-        target = folder / before
+        target = tmp_path / before
         if ctx.rank == 0:
             target.mkdir()
         torch.distributed.barrier()
@@ -195,13 +191,6 @@ def checkpoints_on_rank(ctx: RankContext, engine_name: str, folder: Path) -> Non
             assert torch.equal(mine, other), (before, after, name)
         for layer in (saved, loaded):
             layer.token_dispatcher.engine.close()
-
-
-@needs_te
-def test_checkpoints_go_both_ways(
-    megatron_pool: RankPool, engine_name: str, tmp_path: Path
-) -> None:
-    megatron_pool.run(checkpoints_on_rank, engine_name, tmp_path)
 
 
 # ---- the experts alone: no host, and a graph
@@ -291,7 +280,13 @@ def differences(found: list[torch.Tensor], expected: list[torch.Tensor], used: i
     return problems
 
 
-def without_host_on_rank(ctx: RankContext, use_te: bool) -> list[tuple[int, list[str]]]:
+each_linear = pytest.mark.parametrize(
+    "use_te", [False, pytest.param(True, marks=needs_te)], ids=["local", "te"]
+)
+
+
+@each_linear
+def test_the_host_never_waits(ctx: RankContext, use_te: bool) -> None:
     """Counts on the device and on the host: the same bits, and no wait in either."""
     static = Static(ctx, use_te)
     static.fill(0)
@@ -299,7 +294,6 @@ def without_host_on_rank(ctx: RankContext, use_te: bool) -> list[tuple[int, list
     none, _ = static.experts(static.rows[:0], torch.zeros_like(static.counts), static.probs[:0])
     none.backward(static.grad[:0])
     assert none.shape == (0, HIDDEN)
-    problems = []
     for number in range(4):
         used = static.fill(number)
         on_host = static.counts.cpu()
@@ -307,7 +301,7 @@ def without_host_on_rank(ctx: RankContext, use_te: bool) -> list[tuple[int, list
         with no_synchronisation():
             expected = [tensor.clone() for tensor in static.step(static.counts)]
             found = static.step(on_host)
-        problems.append((number, differences(found, expected, used)))
+        assert differences(found, expected, used) == [], number
         # Against one product for each expert, in fp32.
         ends = on_host.cumsum(0).tolist()
         fc1, fc2 = (static.experts.weights_of(linear) for linear in ("linear_fc1", "linear_fc2"))
@@ -322,16 +316,11 @@ def without_host_on_rank(ctx: RankContext, use_te: bool) -> list[tuple[int, list
             else:  # an expert without rows
                 assert not static.main_grads[0][i].any()
                 assert not static.main_grads[1][i].any()
-    return problems
 
 
-@pytest.mark.parametrize("use_te", [False, pytest.param(True, marks=needs_te)])
-def test_the_host_never_waits(megatron_pool: RankPool, use_te: bool) -> None:
-    for problems in megatron_pool.run(without_host_on_rank, use_te):
-        assert problems == [(number, []) for number in range(4)]
-
-
-def graph_on_rank(ctx: RankContext, use_te: bool) -> list[tuple[int, list[str]]]:
+@each_linear
+def test_a_graph_gives_the_bits_of_eager(ctx: RankContext, use_te: bool) -> None:
+    """Routings change between replays: what the host had read would stay as it was captured."""
     static = Static(ctx, use_te)
     static.fill(0)
     stream = torch.cuda.Stream()
@@ -344,32 +333,16 @@ def graph_on_rank(ctx: RankContext, use_te: bool) -> list[tuple[int, list[str]]]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = static.step(static.counts)
-    problems = []
     for number in range(5):
         used = static.fill(number)
         graph.replay()
         replayed = [tensor.clone() for tensor in results]
-        problems.append((number, differences(replayed, static.step(static.counts), used)))
-    return problems
+        assert differences(replayed, static.step(static.counts), used) == [], number
 
 
-@pytest.mark.parametrize("use_te", [False, pytest.param(True, marks=needs_te)])
-def test_a_graph_gives_the_bits_of_eager(megatron_pool: RankPool, use_te: bool) -> None:
-    """Routings change between replays: what the host had read would stay as it was captured."""
-    for problems in megatron_pool.run(graph_on_rank, use_te):
-        assert problems == [(number, []) for number in range(5)]
-
-
-def fp32_on_rank(ctx: RankContext, engine_name: str) -> str:
+def test_other_dtypes_are_refused(ctx: RankContext, engine_name: str) -> None:
     initialize(ctx.num_ranks, device="cuda")
-    from megatron_ncclep.errors import UnsupportedError
-
-    with pytest.raises(UnsupportedError) as caught:
+    text = "has kernels for bf16, and the experts compute in torch.float32"
+    with pytest.raises(UnsupportedError, match=text):
         build(ctx.num_ranks, False, EpConfig(engine=engine_name, experts="grouped"),
               params_dtype=torch.float32, bf16=False)  # fmt: skip
-    return str(caught.value)
-
-
-def test_other_dtypes_are_refused(megatron_pool: RankPool, engine_name: str) -> None:
-    for text in megatron_pool.run(fp32_on_rank, engine_name):
-        assert "has kernels for bf16, and the experts compute in torch.float32" in text

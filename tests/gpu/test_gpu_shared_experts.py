@@ -11,7 +11,7 @@ import torch
 from layer_case import LayerCase, assert_overlap_changes_no_bits
 from megatron_setup import build_layer, ep_config, initialize, make_config
 
-from megatron_ncclep.benchmark.kernel_kinds import Interval, kind_of
+from megatron_ncclep.benchmark.training import Interval, kernel_kind
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -88,7 +88,7 @@ def timeline_on_rank(
     ours: dict[str, list[Interval]] = {"dispatch": [], "combine": []}
     streams: set[int] = set()
     for stream, name, start, end in kernels:
-        if (kind := kind_of(name)) in ours:
+        if (kind := kernel_kind(name)) in ours:
             streams.add(stream)
             ours[kind].append(Interval(name, start, end, kind))
     others = [Interval(name, *times) for stream, name, *times in kernels if stream not in streams]
@@ -110,7 +110,7 @@ def test_shared_experts_run_beside_dispatch_and_combine(
     ):
         # The backward of combine is a dispatch, and the other way round.
         assert len(dispatches) == len(combines) == 2, (dispatches, combines)
-        assert any(kind_of(other.name) == "GEMM" for other in others)
+        assert any(kernel_kind(other.name) == "GEMM" for other in others)
         for kernel in (*dispatches, *combines):
             common = time_in_common(kernel, others)
             print(

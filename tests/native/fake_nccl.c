@@ -32,12 +32,9 @@ void fake_reset(int result_of_next_call) {
   next_result = result_of_next_call;
   calls_before_it = 0;
 }
-// Returns whether the call that was to fail before has not come.
-int fake_fail_after(int num_calls, int result) {
-  const int is_pending = next_result != 0;
+void fake_fail_after(int num_calls, int result) {
   fake_reset(result);
   calls_before_it = num_calls;
-  return is_pending;
 }
 // Whether values of int64 and fp32 tensors are written down too, for tensors that are small.
 static int shows_values = 0;

@@ -1,7 +1,7 @@
 """HostExchange and the link over it: small messages through memory that processes share.
 
-Many messages with random delays are exchanged in test_sanitizers.py.  Where a test only needs other
-ranks, they are threads: a rank that waits does not hold the interpreter's lock.
+Where a test needs no more than other ranks, they are threads: a rank that waits holds no lock of
+the interpreter.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import random
 import re
 import signal
 import socket
@@ -36,6 +37,7 @@ from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.shared_memory import open_together
 
 if extension.unavailable_reason() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
@@ -95,6 +97,40 @@ def on_all(calls: list[Callable[[], Any]]) -> list[Any]:
 
     with ThreadPoolExecutor(len(calls)) as ranks:
         return list(ranks.map(result, calls))
+
+
+# --- what arrives --------------------------------------------------------------------------------
+
+
+def message(rank: int, number: int) -> bytes:
+    """Every byte depends on the rank and the number; the length on the number, 0 included."""
+    length = LONG_MESSAGE if number % 100 == 0 else number % 90
+    return random.Random(1000 * number + rank).randbytes(length)
+
+
+def exchange_on_rank(ctx: RankContext, count: int) -> list[bool]:
+    def gather(mine: bytes) -> bytes:
+        theirs = [b""] * ctx.num_ranks
+        dist.all_gather_object(theirs, mine, ctx.group)
+        return b"".join(theirs)
+
+    end, reason = open_together(ctx.rank, ctx.num_ranks, None, gather)
+    assert reason is None
+    delays = random.Random(ctx.rank)
+    right = []
+    with closing(end):
+        for number in range(count):
+            # Mostly none, so that a rank can run ahead of another that is asleep.
+            time.sleep(delays.choice([0, 0, 0, 0, 1e-5, 1e-4, 1e-3]))
+            theirs = end.exchange(message(ctx.rank, number), f"message {number}", LONG_S)
+            right.append(theirs == b"".join(message(r, number) for r in range(ctx.num_ranks)))
+    return right
+
+
+@pytest.mark.needs_ranks(3)
+def test_every_message_arrives_whatever_the_delays(pool: RankPool) -> None:
+    for right in pool.run(exchange_on_rank, 1000, ranks=3):
+        assert right == [True] * 1000
 
 
 # --- who does not come ---------------------------------------------------------------------------

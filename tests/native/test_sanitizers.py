@@ -36,7 +36,9 @@ MISTAKES = {
     "mistake_out_of_bounds": "heap-buffer-overflow",
     "mistake_undefined": "signed integer overflow",
     "mistake_leak": "a leak",
+    "mistake_heap_leak": "a leak of 7 bytes",
     "mistake_without_order": "a kernel does not wait for the one before",
+    "mistake_across_captures": "an event of another capture",
 }
 
 COMMON = ("-O0", "-g1", "-fPIC")
@@ -46,8 +48,8 @@ ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREAD = ("-fsanitize=thread", "-DNCCLEP_ONE_MAPPING", "-Dmmap=mmap_once", "-Dmunmap=munmap_once")
 EXCHANGE, BINDINGS = CSRC / "host/exchange.cpp", sorted((CSRC / "bindings").glob("*.cpp"))
 # Windows of the stand-in for NCCL have no peers to check: window_check.cpp has a test of its own.
-ELSEWHERE = {*BINDINGS, EXCHANGE, CSRC / "native/host/window_check.cpp"}
-HOST = sorted({*CSRC.rglob("*.cpp")} - ELSEWHERE)
+ELSEWHERE = {EXCHANGE, CSRC / "native/host/window_check.cpp"}
+HOST = sorted({*CSRC.rglob("*.cpp")} - {*BINDINGS} - ELSEWHERE)
 STAND_INS = [HERE / "cuda.cpp", HERE / "kernels.cpp"]
 # The sequence number without order: a message may be read before its bytes are there.
 ORDER = "own.sequence.store(sequence_, std::memory_order_release)"

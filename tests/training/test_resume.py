@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if it had not been."""
+"""A run that was stopped and resumed equals one that was not stopped."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_resume_with_another_dispatcher(
 def test_resume_on_more_ranks(
     arguments: tuple[str, ...], finished: Finished, stopped: Path, trainer: Trainer, tmp_path: Path
 ):
-    """Four ranks with two experts each go on from two ranks with four.
+    """Four ranks with two experts each resume from two ranks with four.
 
     The samples of a step are the same.  Dropout is not (each rank draws its own), and neither is
     the auxiliary loss, which is a mean over micro-batches: hence a wide bound, far below the 0.3

@@ -187,7 +187,7 @@ def test_indexed_prefix(arguments: tuple[str, ...], trainer: Trainer, tmp_path: 
 def test_failure_of_a_rank_is_the_exit_status(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """And it is told: in one line for each rank, and in torchrun's summary.  That said only
+    """And it is reported in one line for each rank, and in torchrun's summary.  That said only
     "error_file: <N/A>", below a screenful of tracebacks, in which users looked for the reason.
     """
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # a toolkit; without a GPU torch remarks on it

@@ -24,7 +24,7 @@ from on_ranks import IS_RANK
 
 import megatron_ncclep
 from megatron_ncclep import EpConfig, engines
-from megatron_ncclep.benchmark import train_graphs
+from megatron_ncclep.benchmark import training_model
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import GroupClosedError, RowsDroppedError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
@@ -382,11 +382,11 @@ def test_graphs_of_the_benchmark(ctx: RankContext) -> None:
     )
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-    whole = make_config(train_graphs.graph_fields("full_iteration"), None)
-    parts = make_config(train_graphs.graph_fields("partial_graphs"), None)
+    whole = make_config(training_model.graph_fields("full_iteration"), None)
+    parts = make_config(training_model.graph_fields("partial_graphs"), None)
     assert parts.cuda_graph_impl == "transformer_engine"
     held = "cuda_graph_modules" if hasattr(parts, "cuda_graph_modules") else "cuda_graph_scope"
-    assert [part.name for part in getattr(parts, held)] == list(train_graphs.PARTS)
+    assert [part.name for part in getattr(parts, held)] == list(training_model.PARTS)
     asked = [whole.cuda_graph_impl, *(part.name for part in getattr(whole, held))]
     assert asked in (["full_iteration"], ["local", "full_iteration"])
     wanted = {"model", "config", "seq_length", "micro_batch_size", "optimizers"}
@@ -398,7 +398,7 @@ def test_graphs_of_the_benchmark(ctx: RankContext) -> None:
     loader()({"tokens": torch.zeros(2)}, "training", 0)
     wrapper.cuda_graph["training"] = wrapper.result["training"] = object()
     wrapper.curr_iteration["training"] = 3
-    train_graphs.clear_full_iteration()
+    training_model.clear_full_iteration()
     assert loader.static_buffers == {"training": [], "validation": []}
     assert wrapper.cuda_graph == wrapper.result == {"training": None, "validation": None}
     assert wrapper.curr_iteration == {"training": 0, "validation": 0}

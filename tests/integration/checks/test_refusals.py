@@ -78,6 +78,7 @@ def test_every_refusal_refuses(ctx: RankContext, index: int) -> None:
     setattr(config, refusal.option, value)
     with pytest.raises(UnsupportedError, match=text):
         build_layer(config)
+    assert config.moe_token_dispatcher_type == "ncclep"
 
 
 def test_what_nobody_asked_for_is_not_refused(ctx: RankContext) -> None:

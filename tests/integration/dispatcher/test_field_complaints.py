@@ -12,8 +12,9 @@ import pytest
 import torch
 from layer_case import take_empty_batches
 from megatron_setup import BATCH, EXPERTS, HIDDEN, build_layer, initialize, make_config
+from on_ranks import gathered
 
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 
@@ -54,65 +55,60 @@ def train_on_rank(ctx: RankContext, dispatcher: str, steps: list[Step]) -> dict[
     return results
 
 
-def assert_same_bits(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert mine.keys() == other.keys()
-        for name in mine.keys() - {"type"}:
-            same = mine[name] == other[name]
-            assert same if isinstance(same, bool) else same.all(), f"rank {rank}: {name} differs"
+def assert_same_bits(mine: dict[str, Any], other: dict[str, Any]) -> None:
+    assert mine.keys() == other.keys()
+    for name in mine.keys() - {"type"}:
+        same = mine[name] == other[name]
+        assert same if isinstance(same, bool) else same.all(), f"{name} differs"
 
 
-def both(pool: RankPool, steps: list[Step]) -> list[dict[str, Any]]:
+def both(ctx: RankContext, steps: list[Step]) -> dict[str, Any]:
     """Train with our dispatcher and with `alltoall`; the same bits, and not all zeros."""
-    ours = pool.run(train_on_rank, "ncclep", steps)
-    theirs = pool.run(train_on_rank, "alltoall", steps)
-    assert {found["type"] for found in ours} == {"NcclEpTokenDispatcher"}
-    assert {found["type"] for found in theirs} == {"MoEAlltoAllTokenDispatcher"}
+    ours, theirs = (train_on_rank(ctx, kind, steps) for kind in ("ncclep", "alltoall"))
+    assert ours["type"] == "NcclEpTokenDispatcher"
+    assert theirs["type"] == "MoEAlltoAllTokenDispatcher"
     assert_same_bits(ours, theirs)
-    for found in ours:
-        assert any(value.any() for name, value in found.items() if name.startswith("output"))
+    assert any(value.any() for name, value in ours.items() if name.startswith("output"))
     return ours
 
 
-def test_the_same_bits_as_alltoall_run_after_run(megatron_pool: RankPool) -> None:
+def test_the_same_bits_as_alltoall_run_after_run(ctx: RankContext) -> None:
     """Megatron-LM 1603 and 2369: dispatchers disagree, and results vary between runs of one; what
     came out depended on the order in which rows had arrived, and no test compares bits.
     """
-    ours = both(megatron_pool, [EVEN])
+    ours = both(ctx, [EVEN])
     for _ in range(2):
-        assert_same_bits(megatron_pool.run(train_on_rank, "ncclep", [EVEN]), ours)
+        assert_same_bits(train_on_rank(ctx, "ncclep", [EVEN]), ours)
 
 
-def test_nothing_is_dropped(megatron_pool: RankPool) -> None:
+def test_nothing_is_dropped(ctx: RankContext) -> None:
     """Megatron-LM 1756: "dropless" dispatchers with a capacity drop what exceeds it when routing is
     uneven.  Here it is as uneven as can be: all assignments of all ranks are for the experts of
     one.
     """
-    ours = both(megatron_pool, [ONE_RANK])
-    tokens = sum(ONE_RANK[0]) * BATCH
-    assert [found["rows"] for found in ours] == [[tokens * TOP_K], [0], [0], [0]]
-    for found in ours:
-        assert found["output 0"].any(dim=-1).all(), "a token came back without its experts' rows"
+    ours = both(ctx, [ONE_RANK])
+    assert ours["rows"] == [0 if ctx.rank else sum(ONE_RANK[0]) * BATCH * TOP_K]
+    assert ours["output 0"].any(dim=-1).all(), "a token came back without its experts' rows"
 
 
-def test_token_counts_that_vary_from_step_to_step(megatron_pool: RankPool) -> None:
+def test_token_counts_that_vary_from_step_to_step(ctx: RankContext) -> None:
     """Megatron-LM 7578: the first batch fixes the largest number of tokens, and a longer one traps;
     users train with sequences of any length.  Larger, smaller, other ranks' turn, larger again.
     """
     lengths = [(2, 2, 2, 2), (9, 9, 9, 9), (1, 7, 3, 5), (13, 1, 1, 2), (5, 31, 8, 1)]
-    ours = both(megatron_pool, [(each, "any experts") for each in lengths])
-    for index, each in enumerate(lengths):
-        assert sum(found["rows"][index] for found in ours) == sum(each) * BATCH * TOP_K
+    ours = both(ctx, [(each, "any experts") for each in lengths])
+    rows = [sum(step) for step in zip(*gathered(ctx, ours["rows"]), strict=True)]
+    assert rows == [sum(each) * BATCH * TOP_K for each in lengths]
 
 
-def test_a_rank_without_tokens(megatron_pool: RankPool) -> None:
+def test_a_rank_without_tokens(ctx: RankContext) -> None:
     """Megatron-LM 1877: a rank that gets no token crashes, or hangs the others.  One that brings
     none, one whose experts get none, both at once, and then a usual step.
     """
     some_empty = (6, 0, 3, 9)
     steps = [(some_empty, "any experts"), ONE_RANK, ((0, 0, 0, 4), "experts 0 and 1"), EVEN]
-    ours = both(megatron_pool, steps)
-    assert [len(found["output 0"]) for found in ours] == list(some_empty)
-    assert [found["rows"][2] for found in ours] == [4 * BATCH * TOP_K, 0, 0, 0]
-    assert all(found["rows"][3] for found in ours), "no rank is without tokens any more"
+    ours = both(ctx, steps)
+    assert len(ours["output 0"]) == some_empty[ctx.rank]
+    assert ours["rows"][2] == (0 if ctx.rank else 4 * BATCH * TOP_K)
+    assert ours["rows"][3], "no rank is without tokens any more"
     assert EXPERTS > RANKS

@@ -129,16 +129,17 @@ using standin::stream_of;
 // --- what tests call, through ctypes -------------------------------------------------------------
 
 extern "C" {
-// The call after `num_calls` more fails, once; negative: none does.  Returns whether the call that
-// was to fail before has not come.
-int standin_fail_after(int num_calls) {
-  return std::exchange(device.left_until_failure, num_calls) >= 0;
-}
+// The call after `num_calls` more fails, once; negative: none does.
+void standin_fail_after(int num_calls) { device.left_until_failure = num_calls; }
 // Allocations that were not freed.
 int standin_num_allocations() { return static_cast<int>(device.allocated.size()); }
 // From now on these streams are being captured, together, and no others; 0 is none.
 void standin_capture(std::uintptr_t first, std::uintptr_t second) {
   device.captures.clear();
+  if (device.num_captures > 0) {  // nothing of the last capture comes again
+    device.kernels.erase(device.num_captures);
+    for (auto& [handle, stream] : device.streams) stream.seen.erase(device.num_captures);
+  }
   ++device.num_captures;
   for (const std::uintptr_t stream : {first, second}) {
     if (stream != 0) device.captures[stream] = device.num_captures;
@@ -155,7 +156,17 @@ void standin_release() {
 }
 void standin_release_at_query(int n) { device.left_until_release = n - 1; }
 void standin_note_kernel(std::uintptr_t stream) { standin::note_kernel(stream); }
-// For a sanitizer to notice.
+// For the stand-in to notice.
+void standin_wait_across_captures(std::uintptr_t first, std::uintptr_t second) {
+  cudaEvent_t event;
+  cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+  standin_capture(first, 0);
+  cudaEventRecord(event, reinterpret_cast<cudaStream_t>(first));
+  standin_capture(second, 0);
+  cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(second), event, 0);
+}
+// For tests and sanitizers to notice.
+void* standin_leak() { return std::malloc(7); }
 int standin_overflow(int by) { return INT_MAX + by; }
 }
 

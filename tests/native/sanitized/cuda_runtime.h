@@ -15,8 +15,8 @@ enum cudaMemcpyKind {
 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
-constexpr unsigned int cudaHostAllocMapped = 2, cudaEventDisableTiming = 2;
-constexpr unsigned int cudaStreamNonBlocking = 1;
+constexpr unsigned int cudaHostAllocMapped = 2, cudaEventDisableTiming = 2,
+                       cudaStreamNonBlocking = 1;
 
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetDevice(int* device);

@@ -32,6 +32,7 @@ SAYS_NOTHING = (
     *("not_routed", "too_many_experts", "forget", "goes_on"),
     *("sends", "completes", "low_latency", "device", "number"),
 )
+TAKES_ADDRESSES = ("C.copy_rows", "C.copy_memory")
 
 
 def plain(value: Any) -> Any:
@@ -78,7 +79,7 @@ class Hostile:
     def make(self, name: str) -> tuple[Objects, Callable[..., Any], dict[str, Any]]:
         """Objects of its own for the call, and its right arguments."""
         o = Objects(self.program)
-        o.prepare(name)
+        Objects.BEFORE.get(name, lambda o: None)(o)
         return o, o.bound(name), o.arguments()[name]
 
     def try_all(self, name: str) -> None:
@@ -87,42 +88,53 @@ class Hostile:
         if self.attempt(name, call, plain(right)):
             self.complaints.append(f"{name} refuses the right arguments")
             call(**plain(right))
+        o, call, right = self.make(name)
         o.close()
-        if not name.startswith("C."):  # some take addresses of what is gone
-            self.attempt(f"closed {name}", call, plain(right))
+        if name not in TAKES_ADDRESSES:  # nothing is at a closed window's
+            is_refused = self.attempt(f"closed {name}", call, plain(right))
+            if not is_refused and "stream" in right and not name.startswith("C."):
+                self.complaints.append(f"{name} queues work of an object that is closed")
         o, call, right = self.make(name)
         for argument, value in right.items():
-            for wrong in wrong_values(value, self.uninitialised):
+            wrong_ones = wrong_values(value, self.uninitialised)
+            for wrong in wrong_ones:
                 if self.attempt(name, call, {**plain(right), argument: wrong}):
                     continue
                 is_number = isinstance(wrong, int | float) and argument not in SAYS_NOTHING
                 is_nonsense = is_number and not 0 <= wrong < inf
-                # Of a shape `begin` only says whether it fits.
-                if is_nonsense and (name != "group.begin" or argument == "timeout_s"):
+                is_shape = name == "group.begin" and argument != "timeout_s"  # it fits or not
+                if is_nonsense and not is_shape:
                     self.complaints.append(f"{name} takes {wrong} for {argument}")
-                o.close()
                 o, call, right = self.make(name)  # the call may have changed something
             # What was refused has changed nothing.
             if self.attempt(name, call, plain(right)):
                 self.complaints.append(f"{name} does not work any more after wrong {argument}")
-            o.close()
             o, call, right = self.make(name)
         self.attempt(name, call, {})
         self.attempt(name, call, {**plain(right), "another": 1})
-        o.close()
 
     def try_heads(self) -> None:
         """Whatever bytes a window's handle leads to: addresses, or an error."""
-        draw = random.Random(1)
+        draw, num_taken = random.Random(1), 0
         for _ in range(5000):
             rank, num_ranks = draw.randrange(-1, 4), draw.randrange(6)
-            place = rank.to_bytes(4, "little", signed=True) * draw.choice((1, 2))
-            head = draw.randbytes(8) + (draw.randbytes(6) + b"\0\0") + place
-            head += draw.randbytes(draw.choice((0, 4, 8, 12)))
-            self.attempt(
+            words = [draw.getrandbits(64) >> draw.randrange(64) for _ in range(4)]
+            if draw.random() < 0.5:
+                words[1] &= ~15
+            if draw.random() < 0.75:
+                words[2] = (rank << 32 | rank & 0xFFFFFFFF) % 2**64
+            head = b"".join(word.to_bytes(8, "little") for word in words)
+            if draw.random() < 0.1:
+                head = head[: draw.randrange(32)]
+            is_refused = self.attempt(
                 "random C.window_peers", self.program.module.window_peers,
                 {"head": head, "rank": rank, "num_ranks": num_ranks},
             )  # fmt: skip
+            num_taken += not is_refused
+            if not is_refused and not 0 <= rank < num_ranks:
+                self.complaints.append(f"window_peers takes rank {rank} of {num_ranks}")
+        if num_taken < 50:
+            self.complaints.append(f"window_peers takes only {num_taken} of 5000 heads")
 
 
 def bound_names(module: ModuleType) -> set[str]:
@@ -141,7 +153,7 @@ def main(extension: str, library: str, last_call: str) -> None:
     program = Program(extension, library)
     hostile = Hostile(program, Path(last_call))
     objects = Objects(program)
-    tried = set()
+    tried: set[str] = set()
     for name in objects.arguments():
         hostile.try_all(name)
         owner, _, member = name.partition(".")

@@ -1,4 +1,4 @@
-"""The sanitized extension, one object of each class in it, and right arguments of every call."""
+"""The sanitized extension, one object of each class in it, and right arguments for every call."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import ctypes
 import importlib.util
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from hostile_values import Address, Numbers
-
-from megatron_ncclep.errors import EpError
 
 # So many ranks that others than those that add send, from scratch.
 RANKS, RANK, EXPERTS, TOKENS, TOP_K, HIDDEN, ROWS = 8, 1, 16, 5, 2, 8, 2
@@ -21,6 +18,11 @@ EP_TOKENS = 16  # of an NCCL EP group
 STREAM, OTHER_STREAM = 0x100, 0x200
 TOKEN = b"0123456789abcdef"
 UNIQUE_ID = bytes([7]) * 128
+
+
+def all_gather(mine: bytes, what: str, timeout_s: float) -> bytes:
+    """Every rank says what this one does."""
+    return mine * RANKS
 
 
 class Program:
@@ -35,29 +37,23 @@ class Program:
         self.library = library
         self.nccl, self.gpu = ctypes.CDLL(library), ctypes.CDLL(extension)
         self.gpu.standin_take_call.restype = ctypes.c_uint64
+        # Of AddressSanitizer; small objects of Python have memory of their own.
+        self.heap_bytes = ctypes.CDLL(None)["__sanitizer_get_current_allocated_bytes"]
+        self.heap_bytes.restype = ctypes.c_size_t
         self.nccl.fake_make_windows(1)
 
-    def fail_after(self, where: str, num_calls: int) -> bool:
-        """Let one call of "nccl" or "cuda" fail, after so many more; -1: none.
-
-        Returns whether the call that was to fail before has not come.
-        """
-        if where == "cuda":
-            return bool(self.gpu.standin_fail_after(num_calls))
-        return bool(self.nccl.fake_fail_after(max(num_calls, 0), 0 if num_calls < 0 else 3))
+    def fail_after(self, where: str, num_calls: int) -> None:
+        """Let one call of "nccl" or "cuda" fail, after so many more; -1: none."""
+        if where == "nccl":
+            self.nccl.fake_fail_after(max(num_calls, 0), 0 if num_calls < 0 else 3)
+        else:
+            self.gpu.standin_fail_after(num_calls)
 
     def num_alive(self) -> int:
-        """Communicators, windows, allocations and events that were not given back.
-
-        Windows that are open after a failed call stay, on purpose, and so does their memory.
-        """
-        kept = 2 * self.nccl.fake_num_open_windows()
-        return self.nccl.fake_num_alive() - kept + self.gpu.standin_num_allocations()
-
-
-def all_gather(mine: bytes, what: str, timeout_s: float) -> bytes:
-    """Every rank says what this one does."""
-    return mine * RANKS
+        """Communicators, windows, allocations and events that were not given back."""
+        # Windows that are open after a failed step stay, and so does their memory.
+        left = 2 * self.nccl.fake_num_open_windows()
+        return self.nccl.fake_num_alive() - left + self.gpu.standin_num_allocations()
 
 
 class Objects:
@@ -66,6 +62,7 @@ class Objects:
     def __init__(self, program: Program) -> None:
         self.program, self.C = program, program.module
         self.closed_at_the_end: list[Any] = []
+        self.plan: Any = None
         try:
             self._make()
         except Exception:
@@ -75,7 +72,9 @@ class Objects:
     def _make(self) -> None:
         C, keep = self.C, self._keep
         self.nccl = C.Nccl(self.program.library)
-        self.communicator = keep(C.Communicator(self.nccl, UNIQUE_ID, RANKS, RANK, -1, 60.0))
+        self.communicator = keep(
+            C.Communicator(self.nccl, UNIQUE_ID, RANKS, RANK, device=0, timeout_s=60.0)
+        )
         self.window = keep(C.Window(self.communicator, 4096))
         self.ep = C.NcclEp(self.program.library)
         self.ep_group = keep(C.NcclEpGroup(self.ep, self.communicator, **self.ep_options()))
@@ -90,7 +89,6 @@ class Objects:
             Numbers("int64", 2 * LOCAL + 1),
             Numbers("int32", 4, TOKENS),
         )
-        self.plan: Any = None
         self.topk, self.kept = Numbers("int64", TOKENS, TOP_K), Numbers("int32", TOKENS, TOP_K)
         self.x, self.rows = Numbers("bfloat16", TOKENS, HIDDEN), Numbers("bfloat16", ROWS, HIDDEN)
         self.w, self.row_w = Numbers("float32", TOKENS, TOP_K), Numbers("float32", ROWS)
@@ -109,18 +107,29 @@ class Objects:
         group.reserve(**self.shape())
         return group
 
-    def close(self) -> None:
-        """Close everything, twice; what is open when its communicator is closed says so."""
-        for _ in range(2):
-            for made in reversed(self.closed_at_the_end):
-                with suppress(EpError):
-                    made.close()
-
-    def shape(self) -> dict[str, Any]:
+    def shape(self, num_tokens: int = TOKENS) -> dict[str, Any]:
+        """Of windows."""
         return {
-            "num_tokens": TOKENS, "top_k": TOP_K, "row_bytes": 64, "stream": STREAM,
+            "num_tokens": num_tokens, "top_k": TOP_K, "row_bytes": 64, "stream": STREAM,
             "all_gather": all_gather,
         }  # fmt: skip
+
+    def plan_arguments(self, **other: Any) -> dict[str, Any]:
+        """With room for all that arrives."""
+        return {
+            "topk_idx": self.topk, "most_tokens": 128, "number": 1, "alignment": 1,
+            "max_recv_rows": 0, "counts": self.counts, "token_routes": self.token_routes,
+            "routes": self.routes, "max_pairs": 3, "max_assignments": 6, "kept": None,
+            "lacked": None, "num_sms": 8, "stream": STREAM, **other,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Close everything, twice."""
+        for where in ("nccl", "cuda"):
+            self.program.fail_after(where, -1)
+        for _ in range(2):
+            for made in reversed(self.closed_at_the_end):
+                made.close()
 
     def ep_options(self) -> dict[str, Any]:
         return {
@@ -136,17 +145,10 @@ class Objects:
 
     # --- steps that calls need before them ---
 
-    def plan_arguments(self, **others: Any) -> dict[str, Any]:
-        """With room for all that arrives."""
-        return {
-            "topk_idx": self.topk, "most_tokens": 128, "number": 1, "alignment": 1,
-            "max_recv_rows": 0, "counts": self.counts, "token_routes": self.token_routes,
-            "routes": self.routes, "max_pairs": 3, "max_assignments": 6, "kept": None,
-            "lacked": None, "num_sms": 8, "stream": STREAM, **others,
-        }  # fmt: skip
-
-    def make_plan(self, group: Any = None, **others: Any) -> None:
-        self.plan = (group or self.group).plan(**self.plan_arguments(**others))
+    def make_plan(self, max_recv_rows: int = 0, stream: int = STREAM, group: Any = None) -> None:
+        """Queue a plan with room for all that arrives."""
+        arguments = self.plan_arguments(max_recv_rows=max_recv_rows, stream=stream)
+        self.plan = (group or self.group).plan(**arguments)
 
     def wait_for_sizes(self) -> Any:
         return self.group.wait_for_sizes(
@@ -170,16 +172,18 @@ class Objects:
             completes=completes, num_ctas=8, stream=stream,
         )  # fmt: skip
 
-    def prepare(self, name: str) -> None:
-        """Make what must come before the call."""
-        if name == "low_latency.complete_dispatch":
-            self.dispatch_few(completes=False)
-        elif name == "low_latency.combine":
-            self.dispatch_few()
-        elif name.removeprefix("group.") in (
-            *("plan_receive", "wait_for_sizes", "dispatch", "sums_size", "combine"),
-        ):
-            self.planned()
+    # What must come before a call.
+    BEFORE: ClassVar[dict[str, Callable[[Objects], None]]] = {
+        **dict.fromkeys(
+            (
+                *("group.wait_for_sizes", "group.dispatch", "group.sums_size", "group.combine"),
+                "group.plan_receive",
+            ),
+            planned,
+        ),
+        "low_latency.complete_dispatch": lambda o: o.dispatch_few(completes=False),
+        "low_latency.combine": dispatch_few,
+    }
 
     def bound(self, name: str) -> Callable[..., Any]:
         """What a name of `arguments` calls."""
@@ -290,7 +294,7 @@ class Objects:
             "group.begin": {
                 "timeout_s": 1.0, "num_tokens": TOKENS, "top_k": TOP_K, "row_bytes": 64,
             },
-            "group.reserve": {**o.shape(), "num_tokens": TOKENS + 200},
+            "group.reserve": o.shape(TOKENS + 200),
             "group.routes_size": {**room, "most_tokens": 128},
             "group.bad_ranks": {"forget": True},
             "group.bad_low_latency": {"forget": True},
@@ -308,7 +312,7 @@ class Objects:
             },
             "group.sums_size": {"plan": o.plan, "num_sms": 8, "row_bytes": 16},
             "group.combine": {
-                "plan": o.plan, "y": o.rows, "w": o.row_w, "sums": Numbers("bfloat16", 1, HIDDEN),
+                "plan": o.plan, "y": o.rows, "w": o.row_w, "sums": Numbers("bfloat16", 3, HIDDEN),
                 "out": o.x, "topk_w": o.w, **launch,
             },
             "low_latency.close": none,

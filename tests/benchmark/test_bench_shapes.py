@@ -1,7 +1,8 @@
-"""The check of `ncclep bench`: it says what the oracle says and rejects what a bug would give."""
+"""Payload, what crosses links, and the check of rows: it says what the oracle says."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from contract_cases import contract_cases
 from oracle import oracle_combine, oracle_dispatch, oracle_plan
 
-from megatron_ncclep.benchmark.check import COMBINES, results_problem
-from megatron_ncclep.benchmark.workload import (
+from megatron_ncclep import cli
+from megatron_ncclep.benchmark.engines import COMBINES, results_problem
+from megatron_ncclep.benchmark.shapes import (
     GRAD_OUT,
     WEIGHTS,
+    NetworkModel,
     Workload,
     X,
     Y,
@@ -65,47 +68,46 @@ def test_the_oracles_results_pass(case: Case) -> None:
     assert results_problem(found, Workload(case, 1), NODE_SUMS_ROUNDED, Nodes(2, 2)) is None
 
 
-Wrong = Callable[[Results], object]
-
-
 def swap(tensor: torch.Tensor, one: int, other: int) -> None:
     tensor[[one, other]] = tensor[[other, one]].clone()
 
 
 # Rows 14 and 15 of rank 0 are padding.
-BUGS: dict[str, dict[str, Wrong]] = {
-    "dispatch": {
-        "two rows swapped": lambda f: swap(f["dispatch"][0], 0, 1),
-        "two weights swapped": lambda f: swap(f["dispatch"][1], 0, 1),
-        "a row twice": lambda f: f["dispatch"][0][1].copy_(f["dispatch"][0][0]),
-        "one element": lambda f: f["dispatch"][0][2, 3].add_(0.0625),
-        "padding not zero": lambda f: f["dispatch"][0][15].fill_(1),
-        "padding minus zero": lambda f: f["dispatch"][0][15].fill_(-0.0),
-        "a weight in the padding": lambda f: f["dispatch"][1][15].fill_(1),
-        "NaN": lambda f: f["dispatch"][0][0, 0].fill_(float("nan")),
-        "another pass": lambda f: f["dispatch"][0].copy_(f["bwd_dispatch"][0]),
-        "a row too few": lambda f: f.update(dispatch=(f["dispatch"][0][1:], f["dispatch"][1])),
-    },
-    "bwd_dispatch": {"one element": lambda f: f["bwd_dispatch"][0][2, 3].add_(0.0625)},
-    "combine": {
-        "two tokens swapped": lambda f: swap(f["combine"][0], 0, 1),
-        "one element": lambda f: f["combine"][0][3, 1].add_(0.0625),
-        "NaN": lambda f: f["combine"][0][0, 0].fill_(float("nan")),
-        "a token left out": lambda f: f["combine"][0][2].zero_(),
-    },
-    "bwd_combine": {
-        "weights swapped": lambda f: f["bwd_combine"][1][0].copy_(f["bwd_combine"][1][0].flip(0)),
-        "another pass": lambda f: f["bwd_combine"][0].copy_(f["combine"][0]),
-    },
+BUGS: dict[str, list[Callable[[Results], object]]] = {
+    "dispatch": [
+        lambda f: swap(f["dispatch"][0], 0, 1),
+        lambda f: swap(f["dispatch"][1], 0, 1),
+        lambda f: f["dispatch"][0][1].copy_(f["dispatch"][0][0]),
+        lambda f: f["dispatch"][0][2, 3].add_(0.0625),
+        lambda f: f["dispatch"][0][15].fill_(1),
+        lambda f: f["dispatch"][0][15].fill_(-0.0),
+        lambda f: f["dispatch"][1][15].fill_(1),
+        lambda f: f["dispatch"][0][0, 0].fill_(float("nan")),
+        lambda f: f["dispatch"][0].copy_(f["bwd_dispatch"][0]),
+        lambda f: f.update(dispatch=(f["dispatch"][0][1:], f["dispatch"][1])),
+    ],
+    "bwd_dispatch": [lambda f: f["bwd_dispatch"][0][2, 3].add_(0.0625)],
+    "combine": [
+        lambda f: swap(f["combine"][0], 0, 1),
+        lambda f: f["combine"][0][3, 1].add_(0.0625),
+        lambda f: f["combine"][0][0, 0].fill_(float("nan")),
+        lambda f: f["combine"][0][2].zero_(),
+    ],
+    "bwd_combine": [
+        lambda f: f["bwd_combine"][1][0].copy_(f["bwd_combine"][1][0].flip(0)),
+        lambda f: f["bwd_combine"][0].copy_(f["combine"][0]),
+    ],
 }
 
 
-@pytest.mark.parametrize(("name", "bug"), [(n, bug) for n, bugs in BUGS.items() for bug in bugs])
-def test_wrong_results_are_rejected(name: str, bug: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, i) for name, bugs in BUGS.items() for i in range(len(bugs))]
+)
+def test_wrong_results_are_rejected(name: str, number: int) -> None:
     work, found = Workload(REJECTED, 0), results(REJECTED, 0)
     assert results_problem(found, work, SOURCE_PART_UNROUNDED) is None
     assert int(work.tables[0].routed[0]) < 15
-    BUGS[name][bug](found)
+    BUGS[name][number](found)
     problem = results_problem(found, work, SOURCE_PART_UNROUNDED)
     assert str(problem).startswith(f"{name}: rank 0, ")
 
@@ -156,11 +158,8 @@ def test_wire_rows_count_each_rank_once_and_take_the_busiest() -> None:
     rank 2, token 0: experts 4, 5, 0   a row to rank 0
     Sent: 3, 1, 1.  Received: 1, 1, 3.  The busiest sends 3 or receives 3.
     """
-    topk_idx = [
-        torch.tensor([[2, 3, 4], [0, 1, 5]]),
-        torch.tensor([[4, 5, -1]]),
-        torch.tensor([[4, 5, 0]]),
-    ]
+    first = torch.tensor([[2, 3, 4], [0, 1, 5]])
+    topk_idx = [first, torch.tensor([[4, 5, -1]]), torch.tensor([[4, 5, 0]])]
     assert crossing(topk_idx, 6) == 3
     # Without rank 0's second token the busiest receives: rank 2, from ranks 0 and 1.
     assert crossing([topk_idx[0][:1], *topk_idx[1:]], 6) == 2
@@ -190,3 +189,70 @@ def test_network_rows_take_the_busiest_in_each_way() -> None:
     # With a token each on ranks 0 and 1, what rank 2 receives is the most: flat 2, as is sent.
     first = [torch.tensor([[2, -1, -1]]), torch.tensor([[2, -1, -1]])]
     assert crossing([*first, *last], 6, 2) == (1, 2)
+
+
+# --- the model of several nodes ------------------------------------------------------------------
+
+MODEL = NetworkModel()
+
+
+def test_the_counts_are_those_of_random_routings() -> None:
+    """Nodes as if each were one rank, and a node's ranks as ranks of their own."""
+    tokens, generator = 4000, torch.Generator().manual_seed(0)
+    model = dataclasses.replace(
+        MODEL, num_tokens=tokens, row_bytes=1, num_experts=32, top_k=3, ranks_on_each=2
+    )
+    scores = torch.rand(4, tokens, 32, generator=generator)
+    picks = list(scores.topk(3, dim=2).indices)
+    # The busiest of four; 12000 draws of which a third or more cross differ by about 1 %.
+    assert wire_rows(tables_of(picks, 32), [tokens] * 4) == pytest.approx(
+        model.crossing_bytes(4), rel=0.03
+    )
+    needs = torch.stack([((picks[0] // 4) == rank).any(dim=1) for rank in range(8)])
+    # Over a rail come all four nodes' tokens; one of a node's two ranks is another one.
+    assert 4 * float(needs[1].sum()) == pytest.approx(model.inside_bytes(4), rel=0.06)
+    assert float((picks[0] >= 8).sum()) == pytest.approx(model.flat_bytes(4), rel=0.03)
+
+
+def test_chunks_hide_the_shorter_part() -> None:
+    crossing = MODEL.crossing_bytes(4) / (1e9 * MODEL.nic_gb_s)
+    inside = MODEL.inside_bytes(4) / (1e9 * MODEL.nvlink_gb_s)
+    assert MODEL.seconds(4) == pytest.approx(crossing + inside)
+    many = dataclasses.replace(MODEL, chunks=1000)
+    assert many.seconds(4) == pytest.approx(max(crossing, inside), rel=0.01)
+
+
+def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Worked out by hand when the engine was planned: 46 GB/s, T=4096, H=7168, K=8."""
+    assert cli.main(["bench", "--model-network"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("A model, not a measurement")
+    rows = [line.split() for line in text.splitlines()[-5:]]
+    # 256 experts are at most 32 nodes of 8.
+    assert [row[:2] for row in rows] == [[str(n), str(8 * n)] for n in (2, 4, 8, 16, 32)]
+    assert [(row[3], row[8]) for row in rows[:3]] == [
+        ("1.27", "5.11"), ("3.46", "7.66"), ("5.91", "8.94"),
+    ]  # fmt: skip
+    assert cli.main(["bench", "--model-network", "nic_gb_s=92,num_experts=512"]) == 0
+    text = capsys.readouterr().out
+    assert "92 GB/s" in text
+    assert text.splitlines()[-1].split()[:2] == ["64", "512"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nics=8"], "nics=8: the names are num_tokens, row_bytes"),
+        (["top_k=two"], "'two' is no number"),
+        (["top_k=300"], "there are too few"),
+        (["nic_gb_s=0"], "must be a positive number"),
+        (["chunks=-1"], "must be a positive number"),
+        (["--subjects", "native"], "leave --subjects out"),
+        (["--smoke"], "leave --smoke out"),
+    ],
+)
+def test_what_the_model_refuses(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert cli.main(["bench", "--model-network", *words]) == 2
+    assert message in capsys.readouterr().err

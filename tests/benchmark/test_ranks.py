@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ncclep.benchmark import ceiling
-from megatron_ncclep.benchmark.timing import Timer, clock_of, measure, quantiles, slowest
+from megatron_ncclep.benchmark import ranks
+from megatron_ncclep.benchmark.ranks import Timer, measure, quantiles, slowest
 from megatron_ncclep.errors import LibraryError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 
-class FakeTimer:
+class FakeTimer(Timer):
     """Calls what it is given and says that it took as many microseconds as calls came before."""
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class FakeTimer:
 
 
 def test_subjects_are_interleaved_and_warm_up_is_left_out() -> None:
-    timer: Any = FakeTimer()
+    timer = FakeTimer()
     passes = {"plan": lambda: "a plan", "dispatch": lambda: "a dispatch"}
     clocks = {
-        "a": clock_of(timer, passes, False),
-        "b": clock_of(timer, {"forward": lambda: "b forward"}, True),
+        "a": timer.clock(passes, False),
+        "b": timer.clock({"forward": lambda: "b forward"}, True),
     }
     rounds = list(measure(clocks, warmup=1, samples=2))
     one = [("a plan", False), ("a dispatch", False), ("b forward", True)]
@@ -55,28 +55,20 @@ def test_quantiles() -> None:
     assert quantiles([7.0], 0.5, 0.99) == [7.0, 7.0]
 
 
-def sample_on_rank(context: RankContext) -> list[float]:
-    timer = Timer(context.group, context.device)
-    tensor = torch.zeros(8, device=context.device)
-    return [timer.sample(lambda: tensor.add_(1), host) for host in (True, False)]
-
-
-def test_a_sample_is_a_time(pool: RankPool) -> None:
-    for times in pool.run(sample_on_rank, ranks=2):
-        assert all(0 < time < 60e6 for time in times)
-
-
-def consecutive_on_rank(context: RankContext) -> tuple[list[float], float]:
+def on_rank(context: RankContext) -> tuple[list[float], float, str | None]:
+    """Five timed calls, how often they ran, and why this group has no ceiling."""
     timer = Timer(context.group, context.device)
     tensor = torch.zeros(1, device=context.device)
-    return timer.consecutive(lambda: tensor.add_(1), 3), float(tensor)
+    add = lambda: tensor.add_(1)  # noqa: E731
+    times = [timer.sample(add, True), timer.sample(add, False), *timer.consecutive(add, 3)]
+    return times, float(tensor), ranks.no_ceiling_reason(EpGroup.of(context.group), 4096)
 
 
-def test_consecutive_calls_are_timed_one_by_one(pool: RankPool) -> None:
-    for times, calls in pool.run(consecutive_on_rank, ranks=2):
-        assert calls == 3
-        assert len(times) == 3
-        assert all(0 < time < 60e6 for time in times)
+def test_calls_are_timed_one_by_one_and_a_cpu_has_no_ceiling(pool: RankPool) -> None:
+    for times, calls, no_ceiling in pool.run(on_rank, ranks=2):
+        assert calls == len(times) == 5
+        assert all(time > 0 for time in times)
+        assert pool.backend != "gloo" or no_ceiling == "no GPUs"
 
 
 # --- ceiling -------------------------------------------------------------------------------------
@@ -84,7 +76,7 @@ def test_consecutive_calls_are_timed_one_by_one(pool: RankPool) -> None:
 
 def test_random_rows_of_the_worked_example() -> None:
     """The example of random_rows."""
-    peer, row = ceiling.random_rows(rank=1, num_ranks=3, rows_per_peer=2)
+    peer, row = ranks.random_rows(rank=1, num_ranks=3, rows_per_peer=2)
     assert sorted(zip(peer.tolist(), row.tolist(), strict=True)) == [
         (0, 2), (0, 3), (2, 2), (2, 3),
     ]  # fmt: skip
@@ -102,7 +94,7 @@ def copies_of(rank: int, windows: torch.Tensor) -> Any:
     native: Any = SimpleNamespace(copy_memory=copy_memory)
     group: Any = SimpleNamespace(rank=rank, size=len(windows), device=torch.device("cpu"))
     window = SimpleNamespace(address=rank)
-    copies: Any = ceiling._Copies(native, window, group, 4 * WORDS, ROWS_PER_PEER)
+    copies: Any = ranks._Copies(native, window, group, 4 * WORDS, ROWS_PER_PEER)
     copies._wait = lambda what, timeout_s: None
 
     def copy(direction: str, num_sms: int) -> None:
@@ -117,22 +109,16 @@ def copies_of(rank: int, windows: torch.Tensor) -> Any:
     return copies
 
 
-def pushed_by_all(num_ranks: int) -> torch.Tensor:
-    """Windows after every rank's check, which the last one alone can pass."""
-    windows = torch.full((num_ranks, num_ranks * ROWS_PER_PEER, WORDS), -1, dtype=torch.int32)
-    for rank in range(num_ranks - 1):
-        with pytest.raises(LibraryError, match=f"ceiling: rank {rank} pushed rows that did not"):
-            copies_of(rank, windows).verify(1.0)
-    copies_of(num_ranks - 1, windows).verify(1.0)
-    return windows
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_pushed_rows_do_not_meet_and_are_what_the_comparison_expects(num_ranks: int) -> None:
     """A rank whose peers have not pushed yet sees that, and so does the one after a mistake."""
-    windows = pushed_by_all(num_ranks)
-    last, first = num_ranks - 1, windows[num_ranks - 1, :ROWS_PER_PEER]
-    own = windows[last, last * ROWS_PER_PEER :]
+    windows = torch.full((num_ranks, num_ranks * ROWS_PER_PEER, WORDS), -1, dtype=torch.int32)
+    last = num_ranks - 1
+    for rank in range(last):
+        with pytest.raises(LibraryError, match=f"ceiling: rank {rank} pushed rows that did not"):
+            copies_of(rank, windows).verify(1.0)
+    copies_of(last, windows).verify(1.0)
+    first, own = windows[last, :ROWS_PER_PEER], windows[last, last * ROWS_PER_PEER :]
     assert (own == -1).all()
     for wrong in (first.flip(0), windows[0, -ROWS_PER_PEER:].clone(), first + 1):
         kept = first.clone()
@@ -162,28 +148,15 @@ def test_rows_that_are_pulled_wrongly() -> None:
 
 def test_a_rate_is_what_one_rank_copies_in_the_median_of_the_slowest() -> None:
     """1000 rows of 4096 bytes in 40 us, where another rank takes 50, are 81.92 GB/s."""
-    copies: Any = object.__new__(ceiling._Copies)
-    copies._num_rows, copies._row_bytes = 1000, 4096
+    copies: Any = object.__new__(ranks._Copies)
+    copies._row, copies._local = torch.zeros(1000), torch.zeros(1000, 1024, dtype=torch.int32)
     copies.copy = lambda direction, num_sms: None
-
-    class TwoRanks:
-        def gather(self, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
-            return torch.stack([mine, mine + 10])
+    copies._group = SimpleNamespace(gather=lambda mine, *_: torch.stack([mine, mine + 10]))
 
     class Warming(FakeTimer):
         def sample(self, call: Callable[[], Any], include_host: bool) -> float:
-            return 1e6 if super().sample(call, include_host) <= ceiling.WARMUP else 40.0
+            return 1e6 if super().sample(call, include_host) <= ranks.COPY_WARMUP else 40.0
 
-    copies._group = TwoRanks()
-    timer: Any = Warming()
+    timer = Warming()
     assert copies.rate("push", 16, timer, timeout_s=1.0) == pytest.approx(81.92)
-    assert len(timer.calls) == ceiling.WARMUP + ceiling.SAMPLES
-
-
-def reason_on_rank(context: RankContext) -> str | None:
-    return ceiling.unavailable_reason(EpGroup.of(context.group), 4096)
-
-
-def test_no_ceiling_on_a_cpu(pool: RankPool) -> None:
-    if pool.backend == "gloo":
-        assert set(pool.run(reason_on_rank, ranks=2)) == {"no GPUs"}
+    assert len(timer.calls) == ranks.COPY_WARMUP + ranks.COPY_SAMPLES

@@ -11,17 +11,32 @@ from typing import Any
 
 import pytest
 import torch
-from dispatcher_bugs import put_into
 from imports import import_megatron_on_cpu
 from patience import PatientPool
+from stand_ins import put_into, setting_of
 
-from megatron_ncclep.benchmark import train_profile
-from megatron_ncclep.benchmark.megatron_setup import initialize
-from megatron_ncclep.benchmark.names import TRAININGS
+from megatron_ncclep.benchmark import training
+from megatron_ncclep.benchmark.job import known_variant
+from megatron_ncclep.benchmark.layer_model import initialize
 from megatron_ncclep.benchmark.ranks import Ranks
+from megatron_ncclep.benchmark.result import KINDS
 from megatron_ncclep.benchmark.shapes import load
-from megatron_ncclep.benchmark.train_check import bits_problem, curve_problem
-from megatron_ncclep.benchmark.train_model import Curve, SubjectModel, fusions, load_text
+from megatron_ncclep.benchmark.training import (
+    Interval,
+    bits_problem,
+    curve_problem,
+    kernel_kind,
+    time_shares,
+)
+from megatron_ncclep.benchmark.training_model import (
+    STAND_IN,
+    Curve,
+    SubjectModel,
+    fusions,
+    load_text,
+    provide_fusion,
+    wgrad_gemm_accum_fp32,
+)
 from megatron_ncclep.ranks.pool import RankContext
 
 if find_spec("megatron") is None:
@@ -51,9 +66,7 @@ def problems_on_rank(context: RankContext, folder: str) -> dict[str, str | None]
     curves: dict[str, Curve] = {}
     alive: list[str] = []
     for name in ("control", "none", *EXPECTED):
-        choice = TRAININGS.parse(
-            "train:alltoall" if name == "control" else "train:ncclep:reference"
-        )
+        choice = known_variant("train:alltoall" if name == "control" else "train:ncclep:reference")
         model = SubjectModel(choice, settings, ranks.setting, text, None)
         if context.rank == 1 and name != "control":
             for module in model.gpt.modules():
@@ -164,6 +177,79 @@ def test_graphs_must_give_the_bits() -> None:
     assert "step 2: loss nan" in str(bits_problem(nothing, nothing))
 
 
+# --- weight gradients of the output layer ---------------------------------------------------------
+
+ROWS, IN, OUT = 5, 3, 4
+
+
+def integers(seed: int, *shape: int) -> torch.Tensor:
+    """From -4 to 4: five products of two of them add up to at most 80, which bf16 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).bfloat16()
+
+
+def test_products_are_added() -> None:
+    """Sums of 258 and more would need more bits than bf16 has: they are fp32's."""
+    main_grad = torch.full((OUT, IN), 1000.0)
+    expected = main_grad.clone()
+    for step in range(4):
+        rows, grad = integers(step, ROWS, IN), integers(10 + step, ROWS, OUT)
+        wgrad_gemm_accum_fp32(rows, grad, main_grad)
+        expected += torch.einsum("no,ni->oi", grad.float(), rows.float())
+        assert torch.equal(main_grad, expected), step
+    assert (expected - 1000).abs().max() > 0
+
+
+def output_layer_on_rank(context: RankContext) -> tuple[str, bool, bool]:
+    """Two micro-batches of Megatron's output layer in DistributedDataParallel.
+
+    Returns:
+        whose function adds the gradients, whether main_grad is their sum, and whether the layer
+        told the hooks that it is.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    initialize(setting_of(context))
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=IN,
+        num_attention_heads=1,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=True,
+    )
+    with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+        layers.ColumnParallelLinear(IN, OUT, config=config, init_method=torch.nn.init.ones_)
+    whose = {provide_fusion(), provide_fusion()}
+    layer = layers.ColumnParallelLinear(
+        IN, OUT, config=config, init_method=torch.nn.init.ones_, bias=False
+    )
+    wrapped = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer
+    )
+    wrapped.zero_grad_buffer()
+    expected = torch.zeros(OUT, IN)
+    for step in range(2):
+        rows, grad = integers(step, ROWS, 1, IN), integers(10 + step, ROWS, 1, OUT)
+        out, _ = wrapped(rows)
+        out.backward(grad)
+        expected += torch.einsum("nbo,nbi->oi", grad.float(), rows.float())
+    weight = layer.weight
+    return ", ".join(whose), torch.equal(weight.main_grad, expected), weight.grad_added_to_main_grad
+
+
+@pytest.mark.each_release
+def test_the_output_layer_calls_it() -> None:
+    pool = PatientPool(1, "gloo", prepare=import_megatron_on_cpu)
+    try:
+        assert pool.run(output_layer_on_rank) == [(STAND_IN, True, True)]
+    finally:
+        pool.close()
+
+
 # --- the profile ---------------------------------------------------------------------------------
 
 
@@ -201,7 +287,7 @@ def test_profile_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     now = iter(range(1000))
     clock = SimpleNamespace(perf_counter=lambda: next(now) * 1e-4)  # a call takes 100 us
-    monkeypatch.setattr(train_profile, "time", clock)
+    monkeypatch.setattr(training, "time", clock)
     monkeypatch.setattr("torch.profiler.profile", Profile)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     called: list[str] = []
@@ -209,7 +295,88 @@ def test_profile_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: called.append("forward"), False),
         (lambda: called.append("step"), True),
     ]
-    profile = train_profile.profile_steps(phases)
-    assert called == ["forward", "step"] * train_profile.STEPS
-    assert {k: v for k, v in profile.kinds_us.items() if v} == {"GEMM": 100, "optimizer": 100}
-    assert profile.host_us == pytest.approx(2 * (100 - 40))
+    kinds, host_us = training.profile_steps(phases)
+    assert called == ["forward", "step"] * training.PROFILED_STEPS
+    assert {k: v for k, v in kinds.items() if v} == {"GEMM": 100, "optimizer": 100}
+    assert host_us == pytest.approx(2 * (100 - 40))
+
+
+# Names as CUPTI gives them, of what a training step runs on an H200.
+NAMES = {
+    "attention": [
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128>(...)",
+        "void flash::flash_bwd_dq_dk_dv_loop_kernel<Flash_bwd_kernel_traits<128, cutlass::bf16>>()",
+        "void transformer_engine::fused_rope_forward_kernel<__nv_bfloat16>(...)",
+    ],
+    "GEMM": [
+        "nvjet_tst_256x128_64x4_1x2_h_bz_coopB_TNT",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<Gemm>>(...)",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>(...)",
+    ],
+    "dispatch": [
+        "void ncclep::native::(anonymous namespace)::dispatch_kernel<true>(ncclep::Rank)",
+        "nccl_ep_ht_dispatch_kernel",
+    ],
+    "combine": ["void ncclep::native::(anonymous namespace)::combine_kernel<2>(Rank, Combine)"],
+    "plan": [
+        "ncclep::native::(anonymous namespace)::count_kernel(Rank, PlanCount)",
+        "ncclep::native::(anonymous namespace)::receive_kernel(Rank, ReceivedRoutes)",
+        "ncclep::(anonymous namespace)::routes_and_weights_kernel(RoutesAndWeights)",
+    ],
+    "permute": [
+        "_permute_kernel",
+        "_unpermute_bwd_with_merging_probs_kernel",
+        "_row_id_map_pass_1_kernel",
+        "_sort_chunks_by_map_kernel",
+        "void at::native::indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2>(...)",
+        "void at::native::_scatter_gather_elementwise_kernel<128, 8>(...)",
+    ],
+    "collectives": [
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+    ],
+    "optimizer": ["void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>(...)"],
+    "rest": [
+        "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(...)",
+        "void transformer_engine::rmsnorm_fwd_tuned_kernel<Kernel_traits>(...)",
+        "triton_poi_fused_mul_silu_0",
+        "Memset (Device)",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind: str) -> None:
+    assert {name: kernel_kind(name) for name in NAMES[kind]} == dict.fromkeys(NAMES[kind], kind)
+
+
+def test_in_the_optimizer_all_but_collectives_is_its_own() -> None:
+    found = {kind: {kernel_kind(name, True) for name in names} for kind, names in NAMES.items()}
+    assert found.pop("collectives") == {"collectives"}
+    assert set(map(frozenset, found.values())) == {frozenset({"optimizer"})}
+
+
+def interval(kind: str, start: float, end: float) -> Interval:
+    return Interval("x", start, end, kind)
+
+
+def positive(found: dict[str, float]) -> dict[str, float]:
+    return {kind: share for kind, share in found.items() if share}
+
+
+def test_what_overlaps_shares_the_time() -> None:
+    """GEMM from 0 to 10 and dispatch from 8 to 12 make 9 and 3, and the device was busy for 12."""
+    both = [interval("dispatch", 8, 12), interval("GEMM", 0, 10)]
+    assert positive(time_shares(both)) == {"GEMM": 9.0, "dispatch": 3.0}
+    three = [*both, interval("GEMM", 8, 9)]  # between 8 and 9 two of three are GEMM
+    assert time_shares(three)["GEMM"] == pytest.approx(8 + 2 / 3 + 1 / 2)
+    assert sum(time_shares(three).values()) == pytest.approx(12)
+
+
+def test_gaps_are_of_no_kind() -> None:
+    apart = [interval("GEMM", 0, 10), interval("rest", 10, 11), interval("GEMM", 20, 21)]
+    assert positive(time_shares(apart)) == {"GEMM": 11.0, "rest": 1.0}
+    assert sum(time_shares([interval("rest", 0, 10), interval("rest", 2, 3)]).values()) == 10
+    assert positive(time_shares([])) == {}

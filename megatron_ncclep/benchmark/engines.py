@@ -1,0 +1,318 @@
+"""Engines of this package and NVIDIA's libnccl_ep: plan and the four passes, and their check.
+
+The library, the yardstick, is called directly, without this package's checks and agreements: its
+outputs are allocated once and exact sizes are known, so that only its own calls are timed.  Results
+are compared bit by bit with the table oracle's answer to the payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ncclep.benchmark import STEPS, Setting, Subject, UnavailableError, excused, shapes
+from megatron_ncclep.benchmark.job import LIBRARIES, split_name
+from megatron_ncclep.benchmark.shapes import Workload
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import ENGINES, choose_engine, create_engine
+from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, EngineCaps
+from megatron_ncclep.engines.nccl_ep import engine as nccl_ep
+from megatron_ncclep.engines.nccl_ep.staging import open_library
+from megatron_ncclep.errors import EngineUnavailableError, InputError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH, environment
+from megatron_ncclep.ranks.communicator import communicator_of
+from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.nodes import Nodes
+from megatron_ncclep.testing.cases import refusal
+from megatron_ncclep.testing.table_oracle import table_combine, table_dispatch
+
+# What the engines' documentation says of kernels whose number of SMs is not set.
+DEFAULT_SMS = {"reference": "NCCL's", "nccl_ep": "16"}
+# Mode in a library's name -> the library's variable for it.
+MODES = {"pull_push": PULL_PUSH, "fixed_order": FIXED_ORDER}
+# The library's staging memory is made for a multiple of this many tokens.
+TOKENS_MULTIPLE = 64
+# Columns of a row that tell it from the other rows of an expert, or of a source rank.
+KEY_COLUMNS = 8
+_BITS = {2: torch.int16, 4: torch.int32}
+# Pass -> what goes in: rows, and their weights if it has any.
+DISPATCHES = {"dispatch": (shapes.X, shapes.WEIGHTS), "bwd_dispatch": (shapes.GRAD_OUT, None)}
+COMBINES = {"combine": (shapes.Y, None), "bwd_combine": (shapes.GRAD_ROWS, shapes.GRAD_WEIGHTS)}
+
+
+# --- the check -----------------------------------------------------------------------------------
+
+
+def results_problem(
+    results: dict[str, tuple[Any, Any]], work: Workload, reduction: str, nodes: Nodes | None = None
+) -> str | None:
+    """Say what is wrong with the results of the four passes on this rank, if anything is.
+
+    Args:
+        results: pass -> (rows, weights or None), as the engine interface returns them.
+        work: what went in.
+        reduction: how combine rounds, one of engine.REDUCTIONS.
+        nodes: the grid of an engine whose rows are ordered BY_RAIL.
+    """
+    case, rank = work.case, work.rank
+    tables, on_node = work.tables, None
+    if nodes is not None:
+        on_node = nodes.ranks_on_each
+        tables = shapes.tables_of_case(case, on_node)
+    for name, (actual, actual_w) in results.items():
+        kind, kind_w = {**DISPATCHES, **COMBINES}[name]
+        sent, sent_w = work.every(kind), None if kind_w is None else work.every(kind_w)
+        if name in DISPATCHES:
+            rows, w = table_dispatch(tables[rank], sent, sent_w, ranks_on_node=on_node)
+        else:
+            rows, w = table_combine(
+                tables, list(case.tokens), rank, case.top_k, sent, sent_w,
+                reduction == EVERY_PART_ROUNDED, on_node,
+            )  # fmt: skip
+        problem = difference(actual, rows)
+        if problem is None and w is not None:
+            problem = difference(actual_w, w, "weights")
+        if problem is not None:
+            return f"{name}: rank {rank}, {problem}"
+    return None
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor, what: str = "rows") -> str | None:
+    """Say in which bits two tensors, [n, width] or [n], first differ, if in any."""
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return (
+            f"{what}: {actual.dtype} {list(actual.shape)}, expected {expected.dtype} "
+            f"{list(expected.shape)}"
+        )
+    if actual.dim() == 1:
+        actual, expected = actual[:, None], expected[:, None]
+    bits = _BITS[actual.element_size()]
+    different = actual.contiguous().view(bits) != expected.contiguous().view(bits)
+    return _first(what, actual, expected, different)
+
+
+def deviation(
+    actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor | float, within: str
+) -> str | None:
+    """Say where two [n, width] tensors first differ by more than `bound`: in words, `within`."""
+    # Not `>`, with which a NaN would pass.
+    return _first("", actual, expected, ~((actual - expected).abs() <= bound), f" within {within}")
+
+
+def _first(
+    what: str, actual: torch.Tensor, expected: torch.Tensor, far: torch.Tensor, within: str = ""
+) -> str | None:
+    if not bool(far.any()):
+        return None
+    row, column = (int(i) for i in far.nonzero()[0])
+    return (
+        f"{what}[{row}, {column}] is {actual[row, column].item()!r}, expected "
+        f"{expected[row, column].item()!r}{within}; {int(far.any(dim=1).sum())} of {len(far)} rows "
+        "differ"
+    )
+
+
+def _check_limits(workload: Workload, caps: EngineCaps) -> None:
+    """Raise an UnavailableError that names the limit of an engine that a workload exceeds."""
+    if limit := refusal(workload.case, caps):
+        raise UnavailableError(
+            f"the shape is beyond what {caps.name} takes: {limit} {getattr(caps, limit)}"
+        )
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+class EngineSubject(Subject):
+    """See `Subject`.  An engine through the engine interface, over a process group of its own."""
+
+    def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
+        super().__init__(name, setting, workload)
+        base, num_sms = split_name(name)
+        case, work = workload.case, workload
+        _check_limits(workload, ENGINES[base].caps)
+        with excused(EngineUnavailableError, InputError):
+            # All options are set, so that the environment does not change what is measured.
+            options = setting.options(engine=base, alignment=case.alignment, num_sms=num_sms)
+            engine = create_engine(setting.new_group(), case.num_experts, EpConfig(**options))
+        self._engine = engine
+        self.sms = str(getattr(engine, "num_sms", None) or num_sms or DEFAULT_SMS.get(base, "-"))
+        # The order of rows depends on them, for an engine that knows several.
+        self.nodes: Nodes | None = getattr(engine, "nodes", None)
+        self._plan = engine.plan(work.topk_idx)
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: engine.plan(work.topk_idx),
+            lambda: engine.dispatch(self._plan, work.x, work.w),
+            lambda: engine.combine(self._plan, work.y),
+            lambda: engine.dispatch(self._plan, work.grad_out),
+            lambda: engine.combine(self._plan, work.grad_rows, work.grad_row_w),
+        )
+        self.passes = dict(zip(STEPS, calls, strict=True))
+
+    def problem(self) -> str | None:
+        """See `Subject.problem`.  With a new plan; all passes run before anything is compared."""
+        self._plan = self.passes["plan"]()
+        results = {name: self.passes[name]() for name in STEPS[1:]}
+        return results_problem(results, self._workload, self._engine.caps.reduction, self.nodes)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+# --- NVIDIA's library ----------------------------------------------------------------------------
+
+
+class LibrarySubject(Subject):
+    """See `Subject`.  The library over a process group and a communicator of its own.
+
+    With pull and push the library adds the ranks' parts in the order of a token's assignments,
+    which is the contract's if they are sorted.
+    """
+
+    def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
+        super().__init__(name, setting, workload)
+        _check_limits(workload, nccl_ep.CAPS)
+        tokens = -(-max(workload.case.tokens) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
+        self._group, self._staging, self.sms = open_group(name, setting, workload, tokens)
+        self._allocate("pull_push" in LIBRARIES[split_name(name)[0]][1])
+
+    def _allocate(self, adds_by_assignment: bool) -> None:
+        """Make a handle and all outputs."""
+        group, work, native = self._group, self._workload, extension.load()
+        case, device, stream = work.case, group.device, extension.current_stream
+        topk_idx, w, self._order = work.topk_idx, work.w, None
+        if adds_by_assignment:
+            topk_idx, self._order = work.topk_idx.sort(dim=1)
+            w = work.w.gather(1, self._order)
+        num_bytes = self._staging.handle_bytes(case.alignment, case.top_k)
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        handle = native.NcclEpHandle(self._staging, case.alignment, case.top_k, self._memory)
+        num_local = case.num_experts // case.num_ranks
+        counts = torch.empty(num_local, dtype=torch.int64, device=device)
+        total = torch.empty(1, dtype=torch.int64, device=device)
+        num_rows = work.tables[group.rank].num_rows
+        self._rows = torch.empty(num_rows, case.hidden, dtype=case.dtype, device=device)
+        self._row_w = torch.empty(num_rows, dtype=torch.float32, device=device)
+        self._out, self._home_w = torch.empty_like(work.x), torch.empty_like(work.w)
+        self._handle = handle
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: handle.update(topk_idx, counts, total, stream()),
+            lambda: handle.dispatch(work.x, w, self._rows, self._row_w, stream()),
+            lambda: self._combine(work.y),
+            lambda: handle.dispatch(work.grad_out, None, self._rows, None, stream()),
+            lambda: self._combine(work.grad_rows, work.grad_row_w),
+        )
+        self.passes = dict(zip(STEPS, calls, strict=True))
+
+    def _combine(
+        self, rows: torch.Tensor, w: torch.Tensor | None = None, place: torch.Tensor | None = None
+    ) -> None:
+        """Combine `rows`, and their weights `w`; row i lies at `place[i]`."""
+        home_w = None if w is None else self._home_w
+        self._handle.combine(
+            put(rows, place), put(w, place), self._out, home_w, extension.current_stream()
+        )
+
+    def problem(self) -> str | None:
+        """See `Subject.problem`: an expert's rows may be in any order.
+
+        Outputs are overwritten with NaN before, and copied after.
+        """
+        work = self._workload
+        for tensor in (self._rows, self._row_w, self._out, self._home_w):
+            tensor.fill_(float("nan"))
+        self.passes["plan"]()
+        self.passes["dispatch"]()
+        place = self._places()
+        results: dict[str, tuple[Any, Any]] = {}
+        results["dispatch"] = (self._rows[place], self._row_w[place])
+        self._combine(work.y, place=place)
+        results["combine"] = (self._out.clone(), None)
+        self._rows.fill_(float("nan"))
+        self.passes["bwd_dispatch"]()
+        results["bwd_dispatch"] = (self._rows[place], None)
+        self._out.fill_(float("nan"))
+        self._combine(work.grad_rows, work.grad_row_w, place)
+        topk_w = self._home_w.clone()
+        if self._order is not None:
+            topk_w = torch.empty_like(topk_w).scatter_(1, self._order, topk_w)
+        results["bwd_combine"] = (self._out.clone(), topk_w)
+        return results_problem(results, work, nccl_ep.CAPS.reduction)
+
+    def _places(self) -> torch.Tensor:
+        """Where the library put each row of the contract's order, int64 [num_rows].
+
+        It may differ from call to call within an expert's rows.  A row in another expert's block,
+        or that was never sent, makes `results_problem` find a difference.
+        """
+        work, table = self._workload, self._workload.tables[self._group.rank]
+        width = min(KEY_COLUMNS, self._rows.shape[1])
+        sent = [work.rows(shapes.X, rank, width) for rank in range(work.case.num_ranks)]
+        expected, _ = table_dispatch(table, sent)
+        block = torch.repeat_interleave(table.padded)
+        place = torch.empty_like(block)
+        place[by_content(block, expected)] = by_content(block, self._rows[:, :width])
+        return place
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._group.device)
+        self._handle.close()
+        self._staging.close()
+
+
+def open_group(
+    name: str, setting: Setting, workload: Workload, max_tokens: int, low_latency: bool = False
+) -> tuple[EpGroup, Any, str]:
+    """Open the library that `name` means over a process group and a communicator of its own.
+
+    Returns the group of ranks, the library's group, and in words how many SMs its kernels have.
+    An UnavailableError is raised on every rank that knows why it cannot run here.
+    """
+    base, num_sms = split_name(name)
+    package, on = LIBRARIES[base]
+    choice = {CHOICE: package} if package else {}
+    modes = {variable: str(int(mode in on)) for mode, variable in MODES.items()}
+    group, case = EpGroup.of(setting.new_group()), workload.case
+    config = EpConfig(
+        **setting.options(engine="nccl_ep", alignment=case.alignment, num_sms=num_sms)
+    )
+    # The engine requires its fixed order; nothing else may make it unavailable.
+    with (
+        excused(EngineUnavailableError, InputError),
+        environment({**choice, **modes, FIXED_ORDER: "1"}),
+    ):
+        choose_engine(group, config, case.num_experts)
+    with environment({**choice, **modes}):
+        made = extension.load().NcclEpGroup(
+            open_library().native,
+            communicator_of(group, config.timeout_s),
+            num_experts=case.num_experts,
+            max_tokens=max_tokens,
+            max_recv_rows=0,
+            row_bytes=case.hidden * case.dtype.itemsize,
+            top_k=case.top_k,
+            num_sms=num_sms or 0,
+            timeout_s=config.timeout_s,
+            low_latency=low_latency,
+        )
+    return group, made, str(num_sms or DEFAULT_SMS["nccl_ep"])
+
+
+def put(rows: torch.Tensor | None, place: torch.Tensor | None) -> torch.Tensor | None:
+    """Return `rows` [n, ...], if any, with row i at `place[i]`; None: as they are."""
+    if rows is None or place is None:
+        return rows
+    return torch.empty_like(rows).index_copy_(0, place, rows)
+
+
+def by_content(block: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Sort rows by block and then by content; returns their numbers, int64 [n]."""
+    bits = columns.contiguous().view(_BITS[columns.element_size()])
+    key = torch.zeros_like(block)
+    for column in bits.unbind(dim=1):
+        key = key * 1_000_003 + column
+    order = key.argsort(stable=True)
+    return order[block[order].argsort(stable=True)]

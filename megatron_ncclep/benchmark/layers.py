@@ -1,0 +1,472 @@
+"""Megatron-Core's dispatchers alone, its whole MoELayer, and its experts alone; forward, backward.
+
+Launches by the host are part of the time: Megatron's own dispatchers wait for the host between
+steps.  Layers and experts add weight gradients to fp32 main_grads, as in any micro-batch but the
+first, which overwrites them; their reduction over the ranks is not included.  Shared experts,
+auxiliary losses and recomputation are off.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from megatron_ncclep.benchmark import BOTH, WHOLE, Setting, Subject, UnavailableError, excused
+from megatron_ncclep.benchmark import layer_model as model
+from megatron_ncclep.benchmark.engines import deviation
+from megatron_ncclep.benchmark.job import (
+    DISPATCHERS,
+    dropped_problem,
+    known_variant,
+    unavailable_reason,
+)
+from megatron_ncclep.benchmark.layer_model import (
+    HIDDEN_GRADIENT,
+    OUTPUT,
+    PROBS_GRADIENT,
+    ROWS_GRADIENT,
+)
+from megatron_ncclep.benchmark.ranks import Clock, Timer
+from megatron_ncclep.benchmark.shapes import Workload
+from megatron_ncclep.config import GROUPED_ALIGNMENT
+from megatron_ncclep.errors import UnsupportedError
+
+# Runs before a graph is captured, as torch advises.
+WARMUP = 3
+# Passes after which the check looks at the weights' gradients: the second one adds to the first's.
+CHECKED_PASSES = (1, 2)
+Results = dict[str, Any]
+
+
+class DispatcherSubject(Subject):
+    """See `Subject`.  A dispatcher through the six hooks that MoELayer calls.
+
+    The experts are the identity, so that only the dispatcher's work is timed.
+    """
+
+    _host_counts = True
+
+    def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
+        super().__init__(name, setting, workload)
+        choice = DISPATCHERS[name]
+        with excused(Exception):  # none of this is ours
+            model.initialize(setting)
+        # MoELayer's shape is [sequence, batch, hidden].
+        self._x = workload.x.detach()[:, None].requires_grad_()
+        chosen = workload.topk_idx
+        probs = torch.zeros(len(chosen), workload.case.num_experts, device=chosen.device)
+        self._map = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, chosen, True)
+        self._probs = probs.scatter_(1, chosen, workload.w).requires_grad_()
+        self._grad_probs: torch.Tensor | None = None
+        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.passes = dict(zip(WHOLE, (self._forward, self._backward), strict=True))
+        with excused(*choice.excuses):
+            self._dispatcher = model.build_dispatcher(choice, setting, workload)
+            for call in self.passes.values():
+                call()  # some fail at first use only
+
+    def _run(
+        self, experts: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the six hooks; return the output and the rows' probabilities."""
+        hooks = self._dispatcher
+        hidden, probs = hooks.dispatch_preprocess(self._x, self._map, self._probs)
+        hidden, probs = hooks.token_dispatch(hidden, probs)
+        rows, counts, row_probs = hooks.dispatch_postprocess(hidden, probs)
+        hidden = hooks.combine_preprocess(experts(rows, counts, row_probs))
+        return hooks.combine_postprocess(hooks.token_combine(hidden)), row_probs
+
+    def _forward(self) -> None:
+        self._results = self._run(lambda rows, counts, row_probs: rows)
+
+    def _backward(self) -> None:
+        """Backward of the last forward: gradients of hidden states and of probabilities."""
+        assert self._results is not None  # the passes run in order
+        out, row_probs = self._results
+        if self._grad_probs is None or self._grad_probs.shape != row_probs.shape:
+            self._grad_probs = torch.ones_like(row_probs)
+        self._x.grad = self._probs.grad = None
+        torch.autograd.backward(
+            [out, row_probs], [self._workload.grad_out.view_as(out), self._grad_probs]
+        )
+        self._results = None
+
+    def problem(self) -> str | None:
+        """Compare with experts that multiply rows by their probabilities and a factor of their own.
+
+        So a row at the wrong expert or with another row's probability changes the result.  Sums are
+        rounded in the dispatcher's own order: compared to a few roundings, all terms positive.
+        """
+        work, case, device = self._workload, self._workload.case, self._workload.x.device
+        num_local = case.num_experts // case.num_ranks
+        factor = 1 + torch.arange(case.num_experts, device=device) / case.num_experts
+        mine = factor[self._rank * num_local : (self._rank + 1) * num_local]
+        seen: list[torch.Tensor] = []
+
+        def experts(rows: torch.Tensor, counts: Any, row_probs: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.as_tensor(counts).to(device))
+            scale = mine.repeat_interleave(seen[0])
+            scale = torch.cat([scale, scale.new_zeros(len(rows) - len(scale))])
+            return (rows.float() * (scale * row_probs.float())[:, None]).to(rows.dtype)
+
+        self._x.grad = self._probs.grad = None
+        out, _ = self._run(experts)
+        torch.autograd.backward(out, work.grad_out.view_as(out))
+
+        weight = (factor[work.topk_idx] * work.w).sum(dim=1)[:, None]
+        x, grad = work.x.float(), work.grad_out.float()
+        # Each row is rounded once, and the sum after each of its terms; one more for the wire.
+        tolerance = (case.top_k + 2) * torch.finfo(case.dtype).eps / 2
+        grad_probs = self._map * factor * (x * grad).sum(dim=1)[:, None]
+        assert self._x.grad is not None
+        assert self._probs.grad is not None
+        comparisons = (
+            (OUTPUT, out.detach().reshape(x.shape), x * weight),
+            (HIDDEN_GRADIENT, self._x.grad.reshape(x.shape), grad * weight),
+            (PROBS_GRADIENT, self._probs.grad * self._map, grad_probs),
+        )
+        table = work.tables[self._rank]
+        if not any(torch.equal(seen[0].long(), counts) for counts in (table.routed, table.padded)):
+            return (
+                f"rank {self._rank}: rows of each expert are {seen[0].tolist()}, expected "
+                f"{table.routed.tolist()}"
+            )
+        for what, actual, expected in comparisons:
+            bound = tolerance * expected.abs()
+            if problem := deviation(actual.float(), expected, bound, f"{tolerance:.1%}"):
+                return f"rank {self._rank}, {what}: {problem}"
+        return None
+
+    def close(self) -> None:
+        model.close_dispatcher(self._dispatcher)
+
+
+class _Accumulating(Subject):
+    """What layers and experts alone have in common, over the layer that they share.
+
+    A derived class sets `_inputs`, leaves whose gradients are results, and `_grad_out`, and calls
+    `_start` when it can run.
+    """
+
+    _host_counts = True
+
+    _inputs: tuple[torch.Tensor, ...]
+    _grad_out: torch.Tensor
+
+    def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
+        self._variant = known_variant(name)
+        if reason := unavailable_reason(self._variant, setting.device):
+            raise UnavailableError(reason)
+        super().__init__(name, setting, workload)
+        with excused(Exception):  # none of this is ours
+            model.initialize(setting)
+            self._shared, self.shared_bytes = model.shared_layer(setting, workload)
+        self._out: torch.Tensor | None = None
+        self._captured: Results | None = None  # where a CUDA graph leaves its results
+
+    def _start(self) -> None:
+        """Make the passes; one CUDA graph replaces both in a variant that asks for it."""
+        self.passes = dict(zip(WHOLE, (self._forward, self._backward), strict=True))
+        for call in self.passes.values():
+            call()  # some fail at first use only
+        if self._variant.graphs is not None:
+            replay, self._captured = captured(self._everything)
+            self.passes = {BOTH: replay}
+
+    def _experts_of(self) -> Any:
+        """Megatron-Core's experts, or this package's over the same weights, last expert first."""
+        experts = self._shared.module.experts
+        if self._variant.grouped:
+            from megatron_ncclep.integration.experts.grouped import group_experts
+
+            experts = copy.copy(experts)
+            group_experts(experts, last_expert_first=True)
+        return experts
+
+    def clock(self, timer: Timer) -> Clock:
+        """See `Subject.clock`.  Gradients begin at zero, as in each step of training; not timed."""
+        # `grad_added_to_main_grad` stays set on a weight until gradients are cleared, and the next
+        # subject may leave adding to the hooks.  Grouped experts find it as a first micro-batch
+        # leaves it: they would not add to main_grads that have just been reset.
+        timed = super().clock(timer)
+
+        def clock() -> Any:
+            self._shared.zero_grad_buffer()
+            if self._variant.grouped:
+                for weight in self._shared.module.experts.parameters():
+                    weight.grad_added_to_main_grad = True
+            return timed()
+
+        return clock
+
+    def _run(self) -> torch.Tensor:
+        """Run the forward pass."""
+        raise NotImplementedError
+
+    def _everything(self) -> Results:
+        """Run forward and backward; all results but the main_grads."""
+        raise NotImplementedError
+
+    def _expected(
+        self, workload: Workload
+    ) -> tuple[dict[str, torch.Tensor], Callable[[], Iterable[tuple[str, torch.Tensor]]]]:
+        """What `_everything` must give; yields parameters and gradients one by one.  Collective."""
+        raise NotImplementedError
+
+    def _compared(self, results: Results) -> Results:
+        """Results of `_everything` in the form of the expected ones."""
+        raise NotImplementedError
+
+    def _other_problem(self, results: Results, workload: Workload) -> str | None:
+        """Say what else is wrong."""
+        return None
+
+    def _forward(self) -> None:
+        self._out = self._run()
+
+    def _backward(self) -> None:
+        """Backward of the last forward; the inputs' gradients go when all kernels are queued."""
+        assert self._out is not None  # the passes run in order
+        self._add_gradients(self._out)
+        self._out = None
+
+    def _add_gradients(self, out: torch.Tensor) -> list[torch.Tensor | None]:
+        """Add the weights' gradients to their main_grads; return those of the inputs."""
+        out.backward(self._grad_out.view_as(out))
+        gradients = [leaf.grad for leaf in self._inputs]
+        for leaf in self._inputs:
+            leaf.grad = None
+        return gradients
+
+    def problem(self) -> str | None:
+        return self._problem_with(self._workload)
+
+    def _problem_with(self, workload: Workload) -> str | None:
+        """Run two passes as of two micro-batches and compare with what `workload` must give.
+
+        The ranks go through all of it whatever they find: much of it is collective.
+        """
+        expected, gradients = self._expected(workload)
+        rank, layer = self._rank, self._shared.module
+        self._shared.zero_grad_buffer()
+        problems = []
+        for passes in CHECKED_PASSES:
+            results = self._captured or self._everything()
+            if self._captured is not None:
+                self.passes[BOTH]()  # it leaves its results there
+            main_grads = {name: weight.main_grad for name, weight in layer.named_parameters()}
+            found = self._compared(results)
+            problems += [
+                self._other_problem(results, workload),
+                model.results_problem(workload, rank, found, expected.items()),
+                model.results_problem(workload, rank, main_grads, gradients(), passes),
+            ]
+        return next(filter(None, problems), None)
+
+    def close(self) -> None:
+        """See `Subject.close`.  The layer's weights are freed when its last subject closes."""
+        self.passes, self._captured, self._out = {}, None, None
+        self._shared = None
+
+
+class LayerSubject(_Accumulating):
+    """See `Subject`.  A whole MoELayer: router, dispatcher and experts."""
+
+    def __init__(
+        self, name: str, setting: Setting, workload: Workload, max_recv_rows: Any = None
+    ) -> None:
+        super().__init__(name, setting, workload)
+        variant = self._variant
+        # MoELayer's shape is [sequence, batch, hidden].
+        self._x = workload.x.detach()[:, None].requires_grad_()
+        self._inputs, self._grad_out = (self._x,), workload.grad_out
+        wanted = {"counts_on_device": True, "last_expert_first": True} if variant.grouped else {}
+        with excused(*variant.dispatcher.excuses):
+            self._dispatcher = model.build_dispatcher(
+                variant.dispatcher, setting, workload, variant.options(max_recv_rows), **wanted
+            )
+            # The router and the weights of the shared layer.
+            self._layer = copy.copy(self._shared.module)
+            self._layer._modules = dict(self._layer._modules)
+            self._layer.token_dispatcher = self._dispatcher
+            self._layer.experts = self._experts_of()
+            self._start()
+
+    def _run(self) -> torch.Tensor:
+        out: torch.Tensor = self._layer(self._x)[0]
+        return out
+
+    def _everything(self) -> Results:
+        """Run forward and backward; all results, and the router's decision."""
+        decisions: list[tuple[torch.Tensor, torch.Tensor]] = []
+        router = self._layer.router
+        hook = router.register_forward_hook(lambda *called: decisions.append(called[-1]))
+        try:
+            out = self._run()
+        finally:
+            hook.remove()
+        (probs, routing_map), *_ = decisions
+        grads_probs: list[torch.Tensor] = []
+        probs.register_hook(grads_probs.append)
+        (grad_x,) = self._add_gradients(out)
+        return {
+            "probs": probs.detach(),
+            "routing_map": routing_map,
+            OUTPUT: out.detach(),
+            HIDDEN_GRADIENT: grad_x,
+            PROBS_GRADIENT: next(iter(grads_probs), None),
+        }
+
+    def problem(self) -> str | None:
+        """See `Subject.problem`.
+
+        A graph is also replayed with another routing than it was captured with.
+        """
+        found = self._problem_with(self._workload)
+        if self._captured is None:
+            return found
+        # Tokens, their hidden states and gradients stay; where they go changes.
+        work = self._workload
+        case = dataclasses.replace(work.case, seed=work.case.seed + 1)
+        other = Workload(case, self._rank, work.ffn_hidden_size)
+        model.route(self._shared, other)
+        try:
+            problem = self._problem_with(other)
+        finally:
+            model.route(self._shared, work)
+        return found or (problem and f"replayed with another routing: {problem}")
+
+    def _expected(self, workload: Workload) -> Any:
+        layer, received = self._shared.module, model.received_rows(workload, self._rank)
+        results, of_router = model.layer_results(layer, workload, self._rank, received)
+
+        def gradients() -> Iterable[tuple[str, torch.Tensor]]:
+            yield from of_router.items()
+            yield from model.expert_gradients(layer, received)
+
+        return results, gradients
+
+    def _compared(self, results: Results) -> Results:
+        found, shape = dict(results), self._workload.x.shape
+        for name in (OUTPUT, HIDDEN_GRADIENT):
+            found[name] = results[name].reshape(shape)
+        if results[PROBS_GRADIENT] is not None:
+            # For experts that a token does not go to, dispatchers may leave any value there.
+            found[PROBS_GRADIENT] = results[PROBS_GRADIENT] * results["routing_map"]
+        return found
+
+    def _other_problem(self, results: Results, workload: Workload) -> str | None:
+        if dropped := getattr(self._dispatcher, "num_dropped", None):
+            return dropped_problem(int(dropped), self._dispatcher.engine.config.max_recv_rows)
+        return model.routing_problem(workload, self._rank, results["probs"], results["routing_map"])
+
+    def close(self) -> None:
+        super().close()  # a graph before its engine
+        model.close_dispatcher(self._dispatcher)
+        # Megatron's own dispatchers keep tensors of the last pass, which lead to the weights' hooks
+        # and with them to the shared layer.
+        self._layer = self._dispatcher = None
+
+
+class ExpertsSubject(_Accumulating):
+    """See `Subject`.  The experts of one rank alone, on the rows that the rank receives.
+
+    Rows and probabilities are where a dispatcher would leave them: expert by expert, without gaps
+    and with their numbers on the host for Megatron-Core's experts; for this package's, last expert
+    first, in blocks of a multiple of GROUPED_ALIGNMENT rows, and with the numbers on the device.
+    """
+
+    def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
+        super().__init__(name, setting, workload)
+        grouped = self._variant.grouped
+        received = model.received_rows(workload, setting.rank)
+        with excused(UnsupportedError if grouped else Exception):
+            self._experts = self._experts_of()
+            self._place, self._counts = blocks_of(received.counts, grouped)
+            self._place = self._place.to(setting.device)
+            if grouped:
+                self._counts = self._counts.to(setting.device)
+            self._rows, self._probs, self._grad_out = (
+                self._laid_out(tensor) for tensor in (received.rows, received.probs, received.grad)
+            )
+            self._inputs = (self._rows.requires_grad_(), self._probs.requires_grad_())
+            self._start()
+
+    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Put rows, in the order of experts, in their places; zeros fill up the blocks."""
+        out = tensor.new_zeros(int(self._counts.sum()), *tensor.shape[1:])
+        out[self._place] = tensor
+        return out
+
+    def _run(self) -> torch.Tensor:
+        out: torch.Tensor = self._experts(self._rows, self._counts, self._probs)[0]
+        return out
+
+    def _everything(self) -> Results:
+        out = self._run()
+        grad_rows, grad_probs = self._add_gradients(out)
+        return {OUTPUT: out.detach(), ROWS_GRADIENT: grad_rows, PROBS_GRADIENT: grad_probs}
+
+    def _expected(self, workload: Workload) -> Any:
+        layer, received = self._shared.module, model.received_rows(workload, self._rank)
+        results = model.experts_results(layer, received)
+        return results, lambda: model.expert_gradients(layer, received)
+
+    def _compared(self, results: Results) -> Results:
+        return {
+            name: found
+            if found is None
+            else found.view(len(found), *found.shape[1:] or (1,))[self._place]
+            for name, found in results.items()
+        }
+
+    def close(self) -> None:
+        super().close()
+        self._experts = None
+
+
+def blocks_of(counts: torch.Tensor, grouped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Place of each row in the order of experts, int64 [num_rows], and the blocks' lengths.
+
+    `counts`: rows of each expert, int64 [num_local_experts], on the CPU; `grouped`: for this
+    package's experts.  Lengths are in the order in which the blocks lie.
+
+    Example: with counts 2 and 3 the places are 16, 17, 0, 1 and 2 with `grouped`, where blocks have
+    16 rows each and the last expert is the first; otherwise they are 0 to 4.
+    """
+    if not grouped:
+        return torch.arange(int(counts.sum())), counts
+    lengths = (-(-counts // GROUPED_ALIGNMENT) * GROUPED_ALIGNMENT).flip(0)
+    starts = (lengths.cumsum(0) - lengths).flip(0)
+    within = [torch.arange(count) for count in counts.tolist()]
+    return torch.cat(within) + starts.repeat_interleave(counts), lengths
+
+
+def captured(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+    """Capture `call` in a CUDA graph: what replays it, and where it leaves its results."""
+    # On the stream on which all subjects run.  Megatron's dispatchers keep tensors of their last
+    # forward pass, and these the nodes that take the weights' gradients, each with the stream on
+    # which it was made: a graph may not wait for another one.
+    for _ in range(WARMUP):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    failures: list[Exception] = []
+    try:
+        # Meanwhile torch's own thread may ask about the progress of a collective.
+        with torch.cuda.graph(
+            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
+            try:
+                results = call()
+            except Exception as error:
+                failures.append(error)
+                raise
+    except Exception:
+        if failures:  # the end of a capture that has failed raises another one, which says less
+            raise failures[0] from None
+        raise
+    return graph.replay, results

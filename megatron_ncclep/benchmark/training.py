@@ -1,0 +1,415 @@
+"""Training steps of one shape on one rank: check every subject, time all of them in turns.
+
+The first steps of each, from the same weights on the same batches, are compared with those of
+Megatron-Core's `alltoall`:
+
+- the initial weights: equal;
+- the first MoE layer's output and gradient, for given hidden states and a given gradient of the
+  output.  Only roundings differ there: n independent ones, each of at most half a spacing of its
+  value, differ by sqrt(n) halves of a spacing.  A thousandth of the rows at a wrong expert would
+  make four hundredths, three times what bf16 is allowed with eight experts a token;
+- the losses and gradient norms.  In fp32 they differ by the order of a sum only (see
+  docs/convergence.md).  In bf16, roundings decide a tenth of the routers' choices, between nearly
+  equal experts; from there on two curves are two draws of one experiment with close means.
+
+What a CUDA graph replays must give the bits of the same subject without graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_ncclep.benchmark import excused
+from megatron_ncclep.benchmark.job import (
+    CONTROL,
+    Job,
+    Variant,
+    dropped_problem,
+    known_variant,
+    unavailable_reason,
+)
+from megatron_ncclep.benchmark.layer_model import initialize
+from megatron_ncclep.benchmark.ranks import DeviceMemory, Ranks
+from megatron_ncclep.benchmark.result import (
+    COLLECTIVES,
+    KINDS,
+    OPTIMIZER,
+    REST,
+    TrainingResult,
+    TrainResult,
+)
+from megatron_ncclep.benchmark.shapes import TrainingShape
+from megatron_ncclep.benchmark.training_model import (
+    EAGER_STEPS,
+    Curve,
+    SubjectModel,
+    TrainingText,
+    load_text,
+)
+
+# Compared with the control's; with graphs the one after the eager ones captures, the rest replay.
+CHECKED_STEPS = EAGER_STEPS + 3
+# TransformerEngine reads it when a model is built: without it, backward of attention gives other
+# bits in every run.
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+# Roundings of rows on their way through a layer, apart from the sum over a token's experts: two
+# products of an expert, its activation, the result, and in backward what comes from the router.
+ROUNDINGS = 6
+# How far losses and gradient norms may be apart, relative to the value: fp32 by
+# docs/convergence.md, nats near 5.  A norm adds up squares of gradients, which differ by more.
+MOST_APART = {torch.float32: (2e-6, 1e-4), torch.bfloat16: (5e-3, 5e-2)}
+# Steps that are profiled.
+PROFILED_STEPS = 2
+# Calls in which a host waits for its device.  A copy to ordinary memory waits too; the others of
+# its name take microseconds.
+WAITS = (
+    "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy",
+    "cudaMemcpyAsync", "cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize",
+)  # fmt: skip
+# Kinds of kernels by name: the first match decides.  `plan` is everything of this package's and of
+# NVIDIA's library that is neither dispatch nor combine; `permute` whatever reorders rows on their
+# own GPU: Megatron-Core's dispatchers without fused permute use torch's indexing.
+_RULES = (
+    ("dispatch", r"(ncclep|nccl_ep|hybrid_ep|deep_ep).*dispatch|dispatch_kernel"),
+    ("combine", r"(ncclep|nccl_ep|hybrid_ep|deep_ep).*combine|combine_kernel"),
+    ("plan", r"ncclep|nccl_ep|hybrid_ep|deep_ep"),
+    (COLLECTIVES, r"^nccl|nccl(dev)?kernel"),
+    ("attention", r"flash|fmha|sdpa|attention|attn|cudnn::fusion|rope|scaled_.*softmax"),
+    ("permute", r"permute|row_id_map|chunk_sort|sort_chunks"),
+    ("GEMM", r"gemm|gemv|nvjet|cutlass|xmma|splitk|grouped_mm|matmul"),
+    ("permute", r"index(?!ed)|scatter|gather(?!topk)|sort|nonzero|deviceselect"),
+    (OPTIMIZER, r"multi_tensor|adam"),
+)
+
+
+@dataclass
+class _Entry:
+    """A subject that is being measured, and what is known of it on this rank."""
+
+    choice: Variant
+    result: TrainResult
+    curve: Curve | None = None
+    trouble: str | None = None  # what timed steps found wrong
+    times: list[list[float]] = field(default_factory=list)  # one list for each turn
+    profile: tuple[dict[str, float], float] | None = None  # see `profile_steps`
+    fused_by: str | None = None  # of the model, the same for all subjects
+
+
+class TrainingRun:
+    """Measures every subject of a job that trains, on one rank.  Collective."""
+
+    def __init__(self, ranks: Ranks, job: Job, shape: TrainingShape) -> None:
+        self._ranks, self._job, self._shape = ranks, job, shape
+        self._settings = shape.settings(ranks.num_ranks)
+
+    def run(self) -> TrainingResult:
+        """Measure them.  Collective."""
+        ranks, settings = self._ranks, self._settings
+        entries = [_Entry(known_variant(name), TrainResult(name)) for name in self._job.trained]
+        result: TrainingResult = TrainingResult.of(self._shape)
+        result.settings = settings.values
+        result.tokens = settings["global-batch-size"] * settings["seq-length"]
+        if any(entry.choice.static for entry in entries):
+            result.max_recv_rows = self._job.max_recv_rows
+        result.subjects = [entry.result for entry in entries]
+        for entry in entries:
+            if reason := unavailable_reason(entry.choice, ranks.setting.device, self._shape):
+                entry.result.fail("unavailable", reason)
+        if able := [entry for entry in entries if entry.result.status == "ok"]:
+            ranks.step("text")
+            initialize(ranks.setting)
+            text = load_text(settings, ranks, Path(self._job.out) / "data")
+            result.text = text.source
+            self._measure(able, text, result)
+        return result
+
+    def _measure(self, entries: list[_Entry], text: TrainingText, result: TrainingResult) -> None:
+        """Check and time subjects, and summarise them over the ranks."""
+        control = next((entry for entry in entries if entry.choice.name == CONTROL), None)
+        if control is None:  # all are compared with it, measured or not
+            control = _Entry(known_variant(CONTROL), TrainResult(CONTROL))
+            self._with_model(control, control.choice, text, "control", self._first_steps)
+            _curve_of(control)
+        for entry in entries:
+            if entry.choice.captured and entry.choice.ours:
+                self._check_bits(entry, text)
+        # There and back: drift affects all subjects alike.
+        for turn, order in enumerate((entries, entries[::-1])):
+            for entry in order:
+                if entry.result.status == "ok":
+                    self._turn(entry, text, turn)
+        curve = _curve_of(control)
+        result.fused_by = control.fused_by
+        for entry in entries:
+            if entry.result.status == "ok":
+                self._finish(entry, curve, result.tokens)
+
+    def _check_bits(self, entry: _Entry, text: TrainingText) -> None:
+        """Compare a subject that has graphs with itself without them, bit by bit."""
+        curves = []
+        with mock.patch.dict(os.environ, DETERMINISTIC):
+            for choice in (entry.choice.without_graphs(), entry.choice):
+                self._with_model(entry, choice, text, "bits", self._first_steps)
+                if entry.result.status != "ok":
+                    return
+                curves.append(_curve_of(entry))
+        eager, graphed = curves
+        entry.curve = None  # of a run with other settings than the one that is timed
+        self._judge(entry, bits_problem(graphed, eager))
+
+    def _turn(self, entry: _Entry, text: TrainingText, turn: int) -> None:
+        """Build a subject's model, check its first steps, time the next ones, and discard it."""
+        job, ranks, result = self._job, self._ranks, entry.result
+        memory = DeviceMemory(ranks.on_gpu)
+
+        def train(entry: _Entry, model: SubjectModel) -> None:
+            if entry.curve is None:
+                self._first_steps(entry, model)
+            for _ in range(job.warmup + (CHECKED_STEPS if turn else 0)):
+                model.step()
+                ranks.deadline()
+            entry.times.append(ranks.timer.consecutive(model.step, job.samples))
+            ranks.deadline()
+            first, last = _curve_of(entry).losses[0], model.loss
+            if not last < first:  # also true of a NaN
+                entry.trouble = f"loss {last!r} after timing, and {first!r} in the first step"
+            if dropped := dropped_problem(model.num_dropped, job.max_recv_rows):
+                entry.trouble = dropped
+            if turn == 0:
+                result.memory = memory.growth()
+                result.num_parameters = model.num_parameters
+                if ranks.on_gpu:
+                    entry.profile = profile_steps(model.phases)
+
+        self._with_model(entry, entry.choice, text, f"turn {turn + 1}", train)
+
+    def _first_steps(self, entry: _Entry, model: SubjectModel) -> None:
+        entry.curve = model.first_steps(CHECKED_STEPS, self._ranks.deadline)
+
+    def _with_model(
+        self, entry: _Entry, choice: Variant, text: TrainingText, what: str,
+        train: Callable[[_Entry, SubjectModel], None],
+    ) -> None:  # fmt: skip
+        """Make a subject's model and train it; what goes wrong is the subject's outcome."""
+        self._ranks.step(f"{choice.name}, {what}")
+        gc.collect()
+        models: list[SubjectModel] = []
+        setting, max_recv_rows = self._ranks.setting, self._job.max_recv_rows
+
+        def make() -> None:
+            with excused(*choice.dispatcher.excuses):
+                models.append(SubjectModel(choice, self._settings, setting, text, max_recv_rows))
+            entry.fused_by = models[0].fused_by
+
+        def use() -> None:
+            with excused(*(() if choice.ours else (Exception,))):
+                train(entry, models[0])
+
+        status, reason = self._ranks.attempt(make)
+        if status == "ok":
+            status, reason = self._ranks.attempt(use)
+        for model in models:
+            # Closing an engine is collective: not after a failure of one rank.
+            model.close(engines=status == "ok")
+        if status != "ok":
+            entry.result.fail(status, f"{what}: {reason}")
+
+    def _finish(self, entry: _Entry, control: Curve, tokens: int) -> None:
+        """Compare a subject with the control, and summarise it over the ranks.  Collective."""
+        result, ranks, curve = entry.result, self._ranks, _curve_of(entry)
+        apart = (
+            max(abs(a - b) for a, b in zip(curve.losses, control.losses, strict=True)),
+            max(layer_parts(curve, control).values()),
+        )
+        losses, losses_apart, layers_apart = zip(*ranks.gather((curve.losses, *apart)), strict=True)
+        result.losses = [sum(step) / len(step) for step in zip(*losses, strict=True)]
+        result.loss_apart, result.layer_apart = max(losses_apart), max(layers_apart)
+        turns = [
+            [max(samples) for samples in zip(*turn, strict=True)]
+            for turn in zip(*ranks.gather(entry.times), strict=True)
+        ]
+        result.set_samples(turns, tokens)
+        result.memory = ranks.largest(result.memory)
+        profiles = ranks.gather(entry.profile)
+        if entry.profile is not None:
+            kinds, hosts = zip(*profiles, strict=True)
+            result.kinds_us = {kind: sum(k[kind] for k in kinds) / len(kinds) for kind in kinds[0]}
+            result.host_us = max(hosts)
+        problem = curve_problem(curve, control, self._settings["moe-router-topk"])
+        self._judge(entry, entry.trouble or problem)
+
+    def _judge(self, entry: _Entry, problem: str | None) -> None:
+        """Make a problem of any rank the subject's outcome.  Collective."""
+        mine = f"rank {self._ranks.rank}: {problem}" if problem else None
+        status, reason = self._ranks.agree("wrong" if problem else "ok", mine)
+        if status != "ok":
+            entry.result.fail(status, reason)
+
+
+def _curve_of(entry: _Entry) -> Curve:
+    """The curve of a subject that must have one, such as the control."""
+    if entry.curve is None or entry.result.status != "ok":
+        raise RuntimeError(
+            f"{entry.choice.name}, with which others are compared, {entry.result.status}: "
+            f"{entry.result.reason}"
+        )
+    return entry.curve
+
+
+# --- the check -----------------------------------------------------------------------------------
+
+
+def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
+    """Say where a training leaves that of the control, if it does."""
+    if problem := _weights_problem(curve, control):
+        return problem
+    output = control.output
+    # Roundings of rows, and of inner products over the hidden size and an expert's, in fp32.
+    allowed = math.sqrt(top_k + ROUNDINGS) * torch.finfo(output.dtype).eps / 2
+    allowed += math.sqrt(2 * output.shape[-1]) * torch.finfo(torch.float32).eps / 2
+    for what, part in layer_parts(curve, control).items():
+        if not part <= allowed:  # also true of a NaN
+            return (
+                f"the {what} of the first MoE layer is {part:.2g} of its size away from "
+                f"alltoall's, {allowed:.2g} is allowed"
+            )
+    return _steps_problem(curve, control, "alltoall's", MOST_APART[output.dtype])
+
+
+def bits_problem(graphed: Curve, eager: Curve) -> str | None:
+    """Say where a training with graphs leaves that without, by a bit or more, if it does."""
+    problem = _weights_problem(graphed, eager)
+    return problem or _steps_problem(graphed, eager, "without graphs it", (0.0, 0.0))
+
+
+def layer_parts(curve: Curve, control: Curve) -> dict[str, float]:
+    """How far output and gradient of the first MoE layer are apart, relative to their size."""
+    parts = {}
+    for what in ("output", "gradient"):
+        mine, theirs = getattr(curve, what).double(), getattr(control, what).double()
+        parts[what] = float((mine - theirs).norm() / theirs.norm())
+    return parts
+
+
+def _steps_problem(
+    curve: Curve, other: Curve, whose: str, bounds: tuple[float, float]
+) -> str | None:
+    """Say in which step a loss or a gradient norm is too far from the other's."""
+    found = (
+        ("loss", curve.losses, other.losses),
+        ("gradient norm", curve.grad_norms, other.grad_norms),
+    )
+    for (what, mine, theirs), bound in zip(found, bounds, strict=True):
+        for step, (value, wanted) in enumerate(zip(mine, theirs, strict=True), start=1):
+            if not abs(value - wanted) <= bound * abs(wanted):
+                return (
+                    f"step {step}: {what} {value!r}, {whose} is {wanted!r}, and they may differ "
+                    f"by {bound * abs(wanted):.2g}"
+                )
+    return None
+
+
+def _weights_problem(curve: Curve, other: Curve) -> str | None:
+    if curve.weights.keys() != other.weights.keys():
+        differ = sorted(curve.weights.keys() ^ other.weights.keys())
+        return f"other parameters than it is compared with: {differ[0]} and {len(differ) - 1} more"
+    for name, sums in curve.weights.items():
+        if sums != other.weights[name]:
+            return f"{name} starts from other values than in what it is compared with"
+    return None
+
+
+# --- the profile: what device and host do in a step ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Time in which one kernel runs, or one call of the host lasts."""
+
+    name: str  # of the kernel or call
+    start: float  # microseconds
+    end: float
+    kind: str = REST  # one of `KINDS`; of a kernel only
+
+
+def kernel_kind(kernel: str, in_optimizer: bool = False) -> str:
+    """The kind of a kernel by name; all but collectives of the optimizer's are its own."""
+    rules = ((kind, re.search(pattern, kernel, re.IGNORECASE)) for kind, pattern in _RULES)
+    kind = next((kind for kind, found in rules if found), REST)
+    return OPTIMIZER if in_optimizer and kind != COLLECTIVES else kind
+
+
+def time_shares(intervals: Iterable[Interval]) -> dict[str, float]:
+    """Divide the time in which anything runs among the kinds; microseconds.
+
+    Where n intervals overlap, each gets one n-th of the time, so that the sum is the time in which
+    the device was busy.  Example: GEMM from 0 to 10 and dispatch from 8 to 12 make 9 and 3.
+    """
+    ends = [end for i in intervals for end in ((i.start, 1, i.kind), (i.end, -1, i.kind))]
+    found, running = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
+    before = 0.0
+    for now, change, kind in sorted(ends, key=lambda end: end[0]):
+        total = sum(running.values())
+        for name, count in running.items():
+            if count:
+                found[name] += (now - before) * count / total
+        running[kind] += change
+        before = now
+    return found
+
+
+def profile_steps(phases: list[tuple[Callable[[], Any], bool]]) -> tuple[dict[str, float], float]:
+    """Profile training steps on one rank, waiting for the device after each phase of a step.
+
+    Kernels take as long with the profiler as without, a host's calls a little longer.  So the
+    device's time is compared with steps that were timed without it.
+
+    Returns:
+        the mean of `PROFILED_STEPS` steps in microseconds: kind of kernel -> its share of the time
+        in which the device was busy; and how long the host queues a step without waiting.
+    """
+    kinds, host_us = dict.fromkeys(KINDS, 0.0), 0.0
+    for _ in range(PROFILED_STEPS):
+        for call, is_optimizer in phases:
+            kernels, waits, elapsed_us = _record(call, is_optimizer)
+            for kind, share in time_shares(kernels).items():
+                kinds[kind] += share / PROFILED_STEPS
+            host_us += (elapsed_us - sum(time_shares(waits).values())) / PROFILED_STEPS
+    return kinds, host_us
+
+
+def _record(
+    call: Callable[[], Any], is_optimizer: bool
+) -> tuple[list[Interval], list[Interval], float]:
+    """Record one call: the device's kernels, the host's waits, and the host's microseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    # The device's activities and the host's calls of CUDA; no operators, which would cost more.
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        start = time.perf_counter()
+        call()
+        elapsed_us = (time.perf_counter() - start) * 1e6
+        torch.cuda.synchronize()
+    kernels, waits = [], []
+    for event in sorted(recorded.events() or (), key=lambda event: event.time_range.start):
+        name, begin, end = event.name, event.time_range.start, event.time_range.end
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            kernels.append(Interval(name, begin, end, kernel_kind(name, is_optimizer)))
+        elif name in WAITS:
+            waits.append(Interval(name, begin, end))
+    # How this function and the profiler wait when a call is over; no step ends with it.
+    while waits and waits[-1].name == "cudaDeviceSynchronize":
+        waits.pop()
+    return kernels, waits, elapsed_us

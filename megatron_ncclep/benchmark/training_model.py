@@ -1,0 +1,393 @@
+"""The model of one subject that trains, on one rank: built as training builds it, stepped, closed.
+
+Every subject has a model, gradients and an optimizer of its own, and only one of them exists at a
+time: with Adam's moments and everything in fp32 a parameter takes 18 bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import torch
+
+from megatron_ncclep.benchmark import Setting, UnavailableError
+from megatron_ncclep.benchmark.job import FULL_ITERATION, OPTIMIZER_GRAPH, PARTIAL_GRAPHS, Variant
+from megatron_ncclep.benchmark.layer_model import close_dispatcher
+from megatron_ncclep.benchmark.ranks import Ranks
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.training import corpus, data
+from megatron_ncclep.training.data import Batch
+from megatron_ncclep.training.model import TrainedModel, seed_everything, transformer_config
+from megatron_ncclep.training.settings import Settings
+
+# Steps with batches of their own, where no more are asked for; later steps take them again.
+NUM_BATCHES = 8
+# Megatron-LM pads the vocabulary to a multiple of this, unless told otherwise.
+VOCABULARY_MULTIPLE = 128
+# Steps before a graph is captured: the second finds everything allocated and compiled.
+EAGER_STEPS = 2
+# What `partial_graphs` captures.
+PARTS = ("attn", "moe_router", "moe_preprocess")
+# Whose function adds the output layer's weight gradients.
+APEX, STAND_IN = "Apex", "ncclep bench"
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Batches of one rank, on its device, so that reading them is no part of a step."""
+
+    source: str  # the text, in words
+    vocab_size: int  # rows of the embedding
+    steps: list[list[Batch]]  # the micro-batches of each step
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The start of a training on this rank."""
+
+    weights: dict[str, tuple[float, float]]  # parameter -> initial sum, and of magnitudes, in fp64
+    # Of the first MoE layer before the first step, on the CPU, [seq_length, micro_batch, hidden]:
+    output: torch.Tensor  # for given hidden states,
+    gradient: torch.Tensor  # and of these, for a given gradient of the output
+    losses: list[float]  # the mean loss of each of the first steps
+    grad_norms: list[float]
+
+
+def load_text(
+    settings: Settings, ranks: Ranks, folder: Path, num_steps: int = NUM_BATCHES
+) -> TrainingText:
+    """Make the corpus in `folder` and read the batches of `num_steps` steps.  Collective.
+
+    Raises:
+        RuntimeError: the text is too short, or the folder cannot be written to.
+    """
+
+    def prepare() -> None:
+        if ranks.rank == 0:
+            corpus.prepare([], folder).check_length(settings["seq-length"])
+
+    status, reason = ranks.attempt(prepare)
+    if status != "ok":
+        raise RuntimeError(f"no text: {reason}")
+    found, device = corpus.load(folder), torch.device(ranks.setting.device)
+    dataset, _ = data.build_datasets(folder, settings, num_steps, 1, settings["seed"])
+    steps = [
+        data.batches(dataset, settings, step, ranks.rank, ranks.num_ranks, device)
+        for step in range(num_steps)
+    ]
+    padded = -(-found.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return TrainingText(found.source, padded, steps)
+
+
+class SubjectModel(TrainedModel):
+    """One subject's model, its optimizer and its graphs.  Every method is collective.
+
+    Attributes:
+        fused_by: whose function adds the output layer's weight gradients to main_grad, see
+            `provide_fusion`; None: no layer adds its own, DistributedDataParallel's hooks do.
+
+    Raises:
+        EngineUnavailableError, InputError, UnsupportedError: it cannot be built here.
+    """
+
+    fused_by: str | None = None
+
+    def __init__(
+        self, choice: Variant, settings: Settings, setting: Setting, text: TrainingText,
+        max_recv_rows: Any,
+    ) -> None:  # fmt: skip
+        on_gpu = setting.device == "cuda"
+        # On a GPU with a tracker that CUDA graphs can hold.
+        seed_everything(
+            settings["seed"],
+            te_rng_tracker=settings.uses_engine,
+            use_cudagraphable_rng=on_gpu,
+            force_reset_rng=True,
+        )
+        options = None  # Megatron-Core's own dispatchers have none
+        if choice.ours:
+            options = EpConfig(
+                **setting.options(engine=choice.dispatcher.engine, **choice.options(max_recv_rows))
+            )
+        fused = fusions(settings, on_gpu)
+        if fused.get("gradient_accumulation_fusion"):
+            self.fused_by = provide_fusion()
+        config = transformer_config(
+            settings, choice.dispatcher.dispatcher, setting.num_ranks, options,
+            **fused, **choice.dispatcher.options, **graph_fields(choice.graphs),
+        )  # fmt: skip
+        super().__init__(
+            settings, config, text.vocab_size, torch.device(setting.device),
+            _wrapping_stream(choice.graphs), distributed=True,
+            **_optimizer_fields(choice.optimizer_graph),
+        )  # fmt: skip
+        if on_gpu:
+            torch.cuda.synchronize()  # it may have been wrapped on another stream
+        self._graphs = _Graphs(choice, self, config, setting.num_ranks)
+        self._batches, self._done = text.steps, 0
+        self._loss = self._grad_norm = torch.zeros(())
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of this rank."""
+        return sum(weight.numel() for weight in self.gpt.parameters())
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the last step on this rank; waits for the device."""
+        return float(self._loss)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that did not fit on this rank so far, in forward passes; waits for the device."""
+        dispatchers = [getattr(m, "token_dispatcher", None) for m in self.gpt.modules()]
+        return sum(int(getattr(dispatcher, "num_dropped", None) or 0) for dispatcher in dispatchers)
+
+    @property
+    def phases(self) -> list[tuple[Callable[[], Any], bool]]:
+        """What a step calls, in order, and whether that is the optimizer."""
+        return [(self.zero, True), (self._next_batch, False), (self._update, True)]
+
+    def step(self) -> None:
+        """Train on the next batch."""
+        for call, _ in self.phases:
+            call()
+
+    def _next_batch(self) -> None:
+        self._graphs.before_step(self._done)
+        self._loss = self.forward_backward(self._batches[self._done % len(self._batches)]).mean()
+        self._done += 1
+
+    def _update(self) -> None:
+        self._grad_norm = self.update()
+
+    def first_steps(self, count: int, after_each: Callable[[], Any]) -> Curve:
+        """Train `count` steps from the start and record the results."""
+        weights = self._weights()
+        output, gradient = self._first_layer()
+        losses, grad_norms = [], []
+        for _ in range(count):
+            self.step()
+            losses.append(self.loss)
+            grad_norms.append(float(self._grad_norm))
+            after_each()
+        return Curve(weights, output, gradient, losses, grad_norms)
+
+    def close(self, engines: bool = True) -> None:
+        """Release the graphs, the memory and, if nothing has failed, the engines."""
+        # Python cannot see cycles through autograd's nodes: Megatron's own dispatchers keep
+        # probabilities of the last forward pass, which lead to the nodes that take the weights'
+        # gradients and, with DistributedDataParallel's hooks on these, to the model; with the
+        # distributed optimizer the config leads to it, and it to these nodes.
+        self._graphs.close()
+        self.gpt.config.grad_scale_func = None
+        for module in self.gpt.modules():
+            if hasattr(module, "token_dispatcher"):
+                if engines:
+                    close_dispatcher(module.token_dispatcher)
+                del module.token_dispatcher
+        del self.gpt, self.model, self.optimizer, self.optimizer_step, self.schedule, self._graphs
+        gc.collect()
+        # A graph cannot use memory that lies in the allocator's cache.
+        torch.cuda.empty_cache()
+
+    def _first_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first MoE layer's output and gradient, see `Curve`; no weight changes."""
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        layer = next(m for m in self.gpt.modules() if isinstance(m, MoELayer))
+        settings, weight = self.settings, next(layer.parameters())
+        dtype = self.gpt.config.params_dtype
+        shape = (settings["seq-length"], settings["micro-batch-size"], settings["hidden-size"])
+        generator = torch.Generator(weight.device).manual_seed(settings["seed"])
+        hidden, grad = (
+            torch.randn(shape, generator=generator, device=weight.device).to(dtype)
+            for _ in range(2)
+        )
+        # As megatron.training does at the start; a step before may have left another value.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=weight.device))
+        output = layer(hidden.requires_grad_())[0]
+        (gradient,) = torch.autograd.grad(output, hidden, grad)
+        return output.detach().cpu(), gradient.cpu()
+
+    def _weights(self) -> dict[str, tuple[float, float]]:
+        names, weights = zip(*self.gpt.named_parameters(), strict=True)
+        sums = [torch.stack([w.double().sum(), w.double().abs().sum()]) for w in weights]
+        found = map(tuple, torch.stack(sums).tolist())
+        return dict(zip(names, found, strict=True))
+
+
+def fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
+    """The fusions that Megatron-LM enables by default, where they are available."""
+    if not on_gpu:
+        return {}  # they would need a compiler
+    return {
+        "bias_activation_fusion": settings["swiglu"],
+        "bias_dropout_fusion": True,
+        "apply_rope_fusion": settings.uses_engine,
+        # Without TransformerEngine every layer would need Apex or its stand-in.
+        "gradient_accumulation_fusion": settings.uses_engine,
+    }
+
+
+# --- weight gradients that linear layers add to the fp32 main_grad themselves --------------------
+
+
+def provide_fusion() -> str:
+    """Enable `gradient_accumulation_fusion` in Megatron-Core's own linear layers, in this process.
+
+    They call a function of Apex' extension `fused_weight_gradient_mlp_cuda`, and refuse the option
+    without it; TransformerEngine's layers need none.  Apex has to be compiled, so it is missing on
+    many machines.  Without the option, all of a model's gradients would be written, read and added
+    once more than in training; hence this stand-in, the same for all subjects.
+
+    Returns:
+        whose function they call: `APEX` or `STAND_IN`.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32
+        )
+        layers._grad_accum_fusion_available = True
+    function = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    return STAND_IN if function is wgrad_gemm_accum_fp32 else APEX
+
+
+@torch.no_grad()
+def wgrad_gemm_accum_fp32(
+    rows: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """Add grad_output^T @ rows to `main_grad`, fp32 [out_features, in_features].
+
+    `rows` [num_rows, in_features] and `grad_output` [num_rows, out_features] are bf16 or fp16.  On
+    a GPU one call of cuBLAS, with sums in fp32.  Where torch has none for these dtypes, before 2.8
+    and on a CPU, the product is rounded to the rows' dtype and added.
+    """
+    if rows.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        torch.addmm(main_grad, grad_output.t(), rows, out_dtype=torch.float32, out=main_grad)
+    else:
+        main_grad.add_(grad_output.t() @ rows)
+
+
+# --- CUDA graphs as Megatron-Core makes them, under the names that each release uses -------------
+
+
+def graph_fields(graphs: str | None) -> dict[str, Any]:
+    """The TransformerConfig fields that ask for `graphs`."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if graphs is None:
+        return {}
+    known = TransformerConfig.__dataclass_fields__
+    parts = "cuda_graph_modules" if "cuda_graph_modules" in known else "cuda_graph_scope"
+    fields: dict[str, Any] = {"cuda_graph_warmup_steps": EAGER_STEPS}
+    if graphs == PARTIAL_GRAPHS:
+        return {**fields, "cuda_graph_impl": "transformer_engine", parts: list(PARTS)}
+    if FULL_ITERATION in get_args(known["cuda_graph_impl"].type):
+        return {**fields, "cuda_graph_impl": FULL_ITERATION, parts: []}
+    return {**fields, "cuda_graph_impl": "local", parts: [FULL_ITERATION]}  # before 0.18
+
+
+def _wrapping_stream(graphs: str | None) -> AbstractContextManager[Any]:
+    """The stream that DistributedDataParallel's hooks remember: that of the whole graph."""
+    if graphs != FULL_ITERATION:
+        return nullcontext()
+    from megatron.core import full_cuda_graph
+
+    if not hasattr(full_cuda_graph, "get_shared_capture_stream"):  # before 0.18
+        return nullcontext()
+    stream = full_cuda_graph.get_shared_capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+def _optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
+    """The fields of OptimizerConfig that ask for an optimizer that can be captured."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    if not optimizer_graph:
+        return {}
+    if "optimizer_cuda_graph" not in OptimizerConfig.__dataclass_fields__:
+        raise UnavailableError(f"{OPTIMIZER_GRAPH} needs Megatron-Core 0.17 or newer")
+    return {"optimizer_cuda_graph": True}
+
+
+class _Graphs:
+    """The CUDA graphs of a subject, if any.  Those of one subject at a time in a process."""
+
+    def __init__(self, choice: Variant, model: TrainedModel, config: Any, num_ranks: int) -> None:
+        self._choice = choice
+        self._partial: Any = None
+        self._has_captured = False
+        self._clear()  # what a subject that failed left behind
+        if choice.graphs == FULL_ITERATION:
+            from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+            model.schedule = FullCudaGraphWrapper(
+                model.schedule, cuda_graph_warmup_steps=EAGER_STEPS
+            )
+        elif choice.graphs == PARTIAL_GRAPHS:
+            self._partial = _partial_graphs(model, config, num_ranks)
+        if choice.captures_optimizer:
+            from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+            model.optimizer_step = OptimizerCudaGraphWrapper(
+                model.optimizer_step, cuda_graph_warmup_steps=EAGER_STEPS
+            )
+
+    def before_step(self, step: int) -> None:
+        """Called before step number `step`, from 0."""
+        if self._partial is not None and step == EAGER_STEPS:
+            self._partial.create_cudagraphs()
+            self._has_captured = True
+
+    def close(self) -> None:
+        """Release the graphs."""
+        if self._has_captured:
+            self._partial.delete_cuda_graphs()
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._choice.graphs == FULL_ITERATION:
+            clear_full_iteration()
+        if self._choice.captures_optimizer:
+            from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+            OptimizerCudaGraphWrapper.cuda_graph = OptimizerCudaGraphWrapper.result = None
+            OptimizerCudaGraphWrapper.curr_iteration = 0
+
+
+def clear_full_iteration() -> None:
+    """Release the graphs and batches that Megatron-Core keeps in classes."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+    for name, nothing in (("cuda_graph", None), ("result", None), ("curr_iteration", 0)):
+        getattr(FullCudaGraphWrapper, name).update(training=nothing, validation=nothing)
+    StaticBufferLoader.static_buffers = {"training": [], "validation": []}
+
+
+def _partial_graphs(model: TrainedModel, config: Any, num_ranks: int) -> Any:
+    from megatron.core import num_microbatches_calculator
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    settings = model.settings
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        0, None, settings["global-batch-size"], settings["micro-batch-size"], num_ranks
+    )
+    return TECudaGraphHelper(
+        model=[model.model],
+        config=config,
+        seq_length=settings["seq-length"],
+        micro_batch_size=settings["micro-batch-size"],
+        optimizers=[model.optimizer],
+    )

@@ -1,0 +1,245 @@
+"""Megatron's dispatchers, whole layers and experts alone: the check accepts right ones only.
+
+Layers and experts add weight gradients to main_grad: once, and to what is there.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from imports import import_megatron_on_cpu
+from patience import PatientPool
+from stand_ins import BUGS, FFN, prepared_on, put_into
+
+from megatron_ncclep.benchmark import BOTH, Setting, UnavailableError
+from megatron_ncclep.benchmark import layer_model as model
+from megatron_ncclep.benchmark.command import make_subject
+from megatron_ncclep.benchmark.layers import blocks_of
+from megatron_ncclep.benchmark.ranks import Timer
+from megatron_ncclep.benchmark.shapes import Workload
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.testing.cases import Case
+
+if find_spec("megatron") is None:
+    pytest.skip("Megatron-Core is not installed", allow_module_level=True)
+
+CASES = {
+    "bf16": Case("bf16", (20, 20), 8, top_k=3, hidden=32, dtype=torch.bfloat16),
+    "fp32": Case("fp32", (20, 20), 8, top_k=3, hidden=32, alignment=16),
+    "top-1": Case("top-1", (20, 20), 8, top_k=1, hidden=32, skew=0.5),
+    "an expert without rows": Case("empty", (9, 9), 8, top_k=2, hidden=32, skew=100.0),
+}
+GROUPED = "layer:ncclep:reference:grouped"
+GRAPH = f"{GROUPED}:full_iteration"
+DISPATCHERS = ["alltoall", "allgather", "ncclep:reference"]
+LAYERS = ["layer:alltoall", "layer:ncclep:reference", GROUPED, GRAPH]
+EXPERTS = ["experts:megatron", "experts:grouped", "experts:grouped:full_iteration"]
+# Bug -> what the check says.
+FOUND = {
+    "swapped rows": "output",
+    "reversed probabilities": "output",
+    "wrong counts": "rows of each expert",
+    "half the gradient of probabilities": "gradient of the probabilities",
+    "a row without gradient": "gradient of the hidden states",
+}
+FOUND_WITH_EXPERTS = FOUND | {"wrong counts": "output"}
+OF_LAYERS = FOUND_WITH_EXPERTS | {
+    "rows overwritten before backward": "gradient of experts.",
+    "another routing": "not the shape's routing",
+}
+OF_EXPERTS = FOUND_WITH_EXPERTS | {"a row without gradient": "gradient of the rows"}
+
+
+def overwritten(weight: Any, backward: Callable[[], Any]) -> Any:
+    weight.main_grad.zero_()
+    return backward()
+
+
+def added_twice(weight: Any, backward: Callable[[], Any]) -> Any:
+    before = weight.main_grad.clone()
+    results = backward()
+    weight.main_grad.add_(weight.main_grad - before)
+    return results
+
+
+def dropped(weight: Any, backward: Callable[[], Any]) -> Any:
+    before = weight.main_grad.clone()
+    results = backward()
+    weight.main_grad.copy_(before)
+    return results
+
+
+# What could go wrong with a main_grad -> the sum of how many passes it is noticed in.
+WRONG_GRADIENTS = {overwritten: 2, added_twice: 1, dropped: 1}
+
+
+def check_on_rank(
+    context: RankContext, name: str, case: str, bug: Any, max_recv_rows: Any = "worst"
+) -> str | None:
+    """Prepare a subject that has a bug on rank 1, run it as if it were timed, and check it."""
+    workload = Workload(CASES[case], context.rank, FFN)
+    prepared = prepared_on(context, name, workload, max_recv_rows)
+    if context.rank == 1:
+        put_into_subject(prepared, workload, bug)
+    layer = getattr(prepared, "_layer", None)
+    try:
+        for call in prepared.passes.values():
+            call()
+        problem = prepared.problem()
+        assert layer is None or all(weight.grad is None for weight in layer.parameters())
+        return problem
+    finally:
+        prepared.close()
+
+
+def put_into_subject(prepared: Any, workload: Workload, bug: Any) -> None:
+    if callable(bug):
+        *_, weight = prepared._shared.module.experts.parameters()  # of the last expert
+        add_gradients = prepared._add_gradients
+        prepared._add_gradients = lambda out: bug(weight, lambda: add_gradients(out))
+    elif bug == "rows overwritten before backward":
+        overwrite_rows(prepared._dispatcher)
+    elif bug == "another routing":
+        router = prepared._layer.router
+        router.given_logits = router.given_logits.flip(1)
+    elif bug == "a graph that keeps its routing":
+        routing = Workload(workload.case, workload.rank, FFN)
+        replay = prepared.passes[BOTH]
+        prepared.passes[BOTH] = lambda: (model.route(prepared._shared, routing), replay())
+    elif hasattr(prepared, "_dispatcher"):
+        put_into(prepared._dispatcher, bug)
+    else:
+        experts = prepared._experts
+        prepared._experts = lambda *args: experts(*BUGS[bug](*args))
+
+
+def overwrite_rows(dispatcher: Any) -> None:
+    """As if the dispatcher's buffer were used again while the experts still need it."""
+    kept: list[torch.Tensor] = []
+    after_dispatch, before_combine = dispatcher.dispatch_postprocess, dispatcher.combine_preprocess
+
+    def keep(*args: Any) -> Any:
+        results = after_dispatch(*args)
+        kept.append(results[0])
+        return results
+
+    def overwrite(*args: Any) -> Any:
+        kept.pop().data.mul_(0.5)  # behind autograd's back
+        return before_combine(*args)
+
+    dispatcher.dispatch_postprocess, dispatcher.combine_preprocess = keep, overwrite
+
+
+def two_subjects_on_rank(context: RankContext) -> list[Any]:
+    """Two subjects of one run share weights, are timed in turns, and free the weights.
+
+    This package's experts tell the hooks that they have added their gradients, and Megatron's, on a
+    CPU, leave it to the hooks.
+    """
+    workload = Workload(CASES["fp32"], context.rank, FFN)
+    both = [prepared_on(context, name, workload) for name in (LAYERS[0], GROUPED)]
+    pairs = zip(*(prepared._layer.parameters() for prepared in both), strict=True)
+    found: list[Any] = [[type(prepared._layer.experts).__name__ for prepared in both]]
+    found += [all(a is b for a, b in pairs), [prepared.shared_bytes for prepared in both]]
+    layer, received = both[0]._shared.module, model.received_rows(workload, context.rank)
+    timer = Timer(context.group, "cpu")
+    for clock in [prepared.clock(timer) for prepared in both] * 2:
+        clock()  # what main_grads hold after each round is one pass's
+        main_grads = {name: weight.main_grad for name, weight in layer.named_parameters()}
+        expected = model.expert_gradients(layer, received)
+        found.append(model.results_problem(workload, context.rank, main_grads, expected, 1))
+    found += [prepared.problem() for prepared in both]
+    del layer, main_grads
+    for prepared in both:
+        found.append(len(workload.shared))
+        prepared.close()
+    gc.collect()
+    return [*found, len(workload.shared)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankPool]:
+    """Two processes of their own: Megatron on a CPU needs patches that last."""
+    pool = PatientPool(2, prepare=import_megatron_on_cpu)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "name", [*DISPATCHERS, *(f"layer:{name}" for name in DISPATCHERS), GROUPED, GRAPH, *EXPERTS]
+)
+def test_right_results_pass(two_ranks: RankPool, name: str, case: str) -> None:
+    assert two_ranks.run(check_on_rank, name, case, "none") == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "bug", "found"),
+    [
+        (name, bug, found)
+        for names, bugs in (
+            (("alltoall", "ncclep:reference"), FOUND),
+            (LAYERS[:3], OF_LAYERS),
+            (EXPERTS, OF_EXPERTS),
+        )
+        for name in names
+        for bug, found in bugs.items()
+    ],
+)
+def test_wrong_results_are_rejected(two_ranks: RankPool, name: str, bug: str, found: str) -> None:
+    problems = [said for said in two_ranks.run(check_on_rank, name, "bf16", bug) if said]
+    assert any(found in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("bug", WRONG_GRADIENTS)
+@pytest.mark.parametrize("name", [LAYERS[0], GROUPED, GRAPH, *EXPERTS])
+def test_wrong_gradients_are_rejected(two_ranks: RankPool, name: str, bug: Any) -> None:
+    right, wrong = two_ranks.run(check_on_rank, name, "bf16", bug)
+    assert right is None
+    assert "gradient of experts." in str(wrong)
+    assert f"sum of {WRONG_GRADIENTS[bug]}" in str(wrong)
+
+
+def test_a_graph_is_replayed_with_another_routing(two_ranks: RankPool) -> None:
+    """One that goes on with the routing of its capture is right as long as that stays."""
+    problems = two_ranks.run(check_on_rank, GRAPH, "bf16", "a graph that keeps its routing")
+    assert "replayed with another routing: rank 1: the router's map is not" in str(problems)
+
+
+def test_rows_that_do_not_fit_are_no_result(two_ranks: RankPool) -> None:
+    """20 tokens of 2 ranks with 3 experts each, of which a rank has 60 on average."""
+    problems = two_ranks.run(check_on_rank, f"{GROUPED}:static", "bf16", "none", 64)
+    assert "did not fit into 64 received rows and were dropped" in str(problems)
+
+
+def test_layers_share_weights_and_free_them(two_ranks: RankPool) -> None:
+    # Router, and in each of four experts fc1 (its output is gated: twice as wide) and fc2.
+    num_weights = 8 * 32 + 4 * (2 * FFN * 32 + 32 * FFN)
+    for found in two_ranks.run(two_subjects_on_rank):
+        # Weights in fp32, and as much of gradients.
+        assert found[:3] == [["SequentialMLP", "GroupedLocalExperts"], True, [0, 8 * num_weights]]
+        assert found[3:] == [None] * 6 + [1, 1, 0]
+
+
+def test_blocks() -> None:
+    place, lengths = blocks_of(torch.tensor([2, 0, 17]), grouped=True)
+    assert lengths.tolist() == [32, 0, 16]
+    assert place.tolist() == [32, 33, *range(17)]
+    place, lengths = blocks_of(torch.tensor([2, 0, 17]), grouped=False)
+    assert (lengths.tolist(), place.tolist()) == ([2, 0, 17], [*range(19)])
+
+
+def test_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    setting = Setting(0, 2, "cuda", 60, lambda: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UnavailableError, match=r"pip install 'megatron-ncclep\[train\]'"):
+        make_subject("alltoall", setting, Workload(CASES["fp32"], 0))
+    with pytest.raises(UnavailableError, match="does not give ffn_hidden_size"):
+        model.shared_layer(setting, Workload(CASES["fp32"], 0))
+    with pytest.raises(UnavailableError, match=r"pip install 'megatron-ncclep\[te\]'"):
+        model.shared_layer(setting, Workload(CASES["fp32"], 0, FFN))
