@@ -135,7 +135,8 @@ def test_a_rank_that_fails_ends_the_job(slurm: SlurmCluster, tmp_path: Path):
 def test_a_training_goes_on_where_it_was(slurm: SlurmCluster, tmp_path: Path):
     if Version(version("megatron-core")) < Version("0.17"):
         pytest.skip("wheels of Megatron-Core before 0.17 have no megatron.training")
-    shutil.copy(HERE.parent / "integration" / "pretrain_template.py", tmp_path / "pretrain_gpt.py")
+    template = HERE.parent / "integration" / "install" / "pretrain_template.py"
+    shutil.copy(template, tmp_path / "pretrain_gpt.py")
     shutil.copy(HERE / "interrupted_pretrain.py", tmp_path)
     there = str(tmp_path / "checkpoints")
     job = Job(

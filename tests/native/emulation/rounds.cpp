@@ -196,8 +196,8 @@ class WithFailure {
             rank == victim_ && (how_ == Failing::kStops || how_ == Failing::kRefuses);
         const bool is_alone =
             has_stopped_ && how_ != Failing::kHasLateCta && ranks_ > 1 && !has_left;
-        require(!is_alone || sequence_.may_go_on(how_, stopped_in_), "failure: rank ", rank,
-                " has waited for nobody");
+        require(!is_alone || sequence_.may_go_on(how_, stopped_in_, rank == victim_),
+                "failure: rank ", rank, " has waited for nobody");
         continue;
       }
       require(has_stopped_, "failure: rank ", rank, " of all that came");

@@ -274,7 +274,7 @@ bool Rows::waits_for_one_thing(int step) const { return steps_[step].kind != Ste
 
 // In the last plan the others may have all that they need; a step on which hosts agree compares
 // nothing.
-bool Rows::may_go_on(Failing how, int step) const {
+bool Rows::may_go_on(Failing how, int step, bool) const {
   if (step == num_steps() - 1) return true;
   if (how != Failing::kDiffers) return false;
   while (++step < num_steps() && is_agreed(step)) continue;

@@ -19,7 +19,7 @@ class Rows : public Sequence {
   int last_kernel() const override;
   bool is_agreed(int step) const override;
   bool waits_for_one_thing(int step) const override;
-  bool may_go_on(Failing how, int step) const override;
+  bool may_go_on(Failing how, int step, bool is_victim) const override;
   void check_failure(int rank, int step, Failing how, int victim) override;
 
  private:

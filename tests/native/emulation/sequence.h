@@ -60,8 +60,9 @@ class Sequence {
   virtual bool is_agreed(int) const { return false; }
   // Whether a rank can wait in a step for one thing only.
   virtual bool waits_for_one_thing(int) const { return false; }
-  // Whether others may not miss a rank that has stopped in this step.
-  virtual bool may_go_on(Failing how, int step) const = 0;
+  // Whether a rank, the victim or another, may get to the end although the victim has stopped in
+  // this step.
+  virtual bool may_go_on(Failing how, int step, bool is_victim) const = 0;
   // Checks what a rank whose group has failed in this step says of it.
   virtual void check_failure(int rank, int step, Failing how, int victim) = 0;
   void refuse(int rank);

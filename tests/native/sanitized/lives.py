@@ -193,6 +193,8 @@ def calls(program: Program) -> None:
             assert word not in known or values == usual
             assert program.module.call_values(word) == dict(zip(names, values, strict=True))
             known.add(word)
+    has_no_weights = program.module.call_values(word_of_rows("combine", *usual[1:4], False))
+    assert has_no_weights["presence of weights"] == 0
     # Of a plan's number a call has 14 bits.
     assert word_of_rows("dispatch", 1 + (1 << 14), *usual[2:]) == word_of_rows(*usual)
 
@@ -216,10 +218,13 @@ def calls(program: Program) -> None:
 def sizes(program: Program) -> None:
     """How the host waits for a plan's sizes."""
     o, gpu = Objects(program), program.gpu
-    o.plan = o.group.plan(**o.plan_arguments(max_pairs=1, max_assignments=1))
-    raises("not received", o.dispatch)  # nobody knows how much arrives
-    assert not o.wait_for_sizes().has_room
-    raises("room for 1 pairs and 1 assignments", o.dispatch)
+    gpu.standin_set_plans(ROWS, 2, 4, 0, 0, 0)
+    for room in ({"max_pairs": 1, "max_assignments": 6}, {"max_pairs": 3, "max_assignments": 3}):
+        o.plan = o.group.plan(**o.plan_arguments(**room))
+        raises("not received", o.dispatch)  # nobody knows how much arrives
+        assert not o.wait_for_sizes().has_room
+        raises("room for {max_pairs} pairs and {max_assignments}".format(**room), o.dispatch)
+    gpu.standin_set_plans(ROWS, 1, 2, 0, 0, 0)
     before = o.plan
     o.make_plan()
     last, o.plan = o.plan, before

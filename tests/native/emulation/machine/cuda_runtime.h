@@ -66,25 +66,34 @@ inline void __threadfence_block() { fence(emu::kCta); }
 inline void __threadfence() { fence(emu::kGpu); }
 inline void __threadfence_system() { fence(emu::kSystem); }
 inline void __nanosleep(unsigned int) { emu::yield(); }
-inline unsigned int __ballot_sync(unsigned int, bool vote) { return emu::ballot(vote); }
-inline bool __all_sync(unsigned int, bool vote) { return emu::ballot(vote) == ~0u; }
-inline bool __any_sync(unsigned int, bool vote) { return emu::ballot(vote) != 0; }
+// The lanes whose values `is_meant` accepts, one bit each.
+template <typename IsMeant>
+unsigned int lanes_of(long value, IsMeant&& is_meant) {
+  const long* values = emu::exchange(value);
+  unsigned int lanes = 0;
+  for (int i = 0; i < emu::kWarpSize; ++i)
+    lanes |= static_cast<unsigned int>(is_meant(values[i])) << i;
+  return lanes;
+}
+inline unsigned int __ballot_sync(unsigned int, bool vote) {
+  return lanes_of(vote, [](long given) { return given != 0; });
+}
+inline bool __all_sync(unsigned int, bool vote) { return __ballot_sync(~0u, vote) == ~0u; }
+inline bool __any_sync(unsigned int, bool vote) { return __ballot_sync(~0u, vote) != 0; }
 inline unsigned int __match_any_sync(unsigned int, int value) {
-  unsigned int same = 0;
-  for (int lane = 0; lane < emu::kWarpSize; ++lane) {
-    same |= static_cast<unsigned int>(emu::shuffle(value, lane) == value) << lane;
-  }
-  return same;
+  return lanes_of(value, [value](long given) { return given == value; });
 }
 template <typename T>
 T __shfl_sync(unsigned int, T value, int lane) {
-  return static_cast<T>(emu::shuffle(static_cast<long>(value), lane));
+  return static_cast<T>(emu::exchange(static_cast<long>(value))[lane]);
 }
 inline int __shfl_xor_sync(unsigned int, int value, int distance) {
-  return static_cast<int>(emu::shuffle(value, emu::lane() ^ distance));
+  return __shfl_sync(~0u, value, emu::lane() ^ distance);
 }
+// The value of the lane itself where there is no such lane.
 inline int __shfl_up_sync(unsigned int, int value, int distance) {
-  return static_cast<int>(emu::shuffle(value, emu::lane() - distance));
+  const int lane = emu::lane();
+  return __shfl_sync(~0u, value, lane < distance ? lane : lane - distance);
 }
 
 // --- memory --------------------------------------------------------------------------------------

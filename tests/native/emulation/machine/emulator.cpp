@@ -249,13 +249,14 @@ void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
   EMU_REQUIRE(live[rank] == 0);
   const Delay delay = delays[rank];
   delays.erase(rank);
+  const auto shared = std::make_shared<std::function<void()>>(std::move(kernel));
   for (int index = 0; index < ctas; ++index) {
     auto cta = std::make_shared<Cta>(Cta{rank, index, ctas, {}, {}, Barrier(threads), {}, {}});
     cta->dynamic.assign(shared_bytes + 2 * kSharedAlignment, '\xab');
     cta->stored_into.assign(cta->dynamic.size() / kBlock + 1, 0);
     cta->warps.resize(threads / kWarpSize);
     for (int thread = 0; thread < threads; ++thread) {
-      Fiber* fiber = make(kernel, rank);
+      Fiber* fiber = make([shared] { (*shared)(); }, rank);
       fiber->cta = cta;
       fiber->thread = thread;
       cta->fibers.push_back(fiber);
@@ -338,23 +339,13 @@ bool cta_barrier(bool vote) {
   return result;
 }
 
-long shuffle(long value, int from) {
-  Warp& all = warp();
-  all.values[lane()] = value;
+// Two sets of values take turns: whoever writes into one of them again has met, for the other, all
+// who read it.
+const long* exchange(long value) {
+  long* const values = warp().values[self().num_exchanges++ % 2];
+  values[lane()] = value;
   warp_barrier();
-  const long result = 0 <= from && from < kWarpSize ? all.values[from] : value;
-  all.barrier.wait();
-  return result;
-}
-
-unsigned ballot(bool vote) {
-  Warp& all = warp();
-  all.values[lane()] = vote;
-  warp_barrier();
-  unsigned votes = 0;
-  for (int i = 0; i < kWarpSize; ++i) votes |= static_cast<unsigned>(all.values[i] != 0) << i;
-  all.barrier.wait();
-  return votes;
+  return values;
 }
 
 void start_load(void* shared, const void* global, int bytes, std::uint64_t* full) {

@@ -93,7 +93,7 @@ struct Warp {
   Barrier barrier{kWarpSize};
   int barriers = 0;             // since one of it let others run
   const Known* seen = nullptr;  // by those who have come to a barrier
-  long values[kWarpSize];
+  long values[2][kWarpSize];    // of `exchange`
 };
 
 struct Cta {
@@ -131,6 +131,7 @@ struct Fiber {
   std::vector<Copies> stores, loads;
   Copies open_stores, open_loads;
   std::uint64_t not_before = 0;  // on the clock
+  unsigned num_exchanges = 0;    // with its warp
   View view;
 
   std::function<void()> body;
@@ -186,10 +187,9 @@ T& shared(int declaration) {
   return *reinterpret_cast<T*>(static_shared(declaration, sizeof(T)));
 }
 
-// What lane `from` of the warp gives; its own value where there is no such lane.
-long shuffle(long value, int from);
-unsigned ballot(bool vote);
 void warp_barrier();
+// What each lane of the warp gives, until the exchange after the next.
+const long* exchange(long value);
 bool cta_barrier(bool vote);
 
 // Copies into shared memory that complete a phase of `full`.
