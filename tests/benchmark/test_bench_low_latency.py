@@ -1,17 +1,21 @@
-"""The check of low-latency mode: what an engine must give, and nothing that is wrong."""
+"""Low-latency mode: its check takes what an engine must give and nothing else; its table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sample_result import sample_result
 
 from megatron_ncclep.benchmark import Setting
 from megatron_ncclep.benchmark.low_latency import LowLatencySubject
+from megatron_ncclep.benchmark.plot import draw
 from megatron_ncclep.benchmark.shapes import Shape, Workload
+from megatron_ncclep.benchmark.table import WIDTH, render
 from megatron_ncclep.ranks.group import EpGroup
 
 SHAPE = Shape("small", tokens=5, hidden=16, experts=4, top_k=2)
@@ -65,3 +69,28 @@ def test_what_is_wrong_is_seen(
     monkeypatch.setattr(prepared, changed, wrong)
     with pytest.raises(AssertionError, match=message):
         assert prepared.problem() is None, prepared.problem()
+
+
+def test_numbers_of_the_table(tmp_path: Path) -> None:
+    """101 operations from 7 us on: the median is 57, the 99th percentile 106."""
+    result = sample_result()
+    text = render(result)
+    lines = [line.split() for line in text.splitlines()]
+    for row in (
+        "1 native 57.0 106.0 56.0 105.0 63.0 112.0 14.3 30.0 ok",
+        "8 native 57.0 106.0 56.0 105.0 70.0 119.0 114.7 30.0 ok",
+    ):
+        assert row.split() in lines
+    assert text.count("low-latency mode: H 7168, E 256, K 8, bfloat16") == 1
+    assert "reference, T 8: not measured: it is not there" in text
+    assert "NO GPU" not in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+    draw(result, tmp_path / "gpu.png")
+    result["low_latency"][0]["on_gpu"] = False
+    result["low_latency"][1] |= {"error": "it died", "subjects": []}
+    text = render(result)
+    assert "NO GPU TOOK PART" in text
+    assert "T 8: nothing was measured: it died" in text
+    draw(result, tmp_path / "cpu.png")
+    for name in ("gpu.png", "cpu.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
