@@ -104,9 +104,9 @@ class Layer:
             (self.round_source_part, self.on_node),
         )
         return tables[rank], [
-            *table_dispatch(tables[rank], x, w, self.on_node),
+            *table_dispatch(tables[rank], x, w, ranks_on_node=self.on_node),
             *table_combine(*arguments, y, None, *order),
-            *table_dispatch(tables[rank], out_grad, None, self.on_node),
+            *table_dispatch(tables[rank], out_grad, ranks_on_node=self.on_node),
             *table_combine(*arguments, rows_grad, row_w_grad, *order),
         ]
 
