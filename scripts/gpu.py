@@ -104,21 +104,24 @@ PARTS: dict[str, list[Step]] = {
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
         Step("native", (1,), "tests/gpu/test_gpu_quack.py tests/gpu/test_gpu_gradient_fusion.py"),
-        Step("native", (4,), "tests/gpu/test_gpu_moe_layer.py tests/gpu/test_gpu_shapes.py"),
+        Step("native", (4,), "tests/gpu/test_gpu_moe_layer.py"),
+        Step("native", (4,), "tests/gpu/test_gpu_shapes.py"),
         Step(
             "native", (2,), "tests/gpu/test_gpu_shared_experts.py tests/gpu/test_gpu_inference.py"
         ),
     ],
     "train": [
-        Step("native", (4,), "tests/gpu/test_gpu_gpt.py tests/gpu/test_gpu_train_command.py"),
-        Step("native", (8,), "tests/gpu/test_gpu_gpt.py tests/gpu/test_gpu_train_command.py"),
+        Step("native", (4,), "tests/gpu/test_gpu_gpt.py"),
+        Step("native", (4,), "tests/gpu/test_gpu_train_command.py"),
+        Step("native", (8,), "tests/gpu/test_gpu_gpt.py"),
         Step("hierarchical", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2),
         Step("native", (2,), "tests/gpu/test_gpu_overlapped_schedule.py"),
         Step("native", (2,), "tests/gpu/test_gpu_memory.py tests/gpu/test_megatron_graphs.py"),
         Step("native", (2,), "tests/gpu/test_fp8_training.py"),
     ],
     "faults": [
-        Step("native", (4,), "tests/faults tests/gpu/test_failures.py", mps=False),
+        Step("native", (4,), "tests/faults", mps=False),
+        Step("native", (4,), "tests/gpu/test_failures.py", mps=False),
         Step("native", (8,), "tests/faults/test_host.py", mps=False),
         Step("hierarchical", (4,), "tests/faults/test_host.py", hosts=2, mps=False),
     ],

@@ -85,7 +85,7 @@ class Job:
 
         The others count on it by then: the hosts have agreed, or, with `native`, do without.
         """
-        owner, name = (NativeEngine, "_enter") if self.has_entry else (EpGroup, "agree")
+        owner, name = (NativeEngine, "_begin_rows") if self.has_entry else (EpGroup, "agree")
         enter = getattr(owner, name)
 
         def enter_and_act(of_whom: Any, of: str, *args: Any, **kwargs: Any) -> Any:
@@ -141,8 +141,13 @@ def dies_in_backward(job: Job) -> None:
     x = torch.ones(NUM_TOKENS, HIDDEN, device=job.ctx.device, requires_grad=True)
     w = torch.ones(NUM_TOKENS, job.ctx.num_ranks, device=job.ctx.device)
     rows, _ = dispatch(job.engine, plan, x, w)
+
+    def die_between(grad: torch.Tensor) -> None:
+        job.wait()  # or its part of combine's backward would not come either
+        die()
+
     if job.is_culprit:
-        rows.register_hook(lambda grad: die())
+        rows.register_hook(die_between)
     combine(job.engine, plan, rows).sum().backward()
 
 

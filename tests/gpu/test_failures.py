@@ -254,7 +254,7 @@ def test_a_late_device_is_nan_and_an_error(
 
 def replays_on_rank(ctx: RankContext, engine_name: str, leaves_out: bool) -> list[Story]:
     """Replay a step three times; at the second the last rank is late, or leaves out the rest."""
-    is_culprit, round_source_part = ctx.rank == ctx.num_ranks - 1, rounds_source_part(engine_name)
+    is_culprit = ctx.rank == ctx.num_ranks - 1
     tokens = (200, 131, 64, 77, 128, 1, 90, 30)[: ctx.num_ranks]
     case = dataclasses.replace(CASE, tokens=tokens, num_experts=4 * ctx.num_ranks, dropped=0.0)
     case = case.on(ctx.device)
@@ -276,7 +276,7 @@ def replays_on_rank(ctx: RankContext, engine_name: str, leaves_out: bool) -> lis
             replay()
         torch.cuda.synchronize()
         story = Story()
-        _, expected = layer.expected(number, round_source_part)
+        _, expected = layer.expected(number)
         for name, actual, wanted in zip(RESULTS, results, expected, strict=True):
             if actual is not None and wanted is not None:
                 story.see(name, actual, wanted)
@@ -356,7 +356,11 @@ def test_hosts_that_part_spoil_nothing(pool: RankPool, engine_name: str, fault: 
             assert re.search(place, text), what
         elif rank != last:
             assert call == "check", what
-            assert f"rank {last} did not come in combine" in text, what
+            assert re.search(r"rank \d did not come in combine", text), what
         else:  # it waits on the host for ranks that have gone on
             assert call == "plans", what
             assert re.search(r"rank 0 has gone on to call", text), what
+    if fault != "dispatches":
+        # A rank may hear first that another one has given up; that one names the culprit.
+        named = f"rank {last} did not come in combine"
+        assert any(named in text for story in stories for text in story.raised.values()), stories

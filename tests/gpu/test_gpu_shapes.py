@@ -17,7 +17,6 @@ from megatron_setup import ep_config
 from test_shapes_of_models import LENGTHS
 from trainer import ModelCase, train
 
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext
 
 # One size of rows nearly everywhere: an engine that compiles at run time does so for each.
@@ -59,7 +58,10 @@ CASES = [
     LayerCase("gradient-not-contiguous", transposed=True),
 ]
 # The batch decides how many rows there are; capacity padding may give a token all 16 experts.
-MODES = {"exact": EpConfig(), "static": EpConfig(max_recv_rows="worst", alignment=16)}
+MODES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "static": {"max_recv_rows": "worst", "alignment": 16},
+}
 each_mode = pytest.mark.parametrize(
     "mode",
     ["exact", pytest.param("static", marks=pytest.mark.supports("--ncclep-max-recv-rows"))],
@@ -72,7 +74,7 @@ each_mode = pytest.mark.parametrize(
 def test_shape_equals_alltoall(
     ctx: RankContext, engine_name: str, case: LayerCase, mode: str
 ) -> None:
-    ncclep = replace(MODES[mode], engine=engine_name)
+    ncclep = ep_config(engine_name, **MODES[mode])
     case = replace(
         case,
         ep=ctx.num_ranks,
