@@ -16,7 +16,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import config_of
-from run_case import fitted, rounds_source_part
+from run_case import fitted
 from test_graphs import CASES, Layer, captured
 
 from megatron_ncclep.engines import create_engine
@@ -29,7 +29,7 @@ NUM_REPLAYS = 4
 
 def chunked_on_rank(ctx: RankContext, case: Case, engine_name: str, chunks: int) -> str:
     """Steps in exact and static mode and replays of the latter; returns the first difference."""
-    case, round_source_part = case.on(ctx.device), rounds_source_part(engine_name)
+    case = case.on(ctx.device)
     config = dataclasses.replace(config_of(case, engine_name), network_chunks=chunks)
     exact = dataclasses.replace(config, max_recv_rows=None)
     difference = ""
@@ -38,7 +38,7 @@ def chunked_on_rank(ctx: RankContext, case: Case, engine_name: str, chunks: int)
         nonlocal difference
         torch.cuda.synchronize()
         try:
-            layer.check(plan, results, number, round_source_part)
+            layer.check(plan, results, number)
         except AssertionError as error:
             difference = difference or f"chunks {chunks}: {error}"
 
