@@ -1,8 +1,8 @@
 """Kernels and host code broken on purpose, between real ranks: other tests must notice.
 
 Each mistake is made in a copy of the tree, which is built, and whose tests then run.  A GPU
-forgives most races: of those the emulator notices more (tests/native/test_emulation.py, whose mistakes are
-some of these).
+forgives most races: the emulator notices more of them (tests/native/test_emulation.py, whose
+mistakes some of these are).
 """
 
 from __future__ import annotations
@@ -46,32 +46,24 @@ class Planted:
     change: Change | None = None
 
 
-COMBINE, LOW_LATENCY = "tests/contract/test_combine.py", "tests/contract/test_low_latency.py"
+CONTRACT, LOW_LATENCY = "tests/contract", "tests/contract/test_low_latency.py"
 FAILURES, NODES = "tests/gpu/test_failures.py", "tests/contract/test_nodes.py"
-CONTRACT = "tests/contract/test_combine.py tests/contract/test_dispatch.py"
 PLANTED = {
     # Epochs: what an earlier operation left is taken for this one's.
-    "sums of the combine before are taken": Planted(CONTRACT, "test_combine"),
     "LL: the word of the operation before is taken": Planted(LOW_LATENCY, "test_low_latency"),
     # Waits and fences.
     "LL: a dispatch does not wait for one of the ranks": Planted(LOW_LATENCY, "test_low_latency"),
-    "sums are flagged before they are written": Planted(CONTRACT, "test_combine", ranks=4),
     "a call does not wait for the last one on another stream": Planted(
         "tests/gpu/test_gpu_stream_order.py tests/gpu/test_gpu_streams.py",
         "test_gpu_stream",
         change=Change("csrc/common/stream_order.cpp", "last.done.hold_back(stream);", ";"),
     ),
     # Slots and places.
-    "an assignment that just fits is dropped": Planted(
-        "tests/contract/test_overflow.py", "test_overflow"
-    ),
-    "slots are wrong from the 33rd expert on": Planted(
-        "tests/contract/test_plan.py tests/contract/test_limits.py", "test_plan|test_limits"
-    ),
-    "rows after the last block are not zero": Planted(
-        "tests/contract/test_overflow.py tests/contract/test_dispatch.py", "."
-    ),
-    "own rows come before two parts": Planted(COMBINE, "test_combine", ranks=4),
+    "an assignment that just fits is dropped": Planted(CONTRACT, "."),
+    "padding is not zero": Planted(CONTRACT, "."),
+    "rows after the last block are not zero": Planted(CONTRACT, "."),
+    "own rows come before two parts": Planted(CONTRACT, ".", ranks=4),
+    "a bad index is taken for not routed": Planted("tests/contract/test_errors.py", "test_errors"),
     "LL: scales stay where they are": Planted(LOW_LATENCY, "test_low_latency"),
     # Ranks that do not come, and ranks that make different calls.
     "rows that did not come are left as they are": Planted(FAILURES, "late|hosts_that_part"),
@@ -80,10 +72,10 @@ PLANTED = {
     ),
     # Hosts mixed up.
     "network: nodes are added downwards": Planted(
-        f"{NODES} {COMBINE}", "test_nodes|test_combine", "hierarchical", 4, 4
+        f"{NODES} tests/contract/test_combine.py", "test_nodes|test_combine", "hierarchical", 4, 4
     ),
     "a token's assignments go to the wrong host": Planted(
-        f"{NODES} {CONTRACT}",
+        f"{NODES} tests/contract/test_dispatch.py",
         ".",
         "hierarchical",
         2,
