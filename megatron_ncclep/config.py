@@ -32,6 +32,7 @@ WORST = "worst"
 # or for so many times a balanced load, in at most three decimals.
 _FACTOR = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?x", re.ASCII)
 DROP, RAISE = "drop", "raise"
+MEAN, A2SGD = "mean", "a2sgd"
 
 
 def thousandths(max_recv_rows: str) -> int | None:
@@ -146,6 +147,19 @@ class EpConfig:
         "argument is an error in that call, and not in one of the next; slower, for debugging",
     )
 
+    gradient_averaging: str = _option(
+        MEAN,
+        str,
+        "'a2sgd': data-parallel ranks exchange two means for each bucket in place of its "
+        "gradients, which changes the result of the training; 'mean': Megatron's own averaging",
+    )
+    resync_interval: int = _option(
+        0,
+        int,
+        "with a2sgd: every so many steps, average the weights of the data-parallel ranks, which "
+        "differ; 0: never",
+    )
+
     def __post_init__(self) -> None:
         if not isinstance(self.engine, str):
             raise InputError(f"engine {self.engine!r}: must be the name of an engine, or 'auto'")
@@ -196,6 +210,20 @@ class EpConfig:
             )
         if not isinstance(self.check_calls, bool):
             raise InputError(f"check_calls {self.check_calls!r}: must be True or False")
+        if self.gradient_averaging not in (MEAN, A2SGD):
+            raise InputError(
+                f"gradient_averaging {self.gradient_averaging!r}: must be {MEAN!r} or {A2SGD!r}"
+            )
+        if not (self.resync_interval == 0 or _is_count(self.resync_interval)):
+            raise InputError(
+                f"resync_interval {self.resync_interval!r}: must be a whole number of steps from 0 "
+                f"(never) to {MAX_COUNT}"
+            )
+        if self.resync_interval and self.gradient_averaging == MEAN:
+            raise InputError(
+                f"resync_interval {self.resync_interval} without gradient_averaging {A2SGD!r}: "
+                "the ranks' weights are equal anyway; leave it out"
+            )
         if self.on_overflow not in (DROP, RAISE):
             raise InputError(f"on_overflow {self.on_overflow!r}: must be {DROP!r} or {RAISE!r}")
         if self.on_overflow == RAISE and self.max_recv_rows is None:

@@ -85,6 +85,8 @@ VARIABLES = {
         EnvVar("NCCLEP_METRICS_INTERVAL", int, None, "steps between two metrics; 0: none"),
         EnvVar("NCCLEP_INFERENCE_TOKENS", int, None, "tokens of a rank in low-latency mode"),
         EnvVar("NCCLEP_CHECK_CALLS", switch, None, "1: the ranks' hosts agree in every call"),
+        EnvVar("NCCLEP_GRADIENT_AVERAGING", str, None, "mean or a2sgd: what gradients become"),
+        EnvVar("NCCLEP_RESYNC_INTERVAL", int, None, "steps between averages of weights; 0: none"),
         EnvVar("NCCLEP_HOST_EXCHANGE", switch, True, "0: ranks agree without shared memory"),
         EnvVar(
             "NCCLEP_LOCAL_RANKS",

@@ -40,6 +40,7 @@ LAYER_OF = {
     "ranks": "ranks",
     "engines": "engines",
     "autoload": "integration",
+    "gradient_averaging": "steps",
     "ops": "steps",
     "metrics": "steps",
     "integration": "integration",

@@ -46,7 +46,7 @@ class EngineEntry:
 
 AUTO = "auto"
 # Options of Megatron's layer and its dispatcher, which no engine has.
-_OF_THE_LAYER = ("experts", "metrics_interval")
+_OF_THE_LAYER = ("experts", "gradient_averaging", "metrics_interval", "resync_interval")
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
     "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_availability.unavailable_reason),

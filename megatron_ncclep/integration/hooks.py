@@ -13,6 +13,7 @@ It patches these places in Megatron, in memory only and without effect on other 
     add_megatron_arguments                               offers our options, --ncclep-*
     parse_args                                           takes their values
     core_config_from_args                                takes YAML files without the new field
+    DistributedDataParallel.__init__                     averages by two means; FSDP refuses to
     MoEMetricsTracker.report, track_moe_metrics          write our metrics too, if asked for
     OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
     parallel_state.destroy_model_parallel                closes our groups first
@@ -63,6 +64,7 @@ from megatron_ncclep.integration.experts.layer_experts import (
     need_no_host,
     select_experts,
 )
+from megatron_ncclep.integration.gradient_averaging import change_ddp, refuse_in
 from megatron_ncclep.integration.import_hook import after_import
 from megatron_ncclep.integration.inference.support import (
     change_inference_context,
@@ -110,6 +112,9 @@ _TRANSFORMER_LAYER_MODULE = "megatron.core.transformer.transformer_layer"
 _CONTEXT_MODULE = "megatron.core.inference.contexts.dynamic_context"
 _ARGUMENTS_MODULE = "megatron.training.arguments"
 _YAML_MODULE = "megatron.training.yaml_arguments"
+_DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
+_FSDP_MODULE = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
+_TORCH_FSDP_MODULE = "megatron.core.distributed.torch_fully_sharded_data_parallel"
 _UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _LOGGING_MODULE = "megatron.core.transformer.moe.moe_logging"  # from 0.18 on
 _GROUPS_MODULE = "megatron.core.parallel_state"
@@ -356,6 +361,9 @@ HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _CONTEXT_MODULE: (change_inference_context,),
     _TRANSFORMER_LAYER_MODULE: (_change_transformer_layer,),
     _OPTIMIZER_GRAPH_MODULE: (_change_optimizer_graph,),
+    _DDP_MODULE: (change_ddp,),
+    _FSDP_MODULE: (refuse_in("FullyShardedDataParallel"),),
+    _TORCH_FSDP_MODULE: (refuse_in("TorchFullyShardedDataParallel"),),
     _UTILS_MODULE: (change_track,),
     _LOGGING_MODULE: (change_report,),
     _ARGUMENTS_MODULE: (change_add_arguments, change_parse_args),

@@ -36,6 +36,8 @@ OPTIONS = EpConfig(
     network_chunks=3,
     metrics_interval=9,
     inference_tokens=11,
+    gradient_averaging="a2sgd",
+    resync_interval=13,
 )
 EXACT = dataclasses.replace(OPTIONS, max_recv_rows=None, on_overflow="drop")
 STATIC = dataclasses.replace(OPTIONS, on_overflow="drop")

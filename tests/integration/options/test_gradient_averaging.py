@@ -1,0 +1,210 @@
+"""Two-level gradient averaging against the paper's formula in fp64, and what it puts on the wire.
+
+Gradients come from a generator of their own on each rank, so that the oracle has them before any
+of ours has seen them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_setup import build_layer, initialize, make_config
+from numpy.typing import NDArray
+from on_ranks import gathered
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.gradient_averaging import TwoLevelAveraging, two_means
+from megatron_ncclep.ranks.pool import RankContext
+
+# A few roundings to fp32 of numbers up to about 5, in sums whose own error is below that.
+CLOSE = {"rtol": 1e-5, "atol": 3e-6}
+
+
+def means(gradients: NDArray[np.float64]) -> tuple[float, float]:
+    """Of the non-negative gradients, and of the magnitudes of the others."""
+    kept, negative = gradients[gradients >= 0], gradients[gradients < 0]
+    return (
+        kept.mean() if kept.size else 0.0,
+        np.abs(negative).mean() if negative.size else 0.0,
+    )
+
+
+def encoded(gradients: NDArray[np.float64], plus: float, minus: float) -> NDArray[np.float64]:
+    return np.where(gradients >= 0, plus, -minus)
+
+
+def oracle(workers: list[NDArray[np.float64]], own: int) -> NDArray[np.float64]:
+    """The paper's formula, step by step, for one of the workers."""
+    every = [means(worker) for worker in workers]
+    error = workers[own] - encoded(workers[own], *every[own])
+    plus, minus = (float(np.mean(side)) for side in zip(*every, strict=True))
+    return error + encoded(workers[own], plus, minus)
+
+
+def counted_bytes(sizes: list[int]) -> Any:
+    """Note the bytes of each tensor that torch.distributed.all_reduce is given."""
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel() * tensor.element_size())
+        return original(tensor, *args, **kwargs)
+
+    return mock.patch.object(dist, "all_reduce", all_reduce)
+
+
+@pytest.mark.parametrize("values", ["mixed", "positive", "negative", "zero", "bf16"])
+def test_means_are_those_of_fp64(values: str) -> None:
+    found = torch.randn(100_003, generator=torch.Generator().manual_seed(3)) + 0.3
+    found = {
+        "positive": found.abs(), "negative": -found.abs() - 1, "zero": found * 0,
+        "bf16": found.bfloat16(),
+    }.get(values, found)  # fmt: skip
+    np.testing.assert_allclose(two_means(found).numpy(), means(found.double().numpy()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_reaches_everyone(value: float) -> None:
+    """Else ranks would disagree on whether to skip a step."""
+    assert not two_means(torch.tensor([1.0, -1.0, value])).isfinite().all()
+
+
+def test_several_buckets_and_weights_averaged_every_second_step(ctx: RankContext) -> None:
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64, bias=False))
+    # The second layer's gradients are ready first, and fill a bucket of their own.
+    model = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.001)
+    averaging = TwoLevelAveraging(resync_interval=2)
+    averaging.register(model)
+    with pytest.raises(UnsupportedError, match="DistributedDataParallel, not Linear"):
+        averaging.register(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(ctx.rank)
+    gradients = [torch.randn(p.shape, generator=generator) for p in layers.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        sizes: list[int] = []
+        with counted_bytes(sizes):
+            total = model(torch.zeros(1, 64)).sum() * 0
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                total = total + (parameter * gradient).sum()
+            total.backward()
+        assert set(sizes) == {8}
+        optimizer.step()
+        averaging.after_step()
+        weights = gathered(ctx, next(model.parameters()).detach())
+        assert torch.equal(weights[0], weights[3]) == (step == 2)
+
+
+def test_one_bucket_of_torch_ddp(ctx: RankContext) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
+    TwoLevelAveraging().register(model)
+    weight = next(model.parameters())
+    gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(ctx.rank))
+    gradient = gradient * (1 + ctx.rank) + 0.2
+    sizes: list[int] = []
+    with counted_bytes(sizes):
+        (model(torch.zeros(1, 64)).sum() + (weight * gradient).sum()).backward()
+    wanted = oracle(gathered(ctx, gradient.double().numpy()), ctx.rank)
+    assert weight.grad is not None
+    np.testing.assert_allclose(weight.grad.numpy(), wanted, **CLOSE)
+    assert sizes == [8]
+
+
+@pytest.mark.each_release
+@pytest.mark.parametrize("overlap", [False, True])
+def test_megatron_ddp(ctx: RankContext, overlap: bool) -> None:
+    """Two experts' ranks: dense parameters over all four, experts over the two that have them.
+
+    Megatron divides both by four; two ranks' experts so have half of their mean.
+    """
+    initialize(ep=2)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    options = EpConfig(gradient_averaging="a2sgd", resync_interval=1)
+    config = make_config("ncclep", torch.float32, 2, ncclep=options)
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+    model = DistributedDataParallel(config, ddp, build_layer(config))
+    generator = torch.Generator().manual_seed(ctx.rank)
+    sizes: list[int] = []
+    model.zero_grad_buffer()
+    buckets = [b for g in model.bucket_groups + model.expert_parallel_bucket_groups
+               for b in g.buckets]  # fmt: skip
+    before = []
+    for bucket in buckets:
+        bucket.grad_data.copy_(torch.randn(bucket.grad_data.shape, generator=generator) + 0.1)
+        bucket.grad_data.mul_(1 + ctx.rank)
+        before.append(bucket.grad_data.double().numpy().copy())
+    with counted_bytes(sizes):
+        model.finish_grad_sync()
+    assert sizes == [8] * len(buckets)
+    assert len(model.expert_parallel_bucket_groups) == 1
+    every = gathered(ctx, before)
+    for number, bucket in enumerate(buckets):
+        is_expert = number == len(buckets) - 1
+        ranks = [ctx.rank % 2, ctx.rank % 2 + 2] if is_expert else [0, 1, 2, 3]
+        wanted = oracle([every[rank][number] for rank in ranks], ranks.index(ctx.rank))
+        if is_expert:
+            wanted = wanted / 2
+        np.testing.assert_allclose(bucket.grad_data.numpy(), wanted, **CLOSE)
+
+    dense, expert = (bucket.params_list[0] for bucket in (buckets[0], buckets[-1]))
+    with torch.no_grad():
+        for parameter in (dense, expert):
+            parameter.fill_(2.0**ctx.rank)
+    model.zero_grad_buffer()  # of the next step
+    np.testing.assert_array_equal(dense.detach().numpy(), 15 / 4)
+    np.testing.assert_array_equal(expert.detach().numpy(), 2.0 ** (ctx.rank % 2) * 5 / 2)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "distributed": ({}, {"use_distributed_optimizer": True}, "use_distributed_optimizer=True"),
+    "tensor": ({"tensor_model_parallel_size": 2}, {}, "tensor_model_parallel_size=2"),
+    "pipeline": ({"pipeline_model_parallel_size": 2}, {}, "pipeline_model_parallel_size=2"),
+    "dispatcher": ({"moe_token_dispatcher_type": "alltoall"}, {}, "'alltoall', which would ignore"),
+}
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_it_cannot_do_is_refused(ctx: RankContext, case: str) -> None:
+    initialize(ep=1)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    changes, of_ddp, text = REFUSED[case]
+    config = make_config("ncclep", torch.float32, 1, ncclep=EpConfig(gradient_averaging="a2sgd"))
+    layer, ddp = build_layer(config), DistributedDataParallelConfig(**of_ddp)
+    with pytest.raises(UnsupportedError, match=r"FSDP \(FullyShardedDataParallel\)"):
+        FullyShardedDataParallel(config, ddp, layer)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedError, match=text):
+        DistributedDataParallel(config, ddp, layer)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"gradient_averaging": "sum"}, "must be 'mean' or 'a2sgd'"),
+        ({"resync_interval": 5}, "without gradient_averaging 'a2sgd'"),
+        ({"gradient_averaging": "a2sgd", "resync_interval": -1}, "resync_interval -1"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        EpConfig(**options)
+
+
+def test_main_grads_are_refused(ctx: RankContext) -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.main_grad = torch.zeros(2, 2)
+    model = torch.nn.parallel.DistributedDataParallel(layer)
+    with pytest.raises(UnsupportedError, match="weight has a main_grad"):
+        TwoLevelAveraging().register(model)
