@@ -1,4 +1,4 @@
-"""Measure and plot what docs/gradient-averaging.md shows.  As root; no arguments.
+"""Measure and plot what docs/gradient-averaging.md shows; as root, without arguments.
 
 Losses come from four ranks on this machine; step times from two network namespaces with two ranks
 each, joined by a cable whose rate `tc` limits.
@@ -30,6 +30,7 @@ def converge(name: str) -> None:
 
 
 def ip(words: str) -> None:
+    """Run `ip` with these words."""
     subprocess.run(["ip", *words.split()], check=True)
 
 
