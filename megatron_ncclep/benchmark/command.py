@@ -32,17 +32,12 @@ from megatron_ncclep.benchmark.layer_model import import_on_cpu
 from megatron_ncclep.benchmark.layers import DispatcherSubject, ExpertsSubject, LayerSubject
 from megatron_ncclep.benchmark.low_latency import LibraryLowLatencySubject, LowLatencySubject
 from megatron_ncclep.benchmark.ranks import Clock, DeviceMemory, Ranks
-from megatron_ncclep.benchmark.result import (
-    LISTS,
-    Measured,
-    ShapeResult,
-    SubjectResult,
-    TrainingResult,
-)
-from megatron_ncclep.benchmark.shapes import NetworkModel, Shape, TrainingShape, Workload, wire_rows
+from megatron_ncclep.benchmark.result import Measured, ShapeResult, SubjectResult, TrainingResult
+from megatron_ncclep.benchmark.shapes import Shape, TrainingShape, Workload, wire_rows
 from megatron_ncclep.benchmark.training import TrainingRun
-from megatron_ncclep.cli import config_files
+from megatron_ncclep.cli import config_files, network_model
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.doctor.machine import machine, versions
 from megatron_ncclep.errors import EpError, InputError
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks import place
@@ -52,12 +47,14 @@ from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 DEFAULT_CPU_RANKS = 2
 # The whole of one shape may take this many times the deadline of one wait.
 PATIENCE = 60
-SUBJECTS = {
-    "engine": EngineSubject,
-    "library": LibrarySubject,
-    "megatron": DispatcherSubject,
-    "experts": ExpertsSubject,
-}
+# Mode -> kind of a subject -> what measures it; layers have an option too.
+SUBJECTS: dict[str, dict[str, type[Subject]]] = {
+    HIGH_THROUGHPUT: {
+        "engine": EngineSubject, "library": LibrarySubject, "megatron": DispatcherSubject,
+        "experts": ExpertsSubject,
+    },
+    LOW_LATENCY: {"engine": LowLatencySubject, "library": LibraryLowLatencySubject},
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,8 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE,...",
         help="measure nothing: print how many bytes cross the network between 2 to 64 nodes, "
         "for engine 'hierarchical' and for a flat all-to-all, and the least time that this takes; "
-        f"of {', '.join(f.name for f in dataclasses.fields(NetworkModel))}, those that are not "
-        "given have example values",
+        f"values of {', '.join(network_model.names())} have defaults",
     )
 
 
@@ -135,7 +131,7 @@ def main(args: argparse.Namespace) -> int:
         given += ["mode"] * (args.mode != HIGH_THROUGHPUT) + ["smoke"] * args.smoke
         if ignored := [f"--{name.replace('_', '-')}" for name in given]:
             raise InputError(f"--model-network measures nothing: leave {', '.join(ignored)} out")
-        print(table.network(NetworkModel.parse(args.model_network)))
+        print(network_model.render(network_model.NetworkModel.parse(args.model_network)))
         return 0
     # torchrun sets both for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -185,11 +181,7 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
 
 
 def _measure_in_pool(job: Job) -> list[Measured]:
-    """Start the ranks and measure every shape.
-
-    Ranks that die, for example in a library that aborts, cost their shape only: the next one gets
-    new ones.
-    """
+    """Start the ranks and measure every shape; ranks that die cost their shape only."""
     if job.device == "cuda":
         pool = RankPool(job.ranks, "nccl")
     else:
@@ -224,11 +216,11 @@ def _summary(error: Exception) -> str:
 
 def _measure_as_rank(job: Job) -> list[Measured]:
     """Measure every shape as one rank of torchrun's; only rank 0 gets results."""
+    backend = "gloo"
     if job.device == "cuda":
         place.use_gpu(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "nccl" if job.device == "cuda" else "gloo", timeout=timedelta(seconds=2 * job.timeout_s)
-    )
+        backend = "nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=2 * job.timeout_s))
     try:
         assert dist.group.WORLD is not None  # just made
         context = RankContext(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, job.device)
@@ -243,35 +235,32 @@ def _finish(job: Job, measured: list[Measured]) -> int:
     result: dict[str, Any] = {
         "format": results.FORMAT,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": results.machine(job.device, job.ranks),
-        "versions": results.versions(job.device),
+        "machine": machine(job.device, job.ranks),
+        "versions": versions(job.device),
         # The folder of the results is no property of them.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
-        **{name: [] for name in LISTS},
+        **{name: [] for name in results.LISTS},
         "failures": [failure for shape in measured for failure in shape.failures],
     }
     of_shapes = "low_latency" if job.mode == LOW_LATENCY else "shapes"
     for found in measured:
         name = "trainings" if isinstance(found, TrainingResult) else of_shapes
         result[name].append(dataclasses.asdict(found))
-    out = Path(job.out)
-    results.save(result, out / "bench.json")
+    as_json, as_text, as_plot = (Path(job.out, f"bench.{kind}") for kind in ("json", "txt", "png"))
+    results.save(result, as_json)
     text = table.render(result)
-    (out / "bench.txt").write_text(text, encoding="utf-8")
+    as_text.write_text(text, encoding="utf-8")
     print(f"\n{text}", flush=True)
-    written = [out / "bench.json", out / "bench.txt"]
+    written = f"written: {as_json}, {as_text}"
     try:
-        plot.draw(result, out / "bench.png")
-        written.append(out / "bench.png")
+        plot.draw(result, as_plot)
+        written += f", {as_plot}"
     except EpError as error:
         print(error)
-    print(f"written: {', '.join(map(str, written))}")
+    print(written)
     for failure in result["failures"]:
         print(f"ncclep bench: {failure}", file=sys.stderr)
     return 1 if result["failures"] else 0
-
-
-# --- one shape on one rank -----------------------------------------------------------------------
 
 
 def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measured | None:
@@ -294,24 +283,18 @@ def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measure
 
 
 def make_subject(
-    name: str,
-    setting: Setting,
-    workload: Workload,
-    mode: str = HIGH_THROUGHPUT,
+    name: str, setting: Setting, workload: Workload, mode: str = HIGH_THROUGHPUT,
     max_recv_rows: Any = None,
-) -> Subject:
+) -> Subject:  # fmt: skip
     """Prepare the subject that `name` means, which does not train.  Collective.
 
     Raises:
         UnavailableError: it cannot be measured here; raised on every rank that knows.
     """
     kind = kind_of(name)
-    if mode == LOW_LATENCY:
-        made = LowLatencySubject if kind == "engine" else LibraryLowLatencySubject
-        return made(name, setting, workload)
     if kind == "layer":
         return LayerSubject(name, setting, workload, max_recv_rows)
-    return SUBJECTS[kind](name, setting, workload)
+    return SUBJECTS[mode][kind](name, setting, workload)
 
 
 @dataclass
@@ -331,7 +314,6 @@ class _ShapeRun:
         self._low_latency = job.mode == LOW_LATENCY
 
     def run(self) -> ShapeResult:
-        """See `run`."""
         ranks, shape = self._ranks, self._shape
         ranks.step("routing and payload")
         case = shape.case(ranks.num_ranks, ranks.setting.device)
@@ -403,13 +385,11 @@ class _ShapeRun:
         return entry
 
     def _check(self, entry: _Entry, when: str) -> None:
-        """Compare the results of every pass with the expected ones; wrong ones are not timed."""
         status, reason = self._ranks.attempt(entry.subject.problem)
         if status != "ok":
             entry.result.fail(status, f"{when}: {reason}")
 
     def _time(self, entries: list[_Entry]) -> None:
-        """Time all passes of all subjects."""
         ranks, total = self._ranks, self._job.samples
         ranks.step(f"timing {len(entries)} subjects, {total} samples")
         clocks = {entry.result.name: entry.clock for entry in entries}

@@ -81,9 +81,8 @@ class DispatcherChoice:
     @property
     def excuses(self) -> tuple[type[Exception], ...]:
         """Errors that mean that it cannot be measured here: any of Megatron-Core's own."""
-        if self.engine is None:
-            return (Exception,)
-        return (EngineUnavailableError, InputError, UnsupportedError)
+        ours = (EngineUnavailableError, InputError, UnsupportedError)
+        return (Exception,) if self.engine is None else ours
 
 
 # By name, in the order of the table.
@@ -92,10 +91,8 @@ DISPATCHERS = {
     "alltoall": DispatcherChoice("alltoall"),
     "alltoall_fused": DispatcherChoice("alltoall", {"moe_permute_fusion": True}),
     "allgather": DispatcherChoice("allgather"),
-    **{
-        f"flex_{backend}": DispatcherChoice("flex", {"moe_flex_dispatcher_backend": backend})
-        for backend in ("deepep", "hybridep")
-    },
+    "flex_deepep": DispatcherChoice("flex", {"moe_flex_dispatcher_backend": "deepep"}),
+    "flex_hybridep": DispatcherChoice("flex", {"moe_flex_dispatcher_backend": "hybridep"}),
 }
 
 
@@ -135,14 +132,13 @@ class Variant:
 # What other experts are compared with, and all experts alone by name.
 MEGATRONS_EXPERTS = "experts:megatron"
 EXPERTS = {
-    variant.name: variant
-    for variant in (
-        Variant(MEGATRONS_EXPERTS, DISPATCHERS["alltoall"]),
-        Variant("experts:grouped", DISPATCHERS["alltoall"], grouped=True),
-        Variant(f"experts:grouped:{FULL_ITERATION}", DISPATCHERS["alltoall"], grouped=True,
-                graphs=FULL_ITERATION),
+    name: Variant(name, DISPATCHERS["alltoall"], grouped=grouped, graphs=graphs)
+    for name, grouped, graphs in (
+        (MEGATRONS_EXPERTS, False, None),
+        ("experts:grouped", True, None),
+        (f"experts:grouped:{FULL_ITERATION}", True, FULL_ITERATION),
     )
-}  # fmt: skip
+}
 # Names with a dispatcher; what stands in brackets may be left out.
 LAYER = "layer:DISPATCHER[:grouped][:static][:full_iteration]"
 TRAIN = "train:DISPATCHER[:grouped][:static][:full_iteration or :partial_graphs][:optimizer_graph]"
@@ -176,22 +172,19 @@ def variant_of(name: str) -> Variant | None:
     dispatcher, words = DISPATCHERS[found[1]], [w[1:] for w in found.groups()[1:] if w]
     ours, graphed = dispatcher.engine is not None, OPTIMIZER_GRAPH in words
     graphs = next((word for word in words if word in (FULL_ITERATION, PARTIAL_GRAPHS)), None)
-    problem = None
     if words and words[0] in (GROUPED, STATIC) and not ours:
-        problem = (
-            f"only this package's dispatcher can be {words[0]}: write "
-            f"{prefix}ncclep:ENGINE:{words[0]}"
+        instead = f"{prefix}ncclep:ENGINE:{words[0]}"
+        raise InputError(
+            f"subject {name!r}: only this package's dispatcher can be {words[0]}: write {instead}"
         )
-    elif graphs == FULL_ITERATION and GROUPED not in words:
-        other = PARTIAL_GRAPHS if PARTIAL_GRAPHS in form else "no graphs"
-        problem = (
-            "the host waits for the numbers of rows, which one graph of an iteration cannot "
-            f"contain: write {f'{GROUPED}:{graphs}' if ours else other}"
+    if graphs == FULL_ITERATION and GROUPED not in words:
+        instead = PARTIAL_GRAPHS if PARTIAL_GRAPHS in form else "no graphs"
+        raise InputError(
+            f"subject {name!r}: the host waits for the numbers of rows, which one graph of an "
+            f"iteration cannot contain: write {f'{GROUPED}:{graphs}' if ours else instead}"
         )
-    elif graphs and STATIC in words:
-        problem = f"{graphs} implies {STATIC}: leave it out"
-    if problem is not None:
-        raise InputError(f"subject {name!r}: {problem}")
+    if graphs and STATIC in words:
+        raise InputError(f"subject {name!r}: {graphs} implies {STATIC}: leave it out")
     return Variant(
         name, dispatcher, grouped=GROUPED in words,
         static=STATIC in words or (graphs is not None and ours),
@@ -200,7 +193,7 @@ def variant_of(name: str) -> Variant | None:
 
 
 def known_variant(name: str) -> Variant:
-    """`variant_of` a name that is known to be one of a layer, a training or experts."""
+    """`variant_of` a name that is known to be one."""
     variant = variant_of(name)
     assert variant is not None, name
     return variant
@@ -221,11 +214,8 @@ def default_names() -> list[str]:
 
 def low_latency_engines(device: str) -> list[str]:
     """The engines with low-latency mode; on "cuda" those that a CUDA graph can be part of."""
-    return [
-        name
-        for name, entry in ENGINES.items()
-        if entry.caps.low_latency_tokens and (device != "cuda" or entry.caps.captures_static)
-    ]
+    caps = {name: entry.caps for name, entry in ENGINES.items() if entry.caps.low_latency_tokens}
+    return [name for name, c in caps.items() if device != "cuda" or c.captures_static]
 
 
 def split_name(name: str) -> tuple[str, int | None]:
@@ -265,19 +255,14 @@ def unavailable_reason(
             f"{training.name} is a model of TransformerEngine's modules, which need a GPU: use "
             "--config smoke, or a file with transformer-impl: local"
         )
-    if importlib.util.find_spec("transformer_engine") is None:
-        return f"{training.name} needs {INSTALL_ENGINE}"
-    return None
+    missing = importlib.util.find_spec("transformer_engine") is None
+    return f"{training.name} needs {INSTALL_ENGINE}" if missing else None
 
 
 def dropped_problem(num_dropped: int, max_recv_rows: Any) -> str | None:
     """Say that rows were dropped, if any were: then something else is computed."""
-    if not num_dropped:
-        return None
-    return (
-        f"{num_dropped} rows did not fit into {max_recv_rows} received rows and were dropped: give "
-        "a larger --max-recv-rows"
-    )
+    said = f"{num_dropped} rows did not fit into {max_recv_rows} received rows and were dropped"
+    return f"{said}: give a larger --max-recv-rows" if num_dropped else None
 
 
 @dataclass(frozen=True)
@@ -349,16 +334,10 @@ class Job(Checked):
             config=config,
             shapes=file.shapes if not all(map(is_train, names)) else (),
             trainings=file.trainings if any(map(is_train, names)) else (),
-            ranks=ranks,
-            device=device,
-            subjects=names,
-            required=subjects,
-            timeout_s=file.timeout_s,
-            out=args.out,
-            max_recv_rows=_max_recv_rows(args.max_recv_rows, names),
-            mode=args.mode,
-            **rounds,
-        )
+            ranks=ranks, device=device, subjects=names, required=subjects, out=args.out,
+            timeout_s=file.timeout_s, mode=args.mode,
+            max_recv_rows=_max_recv_rows(args.max_recv_rows, names), **rounds,
+        )  # fmt: skip
         job._check()
         return job
 
@@ -406,13 +385,11 @@ def _check_low_latency(names: tuple[str, ...], device: str, found: tuple[Shape, 
 
 def _max_recv_rows(given: int | str | None, names: tuple[str, ...]) -> int | str | None:
     """The option that static subjects get; None if there are none."""
-    if not any(variant and variant.static for variant in map(variant_of, names)):
-        if given is None:
-            return None
+    if any(variant and variant.static for variant in map(variant_of, names)):
+        return EpConfig(max_recv_rows=MAX_RECV_ROWS if given is None else given).max_recv_rows
+    if given is not None:
         raise InputError(
             f"--max-recv-rows {given}: no subject has a fixed number of received rows, such as "
             "train:ncclep:native:grouped:static"
         )
-    rows = MAX_RECV_ROWS if given is None else given
-    EpConfig(max_recv_rows=rows)
-    return rows
+    return None

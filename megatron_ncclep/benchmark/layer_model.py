@@ -35,7 +35,7 @@ from megatron_ncclep.benchmark.job import (
     INSTALL_ENGINE,
     INSTALL_MEGATRON,
     DispatcherChoice,
-)
+)  # fmt: skip
 from megatron_ncclep.benchmark.shapes import GRAD_OUT, WEIGHTS, Workload, X
 from megatron_ncclep.config import EpConfig
 
@@ -46,8 +46,6 @@ CLASSES = {
     "flex": (MEGATRONS, "MoEFlexTokenDispatcher"),
     "ncclep": ("megatron_ncclep.integration.dispatcher", "NcclEpTokenDispatcher"),
 }
-# Key in Workload.shared.
-SHARED = "layer"
 # Logit of experts that a token does not go to; those of its assignments are at least log(0.5).
 UNPICKED = -100.0
 # What is compared.
@@ -57,9 +55,6 @@ ROWS_GRADIENT = "gradient of the rows"
 PROBS_GRADIENT = "gradient of the probabilities"
 # fp32 probabilities after log, exp and division.
 PROBS_TOLERANCE = 1e-5
-
-
-# --- process groups and dispatchers --------------------------------------------------------------
 
 
 def is_installed() -> bool:
@@ -98,12 +93,9 @@ def initialize(setting: Setting) -> None:
 
 
 def _make_config(
-    choice: DispatcherChoice,
-    setting: Setting,
-    workload: Workload,
-    options: Mapping[str, Any],
+    choice: DispatcherChoice, setting: Setting, workload: Workload, options: Mapping[str, Any],
     **more: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Make a TransformerConfig for one MoE layer of the workload's sizes.
 
     `options`: further fields of EpConfig, for our own dispatcher; `more`: of TransformerConfig.
@@ -112,24 +104,15 @@ def _make_config(
 
     case = workload.case
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=case.hidden,
-        num_attention_heads=1,
-        num_moe_experts=case.num_experts,
-        moe_router_topk=case.top_k,
-        moe_router_dtype="fp32",
+        num_layers=1, hidden_size=case.hidden, num_attention_heads=1,
+        num_moe_experts=case.num_experts, moe_router_topk=case.top_k, moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_router_pre_softmax=case.top_k == 1,  # Megatron refuses a softmax over one assignment
-        moe_token_dispatcher_type=choice.dispatcher,
-        expert_model_parallel_size=case.num_ranks,
-        expert_tensor_parallel_size=1,
-        add_bias_linear=False,
-        params_dtype=case.dtype,
-        bf16=case.dtype == torch.bfloat16,
-        fp16=case.dtype == torch.float16,
-        **choice.options,
-        **more,
-    )
+        moe_token_dispatcher_type=choice.dispatcher, expert_model_parallel_size=case.num_ranks,
+        expert_tensor_parallel_size=1, add_bias_linear=False, params_dtype=case.dtype,
+        bf16=case.dtype == torch.bfloat16, fp16=case.dtype == torch.float16,
+        **choice.options, **more,
+    )  # fmt: skip
     if choice.engine is not None:
         # Without an alignment, experts get the one that they need.
         alignment = None if case.alignment == 1 else case.alignment
@@ -140,12 +123,9 @@ def _make_config(
 
 
 def build_dispatcher(
-    choice: DispatcherChoice,
-    setting: Setting,
-    workload: Workload,
-    options: Mapping[str, Any] | None = None,
-    **wanted: Any,
-) -> Any:
+    choice: DispatcherChoice, setting: Setting, workload: Workload,
+    options: Mapping[str, Any] | None = None, **wanted: Any,
+) -> Any:  # fmt: skip
     """Make a dispatcher as MoELayer does; collective for some.
 
     `options`: further fields of EpConfig, for our own dispatcher; `wanted`: further arguments of
@@ -157,21 +137,16 @@ def build_dispatcher(
     num_local = workload.case.num_experts // workload.case.num_ranks
     first = setting.rank * num_local
     return getattr(importlib.import_module(module), name)(
-        num_local,
-        list(range(first, first + num_local)),
+        num_local, list(range(first, first + num_local)),
         config=_make_config(choice, setting, workload, options or {}),
-        pg_collection=get_default_pg_collection(),
-        **wanted,
-    )
+        pg_collection=get_default_pg_collection(), **wanted,
+    )  # fmt: skip
 
 
 def close_dispatcher(dispatcher: Any) -> None:
     """Release the engine of our own dispatcher; Megatron's own have nothing to release."""
     if engine := getattr(dispatcher, "engine", None):
         engine.close()
-
-
-# --- the shared layer ----------------------------------------------------------------------------
 
 
 def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
@@ -184,7 +159,7 @@ def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
     Raises:
         UnavailableError: the shape has no expert size, or TransformerEngine is missing on a GPU.
     """
-    shared = workload.shared.get(SHARED)
+    shared = workload.shared.get("layer")
     if shared is not None:
         weights = shared.module.parameters()
         return shared, sum(weight.nbytes + weight.main_grad.nbytes for weight in weights)
@@ -194,7 +169,7 @@ def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
     # Not for the distributed optimizer: that would move the weights into a buffer, which grouped
     # experts move too, and there would be two copies of them.
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    workload.shared[SHARED] = shared = DistributedDataParallel(layer.config, ddp, layer)
+    workload.shared["layer"] = shared = DistributedDataParallel(layer.config, ddp, layer)
     return shared, 0
 
 
@@ -217,18 +192,14 @@ def _build(setting: Setting, workload: Workload) -> Any:
 
     case = workload.case
     config = _make_config(
-        DISPATCHERS["alltoall"],
-        setting,
-        workload,
-        {},
-        moe_ffn_hidden_size=workload.ffn_hidden_size,
-        activation_func=F.silu,
+        DISPATCHERS["alltoall"], setting, workload, {},
+        moe_ffn_hidden_size=workload.ffn_hidden_size, activation_func=F.silu,
         gated_linear_unit=True,
         bias_activation_fusion=on_gpu,  # as --swiglu does; on a CPU it would need a compiler
         moe_grouped_gemm=on_gpu,
         use_cpu_initialization=not on_gpu,
         gradient_accumulation_fusion=on_gpu,  # Megatron's layers on a CPU would need Apex
-    )
+    )  # fmt: skip
     spec = get_moe_module_spec(use_te=on_gpu, num_experts=case.num_experts, moe_grouped_gemm=on_gpu)
     # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
@@ -372,8 +343,7 @@ def layer_results(
         dist.all_reduce(total, group=layer.ep_group)
         return total
 
-    mine = workload.tokens_of(rank)
-    num_tokens = sum(case.tokens)
+    mine, num_tokens = workload.tokens_of(rank), sum(case.tokens)
     output = sum_up(received.token, of_rows[OUTPUT], num_tokens)[mine]
     grad_x = sum_up(received.token, of_rows[ROWS_GRADIENT], num_tokens)[mine]
     grad_w = sum_up(received.assignment, of_rows[PROBS_GRADIENT], num_tokens * case.top_k)
@@ -408,12 +378,9 @@ def routing_problem(
 
 
 def results_problem(
-    workload: Workload,
-    rank: int,
-    actual: Mapping[str, torch.Tensor | None],
-    expected: Iterable[tuple[str, torch.Tensor]],
-    passes: int | None = None,
-) -> str | None:
+    workload: Workload, rank: int, actual: Mapping[str, torch.Tensor | None],
+    expected: Iterable[tuple[str, torch.Tensor]], passes: int | None = None,
+) -> str | None:  # fmt: skip
     """Say what is wrong with results of a layer or its experts on `rank`, if anything is.
 
     Args:
@@ -434,8 +401,7 @@ def results_problem(
     rounding = (case.top_k + 3) * torch.finfo(case.dtype).eps / 2
     tolerance = rounding + math.sqrt(steps) * torch.finfo(torch.float32).eps
     for name, of_one in expected:
-        want = of_one.float() if passes is None else of_one.float() * passes
-        found = actual[name]
+        want, found = of_one.float() * (passes or 1), actual[name]
         found = torch.zeros_like(want) if found is None else found.float()
         largest = float(want.abs().max()) if want.numel() else 0.0
         # Below the smallest normal number there are fewer bits: the router's gradients with top-1.

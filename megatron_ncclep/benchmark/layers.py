@@ -23,13 +23,13 @@ from megatron_ncclep.benchmark.job import (
     dropped_problem,
     known_variant,
     unavailable_reason,
-)
+)  # fmt: skip
 from megatron_ncclep.benchmark.layer_model import (
     HIDDEN_GRADIENT,
     OUTPUT,
     PROBS_GRADIENT,
     ROWS_GRADIENT,
-)
+)  # fmt: skip
 from megatron_ncclep.benchmark.ranks import Clock, Timer
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.config import GROUPED_ALIGNMENT
@@ -122,19 +122,16 @@ class DispatcherSubject(Subject):
         # Each row is rounded once, and the sum after each of its terms; one more for the wire.
         tolerance = (case.top_k + 2) * torch.finfo(case.dtype).eps / 2
         grad_probs = self._map * factor * (x * grad).sum(dim=1)[:, None]
-        assert self._x.grad is not None
-        assert self._probs.grad is not None
+        grads: Any = (self._x.grad, self._probs.grad)  # set by the passes
         comparisons = (
             (OUTPUT, out.detach().reshape(x.shape), x * weight),
-            (HIDDEN_GRADIENT, self._x.grad.reshape(x.shape), grad * weight),
-            (PROBS_GRADIENT, self._probs.grad * self._map, grad_probs),
+            (HIDDEN_GRADIENT, grads[0].reshape(x.shape), grad * weight),
+            (PROBS_GRADIENT, grads[1] * self._map, grad_probs),
         )
-        table = work.tables[self._rank]
-        if not any(torch.equal(seen[0].long(), counts) for counts in (table.routed, table.padded)):
-            return (
-                f"rank {self._rank}: rows of each expert are {seen[0].tolist()}, expected "
-                f"{table.routed.tolist()}"
-            )
+        table, rows = work.tables[self._rank], seen[0].long()
+        if not any(torch.equal(rows, counts) for counts in (table.routed, table.padded)):
+            said = f"are {rows.tolist()}, expected {table.routed.tolist()}"
+            return f"rank {self._rank}: rows of each expert {said}"
         for what, actual, expected in comparisons:
             bound = tolerance * expected.abs()
             if problem := deviation(actual.float(), expected, bound, f"{tolerance:.1%}"):
@@ -153,7 +150,6 @@ class _Accumulating(Subject):
     """
 
     _host_counts = True
-
     _inputs: tuple[torch.Tensor, ...]
     _grad_out: torch.Tensor
 
@@ -204,7 +200,6 @@ class _Accumulating(Subject):
         return clock
 
     def _run(self) -> torch.Tensor:
-        """Run the forward pass."""
         raise NotImplementedError
 
     def _everything(self) -> Results:
@@ -217,13 +212,9 @@ class _Accumulating(Subject):
         """What `_everything` must give; yields parameters and gradients one by one.  Collective."""
         raise NotImplementedError
 
-    def _compared(self, results: Results) -> Results:
-        """Results of `_everything` in the form of the expected ones."""
+    def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:
+        """What is wrong apart from values, and `results` in the form of the expected ones."""
         raise NotImplementedError
-
-    def _other_problem(self, results: Results, workload: Workload) -> str | None:
-        """Say what else is wrong."""
-        return None
 
     def _forward(self) -> None:
         self._out = self._run()
@@ -259,9 +250,9 @@ class _Accumulating(Subject):
             if self._captured is not None:
                 self.passes[BOTH]()  # it leaves its results there
             main_grads = {name: weight.main_grad for name, weight in layer.named_parameters()}
-            found = self._compared(results)
+            other, found = self._compared(results, workload)
             problems += [
-                self._other_problem(results, workload),
+                other,
                 model.results_problem(workload, rank, found, expected.items()),
                 model.results_problem(workload, rank, main_grads, gradients(), passes),
             ]
@@ -322,10 +313,7 @@ class LayerSubject(_Accumulating):
         }
 
     def problem(self) -> str | None:
-        """See `Subject.problem`.
-
-        A graph is also replayed with another routing than it was captured with.
-        """
+        """See `Subject.problem`.  A graph is also replayed with another routing than its own."""
         found = self._problem_with(self._workload)
         if self._captured is None:
             return found
@@ -350,19 +338,18 @@ class LayerSubject(_Accumulating):
 
         return results, gradients
 
-    def _compared(self, results: Results) -> Results:
+    def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:
+        probs, routing_map = results["probs"], results["routing_map"]
+        problem = model.routing_problem(workload, self._rank, probs, routing_map)
+        if dropped := getattr(self._dispatcher, "num_dropped", None):
+            problem = dropped_problem(int(dropped), self._dispatcher.engine.config.max_recv_rows)
         found, shape = dict(results), self._workload.x.shape
         for name in (OUTPUT, HIDDEN_GRADIENT):
             found[name] = results[name].reshape(shape)
         if results[PROBS_GRADIENT] is not None:
             # For experts that a token does not go to, dispatchers may leave any value there.
-            found[PROBS_GRADIENT] = results[PROBS_GRADIENT] * results["routing_map"]
-        return found
-
-    def _other_problem(self, results: Results, workload: Workload) -> str | None:
-        if dropped := getattr(self._dispatcher, "num_dropped", None):
-            return dropped_problem(int(dropped), self._dispatcher.engine.config.max_recv_rows)
-        return model.routing_problem(workload, self._rank, results["probs"], results["routing_map"])
+            found[PROBS_GRADIENT] = results[PROBS_GRADIENT] * routing_map
+        return problem, found
 
     def close(self) -> None:
         super().close()  # a graph before its engine
@@ -386,21 +373,16 @@ class ExpertsSubject(_Accumulating):
         received = model.received_rows(workload, setting.rank)
         with excused(UnsupportedError if grouped else Exception):
             self._experts = self._experts_of()
-            self._place, self._counts = blocks_of(received.counts, grouped)
-            self._place = self._place.to(setting.device)
-            if grouped:
-                self._counts = self._counts.to(setting.device)
+            place, lengths = blocks_of(received.counts, grouped)
+            self._place = place.to(setting.device)
+            self._counts = lengths.to(setting.device) if grouped else lengths
+            size = int(lengths.sum())  # zeros fill up the blocks
             self._rows, self._probs, self._grad_out = (
-                self._laid_out(tensor) for tensor in (received.rows, received.probs, received.grad)
+                rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, self._place, rows)
+                for rows in (received.rows, received.probs, received.grad)
             )
             self._inputs = (self._rows.requires_grad_(), self._probs.requires_grad_())
             self._start()
-
-    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Put rows, in the order of experts, in their places; zeros fill up the blocks."""
-        out = tensor.new_zeros(int(self._counts.sum()), *tensor.shape[1:])
-        out[self._place] = tensor
-        return out
 
     def _run(self) -> torch.Tensor:
         out: torch.Tensor = self._experts(self._rows, self._counts, self._probs)[0]
@@ -416,13 +398,13 @@ class ExpertsSubject(_Accumulating):
         results = model.experts_results(layer, received)
         return results, lambda: model.expert_gradients(layer, received)
 
-    def _compared(self, results: Results) -> Results:
-        return {
-            name: found
-            if found is None
-            else found.view(len(found), *found.shape[1:] or (1,))[self._place]
-            for name, found in results.items()
+    def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:
+        found = {name: value for name, value in results.items() if value is not None}
+        placed = {
+            name: value.view(len(value), *value.shape[1:] or (1,))[self._place]
+            for name, value in found.items()
         }
+        return None, results | placed
 
     def close(self) -> None:
         super().close()
@@ -453,20 +435,19 @@ def captured(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
     # which it was made: a graph may not wait for another one.
     for _ in range(WARMUP):
         call()
-    graph = torch.cuda.CUDAGraph()
-    failures: list[Exception] = []
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    failure: Exception | None = None
     try:
         # Meanwhile torch's own thread may ask about the progress of a collective.
-        with torch.cuda.graph(
-            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             try:
                 results = call()
             except Exception as error:
-                failures.append(error)
+                failure = error
                 raise
     except Exception:
-        if failures:  # the end of a capture that has failed raises another one, which says less
-            raise failures[0] from None
+        # The end of a capture that has failed raises another error, which says less.
+        if failure is not None:
+            raise failure from None
         raise
     return graph.replay, results

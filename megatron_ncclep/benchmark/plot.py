@@ -46,15 +46,13 @@ BARS_OF_LINES = 8  # a panel of lines is as high as one of so many bars
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ncclep plot`."""
-    parser.add_argument(
-        "result",
-        metavar="BENCH_JSON|LOG_JSONL",
+    add = parser.add_argument
+    add(
+        "result", metavar="BENCH_JSON|LOG_JSONL",
         help="bench.json of a run, or log.jsonl of a training with --ncclep-metrics-interval",
-    )
-    parser.add_argument("-o", "--out", help="PNG file (default: beside the result)")
-    parser.add_argument(
-        "--subjects", help="draw these only, separated by commas, such as native,nccl_ep"
-    )
+    )  # fmt: skip
+    add("-o", "--out", help="PNG file (default: beside the result)")
+    add("--subjects", help="draw these only, separated by commas, such as native,nccl_ep")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -100,6 +98,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     _require_matplotlib()
     from matplotlib.figure import Figure
 
+    # Of each panel, its height in bars, and what draws it.
     drawn: list[tuple[int, Callable[[Any], None]]] = [
         (len(subjects), partial(_draw_shape, result=shape, subjects=subjects))
         for shape in result["shapes"]
@@ -121,43 +120,36 @@ def draw(result: dict[str, Any], path: Path) -> None:
         draw_panel(panel)
     for panel in panels[len(drawn) :]:
         panel.set_axis_off()
-    handles = {
-        label: handle
-        for panel in panels
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
+    handles: dict[str, Any] = {}
+    for panel in panels:
+        handles |= dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
     passes = PASSES if result["shapes"] else ()
     order = [name for name in dict.fromkeys((*passes, *PIECES, *handles)) if name in handles]
     figure.legend(
-        [handles[name] for name in order],
-        order,
-        loc="outside upper center",
+        [handles[name] for name in order], order, loc="outside upper center",
         ncols=min(len(order), LEGEND_COLUMNS * columns),
-    )
+    )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def _measured(shape: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The subjects with times, by panel: without experts, and each kind of PANELS."""
-    panels: dict[str | None, list[dict[str, Any]]] = {kind: [] for kind in (None, *PANELS)}
+    panels: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("", *PANELS)}
     for subject in shape["subjects"]:
         if subject["passes"]:
-            panels[subject["kind"] if subject["kind"] in PANELS else None].append(subject)
+            panels[subject["kind"] if subject["kind"] in PANELS else ""].append(subject)
     return [subjects for subjects in panels.values() if subjects]
 
 
 def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any]]) -> None:
-    """Draw `subjects` of one shape and one panel."""
     computing = PANELS.get(subjects[0]["kind"], "")
     for place, subject in enumerate(subjects):
         times = {name: passed["median_us"] for name, passed in subject["passes"].items()}
         _draw_bar(panel, place, times, f"{sum(times.values()):,.0f}", "white")
     if result["limit_us"] is not None and not computing:
-        panel.axvline(
-            4 * result["limit_us"], color=COLORS["limit"], linestyle="--", linewidth=1.5,
-            label="limit",
-        )  # fmt: skip
+        limit = 4 * result["limit_us"]
+        panel.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.5, label="limit")
     _finish_bars(panel, [table.title(subject["name"]) for subject in subjects], margin=0.12)
     panel.set_xlabel("time of one forward and backward (microseconds)")
     panel.set_title(f"{table.sizes(result['shape'])}{computing}", fontsize=10)
@@ -172,7 +164,6 @@ def pieces(subject: dict[str, Any], busy_known: bool) -> dict[str, float]:
 
 
 def _draw_training(panel: Any, result: dict[str, Any]) -> None:
-    """Draw the measured subjects of one training."""
     subjects = [subject for subject in result["subjects"] if subject["step"]]
     busy_known = table.is_busy_known(result)
     bars = [pieces(subject, busy_known) for subject in subjects]
@@ -191,13 +182,9 @@ def _draw_training(panel: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_bar(
-    panel: Any,
-    place: int,
-    times: dict[str, float],
-    label: str,
-    edge: str,
+    panel: Any, place: int, times: dict[str, float], label: str, edge: str,
     labelled: float = float("inf"),
-) -> None:
+) -> None:  # fmt: skip
     """Draw pieces side by side, then a label; pieces longer than `labelled` show their length."""
     left = 0.0
     for name, time in times.items():
@@ -236,7 +223,7 @@ def _draw_low_latency(panel: Any, results: list[dict[str, Any]]) -> None:
         ]
         tokens = [count for count, _ in found]
         for what in PAIR:
-            p50, p99 = ([passes[what][key] for _, passes in found] for key in ("p50_us", "p99_us"))
+            p50, p99 = ([p[what][key] for _, p in found] for key in ("p50_us", "p99_us"))
             label = what if len(names) == 1 else f"{name}: {what}"
             panel.plot(tokens, p50, style, marker="o", color=COLORS[what], label=label)
             panel.fill_between(tokens, p50, p99, color=COLORS[what], alpha=0.2, linewidth=0)

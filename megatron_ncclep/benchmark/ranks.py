@@ -303,32 +303,31 @@ def measure_ceiling(
 ) -> dict[str, dict[str, Any]]:
     """Measure what dispatch and combine cannot exceed: the links' bandwidth.  Collective.
 
-    Both directions are tried with several numbers of SMs, and the copied rows are verified: a
-    LibraryError says that wrong bytes came.
+    Both directions are tried with several numbers of SMs.
 
     Returns:
         "push" and "pull" -> the best rate of the slowest rank, {"gb_per_s", "num_sms"}.
+
+    Raises:
+        LibraryError: rows did not arrive as they were sent.
     """
     native = extension.load()
     rows_per_peer = max(1, COPY_BYTES // row_bytes // (group.size - 1))
     communicator = communicator_of(group, timeout_s)
     window = native.Window(communicator, rows_per_peer * group.size * row_bytes)
+    sms = torch.cuda.get_device_properties(group.device).multi_processor_count
+    counts = sorted({min(count, sms) for count in COPY_SMS})
+    best: dict[str, dict[str, Any]] = {}
     try:
         copies = _Copies(native, window, group, row_bytes, rows_per_peer)
         copies.verify(timeout_s)
-        sms = torch.cuda.get_device_properties(group.device).multi_processor_count
-        counts = sorted({min(count, sms) for count in COPY_SMS})
-        rates = {
-            direction: [
-                {"gb_per_s": copies.rate(direction, n, timer, timeout_s), "num_sms": n}
-                for n in counts
-            ]
-            for direction in ("push", "pull")
-        }
+        for direction in ("push", "pull"):
+            rates = [(copies.rate(direction, n, timer, timeout_s), n) for n in counts]
+            best[direction] = dict(zip(("gb_per_s", "num_sms"), max(rates), strict=True))
     finally:
         torch.cuda.synchronize(group.device)
         window.close()
-    return {name: max(found, key=lambda c: c["gb_per_s"]) for name, found in rates.items()}
+    return best
 
 
 class _Copies:
@@ -373,7 +372,6 @@ class _Copies:
         self.copy("pull", COPY_SMS[0])
         self._wait("ceiling, after the pull", timeout_s)
         pulled = torch.equal(self._local, sent)
-
         # This rank's own window, read here, holds what the peers put into their parts of it.
         held = torch.empty(length, self._row_bytes // 4, dtype=torch.int32)
         self._native.copy_memory(held.data_ptr(), self._window.address, held.nbytes)

@@ -1,29 +1,19 @@
-"""Results: what bench.json holds, as plain data, and the machine and versions behind it."""
+"""Results: what bench.json holds, as plain data."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_ncclep.benchmark import WITH_EXPERTS
 from megatron_ncclep.benchmark.ranks import quantiles
 from megatron_ncclep.benchmark.shapes import Shape, TrainingShape, Workload, network_rows
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.libraries import nccl_ep, search
-from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.nodes import Nodes
-from megatron_ncclep.version import __version__
 
 FORMAT = 1
 # Passes that move every row over the wire once; a forward or backward of Megatron has two of them.
@@ -34,12 +24,10 @@ CROSSINGS = {
 # What one product of two matrices of 8192 x 8192 in bf16 reaches, measured on H100 and H200.
 PEAK_TFLOPS = 790
 # What kernels of a training step do, in the order of the table.
-OPTIMIZER, COLLECTIVES, REST = "optimizer", "collectives", "rest"
 KINDS = (
-    "attention", "GEMM", "dispatch", "combine", "plan", "permute", OPTIMIZER, COLLECTIVES, REST,
+    "attention", "GEMM", "dispatch", "combine", "plan", "permute", "optimizer", "collectives",
+    "rest",
 )  # fmt: skip
-PACKAGES = ("megatron-core", "transformer-engine", "quack-kernels", "nccl-extensions", "deep-ep")
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass
@@ -262,46 +250,3 @@ def _spread(samples: Sequence[float]) -> dict[str, float]:
 def _operations(samples: Sequence[float]) -> dict[str, float]:
     p50, p99 = quantiles(samples, 0.5, 0.99)
     return {"p50_us": p50, "p99_us": p99, "min_us": min(samples), "count": len(samples)}
-
-
-def machine(device: str, ranks: int) -> dict[str, Any]:
-    """The devices of this machine, as plain data, and how many of the `ranks` share one."""
-    described: dict[str, Any] = {
-        "device": device,
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-    }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        driver = DRIVER.read_text() if DRIVER.is_file() else ""
-        found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", driver)
-        described |= {
-            "gpu": properties.name,
-            "gpus": torch.cuda.device_count(),
-            "ranks_per_gpu": place.most_ranks_per_gpu(ranks),
-            "sms": properties.multi_processor_count,
-            "driver": found[1] if found else None,
-        }
-    return described
-
-
-def versions(device: str) -> dict[str, str | None]:
-    """Versions by name; None for what is not installed."""
-    found: dict[str, str | None] = {
-        "megatron_ncclep": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": None,
-        "libnccl_ep": None,
-        **dict.fromkeys(PACKAGES),
-    }
-    if device == "cuda":
-        if nccl := search.loaded_nccl():
-            found["nccl"] = search.version_text(nccl.version)
-        if library := nccl_ep.find_nccl_ep():
-            found["libnccl_ep"] = f"{search.version_text(library.version)} ({library.found})"
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
