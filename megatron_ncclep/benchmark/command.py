@@ -45,8 +45,7 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 DEFAULT_CPU_RANKS = 2
-# The whole of one shape may take this many times the deadline of one wait.
-PATIENCE = 60
+PATIENCE = 60  # the whole of one shape may take this many times the deadline of one wait
 # Mode -> kind of a subject -> what measures it; layers have an option too.
 SUBJECTS: dict[str, dict[str, type[Subject]]] = {
     HIGH_THROUGHPUT: {
@@ -61,19 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ncclep bench`."""
     add = parser.add_argument
     add(
-        "--config",
-        metavar="NAME_OR_PATH",
+        "--config", metavar="NAME_OR_PATH",
         help=f"shapes: {', '.join(config_files.names(config_files.BENCHMARK))}, or a path that "
         "ends in .yaml (default: models; training if all subjects train; low_latency)",
-    )
+    )  # fmt: skip
     add(
-        "--mode",
-        choices=(HIGH_THROUGHPUT, LOW_LATENCY),
-        default=HIGH_THROUGHPUT,
+        "--mode", choices=(HIGH_THROUGHPUT, LOW_LATENCY), default=HIGH_THROUGHPUT,
         help=f"{LOW_LATENCY}: low-latency mode, of the engines that have it and of NVIDIA's "
         "library, with few tokens: p50 and p99 of dispatch, combine and both, in replayed CUDA "
         f"graphs (default: {HIGH_THROUGHPUT}, for everything else)",
-    )
+    )  # fmt: skip
     add(
         "--subjects",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
@@ -93,30 +89,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="received rows of layers and training with a fixed number of them, in the form of "
         f"--ncclep-max-recv-rows (default: {MAX_RECV_ROWS})",
     )
-    add(
-        "--ranks",
-        type=int,
-        help=f"processes to start (default: one for each GPU; {DEFAULT_CPU_RANKS} on a CPU; "
-        "torchrun's)",
-    )
+    usual = f"one for each GPU; {DEFAULT_CPU_RANKS} on a CPU; torchrun's"
+    add("--ranks", type=int, help=f"processes to start (default: {usual})")
     add("--device", choices=("auto", "cpu", "cuda"), help="auto (the default) takes GPUs if any")
     add("--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)")
     add("--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)")
     add("--out", default="runs/bench", help="folder for the results (default: runs/bench)")
+    as_smoke = "small shapes on a CPU: the same as --config smoke --device cpu"
+    add("--smoke", action="store_true", help=as_smoke)
     add(
-        "--smoke",
-        action="store_true",
-        help="small shapes on a CPU: the same as --config smoke --device cpu",
-    )
-    add(
-        "--model-network",
-        nargs="?",
-        const="",
-        metavar="NAME=VALUE,...",
+        "--model-network", nargs="?", const="", metavar="NAME=VALUE,...",
         help="measure nothing: print how many bytes cross the network between 2 to 64 nodes, "
         "for engine 'hierarchical' and for a flat all-to-all, and the least time that this takes; "
-        f"values of {', '.join(network_model.names())} have defaults",
-    )
+        f"{', '.join(network_model.names())} have example values if they are not given",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -139,9 +125,8 @@ def main(args: argparse.Namespace) -> int:
     try:  # now: what was measured must not be lost for want of a folder
         Path(job.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(
-            f"--out {job.out}: {error.strerror}: give a folder that can be written to"
-        ) from error
+        wrong = f"--out {job.out}: {error.strerror}"
+        raise InputError(f"{wrong}: give a folder that can be written to") from error
     measured = _measure_as_rank(job) if under_torchrun else _measure_in_pool(job)
     return 0 if under_torchrun and os.environ["RANK"] != "0" else _finish(job, measured)
 
@@ -173,10 +158,8 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
         raise InputError("--device cuda: no GPU is visible; leave it out to measure on the CPU")
     ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
     if device == "cuda" and world_size is None and ranks > gpus and not place.may_share_gpu():
-        raise InputError(
-            f"--ranks {ranks}: each needs a GPU of its own, and {gpus} are visible; "
-            f"{place.HOW_TO_SHARE}"
-        )
+        lacking = f"each needs a GPU of its own, and {gpus} are visible"
+        raise InputError(f"--ranks {ranks}: {lacking}; {place.HOW_TO_SHARE}")
     return Job.make(args, ranks, device)
 
 
@@ -357,8 +340,7 @@ class _ShapeRun:
     def _prepare(self, name: str, workload: Workload) -> _Entry:
         """Prepare a subject, run every pass once and check the results."""
         ranks, job = self._ranks, self._job
-        result = SubjectResult(name, kind=kind_of(name))
-        entry = _Entry(result)
+        entry = _Entry(result := SubjectResult(name, kind=kind_of(name)))
         ranks.step(name)
         gc.collect()
         memory = DeviceMemory(ranks.on_gpu)

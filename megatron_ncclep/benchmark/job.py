@@ -1,21 +1,18 @@
 """One benchmark as plain data, the same on every rank: subjects by name, shapes, and how to time.
 
     ENGINE                     an engine of this package through the engine interface
-    nccl_ep_library            NVIDIA's libnccl_ep called directly, without this package's checks:
-                               the one that the engine nccl_ep takes
-    nccl_ep_library:PACKAGE    the one that a package brings; +pull_push and +fixed_order enable
-                               modes of transformer-engine's, which are off otherwise
-    alltoall, allgather,       Megatron-Core's own dispatchers through their six hooks
-    flex_deepep, ...
+    nccl_ep_library[:PACKAGE]  NVIDIA's libnccl_ep called directly, without this package's checks:
+                               the one that the engine nccl_ep takes, or the one of a package;
+                               +pull_push and +fixed_order enable modes of transformer-engine's
+    alltoall, flex_deepep, ... Megatron-Core's own dispatchers through their six hooks
     ncclep:ENGINE              this package's dispatcher through the same hooks
-    layer:DISPATCHER...        a whole MoELayer (router, dispatcher, experts) with any of the
-                               dispatchers, such as layer:alltoall and layer:ncclep:native
+    layer:DISPATCHER...        a whole MoELayer (router, dispatcher, experts)
     experts:megatron,          the experts of such a layer alone: Megatron-Core's or this package's,
     experts:grouped            the latter with :full_iteration too
     train:DISPATCHER...        whole training steps of a model
 
-The last three kinds are measured on request only.  Layers and trainings take variants, in the
-order of `LAYER` and `TRAIN`:
+Layers, experts and trainings are measured on request only.  Layers and trainings take variants, in
+the order of `LAYER` and `TRAIN`:
 
     grouped         this package's experts in place of Megatron-Core's (ncclep only)
     static          a fixed number of received rows (ncclep only), which graphs need and imply
@@ -37,18 +34,18 @@ from itertools import product
 from typing import Any
 
 from megatron_ncclep.benchmark import shapes
-from megatron_ncclep.benchmark.shapes import Checked, Shape, TrainingShape, at_least
+from megatron_ncclep.benchmark.shapes import Shape, TrainingShape
+from megatron_ncclep.cli.config_files import Checked, at_least
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.errors import EngineUnavailableError, InputError, UnsupportedError
 
-# What is measured: the steps of training, or low-latency mode.
-HIGH_THROUGHPUT, LOW_LATENCY = "ht", "ll"
+HIGH_THROUGHPUT, LOW_LATENCY = "ht", "ll"  # modes: the steps of training, or low-latency mode
 # Rounds, unless the file or the command line says so.
 WARMUP = {"cuda": 5, "cpu": 1}
 SAMPLES = {"cuda": 30, "cpu": 3}
 LOW_LATENCY_CONFIGS = {False: "low_latency", True: "low_latency_smoke"}  # by --smoke
-# Half as many again as a balanced routing brings: an untrained router is far from balanced.
+# 1.5 times what a balanced routing brings: an untrained router is far from balanced.
 MAX_RECV_ROWS = "1.5x"
 
 LIBRARY = "nccl_ep_library"
@@ -65,7 +62,6 @@ LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
 GROUPED, STATIC = "grouped", "static"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
 OPTIMIZER_GRAPH = "optimizer_graph"
-# What needs Megatron-Core or TransformerEngine says how to get it.
 INSTALL_MEGATRON = "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
 INSTALL_ENGINE = "TransformerEngine, which is not installed: pip install 'megatron-ncclep[te]'"
 
@@ -219,7 +215,7 @@ def low_latency_engines(device: str) -> list[str]:
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """Split `BASE@N` into BASE and N, without making anything.
+    """Split `BASE@N` into BASE and N.
 
     Raises:
         InputError: unknown, or a number of SMs for something that has no such option.
@@ -227,9 +223,8 @@ def split_name(name: str) -> tuple[str, int | None]:
     base, at, sms = name.partition("@")
     known = [*ENGINES, *LIBRARIES, *DISPATCHERS, *EXPERTS]
     if variant_of(base) is None and base not in known:
-        raise InputError(
-            f"unknown subject {name!r}: there are {', '.join(known)}, {LAYER}, and {TRAIN}"
-        )
+        there = f"there are {', '.join(known)}, {LAYER}, and {TRAIN}"
+        raise InputError(f"unknown subject {name!r}: {there}")
     if not at:
         return base, None
     if not re.fullmatch("[1-9][0-9]*", sms):
@@ -251,10 +246,8 @@ def unavailable_reason(
     if training is None or training.settings(1)["transformer-impl"] != "transformer_engine":
         return None
     if device != "cuda":
-        return (
-            f"{training.name} is a model of TransformerEngine's modules, which need a GPU: use "
-            "--config smoke, or a file with transformer-impl: local"
-        )
+        needed = f"{training.name} is a model of TransformerEngine's modules, which need a GPU"
+        return f"{needed}: use --config smoke, or a file with transformer-impl: local"
     missing = importlib.util.find_spec("transformer_engine") is None
     return f"{training.name} needs {INSTALL_ENGINE}" if missing else None
 
@@ -344,15 +337,11 @@ class Job(Checked):
     def _check(self) -> None:
         """Refuse subjects for which the file has nothing, and ranks that do not fit the shapes."""
         if self.measured and not self.shapes:
-            raise InputError(
-                f"{self.measured[0]} does not train, and {self.config} has trainings only: give "
-                "another --config"
-            )
+            wrong = f"{self.measured[0]} does not train, and {self.config} has trainings only"
+            raise InputError(f"{wrong}: give another --config")
         if self.trained and not self.trainings:
-            raise InputError(
-                f"{self.trained[0]} trains, and {self.config} has no trainings: give --config "
-                "training"
-            )
+            wrong = f"{self.trained[0]} trains, and {self.config} has no trainings"
+            raise InputError(f"{wrong}: give --config training")
         for shape in self.shapes:
             shape.check_ranks(self.ranks)
         for training in self.trainings:
@@ -371,16 +360,14 @@ def _check_low_latency(names: tuple[str, ...], device: str, found: tuple[Shape, 
     known = [*low_latency_engines(device), *libraries]
     for name in names:
         if name.partition("@")[0] not in known:
+            those = "what has the mode, on GPUs what CUDA graphs can hold"
             raise InputError(
-                f"subject {name!r}: --mode {LOW_LATENCY} measures what has the mode, on GPUs what "
-                f"CUDA graphs can hold: {', '.join(known)}"
+                f"subject {name!r}: --mode {LOW_LATENCY} measures {those}: {', '.join(known)}"
             )
     for shape in found:
         if shape.alignment != 1:
-            raise InputError(
-                f"{shape}: alignment {shape.alignment}: low-latency mode has no blocks of experts "
-                "that could be padded: leave it out"
-            )
+            why = "low-latency mode has no blocks of experts that could be padded: leave it out"
+            raise InputError(f"{shape}: alignment {shape.alignment}: {why}")
 
 
 def _max_recv_rows(given: int | str | None, names: tuple[str, ...]) -> int | str | None:
@@ -388,8 +375,8 @@ def _max_recv_rows(given: int | str | None, names: tuple[str, ...]) -> int | str
     if any(variant and variant.static for variant in map(variant_of, names)):
         return EpConfig(max_recv_rows=MAX_RECV_ROWS if given is None else given).max_recv_rows
     if given is not None:
-        raise InputError(
-            f"--max-recv-rows {given}: no subject has a fixed number of received rows, such as "
-            "train:ncclep:native:grouped:static"
+        lacking = (
+            "no subject has a fixed number of received rows, such as layer:ncclep:native:static"
         )
+        raise InputError(f"--max-recv-rows {given}: {lacking}")
     return None

@@ -28,14 +28,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_ncclep import cpu
-from megatron_ncclep.benchmark import Setting, UnavailableError
+from megatron_ncclep.benchmark import Setting, UnavailableError, job
 from megatron_ncclep.benchmark.engines import deviation
-from megatron_ncclep.benchmark.job import (
-    DISPATCHERS,
-    INSTALL_ENGINE,
-    INSTALL_MEGATRON,
-    DispatcherChoice,
-)  # fmt: skip
+from megatron_ncclep.benchmark.job import DispatcherChoice
 from megatron_ncclep.benchmark.shapes import GRAD_OUT, WEIGHTS, Workload, X
 from megatron_ncclep.config import EpConfig
 
@@ -46,15 +41,11 @@ CLASSES = {
     "flex": (MEGATRONS, "MoEFlexTokenDispatcher"),
     "ncclep": ("megatron_ncclep.integration.dispatcher", "NcclEpTokenDispatcher"),
 }
-# Logit of experts that a token does not go to; those of its assignments are at least log(0.5).
-UNPICKED = -100.0
+UNPICKED = -100.0  # logit of experts that a token does not go to; others are at least log(0.5)
 # What is compared.
-OUTPUT = "output"
-HIDDEN_GRADIENT = "gradient of the hidden states"
-ROWS_GRADIENT = "gradient of the rows"
-PROBS_GRADIENT = "gradient of the probabilities"
-# fp32 probabilities after log, exp and division.
-PROBS_TOLERANCE = 1e-5
+OUTPUT, HIDDEN_GRADIENT = "output", "gradient of the hidden states"
+ROWS_GRADIENT, PROBS_GRADIENT = "gradient of the rows", "gradient of the probabilities"
+PROBS_TOLERANCE = 1e-5  # of fp32 probabilities after log, exp and division
 
 
 def is_installed() -> bool:
@@ -75,7 +66,7 @@ def initialize(setting: Setting) -> None:
         UnavailableError: Megatron-Core is not installed.
     """
     if not is_installed():
-        raise UnavailableError(INSTALL_MEGATRON)
+        raise UnavailableError(job.INSTALL_MEGATRON)
     if setting.device == "cpu":
         cpu.enable()
     from megatron.core import parallel_state
@@ -116,9 +107,8 @@ def _make_config(
     if choice.engine is not None:
         # Without an alignment, experts get the one that they need.
         alignment = None if case.alignment == 1 else case.alignment
-        config.ncclep = EpConfig(
-            **setting.options(engine=choice.engine, alignment=alignment, **options)
-        )
+        wanted = setting.options(engine=choice.engine, alignment=alignment, **options)
+        config.ncclep = EpConfig(**wanted)
     return config
 
 
@@ -184,7 +174,7 @@ def _build(setting: Setting, workload: Workload) -> Any:
     if workload.ffn_hidden_size is None:
         raise UnavailableError("the shape does not give ffn_hidden_size, the size of an expert")
     if on_gpu and importlib.util.find_spec("transformer_engine") is None:
-        raise UnavailableError(f"the experts need {INSTALL_ENGINE}")
+        raise UnavailableError(f"the experts need {job.INSTALL_ENGINE}")
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -192,7 +182,7 @@ def _build(setting: Setting, workload: Workload) -> Any:
 
     case = workload.case
     config = _make_config(
-        DISPATCHERS["alltoall"], setting, workload, {},
+        job.DISPATCHERS["alltoall"], setting, workload, {},
         moe_ffn_hidden_size=workload.ffn_hidden_size, activation_func=F.silu,
         gated_linear_unit=True,
         bias_activation_fusion=on_gpu,  # as --swiglu does; on a CPU it would need a compiler
@@ -209,10 +199,8 @@ def _build(setting: Setting, workload: Workload) -> Any:
     layer.set_layer_number(1)
     wanted = TEGroupedMLP if on_gpu else SequentialMLP
     if type(layer.experts) is not wanted:
-        raise UnavailableError(
-            f"Megatron-Core makes {type(layer.experts).__name__}, not {wanted.__name__}: "
-            "TransformerEngine is too old"
-        )
+        made = f"Megatron-Core makes {type(layer.experts).__name__}, not {wanted.__name__}"
+        raise UnavailableError(f"{made}: TransformerEngine is too old")
     layer.to(setting.device, case.dtype)
     layer.router.given_logits = _logits(workload)
     _set_weights(layer, setting.rank)
@@ -263,9 +251,6 @@ def _set_weights(layer: Any, rank: int) -> None:
             weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
 
 
-# --- what layer and experts must give ------------------------------------------------------------
-
-
 def expected_probs(workload: Workload) -> torch.Tensor:
     """fp32 [G, K]: probabilities of the assignments of the group's tokens, after the softmax."""
     w = torch.cat(workload.every(WEIGHTS))
@@ -290,13 +275,11 @@ def received_rows(workload: Workload, rank: int) -> Received:
     is_row = table.token_of_row >= 0
     token, k = table.token_of_row[is_row], table.assignment_of_row[is_row]
     return Received(
-        token=token,
-        assignment=token * workload.case.top_k + k,
+        token=token, assignment=token * workload.case.top_k + k,
         rows=torch.cat(workload.every(X))[token],
         grad=torch.cat(workload.every(GRAD_OUT))[token],
-        probs=expected_probs(workload)[token, k],
-        counts=table.routed.cpu(),
-    )
+        probs=expected_probs(workload)[token, k], counts=table.routed.cpu(),
+    )  # fmt: skip
 
 
 def _each_expert(
@@ -344,8 +327,9 @@ def layer_results(
         return total
 
     mine, num_tokens = workload.tokens_of(rank), sum(case.tokens)
-    output = sum_up(received.token, of_rows[OUTPUT], num_tokens)[mine]
-    grad_x = sum_up(received.token, of_rows[ROWS_GRADIENT], num_tokens)[mine]
+    output, grad_x = (
+        sum_up(received.token, of_rows[name], num_tokens)[mine] for name in (OUTPUT, ROWS_GRADIENT)
+    )
     grad_w = sum_up(received.assignment, of_rows[PROBS_GRADIENT], num_tokens * case.top_k)
     grad_map = torch.zeros(len(grad_x), case.num_experts, device=device)
     grad_map.scatter_(1, workload.topk_idx, grad_w.view(num_tokens, -1)[mine])
@@ -356,11 +340,8 @@ def layer_results(
     grad_routed, *router_grads = torch.autograd.grad(
         routed, [x, *routers.values()], grad_map.to(routed.dtype).view_as(routed)
     )
-    results = {
-        OUTPUT: output,
-        PROBS_GRADIENT: grad_map,
-        HIDDEN_GRADIENT: grad_x + grad_routed.reshape(grad_x.shape).float(),
-    }
+    grad_x += grad_routed.reshape(grad_x.shape).float()
+    results = {OUTPUT: output, PROBS_GRADIENT: grad_map, HIDDEN_GRADIENT: grad_x}
     return results, dict(zip(routers, router_grads, strict=True))
 
 

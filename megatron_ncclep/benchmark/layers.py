@@ -11,32 +11,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark import BOTH, WHOLE, Setting, Subject, UnavailableError, excused
+from megatron_ncclep.benchmark import BOTH, WHOLE, Setting, Subject, UnavailableError, excused, job
 from megatron_ncclep.benchmark import layer_model as model
 from megatron_ncclep.benchmark.engines import deviation
-from megatron_ncclep.benchmark.job import (
-    DISPATCHERS,
-    dropped_problem,
-    known_variant,
-    unavailable_reason,
-)  # fmt: skip
-from megatron_ncclep.benchmark.layer_model import (
-    HIDDEN_GRADIENT,
-    OUTPUT,
-    PROBS_GRADIENT,
-    ROWS_GRADIENT,
-)  # fmt: skip
 from megatron_ncclep.benchmark.ranks import Clock, Timer
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.config import GROUPED_ALIGNMENT
 from megatron_ncclep.errors import UnsupportedError
 
-# Runs before a graph is captured, as torch advises.
-WARMUP = 3
+WARMUP = 3  # runs before a graph is captured, as torch advises
 # Passes after which the check looks at the weights' gradients: the second one adds to the first's.
 CHECKED_PASSES = (1, 2)
 Results = dict[str, Any]
@@ -52,7 +40,7 @@ class DispatcherSubject(Subject):
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
         super().__init__(name, setting, workload)
-        choice = DISPATCHERS[name]
+        choice = job.DISPATCHERS[name]
         with excused(Exception):  # none of this is ours
             model.initialize(setting)
         # MoELayer's shape is [sequence, batch, hidden].
@@ -69,9 +57,7 @@ class DispatcherSubject(Subject):
             for call in self.passes.values():
                 call()  # some fail at first use only
 
-    def _run(
-        self, experts: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, experts: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the six hooks; return the output and the rows' probabilities."""
         hooks = self._dispatcher
         hidden, probs = hooks.dispatch_preprocess(self._x, self._map, self._probs)
@@ -90,9 +76,8 @@ class DispatcherSubject(Subject):
         if self._grad_probs is None or self._grad_probs.shape != row_probs.shape:
             self._grad_probs = torch.ones_like(row_probs)
         self._x.grad = self._probs.grad = None
-        torch.autograd.backward(
-            [out, row_probs], [self._workload.grad_out.view_as(out), self._grad_probs]
-        )
+        gradients = [self._workload.grad_out.view_as(out), self._grad_probs]
+        torch.autograd.backward([out, row_probs], gradients)
         self._results = None
 
     def problem(self) -> str | None:
@@ -124,9 +109,9 @@ class DispatcherSubject(Subject):
         grad_probs = self._map * factor * (x * grad).sum(dim=1)[:, None]
         grads: Any = (self._x.grad, self._probs.grad)  # set by the passes
         comparisons = (
-            (OUTPUT, out.detach().reshape(x.shape), x * weight),
-            (HIDDEN_GRADIENT, grads[0].reshape(x.shape), grad * weight),
-            (PROBS_GRADIENT, grads[1] * self._map, grad_probs),
+            (model.OUTPUT, out.detach().reshape(x.shape), x * weight),
+            (model.HIDDEN_GRADIENT, grads[0].reshape(x.shape), grad * weight),
+            (model.PROBS_GRADIENT, grads[1] * self._map, grad_probs),
         )
         table, rows = work.tables[self._rank], seen[0].long()
         if not any(torch.equal(rows, counts) for counts in (table.routed, table.padded)):
@@ -143,19 +128,16 @@ class DispatcherSubject(Subject):
 
 
 class _Accumulating(Subject):
-    """What layers and experts alone have in common, over the layer that they share.
-
-    A derived class sets `_inputs`, leaves whose gradients are results, and `_grad_out`, and calls
-    `_start` when it can run.
-    """
+    """What layers and experts alone have in common.  A derived class ends with `_start`."""
 
     _host_counts = True
-    _inputs: tuple[torch.Tensor, ...]
+    _shared: Any  # the layer in DistributedDataParallel
+    _inputs: tuple[torch.Tensor, ...]  # leaves whose gradients are results
     _grad_out: torch.Tensor
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
-        self._variant = known_variant(name)
-        if reason := unavailable_reason(self._variant, setting.device):
+        self._variant = job.known_variant(name)
+        if reason := job.unavailable_reason(self._variant, setting.device):
             raise UnavailableError(reason)
         super().__init__(name, setting, workload)
         with excused(Exception):  # none of this is ours
@@ -294,23 +276,17 @@ class LayerSubject(_Accumulating):
     def _everything(self) -> Results:
         """Run forward and backward; all results, and the router's decision."""
         decisions: list[tuple[torch.Tensor, torch.Tensor]] = []
-        router = self._layer.router
-        hook = router.register_forward_hook(lambda *called: decisions.append(called[-1]))
-        try:
+        hook = lambda *called: decisions.append(called[-1])  # noqa: E731
+        with self._layer.router.register_forward_hook(hook):
             out = self._run()
-        finally:
-            hook.remove()
         (probs, routing_map), *_ = decisions
         grads_probs: list[torch.Tensor] = []
         probs.register_hook(grads_probs.append)
         (grad_x,) = self._add_gradients(out)
         return {
-            "probs": probs.detach(),
-            "routing_map": routing_map,
-            OUTPUT: out.detach(),
-            HIDDEN_GRADIENT: grad_x,
-            PROBS_GRADIENT: next(iter(grads_probs), None),
-        }
+            "probs": probs.detach(), "routing_map": routing_map, model.OUTPUT: out.detach(),
+            model.HIDDEN_GRADIENT: grad_x, model.PROBS_GRADIENT: next(iter(grads_probs), None),
+        }  # fmt: skip
 
     def problem(self) -> str | None:
         """See `Subject.problem`.  A graph is also replayed with another routing than its own."""
@@ -332,23 +308,20 @@ class LayerSubject(_Accumulating):
         layer, received = self._shared.module, model.received_rows(workload, self._rank)
         results, of_router = model.layer_results(layer, workload, self._rank, received)
 
-        def gradients() -> Iterable[tuple[str, torch.Tensor]]:
-            yield from of_router.items()
-            yield from model.expert_gradients(layer, received)
-
-        return results, gradients
+        return results, lambda: chain(of_router.items(), model.expert_gradients(layer, received))
 
     def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:
         probs, routing_map = results["probs"], results["routing_map"]
         problem = model.routing_problem(workload, self._rank, probs, routing_map)
         if dropped := getattr(self._dispatcher, "num_dropped", None):
-            problem = dropped_problem(int(dropped), self._dispatcher.engine.config.max_recv_rows)
+            given = self._dispatcher.engine.config.max_recv_rows
+            problem = job.dropped_problem(int(dropped), given)
         found, shape = dict(results), self._workload.x.shape
-        for name in (OUTPUT, HIDDEN_GRADIENT):
+        for name in (model.OUTPUT, model.HIDDEN_GRADIENT):
             found[name] = results[name].reshape(shape)
-        if results[PROBS_GRADIENT] is not None:
+        if results[model.PROBS_GRADIENT] is not None:
             # For experts that a token does not go to, dispatchers may leave any value there.
-            found[PROBS_GRADIENT] = results[PROBS_GRADIENT] * routing_map
+            found[model.PROBS_GRADIENT] = results[model.PROBS_GRADIENT] * routing_map
         return problem, found
 
     def close(self) -> None:
@@ -390,8 +363,8 @@ class ExpertsSubject(_Accumulating):
 
     def _everything(self) -> Results:
         out = self._run()
-        grad_rows, grad_probs = self._add_gradients(out)
-        return {OUTPUT: out.detach(), ROWS_GRADIENT: grad_rows, PROBS_GRADIENT: grad_probs}
+        names = (model.OUTPUT, model.ROWS_GRADIENT, model.PROBS_GRADIENT)
+        return dict(zip(names, (out.detach(), *self._add_gradients(out)), strict=True))
 
     def _expected(self, workload: Workload) -> Any:
         layer, received = self._shared.module, model.received_rows(workload, self._rank)

@@ -68,8 +68,8 @@ class SubjectResult(Outcome):
 
     def set_samples(self, samples: Mapping[str, Sequence[float]], low_latency: bool) -> None:
         """Summarise the slowest rank's microseconds of every pass."""
-        spread = _operations if low_latency else _spread
-        self.passes = {name: spread(values) for name, values in samples.items()}
+        summary = _operations if low_latency else _spread
+        self.passes = {name: summary(values) for name, values in samples.items()}
 
 
 @dataclass
@@ -114,11 +114,11 @@ class Measured:
         if self.error is not None:
             self.failures.append(f"{where}: nothing was measured: {self.error}")
         for subject in self.subjects:
-            said = f"{where}: {subject.name}"
-            if subject.status in ("wrong", "failed"):
-                self.failures.append(f"{said} {subject.status}: {subject.reason}")
-            elif subject.status == "unavailable" and subject.name in required:
-                self.failures.append(f"{said} was asked for and cannot run: {subject.reason}")
+            what = {"wrong": "wrong", "failed": "failed"}
+            if subject.name in required:
+                what["unavailable"] = "was asked for and cannot run"
+            if said := what.get(subject.status):
+                self.failures.append(f"{where}: {subject.name} {said}: {subject.reason}")
 
 
 @dataclass
@@ -147,21 +147,19 @@ class ShapeResult(Measured):
             return
         once, flat = network_rows(work.tables, list(work.case.tokens), nodes.ranks_on_each)
         self.network = {
-            "machines": nodes.count,
-            "ranks_on_each": nodes.ranks_on_each,
-            "hierarchical_bytes": once * self.row_bytes,
-            "flat_bytes": flat * self.row_bytes,
-        }
+            "machines": nodes.count, "ranks_on_each": nodes.ranks_on_each,
+            "hierarchical_bytes": once * self.row_bytes, "flat_bytes": flat * self.row_bytes,
+        }  # fmt: skip
 
     def set_products(self, work: Workload) -> None:
         """Work out what the experts compute at least; with `on_gpu` set, how long that takes."""
-        ffn = work.ffn_hidden_size
-        if ffn is None:
+        if work.ffn_hidden_size is None:
             return
         self.expert_rows = max(int(table.routed.sum()) for table in work.tables)
         if self.on_gpu and work.case.dtype.itemsize == 2:
             # Gates, values and outputs; backward has two products for each of forward.
-            forward = 3 * 2 * self.expert_rows * work.case.hidden * ffn / PEAK_TFLOPS * 1e-6
+            operations = 3 * 2 * self.expert_rows * work.case.hidden * work.ffn_hidden_size
+            forward = operations / PEAK_TFLOPS * 1e-6
             self.products_us = {"forward": forward, "backward": 2 * forward}
 
     def set_ceiling(self, found: dict[str, dict[str, Any]], reason: str | None) -> None:
@@ -213,7 +211,11 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote; an InputError says what else a file is."""
+    """Read what `save` wrote.
+
+    Raises:
+        InputError: there is no such file, or it is something else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -236,10 +238,8 @@ def _read(path: Path, name: str, listed: Any, kind: type) -> list[dict[str, Any]
         held = [{key: item[key] for key in known if key in item} for item in listed]
         return [dataclasses.asdict(kind(**item)) for item in held]
     except TypeError as error:
-        raise InputError(
-            f"{path}: {name} is not what `ncclep bench` writes, a list of {known}: give the "
-            "bench.json of a run, unchanged"
-        ) from error
+        wrong = f"{path}: {name} is not what `ncclep bench` writes, a list of {known}"
+        raise InputError(f"{wrong}: give the bench.json of a run, unchanged") from error
 
 
 def _spread(samples: Sequence[float]) -> dict[str, float]:

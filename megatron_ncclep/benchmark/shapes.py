@@ -7,7 +7,6 @@ what another one holds without receiving it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from megatron_ncclep.cli import config_files
+from megatron_ncclep.cli.config_files import Checked, at_least, one_of
 from megatron_ncclep.config import ALIGNMENTS, MIN_TIMEOUT_S
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.testing import contents
@@ -29,48 +29,9 @@ OF_A_MODEL = {
     "hidden": "hidden-size", "ffn_hidden_size": "moe-ffn-hidden-size", "experts": "num-experts",
     "top_k": "moe-router-topk",
 }  # fmt: skip
-# Set from the number of ranks.
-BATCH = "global-batch-size"
-# What a field may be, by its annotation.
-TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (int, float), "str": (str,), "dict[str, Any]": (dict,),
-    "None": (type(None),),
-}  # fmt: skip
+BATCH = "global-batch-size"  # set from the number of ranks
 # What a tensor is: each has values of its own, so that a result left over from another pass shows.
 X, GRAD_OUT, Y, GRAD_ROWS, WEIGHTS, GRAD_WEIGHTS = range(1, 7)
-
-
-class Checked:
-    """A dataclass that checks its fields: types, and metadata `least` and `choices`.
-
-    Raises:
-        InputError: names the field and its value.
-    """
-
-    def __post_init__(self) -> None:
-        for known in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, must = getattr(self, known.name), known.metadata
-            kinds = str(known.type).split(" | ")
-            if not set(kinds) <= set(TYPES):
-                continue
-            where = f"{known.name} {value!r}"
-            allowed = tuple(kind for name in kinds for kind in TYPES[name])
-            if not isinstance(value, allowed) or isinstance(value, bool):
-                raise InputError(f"{where}: must be {known.type}")
-            # Not `<`, with which a NaN would pass.
-            if value is not None and "least" in must and not value >= must["least"]:
-                raise InputError(f"{where}: must be >= {must['least']}")
-            if value not in must.get("choices", (value,)):
-                raise InputError(f"{where}: one of {', '.join(map(str, must['choices']))}")
-
-
-def at_least(least: float, **default: Any) -> Any:
-    """A numeric field of a `Checked` with a lower bound."""
-    return field(metadata={"least": least}, **default)
-
-
-def _one_of(choices: Iterable[Any], default: Any) -> Any:
-    return field(metadata={"choices": tuple(choices)}, default=default)
 
 
 @dataclass(frozen=True)
@@ -82,9 +43,9 @@ class Shape(Checked):
     hidden: int = at_least(1)  # H
     experts: int = at_least(1)  # E of the whole group
     top_k: int = at_least(1)  # K
-    dtype: str = _one_of(DTYPES, "bfloat16")  # of the payload
+    dtype: str = one_of(DTYPES, "bfloat16")  # of the payload
     skew: float = at_least(0, default=0.0)  # 0: even over experts; 1: as few experts as possible
-    alignment: int = _one_of(ALIGNMENTS, 1)  # of an expert's block, in rows
+    alignment: int = one_of(ALIGNMENTS, 1)  # of an expert's block, in rows
     ffn_hidden_size: int | None = at_least(1, default=None)  # only layers and experts need it
 
     def __str__(self) -> str:
@@ -93,9 +54,8 @@ class Shape(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.top_k > self.experts:
-            raise InputError(
-                f"top_k {self.top_k}: a token picks distinct experts, and there are {self.experts}"
-            )
+            there = f"a token picks distinct experts, and there are {self.experts}"
+            raise InputError(f"top_k {self.top_k}: {there}")
 
     @property
     def row_bytes(self) -> int:
@@ -151,10 +111,8 @@ class TrainingShape(Checked):
 
 def _check_experts(shape: Shape | TrainingShape, num_experts: int, num_ranks: int) -> None:
     if num_experts % num_ranks:
-        raise InputError(
-            f"{shape}: {num_experts} experts cannot be divided over {num_ranks} ranks: give "
-            f"--ranks a divisor of {num_experts}"
-        )
+        wrong = f"{shape}: {num_experts} experts cannot be divided over {num_ranks} ranks"
+        raise InputError(f"{wrong}: give --ranks a divisor of {num_experts}")
 
 
 @dataclass(frozen=True)
@@ -283,10 +241,10 @@ def payload(
     return rows.mul_(0.5).add_(1)
 
 
-def tables_of_case(case: Case, ranks_on_node: int | None = None) -> list[SlotTable]:
-    """The routes of a case to each of its ranks."""
+def tables_of_case(case: Case, on_node: int | None = None) -> list[SlotTable]:
+    """The routes of a case to each of its ranks; `on_node`: how many of them are on a node."""
     topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    return tables_of(topk_idx, case.num_experts, case.alignment, ranks_on_node)
+    return tables_of(topk_idx, case.num_experts, case.alignment, on_node)
 
 
 def tables_of(
@@ -295,9 +253,6 @@ def tables_of(
     """The routes to each rank; arguments as of `slot_table`."""
     ranks = range(len(topk_idx))
     return [slot_table(r, topk_idx, num_experts, alignment, ranks_on_node=on_node) for r in ranks]
-
-
-# --- what crosses links --------------------------------------------------------------------------
 
 
 def wire_rows(tables: list[SlotTable], num_tokens: list[int]) -> int:
@@ -336,9 +291,8 @@ def network_rows(
     once = torch.zeros_like(flat)
     for node in range(R // L):
         once[rank, node * L + rank % L] = to_node[:, node]
-    for crossing in (once, flat):
-        crossing[rank[:, None] // L == rank // L] = 0  # inside a node
-    return _busiest(once), _busiest(flat)
+    inside = rank[:, None] // L == rank // L
+    return _busiest(once.masked_fill(inside, 0)), _busiest(flat.masked_fill(inside, 0))
 
 
 def _assignments(tables: list[SlotTable]) -> torch.Tensor:

@@ -63,9 +63,6 @@ def render(result: dict[str, Any]) -> str:
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-# --- lines and columns ---------------------------------------------------------------------------
-
-
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Left-align the first column and right-align the others; no trailing blanks."""
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -117,9 +114,6 @@ def _held(subject: Subject) -> str:
     return f"{memory['torch_bytes'] / 1e9:.1f}+{memory['other_bytes'] / 1e9:.1f}"
 
 
-# --- passes of a layer's routing -----------------------------------------------------------------
-
-
 def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> list[str]:
     shape, ffn = result["shape"], result["shape"]["ffn_hidden_size"]
     usual = (("skew", 0), ("alignment", 1))
@@ -132,22 +126,28 @@ def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> lis
     products: dict[str, float] = (with_ratios and result["products_us"]) or {}
     limit_us = result["limit_us"] if with_ratios else None
     wire = {} if limit_us is None else {name: n * limit_us for name, n in CROSSINGS.items()}
-    kinds: dict[str, list[Subject]] = {"engine": [], "megatron": [], "layer": [], "experts": []}
-    for subject in result["subjects"]:
-        if subject["passes"]:
-            kinds[subject["kind"] if subject["kind"] in LAUNCHED else "engine"].append(subject)
+    kinds = by_kind(result, LAUNCHED)
     static = any(known_variant(subject["name"]).static for subject in kinds["layer"])
     received = f"; static: {max_recv_rows} rows" if static else ""
-    for kind, head, names, limit, ratios in (
-        ("engine", "", STEPS, wire, with_ratios),
-        ("megatron", "through Megatron's hooks", WHOLE, wire, True),
-        ("layer", f"whole MoELayer, F {ffn}{received}", WHOLE, products, True),
-        ("experts", f"experts alone, F {ffn}, {result['expert_rows']} rows", WHOLE, products,
-         with_ratios),
-    ):  # fmt: skip
+    experts = f"experts alone, F {ffn}, {result['expert_rows']} rows"
+    for kind, head, names, limit in (
+        ("", "", STEPS, wire),
+        ("megatron", "through Megatron's hooks", WHOLE, wire),
+        ("layer", f"whole MoELayer, F {ffn}{received}", WHOLE, products),
+        ("experts", experts, WHOLE, products),
+    ):
         if kinds[kind]:
-            lines += ["", *_passes(head, kinds[kind], names, limit, ratios)]
+            lines += ["", *_passes(head, kinds[kind], names, limit, with_ratios)]
     return lines + _problems(result["subjects"])
+
+
+def by_kind(shape: dict[str, Any], kinds: Iterable[str]) -> dict[str, list[Subject]]:
+    """The subjects of a shape that have times, by kind; under "" those of no kind in `kinds`."""
+    found: dict[str, list[Subject]] = {kind: [] for kind in ("", *kinds)}
+    for subject in shape["subjects"]:
+        if subject["passes"]:
+            found[subject["kind"] if subject["kind"] in found else ""].append(subject)
+    return found
 
 
 def sizes(shape: dict[str, Any]) -> str:
@@ -159,9 +159,8 @@ def sizes(shape: dict[str, Any]) -> str:
 
 
 def _network(result: dict[str, Any]) -> list[str]:
-    """What crosses the network where there is one; older results do not know."""
     found = result.get("network")
-    if found is None:
+    if found is None:  # also in older results
         return []
     nodes = Nodes(found["machines"], found["ranks_on_each"])
     return wrap(
@@ -232,9 +231,6 @@ def _rate(times: dict[str, float]) -> str:
     return shown if percent is None else f"{shown} ({percent:.0f}%)"
 
 
-# --- training steps ------------------------------------------------------------------------------
-
-
 def _training(result: dict[str, Any], with_ratios: bool) -> list[str]:
     subjects, rows = result["subjects"], result["max_recv_rows"]
     headline = f"{result['shape']['name']}: model {result['shape']['model']}"
@@ -255,19 +251,17 @@ def _training(result: dict[str, Any], with_ratios: bool) -> list[str]:
 
 def model_sizes(result: dict[str, Any]) -> str:
     """The name of a training's shape, and the sizes of its model."""
-    settings = result["settings"]
+    s = result["settings"]
     return (
-        f"{result['shape']['name']}: {settings['num-layers']} layers, H {settings['hidden-size']}, "
-        f"{settings['num-experts']} experts of {settings['moe-ffn-hidden-size']}, "
-        f"top-{settings['moe-router-topk']}, sequence {settings['seq-length']} x "
-        f"{settings['micro-batch-size']}"
+        f"{result['shape']['name']}: {s['num-layers']} layers, H {s['hidden-size']}, "
+        f"{s['num-experts']} experts of {s['moe-ffn-hidden-size']}, top-{s['moe-router-topk']}, "
+        f"sequence {s['seq-length']} x {s['micro-batch-size']}"
     )
 
 
 def _steps(
     subjects: list[Subject], busy_known: bool, profiled: bool, with_ratios: bool
 ) -> list[str]:
-    """Time, speed, memory and losses."""
     first = subjects[0]["step"]["median_us"]
     columns: Columns = {
         "ms": lambda s: _ms(s["step"]["median_us"]),
@@ -292,7 +286,6 @@ def _steps(
 
 
 def _kinds(subjects: list[Subject], busy_known: bool) -> list[str]:
-    """The device's time by kind of kernel."""
     columns: Columns = {
         kind: lambda s, kind=kind: _ms(s["kinds_us"][kind])  # type: ignore[misc]
         for kind in KINDS
@@ -305,8 +298,8 @@ def _kinds(subjects: list[Subject], busy_known: bool) -> list[str]:
 
 def is_busy_known(result: dict[str, Any]) -> bool:
     """Whether kernels run only as long as they work: with several ranks they wait, too."""
-    settings, shape = result["settings"], result["shape"]
-    of_one_rank = settings["micro-batch-size"] * shape["microbatches"]
+    settings = result["settings"]
+    of_one_rank = settings["micro-batch-size"] * result["shape"]["microbatches"]
     return bool(settings["global-batch-size"] == of_one_rank)
 
 
@@ -321,12 +314,7 @@ def idle_us(subject: Subject) -> float:
 
 
 def _ms(us: float) -> str:
-    """Microseconds as milliseconds, three digits or so."""
-    milliseconds = us / 1e3
-    return f"{milliseconds:.2f}" if milliseconds < 10 else f"{milliseconds:.1f}"
-
-
-# --- low-latency mode ----------------------------------------------------------------------------
+    return f"{us / 1e3:.2f}" if us < 1e4 else f"{us / 1e3:.1f}"
 
 
 def same_sizes(results: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -391,16 +379,15 @@ EXPERTS_NOTE = (
 )
 STEPS_NOTE = (
     "Training steps. Every subject is built, trained and discarded in turn, first in the order of "
-    "the table and then in reverse, and the samples of both turns count: models that stay would "
-    "take 18 bytes a parameter each. A step clears the gradients, runs forward and backward, "
-    "reduces the gradients and runs Adam; the batches lie on the device. bf16 weights, gradients, "
-    "Adam's moments and master weights in fp32, in the distributed optimizer; Megatron-LM's "
-    "default fusions. Steps follow each other without a pause. Shown is the median of the slowest "
-    'rank in milliseconds, with the 10th to the 90th percentile below it; "speed" divides the '
-    'first subject\'s time by it; "turns" are the medians of the two turns. Loss is that of the '
-    'last step that is compared with alltoall\'s; "apart" is the largest difference of the losses '
-    'in nats, "layer" the larger one of the first MoE layer\'s output and gradient for given '
-    "hidden states, relative to their size."
+    "the table and then in reverse, and the samples of both turns count. A step clears the "
+    "gradients, runs forward and backward, reduces the gradients and runs Adam, without a pause "
+    "between steps; the batches lie on the device. bf16 weights; gradients, Adam's moments and "
+    "master weights in fp32, in the distributed optimizer; Megatron-LM's default fusions. Shown is "
+    "the median of the slowest rank in milliseconds, with the 10th to the 90th percentile below "
+    'it; "speed" divides the first subject\'s time by it; "turns" are the medians of the two '
+    'turns. Loss is that of the last step that is compared with alltoall\'s; "apart" is the '
+    'largest difference of the losses in nats, "layer" the larger one of the first MoE layer\'s '
+    "output and gradient for given hidden states, relative to their size."
 )
 FUSION_NOTE = (
     "Weight gradients are added to the fp32 main_grad by the layers themselves (gradient "
@@ -432,7 +419,6 @@ NO_GPU_NOTE = (
 
 
 def _notes(result: dict[str, Any]) -> list[str]:
-    """The notes on the tables of a whole result."""
     trainings, low_latency = result["trainings"], result["low_latency"]
     of_shapes = [
         subject

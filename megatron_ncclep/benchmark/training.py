@@ -46,8 +46,7 @@ from megatron_ncclep.benchmark.training_model import (
 
 # Compared with the control's; with graphs the one after the eager ones captures, the rest replay.
 CHECKED_STEPS = EAGER_STEPS + 3
-# TransformerEngine reads it when a model is built: without it, backward of attention gives other
-# bits in every run.
+# TransformerEngine reads it when a model is built: otherwise the bits of attention's backward vary.
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 # Roundings of rows on their way through a layer, apart from the sum over a token's experts: two
 # products of an expert, its activation, the result, and in backward what comes from the router.
@@ -172,7 +171,7 @@ class TrainingRun:
                 entry.trouble = dropped
             if turn == 0:
                 result.memory = memory.growth()
-                result.num_parameters = model.num_parameters
+                result.num_parameters = sum(weight.numel() for weight in model.gpt.parameters())
                 if ranks.on_gpu:
                     entry.profile = profile_steps(model.phases)
 
@@ -238,7 +237,7 @@ class TrainingRun:
     def _judge(self, entry: _Entry, problem: str | None) -> None:
         """Make a problem of any rank the subject's outcome.  Collective."""
         mine = f"rank {self._ranks.rank}: {problem}" if problem else None
-        status, reason = self._ranks.agree("wrong" if problem else "ok", mine)
+        status, reason = self._ranks.attempt(lambda: mine)
         if status != "ok":
             entry.result.fail(status, reason)
 
@@ -246,14 +245,9 @@ class TrainingRun:
 def _curve_of(entry: _Entry) -> Curve:
     """The curve of a subject that must have one, such as the control."""
     if entry.curve is None or entry.result.status != "ok":
-        raise RuntimeError(
-            f"{entry.choice.name}, with which others are compared, {entry.result.status}: "
-            f"{entry.result.reason}"
-        )
+        who = f"{entry.choice.name}, with which others are compared"
+        raise RuntimeError(f"{who}, {entry.result.status}: {entry.result.reason}")
     return entry.curve
-
-
-# --- the check -----------------------------------------------------------------------------------
 
 
 def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
@@ -266,10 +260,8 @@ def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
     allowed += math.sqrt(2 * output.shape[-1]) * torch.finfo(torch.float32).eps / 2
     for what, part in layer_parts(curve, control).items():
         if not part <= allowed:  # also true of a NaN
-            return (
-                f"the {what} of the first MoE layer is {part:.2g} of its size away from "
-                f"alltoall's, {allowed:.2g} is allowed"
-            )
+            said = f"the {what} of the first MoE layer is {part:.2g} of its size away"
+            return f"{said} from alltoall's, {allowed:.2g} is allowed"
     return _steps_problem(curve, control, "alltoall's", MOST_APART[output.dtype])
 
 
@@ -292,31 +284,25 @@ def _steps_problem(
     curve: Curve, other: Curve, whose: str, bounds: tuple[float, float]
 ) -> str | None:
     """Say in which step a loss or a gradient norm is too far from the other's."""
-    found = (
-        ("loss", curve.losses, other.losses),
-        ("gradient norm", curve.grad_norms, other.grad_norms),
-    )
-    for (what, mine, theirs), bound in zip(found, bounds, strict=True):
+    for what, mine, theirs, bound in (
+        ("loss", curve.losses, other.losses, bounds[0]),
+        ("gradient norm", curve.grad_norms, other.grad_norms, bounds[1]),
+    ):
         for step, (value, wanted) in enumerate(zip(mine, theirs, strict=True), start=1):
-            if not abs(value - wanted) <= bound * abs(wanted):
-                return (
-                    f"step {step}: {what} {value!r}, {whose} is {wanted!r}, and they may differ "
-                    f"by {bound * abs(wanted):.2g}"
-                )
+            most = bound * abs(wanted)
+            if not abs(value - wanted) <= most:  # also true of a NaN
+                said = f"step {step}: {what} {value!r}, {whose} is {wanted!r}"
+                return f"{said}, and they may differ by {most:.2g}"
     return None
 
 
 def _weights_problem(curve: Curve, other: Curve) -> str | None:
-    if curve.weights.keys() != other.weights.keys():
-        differ = sorted(curve.weights.keys() ^ other.weights.keys())
+    if differ := sorted(curve.weights.keys() ^ other.weights.keys()):
         return f"other parameters than it is compared with: {differ[0]} and {len(differ) - 1} more"
     for name, sums in curve.weights.items():
         if sums != other.weights[name]:
             return f"{name} starts from other values than in what it is compared with"
     return None
-
-
-# --- the profile: what device and host do in a step ----------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -390,7 +376,7 @@ def _record(
         torch.cuda.synchronize()
     kernels, waits = [], []
     for event in sorted(recorded.events() or (), key=lambda event: event.time_range.start):
-        name, begin, end = event.name, event.time_range.start, event.time_range.end
+        name, (begin, end) = event.name, (event.time_range.start, event.time_range.end)
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
             kernels.append(Interval(name, begin, end, kernel_kind(name, is_optimizer)))
         elif name in WAITS:

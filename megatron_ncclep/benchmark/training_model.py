@@ -104,10 +104,9 @@ class SubjectModel(TrainedModel):
             force_reset_rng=True,
         )  # fmt: skip
         options = None  # Megatron-Core's own dispatchers have none
-        if choice.ours:
-            options = EpConfig(
-                **setting.options(engine=choice.dispatcher.engine, **choice.options(max_recv_rows))
-            )
+        if engine := choice.dispatcher.engine:
+            wanted = setting.options(engine=engine, **choice.options(max_recv_rows))
+            options = EpConfig(**wanted)
         fused = fusions(settings, on_gpu)
         if fused.get("gradient_accumulation_fusion"):
             self.fused_by = provide_fusion()
@@ -126,14 +125,9 @@ class SubjectModel(TrainedModel):
         self._batches, self._done = text.steps, 0
 
     @property
-    def num_parameters(self) -> int:
-        """Parameters of this rank."""
-        return sum(weight.numel() for weight in self.gpt.parameters())
-
-    @property
     def num_dropped(self) -> int:
         """Rows that did not fit on this rank so far, in forward passes; waits for the device."""
-        dispatchers = [getattr(m, "token_dispatcher", None) for m in self.gpt.modules()]
+        dispatchers = (getattr(m, "token_dispatcher", None) for m in self.gpt.modules())
         return sum(int(getattr(dispatcher, "num_dropped", None) or 0) for dispatcher in dispatchers)
 
     @property
@@ -221,9 +215,6 @@ def fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-# --- weight gradients that linear layers add to the fp32 main_grad themselves --------------------
-
-
 def provide_fusion() -> str:
     """Enable `gradient_accumulation_fusion` in Megatron-Core's own linear layers, in this process.
 
@@ -259,9 +250,6 @@ def wgrad_gemm_accum_fp32(
         torch.addmm(main_grad, grad_output.t(), rows, out_dtype=torch.float32, out=main_grad)
     else:
         main_grad.add_(grad_output.t() @ rows)
-
-
-# --- CUDA graphs as Megatron-Core makes them, under the names that each release uses -------------
 
 
 def graph_fields(graphs: str | None) -> dict[str, Any]:
@@ -324,13 +312,11 @@ class _Graphs:
             model.optimizer_step = OptimizerCudaGraphWrapper(model.optimizer_step, **warmup)
 
     def before_step(self, step: int) -> None:
-        """Called before step number `step`, from 0."""
         if self._partial is not None and step == EAGER_STEPS:
             self._partial.create_cudagraphs()
             self._captured = self._partial
 
     def close(self) -> None:
-        """Release the graphs."""
         if self._captured is not None:
             self._captured.delete_cuda_graphs()
         self._clear()
