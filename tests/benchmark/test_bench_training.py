@@ -213,23 +213,16 @@ def output_layer_on_rank(context: RankContext) -> tuple[str, bool, bool]:
 
     initialize(setting_of(context))
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=IN,
-        num_attention_heads=1,
-        params_dtype=torch.bfloat16,
-        bf16=True,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=True,
-    )
+        num_layers=1, hidden_size=IN, num_attention_heads=1, params_dtype=torch.bfloat16,
+        bf16=True, use_cpu_initialization=True, gradient_accumulation_fusion=True,
+    )  # fmt: skip
+    options = {"config": config, "init_method": torch.nn.init.ones_, "bias": False}
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
-        layers.ColumnParallelLinear(IN, OUT, config=config, init_method=torch.nn.init.ones_)
+        layers.ColumnParallelLinear(IN, OUT, **options)
     whose = {provide_fusion(), provide_fusion()}
-    layer = layers.ColumnParallelLinear(
-        IN, OUT, config=config, init_method=torch.nn.init.ones_, bias=False
-    )
-    wrapped = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer
-    )
+    layer = layers.ColumnParallelLinear(IN, OUT, **options)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(config, ddp, layer)
     wrapped.zero_grad_buffer()
     expected = torch.zeros(OUT, IN)
     for step in range(2):
