@@ -62,7 +62,7 @@ def unavailable_reason() -> str | None:
 
 
 def wait_until(is_so: Callable[[], object], what: Callable[[], str]) -> None:
-    """Ask again and again; fails with `what` when the patience is at its end."""
+    """Poll `is_so`; fails with `what` after `PATIENCE_S`."""
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline, what()
