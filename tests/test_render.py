@@ -111,19 +111,14 @@ def test_unknown_name_lists_the_names():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- num-layers", "must be a mapping"),
-        ("", "must be a mapping"),
-        ("lr: [1", "not valid YAML"),
-        ("--lr: 1", "without its dashes"),
-        ("lr: 1e-4", "such as 1.0e-4"),
-        ("lr: '0.1'", "such as 1.0e-4"),
-        ("lr:", "lr: None must be a number"),
-        ("data-path: []", "leave out a list without any"),
+        ("- num-layers", "must be a mapping"), ("", "must be a mapping"),
+        ("lr: [1", "not valid YAML"), ("--lr: 1", "without its dashes"),
+        ("lr: 1e-4", "such as 1.0e-4"), ("lr: '0.1'", "such as 1.0e-4"),
+        ("lr:", "lr: None must be a number"), ("data-path: []", "leave out a list without any"),
         ("swiglu: [true]", "write a flag as true or false"),
-        ("a: {b: 1}", "must be a number"),
-        ("a: [[1]]", "must be a number"),
+        ("a: {b: 1}", "must be a number"), ("a: [[1]]", "must be a number"),
     ],
-)
+)  # fmt: skip
 def test_malformed_files_are_refused(write, text: str, message: str):
     with pytest.raises(InputError, match=message) as error:
         config_files.load("model", write("bad", text))
@@ -315,14 +310,11 @@ def test_a_value_reaches_the_program_as_it_is(write, text: str):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("${A}", "one two"),
-        ("${A}:$((20 + B % 4))", "one two:22"),
-        ('"`$A`\\${A}', '"`$A`\\one two'),
-        ("$A", "$A"),
-        ("$(echo x)", "$(echo x)"),
+        ("${A}", "one two"), ("${A}:$((20 + B % 4))", "one two:22"), ("$A", "$A"),
+        ('"`$A`\\${A}', '"`$A`\\one two'), ("$(echo x)", "$(echo x)"),
         ("${A} $(echo x)", "one two $(echo x)"),
     ],
-)
+)  # fmt: skip
 def test_only_variables_and_sums_are_left_to_the_shell(text: str, expected: str):
     done = subprocess.run(
         ["bash", "-uc", f"printf %s {render.quote(text)}"],
