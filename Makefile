@@ -44,6 +44,7 @@ lint: $(READY)  ## check style: Python, shell scripts, native sources
 
 types: $(READY)  ## check types
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests
 
 support: $(READY)  ## write the tables of docs/support.md, from what the tests show
 	$(BIN)/python tests/support_table.py --write

@@ -71,12 +71,8 @@ class Canvas:
         ])  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Bars:
-    """Bars that compare subjects under one heading, the first of them being the baseline."""
-
-    heading: str
-    rows: Sequence[tuple[str, float, str]]  # what, length relative to the panel, label
+# A heading, and bars below it: what, length, label.  The first is the baseline.
+Bars = tuple[str, Sequence[tuple[str, float, str]]]
 
 
 def gains(steps: Sequence[Bars], hooks: Sequence[Bars], measured: Sequence[str]) -> str:
@@ -104,12 +100,12 @@ def _panel(
     canvas: Canvas, groups: Sequence[Bars], left: int, label: int, width: int,
     colours: Sequence[str], gap: int,
 ) -> None:  # fmt: skip
-    longest = max(length for bars in groups for _, length, _ in bars.rows)
+    longest = max(length for _, bars in groups for _, length, _ in bars)
     y = 76
-    for bars in groups:
-        canvas.text(left, y + 8, bars.heading, 13, bold=True)
+    for heading, bars in groups:
+        canvas.text(left, y + 8, heading, 13, bold=True)
         y += 18
-        for (what, length, text), colour in zip(bars.rows, colours, strict=True):
+        for (what, length, text), colour in zip(bars, colours, strict=True):
             canvas.text(left + label - 8, y + 13, what, 12, at="end")
             reach = width * length / longest
             canvas.rect(left + label, y, reach, 18, colour)
@@ -118,9 +114,8 @@ def _panel(
         y += gap
 
 
-# The example of docs/contract.md: the experts of each token of each rank, two experts on a rank.
-ROUTES = (((0, 1), (3, 0)), ((2, 1),))
-EXPERTS_OF_A_RANK = 2
+# The example of docs/contract.md: (rank, token) -> its experts; two ranks with two experts each.
+ROUTES = {(0, 0): (0, 1), (0, 1): (3, 0), (1, 0): (2, 1)}
 
 
 def data_flow() -> str:
@@ -136,11 +131,7 @@ def data_flow() -> str:
         canvas.text(x, 52, foot, 12, "middle", MUTED)
     for x, step in ((215, "dispatch"), (445, "experts"), (680, "combine")):
         canvas.text(x, 388, step, 14, "middle", bold=True)
-    tokens = {
-        (rank, token): 96 + 190 * rank + 60 * token
-        for rank, own in enumerate(ROUTES)
-        for token in range(len(own))
-    }
+    tokens = {(rank, token): 96 + 190 * rank + 60 * token for rank, token in ROUTES}
     for rank, height in enumerate((160, 124)):
         canvas.rect(14, 66 + 172 * rank, 872, height, "none", LINE, 8)
         canvas.text(26, 56 + 172 * rank + height, f"rank {rank}", 13, fill=MUTED, bold=True)
@@ -148,12 +139,12 @@ def data_flow() -> str:
         for x, what in ((110, f"token {token}"), (790, f"sum {token}")):
             canvas.rect(x - 44, y - 15, 88, 30, *RANKS[rank])
             canvas.text(x, y + 5, what, 13, "middle")
-    for rank, blocks in enumerate(_blocks()):
+    for rank in range(2):
         y = 82 + 172 * rank
-        for expert, rows in blocks:
+        for expert in (2 * rank, 2 * rank + 1):
             canvas.text(330, y + 8, f"expert {expert}", 11, "middle", MUTED)
             y += 13
-            for source, token in rows:
+            for source, token in (row for row, experts in ROUTES.items() if expert in experts):
                 for x in (330, 560):
                     canvas.rect(x - 44, y, 88, 24, *RANKS[source], r=0)
                     canvas.text(x, y + 16, f"r{source} token {token}", 12, "middle")
@@ -164,25 +155,6 @@ def data_flow() -> str:
                 y += 26
             y += 8
     return canvas.svg()
-
-
-def _blocks() -> list[list[tuple[int, list[tuple[int, int]]]]]:
-    """Of each rank: its experts, with (source rank, token) of their rows in slot order."""
-    return [
-        [
-            (
-                expert,
-                [
-                    (source, token)
-                    for source, own in enumerate(ROUTES)
-                    for token, experts in enumerate(own)
-                    if expert in experts
-                ],
-            )
-            for expert in range(rank * EXPERTS_OF_A_RANK, (rank + 1) * EXPERTS_OF_A_RANK)
-        ]
-        for rank in range(len(ROUTES))
-    ]
 
 
 # Parts of a batch in the timeline; how many the kernels make depends on its size.
@@ -217,28 +189,25 @@ def layer_timeline(us: dict[str, float], measured: str) -> str:
         canvas.text(24, y, name, 13, bold=True)
         canvas.text(24, y + 15, detail, 12, fill=MUTED)
 
-    router = 84
-    x = box(start, 62, 70, "queue plan", "", "#e4e7eb")
+    router, light = 84, "#e4e7eb"
+    x = box(start, 62, 70, "queue plan", "", light)
     x = box(x, 62, router + plan - 70, "wait", "counts", "#f3c6c0")
-    box(x, 62, 258, "queue dispatch, experts, combine", "", "#e4e7eb")
+    box(x, 62, 258, "queue dispatch, experts, combine", "", light)
 
-    x = box(start, 116, router, "router", "", "#e4e7eb")
-    x = box(x, 116, plan, "plan", f"{us['plan']:.0f}", BLUES[0])
-    begin = x
+    x = box(start, 116, router, "router", "", light)
+    begin = x = box(x, 116, plan, "plan", f"{us['plan']:.0f}", BLUES[0])
     x = box(x, 116, dispatch, "dispatch", f"{us['dispatch']:.0f} µs", BLUES[1])
     canvas.line(begin, 150, begin, 244)
     canvas.line(x - 2, 150, x - 2, 244)
-    x = box(x, 116, experts, "experts  (not to scale)", "", "#e4e7eb")
-    second = x
+    second = x = box(x, 116, experts, "experts  (not to scale)", "", light)
     x = box(x, 116, combine, "combine", f"{us['combine']:.0f} µs", BLUES[1])
     canvas.line(second, 150, second, 244)
     canvas.line(x - 2, 150, x - 2, 244)
 
-    inside = (
+    for left, width, first, then in (
         (begin, dispatch, "source rank: rows into its window", "destination: pulls them"),
         (second, combine, "expert rank: adds rows, pushes", "source rank: adds the parts"),
-    )
-    for left, width, first, then in inside:
+    ):
         canvas.text(left + 6, 178, first, 11)
         canvas.text(left + 26, 218, then, 11)
         for k in range(PHASES):

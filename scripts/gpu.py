@@ -239,7 +239,7 @@ def described() -> str:
     """The machine and what it runs, as `ncclep bench` has it."""
     import torch
 
-    from megatron_ncclep.benchmark.result import machine, versions
+    from megatron_ncclep.doctor.machine import machine, versions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = machine(device, 1) | versions(device)

@@ -2,6 +2,10 @@
 
 The tables between `<!-- written by make pages: NAME -->` and the next `<!-- end -->`, and the
 figures in docs/figures.  `--check` writes nothing and fails if something is out of date.
+
+mkdocs calls the functions `on_...` for `make site`: the site has README.md as its home, and every
+file that a page links to.  So links in the pages are ordinary paths in the tree, which work where
+the tree is browsed too.
 """
 
 from __future__ import annotations
@@ -9,8 +13,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import posixpath
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import figures  # noqa: E402
-from figures import Bars  # noqa: E402
 
 from megatron_ncclep import envs  # noqa: E402
 from megatron_ncclep.config import EpConfig  # noqa: E402
@@ -42,96 +47,82 @@ OURS = "ncclep:native"
 HOOKS = {BASELINE: "alltoall, fused", OURS: "ncclep"}
 TIMELINE_SHAPE = "deepseek-v3"
 
+HOME = "README.md"
+LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; the first column is words, the others are numbers if heads end in ':'."""
+Subjects = dict[str, dict[str, Any]]  # of one shape, by name
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; a column is numbers if its head ends in ':', and words otherwise."""
     rule = ["---:" if name.endswith(":") else "---" for name in head]
     lines = [[name.removesuffix(":") for name in head], rule, *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def subjects(result: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:
-    """Of each shape, by its name: the subjects by theirs.  `kind`: shapes or trainings."""
+def read(path: Path) -> dict[str, Any]:
+    """A result of `ncclep bench`, in which every check has passed."""
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert not result["failures"], f"{path} has failures: it is no result to publish"
+    return result
+
+
+def subjects(result: dict[str, Any], kind: str) -> dict[str, Subjects]:
+    """The subjects of each shape, by the shape's name.  `kind`: shapes or trainings."""
     return {one["shape"]["name"]: {s["name"]: s for s in one["subjects"]} for one in result[kind]}
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A result of `ncclep bench`, in which every check has passed."""
-    result = json.loads(path.read_text())
-    assert not result["failures"], f"{path} has failures: it is no result to publish"
-    return dict(result)
-
-
-def gains_tables(training: dict[str, Any], engines: dict[str, Any]) -> str:
-    """The README's two tables, and what they were measured on."""
-    runs = subjects(training, "trainings")
-    head = ["training step, tokens/s", *(f"{_words(shape)}:" for shape in runs)]
+def gains(training: dict[str, Any], engines: dict[str, Any]) -> tuple[str, str]:
+    """The README's two tables, with what they were measured on, and its picture."""
+    runs, shapes = subjects(training, "trainings"), subjects(engines, "shapes")
+    on = tuple(
+        f"{machine['gpus']} x {machine['gpu']}, {result['date'][:10]}; torch {v['torch']}, NCCL "
+        f"{v['nccl']}, Megatron-Core {v['megatron-core']}, TransformerEngine "
+        f"{v['transformer-engine']}"
+        for result in (training, engines)
+        for machine, v in [(result["machine"], result["versions"])]
+    )
+    named = {
+        f"sequence {sequence}, micro-batch {batch}": run
+        for shape, run in runs.items()
+        for sequence, batch in [shape.split("x")]
+    }
     steps = [
         [words, *(_tokens_per_s(run, name) for run in runs.values())]
         for name, (words, _) in STEPS.items()
     ]
-
-    shapes = subjects(engines, "shapes")
     us = {name: [shape[name]["sum_us"] for shape in shapes.values()] for name in HOOKS}
-    times = zip(*us.values(), strict=True)
+    ratios = [theirs / ours for theirs, ours in zip(*us.values(), strict=True)]
     hooks = [
         ["Megatron's `alltoall`, fused permute", *(f"{t:,.0f}" for t in us[BASELINE])],
         ["`ncclep`, engine `native`", *(f"{t:,.0f}" for t in us[OURS])],
-        ["times as fast", *(f"{theirs / ours:.2f}x" for theirs, ours in times)],
+        ["times as fast", *(f"{ratio:.2f}x" for ratio in ratios)],
     ]
-    names = ["dispatcher of one layer, µs", *(f"{shape}:" for shape in shapes)]
-    return "\n\n".join(
-        f"{rows}\n\n{measured(result)}."
-        for rows, result in ((table(head, steps), training), (table(names, hooks), engines))
+    text = "\n\n".join((
+        table(["training step, tokens/s", *(f"{words}:" for words in named)], steps), f"{on[0]}.",
+        table(["dispatcher of one layer, µs", *(f"{shape}:" for shape in shapes)], hooks),
+        f"{on[1]}.",
+    ))  # fmt: skip
+    drawn = figures.gains(
+        [
+            (words, [(s, _speed(run, n), _tokens_per_s(run, n)) for n, (_, s) in STEPS.items()])
+            for words, run in named.items()
+        ],
+        [
+            (shape, [(s, run[n]["sum_us"], f"{run[n]['sum_us']:,.0f}") for n, s in HOOKS.items()])
+            for shape, run in shapes.items()
+        ],
+        on,
     )
+    return text, drawn
 
 
-def _words(shape: str) -> str:
-    sequence, batch = shape.split("x")
-    return f"sequence {sequence}, micro-batch {batch}"
-
-
-def _tokens_per_s(run: dict[str, dict[str, Any]], name: str) -> str:
+def _tokens_per_s(run: Subjects, name: str) -> str:
     return f"{run[name]['tokens_per_s']:,.0f} ({_speed(run, name):.2f}x)"
 
 
-def _speed(found: dict[str, dict[str, Any]], name: str) -> float:
-    return float(found[name]["tokens_per_s"] / found[f"train:{BASELINE}"]["tokens_per_s"])
-
-
-def gains_figure(training: dict[str, Any], engines: dict[str, Any]) -> str:
-    """The README's picture."""
-    steps = [
-        Bars(
-            _words(shape),
-            [
-                (label, _speed(run, name), _tokens_per_s(run, name))
-                for name, (_, label) in STEPS.items()
-            ],
-        )
-        for shape, run in subjects(training, "trainings").items()
-    ]
-    hooks = [
-        Bars(
-            shape,
-            [
-                (label, run[name]["sum_us"], f"{run[name]['sum_us']:,.0f}")
-                for name, label in HOOKS.items()
-            ],
-        )
-        for shape, run in subjects(engines, "shapes").items()
-    ]
-    return figures.gains(steps, hooks, (measured(training), measured(engines)))
-
-
-def measured(result: dict[str, Any]) -> str:
-    """One line: machine, date and versions."""
-    machine, versions = result["machine"], result["versions"]
-    return (
-        f"{machine['gpus']} x {machine['gpu']}, {result['date'][:10]}; torch {versions['torch']}, "
-        f"NCCL {versions['nccl']}, Megatron-Core {versions['megatron-core']}, "
-        f"TransformerEngine {versions['transformer-engine']}"
-    )
+def _speed(run: Subjects, name: str) -> float:
+    return float(run[name]["tokens_per_s"] / run[f"train:{BASELINE}"]["tokens_per_s"])
 
 
 def timeline(engines: dict[str, Any]) -> str:
@@ -156,12 +147,8 @@ def options_table() -> str:
 def variables_table() -> str:
     """The environment variables that are not options."""
     options = {f"NCCLEP_{option.name.upper()}" for option in dataclasses.fields(EpConfig)}
-    rows = [
-        [f"`{variable.name}`", _cell(variable.meaning)]
-        for variable in envs.VARIABLES.values()
-        if variable.name not in options
-    ]
-    return table(["variable", "meaning"], rows)
+    variables = [v for v in envs.VARIABLES.values() if v.name not in options]
+    return table(["variable", "meaning"], [[f"`{v.name}`", _cell(v.meaning)] for v in variables])
 
 
 def _cell(text: str) -> str:
@@ -169,36 +156,24 @@ def _cell(text: str) -> str:
     return re.sub(r"'([\w.-]+)'", r"`\1`", text).replace("|", "\\|")
 
 
-def filled(text: str, parts: dict[str, str]) -> str:
-    """`text` with the parts that it has markers for."""
-    for name, content in parts.items():
-        pattern = rf"(<!-- written by make pages: {name} -->\n).*?(\n<!-- end -->)"
-        text = re.sub(pattern, lambda m: f"{m[1]}\n{content}\n{m[2]}", text, flags=re.DOTALL)  # noqa: B023
-    return text
-
-
 def contents() -> dict[Path, str]:
     """What every file that this writes, wholly or in part, must hold."""
-    training, engines = read(TRAINING), read(ENGINES)
-    parts = {
-        "gains": gains_tables(training, engines),
-        "options": options_table(),
-        "variables": variables_table(),
-    }
+    engines = read(ENGINES)
+    both, picture = gains(read(TRAINING), engines)
+    parts = {"gains": both, "options": options_table(), "variables": variables_table()}
     drawn = {
-        "gains": gains_figure(training, engines),
-        "data-flow": figures.data_flow(),
-        "layer-timeline": timeline(engines),
-    }
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return {
-        **{ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()},
-        **{
-            page: filled(page.read_text(), parts)
-            for page in pages
-            if "make pages:" in page.read_text()
-        },
-    }
+        "gains": picture, "data-flow": figures.data_flow(), "layer-timeline": timeline(engines),
+    }  # fmt: skip
+    files = {ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()}
+    for page in [ROOT / HOME, *sorted((ROOT / "docs").glob("*.md"))]:
+        text = page.read_text()
+        for name, content in parts.items():
+            begin, middle, rest = text.partition(f"<!-- written by make pages: {name} -->\n")
+            if middle:
+                end = rest.index("\n<!-- end -->")
+                text = f"{begin}{middle}\n{content}\n{rest[end:]}"
+        files[page] = text
+    return files
 
 
 def main() -> int:
@@ -219,6 +194,65 @@ def main() -> int:
     if check and stale:
         print("run `make pages`")
     return int(check and bool(stale))
+
+
+# --- hooks of mkdocs -----------------------------------------------------------------------------
+
+
+def site_path(path: str) -> str:
+    """Where a file of the tree is on the site: docs/x.md at x.md, others where they are."""
+    return "index.md" if path == HOME else path.removeprefix("docs/")
+
+
+def _linked(page: str, target: str) -> str:
+    """The file of the tree that a page, itself one of them, means by `target`."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+
+
+def on_config(config: Any) -> Any:
+    """Put pages that mkdocs.yml does not name at the end of its first section."""
+    named = str(config.nav)
+    section = next(part for part in config.nav if isinstance(next(iter(part.values())), list))
+    unnamed = [p.name for p in sorted((ROOT / "docs").glob("*.md")) if f"'{p.name}'" not in named]
+    next(iter(section.values())).extend(unnamed)
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the home page and whatever is linked to, and what that links to if it is a page."""
+    from mkdocs.structure.files import File
+
+    pending = [HOME, *(f"docs/{file.src_uri}" for file in files if file.is_documentation_page())]
+    seen = set(pending)
+    while pending:
+        path = pending.pop()
+        if files.get_file_from_path(site_path(path)) is None:
+            files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
+        if path.endswith(".md"):
+            links = {_linked(path, found[2]) for found in LINK.finditer((ROOT / path).read_text())}
+            # mkdocs reports what is not there, as for any link.
+            found = {link for link in links - seen if (ROOT / link).is_file()}
+            seen |= found
+            pending += sorted(found)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Turn links between files of the tree into links between files of the site."""
+    uri = page.file.src_uri
+    here = f"docs/{uri}" if (ROOT / "docs" / uri).is_file() else uri
+    if uri == site_path(HOME):
+        here = HOME
+        page.meta["hide"] = ["navigation"]  # the only page of its section
+    folder = posixpath.dirname(site_path(here)) or "."
+
+    def on_site(found: re.Match[str]) -> str:
+        if "://" in found[2]:
+            return found[0]
+        path = posixpath.relpath(site_path(_linked(here, found[2])), folder)
+        return f"{found[1]}{path}{found[3]}"
+
+    return LINK.sub(on_site, markdown)
 
 
 if __name__ == "__main__":

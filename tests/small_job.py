@@ -65,14 +65,9 @@ def environment() -> dict[str, str]:
 def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run `ncclep train`; stdout and stderr come in one text."""
     return subprocess.run(
-        command(*arguments),
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+        command(*arguments), cwd=cwd, env=environment(), text=True, timeout=TIMEOUT_S,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 def train(*arguments: object) -> str:

@@ -176,21 +176,14 @@ def test_the_example_of_the_readme_runs(tmp_path: Path):
 
 
 def test_tables_and_figures_are_up_to_date():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "pages.py"), "--check"],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, str(ROOT / "scripts" / "pages.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_works_is_what_the_tests_show():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support_table.py")],
-        capture_output=True,
-        text=True,
-        timeout=patient(600),
-    )
+    command = [sys.executable, str(ROOT / "tests" / "support_table.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(600))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

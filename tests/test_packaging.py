@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_ncclep"
 
 # Harness is all of tests/ but test_*.py; a folder is one of the package or of csrc/.  The limits on
-# lines only ever fall: to 10,000, 33,000 and 4,600.
-MOST_HARNESS_LINES, MOST_TEST_LINES = 12_800, 38_600
-MOST_BENCHMARK_LINES, MOST_BENCHMARK_FILES = 5_200, 14
+# lines only ever fall: to 10,000 and 33,000 for tests.
+MOST_HARNESS_LINES, MOST_TEST_LINES = 12_700, 38_600
+MOST_BENCHMARK_LINES, MOST_BENCHMARK_FILES = 4_600, 14
 MOST_FILES_OF_A_FOLDER = 12
 
 # docs/architecture.md: imports point only to what is to the left or in the same column.
@@ -58,20 +58,11 @@ LAYER_OF = {
 WITHOUT_MEGATRON = ("base", "libraries", "ranks", "engines", "steps")
 # Set by whoever starts the processes of a job; not options of this package.
 LAUNCHER_VARIABLES = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_ERROR_FILE",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_ERROR_FILE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
     # Of NCCL: ranks that share a GPU, or appear on hosts of their own.
-    "NCCL_HOSTID",
-    "NCCL_MULTI_RANK_GPU_ENABLE",
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-}
+    "NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE",
+}  # fmt: skip
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -133,12 +124,7 @@ def environment_reads(source: str) -> Iterator[tuple[int, str]]:
             if ast.unparse(node.value) == "os.environ":
                 key = node.slice
         elif isinstance(node, ast.Call):
-            if ast.unparse(node.func) in (
-                "os.getenv",
-                "os.environ.get",
-                "os.environ.pop",
-                "os.environ.setdefault",
-            ):
+            if re.fullmatch(r"os\.(getenv|environ\.(get|pop|setdefault))", ast.unparse(node.func)):
                 key = node.args[0]
         elif isinstance(node, ast.Compare):
             if ast.unparse(node.comparators[0]) == "os.environ":
@@ -241,20 +227,13 @@ def f():
     os.environ["E"] = "1"
 """
     assert [name for _, name in imports(source)] == [
-        "os",
-        "megatron.core",
-        "megatron_ncclep.envs",
-        "megatron_ncclep.errors",
-        "megatron.core",
+        "os", "megatron.core", "megatron_ncclep.envs", "megatron_ncclep.errors", "megatron.core",
         "megatron.training",
-    ]
+    ]  # fmt: skip
     assert sorted(text for _, text in environment_reads(source)) == [
-        "'D' in os.environ",
-        "os.environ.get('B')",
-        "os.environ['A']",
-        "os.environ[name]",
+        "'D' in os.environ", "os.environ.get('B')", "os.environ['A']", "os.environ[name]",
         "os.getenv('C')",
-    ]
+    ]  # fmt: skip
 
 
 # --- what an import costs ------------------------------------------------------------------------

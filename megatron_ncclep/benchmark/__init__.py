@@ -2,7 +2,7 @@
 
 Reading order: command.py (arguments, ranks, one shape on one rank); job.py and shapes.py (what was
 asked); ranks.py (what ranks do together: agree, time, copy over their links); the subjects in
-dispatchers.py, low_latency.py and layers.py, the latter with layer_model.py; training.py with
+engines.py, low_latency.py and layers.py, the latter with layer_model.py; training.py with
 training_model.py; result.py, table.py and plot.py (what is shown).  A subject is defined here.
 """
 

@@ -32,17 +32,12 @@ from megatron_ncclep.benchmark.layer_model import import_on_cpu
 from megatron_ncclep.benchmark.layers import DispatcherSubject, ExpertsSubject, LayerSubject
 from megatron_ncclep.benchmark.low_latency import LibraryLowLatencySubject, LowLatencySubject
 from megatron_ncclep.benchmark.ranks import Clock, DeviceMemory, Ranks
-from megatron_ncclep.benchmark.result import (
-    LISTS,
-    Measured,
-    ShapeResult,
-    SubjectResult,
-    TrainingResult,
-)
-from megatron_ncclep.benchmark.shapes import NetworkModel, Shape, TrainingShape, Workload, wire_rows
+from megatron_ncclep.benchmark.result import Measured, ShapeResult, SubjectResult, TrainingResult
+from megatron_ncclep.benchmark.shapes import Shape, TrainingShape, Workload, wire_rows
 from megatron_ncclep.benchmark.training import TrainingRun
-from megatron_ncclep.cli import config_files
+from megatron_ncclep.cli import config_files, network_model
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.doctor.machine import machine, versions
 from megatron_ncclep.errors import EpError, InputError
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks import place
@@ -50,33 +45,31 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 DEFAULT_CPU_RANKS = 2
-# The whole of one shape may take this many times the deadline of one wait.
-PATIENCE = 60
-SUBJECTS = {
-    "engine": EngineSubject,
-    "library": LibrarySubject,
-    "megatron": DispatcherSubject,
-    "experts": ExpertsSubject,
-}
+PATIENCE = 60  # the whole of one shape may take this many times the deadline of one wait
+# Mode -> kind of a subject -> what measures it; layers have an option too.
+SUBJECTS: dict[str, dict[str, type[Subject]]] = {
+    HIGH_THROUGHPUT: {
+        "engine": EngineSubject, "library": LibrarySubject, "megatron": DispatcherSubject,
+        "experts": ExpertsSubject,
+    },
+    LOW_LATENCY: {"engine": LowLatencySubject, "library": LibraryLowLatencySubject},
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ncclep bench`."""
     add = parser.add_argument
     add(
-        "--config",
-        metavar="NAME_OR_PATH",
+        "--config", metavar="NAME_OR_PATH",
         help=f"shapes: {', '.join(config_files.names(config_files.BENCHMARK))}, or a path that "
         "ends in .yaml (default: models; training if all subjects train; low_latency)",
-    )
+    )  # fmt: skip
     add(
-        "--mode",
-        choices=(HIGH_THROUGHPUT, LOW_LATENCY),
-        default=HIGH_THROUGHPUT,
+        "--mode", choices=(HIGH_THROUGHPUT, LOW_LATENCY), default=HIGH_THROUGHPUT,
         help=f"{LOW_LATENCY}: low-latency mode, of the engines that have it and of NVIDIA's "
         "library, with few tokens: p50 and p99 of dispatch, combine and both, in replayed CUDA "
         f"graphs (default: {HIGH_THROUGHPUT}, for everything else)",
-    )
+    )  # fmt: skip
     add(
         "--subjects",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
@@ -96,31 +89,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="received rows of layers and training with a fixed number of them, in the form of "
         f"--ncclep-max-recv-rows (default: {MAX_RECV_ROWS})",
     )
-    add(
-        "--ranks",
-        type=int,
-        help=f"processes to start (default: one for each GPU; {DEFAULT_CPU_RANKS} on a CPU; "
-        "torchrun's)",
-    )
+    usual = f"one for each GPU; {DEFAULT_CPU_RANKS} on a CPU; torchrun's"
+    add("--ranks", type=int, help=f"processes to start (default: {usual})")
     add("--device", choices=("auto", "cpu", "cuda"), help="auto (the default) takes GPUs if any")
     add("--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)")
     add("--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)")
     add("--out", default="runs/bench", help="folder for the results (default: runs/bench)")
+    as_smoke = "small shapes on a CPU: the same as --config smoke --device cpu"
+    add("--smoke", action="store_true", help=as_smoke)
     add(
-        "--smoke",
-        action="store_true",
-        help="small shapes on a CPU: the same as --config smoke --device cpu",
-    )
-    add(
-        "--model-network",
-        nargs="?",
-        const="",
-        metavar="NAME=VALUE,...",
+        "--model-network", nargs="?", const="", metavar="NAME=VALUE,...",
         help="measure nothing: print how many bytes cross the network between 2 to 64 nodes, "
         "for engine 'hierarchical' and for a flat all-to-all, and the least time that this takes; "
-        f"of {', '.join(f.name for f in dataclasses.fields(NetworkModel))}, those that are not "
-        "given have example values",
-    )
+        f"{', '.join(network_model.names())} have example values if they are not given",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -135,7 +117,7 @@ def main(args: argparse.Namespace) -> int:
         given += ["mode"] * (args.mode != HIGH_THROUGHPUT) + ["smoke"] * args.smoke
         if ignored := [f"--{name.replace('_', '-')}" for name in given]:
             raise InputError(f"--model-network measures nothing: leave {', '.join(ignored)} out")
-        print(table.network(NetworkModel.parse(args.model_network)))
+        print(network_model.render(network_model.NetworkModel.parse(args.model_network)))
         return 0
     # torchrun sets both for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -143,9 +125,8 @@ def main(args: argparse.Namespace) -> int:
     try:  # now: what was measured must not be lost for want of a folder
         Path(job.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(
-            f"--out {job.out}: {error.strerror}: give a folder that can be written to"
-        ) from error
+        wrong = f"--out {job.out}: {error.strerror}"
+        raise InputError(f"{wrong}: give a folder that can be written to") from error
     measured = _measure_as_rank(job) if under_torchrun else _measure_in_pool(job)
     return 0 if under_torchrun and os.environ["RANK"] != "0" else _finish(job, measured)
 
@@ -177,19 +158,13 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
         raise InputError("--device cuda: no GPU is visible; leave it out to measure on the CPU")
     ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
     if device == "cuda" and world_size is None and ranks > gpus and not place.may_share_gpu():
-        raise InputError(
-            f"--ranks {ranks}: each needs a GPU of its own, and {gpus} are visible; "
-            f"{place.HOW_TO_SHARE}"
-        )
+        lacking = f"each needs a GPU of its own, and {gpus} are visible"
+        raise InputError(f"--ranks {ranks}: {lacking}; {place.HOW_TO_SHARE}")
     return Job.make(args, ranks, device)
 
 
 def _measure_in_pool(job: Job) -> list[Measured]:
-    """Start the ranks and measure every shape.
-
-    Ranks that die, for example in a library that aborts, cost their shape only: the next one gets
-    new ones.
-    """
+    """Start the ranks and measure every shape; ranks that die cost their shape only."""
     if job.device == "cuda":
         pool = RankPool(job.ranks, "nccl")
     else:
@@ -224,11 +199,11 @@ def _summary(error: Exception) -> str:
 
 def _measure_as_rank(job: Job) -> list[Measured]:
     """Measure every shape as one rank of torchrun's; only rank 0 gets results."""
+    backend = "gloo"
     if job.device == "cuda":
         place.use_gpu(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "nccl" if job.device == "cuda" else "gloo", timeout=timedelta(seconds=2 * job.timeout_s)
-    )
+        backend = "nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=2 * job.timeout_s))
     try:
         assert dist.group.WORLD is not None  # just made
         context = RankContext(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, job.device)
@@ -243,35 +218,32 @@ def _finish(job: Job, measured: list[Measured]) -> int:
     result: dict[str, Any] = {
         "format": results.FORMAT,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": results.machine(job.device, job.ranks),
-        "versions": results.versions(job.device),
+        "machine": machine(job.device, job.ranks),
+        "versions": versions(job.device),
         # The folder of the results is no property of them.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
-        **{name: [] for name in LISTS},
+        **{name: [] for name in results.LISTS},
         "failures": [failure for shape in measured for failure in shape.failures],
     }
     of_shapes = "low_latency" if job.mode == LOW_LATENCY else "shapes"
     for found in measured:
         name = "trainings" if isinstance(found, TrainingResult) else of_shapes
         result[name].append(dataclasses.asdict(found))
-    out = Path(job.out)
-    results.save(result, out / "bench.json")
+    as_json, as_text, as_plot = (Path(job.out, f"bench.{kind}") for kind in ("json", "txt", "png"))
+    results.save(result, as_json)
     text = table.render(result)
-    (out / "bench.txt").write_text(text, encoding="utf-8")
+    as_text.write_text(text, encoding="utf-8")
     print(f"\n{text}", flush=True)
-    written = [out / "bench.json", out / "bench.txt"]
+    written = f"written: {as_json}, {as_text}"
     try:
-        plot.draw(result, out / "bench.png")
-        written.append(out / "bench.png")
+        plot.draw(result, as_plot)
+        written += f", {as_plot}"
     except EpError as error:
         print(error)
-    print(f"written: {', '.join(map(str, written))}")
+    print(written)
     for failure in result["failures"]:
         print(f"ncclep bench: {failure}", file=sys.stderr)
     return 1 if result["failures"] else 0
-
-
-# --- one shape on one rank -----------------------------------------------------------------------
 
 
 def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measured | None:
@@ -294,24 +266,18 @@ def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measure
 
 
 def make_subject(
-    name: str,
-    setting: Setting,
-    workload: Workload,
-    mode: str = HIGH_THROUGHPUT,
+    name: str, setting: Setting, workload: Workload, mode: str = HIGH_THROUGHPUT,
     max_recv_rows: Any = None,
-) -> Subject:
+) -> Subject:  # fmt: skip
     """Prepare the subject that `name` means, which does not train.  Collective.
 
     Raises:
         UnavailableError: it cannot be measured here; raised on every rank that knows.
     """
     kind = kind_of(name)
-    if mode == LOW_LATENCY:
-        made = LowLatencySubject if kind == "engine" else LibraryLowLatencySubject
-        return made(name, setting, workload)
     if kind == "layer":
         return LayerSubject(name, setting, workload, max_recv_rows)
-    return SUBJECTS[kind](name, setting, workload)
+    return SUBJECTS[mode][kind](name, setting, workload)
 
 
 @dataclass
@@ -331,7 +297,6 @@ class _ShapeRun:
         self._low_latency = job.mode == LOW_LATENCY
 
     def run(self) -> ShapeResult:
-        """See `run`."""
         ranks, shape = self._ranks, self._shape
         ranks.step("routing and payload")
         case = shape.case(ranks.num_ranks, ranks.setting.device)
@@ -375,8 +340,7 @@ class _ShapeRun:
     def _prepare(self, name: str, workload: Workload) -> _Entry:
         """Prepare a subject, run every pass once and check the results."""
         ranks, job = self._ranks, self._job
-        result = SubjectResult(name, kind=kind_of(name))
-        entry = _Entry(result)
+        entry = _Entry(result := SubjectResult(name, kind=kind_of(name)))
         ranks.step(name)
         gc.collect()
         memory = DeviceMemory(ranks.on_gpu)
@@ -403,13 +367,11 @@ class _ShapeRun:
         return entry
 
     def _check(self, entry: _Entry, when: str) -> None:
-        """Compare the results of every pass with the expected ones; wrong ones are not timed."""
         status, reason = self._ranks.attempt(entry.subject.problem)
         if status != "ok":
             entry.result.fail(status, f"{when}: {reason}")
 
     def _time(self, entries: list[_Entry]) -> None:
-        """Time all passes of all subjects."""
         ranks, total = self._ranks, self._job.samples
         ranks.step(f"timing {len(entries)} subjects, {total} samples")
         clocks = {entry.result.name: entry.clock for entry in entries}

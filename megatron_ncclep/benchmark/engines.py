@@ -7,7 +7,6 @@ are compared bit by bit with the table oracle's answer to the payload.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,17 +32,12 @@ from megatron_ncclep.testing.table_oracle import table_combine, table_dispatch
 DEFAULT_SMS = {"reference": "NCCL's", "nccl_ep": "16"}
 # Mode in a library's name -> the library's variable for it.
 MODES = {"pull_push": PULL_PUSH, "fixed_order": FIXED_ORDER}
-# The library's staging memory is made for a multiple of this many tokens.
-TOKENS_MULTIPLE = 64
-# Columns of a row that tell it from the other rows of an expert, or of a source rank.
-KEY_COLUMNS = 8
+TOKENS_MULTIPLE = 64  # the library's staging memory is made for a multiple of this many tokens
+KEY_COLUMNS = 8  # of a row, which tell it from the other rows of an expert, or of a source rank
 _BITS = {2: torch.int16, 4: torch.int32}
 # Pass -> what goes in: rows, and their weights if it has any.
 DISPATCHES = {"dispatch": (shapes.X, shapes.WEIGHTS), "bwd_dispatch": (shapes.GRAD_OUT, None)}
 COMBINES = {"combine": (shapes.Y, None), "bwd_combine": (shapes.GRAD_ROWS, shapes.GRAD_WEIGHTS)}
-
-
-# --- the check -----------------------------------------------------------------------------------
 
 
 def results_problem(
@@ -58,10 +52,8 @@ def results_problem(
         nodes: the grid of an engine whose rows are ordered BY_RAIL.
     """
     case, rank = work.case, work.rank
-    tables, on_node = work.tables, None
-    if nodes is not None:
-        on_node = nodes.ranks_on_each
-        tables = shapes.tables_of_case(case, on_node)
+    on_node = None if nodes is None else nodes.ranks_on_each
+    tables = work.tables if nodes is None else shapes.tables_of_case(case, on_node)
     for name, (actual, actual_w) in results.items():
         kind, kind_w = {**DISPATCHES, **COMBINES}[name]
         sent, sent_w = work.every(kind), None if kind_w is None else work.every(kind_w)
@@ -73,20 +65,18 @@ def results_problem(
                 reduction == EVERY_PART_ROUNDED, on_node,
             )  # fmt: skip
         problem = difference(actual, rows)
-        if problem is None and w is not None:
-            problem = difference(actual_w, w, "weights")
-        if problem is not None:
+        if w is not None:
+            problem = problem or difference(actual_w, w, "weights")
+        if problem:
             return f"{name}: rank {rank}, {problem}"
     return None
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, what: str = "rows") -> str | None:
     """Say in which bits two tensors, [n, width] or [n], first differ, if in any."""
-    if actual.dtype != expected.dtype or actual.shape != expected.shape:
-        return (
-            f"{what}: {actual.dtype} {list(actual.shape)}, expected {expected.dtype} "
-            f"{list(expected.shape)}"
-        )
+    forms = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (actual, expected)]
+    if forms[0] != forms[1]:
+        return f"{what}: {forms[0]}, expected {forms[1]}"
     if actual.dim() == 1:
         actual, expected = actual[:, None], expected[:, None]
     bits = _BITS[actual.element_size()]
@@ -107,23 +97,16 @@ def _first(
 ) -> str | None:
     if not bool(far.any()):
         return None
-    row, column = (int(i) for i in far.nonzero()[0])
-    return (
-        f"{what}[{row}, {column}] is {actual[row, column].item()!r}, expected "
-        f"{expected[row, column].item()!r}{within}; {int(far.any(dim=1).sum())} of {len(far)} rows "
-        "differ"
-    )
+    at = tuple(far.nonzero()[0].tolist())
+    said = f"is {actual[at].item()!r}, expected {expected[at].item()!r}{within}"
+    return f"{what}{[*at]} {said}; {int(far.any(dim=1).sum())} of {len(far)} rows differ"
 
 
 def _check_limits(workload: Workload, caps: EngineCaps) -> None:
     """Raise an UnavailableError that names the limit of an engine that a workload exceeds."""
     if limit := refusal(workload.case, caps):
-        raise UnavailableError(
-            f"the shape is beyond what {caps.name} takes: {limit} {getattr(caps, limit)}"
-        )
-
-
-# --- engines -------------------------------------------------------------------------------------
+        beyond = f"the shape is beyond what {caps.name} takes"
+        raise UnavailableError(f"{beyond}: {limit} {getattr(caps, limit)}")
 
 
 class EngineSubject(Subject):
@@ -143,14 +126,13 @@ class EngineSubject(Subject):
         # The order of rows depends on them, for an engine that knows several.
         self.nodes: Nodes | None = getattr(engine, "nodes", None)
         self._plan = engine.plan(work.topk_idx)
-        calls: tuple[Callable[[], Any], ...] = (
-            lambda: engine.plan(work.topk_idx),
-            lambda: engine.dispatch(self._plan, work.x, work.w),
-            lambda: engine.combine(self._plan, work.y),
-            lambda: engine.dispatch(self._plan, work.grad_out),
-            lambda: engine.combine(self._plan, work.grad_rows, work.grad_row_w),
-        )
-        self.passes = dict(zip(STEPS, calls, strict=True))
+        self.passes = {
+            "plan": lambda: engine.plan(work.topk_idx),
+            "dispatch": lambda: engine.dispatch(self._plan, work.x, work.w),
+            "combine": lambda: engine.combine(self._plan, work.y),
+            "bwd_dispatch": lambda: engine.dispatch(self._plan, work.grad_out),
+            "bwd_combine": lambda: engine.combine(self._plan, work.grad_rows, work.grad_row_w),
+        }
 
     def problem(self) -> str | None:
         """See `Subject.problem`.  With a new plan; all passes run before anything is compared."""
@@ -160,9 +142,6 @@ class EngineSubject(Subject):
 
     def close(self) -> None:
         self._engine.close()
-
-
-# --- NVIDIA's library ----------------------------------------------------------------------------
 
 
 class LibrarySubject(Subject):
@@ -180,41 +159,35 @@ class LibrarySubject(Subject):
         self._allocate("pull_push" in LIBRARIES[split_name(name)[0]][1])
 
     def _allocate(self, adds_by_assignment: bool) -> None:
-        """Make a handle and all outputs."""
         group, work, native = self._group, self._workload, extension.load()
         case, device, stream = work.case, group.device, extension.current_stream
-        topk_idx, w, self._order = work.topk_idx, work.w, None
+        topk_idx, w, grad_out, self._order = work.topk_idx, work.w, work.grad_out, None
         if adds_by_assignment:
             topk_idx, self._order = work.topk_idx.sort(dim=1)
             w = work.w.gather(1, self._order)
         num_bytes = self._staging.handle_bytes(case.alignment, case.top_k)
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         handle = native.NcclEpHandle(self._staging, case.alignment, case.top_k, self._memory)
+        self._handle = handle
         num_local = case.num_experts // case.num_ranks
         counts = torch.empty(num_local, dtype=torch.int64, device=device)
         total = torch.empty(1, dtype=torch.int64, device=device)
-        num_rows = work.tables[group.rank].num_rows
-        self._rows = torch.empty(num_rows, case.hidden, dtype=case.dtype, device=device)
-        self._row_w = torch.empty(num_rows, dtype=torch.float32, device=device)
+        self._rows, self._row_w = torch.empty_like(work.y), torch.empty_like(work.grad_row_w)
         self._out, self._home_w = torch.empty_like(work.x), torch.empty_like(work.w)
-        self._handle = handle
-        calls: tuple[Callable[[], Any], ...] = (
-            lambda: handle.update(topk_idx, counts, total, stream()),
-            lambda: handle.dispatch(work.x, w, self._rows, self._row_w, stream()),
-            lambda: self._combine(work.y),
-            lambda: handle.dispatch(work.grad_out, None, self._rows, None, stream()),
-            lambda: self._combine(work.grad_rows, work.grad_row_w),
-        )
-        self.passes = dict(zip(STEPS, calls, strict=True))
+        self.passes = {
+            "plan": lambda: handle.update(topk_idx, counts, total, stream()),
+            "dispatch": lambda: handle.dispatch(work.x, w, self._rows, self._row_w, stream()),
+            "combine": lambda: self._combine(work.y),
+            "bwd_dispatch": lambda: handle.dispatch(grad_out, None, self._rows, None, stream()),
+            "bwd_combine": lambda: self._combine(work.grad_rows, work.grad_row_w),
+        }
 
     def _combine(
         self, rows: torch.Tensor, w: torch.Tensor | None = None, place: torch.Tensor | None = None
     ) -> None:
         """Combine `rows`, and their weights `w`; row i lies at `place[i]`."""
-        home_w = None if w is None else self._home_w
-        self._handle.combine(
-            put(rows, place), put(w, place), self._out, home_w, extension.current_stream()
-        )
+        outputs = (self._out, None if w is None else self._home_w)
+        self._handle.combine(put(rows, place), put(w, place), *outputs, extension.current_stream())
 
     def problem(self) -> str | None:
         """See `Subject.problem`: an expert's rows may be in any order.
@@ -227,8 +200,7 @@ class LibrarySubject(Subject):
         self.passes["plan"]()
         self.passes["dispatch"]()
         place = self._places()
-        results: dict[str, tuple[Any, Any]] = {}
-        results["dispatch"] = (self._rows[place], self._row_w[place])
+        results: dict[str, tuple[Any, Any]] = {"dispatch": (self._rows[place], self._row_w[place])}
         self._combine(work.y, place=place)
         results["combine"] = (self._out.clone(), None)
         self._rows.fill_(float("nan"))
@@ -236,10 +208,10 @@ class LibrarySubject(Subject):
         results["bwd_dispatch"] = (self._rows[place], None)
         self._out.fill_(float("nan"))
         self._combine(work.grad_rows, work.grad_row_w, place)
-        topk_w = self._home_w.clone()
+        topk_w = self._home_w
         if self._order is not None:
             topk_w = torch.empty_like(topk_w).scatter_(1, self._order, topk_w)
-        results["bwd_combine"] = (self._out.clone(), topk_w)
+        results["bwd_combine"] = (self._out, topk_w)
         return results_problem(results, work, nccl_ep.CAPS.reduction)
 
     def _places(self) -> torch.Tensor:
@@ -273,31 +245,20 @@ def open_group(
     """
     base, num_sms = split_name(name)
     package, on = LIBRARIES[base]
-    choice = {CHOICE: package} if package else {}
-    modes = {variable: str(int(mode in on)) for mode, variable in MODES.items()}
+    variables = {CHOICE: package} if package else {}
+    variables |= {variable: str(int(mode in on)) for mode, variable in MODES.items()}
     group, case = EpGroup.of(setting.new_group()), workload.case
-    config = EpConfig(
-        **setting.options(engine="nccl_ep", alignment=case.alignment, num_sms=num_sms)
-    )
+    options = setting.options(engine="nccl_ep", alignment=case.alignment, num_sms=num_sms)
     # The engine requires its fixed order; nothing else may make it unavailable.
-    with (
-        excused(EngineUnavailableError, InputError),
-        environment({**choice, **modes, FIXED_ORDER: "1"}),
-    ):
-        choose_engine(group, config, case.num_experts)
-    with environment({**choice, **modes}):
+    with excused(EngineUnavailableError, InputError), environment(variables | {FIXED_ORDER: "1"}):
+        choose_engine(group, EpConfig(**options), case.num_experts)
+    with environment(variables):
         made = extension.load().NcclEpGroup(
-            open_library().native,
-            communicator_of(group, config.timeout_s),
-            num_experts=case.num_experts,
-            max_tokens=max_tokens,
-            max_recv_rows=0,
-            row_bytes=case.hidden * case.dtype.itemsize,
-            top_k=case.top_k,
-            num_sms=num_sms or 0,
-            timeout_s=config.timeout_s,
-            low_latency=low_latency,
-        )
+            open_library().native, communicator_of(group, setting.timeout_s),
+            num_experts=case.num_experts, max_tokens=max_tokens, max_recv_rows=0,
+            row_bytes=case.hidden * case.dtype.itemsize, top_k=case.top_k, num_sms=num_sms or 0,
+            timeout_s=setting.timeout_s, low_latency=low_latency,
+        )  # fmt: skip
     return group, made, str(num_sms or DEFAULT_SMS["nccl_ep"])
 
 

@@ -1,21 +1,18 @@
 """One benchmark as plain data, the same on every rank: subjects by name, shapes, and how to time.
 
     ENGINE                     an engine of this package through the engine interface
-    nccl_ep_library            NVIDIA's libnccl_ep called directly, without this package's checks:
-                               the one that the engine nccl_ep takes
-    nccl_ep_library:PACKAGE    the one that a package brings; +pull_push and +fixed_order enable
-                               modes of transformer-engine's, which are off otherwise
-    alltoall, allgather,       Megatron-Core's own dispatchers through their six hooks
-    flex_deepep, ...
+    nccl_ep_library[:PACKAGE]  NVIDIA's libnccl_ep called directly, without this package's checks:
+                               the one that the engine nccl_ep takes, or the one of a package;
+                               +pull_push and +fixed_order enable modes of transformer-engine's
+    alltoall, flex_deepep, ... Megatron-Core's own dispatchers through their six hooks
     ncclep:ENGINE              this package's dispatcher through the same hooks
-    layer:DISPATCHER...        a whole MoELayer (router, dispatcher, experts) with any of the
-                               dispatchers, such as layer:alltoall and layer:ncclep:native
+    layer:DISPATCHER...        a whole MoELayer (router, dispatcher, experts)
     experts:megatron,          the experts of such a layer alone: Megatron-Core's or this package's,
     experts:grouped            the latter with :full_iteration too
     train:DISPATCHER...        whole training steps of a model
 
-The last three kinds are measured on request only.  Layers and trainings take variants, in the
-order of `LAYER` and `TRAIN`:
+Layers, experts and trainings are measured on request only.  Layers and trainings take variants, in
+the order of `LAYER` and `TRAIN`:
 
     grouped         this package's experts in place of Megatron-Core's (ncclep only)
     static          a fixed number of received rows (ncclep only), which graphs need and imply
@@ -37,18 +34,18 @@ from itertools import product
 from typing import Any
 
 from megatron_ncclep.benchmark import shapes
-from megatron_ncclep.benchmark.shapes import Checked, Shape, TrainingShape, at_least
+from megatron_ncclep.benchmark.shapes import Shape, TrainingShape
+from megatron_ncclep.cli.config_files import Checked, at_least
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.errors import EngineUnavailableError, InputError, UnsupportedError
 
-# What is measured: the steps of training, or low-latency mode.
-HIGH_THROUGHPUT, LOW_LATENCY = "ht", "ll"
+HIGH_THROUGHPUT, LOW_LATENCY = "ht", "ll"  # modes: the steps of training, or low-latency mode
 # Rounds, unless the file or the command line says so.
 WARMUP = {"cuda": 5, "cpu": 1}
 SAMPLES = {"cuda": 30, "cpu": 3}
 LOW_LATENCY_CONFIGS = {False: "low_latency", True: "low_latency_smoke"}  # by --smoke
-# Half as many again as a balanced routing brings: an untrained router is far from balanced.
+# 1.5 times what a balanced routing brings: an untrained router is far from balanced.
 MAX_RECV_ROWS = "1.5x"
 
 LIBRARY = "nccl_ep_library"
@@ -65,7 +62,6 @@ LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
 GROUPED, STATIC = "grouped", "static"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
 OPTIMIZER_GRAPH = "optimizer_graph"
-# What needs Megatron-Core or TransformerEngine says how to get it.
 INSTALL_MEGATRON = "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
 INSTALL_ENGINE = "TransformerEngine, which is not installed: pip install 'megatron-ncclep[te]'"
 
@@ -81,9 +77,8 @@ class DispatcherChoice:
     @property
     def excuses(self) -> tuple[type[Exception], ...]:
         """Errors that mean that it cannot be measured here: any of Megatron-Core's own."""
-        if self.engine is None:
-            return (Exception,)
-        return (EngineUnavailableError, InputError, UnsupportedError)
+        ours = (EngineUnavailableError, InputError, UnsupportedError)
+        return (Exception,) if self.engine is None else ours
 
 
 # By name, in the order of the table.
@@ -92,10 +87,8 @@ DISPATCHERS = {
     "alltoall": DispatcherChoice("alltoall"),
     "alltoall_fused": DispatcherChoice("alltoall", {"moe_permute_fusion": True}),
     "allgather": DispatcherChoice("allgather"),
-    **{
-        f"flex_{backend}": DispatcherChoice("flex", {"moe_flex_dispatcher_backend": backend})
-        for backend in ("deepep", "hybridep")
-    },
+    "flex_deepep": DispatcherChoice("flex", {"moe_flex_dispatcher_backend": "deepep"}),
+    "flex_hybridep": DispatcherChoice("flex", {"moe_flex_dispatcher_backend": "hybridep"}),
 }
 
 
@@ -135,14 +128,13 @@ class Variant:
 # What other experts are compared with, and all experts alone by name.
 MEGATRONS_EXPERTS = "experts:megatron"
 EXPERTS = {
-    variant.name: variant
-    for variant in (
-        Variant(MEGATRONS_EXPERTS, DISPATCHERS["alltoall"]),
-        Variant("experts:grouped", DISPATCHERS["alltoall"], grouped=True),
-        Variant(f"experts:grouped:{FULL_ITERATION}", DISPATCHERS["alltoall"], grouped=True,
-                graphs=FULL_ITERATION),
+    name: Variant(name, DISPATCHERS["alltoall"], grouped=grouped, graphs=graphs)
+    for name, grouped, graphs in (
+        (MEGATRONS_EXPERTS, False, None),
+        ("experts:grouped", True, None),
+        (f"experts:grouped:{FULL_ITERATION}", True, FULL_ITERATION),
     )
-}  # fmt: skip
+}
 # Names with a dispatcher; what stands in brackets may be left out.
 LAYER = "layer:DISPATCHER[:grouped][:static][:full_iteration]"
 TRAIN = "train:DISPATCHER[:grouped][:static][:full_iteration or :partial_graphs][:optimizer_graph]"
@@ -176,22 +168,19 @@ def variant_of(name: str) -> Variant | None:
     dispatcher, words = DISPATCHERS[found[1]], [w[1:] for w in found.groups()[1:] if w]
     ours, graphed = dispatcher.engine is not None, OPTIMIZER_GRAPH in words
     graphs = next((word for word in words if word in (FULL_ITERATION, PARTIAL_GRAPHS)), None)
-    problem = None
     if words and words[0] in (GROUPED, STATIC) and not ours:
-        problem = (
-            f"only this package's dispatcher can be {words[0]}: write "
-            f"{prefix}ncclep:ENGINE:{words[0]}"
+        instead = f"{prefix}ncclep:ENGINE:{words[0]}"
+        raise InputError(
+            f"subject {name!r}: only this package's dispatcher can be {words[0]}: write {instead}"
         )
-    elif graphs == FULL_ITERATION and GROUPED not in words:
-        other = PARTIAL_GRAPHS if PARTIAL_GRAPHS in form else "no graphs"
-        problem = (
-            "the host waits for the numbers of rows, which one graph of an iteration cannot "
-            f"contain: write {f'{GROUPED}:{graphs}' if ours else other}"
+    if graphs == FULL_ITERATION and GROUPED not in words:
+        instead = PARTIAL_GRAPHS if PARTIAL_GRAPHS in form else "no graphs"
+        raise InputError(
+            f"subject {name!r}: the host waits for the numbers of rows, which one graph of an "
+            f"iteration cannot contain: write {f'{GROUPED}:{graphs}' if ours else instead}"
         )
-    elif graphs and STATIC in words:
-        problem = f"{graphs} implies {STATIC}: leave it out"
-    if problem is not None:
-        raise InputError(f"subject {name!r}: {problem}")
+    if graphs and STATIC in words:
+        raise InputError(f"subject {name!r}: {graphs} implies {STATIC}: leave it out")
     return Variant(
         name, dispatcher, grouped=GROUPED in words,
         static=STATIC in words or (graphs is not None and ours),
@@ -200,7 +189,7 @@ def variant_of(name: str) -> Variant | None:
 
 
 def known_variant(name: str) -> Variant:
-    """`variant_of` a name that is known to be one of a layer, a training or experts."""
+    """`variant_of` a name that is known to be one."""
     variant = variant_of(name)
     assert variant is not None, name
     return variant
@@ -221,15 +210,12 @@ def default_names() -> list[str]:
 
 def low_latency_engines(device: str) -> list[str]:
     """The engines with low-latency mode; on "cuda" those that a CUDA graph can be part of."""
-    return [
-        name
-        for name, entry in ENGINES.items()
-        if entry.caps.low_latency_tokens and (device != "cuda" or entry.caps.captures_static)
-    ]
+    caps = {name: entry.caps for name, entry in ENGINES.items() if entry.caps.low_latency_tokens}
+    return [name for name, c in caps.items() if device != "cuda" or c.captures_static]
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """Split `BASE@N` into BASE and N, without making anything.
+    """Split `BASE@N` into BASE and N.
 
     Raises:
         InputError: unknown, or a number of SMs for something that has no such option.
@@ -237,9 +223,8 @@ def split_name(name: str) -> tuple[str, int | None]:
     base, at, sms = name.partition("@")
     known = [*ENGINES, *LIBRARIES, *DISPATCHERS, *EXPERTS]
     if variant_of(base) is None and base not in known:
-        raise InputError(
-            f"unknown subject {name!r}: there are {', '.join(known)}, {LAYER}, and {TRAIN}"
-        )
+        there = f"there are {', '.join(known)}, {LAYER}, and {TRAIN}"
+        raise InputError(f"unknown subject {name!r}: {there}")
     if not at:
         return base, None
     if not re.fullmatch("[1-9][0-9]*", sms):
@@ -261,23 +246,16 @@ def unavailable_reason(
     if training is None or training.settings(1)["transformer-impl"] != "transformer_engine":
         return None
     if device != "cuda":
-        return (
-            f"{training.name} is a model of TransformerEngine's modules, which need a GPU: use "
-            "--config smoke, or a file with transformer-impl: local"
-        )
-    if importlib.util.find_spec("transformer_engine") is None:
-        return f"{training.name} needs {INSTALL_ENGINE}"
-    return None
+        needed = f"{training.name} is a model of TransformerEngine's modules, which need a GPU"
+        return f"{needed}: use --config smoke, or a file with transformer-impl: local"
+    missing = importlib.util.find_spec("transformer_engine") is None
+    return f"{training.name} needs {INSTALL_ENGINE}" if missing else None
 
 
 def dropped_problem(num_dropped: int, max_recv_rows: Any) -> str | None:
     """Say that rows were dropped, if any were: then something else is computed."""
-    if not num_dropped:
-        return None
-    return (
-        f"{num_dropped} rows did not fit into {max_recv_rows} received rows and were dropped: give "
-        "a larger --max-recv-rows"
-    )
+    said = f"{num_dropped} rows did not fit into {max_recv_rows} received rows and were dropped"
+    return f"{said}: give a larger --max-recv-rows" if num_dropped else None
 
 
 @dataclass(frozen=True)
@@ -349,31 +327,21 @@ class Job(Checked):
             config=config,
             shapes=file.shapes if not all(map(is_train, names)) else (),
             trainings=file.trainings if any(map(is_train, names)) else (),
-            ranks=ranks,
-            device=device,
-            subjects=names,
-            required=subjects,
-            timeout_s=file.timeout_s,
-            out=args.out,
-            max_recv_rows=_max_recv_rows(args.max_recv_rows, names),
-            mode=args.mode,
-            **rounds,
-        )
+            ranks=ranks, device=device, subjects=names, required=subjects, out=args.out,
+            timeout_s=file.timeout_s, mode=args.mode,
+            max_recv_rows=_max_recv_rows(args.max_recv_rows, names), **rounds,
+        )  # fmt: skip
         job._check()
         return job
 
     def _check(self) -> None:
         """Refuse subjects for which the file has nothing, and ranks that do not fit the shapes."""
         if self.measured and not self.shapes:
-            raise InputError(
-                f"{self.measured[0]} does not train, and {self.config} has trainings only: give "
-                "another --config"
-            )
+            wrong = f"{self.measured[0]} does not train, and {self.config} has trainings only"
+            raise InputError(f"{wrong}: give another --config")
         if self.trained and not self.trainings:
-            raise InputError(
-                f"{self.trained[0]} trains, and {self.config} has no trainings: give --config "
-                "training"
-            )
+            wrong = f"{self.trained[0]} trains, and {self.config} has no trainings"
+            raise InputError(f"{wrong}: give --config training")
         for shape in self.shapes:
             shape.check_ranks(self.ranks)
         for training in self.trainings:
@@ -392,27 +360,23 @@ def _check_low_latency(names: tuple[str, ...], device: str, found: tuple[Shape, 
     known = [*low_latency_engines(device), *libraries]
     for name in names:
         if name.partition("@")[0] not in known:
+            those = "what has the mode, on GPUs what CUDA graphs can hold"
             raise InputError(
-                f"subject {name!r}: --mode {LOW_LATENCY} measures what has the mode, on GPUs what "
-                f"CUDA graphs can hold: {', '.join(known)}"
+                f"subject {name!r}: --mode {LOW_LATENCY} measures {those}: {', '.join(known)}"
             )
     for shape in found:
         if shape.alignment != 1:
-            raise InputError(
-                f"{shape}: alignment {shape.alignment}: low-latency mode has no blocks of experts "
-                "that could be padded: leave it out"
-            )
+            why = "low-latency mode has no blocks of experts that could be padded: leave it out"
+            raise InputError(f"{shape}: alignment {shape.alignment}: {why}")
 
 
 def _max_recv_rows(given: int | str | None, names: tuple[str, ...]) -> int | str | None:
     """The option that static subjects get; None if there are none."""
-    if not any(variant and variant.static for variant in map(variant_of, names)):
-        if given is None:
-            return None
-        raise InputError(
-            f"--max-recv-rows {given}: no subject has a fixed number of received rows, such as "
-            "train:ncclep:native:grouped:static"
+    if any(variant and variant.static for variant in map(variant_of, names)):
+        return EpConfig(max_recv_rows=MAX_RECV_ROWS if given is None else given).max_recv_rows
+    if given is not None:
+        lacking = (
+            "no subject has a fixed number of received rows, such as layer:ncclep:native:static"
         )
-    rows = MAX_RECV_ROWS if given is None else given
-    EpConfig(max_recv_rows=rows)
-    return rows
+        raise InputError(f"--max-recv-rows {given}: {lacking}")
+    return None

@@ -28,14 +28,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_ncclep import cpu
-from megatron_ncclep.benchmark import Setting, UnavailableError
+from megatron_ncclep.benchmark import Setting, UnavailableError, job
 from megatron_ncclep.benchmark.engines import deviation
-from megatron_ncclep.benchmark.job import (
-    DISPATCHERS,
-    INSTALL_ENGINE,
-    INSTALL_MEGATRON,
-    DispatcherChoice,
-)
+from megatron_ncclep.benchmark.job import DispatcherChoice
 from megatron_ncclep.benchmark.shapes import GRAD_OUT, WEIGHTS, Workload, X
 from megatron_ncclep.config import EpConfig
 
@@ -46,20 +41,11 @@ CLASSES = {
     "flex": (MEGATRONS, "MoEFlexTokenDispatcher"),
     "ncclep": ("megatron_ncclep.integration.dispatcher", "NcclEpTokenDispatcher"),
 }
-# Key in Workload.shared.
-SHARED = "layer"
-# Logit of experts that a token does not go to; those of its assignments are at least log(0.5).
-UNPICKED = -100.0
+UNPICKED = -100.0  # logit of experts that a token does not go to; others are at least log(0.5)
 # What is compared.
-OUTPUT = "output"
-HIDDEN_GRADIENT = "gradient of the hidden states"
-ROWS_GRADIENT = "gradient of the rows"
-PROBS_GRADIENT = "gradient of the probabilities"
-# fp32 probabilities after log, exp and division.
-PROBS_TOLERANCE = 1e-5
-
-
-# --- process groups and dispatchers --------------------------------------------------------------
+OUTPUT, HIDDEN_GRADIENT = "output", "gradient of the hidden states"
+ROWS_GRADIENT, PROBS_GRADIENT = "gradient of the rows", "gradient of the probabilities"
+PROBS_TOLERANCE = 1e-5  # of fp32 probabilities after log, exp and division
 
 
 def is_installed() -> bool:
@@ -80,7 +66,7 @@ def initialize(setting: Setting) -> None:
         UnavailableError: Megatron-Core is not installed.
     """
     if not is_installed():
-        raise UnavailableError(INSTALL_MEGATRON)
+        raise UnavailableError(job.INSTALL_MEGATRON)
     if setting.device == "cpu":
         cpu.enable()
     from megatron.core import parallel_state
@@ -98,12 +84,9 @@ def initialize(setting: Setting) -> None:
 
 
 def _make_config(
-    choice: DispatcherChoice,
-    setting: Setting,
-    workload: Workload,
-    options: Mapping[str, Any],
+    choice: DispatcherChoice, setting: Setting, workload: Workload, options: Mapping[str, Any],
     **more: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Make a TransformerConfig for one MoE layer of the workload's sizes.
 
     `options`: further fields of EpConfig, for our own dispatcher; `more`: of TransformerConfig.
@@ -112,40 +95,27 @@ def _make_config(
 
     case = workload.case
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=case.hidden,
-        num_attention_heads=1,
-        num_moe_experts=case.num_experts,
-        moe_router_topk=case.top_k,
-        moe_router_dtype="fp32",
+        num_layers=1, hidden_size=case.hidden, num_attention_heads=1,
+        num_moe_experts=case.num_experts, moe_router_topk=case.top_k, moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_router_pre_softmax=case.top_k == 1,  # Megatron refuses a softmax over one assignment
-        moe_token_dispatcher_type=choice.dispatcher,
-        expert_model_parallel_size=case.num_ranks,
-        expert_tensor_parallel_size=1,
-        add_bias_linear=False,
-        params_dtype=case.dtype,
-        bf16=case.dtype == torch.bfloat16,
-        fp16=case.dtype == torch.float16,
-        **choice.options,
-        **more,
-    )
+        moe_token_dispatcher_type=choice.dispatcher, expert_model_parallel_size=case.num_ranks,
+        expert_tensor_parallel_size=1, add_bias_linear=False, params_dtype=case.dtype,
+        bf16=case.dtype == torch.bfloat16, fp16=case.dtype == torch.float16,
+        **choice.options, **more,
+    )  # fmt: skip
     if choice.engine is not None:
         # Without an alignment, experts get the one that they need.
         alignment = None if case.alignment == 1 else case.alignment
-        config.ncclep = EpConfig(
-            **setting.options(engine=choice.engine, alignment=alignment, **options)
-        )
+        wanted = setting.options(engine=choice.engine, alignment=alignment, **options)
+        config.ncclep = EpConfig(**wanted)
     return config
 
 
 def build_dispatcher(
-    choice: DispatcherChoice,
-    setting: Setting,
-    workload: Workload,
-    options: Mapping[str, Any] | None = None,
-    **wanted: Any,
-) -> Any:
+    choice: DispatcherChoice, setting: Setting, workload: Workload,
+    options: Mapping[str, Any] | None = None, **wanted: Any,
+) -> Any:  # fmt: skip
     """Make a dispatcher as MoELayer does; collective for some.
 
     `options`: further fields of EpConfig, for our own dispatcher; `wanted`: further arguments of
@@ -157,21 +127,16 @@ def build_dispatcher(
     num_local = workload.case.num_experts // workload.case.num_ranks
     first = setting.rank * num_local
     return getattr(importlib.import_module(module), name)(
-        num_local,
-        list(range(first, first + num_local)),
+        num_local, list(range(first, first + num_local)),
         config=_make_config(choice, setting, workload, options or {}),
-        pg_collection=get_default_pg_collection(),
-        **wanted,
-    )
+        pg_collection=get_default_pg_collection(), **wanted,
+    )  # fmt: skip
 
 
 def close_dispatcher(dispatcher: Any) -> None:
     """Release the engine of our own dispatcher; Megatron's own have nothing to release."""
     if engine := getattr(dispatcher, "engine", None):
         engine.close()
-
-
-# --- the shared layer ----------------------------------------------------------------------------
 
 
 def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
@@ -184,7 +149,7 @@ def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
     Raises:
         UnavailableError: the shape has no expert size, or TransformerEngine is missing on a GPU.
     """
-    shared = workload.shared.get(SHARED)
+    shared = workload.shared.get("layer")
     if shared is not None:
         weights = shared.module.parameters()
         return shared, sum(weight.nbytes + weight.main_grad.nbytes for weight in weights)
@@ -194,7 +159,7 @@ def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
     # Not for the distributed optimizer: that would move the weights into a buffer, which grouped
     # experts move too, and there would be two copies of them.
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    workload.shared[SHARED] = shared = DistributedDataParallel(layer.config, ddp, layer)
+    workload.shared["layer"] = shared = DistributedDataParallel(layer.config, ddp, layer)
     return shared, 0
 
 
@@ -209,7 +174,7 @@ def _build(setting: Setting, workload: Workload) -> Any:
     if workload.ffn_hidden_size is None:
         raise UnavailableError("the shape does not give ffn_hidden_size, the size of an expert")
     if on_gpu and importlib.util.find_spec("transformer_engine") is None:
-        raise UnavailableError(f"the experts need {INSTALL_ENGINE}")
+        raise UnavailableError(f"the experts need {job.INSTALL_ENGINE}")
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -217,18 +182,14 @@ def _build(setting: Setting, workload: Workload) -> Any:
 
     case = workload.case
     config = _make_config(
-        DISPATCHERS["alltoall"],
-        setting,
-        workload,
-        {},
-        moe_ffn_hidden_size=workload.ffn_hidden_size,
-        activation_func=F.silu,
+        job.DISPATCHERS["alltoall"], setting, workload, {},
+        moe_ffn_hidden_size=workload.ffn_hidden_size, activation_func=F.silu,
         gated_linear_unit=True,
         bias_activation_fusion=on_gpu,  # as --swiglu does; on a CPU it would need a compiler
         moe_grouped_gemm=on_gpu,
         use_cpu_initialization=not on_gpu,
         gradient_accumulation_fusion=on_gpu,  # Megatron's layers on a CPU would need Apex
-    )
+    )  # fmt: skip
     spec = get_moe_module_spec(use_te=on_gpu, num_experts=case.num_experts, moe_grouped_gemm=on_gpu)
     # A ModuleSpec in old versions, a functools.partial of MoELayer in new ones.
     submodules = spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
@@ -238,10 +199,8 @@ def _build(setting: Setting, workload: Workload) -> Any:
     layer.set_layer_number(1)
     wanted = TEGroupedMLP if on_gpu else SequentialMLP
     if type(layer.experts) is not wanted:
-        raise UnavailableError(
-            f"Megatron-Core makes {type(layer.experts).__name__}, not {wanted.__name__}: "
-            "TransformerEngine is too old"
-        )
+        made = f"Megatron-Core makes {type(layer.experts).__name__}, not {wanted.__name__}"
+        raise UnavailableError(f"{made}: TransformerEngine is too old")
     layer.to(setting.device, case.dtype)
     layer.router.given_logits = _logits(workload)
     _set_weights(layer, setting.rank)
@@ -292,9 +251,6 @@ def _set_weights(layer: Any, rank: int) -> None:
             weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
 
 
-# --- what layer and experts must give ------------------------------------------------------------
-
-
 def expected_probs(workload: Workload) -> torch.Tensor:
     """fp32 [G, K]: probabilities of the assignments of the group's tokens, after the softmax."""
     w = torch.cat(workload.every(WEIGHTS))
@@ -319,13 +275,11 @@ def received_rows(workload: Workload, rank: int) -> Received:
     is_row = table.token_of_row >= 0
     token, k = table.token_of_row[is_row], table.assignment_of_row[is_row]
     return Received(
-        token=token,
-        assignment=token * workload.case.top_k + k,
+        token=token, assignment=token * workload.case.top_k + k,
         rows=torch.cat(workload.every(X))[token],
         grad=torch.cat(workload.every(GRAD_OUT))[token],
-        probs=expected_probs(workload)[token, k],
-        counts=table.routed.cpu(),
-    )
+        probs=expected_probs(workload)[token, k], counts=table.routed.cpu(),
+    )  # fmt: skip
 
 
 def _each_expert(
@@ -372,10 +326,10 @@ def layer_results(
         dist.all_reduce(total, group=layer.ep_group)
         return total
 
-    mine = workload.tokens_of(rank)
-    num_tokens = sum(case.tokens)
-    output = sum_up(received.token, of_rows[OUTPUT], num_tokens)[mine]
-    grad_x = sum_up(received.token, of_rows[ROWS_GRADIENT], num_tokens)[mine]
+    mine, num_tokens = workload.tokens_of(rank), sum(case.tokens)
+    output, grad_x = (
+        sum_up(received.token, of_rows[name], num_tokens)[mine] for name in (OUTPUT, ROWS_GRADIENT)
+    )
     grad_w = sum_up(received.assignment, of_rows[PROBS_GRADIENT], num_tokens * case.top_k)
     grad_map = torch.zeros(len(grad_x), case.num_experts, device=device)
     grad_map.scatter_(1, workload.topk_idx, grad_w.view(num_tokens, -1)[mine])
@@ -386,11 +340,8 @@ def layer_results(
     grad_routed, *router_grads = torch.autograd.grad(
         routed, [x, *routers.values()], grad_map.to(routed.dtype).view_as(routed)
     )
-    results = {
-        OUTPUT: output,
-        PROBS_GRADIENT: grad_map,
-        HIDDEN_GRADIENT: grad_x + grad_routed.reshape(grad_x.shape).float(),
-    }
+    grad_x += grad_routed.reshape(grad_x.shape).float()
+    results = {OUTPUT: output, PROBS_GRADIENT: grad_map, HIDDEN_GRADIENT: grad_x}
     return results, dict(zip(routers, router_grads, strict=True))
 
 
@@ -408,12 +359,9 @@ def routing_problem(
 
 
 def results_problem(
-    workload: Workload,
-    rank: int,
-    actual: Mapping[str, torch.Tensor | None],
-    expected: Iterable[tuple[str, torch.Tensor]],
-    passes: int | None = None,
-) -> str | None:
+    workload: Workload, rank: int, actual: Mapping[str, torch.Tensor | None],
+    expected: Iterable[tuple[str, torch.Tensor]], passes: int | None = None,
+) -> str | None:  # fmt: skip
     """Say what is wrong with results of a layer or its experts on `rank`, if anything is.
 
     Args:
@@ -434,8 +382,7 @@ def results_problem(
     rounding = (case.top_k + 3) * torch.finfo(case.dtype).eps / 2
     tolerance = rounding + math.sqrt(steps) * torch.finfo(torch.float32).eps
     for name, of_one in expected:
-        want = of_one.float() if passes is None else of_one.float() * passes
-        found = actual[name]
+        want, found = of_one.float() * (passes or 1), actual[name]
         found = torch.zeros_like(want) if found is None else found.float()
         largest = float(want.abs().max()) if want.numel() else 0.0
         # Below the smallest normal number there are fewer bits: the router's gradients with top-1.

@@ -11,32 +11,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark import BOTH, WHOLE, Setting, Subject, UnavailableError, excused
+from megatron_ncclep.benchmark import BOTH, WHOLE, Setting, Subject, UnavailableError, excused, job
 from megatron_ncclep.benchmark import layer_model as model
 from megatron_ncclep.benchmark.engines import deviation
-from megatron_ncclep.benchmark.job import (
-    DISPATCHERS,
-    dropped_problem,
-    known_variant,
-    unavailable_reason,
-)
-from megatron_ncclep.benchmark.layer_model import (
-    HIDDEN_GRADIENT,
-    OUTPUT,
-    PROBS_GRADIENT,
-    ROWS_GRADIENT,
-)
 from megatron_ncclep.benchmark.ranks import Clock, Timer
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.config import GROUPED_ALIGNMENT
 from megatron_ncclep.errors import UnsupportedError
 
-# Runs before a graph is captured, as torch advises.
-WARMUP = 3
+WARMUP = 3  # runs before a graph is captured, as torch advises
 # Passes after which the check looks at the weights' gradients: the second one adds to the first's.
 CHECKED_PASSES = (1, 2)
 Results = dict[str, Any]
@@ -52,7 +40,7 @@ class DispatcherSubject(Subject):
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
         super().__init__(name, setting, workload)
-        choice = DISPATCHERS[name]
+        choice = job.DISPATCHERS[name]
         with excused(Exception):  # none of this is ours
             model.initialize(setting)
         # MoELayer's shape is [sequence, batch, hidden].
@@ -69,9 +57,7 @@ class DispatcherSubject(Subject):
             for call in self.passes.values():
                 call()  # some fail at first use only
 
-    def _run(
-        self, experts: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, experts: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the six hooks; return the output and the rows' probabilities."""
         hooks = self._dispatcher
         hidden, probs = hooks.dispatch_preprocess(self._x, self._map, self._probs)
@@ -90,9 +76,8 @@ class DispatcherSubject(Subject):
         if self._grad_probs is None or self._grad_probs.shape != row_probs.shape:
             self._grad_probs = torch.ones_like(row_probs)
         self._x.grad = self._probs.grad = None
-        torch.autograd.backward(
-            [out, row_probs], [self._workload.grad_out.view_as(out), self._grad_probs]
-        )
+        gradients = [self._workload.grad_out.view_as(out), self._grad_probs]
+        torch.autograd.backward([out, row_probs], gradients)
         self._results = None
 
     def problem(self) -> str | None:
@@ -122,19 +107,16 @@ class DispatcherSubject(Subject):
         # Each row is rounded once, and the sum after each of its terms; one more for the wire.
         tolerance = (case.top_k + 2) * torch.finfo(case.dtype).eps / 2
         grad_probs = self._map * factor * (x * grad).sum(dim=1)[:, None]
-        assert self._x.grad is not None
-        assert self._probs.grad is not None
+        grads: Any = (self._x.grad, self._probs.grad)  # set by the passes
         comparisons = (
-            (OUTPUT, out.detach().reshape(x.shape), x * weight),
-            (HIDDEN_GRADIENT, self._x.grad.reshape(x.shape), grad * weight),
-            (PROBS_GRADIENT, self._probs.grad * self._map, grad_probs),
+            (model.OUTPUT, out.detach().reshape(x.shape), x * weight),
+            (model.HIDDEN_GRADIENT, grads[0].reshape(x.shape), grad * weight),
+            (model.PROBS_GRADIENT, grads[1] * self._map, grad_probs),
         )
-        table = work.tables[self._rank]
-        if not any(torch.equal(seen[0].long(), counts) for counts in (table.routed, table.padded)):
-            return (
-                f"rank {self._rank}: rows of each expert are {seen[0].tolist()}, expected "
-                f"{table.routed.tolist()}"
-            )
+        table, rows = work.tables[self._rank], seen[0].long()
+        if not any(torch.equal(rows, counts) for counts in (table.routed, table.padded)):
+            said = f"are {rows.tolist()}, expected {table.routed.tolist()}"
+            return f"rank {self._rank}: rows of each expert {said}"
         for what, actual, expected in comparisons:
             bound = tolerance * expected.abs()
             if problem := deviation(actual.float(), expected, bound, f"{tolerance:.1%}"):
@@ -146,20 +128,16 @@ class DispatcherSubject(Subject):
 
 
 class _Accumulating(Subject):
-    """What layers and experts alone have in common, over the layer that they share.
-
-    A derived class sets `_inputs`, leaves whose gradients are results, and `_grad_out`, and calls
-    `_start` when it can run.
-    """
+    """What layers and experts alone have in common.  A derived class ends with `_start`."""
 
     _host_counts = True
-
-    _inputs: tuple[torch.Tensor, ...]
+    _shared: Any  # the layer in DistributedDataParallel
+    _inputs: tuple[torch.Tensor, ...]  # leaves whose gradients are results
     _grad_out: torch.Tensor
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
-        self._variant = known_variant(name)
-        if reason := unavailable_reason(self._variant, setting.device):
+        self._variant = job.known_variant(name)
+        if reason := job.unavailable_reason(self._variant, setting.device):
             raise UnavailableError(reason)
         super().__init__(name, setting, workload)
         with excused(Exception):  # none of this is ours
@@ -204,7 +182,6 @@ class _Accumulating(Subject):
         return clock
 
     def _run(self) -> torch.Tensor:
-        """Run the forward pass."""
         raise NotImplementedError
 
     def _everything(self) -> Results:
@@ -217,13 +194,9 @@ class _Accumulating(Subject):
         """What `_everything` must give; yields parameters and gradients one by one.  Collective."""
         raise NotImplementedError
 
-    def _compared(self, results: Results) -> Results:
-        """Results of `_everything` in the form of the expected ones."""
+    def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:
+        """What is wrong apart from values, and `results` in the form of the expected ones."""
         raise NotImplementedError
-
-    def _other_problem(self, results: Results, workload: Workload) -> str | None:
-        """Say what else is wrong."""
-        return None
 
     def _forward(self) -> None:
         self._out = self._run()
@@ -259,9 +232,9 @@ class _Accumulating(Subject):
             if self._captured is not None:
                 self.passes[BOTH]()  # it leaves its results there
             main_grads = {name: weight.main_grad for name, weight in layer.named_parameters()}
-            found = self._compared(results)
+            other, found = self._compared(results, workload)
             problems += [
-                self._other_problem(results, workload),
+                other,
                 model.results_problem(workload, rank, found, expected.items()),
                 model.results_problem(workload, rank, main_grads, gradients(), passes),
             ]
@@ -303,29 +276,20 @@ class LayerSubject(_Accumulating):
     def _everything(self) -> Results:
         """Run forward and backward; all results, and the router's decision."""
         decisions: list[tuple[torch.Tensor, torch.Tensor]] = []
-        router = self._layer.router
-        hook = router.register_forward_hook(lambda *called: decisions.append(called[-1]))
-        try:
+        hook = lambda *called: decisions.append(called[-1])  # noqa: E731
+        with self._layer.router.register_forward_hook(hook):
             out = self._run()
-        finally:
-            hook.remove()
         (probs, routing_map), *_ = decisions
         grads_probs: list[torch.Tensor] = []
         probs.register_hook(grads_probs.append)
         (grad_x,) = self._add_gradients(out)
         return {
-            "probs": probs.detach(),
-            "routing_map": routing_map,
-            OUTPUT: out.detach(),
-            HIDDEN_GRADIENT: grad_x,
-            PROBS_GRADIENT: next(iter(grads_probs), None),
-        }
+            "probs": probs.detach(), "routing_map": routing_map, model.OUTPUT: out.detach(),
+            model.HIDDEN_GRADIENT: grad_x, model.PROBS_GRADIENT: next(iter(grads_probs), None),
+        }  # fmt: skip
 
     def problem(self) -> str | None:
-        """See `Subject.problem`.
-
-        A graph is also replayed with another routing than it was captured with.
-        """
+        """See `Subject.problem`.  A graph is also replayed with another routing than its own."""
         found = self._problem_with(self._workload)
         if self._captured is None:
             return found
@@ -344,25 +308,21 @@ class LayerSubject(_Accumulating):
         layer, received = self._shared.module, model.received_rows(workload, self._rank)
         results, of_router = model.layer_results(layer, workload, self._rank, received)
 
-        def gradients() -> Iterable[tuple[str, torch.Tensor]]:
-            yield from of_router.items()
-            yield from model.expert_gradients(layer, received)
+        return results, lambda: chain(of_router.items(), model.expert_gradients(layer, received))
 
-        return results, gradients
-
-    def _compared(self, results: Results) -> Results:
-        found, shape = dict(results), self._workload.x.shape
-        for name in (OUTPUT, HIDDEN_GRADIENT):
-            found[name] = results[name].reshape(shape)
-        if results[PROBS_GRADIENT] is not None:
-            # For experts that a token does not go to, dispatchers may leave any value there.
-            found[PROBS_GRADIENT] = results[PROBS_GRADIENT] * results["routing_map"]
-        return found
-
-    def _other_problem(self, results: Results, workload: Workload) -> str | None:
+    def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:
+        probs, routing_map = results["probs"], results["routing_map"]
+        problem = model.routing_problem(workload, self._rank, probs, routing_map)
         if dropped := getattr(self._dispatcher, "num_dropped", None):
-            return dropped_problem(int(dropped), self._dispatcher.engine.config.max_recv_rows)
-        return model.routing_problem(workload, self._rank, results["probs"], results["routing_map"])
+            given = self._dispatcher.engine.config.max_recv_rows
+            problem = job.dropped_problem(int(dropped), given)
+        found, shape = dict(results), self._workload.x.shape
+        for name in (model.OUTPUT, model.HIDDEN_GRADIENT):
+            found[name] = results[name].reshape(shape)
+        if results[model.PROBS_GRADIENT] is not None:
+            # For experts that a token does not go to, dispatchers may leave any value there.
+            found[model.PROBS_GRADIENT] = results[model.PROBS_GRADIENT] * routing_map
+        return problem, found
 
     def close(self) -> None:
         super().close()  # a graph before its engine
@@ -386,21 +346,16 @@ class ExpertsSubject(_Accumulating):
         received = model.received_rows(workload, setting.rank)
         with excused(UnsupportedError if grouped else Exception):
             self._experts = self._experts_of()
-            self._place, self._counts = blocks_of(received.counts, grouped)
-            self._place = self._place.to(setting.device)
-            if grouped:
-                self._counts = self._counts.to(setting.device)
+            place, lengths = blocks_of(received.counts, grouped)
+            self._place = place.to(setting.device)
+            self._counts = lengths.to(setting.device) if grouped else lengths
+            size = int(lengths.sum())  # zeros fill up the blocks
             self._rows, self._probs, self._grad_out = (
-                self._laid_out(tensor) for tensor in (received.rows, received.probs, received.grad)
+                rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, self._place, rows)
+                for rows in (received.rows, received.probs, received.grad)
             )
             self._inputs = (self._rows.requires_grad_(), self._probs.requires_grad_())
             self._start()
-
-    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Put rows, in the order of experts, in their places; zeros fill up the blocks."""
-        out = tensor.new_zeros(int(self._counts.sum()), *tensor.shape[1:])
-        out[self._place] = tensor
-        return out
 
     def _run(self) -> torch.Tensor:
         out: torch.Tensor = self._experts(self._rows, self._counts, self._probs)[0]
@@ -408,21 +363,21 @@ class ExpertsSubject(_Accumulating):
 
     def _everything(self) -> Results:
         out = self._run()
-        grad_rows, grad_probs = self._add_gradients(out)
-        return {OUTPUT: out.detach(), ROWS_GRADIENT: grad_rows, PROBS_GRADIENT: grad_probs}
+        names = (model.OUTPUT, model.ROWS_GRADIENT, model.PROBS_GRADIENT)
+        return dict(zip(names, (out.detach(), *self._add_gradients(out)), strict=True))
 
     def _expected(self, workload: Workload) -> Any:
         layer, received = self._shared.module, model.received_rows(workload, self._rank)
         results = model.experts_results(layer, received)
         return results, lambda: model.expert_gradients(layer, received)
 
-    def _compared(self, results: Results) -> Results:
-        return {
-            name: found
-            if found is None
-            else found.view(len(found), *found.shape[1:] or (1,))[self._place]
-            for name, found in results.items()
+    def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:
+        found = {name: value for name, value in results.items() if value is not None}
+        placed = {
+            name: value.view(len(value), *value.shape[1:] or (1,))[self._place]
+            for name, value in found.items()
         }
+        return None, results | placed
 
     def close(self) -> None:
         super().close()
@@ -453,20 +408,19 @@ def captured(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
     # which it was made: a graph may not wait for another one.
     for _ in range(WARMUP):
         call()
-    graph = torch.cuda.CUDAGraph()
-    failures: list[Exception] = []
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    failure: Exception | None = None
     try:
         # Meanwhile torch's own thread may ask about the progress of a collective.
-        with torch.cuda.graph(
-            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             try:
                 results = call()
             except Exception as error:
-                failures.append(error)
+                failure = error
                 raise
     except Exception:
-        if failures:  # the end of a capture that has failed raises another one, which says less
-            raise failures[0] from None
+        # The end of a capture that has failed raises another error, which says less.
+        if failure is not None:
+            raise failure from None
         raise
     return graph.replay, results

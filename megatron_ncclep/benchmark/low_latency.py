@@ -9,15 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark import PAIR, Setting, Subject, UnavailableError, excused
-from megatron_ncclep.benchmark.engines import (
-    KEY_COLUMNS,
-    by_content,
-    deviation,
-    difference,
-    open_group,
-    put,
-)
+from megatron_ncclep.benchmark import PAIR, Setting, Subject, UnavailableError, engines, excused
 from megatron_ncclep.benchmark.job import split_name
 from megatron_ncclep.benchmark.ranks import Clock, Timer, Times
 from megatron_ncclep.benchmark.shapes import WEIGHTS, Workload, X, Y, payload
@@ -28,8 +20,7 @@ from megatron_ncclep.engines.low_latency_types import LowLatencyRows
 from megatron_ncclep.errors import EngineUnavailableError, InputError, LibraryError
 from megatron_ncclep.libraries import extension
 
-# What an object is made for: as a server makes it, for its largest batch.
-MAX_TOKENS = 128
+MAX_TOKENS = 128  # that an object is made for: as a server makes it, for its largest batch
 # Timed pairs of a graph.  The one before them is not timed: ranks do not start a replay together.
 PAIRS = 20
 
@@ -47,7 +38,6 @@ class LowLatencySubject(Subject):
         self._open(setting)
 
     def _open(self, setting: Setting) -> None:
-        """Make the engine, and the object for this workload."""
         engine, num_sms = split_name(self.name)
         case = self._workload.case
         with excused(EngineUnavailableError, InputError):
@@ -63,20 +53,14 @@ class LowLatencySubject(Subject):
     def clock(self, timer: Timer) -> Clock:
         if self._on_gpu:
             return graph_clock(timer, self.dispatch, self.combine)
-
-        def pair() -> None:
-            self.dispatch()
-            self.combine()
-
-        return timer.clock({**self.passes, "pair": pair}, include_host=True)
+        passes = {**self.passes, "pair": lambda: (self.dispatch(), self.combine())}
+        return timer.clock(passes, include_host=True)
 
     def dispatch(self) -> LowLatencyRows:
-        """Dispatch this rank's tokens."""
         work = self._workload
         return self._object.dispatch(work.x, work.topk_idx, work.w)
 
     def combine(self) -> torch.Tensor:
-        """Return a row for each place to its source rank."""
         return self._object.combine(self._y)
 
     def problem(self) -> str | None:
@@ -112,7 +96,7 @@ class LowLatencySubject(Subject):
                 "weights": torch.where(here, work.weights(WEIGHTS, source)[token], 0),
             }
             for name, what in expected.items():
-                if problem := difference(getattr(rows, name)[source, :count], what, name):
+                if problem := engines.difference(getattr(rows, name)[source, :count], what, name):
                     return f"{where}: {problem}"
             if bool((rows.topk_idx[source, count:] != -1).any()):
                 return f"{where}: topk_idx behind row {count} is not -1 everywhere"
@@ -131,8 +115,7 @@ class LowLatencySubject(Subject):
         return f"combine: rank {rank}: {problem}" if problem else None
 
     def _sum_problem(self, out: torch.Tensor, total: torch.Tensor) -> str | None:
-        """Compare with the fp32 sums of the contract's order."""
-        return difference(out, total.to(out.dtype), "out")
+        return engines.difference(out, total.to(out.dtype), "out")
 
     def _rows(self, rank: int) -> torch.Tensor:
         """[R * max_tokens, H]: what `rank` combines."""
@@ -148,15 +131,12 @@ class LibraryLowLatencySubject(LowLatencySubject):
     """
 
     def _open(self, setting: Setting) -> None:
-        """Open the library and allocate all outputs."""
         work = self._workload
         case, module = work.case, extension.load()
         if case.dtype != torch.bfloat16:
             dtype = str(case.dtype).removeprefix("torch.")
-            raise UnavailableError(
-                f"{self.name} is measured with rows of bfloat16 only, not of {dtype}"
-            )
-        self._group, self._staging, self.sms = open_group(
+            raise UnavailableError(f"{self.name} takes rows of bfloat16 only, not of {dtype}")
+        self._group, self._staging, self.sms = engines.open_group(
             self.name, setting, work, self.max_tokens, low_latency=True
         )
         with excused(LibraryError):
@@ -164,16 +144,14 @@ class LibraryLowLatencySubject(LowLatencySubject):
         places = (case.num_ranks, self.max_tokens)
         new = work.x.new_empty
         self._received = LowLatencyRows(
-            rows=new(*places, case.hidden),
-            topk_idx=new(*places, case.top_k, dtype=torch.int32),
+            rows=new(*places, case.hidden), topk_idx=new(*places, case.top_k, dtype=torch.int32),
             weights=new(*places, case.top_k, dtype=torch.float32),
             counts=new(case.num_ranks, dtype=torch.int32),
             num_local_experts=case.num_experts // case.num_ranks,
-        )
+        )  # fmt: skip
         self._out = torch.empty_like(work.x)
 
     def dispatch(self) -> LowLatencyRows:
-        """Dispatch this rank's tokens."""
         work, got = self._workload, self._received
         self._handle.dispatch(
             work.x, work.topk_idx, work.w,
@@ -182,7 +160,6 @@ class LibraryLowLatencySubject(LowLatencySubject):
         return got
 
     def combine(self, y: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a row for each place to its source rank; `y`: other rows than usual."""
         self._handle.combine(self._y if y is None else y, self._out, extension.current_stream())
         return self._out
 
@@ -200,14 +177,11 @@ class LibraryLowLatencySubject(LowLatencySubject):
         for source, count in enumerate(got.counts.tolist()):
             experts[source, count:] = -1  # only ours marks places without rows
         received = dataclasses.replace(
-            got,
-            rows=in_order(got.rows),
-            topk_idx=experts,
+            got, rows=in_order(got.rows), topk_idx=experts, counts=got.counts.clone(),
             weights=torch.where(experts >= 0, in_order(got.weights), 0),
-            counts=got.counts.clone(),
-        )
+        )  # fmt: skip
         problem = self._dispatch_problem(received)
-        y = put(self._y.flatten(0, 1), place)
+        y = engines.put(self._y.flatten(0, 1), place)
         assert y is not None
         out = self.combine(y.view_as(self._y))
         return problem or self._combine_problem(out)
@@ -218,16 +192,15 @@ class LibraryLowLatencySubject(LowLatencySubject):
         A row that is none of its source's makes `_dispatch_problem` find a difference.
         """
         place = torch.arange(got.rows.shape[0] * self.max_tokens, device=got.rows.device)
-        width = min(KEY_COLUMNS, got.rows.shape[2])
+        width = min(engines.KEY_COLUMNS, got.rows.shape[2])
         for source, count in enumerate(got.counts.tolist()):
             token = self._here(source, self._rank).nonzero().squeeze(1)
             if count != len(token):
                 continue
-            one_block = torch.zeros_like(token)
-            sent = self._workload.rows(X, source, width)[token]
-            to = by_content(one_block, sent)
-            first = source * self.max_tokens
-            place[first + to] = first + by_content(one_block, got.rows[source, :count, :width])
+            sent, first = self._workload.rows(X, source, width)[token], source * self.max_tokens
+            block = torch.full_like(token, first)
+            came = first + engines.by_content(block, got.rows[source, :count, :width])
+            place[first + engines.by_content(block, sent)] = came
         return place
 
     def _sum_problem(self, out: torch.Tensor, total: torch.Tensor) -> str | None:
@@ -235,7 +208,7 @@ class LibraryLowLatencySubject(LowLatencySubject):
         if self._workload.case.num_ranks <= 2:
             return super()._sum_problem(out, total)
         bound = torch.finfo(out.dtype).eps * (1 + total.abs())
-        return deviation(out.float(), total, bound, "another order of sums")
+        return engines.deviation(out.float(), total, bound, "another order of sums")
 
     def close(self) -> None:
         torch.cuda.synchronize(self._group.device)

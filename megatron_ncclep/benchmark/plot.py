@@ -13,6 +13,7 @@ import importlib.util
 import textwrap
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +39,20 @@ PIECES = (*KINDS, IDLE, STEP)
 # Kinds of subjects that have a panel of their own, and what its title adds.
 PANELS = {"layer": ", whole MoELayer", "experts": ", experts alone"}
 STYLES = ("-", "--", ":", "-.")  # of subjects of low-latency mode
-# Narrower pieces of a training step have no room for their number.
-LABELLED_SHARE = 0.06
+LABELLED_SHARE = 0.06  # narrower pieces of a training step have no room for their number
 LEGEND_COLUMNS = 6
 BARS_OF_LINES = 8  # a panel of lines is as high as one of so many bars
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ncclep plot`."""
-    parser.add_argument(
-        "result",
-        metavar="BENCH_JSON|LOG_JSONL",
+    add = parser.add_argument
+    add(
+        "result", metavar="BENCH_JSON|LOG_JSONL",
         help="bench.json of a run, or log.jsonl of a training with --ncclep-metrics-interval",
-    )
-    parser.add_argument("-o", "--out", help="PNG file (default: beside the result)")
-    parser.add_argument(
-        "--subjects", help="draw these only, separated by commas, such as native,nccl_ep"
-    )
+    )  # fmt: skip
+    add("-o", "--out", help="PNG file (default: beside the result)")
+    add("--subjects", help="draw these only, separated by commas, such as native,nccl_ep")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -77,18 +75,16 @@ def main(args: argparse.Namespace) -> int:
                 _keep(result, args.subjects.split(","))
             draw(result, out)
     except OSError as error:
-        raise InputError(
-            f"{out}: {error.strerror}: --out must name a file that can be written"
-        ) from error
+        wrong = f"{out}: {error.strerror}"
+        raise InputError(f"{wrong}: --out must name a file that can be written") from error
     print(out)
     return 0
 
 
 def _require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(
-            "no plot: matplotlib is not installed: pip install 'megatron-ncclep[train]'"
-        )
+        missing = "no plot: matplotlib is not installed"
+        raise InputError(f"{missing}: pip install 'megatron-ncclep[train]'")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -100,10 +96,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     _require_matplotlib()
     from matplotlib.figure import Figure
 
+    # Of each panel, its height in bars, and what draws it.
     drawn: list[tuple[int, Callable[[Any], None]]] = [
         (len(subjects), partial(_draw_shape, result=shape, subjects=subjects))
         for shape in result["shapes"]
-        for subjects in _measured(shape)
+        for subjects in table.by_kind(shape, PANELS).values()
+        if subjects
     ]
     for training in result["trainings"]:
         if measured := [subject for subject in training["subjects"] if subject["step"]]:
@@ -117,47 +115,30 @@ def draw(result: dict[str, Any], path: Path) -> None:
     rows, most = -(-len(drawn) // columns), max(bars for bars, _ in drawn)
     figure = Figure(figsize=(7.5 * columns, rows * (1.4 + 0.42 * most) + 0.6), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).reshape(-1)
-    for panel, (_, draw_panel) in zip(panels, drawn, strict=False):
+    empty = (0, lambda panel: panel.set_axis_off())
+    for panel, (_, draw_panel) in zip_longest(panels, drawn, fillvalue=empty):
         draw_panel(panel)
-    for panel in panels[len(drawn) :]:
-        panel.set_axis_off()
-    handles = {
-        label: handle
-        for panel in panels
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
+    handles: dict[str, Any] = {}
+    for panel in panels:
+        handles |= dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
     passes = PASSES if result["shapes"] else ()
     order = [name for name in dict.fromkeys((*passes, *PIECES, *handles)) if name in handles]
     figure.legend(
-        [handles[name] for name in order],
-        order,
-        loc="outside upper center",
+        [handles[name] for name in order], order, loc="outside upper center",
         ncols=min(len(order), LEGEND_COLUMNS * columns),
-    )
+    )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
-def _measured(shape: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The subjects with times, by panel: without experts, and each kind of PANELS."""
-    panels: dict[str | None, list[dict[str, Any]]] = {kind: [] for kind in (None, *PANELS)}
-    for subject in shape["subjects"]:
-        if subject["passes"]:
-            panels[subject["kind"] if subject["kind"] in PANELS else None].append(subject)
-    return [subjects for subjects in panels.values() if subjects]
-
-
 def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any]]) -> None:
-    """Draw `subjects` of one shape and one panel."""
     computing = PANELS.get(subjects[0]["kind"], "")
     for place, subject in enumerate(subjects):
         times = {name: passed["median_us"] for name, passed in subject["passes"].items()}
         _draw_bar(panel, place, times, f"{sum(times.values()):,.0f}", "white")
     if result["limit_us"] is not None and not computing:
-        panel.axvline(
-            4 * result["limit_us"], color=COLORS["limit"], linestyle="--", linewidth=1.5,
-            label="limit",
-        )  # fmt: skip
+        limit = 4 * result["limit_us"]
+        panel.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.5, label="limit")
     _finish_bars(panel, [table.title(subject["name"]) for subject in subjects], margin=0.12)
     panel.set_xlabel("time of one forward and backward (microseconds)")
     panel.set_title(f"{table.sizes(result['shape'])}{computing}", fontsize=10)
@@ -172,32 +153,26 @@ def pieces(subject: dict[str, Any], busy_known: bool) -> dict[str, float]:
 
 
 def _draw_training(panel: Any, result: dict[str, Any]) -> None:
-    """Draw the measured subjects of one training."""
     subjects = [subject for subject in result["subjects"] if subject["step"]]
     busy_known = table.is_busy_known(result)
     bars = [pieces(subject, busy_known) for subject in subjects]
     least = LABELLED_SHARE * max(sum(bar.values()) for bar in bars)
     for place, (subject, bar) in enumerate(zip(subjects, bars, strict=True)):
         busy = 100 * table.busy_us(subject) / subject["step"]["median_us"]
-        told = f", busy {busy:.0f} %" if subject["kinds_us"] and busy_known else ""
+        busy_too = f", busy {busy:.0f} %" if subject["kinds_us"] and busy_known else ""
         speed = f"{subject['tokens_per_s']:,.0f} tokens/s"
-        label = f"{sum(bar.values()):.1f} ms{told}\n{speed}"
+        label = f"{sum(bar.values()):.1f} ms{busy_too}\n{speed}"
         _draw_bar(panel, place, bar, label, "#555555", least)
-    names = [subject["name"].removeprefix("train:") for subject in subjects]
-    names = [name.replace(":grouped", "\ngrouped") for name in names]
+    names = [s["name"].removeprefix("train:").replace(":grouped", "\ngrouped") for s in subjects]
     _finish_bars(panel, names, margin=0.42)  # room for the words beside the longest bar
     panel.set_xlabel("time of one training step (milliseconds)")
     panel.set_title(textwrap.fill(table.model_sizes(result), 60), fontsize=10)
 
 
 def _draw_bar(
-    panel: Any,
-    place: int,
-    times: dict[str, float],
-    label: str,
-    edge: str,
+    panel: Any, place: int, times: dict[str, float], label: str, edge: str,
     labelled: float = float("inf"),
-) -> None:
+) -> None:  # fmt: skip
     """Draw pieces side by side, then a label; pieces longer than `labelled` show their length."""
     left = 0.0
     for name, time in times.items():
@@ -236,7 +211,7 @@ def _draw_low_latency(panel: Any, results: list[dict[str, Any]]) -> None:
         ]
         tokens = [count for count, _ in found]
         for what in PAIR:
-            p50, p99 = ([passes[what][key] for _, passes in found] for key in ("p50_us", "p99_us"))
+            p50, p99 = ([p[what][key] for _, p in found] for key in ("p50_us", "p99_us"))
             label = what if len(names) == 1 else f"{name}: {what}"
             panel.plot(tokens, p50, style, marker="o", color=COLORS[what], label=label)
             panel.fill_between(tokens, p50, p99, color=COLORS[what], alpha=0.2, linewidth=0)
@@ -260,9 +235,8 @@ def _keep(result: dict[str, Any], names: list[str]) -> None:
     every = [measured for name in LISTS for measured in result[name]]
     held = {subject["name"] for measured in every for subject in measured["subjects"]}
     if missing := [name for name in names if name not in held]:
-        raise InputError(
-            f"--subjects {missing[0]}: the result holds {', '.join(sorted(held)) or 'none'}"
-        )
+        there = ", ".join(sorted(held)) or "none"
+        raise InputError(f"--subjects {missing[0]}: the result holds {there}")
     for measured in every:
         kept = [subject for subject in measured["subjects"] if subject["name"] in names]
         measured["subjects"] = sorted(kept, key=lambda subject: names.index(subject["name"]))

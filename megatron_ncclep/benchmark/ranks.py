@@ -25,10 +25,8 @@ from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
 
-# Pass -> microseconds of each time that it ran, in one round.
-Times = dict[str, list[float]]
-# Times a round of one subject on this rank; collective.
-Clock = Callable[[], Times]
+Times = dict[str, list[float]]  # pass -> microseconds of each time that it ran, in one round
+Clock = Callable[[], Times]  # times a round of one subject on this rank; collective
 
 # From the best to the worst; the ranks agree on the worst.
 OUTCOMES = ("ok", "unavailable", "wrong", "failed")
@@ -78,10 +76,8 @@ class Ranks:
         try:
             every = self.gather((OUTCOMES.index(status), reason))
         except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.rank}: no answer from the other ranks within "
-                f"{2 * self._timeout_s:g} s; here: {reason or status}. {error}"
-            ) from error
+            late = f"rank {self.rank}: no answer from the other ranks in {2 * self._timeout_s:g} s"
+            raise PeerError(f"{late}; here: {reason or status}. {error}") from error
         worst = max(outcome for outcome, _ in every)
         reasons = dict.fromkeys(text for outcome, text in every if outcome == worst and text)
         return OUTCOMES[worst], "; ".join(reasons) or None
@@ -147,8 +143,7 @@ class DeviceMemory:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            self._allocated = torch.cuda.memory_allocated()
-            self._outside = self._outside_torch()
+            self._allocated, self._outside = torch.cuda.memory_allocated(), self._outside_torch()
 
     def growth(self, shared_bytes: int = 0) -> dict[str, int] | None:
         """Bytes at the peak of torch's allocator, and bytes held outside of it; None on a CPU.
@@ -168,15 +163,11 @@ class DeviceMemory:
         return total - free - torch.cuda.memory_reserved()
 
 
-# --- timing: all ranks start together, and the slowest rank's time counts ------------------------
-
-
 class Timer:
     """Times calls on one rank of `group`, with device events or on a CPU its clock.  Collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: str) -> None:
-        self._group = group
-        self._on_gpu = device == "cuda"
+        self._group, self._on_gpu = group, device == "cuda"
         self._tiny = torch.zeros(1, device=device)
 
     def sample(self, call: Callable[[], Any], include_host: bool) -> float:
@@ -233,9 +224,8 @@ class Timer:
 
 def quantiles(samples: Sequence[float], *parts: float) -> list[float]:
     """The quantiles `parts` of `samples`, at least one; that of 0.5 is the median."""
-    values = torch.tensor(samples, dtype=torch.float64)
-    found: list[float] = values.quantile(torch.tensor(parts, dtype=torch.float64)).tolist()
-    return found
+    values, wanted = (torch.tensor(each, dtype=torch.float64) for each in (samples, parts))
+    return list(values.quantile(wanted).tolist())
 
 
 def measure(clocks: dict[str, Clock], warmup: int, samples: int) -> Iterator[dict[str, Times]]:
@@ -266,9 +256,6 @@ def slowest(rounds: list[list[dict[str, Times]]]) -> dict[str, Times]:
         }
         for subject, passes in (rounds[0][0] if rounds[0] else {}).items()
     }
-
-
-# --- ceiling: copies of whole rows over the links, both directions at once -----------------------
 
 
 def random_rows(rank: int, num_ranks: int, rows_per_peer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -303,32 +290,31 @@ def measure_ceiling(
 ) -> dict[str, dict[str, Any]]:
     """Measure what dispatch and combine cannot exceed: the links' bandwidth.  Collective.
 
-    Both directions are tried with several numbers of SMs, and the copied rows are verified: a
-    LibraryError says that wrong bytes came.
+    Both directions are tried with several numbers of SMs.
 
     Returns:
         "push" and "pull" -> the best rate of the slowest rank, {"gb_per_s", "num_sms"}.
+
+    Raises:
+        LibraryError: rows did not arrive as they were sent.
     """
     native = extension.load()
     rows_per_peer = max(1, COPY_BYTES // row_bytes // (group.size - 1))
     communicator = communicator_of(group, timeout_s)
     window = native.Window(communicator, rows_per_peer * group.size * row_bytes)
+    sms = torch.cuda.get_device_properties(group.device).multi_processor_count
+    counts = sorted({min(count, sms) for count in COPY_SMS})
+    best: dict[str, dict[str, Any]] = {}
     try:
         copies = _Copies(native, window, group, row_bytes, rows_per_peer)
         copies.verify(timeout_s)
-        sms = torch.cuda.get_device_properties(group.device).multi_processor_count
-        counts = sorted({min(count, sms) for count in COPY_SMS})
-        rates = {
-            direction: [
-                {"gb_per_s": copies.rate(direction, n, timer, timeout_s), "num_sms": n}
-                for n in counts
-            ]
-            for direction in ("push", "pull")
-        }
+        for direction in ("push", "pull"):
+            rates = [(copies.rate(direction, n, timer, timeout_s), n) for n in counts]
+            best[direction] = dict(zip(("gb_per_s", "num_sms"), max(rates), strict=True))
     finally:
         torch.cuda.synchronize(group.device)
         window.close()
-    return {name: max(found, key=lambda c: c["gb_per_s"]) for name, found in rates.items()}
+    return best
 
 
 class _Copies:
@@ -355,10 +341,9 @@ class _Copies:
         times = [
             timer.sample(lambda: self.copy(direction, num_sms), include_host=False)
             for _ in range(COPY_WARMUP + COPY_SAMPLES)
-        ][COPY_WARMUP:]
-        theirs = self._group.gather(
-            torch.tensor(times, dtype=torch.float64), "ceiling, gathering times", timeout_s
-        )
+        ]
+        mine = torch.tensor(times[COPY_WARMUP:], dtype=torch.float64)
+        theirs = self._group.gather(mine, "ceiling, gathering times", timeout_s)
         (median,) = quantiles(theirs.max(dim=0).values.tolist(), 0.5)
         return self._local.nbytes / median * 1e-3  # bytes / us -> GB / s
 
@@ -373,7 +358,6 @@ class _Copies:
         self.copy("pull", COPY_SMS[0])
         self._wait("ceiling, after the pull", timeout_s)
         pulled = torch.equal(self._local, sent)
-
         # This rank's own window, read here, holds what the peers put into their parts of it.
         held = torch.empty(length, self._row_bytes // 4, dtype=torch.int32)
         self._native.copy_memory(held.data_ptr(), self._window.address, held.nbytes)
@@ -383,8 +367,8 @@ class _Copies:
         pushed = torch.equal(held[theirs], named[theirs])
         if not (pushed and pulled):
             raise LibraryError(
-                f"ceiling: rank {group.rank} {'pushed' if not pushed else 'pulled'} rows that did "
-                "not arrive as they were sent: the memory shared over NVLink cannot be trusted here"
+                f"ceiling: rank {group.rank} {'pulled' if pushed else 'pushed'} rows that did not "
+                "arrive as they were sent: the memory shared over NVLink cannot be trusted here"
             )
         self._wait("ceiling, after the comparison", timeout_s)
 

@@ -1,29 +1,19 @@
-"""Results: what bench.json holds, as plain data, and the machine and versions behind it."""
+"""Results: what bench.json holds, as plain data."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_ncclep.benchmark import WITH_EXPERTS
 from megatron_ncclep.benchmark.ranks import quantiles
 from megatron_ncclep.benchmark.shapes import Shape, TrainingShape, Workload, network_rows
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.libraries import nccl_ep, search
-from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.nodes import Nodes
-from megatron_ncclep.version import __version__
 
 FORMAT = 1
 # Passes that move every row over the wire once; a forward or backward of Megatron has two of them.
@@ -34,12 +24,10 @@ CROSSINGS = {
 # What one product of two matrices of 8192 x 8192 in bf16 reaches, measured on H100 and H200.
 PEAK_TFLOPS = 790
 # What kernels of a training step do, in the order of the table.
-OPTIMIZER, COLLECTIVES, REST = "optimizer", "collectives", "rest"
 KINDS = (
-    "attention", "GEMM", "dispatch", "combine", "plan", "permute", OPTIMIZER, COLLECTIVES, REST,
+    "attention", "GEMM", "dispatch", "combine", "plan", "permute", "optimizer", "collectives",
+    "rest",
 )  # fmt: skip
-PACKAGES = ("megatron-core", "transformer-engine", "quack-kernels", "nccl-extensions", "deep-ep")
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass
@@ -80,8 +68,8 @@ class SubjectResult(Outcome):
 
     def set_samples(self, samples: Mapping[str, Sequence[float]], low_latency: bool) -> None:
         """Summarise the slowest rank's microseconds of every pass."""
-        spread = _operations if low_latency else _spread
-        self.passes = {name: spread(values) for name, values in samples.items()}
+        summary = _operations if low_latency else _spread
+        self.passes = {name: summary(values) for name, values in samples.items()}
 
 
 @dataclass
@@ -126,11 +114,11 @@ class Measured:
         if self.error is not None:
             self.failures.append(f"{where}: nothing was measured: {self.error}")
         for subject in self.subjects:
-            said = f"{where}: {subject.name}"
-            if subject.status in ("wrong", "failed"):
-                self.failures.append(f"{said} {subject.status}: {subject.reason}")
-            elif subject.status == "unavailable" and subject.name in required:
-                self.failures.append(f"{said} was asked for and cannot run: {subject.reason}")
+            what = {"wrong": "wrong", "failed": "failed"}
+            if subject.name in required:
+                what["unavailable"] = "was asked for and cannot run"
+            if said := what.get(subject.status):
+                self.failures.append(f"{where}: {subject.name} {said}: {subject.reason}")
 
 
 @dataclass
@@ -159,21 +147,19 @@ class ShapeResult(Measured):
             return
         once, flat = network_rows(work.tables, list(work.case.tokens), nodes.ranks_on_each)
         self.network = {
-            "machines": nodes.count,
-            "ranks_on_each": nodes.ranks_on_each,
-            "hierarchical_bytes": once * self.row_bytes,
-            "flat_bytes": flat * self.row_bytes,
-        }
+            "machines": nodes.count, "ranks_on_each": nodes.ranks_on_each,
+            "hierarchical_bytes": once * self.row_bytes, "flat_bytes": flat * self.row_bytes,
+        }  # fmt: skip
 
     def set_products(self, work: Workload) -> None:
         """Work out what the experts compute at least; with `on_gpu` set, how long that takes."""
-        ffn = work.ffn_hidden_size
-        if ffn is None:
+        if work.ffn_hidden_size is None:
             return
         self.expert_rows = max(int(table.routed.sum()) for table in work.tables)
         if self.on_gpu and work.case.dtype.itemsize == 2:
             # Gates, values and outputs; backward has two products for each of forward.
-            forward = 3 * 2 * self.expert_rows * work.case.hidden * ffn / PEAK_TFLOPS * 1e-6
+            operations = 3 * 2 * self.expert_rows * work.case.hidden * work.ffn_hidden_size
+            forward = operations / PEAK_TFLOPS * 1e-6
             self.products_us = {"forward": forward, "backward": 2 * forward}
 
     def set_ceiling(self, found: dict[str, dict[str, Any]], reason: str | None) -> None:
@@ -225,7 +211,11 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote; an InputError says what else a file is."""
+    """Read what `save` wrote.
+
+    Raises:
+        InputError: there is no such file, or it is something else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -248,10 +238,8 @@ def _read(path: Path, name: str, listed: Any, kind: type) -> list[dict[str, Any]
         held = [{key: item[key] for key in known if key in item} for item in listed]
         return [dataclasses.asdict(kind(**item)) for item in held]
     except TypeError as error:
-        raise InputError(
-            f"{path}: {name} is not what `ncclep bench` writes, a list of {known}: give the "
-            "bench.json of a run, unchanged"
-        ) from error
+        wrong = f"{path}: {name} is not what `ncclep bench` writes, a list of {known}"
+        raise InputError(f"{wrong}: give the bench.json of a run, unchanged") from error
 
 
 def _spread(samples: Sequence[float]) -> dict[str, float]:
@@ -262,46 +250,3 @@ def _spread(samples: Sequence[float]) -> dict[str, float]:
 def _operations(samples: Sequence[float]) -> dict[str, float]:
     p50, p99 = quantiles(samples, 0.5, 0.99)
     return {"p50_us": p50, "p99_us": p99, "min_us": min(samples), "count": len(samples)}
-
-
-def machine(device: str, ranks: int) -> dict[str, Any]:
-    """The devices of this machine, as plain data, and how many of the `ranks` share one."""
-    described: dict[str, Any] = {
-        "device": device,
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-    }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        driver = DRIVER.read_text() if DRIVER.is_file() else ""
-        found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", driver)
-        described |= {
-            "gpu": properties.name,
-            "gpus": torch.cuda.device_count(),
-            "ranks_per_gpu": place.most_ranks_per_gpu(ranks),
-            "sms": properties.multi_processor_count,
-            "driver": found[1] if found else None,
-        }
-    return described
-
-
-def versions(device: str) -> dict[str, str | None]:
-    """Versions by name; None for what is not installed."""
-    found: dict[str, str | None] = {
-        "megatron_ncclep": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": None,
-        "libnccl_ep": None,
-        **dict.fromkeys(PACKAGES),
-    }
-    if device == "cuda":
-        if nccl := search.loaded_nccl():
-            found["nccl"] = search.version_text(nccl.version)
-        if library := nccl_ep.find_nccl_ep():
-            found["libnccl_ep"] = f"{search.version_text(library.version)} ({library.found})"
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

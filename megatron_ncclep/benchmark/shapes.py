@@ -7,8 +7,6 @@ what another one holds without receiving it.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from megatron_ncclep.cli import config_files
+from megatron_ncclep.cli.config_files import Checked, at_least, one_of
 from megatron_ncclep.config import ALIGNMENTS, MIN_TIMEOUT_S
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.testing import contents
@@ -30,51 +29,9 @@ OF_A_MODEL = {
     "hidden": "hidden-size", "ffn_hidden_size": "moe-ffn-hidden-size", "experts": "num-experts",
     "top_k": "moe-router-topk",
 }  # fmt: skip
-# Set from the number of ranks.
-BATCH = "global-batch-size"
-# What a field may be, by its annotation.
-TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (int, float), "str": (str,), "dict[str, Any]": (dict,),
-    "None": (type(None),),
-}  # fmt: skip
+BATCH = "global-batch-size"  # set from the number of ranks
 # What a tensor is: each has values of its own, so that a result left over from another pass shows.
 X, GRAD_OUT, Y, GRAD_ROWS, WEIGHTS, GRAD_WEIGHTS = range(1, 7)
-
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-class Checked:
-    """A dataclass that checks its fields: types, and metadata `least` and `choices`.
-
-    Raises:
-        InputError: names the field and its value.
-    """
-
-    def __post_init__(self) -> None:
-        for known in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, must = getattr(self, known.name), known.metadata
-            kinds = str(known.type).split(" | ")
-            if not set(kinds) <= set(TYPES):
-                continue
-            where = f"{known.name} {value!r}"
-            allowed = tuple(kind for name in kinds for kind in TYPES[name])
-            if not isinstance(value, allowed) or isinstance(value, bool):
-                raise InputError(f"{where}: must be {known.type}")
-            # Not `<`, with which a NaN would pass.
-            if value is not None and "least" in must and not value >= must["least"]:
-                raise InputError(f"{where}: must be >= {must['least']}")
-            if value not in must.get("choices", (value,)):
-                raise InputError(f"{where}: one of {', '.join(map(str, must['choices']))}")
-
-
-def at_least(least: float, **default: Any) -> Any:
-    """A numeric field of a `Checked` with a lower bound."""
-    return field(metadata={"least": least}, **default)
-
-
-def _one_of(choices: Iterable[Any], default: Any) -> Any:
-    return field(metadata={"choices": tuple(choices)}, default=default)
 
 
 @dataclass(frozen=True)
@@ -86,9 +43,9 @@ class Shape(Checked):
     hidden: int = at_least(1)  # H
     experts: int = at_least(1)  # E of the whole group
     top_k: int = at_least(1)  # K
-    dtype: str = _one_of(DTYPES, "bfloat16")  # of the payload
+    dtype: str = one_of(DTYPES, "bfloat16")  # of the payload
     skew: float = at_least(0, default=0.0)  # 0: even over experts; 1: as few experts as possible
-    alignment: int = _one_of(ALIGNMENTS, 1)  # of an expert's block, in rows
+    alignment: int = one_of(ALIGNMENTS, 1)  # of an expert's block, in rows
     ffn_hidden_size: int | None = at_least(1, default=None)  # only layers and experts need it
 
     def __str__(self) -> str:
@@ -97,9 +54,8 @@ class Shape(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.top_k > self.experts:
-            raise InputError(
-                f"top_k {self.top_k}: a token picks distinct experts, and there are {self.experts}"
-            )
+            there = f"a token picks distinct experts, and there are {self.experts}"
+            raise InputError(f"top_k {self.top_k}: {there}")
 
     @property
     def row_bytes(self) -> int:
@@ -138,7 +94,11 @@ class TrainingShape(Checked):
             raise InputError(f"{BATCH} follows from microbatches and ranks: leave it out")
 
     def settings(self, num_ranks: int) -> Settings:
-        """The checked settings of the model on `num_ranks` ranks, the experts divided over all."""
+        """The checked settings of the model on `num_ranks` ranks, the experts divided over all.
+
+        Raises:
+            InputError: no such model, a wrong argument, or experts that cannot be divided.
+        """
         try:
             per_rank = Settings.load(self.model, self.changes)["micro-batch-size"]
             batch = {BATCH: per_rank * self.microbatches * num_ranks}
@@ -151,10 +111,8 @@ class TrainingShape(Checked):
 
 def _check_experts(shape: Shape | TrainingShape, num_experts: int, num_ranks: int) -> None:
     if num_experts % num_ranks:
-        raise InputError(
-            f"{shape}: {num_experts} experts cannot be divided over {num_ranks} ranks: give "
-            f"--ranks a divisor of {num_experts}"
-        )
+        wrong = f"{shape}: {num_experts} experts cannot be divided over {num_ranks} ranks"
+        raise InputError(f"{wrong}: give --ranks a divisor of {num_experts}")
 
 
 @dataclass(frozen=True)
@@ -172,9 +130,8 @@ class Measurement(Checked):
         super().__post_init__()
         names = [s.name for s in self.shapes] + [t.name for t in self.trainings]
         if not names or len(names) != len(set(names)):
-            raise InputError(
-                f"give at least one shape or training, each with a name of its own: {names}"
-            )
+            wanted = "at least one shape or training, each with a name of its own"
+            raise InputError(f"give {wanted}: {names}")
 
 
 def load(name_or_path: str) -> Measurement:
@@ -191,10 +148,9 @@ def load(name_or_path: str) -> Measurement:
             items = _listed(content, key, dict, "mappings")
             content[key] = tuple(_make(kind, key.removesuffix("s"), item) for item in items)
         content["subjects"] = tuple(_listed(content, "subjects", str, "names"))
-        measurement: Measurement = _make(Measurement, None, content)
+        return _make(Measurement, None, content)
     except InputError as error:
         raise InputError(f"benchmark configuration {name_or_path}: {error}") from error
-    return measurement
 
 
 def _listed(content: dict[str, Any], key: str, kind: type, called: str) -> list[Any]:
@@ -206,18 +162,16 @@ def _listed(content: dict[str, Any], key: str, kind: type, called: str) -> list[
 
 def _make(kind: Any, called: str | None, mapping: dict[str, Any]) -> Any:
     """Make a dataclass of `mapping`, which errors call `called` and its name, if anything."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+    fields = dataclasses.fields(kind)
+    names = [f.name for f in fields]
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     try:
         if kind is Shape and "model" in mapping:
             mapping = _with_model(mapping)
-        unknown = [name for name in mapping if name not in fields]
-        missing = [
-            name for name, f in fields.items()
-            if f.default is f.default_factory is dataclasses.MISSING and name not in mapping
-        ]  # fmt: skip
-        if unknown or missing:
-            wrong = f"unknown key {unknown[0]!r}" if unknown else f"no {missing[0]}"
-            raise InputError(f"{wrong}: the keys are {', '.join(fields)}")
+        wrong = [f"unknown key {name!r}" for name in mapping if name not in names]
+        wrong += [f"no {name}" for name in required if name not in mapping]
+        if wrong:
+            raise InputError(f"{wrong[0]}: the keys are {', '.join(names)}")
         return kind(**mapping)
     except InputError as error:
         if called is None:
@@ -227,14 +181,11 @@ def _make(kind: Any, called: str | None, mapping: dict[str, Any]) -> Any:
 
 def _with_model(shape: dict[str, Any]) -> dict[str, Any]:
     """Fill in what `model: NAME` of a shape means; the shape's own values take precedence."""
-    own = {key: value for key, value in shape.items() if key != "model"}
     model = config_files.load("model", str(shape["model"]))
     if lacking := [name for name in OF_A_MODEL.values() if name not in model]:
         raise InputError(f"its model has no {lacking[0]}")
+    own = {key: value for key, value in shape.items() if key != "model"}
     return {field: model[name] for field, name in OF_A_MODEL.items()} | own
-
-
-# --- routing and payload -------------------------------------------------------------------------
 
 
 class Workload:
@@ -261,15 +212,14 @@ class Workload:
 
     def rows(self, what: int, rank: int, width: int | None = None) -> torch.Tensor:
         """[T or N, width] of `rank`: the first `width` columns, all of them by default."""
-        of_tokens = what in (X, GRAD_OUT)
-        num_rows = self.case.tokens[rank] if of_tokens else self.tables[rank].num_rows
+        tokens, table = self.case.tokens[rank], self.tables[rank]
+        num_rows = tokens if what in (X, GRAD_OUT) else table.num_rows
         return payload(self.case, what, rank, num_rows, width)
 
     def weights(self, what: int, rank: int) -> torch.Tensor:
         """fp32 of `rank`: WEIGHTS [T, K] or GRAD_WEIGHTS [N]; above 0.5, at most 1."""
-        shape: tuple[int, ...] = (self.tables[rank].num_rows,)
-        if what == WEIGHTS:
-            shape = (self.case.tokens[rank], self.case.top_k)
+        of_tokens = (self.case.tokens[rank], self.case.top_k)
+        shape = of_tokens if what == WEIGHTS else (self.tables[rank].num_rows,)
         return contents.weights_of(rank, shape, what, self.case.device).mul_(0.5).add_(0.5)
 
     def tokens_of(self, rank: int) -> slice:
@@ -291,10 +241,10 @@ def payload(
     return rows.mul_(0.5).add_(1)
 
 
-def tables_of_case(case: Case, ranks_on_node: int | None = None) -> list[SlotTable]:
-    """The routes of a case to each of its ranks."""
+def tables_of_case(case: Case, on_node: int | None = None) -> list[SlotTable]:
+    """The routes of a case to each of its ranks; `on_node`: how many of them are on a node."""
     topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    return tables_of(topk_idx, case.num_experts, case.alignment, ranks_on_node)
+    return tables_of(topk_idx, case.num_experts, case.alignment, on_node)
 
 
 def tables_of(
@@ -303,9 +253,6 @@ def tables_of(
     """The routes to each rank; arguments as of `slot_table`."""
     ranks = range(len(topk_idx))
     return [slot_table(r, topk_idx, num_experts, alignment, ranks_on_node=on_node) for r in ranks]
-
-
-# --- what crosses links --------------------------------------------------------------------------
 
 
 def wire_rows(tables: list[SlotTable], num_tokens: list[int]) -> int:
@@ -344,9 +291,8 @@ def network_rows(
     once = torch.zeros_like(flat)
     for node in range(R // L):
         once[rank, node * L + rank % L] = to_node[:, node]
-    for crossing in (once, flat):
-        crossing[rank[:, None] // L == rank // L] = 0  # inside a node
-    return _busiest(once), _busiest(flat)
+    inside = rank[:, None] // L == rank // L
+    return _busiest(once.masked_fill(inside, 0)), _busiest(flat.masked_fill(inside, 0))
 
 
 def _assignments(tables: list[SlotTable]) -> torch.Tensor:
@@ -362,73 +308,3 @@ def _by_source(rows: torch.Tensor, num_tokens: list[int]) -> torch.Tensor:
 def _busiest(crossing: torch.Tensor) -> int:
     """The most that a rank sends or receives; `crossing` [num_ranks, num_ranks]: from, to."""
     return int(torch.maximum(crossing.sum(dim=1), crossing.sum(dim=0)).max())
-
-
-@dataclass(frozen=True)
-class NetworkModel:
-    """A model, not a measurement, of one dispatch or combine over several nodes.
-
-    It counts bytes and divides them by rates, without latency, network topology, hosts and kernels.
-    The router is balanced: all experts are equally likely.
-
-    Example: 2 nodes, top-2.  A token needs the other node unless both of its assignments are on its
-    own, one case in four with many experts: 0.75 of the rows cross.  A flat all-to-all sends a row
-    for each assignment to the other node: 1 a token.
-    """
-
-    num_tokens: int = 4096  # T, of each rank
-    row_bytes: int = 2 * 7168
-    num_experts: int = 256  # E
-    top_k: int = 8  # K
-    ranks_on_each: int = 8  # L, ranks on a node
-    nic_gb_s: float = 46.0  # a rank over the network, each way: 400 Gbit/s with rows of this size
-    nvlink_gb_s: float = 350.0  # the same inside a node: an H200's
-    chunks: int = 1  # of columns: one crosses while the one before moves inside a node
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 < value < math.inf:
-                raise InputError(f"{name} {value}: must be a positive number")
-        if self.top_k > self.num_experts:
-            raise InputError(f"top-{self.top_k} of {self.num_experts} experts: there are too few")
-
-    @classmethod
-    def parse(cls, text: str) -> NetworkModel:
-        """Read `NAME=VALUE,...`, such as `nic_gb_s=90,top_k=4`; the rest has its defaults."""
-        kinds: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(cls)}
-        given: dict[str, Any] = {}
-        for item in filter(None, text.split(",")):
-            name, _, value = item.partition("=")
-            if name not in kinds:
-                raise InputError(f"--model-network {item}: the names are {', '.join(kinds)}")
-            try:
-                given[name] = kinds[name](value)
-            except ValueError as error:
-                raise InputError(f"--model-network {item}: {value!r} is no number") from error
-        return cls(**given)
-
-    def _needed(self, parts: int) -> float:
-        """How often a token needs an expert of one of `parts` equal parts of the experts."""
-        elsewhere = self.num_experts - self.num_experts // parts
-        return 1 - math.prod(
-            max(0, elsewhere - k) / (self.num_experts - k) for k in range(self.top_k)
-        )
-
-    def crossing_bytes(self, nodes: int) -> float:
-        """Bytes that a rank sends over the network: a row for each other node in need of it."""
-        return self.num_tokens * (nodes - 1) * self._needed(nodes) * self.row_bytes
-
-    def flat_bytes(self, nodes: int) -> float:
-        """The same for a row for each assignment to another node, as `alltoall` sends them."""
-        return self.num_tokens * self.top_k * (nodes - 1) / nodes * self.row_bytes
-
-    def inside_bytes(self, nodes: int) -> float:
-        """Bytes that a rank sends inside its node: rows of all nodes, from over its rail."""
-        rows = self.num_tokens * nodes * (self.ranks_on_each - 1)
-        return rows * self._needed(nodes * self.ranks_on_each) * self.row_bytes
-
-    def seconds(self, nodes: int) -> float:
-        """Of one pass: the longer part, plus the share of the shorter one that nothing hides."""
-        crossing = self.crossing_bytes(nodes) / (1e9 * self.nic_gb_s)
-        inside = self.inside_bytes(nodes) / (1e9 * self.nvlink_gb_s)
-        return max(crossing, inside) + min(crossing, inside) / self.chunks

@@ -13,7 +13,6 @@ from rich.table import Table
 from megatron_ncclep.benchmark import BOTH, LAUNCHED, PAIR, STEPS, WHOLE, WITH_EXPERTS
 from megatron_ncclep.benchmark.job import LIBRARIES, MEGATRONS_EXPERTS, known_variant
 from megatron_ncclep.benchmark.result import CROSSINGS, KINDS, PEAK_TFLOPS
-from megatron_ncclep.benchmark.shapes import NetworkModel
 from megatron_ncclep.ranks.nodes import Nodes
 
 WIDTH = 140
@@ -26,10 +25,7 @@ Subject = dict[str, Any]
 # Head of a column -> its cell for a subject.
 Columns = dict[str, Callable[[Subject], str]]
 # Shown names that differ from those on the command line.
-SHORT = {
-    "nccl-extensions": "ext", "transformer-engine": "TE", "pull_push": "pull-push",
-    "fixed_order": "fixed",
-}  # fmt: skip
+SHORT = {"nccl-extensions": "ext", "transformer-engine": "TE", "fixed_order": "fixed"}
 
 
 def title(subject: str) -> str:
@@ -37,7 +33,8 @@ def title(subject: str) -> str:
     base, at, sms = subject.partition("@")
     if base in LIBRARIES:
         package, modes = LIBRARIES[base]
-        short = "+".join(SHORT[word] for word in (package, *modes) if word)
+        words = [word for word in (package, *modes) if word]
+        short = "+".join(SHORT.get(word, word).replace("_", "-") for word in words)
         base = f"lib:{short}" if short else "nccl_ep (library)"
     return base + at + sms
 
@@ -48,53 +45,22 @@ def render(result: dict[str, Any]) -> str:
     where = "CPU"
     if "gpu" in machine:
         where = f"{machine['gpus']} x {machine['gpu']}, driver {machine['driver'] or 'unknown'}"
-    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
-    shared = machine.get("ranks_per_gpu", 1) > 1
-    head = [
-        f"ncclep bench {options['config']}: {options['ranks']} ranks, {where}, {result['date']}",
-        *wrap(versions),
-        f"{options['samples']} samples after {options['warmup']} warm-up rounds",
-        *(wrap(SHARED.format(machine["ranks_per_gpu"])) if shared else ()),
-    ]
-    rows = options.get("max_recv_rows")  # older results have none
+    on_each = machine.get("ranks_per_gpu", 1)
     blocks = [
-        head,
-        *(_shape(shape, rows, not shared) for shape in result["shapes"]),
-        *(_training(training, not shared) for training in result["trainings"]),
+        [
+            f"ncclep bench {options['config']}: {options['ranks']} ranks, {where}, "
+            f"{result['date']}",
+            *wrap(", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)),
+            f"{options['samples']} samples after {options['warmup']} warm-up rounds",
+            *(wrap(SHARED.format(on_each)) if on_each > 1 else ()),
+        ],
+        # Older results have no max_recv_rows.
+        *(_shape(s, options.get("max_recv_rows"), on_each == 1) for s in result["shapes"]),
+        *(_training(training, on_each == 1) for training in result["trainings"]),
         *map(_low_latency, same_sizes(result["low_latency"])),
         [line for note in _notes(result) for line in wrap(note)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
-
-
-def network(model: NetworkModel) -> str:
-    """What the model says of 2 to 64 nodes, as far as there are experts for them."""
-    rows = [["nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"]]
-    for nodes in (2, 4, 8, 16, 32, 64):
-        if model.num_experts % (nodes * model.ranks_on_each):
-            continue
-        crossing, inside, flat = (
-            [f"{sent / 1e6:.0f}", f"{sent / (1e6 * gb_s):.2f}"]
-            for sent, gb_s in (
-                (model.crossing_bytes(nodes), model.nic_gb_s),
-                (model.inside_bytes(nodes), model.nvlink_gb_s),
-                (model.flat_bytes(nodes), model.nic_gb_s),
-            )
-        )
-        ranks, ms = str(nodes * model.ranks_on_each), f"{1e3 * model.seconds(nodes):.2f}"
-        rows.append([str(nodes), ranks, *crossing, *inside, ms, *flat])
-    head = wrap(
-        f"A model, not a measurement: one dispatch or combine of {model.num_tokens} tokens a rank, "
-        f"rows of {model.row_bytes} bytes, top-{model.top_k} of {model.num_experts} experts alike, "
-        f"{model.ranks_on_each} ranks on a node, {model.nic_gb_s:g} GB/s a rank to other "
-        f"nodes and {model.nvlink_gb_s:g} inside, chunks: {model.chunks} (the engine: 1 to 4, "
-        "by size). Bytes are what a rank sends; flat is an all-to-all with a row for each "
-        "assignment, its part between nodes alone."
-    )
-    return "\n".join([*head, "", *align(rows)])
-
-
-# --- lines and columns ---------------------------------------------------------------------------
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -119,11 +85,9 @@ def wrap(text: str) -> list[str]:
 
 
 def _columns(
-    head: str,
-    columns: Columns,
-    subjects: Iterable[Subject],
+    head: str, columns: Columns, subjects: Iterable[Subject],
     below: Callable[[Subject], Sequence[str]] = lambda subject: (),
-) -> list[list[str]]:
+) -> list[list[str]]:  # fmt: skip
     """Rows with a head, a line for each subject, and a line below it where there is any."""
     rows = [[head, *columns]]
     for subject in subjects:
@@ -137,23 +101,17 @@ def _columns(
 def _problems(subjects: Iterable[Subject]) -> list[str]:
     """Lines that say what was not measured and why, after an empty one; none if all is well."""
     words = {"unavailable": "not measured", "wrong": "WRONG", "failed": "FAILED"}
-    reasons = [
-        f"{title(s['name'])}: {words[s['status']]}: {s['reason']}"
-        for s in subjects
-        if s["status"] != "ok"
-    ]
-    return ["", *(line for reason in reasons for line in wrap(reason))] if reasons else []
+    bad = [subject for subject in subjects if subject["status"] in words]
+    said = (f"{title(s['name'])}: {words[s['status']]}: {s['reason']}" for s in bad)
+    return [""] * bool(bad) + [line for text in said for line in wrap(text)]
 
 
 def _held(subject: Subject) -> str:
     """A subject's memory in GB: of torch's allocator, and outside of it."""
-    memory = subject["memory"] or {}
-    return (
-        "+".join(f"{memory[n] / 1e9:.1f}" for n in ("torch_bytes", "other_bytes") if memory) or "-"
-    )
-
-
-# --- passes of a layer's routing -----------------------------------------------------------------
+    memory = subject["memory"]
+    if memory is None:
+        return "-"
+    return f"{memory['torch_bytes'] / 1e9:.1f}+{memory['other_bytes'] / 1e9:.1f}"
 
 
 def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> list[str]:
@@ -168,22 +126,28 @@ def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> lis
     products: dict[str, float] = (with_ratios and result["products_us"]) or {}
     limit_us = result["limit_us"] if with_ratios else None
     wire = {} if limit_us is None else {name: n * limit_us for name, n in CROSSINGS.items()}
-    kinds: dict[str, list[Subject]] = {"engine": [], "megatron": [], "layer": [], "experts": []}
-    for subject in result["subjects"]:
-        if subject["passes"]:
-            kinds[subject["kind"] if subject["kind"] in LAUNCHED else "engine"].append(subject)
+    kinds = by_kind(result, LAUNCHED)
     static = any(known_variant(subject["name"]).static for subject in kinds["layer"])
     received = f"; static: {max_recv_rows} rows" if static else ""
-    for kind, head, names, limit, ratios in (
-        ("engine", "", STEPS, wire, with_ratios),
-        ("megatron", "through Megatron's hooks", WHOLE, wire, True),
-        ("layer", f"whole MoELayer, F {ffn}{received}", WHOLE, products, True),
-        ("experts", f"experts alone, F {ffn}, {result['expert_rows']} rows", WHOLE, products,
-         with_ratios),
-    ):  # fmt: skip
+    experts = f"experts alone, F {ffn}, {result['expert_rows']} rows"
+    for kind, head, names, limit in (
+        ("", "", STEPS, wire),
+        ("megatron", "through Megatron's hooks", WHOLE, wire),
+        ("layer", f"whole MoELayer, F {ffn}{received}", WHOLE, products),
+        ("experts", experts, WHOLE, products),
+    ):
         if kinds[kind]:
-            lines += ["", *_passes(head, kinds[kind], names, limit, ratios)]
+            lines += ["", *_passes(head, kinds[kind], names, limit, with_ratios)]
     return lines + _problems(result["subjects"])
+
+
+def by_kind(shape: dict[str, Any], kinds: Iterable[str]) -> dict[str, list[Subject]]:
+    """The subjects of a shape that have times, by kind; under "" those of no kind in `kinds`."""
+    found: dict[str, list[Subject]] = {kind: [] for kind in ("", *kinds)}
+    for subject in shape["subjects"]:
+        if subject["passes"]:
+            found[subject["kind"] if subject["kind"] in found else ""].append(subject)
+    return found
 
 
 def sizes(shape: dict[str, Any]) -> str:
@@ -195,9 +159,8 @@ def sizes(shape: dict[str, Any]) -> str:
 
 
 def _network(result: dict[str, Any]) -> list[str]:
-    """What crosses the network where there is one; older results do not know."""
     found = result.get("network")
-    if found is None:
+    if found is None:  # also in older results
         return []
     nodes = Nodes(found["machines"], found["ranks_on_each"])
     return wrap(
@@ -210,20 +173,15 @@ def _network(result: dict[str, Any]) -> list[str]:
 def _ceiling(result: dict[str, Any]) -> str:
     if not result["ceiling"]:
         return f"ceiling not measured: {result['ceiling_reason']}"
-    rates = ", ".join(
-        f"{name} {rate['gb_per_s']:.0f} GB/s ({rate['num_sms']} SMs)"
-        for name, rate in result["ceiling"].items()
-    )
-    return f"ceiling for rows of {result['row_bytes']} bytes: {rates}"
+    found = result["ceiling"].items()
+    rates = [f"{name} {rate['gb_per_s']:.0f} GB/s ({rate['num_sms']} SMs)" for name, rate in found]
+    return f"ceiling for rows of {result['row_bytes']} bytes: {', '.join(rates)}"
 
 
 def _passes(
-    head: str,
-    subjects: Sequence[Subject],
-    names: Sequence[str],
-    limit: dict[str, float],
+    head: str, subjects: Sequence[Subject], names: Sequence[str], limit: dict[str, float],
     with_ratios: bool,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """A block, under `head`, of subjects with the passes `names`; of STEPS with rates.
 
     `limit`: pass -> the least time that it can take; empty if that is not known.
@@ -273,9 +231,6 @@ def _rate(times: dict[str, float]) -> str:
     return shown if percent is None else f"{shown} ({percent:.0f}%)"
 
 
-# --- training steps ------------------------------------------------------------------------------
-
-
 def _training(result: dict[str, Any], with_ratios: bool) -> list[str]:
     subjects, rows = result["subjects"], result["max_recv_rows"]
     headline = f"{result['shape']['name']}: model {result['shape']['model']}"
@@ -296,19 +251,17 @@ def _training(result: dict[str, Any], with_ratios: bool) -> list[str]:
 
 def model_sizes(result: dict[str, Any]) -> str:
     """The name of a training's shape, and the sizes of its model."""
-    settings = result["settings"]
+    s = result["settings"]
     return (
-        f"{result['shape']['name']}: {settings['num-layers']} layers, H {settings['hidden-size']}, "
-        f"{settings['num-experts']} experts of {settings['moe-ffn-hidden-size']}, "
-        f"top-{settings['moe-router-topk']}, sequence {settings['seq-length']} x "
-        f"{settings['micro-batch-size']}"
+        f"{result['shape']['name']}: {s['num-layers']} layers, H {s['hidden-size']}, "
+        f"{s['num-experts']} experts of {s['moe-ffn-hidden-size']}, top-{s['moe-router-topk']}, "
+        f"sequence {s['seq-length']} x {s['micro-batch-size']}"
     )
 
 
 def _steps(
     subjects: list[Subject], busy_known: bool, profiled: bool, with_ratios: bool
 ) -> list[str]:
-    """Time, speed, memory and losses."""
     first = subjects[0]["step"]["median_us"]
     columns: Columns = {
         "ms": lambda s: _ms(s["step"]["median_us"]),
@@ -333,7 +286,6 @@ def _steps(
 
 
 def _kinds(subjects: list[Subject], busy_known: bool) -> list[str]:
-    """The device's time by kind of kernel."""
     columns: Columns = {
         kind: lambda s, kind=kind: _ms(s["kinds_us"][kind])  # type: ignore[misc]
         for kind in KINDS
@@ -346,8 +298,8 @@ def _kinds(subjects: list[Subject], busy_known: bool) -> list[str]:
 
 def is_busy_known(result: dict[str, Any]) -> bool:
     """Whether kernels run only as long as they work: with several ranks they wait, too."""
-    settings, shape = result["settings"], result["shape"]
-    of_one_rank = settings["micro-batch-size"] * shape["microbatches"]
+    settings = result["settings"]
+    of_one_rank = settings["micro-batch-size"] * result["shape"]["microbatches"]
     return bool(settings["global-batch-size"] == of_one_rank)
 
 
@@ -362,12 +314,7 @@ def idle_us(subject: Subject) -> float:
 
 
 def _ms(us: float) -> str:
-    """Microseconds as milliseconds, three digits or so."""
-    milliseconds = us / 1e3
-    return f"{milliseconds:.2f}" if milliseconds < 10 else f"{milliseconds:.1f}"
-
-
-# --- low-latency mode ----------------------------------------------------------------------------
+    return f"{us / 1e3:.2f}" if us < 1e4 else f"{us / 1e3:.1f}"
 
 
 def same_sizes(results: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -383,7 +330,6 @@ def pair_sizes(result: dict[str, Any]) -> str:
 
 
 def _low_latency(results: list[dict[str, Any]]) -> list[str]:
-    """Results of `same_sizes` as text."""
     most = max(result["max_tokens"] or 0 for result in results)
     lines = [f"low-latency mode: {pair_sizes(results[0])}; objects for {most} tokens of a rank"]
     heads = [f"{name} {percentile}" for name in PAIR for percentile in ("p50", "p99")]
@@ -411,14 +357,14 @@ SHAPE_NOTES = (
     "Times are microseconds: the median over the samples of the slowest rank, all ranks starting "
     "together, and below it the 10th to the 90th percentile; sum adds the medians. bwd_dispatch is "
     'the backward of combine, bwd_combine the backward of dispatch. "of lib." divides the sum by '
-    "that of the quickest row of NVIDIA's library (lib: called directly). GB/s is the busiest "
+    "that of the fastest row of NVIDIA's library (lib: called directly). GB/s is the busiest "
     "rank's rows, each counted once for every other rank that needs it, over the time; in "
     "brackets, percent of the ceiling. Limit is the time of these rows at the ceiling. GB held is "
     "device memory on the rank that takes most: the peak of torch's allocator during one round, "
     "plus what is held outside of it.",
-    "On GPUs the passes of engines are timed while the device is kept busy, so that launching them "
-    "does not count. Megatron-Core's dispatchers are timed through their hooks, with identity "
-    "experts, from an idle device: their host time counts.",
+    "On GPUs, engines are timed while the device is kept busy, so that launching them does not "
+    "count. Megatron-Core's dispatchers are timed through their hooks, with identity experts, from "
+    "an idle device: their host time counts.",
 )
 EXPERTS_NOTE = (
     "Whole MoELayers, with router and experts, and experts alone, on the rows that they receive, "
@@ -427,23 +373,21 @@ EXPERTS_NOTE = (
     "package's experts themselves (gradient accumulation fusion), the router's by "
     "DistributedDataParallel's hook. They are not reduced over the ranks. What is one CUDA graph "
     "has only a sum, the time of a replay. Limit is the time of the experts' products on the rank "
-    f"with most rows at {PEAK_TFLOPS} TFLOP/s, which the product of two 8192 x 8192 matrices in "
-    "bf16 reaches on an H100 or H200. \"of Megatron's\" divides the sum by that of Megatron-Core's "
+    f"with most rows at {PEAK_TFLOPS} TFLOP/s, which a product of two 8192 x 8192 matrices in bf16 "
+    "reaches on an H100 or H200. \"of Megatron's\" divides the sum by that of Megatron-Core's "
     "experts. GB held counts the weights and main_grads, which all share, for each of them."
 )
 STEPS_NOTE = (
-    "Training steps. "
-    "Every subject is built, trained and thrown away in turn, first in the order of the table and "
-    "then in the reverse order, and the samples of both turns count: models that stay would take "
-    "18 bytes a parameter each. A step is zeroing the gradients, forward, backward, gradient "
-    "reduction and Adam; the batches lie on the device. bf16 weights, gradients in fp32, Adam's "
-    "moments and weights in fp32, in the distributed optimizer; Megatron-LM's fusions as it has "
-    "them by default. Steps follow each other without a pause. "
-    "Shown is the median of the slowest rank in milliseconds, with the 10th "
-    'to the 90th percentile below it; "speed" divides the first subject\'s time by it; "turns" are '
-    "the medians of the two turns. Loss is that of the last step that is compared with alltoall's; "
-    '"apart" is the largest difference of the losses in nats, "layer" the larger one of the first '
-    "MoE layer's output and gradient for given hidden states, relative to their size."
+    "Training steps. Every subject is built, trained and discarded in turn, first in the order of "
+    "the table and then in reverse, and the samples of both turns count. A step clears the "
+    "gradients, runs forward and backward, reduces the gradients and runs Adam, without a pause "
+    "between steps; the batches lie on the device. bf16 weights; gradients, Adam's moments and "
+    "master weights in fp32, in the distributed optimizer; Megatron-LM's default fusions. Shown is "
+    "the median of the slowest rank in milliseconds, with the 10th to the 90th percentile below "
+    'it; "speed" divides the first subject\'s time by it; "turns" are the medians of the two '
+    'turns. Loss is that of the last step that is compared with alltoall\'s; "apart" is the '
+    'largest difference of the losses in nats, "layer" the larger one of the first MoE layer\'s '
+    "output and gradient for given hidden states, relative to their size."
 )
 FUSION_NOTE = (
     "Weight gradients are added to the fp32 main_grad by the layers themselves (gradient "
@@ -451,20 +395,20 @@ FUSION_NOTE = (
     "output layer with a function of {}, the same for all subjects."
 )
 PROFILE_NOTE = (
-    "With the profiler, apart from timing: the device's time by kind, where kernels that overlap "
-    "share the time. With one rank busy is their sum, in percent of the step without profiler, "
-    "and idle is the rest; with several, kernels that wait for another rank run meanwhile, "
-    "longer than without the profiler, so that neither is known. Host is how long a host works "
-    "at a step, waits for the device left out. Plan includes routes; permute is rows put in "
-    "order on their own GPU, by whatever kernel; all kernels of the optimizer's phase but "
-    "collectives are its own. alltoall's transfers are collectives."
+    "From the profiler, in steps that are not timed: the device's time by kind, where kernels that "
+    "overlap share the time. With one rank, busy is their sum, in percent of the step without "
+    "profiler, and idle is the rest; with several, kernels also wait for other ranks, longer than "
+    "without the profiler, so that neither is known. Host is how long a host works at a step, "
+    "waits for the device left out. Plan includes routes; permute is any kernel that reorders rows "
+    "on one GPU; all kernels of the optimizer's phase but collectives are its own. alltoall's "
+    "transfers are collectives."
 )
 LOW_LATENCY_NOTE = (
     "Low-latency mode. Times are microseconds of one operation, the slowest rank's of each: the "
     "median and the 99th percentile over all operations of all samples. On GPUs a sample is a "
-    "replay of a CUDA graph of dispatches and combines in turns, without experts, in which a "
-    "kernel writes down the device's clock after each operation; its launch, half a microsecond, "
-    'counts; of "pair" after each pair only. MB window is memory on each rank that the others '
+    "replay of a CUDA graph that alternates dispatch and combine, without experts, in which a "
+    "kernel records the device's clock after each operation; its launch, half a microsecond, "
+    'counts; for "pair" after each pair only. MB window is memory on each rank that the others '
     "write to. NVIDIA's library is called directly, with rows by rank, as ours: its dispatch is "
     "preceded by the update of its handle, which takes new routes, and both count."
 )
@@ -475,23 +419,24 @@ NO_GPU_NOTE = (
 
 
 def _notes(result: dict[str, Any]) -> list[str]:
-    """The notes on the tables of a whole result."""
     trainings, low_latency = result["trainings"], result["low_latency"]
-    profiled = any(s["kinds_us"] for training in trainings for s in training["subjects"])
-    fused_by = dict.fromkeys(training["fused_by"] for training in trainings)
-    with_experts = any(
-        subject["kind"] in WITH_EXPERTS
+    of_shapes = [
+        subject
         for shape in result["shapes"]
         if shape["expert_rows"] is not None  # older results did not add gradients
         for subject in shape["subjects"]
-    )
-    on_cpu = any(not found["on_gpu"] and not found["error"] for found in low_latency)
-    return [
-        *(SHAPE_NOTES if result["shapes"] else ()),
-        *[EXPERTS_NOTE] * with_experts,
-        *[STEPS_NOTE] * bool(trainings),
-        *[FUSION_NOTE.format(whose) for whose in fused_by if whose is not None],
-        *[PROFILE_NOTE] * profiled,
-        *[LOW_LATENCY_NOTE] * bool(low_latency),
-        *[NO_GPU_NOTE] * on_cpu,
     ]
+    notes = list(SHAPE_NOTES if result["shapes"] else ())
+    if any(subject["kind"] in WITH_EXPERTS for subject in of_shapes):
+        notes.append(EXPERTS_NOTE)
+    if trainings:
+        notes.append(STEPS_NOTE)
+        functions = dict.fromkeys(training["fused_by"] for training in trainings)
+        notes += [FUSION_NOTE.format(whose) for whose in functions if whose is not None]
+    if any(s["kinds_us"] for training in trainings for s in training["subjects"]):
+        notes.append(PROFILE_NOTE)
+    if low_latency:
+        notes.append(LOW_LATENCY_NOTE)
+    if any(not found["on_gpu"] and not found["error"] for found in low_latency):
+        notes.append(NO_GPU_NOTE)
+    return notes

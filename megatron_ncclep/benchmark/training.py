@@ -30,38 +30,23 @@ from unittest import mock
 
 import torch
 
-from megatron_ncclep.benchmark import excused
-from megatron_ncclep.benchmark.job import (
-    CONTROL,
-    Job,
-    Variant,
-    dropped_problem,
-    known_variant,
-    unavailable_reason,
-)
+from megatron_ncclep.benchmark import excused, job
+from megatron_ncclep.benchmark.job import CONTROL, Job, Variant, known_variant
 from megatron_ncclep.benchmark.layer_model import initialize
 from megatron_ncclep.benchmark.ranks import DeviceMemory, Ranks
-from megatron_ncclep.benchmark.result import (
-    COLLECTIVES,
-    KINDS,
-    OPTIMIZER,
-    REST,
-    TrainingResult,
-    TrainResult,
-)
+from megatron_ncclep.benchmark.result import KINDS, TrainingResult, TrainResult
 from megatron_ncclep.benchmark.shapes import TrainingShape
 from megatron_ncclep.benchmark.training_model import (
     EAGER_STEPS,
     Curve,
     SubjectModel,
-    TrainingText,
+    Text,
     load_text,
 )
 
 # Compared with the control's; with graphs the one after the eager ones captures, the rest replay.
 CHECKED_STEPS = EAGER_STEPS + 3
-# TransformerEngine reads it when a model is built: without it, backward of attention gives other
-# bits in every run.
+# TransformerEngine reads it when a model is built: otherwise the bits of attention's backward vary.
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 # Roundings of rows on their way through a layer, apart from the sum over a token's experts: two
 # products of an expert, its activation, the result, and in backward what comes from the router.
@@ -84,12 +69,12 @@ _RULES = (
     ("dispatch", r"(ncclep|nccl_ep|hybrid_ep|deep_ep).*dispatch|dispatch_kernel"),
     ("combine", r"(ncclep|nccl_ep|hybrid_ep|deep_ep).*combine|combine_kernel"),
     ("plan", r"ncclep|nccl_ep|hybrid_ep|deep_ep"),
-    (COLLECTIVES, r"^nccl|nccl(dev)?kernel"),
+    ("collectives", r"^nccl|nccl(dev)?kernel"),
     ("attention", r"flash|fmha|sdpa|attention|attn|cudnn::fusion|rope|scaled_.*softmax"),
     ("permute", r"permute|row_id_map|chunk_sort|sort_chunks"),
     ("GEMM", r"gemm|gemv|nvjet|cutlass|xmma|splitk|grouped_mm|matmul"),
     ("permute", r"index(?!ed)|scatter|gather(?!topk)|sort|nonzero|deviceselect"),
-    (OPTIMIZER, r"multi_tensor|adam"),
+    ("optimizer", r"multi_tensor|adam"),
 )
 
 
@@ -115,7 +100,7 @@ class TrainingRun:
 
     def run(self) -> TrainingResult:
         """Measure them.  Collective."""
-        ranks, settings = self._ranks, self._settings
+        ranks, settings, device = self._ranks, self._settings, self._ranks.setting.device
         entries = [_Entry(known_variant(name), TrainResult(name)) for name in self._job.trained]
         result: TrainingResult = TrainingResult.of(self._shape)
         result.settings = settings.values
@@ -124,7 +109,7 @@ class TrainingRun:
             result.max_recv_rows = self._job.max_recv_rows
         result.subjects = [entry.result for entry in entries]
         for entry in entries:
-            if reason := unavailable_reason(entry.choice, ranks.setting.device, self._shape):
+            if reason := job.unavailable_reason(entry.choice, device, self._shape):
                 entry.result.fail("unavailable", reason)
         if able := [entry for entry in entries if entry.result.status == "ok"]:
             ranks.step("text")
@@ -134,12 +119,12 @@ class TrainingRun:
             self._measure(able, text, result)
         return result
 
-    def _measure(self, entries: list[_Entry], text: TrainingText, result: TrainingResult) -> None:
+    def _measure(self, entries: list[_Entry], text: Text, result: TrainingResult) -> None:
         """Check and time subjects, and summarise them over the ranks."""
         control = next((entry for entry in entries if entry.choice.name == CONTROL), None)
         if control is None:  # all are compared with it, measured or not
             control = _Entry(known_variant(CONTROL), TrainResult(CONTROL))
-            self._with_model(control, control.choice, text, "control", self._first_steps)
+            self._train(control, control.choice, text, "control")
             _curve_of(control)
         for entry in entries:
             if entry.choice.captured and entry.choice.ours:
@@ -155,53 +140,51 @@ class TrainingRun:
             if entry.result.status == "ok":
                 self._finish(entry, curve, result.tokens)
 
-    def _check_bits(self, entry: _Entry, text: TrainingText) -> None:
+    def _check_bits(self, entry: _Entry, text: Text) -> None:
         """Compare a subject that has graphs with itself without them, bit by bit."""
         curves = []
         with mock.patch.dict(os.environ, DETERMINISTIC):
             for choice in (entry.choice.without_graphs(), entry.choice):
-                self._with_model(entry, choice, text, "bits", self._first_steps)
+                self._train(entry, choice, text, "bits")
                 if entry.result.status != "ok":
                     return
                 curves.append(_curve_of(entry))
+                entry.curve = None  # of a run with other settings than the one that is timed
         eager, graphed = curves
-        entry.curve = None  # of a run with other settings than the one that is timed
         self._judge(entry, bits_problem(graphed, eager))
 
-    def _turn(self, entry: _Entry, text: TrainingText, turn: int) -> None:
+    def _turn(self, entry: _Entry, text: Text, turn: int) -> None:
         """Build a subject's model, check its first steps, time the next ones, and discard it."""
-        job, ranks, result = self._job, self._ranks, entry.result
+        asked, ranks, result = self._job, self._ranks, entry.result
         memory = DeviceMemory(ranks.on_gpu)
 
-        def train(entry: _Entry, model: SubjectModel) -> None:
-            if entry.curve is None:
-                self._first_steps(entry, model)
-            for _ in range(job.warmup + (CHECKED_STEPS if turn else 0)):
+        def measure(model: SubjectModel) -> None:
+            for _ in range(asked.warmup + (CHECKED_STEPS if turn else 0)):
                 model.step()
                 ranks.deadline()
-            entry.times.append(ranks.timer.consecutive(model.step, job.samples))
+            entry.times.append(ranks.timer.consecutive(model.step, asked.samples))
             ranks.deadline()
-            first, last = _curve_of(entry).losses[0], model.loss
+            first, last = _curve_of(entry).losses[0], float(model.loss)
             if not last < first:  # also true of a NaN
                 entry.trouble = f"loss {last!r} after timing, and {first!r} in the first step"
-            if dropped := dropped_problem(model.num_dropped, job.max_recv_rows):
+            if dropped := job.dropped_problem(model.num_dropped, asked.max_recv_rows):
                 entry.trouble = dropped
             if turn == 0:
                 result.memory = memory.growth()
-                result.num_parameters = model.num_parameters
+                result.num_parameters = sum(weight.numel() for weight in model.gpt.parameters())
                 if ranks.on_gpu:
                     entry.profile = profile_steps(model.phases)
 
-        self._with_model(entry, entry.choice, text, f"turn {turn + 1}", train)
+        self._train(entry, entry.choice, text, f"turn {turn + 1}", measure)
 
-    def _first_steps(self, entry: _Entry, model: SubjectModel) -> None:
-        entry.curve = model.first_steps(CHECKED_STEPS, self._ranks.deadline)
-
-    def _with_model(
-        self, entry: _Entry, choice: Variant, text: TrainingText, what: str,
-        train: Callable[[_Entry, SubjectModel], None],
+    def _train(
+        self, entry: _Entry, choice: Variant, text: Text, what: str,
+        then: Callable[[SubjectModel], None] = lambda model: None,
     ) -> None:  # fmt: skip
-        """Make a subject's model and train it; what goes wrong is the subject's outcome."""
+        """Make a model, train its first steps unless their curve is known, and then `then`.
+
+        What goes wrong is the subject's outcome.
+        """
         self._ranks.step(f"{choice.name}, {what}")
         gc.collect()
         models: list[SubjectModel] = []
@@ -214,7 +197,9 @@ class TrainingRun:
 
         def use() -> None:
             with excused(*(() if choice.ours else (Exception,))):
-                train(entry, models[0])
+                if entry.curve is None:
+                    entry.curve = models[0].first_steps(CHECKED_STEPS, self._ranks.deadline)
+                then(models[0])
 
         status, reason = self._ranks.attempt(make)
         if status == "ok":
@@ -252,7 +237,7 @@ class TrainingRun:
     def _judge(self, entry: _Entry, problem: str | None) -> None:
         """Make a problem of any rank the subject's outcome.  Collective."""
         mine = f"rank {self._ranks.rank}: {problem}" if problem else None
-        status, reason = self._ranks.agree("wrong" if problem else "ok", mine)
+        status, reason = self._ranks.attempt(lambda: mine)
         if status != "ok":
             entry.result.fail(status, reason)
 
@@ -260,14 +245,9 @@ class TrainingRun:
 def _curve_of(entry: _Entry) -> Curve:
     """The curve of a subject that must have one, such as the control."""
     if entry.curve is None or entry.result.status != "ok":
-        raise RuntimeError(
-            f"{entry.choice.name}, with which others are compared, {entry.result.status}: "
-            f"{entry.result.reason}"
-        )
+        who = f"{entry.choice.name}, with which others are compared"
+        raise RuntimeError(f"{who}, {entry.result.status}: {entry.result.reason}")
     return entry.curve
-
-
-# --- the check -----------------------------------------------------------------------------------
 
 
 def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
@@ -280,10 +260,8 @@ def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
     allowed += math.sqrt(2 * output.shape[-1]) * torch.finfo(torch.float32).eps / 2
     for what, part in layer_parts(curve, control).items():
         if not part <= allowed:  # also true of a NaN
-            return (
-                f"the {what} of the first MoE layer is {part:.2g} of its size away from "
-                f"alltoall's, {allowed:.2g} is allowed"
-            )
+            said = f"the {what} of the first MoE layer is {part:.2g} of its size away"
+            return f"{said} from alltoall's, {allowed:.2g} is allowed"
     return _steps_problem(curve, control, "alltoall's", MOST_APART[output.dtype])
 
 
@@ -295,42 +273,36 @@ def bits_problem(graphed: Curve, eager: Curve) -> str | None:
 
 def layer_parts(curve: Curve, control: Curve) -> dict[str, float]:
     """How far output and gradient of the first MoE layer are apart, relative to their size."""
-    parts = {}
-    for what in ("output", "gradient"):
-        mine, theirs = getattr(curve, what).double(), getattr(control, what).double()
-        parts[what] = float((mine - theirs).norm() / theirs.norm())
-    return parts
+    pairs = {
+        "output": (curve.output.double(), control.output.double()),
+        "gradient": (curve.gradient.double(), control.gradient.double()),
+    }
+    return {what: float((a - b).norm() / b.norm()) for what, (a, b) in pairs.items()}
 
 
 def _steps_problem(
     curve: Curve, other: Curve, whose: str, bounds: tuple[float, float]
 ) -> str | None:
     """Say in which step a loss or a gradient norm is too far from the other's."""
-    found = (
-        ("loss", curve.losses, other.losses),
-        ("gradient norm", curve.grad_norms, other.grad_norms),
-    )
-    for (what, mine, theirs), bound in zip(found, bounds, strict=True):
+    for what, mine, theirs, bound in (
+        ("loss", curve.losses, other.losses, bounds[0]),
+        ("gradient norm", curve.grad_norms, other.grad_norms, bounds[1]),
+    ):
         for step, (value, wanted) in enumerate(zip(mine, theirs, strict=True), start=1):
-            if not abs(value - wanted) <= bound * abs(wanted):
-                return (
-                    f"step {step}: {what} {value!r}, {whose} is {wanted!r}, and they may differ "
-                    f"by {bound * abs(wanted):.2g}"
-                )
+            most = bound * abs(wanted)
+            if not abs(value - wanted) <= most:  # also true of a NaN
+                said = f"step {step}: {what} {value!r}, {whose} is {wanted!r}"
+                return f"{said}, and they may differ by {most:.2g}"
     return None
 
 
 def _weights_problem(curve: Curve, other: Curve) -> str | None:
-    if curve.weights.keys() != other.weights.keys():
-        differ = sorted(curve.weights.keys() ^ other.weights.keys())
+    if differ := sorted(curve.weights.keys() ^ other.weights.keys()):
         return f"other parameters than it is compared with: {differ[0]} and {len(differ) - 1} more"
     for name, sums in curve.weights.items():
         if sums != other.weights[name]:
             return f"{name} starts from other values than in what it is compared with"
     return None
-
-
-# --- the profile: what device and host do in a step ----------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -340,14 +312,14 @@ class Interval:
     name: str  # of the kernel or call
     start: float  # microseconds
     end: float
-    kind: str = REST  # one of `KINDS`; of a kernel only
+    kind: str = "rest"  # one of `KINDS`; of a kernel only
 
 
 def kernel_kind(kernel: str, in_optimizer: bool = False) -> str:
     """The kind of a kernel by name; all but collectives of the optimizer's are its own."""
-    rules = ((kind, re.search(pattern, kernel, re.IGNORECASE)) for kind, pattern in _RULES)
-    kind = next((kind for kind, found in rules if found), REST)
-    return OPTIMIZER if in_optimizer and kind != COLLECTIVES else kind
+    matches = (kind for kind, rule in _RULES if re.search(rule, kernel, re.IGNORECASE))
+    kind = next(matches, "rest")
+    return "optimizer" if in_optimizer and kind != "collectives" else kind
 
 
 def time_shares(intervals: Iterable[Interval]) -> dict[str, float]:
@@ -404,7 +376,7 @@ def _record(
         torch.cuda.synchronize()
     kernels, waits = [], []
     for event in sorted(recorded.events() or (), key=lambda event: event.time_range.start):
-        name, begin, end = event.name, event.time_range.start, event.time_range.end
+        name, (begin, end) = event.name, (event.time_range.start, event.time_range.end)
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
             kernels.append(Interval(name, begin, end, kernel_kind(name, is_optimizer)))
         elif name in WAITS:

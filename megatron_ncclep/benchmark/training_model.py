@@ -32,14 +32,13 @@ NUM_BATCHES = 8
 VOCABULARY_MULTIPLE = 128
 # Steps before a graph is captured: the second finds everything allocated and compiled.
 EAGER_STEPS = 2
-# What `partial_graphs` captures.
-PARTS = ("attn", "moe_router", "moe_preprocess")
+PARTS = ("attn", "moe_router", "moe_preprocess")  # that `partial_graphs` captures
 # Whose function adds the output layer's weight gradients.
 APEX, STAND_IN = "Apex", "ncclep bench"
 
 
 @dataclass(frozen=True)
-class TrainingText:
+class Text:
     """Batches of one rank, on its device, so that reading them is no part of a step."""
 
     source: str  # the text, in words
@@ -59,9 +58,7 @@ class Curve:
     grad_norms: list[float]
 
 
-def load_text(
-    settings: Settings, ranks: Ranks, folder: Path, num_steps: int = NUM_BATCHES
-) -> TrainingText:
+def load_text(settings: Settings, ranks: Ranks, folder: Path, num_steps: int = NUM_BATCHES) -> Text:
     """Make the corpus in `folder` and read the batches of `num_steps` steps.  Collective.
 
     Raises:
@@ -75,14 +72,12 @@ def load_text(
     status, reason = ranks.attempt(prepare)
     if status != "ok":
         raise RuntimeError(f"no text: {reason}")
-    found, device = corpus.load(folder), torch.device(ranks.setting.device)
+    found, where = corpus.load(folder), (ranks.rank, ranks.num_ranks)
     dataset, _ = data.build_datasets(folder, settings, num_steps, 1, settings["seed"])
-    steps = [
-        data.batches(dataset, settings, step, ranks.rank, ranks.num_ranks, device)
-        for step in range(num_steps)
-    ]
+    device = torch.device(ranks.setting.device)
+    steps = [data.batches(dataset, settings, n, *where, device) for n in range(num_steps)]
     padded = -(-found.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    return TrainingText(found.source, padded, steps)
+    return Text(found.source, padded, steps)
 
 
 class SubjectModel(TrainedModel):
@@ -99,22 +94,19 @@ class SubjectModel(TrainedModel):
     fused_by: str | None = None
 
     def __init__(
-        self, choice: Variant, settings: Settings, setting: Setting, text: TrainingText,
+        self, choice: Variant, settings: Settings, setting: Setting, text: Text,
         max_recv_rows: Any,
     ) -> None:  # fmt: skip
         on_gpu = setting.device == "cuda"
         # On a GPU with a tracker that CUDA graphs can hold.
         seed_everything(
-            settings["seed"],
-            te_rng_tracker=settings.uses_engine,
-            use_cudagraphable_rng=on_gpu,
+            settings["seed"], te_rng_tracker=settings.uses_engine, use_cudagraphable_rng=on_gpu,
             force_reset_rng=True,
-        )
+        )  # fmt: skip
         options = None  # Megatron-Core's own dispatchers have none
-        if choice.ours:
-            options = EpConfig(
-                **setting.options(engine=choice.dispatcher.engine, **choice.options(max_recv_rows))
-            )
+        if engine := choice.dispatcher.engine:
+            wanted = setting.options(engine=engine, **choice.options(max_recv_rows))
+            options = EpConfig(**wanted)
         fused = fusions(settings, on_gpu)
         if fused.get("gradient_accumulation_fusion"):
             self.fused_by = provide_fusion()
@@ -129,24 +121,13 @@ class SubjectModel(TrainedModel):
         )  # fmt: skip
         if on_gpu:
             torch.cuda.synchronize()  # it may have been wrapped on another stream
-        self._graphs = _Graphs(choice, self, config, setting.num_ranks)
+        self._graphs = _Graphs(choice, self, setting.num_ranks)
         self._batches, self._done = text.steps, 0
-        self._loss = self._grad_norm = torch.zeros(())
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of this rank."""
-        return sum(weight.numel() for weight in self.gpt.parameters())
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the last step on this rank; waits for the device."""
-        return float(self._loss)
 
     @property
     def num_dropped(self) -> int:
         """Rows that did not fit on this rank so far, in forward passes; waits for the device."""
-        dispatchers = [getattr(m, "token_dispatcher", None) for m in self.gpt.modules()]
+        dispatchers = (getattr(m, "token_dispatcher", None) for m in self.gpt.modules())
         return sum(int(getattr(dispatcher, "num_dropped", None) or 0) for dispatcher in dispatchers)
 
     @property
@@ -155,17 +136,17 @@ class SubjectModel(TrainedModel):
         return [(self.zero, True), (self._next_batch, False), (self._update, True)]
 
     def step(self) -> None:
-        """Train on the next batch."""
+        """Train on the next batch; sets `loss`, the mean of this rank, and `grad_norm`."""
         for call, _ in self.phases:
             call()
 
     def _next_batch(self) -> None:
         self._graphs.before_step(self._done)
-        self._loss = self.forward_backward(self._batches[self._done % len(self._batches)]).mean()
+        self.loss = self.forward_backward(self._batches[self._done % len(self._batches)]).mean()
         self._done += 1
 
     def _update(self) -> None:
-        self._grad_norm = self.update()
+        self.grad_norm = self.update()
 
     def first_steps(self, count: int, after_each: Callable[[], Any]) -> Curve:
         """Train `count` steps from the start and record the results."""
@@ -174,8 +155,8 @@ class SubjectModel(TrainedModel):
         losses, grad_norms = [], []
         for _ in range(count):
             self.step()
-            losses.append(self.loss)
-            grad_norms.append(float(self._grad_norm))
+            losses.append(float(self.loss))
+            grad_norms.append(float(self.grad_norm))
             after_each()
         return Curve(weights, output, gradient, losses, grad_norms)
 
@@ -203,25 +184,22 @@ class SubjectModel(TrainedModel):
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         layer = next(m for m in self.gpt.modules() if isinstance(m, MoELayer))
-        settings, weight = self.settings, next(layer.parameters())
-        dtype = self.gpt.config.params_dtype
-        shape = (settings["seq-length"], settings["micro-batch-size"], settings["hidden-size"])
-        generator = torch.Generator(weight.device).manual_seed(settings["seed"])
-        hidden, grad = (
-            torch.randn(shape, generator=generator, device=weight.device).to(dtype)
-            for _ in range(2)
-        )
+        settings, device = self.settings, next(layer.parameters()).device
+        shape = (2, settings["seq-length"], settings["micro-batch-size"], settings["hidden-size"])
+        generator = torch.Generator(device).manual_seed(settings["seed"])
+        values = torch.randn(shape, generator=generator, device=device)
+        hidden, grad = values.to(self.gpt.config.params_dtype).unbind()
         # As megatron.training does at the start; a step before may have left another value.
-        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=weight.device))
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
         output = layer(hidden.requires_grad_())[0]
         (gradient,) = torch.autograd.grad(output, hidden, grad)
         return output.detach().cpu(), gradient.cpu()
 
     def _weights(self) -> dict[str, tuple[float, float]]:
-        names, weights = zip(*self.gpt.named_parameters(), strict=True)
-        sums = [torch.stack([w.double().sum(), w.double().abs().sum()]) for w in weights]
-        found = map(tuple, torch.stack(sums).tolist())
-        return dict(zip(names, found, strict=True))
+        return {
+            name: (float(weight.double().sum()), float(weight.double().abs().sum()))
+            for name, weight in self.gpt.named_parameters()
+        }
 
 
 def fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
@@ -235,9 +213,6 @@ def fusions(settings: Settings, on_gpu: bool) -> dict[str, Any]:
         # Without TransformerEngine every layer would need Apex or its stand-in.
         "gradient_accumulation_fusion": settings.uses_engine,
     }
-
-
-# --- weight gradients that linear layers add to the fp32 main_grad themselves --------------------
 
 
 def provide_fusion() -> str:
@@ -254,9 +229,8 @@ def provide_fusion() -> str:
     from megatron.core.tensor_parallel import layers
 
     if not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
-            wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32
-        )
+        stand_in = SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
+        layers.fused_weight_gradient_mlp_cuda = stand_in
         layers._grad_accum_fusion_available = True
     function = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
     return STAND_IN if function is wgrad_gemm_accum_fp32 else APEX
@@ -276,9 +250,6 @@ def wgrad_gemm_accum_fp32(
         torch.addmm(main_grad, grad_output.t(), rows, out_dtype=torch.float32, out=main_grad)
     else:
         main_grad.add_(grad_output.t() @ rows)
-
-
-# --- CUDA graphs as Megatron-Core makes them, under the names that each release uses -------------
 
 
 def graph_fields(graphs: str | None) -> dict[str, Any]:
@@ -324,36 +295,30 @@ def _optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
 class _Graphs:
     """The CUDA graphs of a subject, if any.  Those of one subject at a time in a process."""
 
-    def __init__(self, choice: Variant, model: TrainedModel, config: Any, num_ranks: int) -> None:
+    def __init__(self, choice: Variant, model: TrainedModel, num_ranks: int) -> None:
         self._choice = choice
-        self._partial: Any = None
-        self._has_captured = False
+        self._partial = self._captured = None
         self._clear()  # what a subject that failed left behind
+        warmup = {"cuda_graph_warmup_steps": EAGER_STEPS}
         if choice.graphs == FULL_ITERATION:
             from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-            model.schedule = FullCudaGraphWrapper(
-                model.schedule, cuda_graph_warmup_steps=EAGER_STEPS
-            )
+            model.schedule = FullCudaGraphWrapper(model.schedule, **warmup)
         elif choice.graphs == PARTIAL_GRAPHS:
-            self._partial = _partial_graphs(model, config, num_ranks)
+            self._partial = _partial_graphs(model, num_ranks)
         if choice.captures_optimizer:
             from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
-            model.optimizer_step = OptimizerCudaGraphWrapper(
-                model.optimizer_step, cuda_graph_warmup_steps=EAGER_STEPS
-            )
+            model.optimizer_step = OptimizerCudaGraphWrapper(model.optimizer_step, **warmup)
 
     def before_step(self, step: int) -> None:
-        """Called before step number `step`, from 0."""
         if self._partial is not None and step == EAGER_STEPS:
             self._partial.create_cudagraphs()
-            self._has_captured = True
+            self._captured = self._partial
 
     def close(self) -> None:
-        """Release the graphs."""
-        if self._has_captured:
-            self._partial.delete_cuda_graphs()
+        if self._captured is not None:
+            self._captured.delete_cuda_graphs()
         self._clear()
 
     def _clear(self) -> None:
@@ -375,7 +340,7 @@ def clear_full_iteration() -> None:
     StaticBufferLoader.static_buffers = {"training": [], "validation": []}
 
 
-def _partial_graphs(model: TrainedModel, config: Any, num_ranks: int) -> Any:
+def _partial_graphs(model: TrainedModel, num_ranks: int) -> Any:
     from megatron.core import num_microbatches_calculator
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
@@ -385,9 +350,6 @@ def _partial_graphs(model: TrainedModel, config: Any, num_ranks: int) -> Any:
         0, None, settings["global-batch-size"], settings["micro-batch-size"], num_ranks
     )
     return TECudaGraphHelper(
-        model=[model.model],
-        config=config,
-        seq_length=settings["seq-length"],
-        micro_batch_size=settings["micro-batch-size"],
-        optimizers=[model.optimizer],
-    )
+        model=[model.model], config=model.gpt.config, seq_length=settings["seq-length"],
+        micro_batch_size=settings["micro-batch-size"], optimizers=[model.optimizer],
+    )  # fmt: skip

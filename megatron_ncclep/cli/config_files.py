@@ -1,6 +1,6 @@
 """The files under configs/: found by kind and name, read and checked.
 
-There are three kinds of which a run is one each (`ncclep render` composes them), and one more:
+A run takes one file of each of the first three kinds, which `ncclep render` composes:
 
     model       sizes and training: Megatron-LM arguments
     dispatcher  which token dispatcher moves the tokens: Megatron-LM arguments
@@ -9,12 +9,14 @@ There are three kinds of which a run is one each (`ncclep render` composes them)
 
 A model or dispatcher file is a flat mapping of Megatron-LM argument names without the leading
 dashes: `num-layers: 4`, a boolean for a flag, a list for an argument that takes several values.
-With `base: NAME` it says only in what it differs from that shipped file.
+With `base: NAME` it holds only its differences from that shipped file.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,20 @@ KINDS = ("model", "dispatcher", "cluster")  # of a run
 BENCHMARK = "benchmark"
 FLAT_KINDS = ("model", "dispatcher")
 BASE = "base"
+# What a field may be, by its annotation.
+TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "dict[str, Any]": (dict,),
+    "None": (type(None),),
+}  # fmt: skip
 
 
 def folder() -> Path:
     """The folder that holds `model/`, `dispatcher/`, `cluster/` and `benchmark/`.
 
     An installed package carries it as `megatron_ncclep/configs`.  In a checkout, also when it is
-    installed as editable, that folder does not exist and `configs/` lies beside the package.  The
-    installed place is looked at first because beside an installed package lies all of
-    site-packages, where a `configs` would be somebody else's.
+    installed as editable, that folder does not exist and `configs/` is next to the package.  The
+    installed place comes first, because a `configs` next to an installed package, in
+    site-packages, would belong to someone else.
     """
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
@@ -62,7 +69,7 @@ def path_of(kind: str, name_or_path: str) -> Path:
     shipped = names(kind)
     is_path = name_or_path.endswith(".yaml")
     path = Path(name_or_path) if is_path else folder() / kind / f"{name_or_path}.yaml"
-    # os.path takes for missing what pathlib raises an OSError for, such as a name too long.
+    # os.path calls missing what pathlib raises an OSError for, such as a name that is too long.
     if not (os.path.isfile(path) if is_path else name_or_path in shipped):
         raise InputError(
             f"no {kind} configuration {name_or_path!r}: give a path that ends in .yaml, or one of "
@@ -119,14 +126,14 @@ def parse_yaml(where: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except Exception as error:
-        # Not only YAMLError: PyYAML lets through what its conversions raise, such as a KeyError for
-        # `!!bool x`, a ValueError for 2001-99-99, a RecursionError for a thousand brackets.
+        # Not only YAMLError: PyYAML does not wrap what its conversions raise, such as a KeyError
+        # for `!!bool x`, a ValueError for 2001-99-99, a RecursionError for a thousand brackets.
         reason = f"{type(error).__name__}: {error}"
         raise InputError(f"{where}: not valid YAML: {reason}") from error
 
 
 def check_arguments(where: str, mapping: dict[str, object]) -> None:
-    """Refuse names and values that have no single meaning as command-line arguments.
+    """Refuse names and values that are ambiguous as command-line arguments.
 
     Args:
         where: what the mapping is called in errors.
@@ -158,9 +165,43 @@ def check_arguments(where: str, mapping: dict[str, object]) -> None:
 
 
 def is_number(text: str) -> bool:
-    """Whether Python reads `text` as a number; YAML 1.1 takes 1e-4 for a text."""
+    """Whether Python reads `text` as a number; YAML 1.1 reads 1e-4 as a string."""
     try:
         float(text)
     except ValueError:
         return False
     return True
+
+
+class Checked:
+    """A dataclass that checks its fields: types, and metadata `least` and `choices`.
+
+    Raises:
+        InputError: names the field and its value.
+    """
+
+    def __post_init__(self) -> None:
+        for known in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, must = getattr(self, known.name), known.metadata
+            kinds = str(known.type).split(" | ")
+            if not set(kinds) <= set(TYPES):
+                continue
+            where = f"{known.name} {value!r}"
+            allowed = tuple(kind for name in kinds for kind in TYPES[name])
+            if not isinstance(value, allowed) or isinstance(value, bool):
+                raise InputError(f"{where}: must be {known.type}")
+            # Not `<`, with which a NaN would pass.
+            if value is not None and "least" in must and not value >= must["least"]:
+                raise InputError(f"{where}: must be >= {must['least']}")
+            if value not in must.get("choices", (value,)):
+                raise InputError(f"{where}: one of {', '.join(map(str, must['choices']))}")
+
+
+def at_least(least: float, **default: Any) -> Any:
+    """A numeric field of a `Checked` with a lower bound."""
+    return dataclasses.field(metadata={"least": least}, **default)
+
+
+def one_of(choices: Iterable[Any], default: Any) -> Any:
+    """A field of a `Checked` with one of these values."""
+    return dataclasses.field(metadata={"choices": tuple(choices)}, default=default)

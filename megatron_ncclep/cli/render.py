@@ -3,14 +3,14 @@
     ncclep render --model tiny --dispatcher ncclep --cluster local-cpu \\
         --script Megatron-LM/pretrain_gpt.py -- --mock-data --train-iters 10
 
-What follows `--` are arguments for Megatron-LM; they win over the files.  Among the files nothing
-wins: an argument that two of them set differently is an error.
+What follows `--` are arguments for Megatron-LM, which take precedence over the files.  No file
+takes precedence over another: an argument that two of them set differently is an error.
 
 A cluster file has up to five sections, each a mapping, in the order of the command:
 
     env        environment variables
     srun       options of srun; without this section the command starts with torchrun
-    torchrun   options of torchrun; without this one, but with srun, each task is a rank
+    torchrun   options of torchrun; without it, but with srun, each task is a rank
     run        options of `ncclep run`
     megatron   arguments of Megatron-LM, as in a model file
 
@@ -36,7 +36,7 @@ Words = list[str]
 
 
 def quote(text: str) -> str:
-    """Quote `text` for a shell, leaving `${NAME}` and `$((...))` in it to be expanded by it."""
+    """Quote `text` for a shell, which still expands `${NAME}` and `$((...))` in it."""
     if not _SHELL_EXPRESSION.search(text):
         return shlex.quote(text)
     literal = [re.sub(r'([$`"\\])', r"\\\1", part) for part in _SHELL_EXPRESSION.split(text)]
@@ -144,7 +144,7 @@ def command_lines(
         dispatcher: name or path of a dispatcher file.
         cluster: name or path of a cluster file.
         script: the Megatron-LM script to run.
-        extra: Megatron-LM arguments that win over the files.
+        extra: Megatron-LM arguments that take precedence over the files.
         nproc: processes on each node, instead of what the cluster file says.
 
     Raises:
@@ -194,7 +194,7 @@ def _by_argument(words: Sequence[str]) -> list[Words]:
 
 
 def format_command(lines: Sequence[Words], *, one_line: bool = False) -> str:
-    """Join the lines of `command_lines` to text that a shell takes as one command."""
+    """Join the lines of `command_lines` into text that a shell reads as one command."""
     return (" " if one_line else " \\\n    ").join(" ".join(words) for words in lines)
 
 

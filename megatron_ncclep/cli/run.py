@@ -96,7 +96,7 @@ def _move_to_cpu() -> None:
     # Only now: the Megatron that gets imported must be the one that the script will find.
     from megatron_ncclep import cpu
 
-    # Where there is a CUDA toolkit, torch remarks that there is no GPU: that is what --cpu says.
+    # With a CUDA toolkit torch warns that there is no GPU, which --cpu says already.
     logging.getLogger(CUDA_REMARKS).setLevel(logging.ERROR)
     cpu.enable()
     # The wheel of 0.16 has no megatron.training; scripts that need only megatron.core still run.

@@ -1,4 +1,4 @@
-"""Say what decides whether and how the dispatcher runs here: versions, GPUs, Megatron, engines.
+"""Report what decides whether and how the dispatcher runs here: versions, GPUs, Megatron, engines.
 
 Useful without a GPU and without Megatron-Core too.  Exit status: 0 when nothing stands in the way
 of training with this machine's devices, 1 when something does; each problem comes with its remedy.
@@ -19,7 +19,7 @@ from megatron_ncclep.doctor.packages import megatron_core, package
 from megatron_ncclep.doctor.report import Finding, render
 from megatron_ncclep.errors import EpError
 
-# In the order in which it matters.
+# In order of importance.
 SECTIONS: dict[str, Callable[..., Iterator[Finding]]] = {
     "Package": package,
     "torch and GPUs": torch_and_gpus,
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=int,
         metavar="N",
-        help="ask engines for 1 to N ranks of this machine (default: one for each GPU); more ranks "
-        "than GPUs share them, for tests",
+        help="check engines for 1 to N ranks on this machine (default: one for each GPU); more "
+        "ranks than GPUs share them, for tests",
     )
     parser.add_argument(
         "--json",
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         if args.json:
             report += [{"section": title, **dataclasses.asdict(finding)} for finding in findings]
         else:
-            # As soon as it is known, so that a driver that hangs shows where.
+            # Section by section, so that it shows where a driver hangs.
             columns = shutil.get_terminal_size(fallback=(100, 24)).columns
             print(render(title, findings, columns), end="\n\n", flush=True)
     if args.json:
@@ -68,9 +68,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def examine(title: str, num_ranks: int | None = None) -> list[Finding]:
-    """Return what the section `title` has to say; an error in it is one more problem.
+    """Return the findings of the section `title`; an error in it is one more problem.
 
-    `num_ranks`: for how many ranks engines are asked; None: one for each GPU.
+    `num_ranks`: how many ranks engines are checked for; None: one for each GPU.
     """
     findings = []
     section = SECTIONS[title]

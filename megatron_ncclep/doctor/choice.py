@@ -28,7 +28,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says.
+    """The answer of one rank.
 
     Attributes:
         chosen: the engine that "auto" takes.
@@ -83,9 +83,9 @@ def lsa_domain(pool: RankPool) -> Iterator[Finding]:
 
 
 def answers_of_ranks(pool: RankPool) -> Iterator[Finding]:
-    """What the first 1 to N ranks of a pool of N say.
+    """The findings for the first 1 to N ranks of a pool of N.
 
-    The first number of ranks that fails is the last one to be asked: the next would wait as long.
+    It stops at the first number of ranks that fails: the next would take as long to fail.
     """
     answers: dict[int, Answer] = {}
     failure = None
@@ -104,7 +104,7 @@ def answers_of_ranks(pool: RankPool) -> Iterator[Finding]:
 
 
 def describe(answers: dict[int, Answer], backend: str) -> Iterator[Finding]:
-    """Report the answers, by number of ranks; the grid of all of them only."""
+    """Report the answers by number of ranks, and the grid of the largest number."""
     yield Finding("nodes", answers[max(answers)].nodes)
     for name in ENGINES:
         texts = {n: a.reasons[name] or f"can run over {backend}" for n, a in answers.items()}
@@ -113,7 +113,7 @@ def describe(answers: dict[int, Answer], backend: str) -> Iterator[Finding]:
 
 
 def answer(group: EpGroup) -> Answer:
-    """Look at every engine as this rank of `group` sees it.  Collective."""
+    """Ask every engine whether it can run on this rank of `group`.  Collective."""
     config = EpConfig(engine="auto", timeout_s=WAIT_S, first_timeout_s=WAIT_S)
     reasons: dict[str, str | None] = {}
     for name, entry in ENGINES.items():
@@ -147,7 +147,7 @@ def answer_alone() -> Answer:
 
 
 def merge(answers: Sequence[Answer]) -> Answer:
-    """Make the ranks' answers one; where they differ, it says which rank says what."""
+    """Merge the ranks' answers; where they differ, the text says which rank gave which."""
     reasons: dict[str, str | None] = {}
     for name in answers[0].reasons:
         texts = [answer.reasons[name] for answer in answers]
@@ -164,6 +164,6 @@ def _lsa_size(context: RankContext) -> int:
 
 
 def _failed(what: str, error: RankError) -> str:
-    """Say that the ranks failed at `what`; of a traceback the last line."""
+    """Say that `what` failed, with the last line of the traceback."""
     reason = str(error).strip().splitlines()[-1]
     return f"{what} failed: {reason}; NCCL says more with NCCL_DEBUG=INFO in the environment"

@@ -1,4 +1,4 @@
-"""torch, the driver and the GPUs: which there are, and which of them reach each other how."""
+"""torch, the driver and the GPUs, and how the GPUs reach each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ncclep.doctor.report import Finding, ranges
 
 try:
     import pynvml
-except ImportError:  # of an installation without its dependencies
+except ImportError:  # installed without dependencies
     pynvml = None
 
 # Seconds that the driver may take; with many GPUs and no persistence daemon it needs several.
@@ -27,11 +27,11 @@ PCIE = {0: "PSB", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 @dataclass(frozen=True)
 class Driver:
-    """What the driver knows of the machine, which CUDA_VISIBLE_DEVICES does not change.
+    """What the driver knows about the machine, whatever CUDA_VISIBLE_DEVICES says.
 
     Attributes:
         version: of the driver.
-        cuda_version: the newest CUDA that it serves, (major, minor).
+        cuda_version: the newest CUDA that it supports, (major, minor).
         gpus: UUIDs of all GPUs.
         links: (from, to) -> the kind of connection, such as NV18, PIX or SYS.
     """
@@ -149,7 +149,7 @@ def ask_driver() -> Driver | None:
     Raises:
         DriverError: it failed or took longer than the deadline.
     """
-    # Of a thread that does not come back the process does not wait for the end.
+    # A daemon thread that never returns does not keep the process from ending.
     answers: list[Driver | Exception | None] = []
     thread = threading.Thread(target=lambda: answers.append(_answer()), name="NVML", daemon=True)
     thread.start()
@@ -191,19 +191,19 @@ def _answer() -> Driver | Exception | None:
 
 
 def _link(one: Any, other: Any) -> str:
-    """How two GPUs are connected; by NVLink, directly or through switches: by how many links."""
+    """How two GPUs are connected; for NVLink, direct or through switches, by how many links."""
     status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     if status == pynvml.NVML_P2P_STATUS_OK:
         there = pynvml.nvmlDeviceGetPciInfo(other).busId
         remotes = list(_remotes(one))
-        # A switch is nobody's GPU: all links lead to it, and from there to each GPU.
+        # A switch is not a GPU: all links lead to it, and from it to every GPU.
         return f"NV{remotes.count(there) or len(remotes)}"
     level = pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
     return PCIE.get(level, f"level {level}")
 
 
 def _remotes(gpu: Any) -> Iterator[Any]:
-    """The PCI address behind each active NVLink of a GPU."""
+    """The PCI address at the other end of each active NVLink of a GPU."""
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         try:
             if pynvml.nvmlDeviceGetNvLinkState(gpu, link):

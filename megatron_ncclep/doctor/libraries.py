@@ -16,7 +16,7 @@ from megatron_ncclep.libraries.search import OLDEST_NCCL, Library, nccl_package,
 
 
 def nccl() -> Iterator[Finding]:
-    """NCCL: the one that this process has loaded, the others here, and which one engines use."""
+    """NCCL: the one loaded in this process, others on this machine, and the one engines use."""
     loaded = search.loaded_nccl()
     yield Finding(
         "NCCL loaded",
@@ -81,7 +81,7 @@ def nccl_ep() -> Iterator[Finding]:
         library, nccl, [other for other in installed if other is not None]
     )
     on_gpu = torch.cuda.is_available()
-    if remedy is not None and not on_gpu:  # nothing that it could be used with is here
+    if remedy is not None and not on_gpu:  # there is no GPU to use it with
         value = f"{value}; {remedy}"
     yield Finding("NCCL of libnccl_ep", value, remedy if on_gpu else None)
     compiler = search.find_nvcc()
@@ -146,7 +146,7 @@ def extension() -> Iterator[Finding]:
     problems = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         capability = torch.cuda.get_device_capability(index)
-        if capability >= MIN_COMPUTE_CAPABILITY:  # nothing helps an older one
+        if capability >= MIN_COMPUTE_CAPABILITY:  # no build supports an older one
             problems.append(native_extension.gpu_problem(f"GPU {index}", *capability))
     built = native_extension.cuda_version()
     driver = native_extension.OLDEST_DRIVER.get(built[0])
@@ -155,6 +155,6 @@ def extension() -> Iterator[Finding]:
         f"built for {', '.join(native_extension.architectures())} with CUDA {built[0]}.{built[1]}"
         f"{f', for drivers from {driver} on' if driver else ''}: "
         f"{native_extension.load().__file__}",
-        # A machine's GPUs are mostly all the same: the first one speaks for the others.
+        # The GPUs of a machine are usually alike: one problem stands for all.
         next(filter(None, problems), None),
     )

@@ -45,7 +45,7 @@ def _environment() -> Finding:
 
 
 def _autoload() -> Finding:
-    """How Megatron gets to know the dispatcher."""
+    """How the dispatcher is registered with Megatron."""
     found = [e.value for e in entry_points(group="torch.backends") if e.name == "megatron_ncclep"]
     if not found:
         value = "no entry point: call megatron_ncclep.install(), or use `ncclep run`"
@@ -92,7 +92,7 @@ def megatron_core() -> Iterator[Finding]:
 
 
 def _experts() -> Finding:
-    """What the experts of bf16 models compute with, unless the options say otherwise."""
+    """What computes the experts of bf16 models by default."""
     import torch
 
     from megatron_ncclep.integration.experts import fused_swiglu, grouped_gemm

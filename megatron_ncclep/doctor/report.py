@@ -51,7 +51,7 @@ def render(title: str, findings: Sequence[Finding], columns: int) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write ascending numbers short: 1, 2, 3, 5 as `1..3, 5`."""
+    """Abbreviate ascending numbers: 1, 2, 3, 5 as `1..3, 5`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:
@@ -62,9 +62,9 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def by_num_ranks(texts: Mapping[int, str]) -> str:
-    """Write what holds for each number of ranks, equal texts once: `1 rank: a`, `2..4 ranks: b`.
+    """Join the texts for each number of ranks, equal ones once: `1 rank: a`, `2..4 ranks: b`.
 
-    One line for each text; when only one number was looked at, the text alone.
+    One line for each text; for a single number of ranks, the text alone.
     """
     if len(texts) == 1:
         return next(iter(texts.values()))

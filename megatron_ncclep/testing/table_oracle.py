@@ -101,6 +101,7 @@ def table_dispatch(
     table: SlotTable,
     x: list[torch.Tensor],
     w: list[torch.Tensor] | None = None,
+    *,
     rows: slice = slice(None),
     ranks_on_node: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,11 +1,11 @@
 """Checkpoints in Megatron-Core's distributed format.
 
 `megatron.core.dist_checkpointing` works on the CPU with gloo in every supported version, and
-stores each expert under its global number: a run can go on with another dispatcher, on another
-number of ranks and with another expert parallelism.  One border cannot be crossed: with experts on
-several ranks Megatron has one optimizer for them and one for the rest, without just one, and the
-two layouts do not load into each other.  Random states are not stored, because the loop derives
-them from the seed and the step.
+stores each expert under its global number: a run can resume with another dispatcher, another number
+of ranks and another expert parallelism.  The exception is a change between one rank and several for
+the experts: on several ranks Megatron has one optimizer for them and one for the rest, on one rank
+a single one, and neither layout loads into the other.  Random states are not stored, because the
+loop derives them from the seed and the step.
 
     OUT/checkpoint/step-000200/     .distcp files, written by all ranks, and settings.json
     OUT/checkpoint/unfinished/      what is being written
@@ -23,7 +23,7 @@ from megatron_ncclep.errors import InputError
 if TYPE_CHECKING:  # it needs torch, and the command starts without it
     from megatron_ncclep.training.model import TrainedModel
 
-# What may differ between a checkpoint and the run that goes on from it.
+# What may differ between a checkpoint and the run that resumes from it.
 CHANGEABLE = frozenset({"train-iters", "micro-batch-size", "eval-iters"})
 
 

@@ -20,7 +20,7 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.training.job import DEFAULT_RANKS, DISPATCHERS, Job
 
-# From the extra `[train]`; what they need themselves comes with them.
+# From the extra `[train]`; their own dependencies come with them.
 NEEDED = ("megatron.core", "matplotlib", "numpy", "psutil")
 
 
@@ -57,8 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="text files or folders, or the prefix of a Megatron .bin/.idx pair",
     )
-    parser.add_argument("--out", default="runs/train", help="where to (default: runs/train)")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument(
+        "--out", default="runs/train", help="folder for the results (default: runs/train)"
+    )
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --out")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     parser.add_argument(
         "--ranks", type=int, help=f"processes to start (default: {DEFAULT_RANKS}, or torchrun's)"
@@ -79,10 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exit-at-step", type=int, help="write a checkpoint and stop after this step"
     )
     parser.add_argument(
-        "--print-every",
-        type=int,
-        default=10,
-        help="steps between lines (default: 10)",
+        "--print-every", type=int, default=10, help="steps between lines (default: 10)"
     )
     add_option_arguments(parser)
 
@@ -98,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `ncclep train` and return its exit status.
 
     Raises:
-        EpError: something that one process can tell is wrong; the ranks are not started then.
+        EpError: a mistake that one process can detect; no rank is started then.
     """
     # torchrun sets all three for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -118,7 +117,7 @@ def main(args: argparse.Namespace) -> int:
         run(job)
         return 0
     with remarks_hidden():
-        job.prepare()  # what is wrong is told before any rank starts
+        job.prepare()  # mistakes are reported before any rank starts
     return _start_ranks(job, args.argv)
 
 

@@ -30,7 +30,7 @@ TRAIN_SHARE = 0.95  # of the documents
 SPLIT = "95,5,0"  # the same for Megatron: training, validation, test
 RECORD = "corpus.json"
 
-# Of the standard library: not its tests (repetitive data), and no generated tables.
+# Of the standard library: not its tests (repetitive data), nor generated tables.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 )
@@ -137,7 +137,7 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
         files = text_files(texts) if texts else standard_library()
         source = " ".join(texts) if texts else "the Python standard library's source"
     fingerprint = _fingerprint(files)
-    # There may be none, or a run may have ended while it wrote.
+    # There may be none, or a run may have died while writing it.
     with suppress(FileNotFoundError, ValueError, TypeError):
         if (known := load(folder)).fingerprint == fingerprint:
             return known
@@ -146,7 +146,7 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
         _write(files, source, prefix)
     try:
         facts = _describe(prefix, None if prefixes else END_OF_FILE)
-    except Exception as error:  # whatever its reader comes upon
+    except Exception as error:  # whatever its reader raises
         raise InputError(
             f"--text {source}: {prefix}.bin and .idx are no indexed corpus of Megatron's: "
             f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class CorpusTokenizer:
-    """What GPTDataset asks of a tokenizer when the corpus is already made of tokens.
+    """The parts of a tokenizer that GPTDataset needs when the corpus already holds tokens.
 
     Attributes:
         vocab_size: number of tokens.

@@ -149,7 +149,7 @@ class Job:
                 )
 
     def _make_room(self) -> None:
-        """Remove an earlier run's results from `out`, never anything else that lies there."""
+        """Remove the results of an earlier run from `out`, and nothing else."""
         out = Path(self.out)
         folders = [out, *(out / dispatcher for dispatcher in DISPATCHERS)]
         results = [

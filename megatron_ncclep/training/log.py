@@ -29,7 +29,7 @@ def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def truncate(path: Path, steps_to_keep: int) -> None:
-    """Drop what is after step `steps_to_keep` (0: everything): it is going to be done again."""
+    """Drop the entries after step `steps_to_keep` (0: all): these steps will be repeated."""
     kept = [
         entry
         for entry in (read(path) if steps_to_keep else [])

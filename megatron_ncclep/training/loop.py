@@ -26,7 +26,7 @@ from megatron_ncclep.training.model import TrainedModel, seed_everything, transf
 def run(job: Job) -> None:
     """Train with each of the job's dispatchers and write the results.  Collective.
 
-    `job` is the same on every rank; rank 0 prepares it, which is soon done where it was before.
+    `job` is the same on every rank; rank 0 prepares it, which is quick if it was prepared before.
     """
     with remarks_hidden():
         device = _start(job)
@@ -45,7 +45,7 @@ def run(job: Job) -> None:
 
 
 def _close_expert_group() -> None:
-    """Free what engines hold, while every rank is still here to do so.  Collective."""
+    """Release the engines while all ranks are still running.  Collective."""
     from megatron.core import parallel_state
 
     EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()

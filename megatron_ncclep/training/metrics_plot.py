@@ -22,7 +22,7 @@ def draw(path: Path, out: Path) -> None:
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file: give the log.jsonl of `ncclep train --out`")
-    # The intervals of the log, each with the step that wrote it down.
+    # The intervals of the log, each with the step that logged it.
     known = [
         (entry["step"], interval)
         for entry in log.read(path, "step")

@@ -19,12 +19,12 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.training.data import Batch
 from megatron_ncclep.training.settings import Settings, layer_pattern
 
-# Fields that are not called as Megatron-LM's arguments are.
+# Fields whose names differ from Megatron-LM's arguments.
 FIELDS = {"num-experts": "num_moe_experts", "norm-epsilon": "layernorm_epsilon"}
 
 
 def seed_everything(seed: int, **of_tracker: Any) -> None:
-    """Set all random states; `of_tracker` goes to Megatron's tracker of those on a GPU."""
+    """Set all random states; `of_tracker` goes to Megatron's tracker of GPU states."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.manual_seed(seed)
@@ -67,7 +67,7 @@ def transformer_config(
     fields = _fields_of(kind, settings) | {
         "add_bias_linear": not settings["disable-bias-linear"],
         "gated_linear_unit": settings["swiglu"],
-        # Apex' kernel; torch's norms, which `local` falls to, refuse it.
+        # Apex's kernel; torch's norms, the fallback of `local`, refuse it.
         "persist_layer_norm": settings.uses_engine and not settings["no-persist-layer-norm"],
         # A list, even of ones only, makes Megatron treat the layers as heterogeneous.
         "moe_layer_freq": pattern if 0 in pattern else 1,

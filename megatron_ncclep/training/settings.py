@@ -1,12 +1,12 @@
 """Settings of one training: the Megatron-LM arguments of a model file, checked.
 
-A model file of configs/model/ goes two ways: `ncclep render` hands it to Megatron-LM's own parser
+A file of configs/model/ is used in two ways: `ncclep render` hands it to Megatron-LM's own parser
 as it is, and `ncclep train` and `ncclep bench`, which run without Megatron-LM, check it here.
 model.py gives the values to every Megatron-Core configuration that has a field of that name.
 
 Left out on purpose: the vocabulary (it comes with the data) and everything parallel (it comes with
-the machines).  Fusions that Megatron-LM switches on unless told otherwise (`no-...-fusion`) are off
-in Megatron-Core unless told otherwise; they change speed, not results.
+the machines).  Fusions that Megatron-LM enables by default (`no-...-fusion` disables them) are off
+by default in Megatron-Core; they change speed, not results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 
 MOST = 2**31 - 1  # of an int
-# What a file without the key means, where that is not Megatron-Core's own default.
+# Values of keys that a file leaves out, where Megatron-Core has another default or none.
 DEFAULTS: dict[str, Any] = {
     "group-query-attention": False,
     "multi-latent-attention": False,
@@ -80,7 +80,7 @@ TYPES: dict[str, type] = {
     **LATENT,
     **{name: kind for kind, names in _OTHERS.items() for name in names.split()},
 }
-# Where not everything that Megatron-LM takes can be built here.
+# Arguments of which only some of Megatron-LM's values are supported here.
 CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "position-embedding-type": ("learned_absolute", "rope", "none"),

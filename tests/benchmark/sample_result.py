@@ -6,14 +6,9 @@ import dataclasses
 from typing import Any
 
 from megatron_ncclep.benchmark import BOTH, PAIR, STEPS, WHOLE
+from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.job import LIBRARY
-from megatron_ncclep.benchmark.result import (
-    FORMAT,
-    ShapeResult,
-    SubjectResult,
-    TrainingResult,
-    TrainResult,
-)
+from megatron_ncclep.benchmark.result import ShapeResult, SubjectResult, TrainingResult, TrainResult
 from megatron_ncclep.benchmark.shapes import Shape, TrainingShape
 from megatron_ncclep.benchmark.training_model import STAND_IN
 
@@ -31,13 +26,7 @@ def subject(name: str, kind: str, times: tuple[float, ...], sms: str) -> Subject
     return found
 
 
-KINDS_US = {
-    "attention": 9000.0,
-    "GEMM": 40000.0,
-    "dispatch": 3000.0,
-    "combine": 2000.0,
-    "rest": 6000.0,
-}
+KINDS_US = {"attention": 9e3, "GEMM": 40e3, "dispatch": 3e3, "combine": 2e3, "rest": 6e3}
 
 
 def sample_training() -> dict[str, Any]:
@@ -101,19 +90,15 @@ def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
     ]
     shape.judge(required)
     return {
-        "format": FORMAT,
+        "format": results.FORMAT,
         "date": "2026-11-21 12:00 UTC",
         "machine": {"device": "cuda", "gpu": "NVIDIA H200", "gpus": 4, "driver": "580.1"},
         "versions": {"torch": "2.11.0", "transformer-engine": None},
         "options": {
-            "config": "models",
-            "ranks": 4,
-            "samples": 5,
-            "warmup": 1,
-            "max_recv_rows": "1.5x",
+            "config": "models", "ranks": 4, "samples": 5, "warmup": 1, "max_recv_rows": "1.5x",
         },
         "shapes": [dataclasses.asdict(shape)],
         "trainings": [sample_training()],
         "low_latency": [sample_low_latency(tokens) for tokens in (1, 8)],
         "failures": shape.failures,
-    }
+    }  # fmt: skip

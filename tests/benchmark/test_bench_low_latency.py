@@ -51,12 +51,9 @@ def change(tensor: torch.Tensor) -> None:
     ],
 )
 def test_what_is_wrong_is_seen(
-    prepared: LowLatencySubject,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    mutation: Callable[[torch.Tensor], Any],
-    message: str,
-) -> None:
+    prepared: LowLatencySubject, monkeypatch: pytest.MonkeyPatch, name: str,
+    mutation: Callable[[torch.Tensor], Any], message: str,
+) -> None:  # fmt: skip
     assert prepared.problem() is None
     changed = "combine" if name == "out" else "dispatch"
     original = getattr(prepared, changed)

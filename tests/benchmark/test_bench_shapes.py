@@ -16,7 +16,6 @@ from megatron_ncclep.benchmark.engines import COMBINES, results_problem
 from megatron_ncclep.benchmark.shapes import (
     GRAD_OUT,
     WEIGHTS,
-    NetworkModel,
     Workload,
     X,
     Y,
@@ -24,6 +23,7 @@ from megatron_ncclep.benchmark.shapes import (
     tables_of,
     wire_rows,
 )
+from megatron_ncclep.cli.network_model import NetworkModel
 from megatron_ncclep.engines.engine import (
     EVERY_PART_ROUNDED,
     NODE_SUMS_ROUNDED,

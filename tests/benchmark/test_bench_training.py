@@ -19,7 +19,7 @@ from megatron_ncclep.benchmark import training
 from megatron_ncclep.benchmark.job import known_variant
 from megatron_ncclep.benchmark.layer_model import initialize
 from megatron_ncclep.benchmark.ranks import Ranks
-from megatron_ncclep.benchmark.result import KINDS
+from megatron_ncclep.benchmark.result import KINDS, TrainResult
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.benchmark.training import (
     Interval,
@@ -125,12 +125,10 @@ def test_layers_add_their_gradients_themselves_where_transformer_engine_can() ->
 # --- what is compared ----------------------------------------------------------------------------
 
 CURVE = Curve(
-    {"a": (1.0, 2.0), "b": (3.0, 4.0)},
+    {"a": (1.0, 2.0), "b": (3.0, 4.0)}, losses=[5.0, 4.5], grad_norms=[2.0, 1.5],
     output=torch.linspace(-1, 1, 64).view(2, 32).bfloat16(),
     gradient=torch.linspace(2, 3, 64).view(2, 32).bfloat16(),
-    losses=[5.0, 4.5],
-    grad_norms=[2.0, 1.5],
-)
+)  # fmt: skip
 
 
 def changed(**fields: Any) -> Curve:
@@ -177,6 +175,31 @@ def test_graphs_must_give_the_bits() -> None:
     assert "step 2: loss nan" in str(bits_problem(nothing, nothing))
 
 
+def test_graphs_are_compared_with_a_run_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with themselves: what is compared are the first steps of two models."""
+    choice = known_variant("train:ncclep:native:grouped:full_iteration")
+    curves = {None: CURVE, choice.graphs: changed(losses=[5.0, 4.4])}
+
+    def attempt(call: Any) -> tuple[str, str | None]:
+        problem = call()
+        return "wrong" if problem else "ok", problem
+
+    def model(choice: Any, *_: Any) -> Any:
+        first_steps = lambda *_: curves[choice.graphs]  # noqa: E731
+        return SimpleNamespace(first_steps=first_steps, close=lambda **_: None, fused_by=None)
+
+    monkeypatch.setattr(training, "SubjectModel", model)
+    run: Any = object.__new__(training.TrainingRun)
+    run._job, run._settings = SimpleNamespace(max_recv_rows=None), None
+    run._ranks = SimpleNamespace(
+        rank=0, setting=None, step=lambda what: None, deadline=None, attempt=attempt
+    )
+    entry = training._Entry(choice, TrainResult(choice.name))
+    run._check_bits(entry, None)
+    assert "rank 0: step 2: loss 4.4, without graphs it is 4.5" in str(entry.result.reason)
+    assert entry.curve is None
+
+
 # --- weight gradients of the output layer ---------------------------------------------------------
 
 ROWS, IN, OUT = 5, 3, 4
@@ -213,23 +236,16 @@ def output_layer_on_rank(context: RankContext) -> tuple[str, bool, bool]:
 
     initialize(setting_of(context))
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=IN,
-        num_attention_heads=1,
-        params_dtype=torch.bfloat16,
-        bf16=True,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=True,
-    )
+        num_layers=1, hidden_size=IN, num_attention_heads=1, params_dtype=torch.bfloat16,
+        bf16=True, use_cpu_initialization=True, gradient_accumulation_fusion=True,
+    )  # fmt: skip
+    options = {"config": config, "init_method": torch.nn.init.ones_, "bias": False}
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
-        layers.ColumnParallelLinear(IN, OUT, config=config, init_method=torch.nn.init.ones_)
+        layers.ColumnParallelLinear(IN, OUT, **options)
     whose = {provide_fusion(), provide_fusion()}
-    layer = layers.ColumnParallelLinear(
-        IN, OUT, config=config, init_method=torch.nn.init.ones_, bias=False
-    )
-    wrapped = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer
-    )
+    layer = layers.ColumnParallelLinear(IN, OUT, **options)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(config, ddp, layer)
     wrapped.zero_grad_buffer()
     expected = torch.zeros(OUT, IN)
     for step in range(2):
@@ -255,11 +271,10 @@ def test_the_output_layer_calls_it() -> None:
 
 def event(name: str, device: str, start: float, end: float) -> Any:
     return SimpleNamespace(
-        name=name,
-        device_type=SimpleNamespace(name=device),
+        name=name, device_type=SimpleNamespace(name=device),
         is_user_annotation=name == "nccl:all_reduce",
         time_range=SimpleNamespace(start=start, end=end),
-    )
+    )  # fmt: skip
 
 
 RECORDED = [

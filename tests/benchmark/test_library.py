@@ -107,11 +107,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[LibrarySubj
         work = Workload(replace(CASE, dtype=dtype), RANK)
         handle = Handle(work, place)
         setting = play_library(
-            monkeypatch,
-            RANK,
+            monkeypatch, RANK, NcclEpHandle=lambda *_: handle,
             NcclEpGroup=lambda *_, **options: SimpleNamespace(handle_bytes=lambda *_: 1),
-            NcclEpHandle=lambda *_: handle,
-        )
+        )  # fmt: skip
         mode = "+pull_push" if adds_by_pick else ""
         name = f"nccl_ep_library:transformer-engine{mode}"
         return LibrarySubject(name, setting, work), handle

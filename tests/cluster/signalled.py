@@ -4,15 +4,14 @@ import os
 import signal
 import sys
 import time
-
-RUN = os.environ.get("SLURM_RESTART_COUNT", "0")
-WHO = f"run {RUN}: rank {os.environ['RANK']} ({os.environ['LOCAL_RANK']}) of"
-WHO = f"{WHO} {os.environ['WORLD_SIZE']}"
+from pathlib import Path
 
 
 def say(what):
     """Print a whole line at once: the other rank prints into the same file."""
-    os.write(1, f"{WHO} {what}\n".encode())
+    run = os.environ.get("SLURM_RESTART_COUNT", "0")
+    rank, local_rank, size = (os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    os.write(1, f"run {run}: rank {rank} ({local_rank}) of {size} {what}\n".encode())
 
 
 def save(number, frame):
@@ -28,11 +27,11 @@ signal.signal(signal.SIGUSR2, save)
 say(f"meets at {os.environ['MASTER_ADDR']}")
 if "--fail" in sys.argv:
     # Not before the other rank knows what to do when it is told to end.
-    listens = os.path.join(sys.argv[sys.argv.index("--fail") + 1], "rank-0-listens")
+    listens = Path(sys.argv[sys.argv.index("--fail") + 1], "rank-0-listens")
     if os.environ["RANK"] == "0":
-        open(listens, "w").close()
+        listens.touch()
     else:
-        while not os.path.exists(listens):
+        while not listens.exists():
             time.sleep(0.05)
         sys.exit(3)
 time.sleep(600)

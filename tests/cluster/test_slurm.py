@@ -49,11 +49,13 @@ class Job:
         exit_handler = {"exit-signal-handler": sections["megatron"]["exit-signal-handler"]}
         sections["megatron"] = render.read_cluster("local-cpu")["megatron"] | exit_handler
         (folder / "slurm.yaml").write_text(yaml.safe_dump(sections, sort_keys=False))
-        self.number = cluster.submit(
-            "--gpus-per-node=0", f"--output={self.log}", f"--export=ALL,PYTHONPATH={ROOT}",
-            str(ROOT / "scripts" / "train.slurm"), "--model", "tiny",
-            "--cluster", str(folder / "slurm.yaml"), "--script", str(script), "--", *arguments,
-        )  # fmt: skip
+        self.number = cluster.ask(
+            "sbatch", "--parsable", "--gpus-per-node=0", f"--output={self.log}",
+            f"--export=ALL,PYTHONPATH={ROOT}", str(ROOT / "scripts" / "train.slurm"),
+            "--model", "tiny", "--cluster", str(folder / "slurm.yaml"), "--script", str(script),
+            "--", *arguments,
+        ).strip()  # fmt: skip
+        assert self.number.isdecimal(), self.number
 
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
@@ -94,19 +96,19 @@ def test_signals_reach_the_ranks(slurm: SlurmCluster, tmp_path: Path):
     a SIGTERM they had 30 s.  And srun never started it: `--kill-on-bad-exit 1` was "run 1".
     """
     job = Job(slurm, tmp_path, HERE / "signalled.py", "--save", "there", "--load", "there")
-    job.wait_for(*of_both(0, f"meets at {slurm.node}"))
+    job.wait_for(*of_both(0, "meets at localhost"))
 
     # What `#SBATCH --signal=B:USR1@300` sends, without waiting for a time limit of minutes.
     slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for(*of_both(0, "got SIGTERM"), *of_both(0, "saved"))
     job.wait(lambda: job.is_queued_again(1))
 
-    job.wait_for(*of_both(1, f"meets at {slurm.node}"))
+    job.wait_for(*of_both(1, "meets at localhost"))
     slurm.ask("scontrol", "requeue", job.number)
     job.wait_for(*of_both(1, "got SIGTERM"), *of_both(1, "saved"))
     job.wait(lambda: job.is_queued_again(2))
 
-    job.wait_for(*of_both(2, f"meets at {slurm.node}"))
+    job.wait_for(*of_both(2, "meets at localhost"))
     slurm.ask("scancel", "--signal=USR2", job.number)
     job.wait_for(*of_both(2, "got SIGUSR2"), *of_both(2, "saved"))
     job.wait(lambda: job.state() == "COMPLETED")
@@ -114,7 +116,7 @@ def test_signals_reach_the_ranks(slurm: SlurmCluster, tmp_path: Path):
 
 def test_a_job_that_would_begin_anew_is_not_queued_again(slurm: SlurmCluster, tmp_path: Path):
     job = Job(slurm, tmp_path, HERE / "signalled.py", "--save", "there")
-    job.wait_for(*of_both(0, f"meets at {slurm.node}"))
+    job.wait_for(*of_both(0, "meets at localhost"))
     slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
     job.wait(lambda: job.state() == "COMPLETED")
     assert job.cluster.facts(job.number)["Restarts"] == "0"

@@ -116,33 +116,27 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert (2 in (status, usage)) == (": error: " in printed)
 
 
+LONG = "x" * 300
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["run", "x" * 300],
-        [
-            "render",
-            "--model",
-            "x" * 300 + ".yaml",
-            "--dispatcher",
-            "ncclep",
-            "--cluster",
-            "local-cpu",
-        ],
-        ["train", "--device", "cpu", "--out", "text.txt"],
-        ["train", "--device", "cpu", "--out", "x" * 300],
-        ["train", "--device", "cpu", "--out", "d", "--text", "x" * 300],
-        ["bench", "--device", "cpu", "--out", "text.txt"],
-        ["plot", str(RESULT), "-o", "d"],
-        ["plot", "half.json"],
-        ["plot", "none.json"],
+        f"run {LONG}",
+        f"render --model {LONG}.yaml --dispatcher ncclep --cluster local-cpu",
+        "train --device cpu --out text.txt",
+        f"train --device cpu --out {LONG}",
+        f"train --device cpu --out d --text {LONG}",
+        "bench --device cpu --out text.txt",
+        f"plot {RESULT} -o d",
+        "plot half.json",
+        "plot none.json",
     ],
-    ids=str,
 )
 def test_what_ended_in_a_traceback(
-    here: None, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    here: None, arguments: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(arguments, capsys)
+    run(arguments.split(), capsys)
 
 
 def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(

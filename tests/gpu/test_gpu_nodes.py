@@ -20,8 +20,11 @@ from run_case import fitted
 from test_graphs import CASES, Layer, captured
 
 from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
+
+Steps = list[torch.Tensor | None]
 
 pytestmark = pytest.mark.needs_caps(test=lambda caps: "network_chunks" in caps.options)
 NUM_REPLAYS = 4
@@ -34,7 +37,7 @@ def chunked_on_rank(ctx: RankContext, case: Case, engine_name: str, chunks: int)
     exact = dataclasses.replace(config, max_recv_rows=None)
     difference = ""
 
-    def compare(layer: Layer, plan, results, number: int) -> None:
+    def compare(layer: Layer, plan: RoutePlan, results: Steps, number: int) -> None:
         nonlocal difference
         torch.cuda.synchronize()
         try:

@@ -56,7 +56,7 @@ def steps_on_rank(
         assert len(rows) == table.num_rows
         for first in range(0, table.num_rows, PIECE):
             piece, what = slice(first, first + PIECE), f"rank {rank}, from row {first} on"
-            expected, expected_w = table_dispatch(table, x, w, piece)
+            expected, expected_w = table_dispatch(table, x, w, rows=piece)
             assert_same_bits(rows[piece], expected, f"{what}: rows")
             assert_same_bits(weights[piece], expected_w, f"{what}: weights")
         round_source_part = rounds_source_part(engine_name)

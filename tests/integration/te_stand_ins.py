@@ -39,8 +39,9 @@ class Attention(torch.nn.Module):
         return torch.cat(parts)[:, 0]
 
     def _attend(self, *qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in qkv)
         out = torch.nn.functional.scaled_dot_product_attention(
-            *(t.permute(1, 2, 0, 3) for t in qkv), is_causal=True, scale=self.scale
+            q, k, v, is_causal=True, scale=self.scale
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 

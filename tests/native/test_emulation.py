@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from build_cache import cached, run_all, version_of
@@ -538,7 +539,7 @@ def ended(rounds: Path, request: pytest.FixtureRequest) -> Iterator[dict[Case, E
     """What becomes of the cases of all tests that were selected: they run on all cores."""
     mine = (item for item in request.session.items if item.path == request.path)
     pool = ThreadPoolExecutor(os.cpu_count())
-    cases = [item.callspec.params["case"] for item in mine if isinstance(item, pytest.Function)]
+    cases: list[Any] = [i.callspec.params["case"] for i in mine if isinstance(i, pytest.Function)]
     yield {case: pool.submit(run_rounds, rounds, case) for case in cases}
     pool.shutdown(cancel_futures=True)
 

@@ -49,13 +49,9 @@ def test_without_the_extra_nothing_starts(gone: tuple[str, ...], tmp_path: Path)
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
     for more, lines in (({}, 1), (torchrun, 0)):
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env={**environment(), **more},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
+            [sys.executable, "-c", code], cwd=tmp_path, env={**environment(), **more},
+            capture_output=True, text=True, timeout=TIMEOUT_S,
+        )  # fmt: skip
         assert done.returncode == 2, done.stderr
         assert len(done.stderr.splitlines()) == lines
         if lines:
@@ -70,24 +66,20 @@ def test_what_training_needs_is_in_the_extra():
         assert f'"{name.replace(".", "-")}>=' in extra, f"{name} is not in the extra [train]"
 
 
-def test_missing_text(arguments: tuple[str, ...], out: tuple[str, str], capsys):
-    message = refusal(capsys, *arguments, *out, "--text", "/no/such/place")
-    assert "/no/such/place" in message
-    assert "no such file or folder" in message
-
-
-def test_empty_text(arguments: tuple[str, ...], out: tuple[str, str], tmp_path: Path, capsys):
+def test_missing_empty_and_short_text(
+    arguments: tuple[str, ...], out: tuple[str, str], tmp_path: Path, capsys
+):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
-    for name in ("empty.txt", "folder"):
-        assert "no text in it" in refusal(capsys, *arguments, *out, "--text", tmp_path / name)
-
-
-def test_too_little_text(arguments: tuple[str, ...], out: tuple[str, str], tmp_path: Path, capsys):
-    text = write_text(tmp_path / "text.txt", num_bytes=200)
-    message = refusal(capsys, *arguments, *out, "--text", text)
-    assert "too few for seq-length 32" in message
-    assert "validation part has" in message
+    short = write_text(tmp_path / "text.txt", num_bytes=200)
+    for text, message in (
+        ("/no/such/place", "/no/such/place: no such file or folder"),
+        (tmp_path / "empty.txt", "no text in it"),
+        (tmp_path / "folder", "no text in it"),
+        (short, "validation part has"),
+        (short, "too few for seq-length 32"),
+    ):
+        assert message in refusal(capsys, *arguments, *out, "--text", text)
 
 
 @pytest.mark.parametrize(

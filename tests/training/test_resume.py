@@ -94,13 +94,9 @@ def test_resume_on_more_ranks(
     ],
 )
 def test_resume_refuses_another_job(
-    arguments: tuple[str, ...],
-    stopped: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-):
+    arguments: tuple[str, ...], stopped: Path, capsys: pytest.CaptureFixture[str],
+    change: tuple[str, ...], message: str, tmp_path: Path,
+):  # fmt: skip
     out = copy(stopped, tmp_path)
     assert cli.main(["train", *arguments, "--out", str(out), "--resume", *change]) == 2
     assert message in capsys.readouterr().err

@@ -225,6 +225,25 @@ class LowLatencySteps : public Sequence {
     if (step.completes) check_dispatch(rank, object, step.round);
   }
 
+  // What rank `rank` has at the places of its window after a dispatch.
+  struct Headers {
+    std::vector<std::int32_t> experts;
+    std::vector<float> weights;
+  };
+  Headers headers_of(int rank, const Object& object, int number) const {
+    const std::size_t size = object.window.places() * object.window.top_k;
+    Headers headers{std::vector<std::int32_t>(size, -1), std::vector<float>(size, 0)};
+    for (const Pair& pair : object.rounds[number].routing.pairs[rank]) {
+      for (const Assignment& assignment : pair.assignments) {
+        const int top_k = object.window.top_k;
+        const std::size_t at = std::size_t(object.row_of(pair)) * top_k + assignment.index % top_k;
+        headers.experts[at] = assignment.expert;
+        headers.weights[at] = weight(object.salt(number), pair.source, assignment.index);
+      }
+    }
+    return headers;
+  }
+
   void check_dispatch(int rank, Object& object, int number) {
     const LowLatencyWindow& window = object.window;
     const Routing& routing = object.rounds[number].routing;
@@ -235,17 +254,10 @@ class LowLatencySteps : public Sequence {
     emu::load(start, object.windows[rank].data<char>(), window.num_bytes(), emu::seen_by(rank));
     const auto* counts = object.ranks[rank].counts->data<std::int32_t>();
     const auto* experts = reinterpret_cast<const std::int32_t*>(start + window.experts());
-    std::vector<std::int32_t> expected(window.places() * top_k, -1);
-    std::vector<float> weights(window.places() * top_k, 0);
     std::vector<int> expected_counts(sizes.ranks, 0);
     for (const Pair& pair : routing.pairs[rank]) {
-      const std::size_t row = object.row_of(pair);
-      for (const Assignment& assignment : pair.assignments) {
-        const std::size_t at = row * top_k + assignment.index % top_k;
-        expected[at] = assignment.expert;
-        weights[at] = weight(salt, pair.source, assignment.index);
-      }
       if (has_failed(rank)) continue;
+      const std::size_t row = object.row_of(pair);
       ++expected_counts[pair.source];
       const char* scales = start + window.scales() + row * window.scale_bytes;
       for (int i = 0; i < window.scale_bytes; ++i) {
@@ -259,15 +271,23 @@ class LowLatencySteps : public Sequence {
     }
     require(std::equal(expected_counts.begin(), expected_counts.end(), counts),
             "ll dispatch: counts of rank ", rank);
-    // Where the group has failed there is nothing, or what a rank whose group has not failed yet
-    // has written since.
-    for (std::size_t i = 0; i < expected.size(); ++i) {
+    // Where the group has failed there is nothing, or what a rank that has not heard of it has
+    // written since: in this dispatch or, if this rank is ahead, in an earlier one.
+    std::vector<Headers> rounds;
+    for (int each = has_failed(rank) ? 0 : number; each <= number; ++each) {
+      rounds.push_back(headers_of(rank, object, each));
+    }
+    for (std::size_t i = 0; i < window.places() * top_k; ++i) {
       const std::uint32_t bits = kWeights.get(start + window.weights(), i);
-      const bool is_right = bits == kWeights.bits(weights[i]);
-      require(is_right || (has_failed(rank) ? bits == ~0u : expected[i] < 0),
+      const bool is_right = std::any_of(rounds.begin(), rounds.end(), [&](const Headers& each) {
+        return bits == kWeights.bits(each.weights[i]);
+      });
+      require(is_right || (has_failed(rank) ? bits == ~0u : rounds[0].experts[i] < 0),
               "ll dispatch: weights of rank ", rank, " in row ", i / top_k,
               has_failed(rank) ? ", whose group has failed: not all NaN" : "");
-      require(experts[i] == expected[i] || (has_failed(rank) && experts[i] == -1),
+      require((has_failed(rank) && experts[i] == -1) ||
+                  std::any_of(rounds.begin(), rounds.end(),
+                              [&](const Headers& each) { return experts[i] == each.experts[i]; }),
               "ll dispatch: experts of rank ", rank);
     }
     if (has_failed(rank)) return;

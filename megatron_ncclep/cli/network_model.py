@@ -1,0 +1,117 @@
+"""What `ncclep bench --model-network` prints: the traffic between nodes, computed, not measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ncclep.benchmark.table import align, wrap
+from megatron_ncclep.errors import InputError
+
+
+@dataclass(frozen=True)
+class NetworkModel:
+    """A model, not a measurement, of one dispatch or combine over several nodes.
+
+    It counts bytes and divides them by rates, without latency, network topology, hosts and kernels.
+    The router is balanced: all experts are equally likely.
+
+    Example: 2 nodes, top-2.  A token needs the other node unless both of its assignments are on its
+    own, one case in four with many experts: 0.75 of the rows cross.  A flat all-to-all sends a row
+    for each assignment to the other node: 1 a token.
+    """
+
+    num_tokens: int = 4096  # T, of each rank
+    row_bytes: int = 2 * 7168
+    num_experts: int = 256  # E
+    top_k: int = 8  # K
+    ranks_on_each: int = 8  # L, ranks on a node
+    nic_gb_s: float = 46.0  # a rank over the network, each way: 400 Gbit/s with rows of this size
+    nvlink_gb_s: float = 350.0  # the same inside a node: an H200's
+    chunks: int = 1  # of columns: one crosses while the one before moves inside a node
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf:
+                raise InputError(f"{name} {value}: must be a positive number")
+        if self.top_k > self.num_experts:
+            raise InputError(f"top-{self.top_k} of {self.num_experts} experts: there are too few")
+
+    @classmethod
+    def parse(cls, text: str) -> NetworkModel:
+        """Read `NAME=VALUE,...`, such as `nic_gb_s=90,top_k=4`; the rest has its defaults.
+
+        Raises:
+            InputError: an unknown name, or a value that is no number or that makes no sense.
+        """
+        kinds: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+        given: dict[str, Any] = {}
+        for item in filter(None, text.split(",")):
+            name, _, value = item.partition("=")
+            if name not in kinds:
+                raise InputError(f"--model-network {item}: the names are {', '.join(kinds)}")
+            try:
+                given[name] = kinds[name](value)
+            except ValueError as error:
+                raise InputError(f"--model-network {item}: {value!r} is no number") from error
+        return cls(**given)
+
+    def _needed(self, parts: int) -> float:
+        """How often a token needs an expert of one of `parts` equal parts of the experts."""
+        elsewhere = self.num_experts - self.num_experts // parts
+        return 1 - math.prod(
+            max(0, elsewhere - k) / (self.num_experts - k) for k in range(self.top_k)
+        )
+
+    def crossing_bytes(self, nodes: int) -> float:
+        """Bytes that a rank sends over the network: a row for each other node in need of it."""
+        return self.num_tokens * (nodes - 1) * self._needed(nodes) * self.row_bytes
+
+    def flat_bytes(self, nodes: int) -> float:
+        """The same for a row for each assignment to another node, as `alltoall` sends them."""
+        return self.num_tokens * self.top_k * (nodes - 1) / nodes * self.row_bytes
+
+    def inside_bytes(self, nodes: int) -> float:
+        """Bytes that a rank sends inside its node: rows of all nodes, from over its rail."""
+        rows = self.num_tokens * nodes * (self.ranks_on_each - 1)
+        return rows * self._needed(nodes * self.ranks_on_each) * self.row_bytes
+
+    def seconds(self, nodes: int) -> float:
+        """Of one pass: the longer part, plus the share of the shorter one that nothing hides."""
+        crossing = self.crossing_bytes(nodes) / (1e9 * self.nic_gb_s)
+        inside = self.inside_bytes(nodes) / (1e9 * self.nvlink_gb_s)
+        return max(crossing, inside) + min(crossing, inside) / self.chunks
+
+
+def names() -> list[str]:
+    """The names of the model's values."""
+    return [field.name for field in dataclasses.fields(NetworkModel)]
+
+
+def render(model: NetworkModel) -> str:
+    """What the model says of 2 to 64 nodes, as far as there are experts for them, as text."""
+    rows = [["nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"]]
+    for nodes in (2, 4, 8, 16, 32, 64):
+        if model.num_experts % (nodes * model.ranks_on_each):
+            continue
+        crossing, inside, flat = (
+            [f"{sent / 1e6:.0f}", f"{sent / (1e6 * gb_s):.2f}"]
+            for sent, gb_s in (
+                (model.crossing_bytes(nodes), model.nic_gb_s),
+                (model.inside_bytes(nodes), model.nvlink_gb_s),
+                (model.flat_bytes(nodes), model.nic_gb_s),
+            )
+        )
+        ranks, ms = str(nodes * model.ranks_on_each), f"{1e3 * model.seconds(nodes):.2f}"
+        rows.append([str(nodes), ranks, *crossing, *inside, ms, *flat])
+    head = (
+        f"A model, not a measurement: one dispatch or combine of {model.num_tokens} tokens a rank, "
+        f"rows of {model.row_bytes} bytes, top-{model.top_k} of {model.num_experts} equally likely "
+        f"experts, {model.ranks_on_each} ranks on a node, {model.nic_gb_s:g} GB/s a rank to other "
+        f"nodes and {model.nvlink_gb_s:g} inside, chunks: {model.chunks} (the engine: 1 to 4, by "
+        "size). Bytes are what a rank sends; flat is an all-to-all with a row for each assignment, "
+        "counting only what crosses between nodes."
+    )
+    return "\n".join([*wrap(head), "", *align(rows)])
