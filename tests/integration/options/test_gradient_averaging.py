@@ -76,9 +76,9 @@ def test_what_is_not_finite_reaches_everyone(value: float) -> None:
 
 def test_several_buckets_and_weights_averaged_every_second_step(ctx: RankContext) -> None:
     torch.manual_seed(1)
-    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64, bias=False))
-    # The second layer's gradients are ready first, and fill a bucket of their own.
-    model = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.001)
+    # Each fills a bucket of its own once DistributedDataParallel has made buckets, after a step.
+    layers = torch.nn.Sequential(*(torch.nn.Linear(600, 600, bias=False) for _ in range(2)))
+    model = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=1)
     averaging = TwoLevelAveraging(resync_interval=2)
     averaging.register(model)
     with pytest.raises(UnsupportedError, match="DistributedDataParallel, not Linear"):
@@ -90,11 +90,16 @@ def test_several_buckets_and_weights_averaged_every_second_step(ctx: RankContext
         optimizer.zero_grad()
         sizes: list[int] = []
         with counted_bytes(sizes):
-            total = model(torch.zeros(1, 64)).sum() * 0
+            total = model(torch.zeros(1, 600)).sum() * 0
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 total = total + (parameter * gradient).sum()
             total.backward()
-        assert set(sizes) == {8}
+        found = torch.stack([p.grad for p in model.parameters() if p.grad is not None]).numpy()
+        sent = torch.stack(gradients).double().numpy()
+        for bucket in [slice(0, 2)] if step == 1 else [slice(0, 1), slice(1, 2)]:
+            wanted = oracle(gathered(ctx, sent[bucket]), ctx.rank)
+            np.testing.assert_allclose(found[bucket], wanted, **CLOSE)
+        assert sizes == [8] * step
         optimizer.step()
         averaging.after_step()
         weights = gathered(ctx, next(model.parameters()).detach())
