@@ -19,6 +19,9 @@ from megatron_ncclep.integration.import_hook import after_import
 # The modules that hooks.HOOKS changes; named here too, because importing integration for them
 # would cost every `import torch` its time.  A test compares the two.
 HOOKED_MODULES = (
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    "megatron.core.distributed.torch_fully_sharded_data_parallel",
     "megatron.core.parallel_state",
     "megatron.core.transformer.transformer_config",
     "megatron.core.transformer.moe.moe_layer",
