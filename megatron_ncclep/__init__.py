@@ -117,6 +117,10 @@ def _groups() -> Any:
     return sys.modules.get(f"{__name__}.ranks.group")
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

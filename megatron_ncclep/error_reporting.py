@@ -8,9 +8,12 @@ so where possible.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import json
 import os
+import select
+import signal
 import sys
 import time
 import traceback
@@ -25,8 +28,9 @@ def run_told(command: str, call: Callable[[], int]) -> int:
     """Return what `call` returns; 2, with a line on stderr, when it raises an EpError.
 
     So it does when a collective of the script's own fails because a rank has died: its error says
-    that a connection ended, not whose.  The traceback comes first then.  Every other exception goes
-    on to the caller.
+    that a connection ended, not whose.  The traceback comes first then.  A stdout that is full is
+    told too; one that nobody reads any more ends the command as SIGPIPE would, without a word.
+    Every other exception goes on to the caller.
 
     Args:
         command: what failed, for the line.
@@ -34,6 +38,15 @@ def run_told(command: str, call: Callable[[], int]) -> int:
     """
     try:
         return call()
+    except OSError as error:
+        if not _is_of_stdout(error):
+            raise
+        # What is still in the buffer has nowhere to go either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        _tell(command, f"{type(error).__name__}: {error}", f"writing to stdout: {error.strerror}")
+        return 2
     except EpError as error:
         if envs.get("NCCLEP_LOG") == "DEBUG":
             traceback.print_exc()
@@ -48,6 +61,15 @@ def run_told(command: str, call: Callable[[], int]) -> int:
             return 2
         _tell_torchrun(traceback.format_exc())
         raise
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """Whether stdout's reader has gone, or its disk is full; other files have names."""
+    if isinstance(error, BrokenPipeError):
+        poll = select.poll()
+        poll.register(1, 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    return error.errno == errno.ENOSPC and error.filename is None
 
 
 @functools.cache

@@ -7,17 +7,21 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from patience import patient
 from processes import run_ranks
 
 from megatron_ncclep.error_reporting import install_excepthook, run_told
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension
+
+TIMEOUT_S = patient(60)
 
 
 @pytest.fixture
@@ -46,6 +50,21 @@ def test_other_errors_go_on_and_stand_in_the_summary(error_file: Path) -> None:
     text = json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
     assert text.startswith("Traceback")
     assert text.endswith("KeyError: 'theirs'\n")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_closed_or_full_stdout_is_no_traceback(full: bool) -> None:
+    reading, out = os.pipe()
+    os.close(reading)
+    if full:
+        out = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ncclep", "env"], stdout=out, stderr=subprocess.PIPE,
+        text=True, timeout=TIMEOUT_S, env={**os.environ, "PYTHONPATH": python_path()},
+    )  # fmt: skip
+    os.close(out)
+    told = "ncclep env: error: writing to stdout: No space left on device\n" if full else ""
+    assert (done.returncode, done.stderr) == (2 if full else 128 + signal.SIGPIPE, told)
 
 
 def test_own_errors_of_other_scripts_stand_in_the_summary(

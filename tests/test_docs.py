@@ -156,6 +156,7 @@ def test_the_reference_has_the_whole_public_interface():
     page = (ROOT / "docs" / "reference.md").read_text()
     shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
     assert {*megatron_ncclep.__all__} - {"__version__"} <= shown
+    assert dir(megatron_ncclep) == sorted(megatron_ncclep.__all__), "completion shows other names"
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path):

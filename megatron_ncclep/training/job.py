@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ncclep.config import given_options
+from megatron_ncclep.config import EpConfig, given_options
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import checkpoint, corpus, log
 from megatron_ncclep.training.settings import Settings, parse_changes
@@ -125,6 +125,11 @@ class Job:
                 to do with it.
         """
         settings = self.settings()
+        if "ncclep" in self.dispatchers():
+            from megatron_ncclep.engines import name_problem
+
+            if problem := name_problem(EpConfig.resolve(**self.options)):
+                raise InputError(problem)
         try:
             if not self.resume:
                 self._make_room()

@@ -86,6 +86,7 @@ def test_missing_empty_and_short_text(
     ("extra", "message"),
     [
         ("--dispatcher alltoall --ncclep-alignment 16", "--ncclep-alignment has no effect"),
+        ("--ncclep-engine nativ", "engine 'nativ' is unknown: this version has 'auto'"),
         ("--dispatcher alltoall --compare alltoall", "same as --dispatcher"),
         ("--model no-such-model", "no model configuration 'no-such-model'"),
         ("--set no-such-key=1", "unknown key 'no-such-key'"),
