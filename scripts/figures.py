@@ -71,47 +71,41 @@ class Canvas:
         ])  # fmt: skip
 
 
-# A heading, and bars below it: what, length, label.  The first is the baseline.
-Bars = tuple[str, Sequence[tuple[str, float, str]]]
+# What is measured, times as fast as the baseline with each addition, the label.
+Bar = tuple[str, Sequence[float], str]
 
 
-def gains(steps: Sequence[Bars], hooks: Sequence[Bars], measured: Sequence[str]) -> str:
-    """Training steps on the left, the dispatcher alone on the right.
+def gains(groups: Sequence[tuple[str, Sequence[Bar]]], parts: Sequence[str], measured: str) -> str:
+    """What each addition gains, one bar for each workload.
 
     Args:
-        steps: lengths are speeds, with the baseline's as 1.
-        hooks: lengths are times.
-        measured: what steps and dispatcher were measured on, one line each.
+        groups: headings, with the bars below them; speeds grow from addition to addition.
+        parts: the baseline and the additions, as the legend calls them.
+        measured: what all of it was measured on, one line.
     """
-    canvas = Canvas(900, 440, "ncclep and Megatron's alltoall")
-    canvas.text(24, 34, "Whole training steps: tokens/s", 16, bold=True)
-    canvas.text(24, 54, "higher is better", 12, fill=MUTED)
-    canvas.text(496, 34, "Dispatcher of one MoE layer: µs", 16, bold=True)
-    canvas.text(496, 54, "forward and backward; lower is better", 12, fill=MUTED)
-    _panel(canvas, steps, left=24, label=156, width=160, colours=(GREY, *BLUES), gap=26)
-    _panel(canvas, hooks, left=496, label=104, width=180, colours=(GREY, BLUES[2]), gap=14)
-    canvas.line(24, 378, 876, 378)
-    for line, (what, machine) in enumerate(zip(("Steps", "Dispatcher"), measured, strict=True)):
-        canvas.text(24, 400 + 18 * line, f"{what}: {machine}", 12, fill=MUTED)
+    left, unit = 176, 50  # a bar's start, and the baseline's length
+    colours = (GREY, *BLUES)
+    bars = sum(len(each) for _, each in groups)
+    canvas = Canvas(640, 84 + 30 * bars + 30 * len(groups) + 34, "What makes ncclep faster")
+    canvas.text(20, 30, "Times as fast as Megatron's alltoall", 16, bold=True)
+    for number, (part, colour) in enumerate(zip(parts, colours, strict=True)):
+        x, y = 20 + 300 * (number % 2), 46 + 20 * (number // 2)
+        canvas.rect(x, y, 12, 12, colour)
+        canvas.text(x + 18, y + 11, part, 12.5)
+    y = 90
+    for heading, each in groups:
+        canvas.text(20, y + 14, heading, 13, bold=True)
+        y += 24
+        for what, speeds, label in each:
+            canvas.text(left - 8, y + 15, what, 12.5, at="end")
+            for start, end, colour in zip((0.0, *speeds), speeds, colours, strict=False):
+                # Narrow parts are drawn as they are, without round corners that would hide them.
+                canvas.rect(left + unit * start, y, unit * (end - start), 20, colour, r=0)
+            canvas.text(left + unit * speeds[-1] + 6, y + 15, label, 12.5)
+            y += 30
+        y += 6
+    canvas.text(20, y + 16, measured, 11.5, fill=MUTED)
     return canvas.svg()
-
-
-def _panel(
-    canvas: Canvas, groups: Sequence[Bars], left: int, label: int, width: int,
-    colours: Sequence[str], gap: int,
-) -> None:  # fmt: skip
-    longest = max(length for _, bars in groups for _, length, _ in bars)
-    y = 76
-    for heading, bars in groups:
-        canvas.text(left, y + 8, heading, 13, bold=True)
-        y += 18
-        for (what, length, text), colour in zip(bars, colours, strict=True):
-            canvas.text(left + label - 8, y + 13, what, 12, at="end")
-            reach = width * length / longest
-            canvas.rect(left + label, y, reach, 18, colour)
-            canvas.text(left + label + reach + 6, y + 13, text, 12)
-            y += 22
-        y += gap
 
 
 # The example of docs/contract.md: (rank, token) -> its experts; two ranks with two experts each.

@@ -27,24 +27,27 @@ import figures  # noqa: E402
 
 from megatron_ncclep import envs  # noqa: E402
 from megatron_ncclep.config import EpConfig  # noqa: E402
+from megatron_ncclep.training.settings import Settings, flops_per_token  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
+LAYERS = RESULTS / "2026-11-24-1xH100-layers" / "bench.json"
 ENGINES = RESULTS / "2026-11-22-2xH200-native" / "bench.json"
 
-# Subjects of the two runs, and what pages call them.
+# Subjects of the first two runs, and what pages call them.
 BASELINE = "alltoall_fused"
-STEPS = {
-    f"train:{BASELINE}": ("Megatron's `alltoall`, all fusions", "alltoall, all fusions"),
-    "train:ncclep:native": ("`ncclep`, Megatron's experts", "ncclep, dispatcher only"),
-    "train:ncclep:native:grouped": ("`ncclep`, grouped experts", "ncclep, grouped experts"),
-    "train:ncclep:native:grouped:full_iteration": (
-        "… with forward and backward in one CUDA graph",
-        "+ CUDA graph",
-    ),
-}
 OURS = "ncclep:native"
-HOOKS = {BASELINE: "alltoall, fused", OURS: "ncclep"}
+ADDED = {
+    BASELINE: "alltoall, all fusions",
+    OURS: "+ ncclep as dispatcher",
+    f"{OURS}:grouped": "+ grouped experts",
+    f"{OURS}:grouped:full_iteration": "+ one CUDA graph, dropless",
+}
+# Layers with the experts of one rank of 8, and with all of them.
+PICTURED = ("qwen3-30b-a3b, rank of 8", "gpt-oss-120b, rank of 8", "deepseek-v3, rank of 8",
+            "mixtral-8x7b", "moe-2b")  # fmt: skip
+VOCABULARY = 384  # of the training's text, padded: what its num_parameters leave for embeddings
+DENSE_TFLOPS = 989.4  # of an H100 SXM in bf16, by NVIDIA's data sheet; MFU is of this
 TIMELINE_SHAPE = "deepseek-v3"
 
 HOME = "README.md"
@@ -72,57 +75,70 @@ def subjects(result: dict[str, Any], kind: str) -> dict[str, Subjects]:
     return {one["shape"]["name"]: {s["name"]: s for s in one["subjects"]} for one in result[kind]}
 
 
-def gains(training: dict[str, Any], engines: dict[str, Any]) -> tuple[str, str]:
-    """The README's two tables, with what they were measured on, and its picture."""
-    runs, shapes = subjects(training, "trainings"), subjects(engines, "shapes")
-    on = tuple(
-        f"{machine['gpus']} x {machine['gpu']}, {result['date'][:10]}; torch {v['torch']}, NCCL "
-        f"{v['nccl']}, Megatron-Core {v['megatron-core']}, TransformerEngine "
-        f"{v['transformer-engine']}"
-        for result in (training, engines)
-        for machine, v in [(result["machine"], result["versions"])]
+def measured_on(result: dict[str, Any]) -> str:
+    """GPUs, date and versions of a result, in a line."""
+    machine, v = result["machine"], result["versions"]
+    return (
+        f"{machine['gpus']} x {machine['gpu']}, {result['date'][:10]}; torch {v['torch']}, "
+        f"NCCL {v['nccl']}, Megatron-Core {v['megatron-core']}, TE {v['transformer-engine']}"
     )
-    named = {
-        f"sequence {sequence}, micro-batch {batch}": run
-        for shape, run in runs.items()
-        for sequence, batch in [shape.split("x")]
-    }
-    steps = [
-        [words, *(_tokens_per_s(run, name) for run in runs.values())]
-        for name, (words, _) in STEPS.items()
-    ]
-    us = {name: [shape[name]["sum_us"] for shape in shapes.values()] for name in HOOKS}
-    ratios = [theirs / ours for theirs, ours in zip(*us.values(), strict=True)]
-    hooks = [
-        ["Megatron's `alltoall`, fused permute", *(f"{t:,.0f}" for t in us[BASELINE])],
-        ["`ncclep`, engine `native`", *(f"{t:,.0f}" for t in us[OURS])],
-        ["times as fast", *(f"{ratio:.2f}x" for ratio in ratios)],
-    ]
-    text = "\n\n".join((
-        table(["training step, tokens/s", *(f"{words}:" for words in named)], steps), f"{on[0]}.",
-        table(["dispatcher of one layer, µs", *(f"{shape}:" for shape in shapes)], hooks),
-        f"{on[1]}.",
-    ))  # fmt: skip
-    drawn = figures.gains(
-        [
-            (words, [(s, _speed(run, n), _tokens_per_s(run, n)) for n, (_, s) in STEPS.items()])
-            for words, run in named.items()
-        ],
-        [
-            (shape, [(s, run[n]["sum_us"], f"{run[n]['sum_us']:,.0f}") for n, s in HOOKS.items()])
-            for shape, run in shapes.items()
-        ],
-        on,
-    )
-    return text, drawn
 
 
-def _tokens_per_s(run: Subjects, name: str) -> str:
-    return f"{run[name]['tokens_per_s']:,.0f} ({_speed(run, name):.2f}x)"
+def tflops(workload: str, training: dict[str, Any], layers: dict[str, Any]) -> dict[str, float]:
+    """The TFLOP/s of each subject of a training or a layer, by the subject's name in `ADDED`.
+
+    A training's are Megatron-LM's model FLOPs; a layer's those of its experts' products.
+    """
+    for run in training["trainings"]:
+        if run["shape"]["name"] == workload:
+            settings = Settings.load(run["shape"]["model"], run["shape"]["changes"])
+            flops = flops_per_token(settings, VOCABULARY)
+            done = {s["name"].removeprefix("train:"): s["tokens_per_s"] for s in run["subjects"]}
+            return {name: flops * done[name] * 1e-12 for name in ADDED}
+    shape = next(one for one in layers["shapes"] if one["shape"]["name"] == workload)
+    size = shape["shape"]
+    weights = 3 * size["hidden"] * size["ffn_hidden_size"]  # of an expert with SwiGLU
+    flops = 6 * weights * size["tokens"] * size["top_k"]
+    us = {s["name"].removeprefix("layer:"): s["sum_us"] for s in shape["subjects"]}
+    return {name: flops / us[name] * 1e-6 for name in ADDED}
 
 
-def _speed(run: Subjects, name: str) -> float:
-    return float(run[name]["tokens_per_s"] / run[f"train:{BASELINE}"]["tokens_per_s"])
+def gains(training: dict[str, Any], layers: dict[str, Any]) -> tuple[str, str]:
+    """README.md's picture, and the table of training steps in docs/performance.md."""
+    assert measured_on(training) == measured_on(layers), "the picture has one line for both"
+    groups, rows = [], []
+    for heading, names in (
+        ("Training step, GPT of 1.9 billion parameters: TFLOP/s, share of peak (MFU)",
+         [run["shape"]["name"] for run in training["trainings"]]),
+        ("One MoE layer, forward and backward: TFLOP/s", PICTURED),
+    ):  # fmt: skip
+        bars = []
+        for workload in names:
+            rates = tflops(workload, training, layers)
+            speeds = [rate / rates[BASELINE] for rate in rates.values()]
+            label = f"{speeds[-1]:.2f}x: {rates[BASELINE]:.0f} to {[*rates.values()][-1]:.0f}"
+            if heading.startswith("Training"):
+                sequence, batch = workload.split("x")
+                shares = [f"{100 * rate / DENSE_TFLOPS:.0f}" for rate in rates.values()]
+                label += f" ({shares[0]} to {shares[-1]} %)"
+                workload = f"sequence {sequence} x {batch}"
+            bars.append((workload, speeds, label))
+        groups.append((heading, bars))
+    for run in training["trainings"]:
+        name = run["shape"]["name"]
+        rates = tflops(name, training, layers)
+        for subject in run["subjects"]:
+            which = subject["name"].removeprefix("train:")
+            us, busy = subject["step"]["median_us"], sum(subject["kinds_us"].values())
+            rows.append([
+                name.replace("x", " x "), f"`{which}`", f"{us / 1000:.1f}",
+                f"{subject['tokens_per_s']:,.0f}", f"{rates[which] / rates[BASELINE]:.2f}",
+                f"{rates[which]:.1f}", f"{100 * rates[which] / DENSE_TFLOPS:.1f} %",
+                f"{100 * busy / us:.0f} %",
+            ])  # fmt: skip
+    head = ["sequence x batch", "subject", "ms:", "tokens/s:", "times:", "TFLOP/s:", "MFU:",
+            "GPU busy:"]  # fmt: skip
+    return table(head, rows), figures.gains(groups, [*ADDED.values()], measured_on(training))
 
 
 def timeline(engines: dict[str, Any]) -> str:
@@ -158,11 +174,11 @@ def _cell(text: str) -> str:
 
 def contents() -> dict[Path, str]:
     """What every file that this writes, wholly or in part, must hold."""
-    engines = read(ENGINES)
-    both, picture = gains(read(TRAINING), engines)
-    parts = {"gains": both, "options": options_table(), "variables": variables_table()}
+    steps, picture = gains(read(TRAINING), read(LAYERS))
+    parts = {"steps": steps, "options": options_table(), "variables": variables_table()}
     drawn = {
-        "gains": picture, "data-flow": figures.data_flow(), "layer-timeline": timeline(engines),
+        "gains": picture, "data-flow": figures.data_flow(),
+        "layer-timeline": timeline(read(ENGINES)),
     }  # fmt: skip
     files = {ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()}
     for page in [ROOT / HOME, *sorted((ROOT / "docs").glob("*.md"))]:

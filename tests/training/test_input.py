@@ -19,7 +19,12 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import corpus
 from megatron_ncclep.training.command import NEEDED
 from megatron_ncclep.training.model import transformer_config
-from megatron_ncclep.training.settings import Settings, layer_pattern, parse_changes
+from megatron_ncclep.training.settings import (
+    Settings,
+    flops_per_token,
+    layer_pattern,
+    parse_changes,
+)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -165,6 +170,22 @@ def test_shipped_models(name: str):
     assert config.num_layers == settings["num-layers"]
     assert config.num_moe_experts == settings["num-experts"]
     assert config.gated_linear_unit == settings["swiglu"]
+
+
+@pytest.mark.since("0.19.2")
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b", "tiny"])
+def test_flops_are_counted_as_megatron_lm_does(name: str):
+    from megatron.training import training
+
+    settings = Settings.load(name, {})
+    fields = {key.replace("-", "_"): value for key, value in settings.values.items()}
+    # It asks for much that these models do not have.
+    missing = {"__getattr__": lambda args, name: None}
+    args = type("Args", (), missing | fields | {"padded_vocab_size": 1000})()
+    args.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    args.moe_layer_freq = layer_pattern(args.moe_layer_freq, args.num_layers)
+    of_one_sample = training.num_floating_point_operations(args, 1)
+    assert flops_per_token(settings, 1000) * args.seq_length == pytest.approx(of_one_sample)
 
 
 def test_standard_library_text():
