@@ -46,8 +46,8 @@ types: $(READY)  ## check types
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests
 
-support: $(READY)  ## write the tables of docs/support.md, from what the tests show
-	$(BIN)/python tests/support_table.py --write
+support: $(READY)  ## write the tables of docs/support.md and tested.md, from the tests
+	$(BIN)/python scripts/support.py --write
 
 pages: $(READY)  ## write the tables and figures of README.md and docs/ from results and code
 	$(BIN)/python scripts/pages.py

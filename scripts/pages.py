@@ -133,11 +133,11 @@ def gains(training: dict[str, Any], layers: dict[str, Any]) -> tuple[str, str]:
             rows.append([
                 name.replace("x", " x "), f"`{which}`", f"{us / 1000:.1f}",
                 f"{subject['tokens_per_s']:,.0f}", f"{rates[which] / rates[BASELINE]:.2f}",
-                f"{rates[which]:.1f}", f"{100 * rates[which] / DENSE_TFLOPS:.1f} %",
-                f"{100 * busy / us:.0f} %",
+                f"{rates[which]:.1f}", f"{100 * rates[which] / DENSE_TFLOPS:.1f}",
+                f"{100 * busy / us:.0f}",
             ])  # fmt: skip
-    head = ["sequence x batch", "subject", "ms:", "tokens/s:", "times:", "TFLOP/s:", "MFU:",
-            "GPU busy:"]  # fmt: skip
+    head = ["sequence x batch", "subject", "ms:", "tokens/s:", "times:", "TFLOP/s:", "MFU, %:",
+            "GPU busy, %:"]  # fmt: skip
     return table(head, rows), figures.gains(groups, [*ADDED.values()], measured_on(training))
 
 

@@ -97,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "supports(option, ..., compared=...): the options that the test shows to work and what it "
-        "compares, for docs/support.md (tests/support_table.py)",
+        "compares, for docs/support.md (scripts/support.py)",
     )
     config.addinivalue_line(
         "markers",
@@ -134,7 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def lists_only(config: pytest.Config) -> bool:
-    """Whether tests/support_table.py wants to know all tests, and nothing runs."""
+    """Whether scripts/support.py wants to know all tests, and nothing runs."""
     return getattr(config.option, "lists_only", False)
 
 

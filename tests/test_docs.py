@@ -183,7 +183,7 @@ def test_tables_and_figures_are_up_to_date():
 
 
 def test_what_works_is_what_the_tests_show():
-    command = [sys.executable, str(ROOT / "tests" / "support_table.py")]
+    command = [sys.executable, str(ROOT / "scripts" / "support.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(600))
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -259,8 +259,8 @@ REFUSED = {
 }
 
 
-def refuses(option: str, words: str) -> pytest.MarkDecorator:
-    return pytest.mark.refuses(option, words=words)
+def refuses(option: str, words: str, engines: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    return pytest.mark.refuses(option, words=words, engines=engines)
 
 
 WANTED = "inference_moe_token_dispatcher_type=ncclep"
@@ -275,7 +275,11 @@ WANTED = "inference_moe_token_dispatcher_type=ncclep"
     "inference_grouped_gemm_backend=flashinfer",
     "for inference with `ncclep`, not tested: set `vllm` or `torch`",
 )
-@refuses(WANTED, "with engines `hierarchical` and `nccl_ep`, which have no low-latency mode")
+@refuses(
+    WANTED,
+    "with engines `hierarchical` and `nccl_ep`, which have no low-latency mode",
+    ("hierarchical", "nccl_ep"),
+)
 @refuses(
     "--ncclep-inference-tokens",
     "more than the engine takes (`native`: 512), and without "

@@ -1,7 +1,7 @@
-"""The tables of docs/support.md, from the options that tests say they show.
+"""The tables of docs/support.md and docs/tested.md, from the options that tests say they show.
 
-    make support                      # writes them
-    python tests/support_table.py     # says whether they are up to date
+    make support                  # writes them
+    python scripts/support.py     # says whether they are up to date
 
 Tests are collected, not run.  An option is in the first table if a test has the marker
 
@@ -10,7 +10,8 @@ Tests are collected, not run.  An option is in the first table if a test has the
 or, with no names, if a parameter of the test is a case that knows its options (`options_shown`).
 Names are those of TransformerConfig's fields, with `=value` where the value matters, and
 `--ncclep-...`.  The table of refusals is made from `refuses("moe_some_option", words="why, and what
-to do")`.
+to do")`, with `engines=(...)` if only these refuse it.  A test of tests/gpu shows an option for an
+engine if scripts/gpu.py runs it with that engine.
 """
 
 from __future__ import annotations
@@ -18,24 +19,61 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import re
+import runpy
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_versions import SUPPORTED
 from packaging.version import Version
 
-from megatron_ncclep.engines import ENGINES
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+sys.path[:0] = [str(ROOT), str(TESTS)]
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-DOCUMENT = ROOT / "docs" / "support.md"
+from megatron_versions import SUPPORTED  # noqa: E402
+
+from megatron_ncclep.engines import ENGINES  # noqa: E402
+
+# Document -> the tables in it.
+DOCUMENTS = {"support.md": ("what works", "what is refused"), "tested.md": ("how it is compared",)}
 MARK = "<!-- {} by make support: {} -->"
 PLACES = ("CPU", "one GPU", "several GPUs")
 # How a result was compared, the strictest first.
 STRICTNESS = ("bits", "rounding", "behaviour")
+# The parts of the first table: what they are about, and which options; an option is in the first
+# that fits.
+SUBJECTS = {
+    "Dispatcher": r"--ncclep-(?!inference)",
+    "Text generation": r".*inference|generation of text",
+    "CUDA graphs": r"cuda_graph",
+    "Precision": r"fp8|params_dtype",
+    "Recompute and offloading": r".*recompute|.*offload",
+    "Overlap": r"overlap_(moe|disp)|ep_overlap|delay_wgrad|.*shared_expert_overlap",
+    "Batches": r"ranks |other sizes|packed|padding_mask",
+    "Router": r"moe_(router|aux|z_loss|input_jitter|expert_capacity|pad_expert_input|token_drop)"
+    r"|moe_apply_probs",
+    "Parallelism, optimizer and checkpoints": r".*parallel|.*pipeline|use_distributed|ckpt"
+    r"|overlap_(grad|param|p2p)|gradient_acc|calculate_per",
+    "Experts and the rest of the model": r"",
+}
+# What a user must know beside yes and no.
+REMARKS = {
+    "--ncclep-max-recv-rows": "static shapes; a number of rows, a factor as `1.25x`, or `worst`",
+    "--ncclep-experts=grouped": "on Hopper GPUs only, in bf16, with torch 2.10 or newer",
+    "expert_tensor_parallel_size": "`native` needs the whole group `tp_ep` in one NVLink domain",
+    "fp8_recipe=blockwise": "experts of TransformerEngine; rows cross in the model's dtype",
+    "moe_layer_recompute": "one more plan, dispatch and combine for a recomputed layer",
+    "cuda_graph_impl=full_iteration": "static shapes, and grouped experts or the op fuser",
+    "cuda_graph_impl=transformer_engine": "static shapes, and grouped experts or the op fuser",
+    "cuda_graph_impl=local": "static shapes, and grouped experts or the op fuser",
+    "moe_shared_expert_overlap": "our kernels get their SMs first",
+    "overlap_moe_expert_parallel_comm": "little gained inside one node, see performance",
+    "gradient_accumulation_fusion": "keep it on",
+    "moe_expert_capacity_factor": "drops at the router, as with `alltoall`",
+}
 
 
 class Collector:
@@ -44,13 +82,23 @@ class Collector:
     Attributes:
         works: option -> place -> how it is compared there.
         releases: option -> releases of Megatron-Core that it is compared with on a CPU.
+        engines: option -> engines that it is shown with.
+        refusing: option -> engines that refuse it.
         refused: words -> the options that are refused for this reason.
     """
 
     def __init__(self) -> None:
         self.works: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self.releases: dict[str, set[str]] = defaultdict(set)
+        self.engines: dict[str, set[str]] = defaultdict(set)
+        self.refusing: dict[str, set[str]] = defaultdict(set)
         self.refused: dict[str, dict[str, None]] = defaultdict(dict)
+        self.run_on_gpus = {
+            (step.engine, path)
+            for steps in runpy.run_path(str(ROOT / "scripts" / "gpu.py"))["PARTS"].values()
+            for step in steps
+            for path in step.tests.split()
+        }
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -63,11 +111,22 @@ class Collector:
             assert isinstance(item, pytest.Function)
             for mark in item.iter_markers("refuses"):
                 self.refused[mark.kwargs["words"]].update(dict.fromkeys(mark.args))
+                for option in mark.args:
+                    self.refusing[option].update(mark.kwargs.get("engines", ()))
             word, options = shown(item)
             for option in options:
                 for place in places_of(item):
                     self.works[option][place].add(word)
                 self.releases[option] |= releases_of(item)
+                self.engines[option] |= self.engines_of(item)
+
+    def engines_of(self, item: pytest.Function) -> set[str]:
+        """The engine that a test runs with on a CPU, or in `make gpu`."""
+        if item.path.parent != TESTS / "gpu":
+            return {"reference"}
+        name = item.callspec.params.get("engine_name") if hasattr(item, "callspec") else None
+        engine = str(name or "native")
+        return {engine} if (engine, str(item.path.relative_to(ROOT))) in self.run_on_gpus else set()
 
 
 def shown(item: pytest.Function) -> tuple[str, list[str]]:
@@ -104,7 +163,7 @@ def strictness(said: str, cases: list[Any]) -> str:
 
 def places_of(item: pytest.Function) -> tuple[str, ...]:
     """Where a test runs: one that needs no several ranks, and makes none, shows one GPU."""
-    if item.path.parent != HERE / "gpu":
+    if item.path.parent != TESTS / "gpu":
         return PLACES[:1]
     if "one_rank" in item.fixturenames:
         return PLACES[1:2]
@@ -114,7 +173,7 @@ def places_of(item: pytest.Function) -> tuple[str, ...]:
 
 def releases_of(item: pytest.Function) -> set[str]:
     """The releases of Megatron-Core that a test runs with on a CPU."""
-    if item.path.parent == HERE / "gpu":
+    if item.path.parent == TESTS / "gpu":
         return set()
     since = [Version(mark.args[0]) for mark in item.iter_markers("since")]
     each = item.get_closest_marker("each_release") is not None
@@ -133,7 +192,7 @@ def collect() -> Collector:
         engines = [f"--engine={name}" for name in ENGINES if name != "reference"] if rest else []
         with contextlib.redirect_stdout(io.StringIO()) as output:
             options = ["--collect-only", "-qq", "-p", "no:cacheprovider", *rest, *engines]
-            status = pytest.main([str(HERE / folder), *options], plugins=[collector])
+            status = pytest.main([str(TESTS / folder), *options], plugins=[collector])
         if status != pytest.ExitCode.OK:
             raise RuntimeError(output.getvalue()[-4000:])
     return collector
@@ -152,23 +211,55 @@ def oldest(releases: set[str]) -> str:
     return "" if found == SUPPORTED[0] else f"from {found}"
 
 
-def works(collector: Collector) -> str:
-    """One row for each option, or for those of its values that are compared alike."""
-    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name, by_place in sorted(collector.works.items()):
+def code(name: str) -> str:
+    """An option; what has no option of its own is told in words."""
+    return name if " " in name else f"`{name}`"
+
+
+def merged(names: list[str], cells: dict[str, tuple[str, ...]]) -> list[list[str]]:
+    """Rows of a table: options with the same cells share one, with their values after them."""
+    rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for name in names:
         option, _, value = name.partition("=")
-        cells = [
+        values = rows.setdefault(cells[name], {}).setdefault(option, [])
+        values += [f"`{value}`"] if value else []
+    return [
+        [", ".join(f"{code(name)} {', '.join(v)}".rstrip() for name, v in found.items()), *row]
+        for row, found in rows.items()
+    ]
+
+
+def works(collector: Collector) -> str:
+    """What a user wants to know: which options work with which engine."""
+    cells = {
+        name: (
+            *(
+                "no" if engine in collector.refusing[name] else
+                "yes" if engine in collector.engines[name] else "-"
+                for engine in ENGINES
+            ),
+            "; ".join(filter(None, [oldest(collector.releases[name]), REMARKS.get(name)])),
+        )
+        for name in sorted(collector.works)
+    }  # fmt: skip
+    left, parts = [*cells], []
+    for subject, pattern in SUBJECTS.items():
+        names = [name for name in left if re.match(pattern, name)]
+        left = [name for name in left if name not in names]
+        head = [subject, *ENGINES, "since, remark"]
+        parts.append(table(head, *merged(names, cells)))
+    return "\n\n".join(parts)
+
+
+def compared(collector: Collector) -> str:
+    """What a maintainer wants to know: how strict the comparison is, on which machine."""
+    cells = {
+        name: tuple(
             next((word for word in STRICTNESS if word in by_place[place]), "") for place in PLACES
-        ]
-        cells.append(oldest(collector.releases[name]))
-        rows[(option, *cells)].append(f"`{value}`" if value else "")
-    return table(
-        ["option", *PLACES, "Megatron-Core"],
-        *(
-            [" ".join(filter(None, [f"`{option}`", ", ".join(filter(None, values))])), *cells]
-            for (option, *cells), values in rows.items()
-        ),
-    )
+        )
+        for name, by_place in sorted(collector.works.items())
+    }
+    return table(["option", *PLACES], *merged([*cells], cells))
 
 
 def refusals(collector: Collector) -> str:
@@ -182,7 +273,11 @@ def refusals(collector: Collector) -> str:
 
 def tables(collector: Collector) -> dict[str, str]:
     """All tables, by name."""
-    return {"what works": works(collector), "what is refused": refusals(collector)}
+    return {
+        "what works": works(collector),
+        "what is refused": refusals(collector),
+        "how it is compared": compared(collector),
+    }
 
 
 def updated(document: str, generated: dict[str, str]) -> str:
@@ -194,28 +289,31 @@ def updated(document: str, generated: dict[str, str]) -> str:
     for name, table in generated.items():
         begin, end = MARK.format("written", name), MARK.format("end of what is written", name)
         if document.count(begin) != 1 or document.count(end) != 1:
-            raise ValueError(f"{DOCUMENT.name} needs these two lines, once: {begin} {end}")
+            raise ValueError(f"the document needs these two lines, once: {begin} {end}")
         before, _, rest = document.partition(begin)
         document = f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
     return document
 
 
 def main() -> int:
-    """Compare, or write with --write; 1 if the document was not up to date and still is not."""
+    """Compare, or write with --write; 1 if a document was not up to date and still is not."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
-    before = DOCUMENT.read_text(encoding="utf-8")
-    after = updated(before, tables(collect()))
-    if write:
-        DOCUMENT.write_text(after, encoding="utf-8")
-    elif after != before:
-        old, new = (set(text.splitlines()) for text in (before, after))
-        for line in sorted(old ^ new):
-            print("-" if line in old else "+", line)
-        print("docs/support.md does not say what the tests show: run `make support`")
-        return 1
-    return 0
+    generated, stale = tables(collect()), False
+    for name, wanted in DOCUMENTS.items():
+        path = ROOT / "docs" / name
+        before = path.read_text(encoding="utf-8")
+        after = updated(before, {title: generated[title] for title in wanted})
+        if write:
+            path.write_text(after, encoding="utf-8")
+        elif after != before:
+            stale = True
+            old, new = (set(text.splitlines()) for text in (before, after))
+            for line in sorted(old ^ new):
+                print("-" if line in old else "+", line)
+            print(f"docs/{name} does not say what the tests show: run `make support`")
+    return int(stale)
 
 
 if __name__ == "__main__":
