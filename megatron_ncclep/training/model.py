@@ -82,7 +82,7 @@ def transformer_config(
     return config
 
 
-def _gpt_model(settings: Settings, config: Any, vocab_size: int) -> Any:
+def gpt_model(settings: Settings, config: Any, vocab_size: int) -> Any:
     """Build the GPTModel."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -152,7 +152,7 @@ class TrainedModel:
 
         self.settings = settings
         config.finalize_model_grads_func = finalize_model_grads
-        self.gpt = _gpt_model(settings, config, vocab_size).to(device)
+        self.gpt = gpt_model(settings, config, vocab_size).to(device)
         module = Float16Module(config, self.gpt) if settings["bf16"] else self.gpt
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
