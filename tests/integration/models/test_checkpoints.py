@@ -18,8 +18,12 @@ from megatron_ncclep.ranks.pool import RankContext
 pytestmark = pytest.mark.each_release
 
 STEPS = 3  # of each part
-# Before the checkpoint and after it: two experts on each rank, and then slices of four.
-PARTS = [("alltoall", {"ep": 4, "tp": 2}), ("ncclep", {"ep": 2, "tp": 2, "etp": 2})]
+
+
+def parts(num_ranks: int) -> list[tuple[str, dict[str, int]]]:
+    """Before the checkpoint and after it: whole experts, and then slices of twice as many."""
+    slices = {"ep": num_ranks // 2, "tp": 2, "etp": 2}
+    return [("alltoall", {"ep": num_ranks, "tp": 2}), ("ncclep", slices)]
 
 
 @checkpoints_written()
@@ -33,7 +37,7 @@ def assert_goes_on(ctx: RankContext, folder: Path, options: dict[str, Any]) -> N
     def build(part: int, seed: int) -> Training:
         # Megatron's distributed optimizer does not load torch's Adam in another layout (KeyError:
         # 'step'), with any dispatcher; the fused ones need a GPU.
-        dispatcher, layout = PARTS[part]
+        dispatcher, layout = parts(ctx.num_ranks)[part]
         te = {"te": ctx.device == "cuda", "grouped_gemm": False}  # torch's norms: no sequence parts
         case = ModelCase("", dict(options), dtype=torch.float32, **te, **layout)
         return Training(ctx, dispatcher, case, seed, distributed=False)
