@@ -27,11 +27,12 @@ from torch.nn.functional import cross_entropy
 from megatron_ncclep import cpu
 from megatron_ncclep.gradient_averaging import TwoLevelAveraging, average_weights
 from megatron_ncclep.training import corpus, data
-from megatron_ncclep.training.model import gpt_model, transformer_config
+from megatron_ncclep.training.model import gpt_model, seed_everything, transformer_config
 from megatron_ncclep.training.settings import Settings
 
 METHODS = ("mean", "powersgd", "a2sgd", "a2sgd-20", "local")  # -20: weights averaged at 20 steps
-STEPS, SEEDS, VALIDATED = {"lstm": 600, "gpt": 200, "cable": 32}, (1, 2, 3), 16
+STEPS, VALIDATED = {"lstm": 600, "gpt": 200, "cable": 32}, 16
+SEEDS = {"lstm": (1, 2, 3), "gpt": (1, 2)}
 RATES, NODES = ("1gbit", "100mbit"), ("a2sgd-0", "a2sgd-1")
 
 
@@ -64,6 +65,7 @@ def build(kind: str, steps: int, seed: int, folder: Path) -> tuple[Any, Any, Any
     def batches(part: int, step: int) -> Iterator[data.Batch]:
         yield from data.batches(parts[part], settings, step, *where)
 
+    seed_everything(seed)  # Megatron's generators too
     torch.manual_seed(seed)
     if kind == "gpt":
         config = transformer_config(settings, "alltoall", 1, None)
@@ -82,21 +84,22 @@ def train(kind: str, averaging: str, seed: int, folder: Path) -> dict[str, Any]:
     """
     steps, (method, _, interval) = STEPS[kind], averaging.partition("-")
     module, optimizer, batches = build(kind, steps, seed, folder)
-    model = torch.nn.parallel.DistributedDataParallel(
-        module,
-        bucket_cap_mb=1024,
-        find_unused_parameters=kind == "gpt",  # experts without tokens
-    )
+    model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1024)
     two_levels = TwoLevelAveraging(int(interval or 0))
     if method == "a2sgd":
         two_levels.register(model)
     elif method == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=10)
+        # Gradients of zero, of experts without tokens, cannot be made orthogonal.
+        state = powerSGD_hook.PowerSGDState(
+            None, 2, start_powerSGD_iter=10, orthogonalization_epsilon=1e-6
+        )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     trained = module if method == "local" else model  # each worker on its own
 
     def loss(of: Callable[..., torch.Tensor], batch: data.Batch) -> torch.Tensor:
-        return of(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+        nats = of(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+        # Experts without tokens get gradients too: DistributedDataParallel waits for them.
+        return nats + 0 * sum(p.sum() for p in module.parameters())
 
     evaluated, times = [], []
     for step in range(1, steps + 1):
@@ -157,7 +160,7 @@ def converge(kind: str, folder: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4))
     for method in METHODS:
         runs = []
-        for seed in SEEDS:
+        for seed in SEEDS[kind]:
             out = folder / f"{kind}-{method}-{seed}.json"
             if not out.is_file():
                 words = {"model": kind, "averaging": method, "seed": seed, "out": out}
