@@ -24,7 +24,7 @@ pytestmark = pytest.mark.any_python("it runs a shell script")
 
 MOCK_DATA = shlex.split("""
     --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --split 99,1,0 --num-workers 0
-    --eval-iters 0 --eval-interval 1000 --log-interval 1 --lr-decay-style constant
+    --eval-iters 0 --log-interval 1 --lr-decay-style constant
 """)
 
 
