@@ -6,8 +6,8 @@ model.py gives the values to every Megatron-Core configuration that has a field 
 
 Left out on purpose: the vocabulary (it comes with the data) and everything parallel (it comes with
 the machines).  `eval-interval` has no default: Megatron-LM's scripts end in a TypeError without it,
-and `ncclep train` then validates at the end only.  Fusions that Megatron-LM enables by default (`no-...-fusion` disables them) are off
-by default in Megatron-Core; they change speed, not results.
+and `ncclep train` then validates at the end only.  Fusions that Megatron-LM enables by default
+(`no-...-fusion` disables them) are off by default in Megatron-Core; they change speed, not results.
 """
 
 from __future__ import annotations
