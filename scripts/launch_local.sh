@@ -15,7 +15,7 @@ usage: scripts/launch_local.sh [--dry-run] --model NAME --script SCRIPT
 The rest goes to `ncclep render`, whose --help says more.  An example:
 
   scripts/launch_local.sh --model tiny --script Megatron-LM/pretrain_gpt.py -- \
-      --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-interval 100
+      --mock-data --tokenizer-type NullTokenizer --vocab-size 255
 TEXT
 }
 

@@ -29,6 +29,7 @@ MODEL: dict[str, Any] = yaml.safe_load((TESTS / "convergence" / "model.yaml").re
     "global-batch-size": 8,
     "train-iters": 8,
     "eval-iters": 2,
+    "eval-interval": 3,
     "lr-warmup-fraction": 0.25,
 }
 

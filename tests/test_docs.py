@@ -1,4 +1,7 @@
-"""The documents: what they point to exists, and the README starts with the two commands."""
+"""The documents: what they point to exists, and they say what is so.
+
+test_doc_commands.py runs what they have users run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from patience import patient
-from processes import run_ranks
 
 import megatron_ncclep
 
@@ -51,15 +53,6 @@ def exists(path: str, tree: Path = ROOT) -> bool:
     )
 
 
-def commands(text: str) -> list[str]:
-    """The lines of all code blocks, without prompts, comments and empty lines."""
-    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = (
-        line.removeprefix("$ ").partition(" #")[0].strip() for b in blocks for line in b.split("\n")
-    )
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_paths_in_documents_exist(name: str):
     document = ROOT / name
@@ -74,10 +67,6 @@ def test_links_in_documents_lead_somewhere(name: str):
     targets = [t for t in LINK.findall(document.read_text()) if "://" not in t]
     missing = sorted(t for t in targets if not (document.parent / t).exists())
     assert not missing, f"{name} links to what is not there: {missing}"
-
-
-def test_readme_starts_with_the_two_commands():
-    assert commands((ROOT / "README.md").read_text())[:2] == ["make train", "make test"]
 
 
 def test_ci_runs_the_readmes_test_command():
@@ -109,10 +98,6 @@ Run scripts/gone.sh, not Megatron-LM/scripts/x.sh; see `setup.py`, `engines/gone
     assert exists("model/a.yaml", tmp_path)
     assert not exists("configs/model/b.yaml", tmp_path)
     assert not exists("docs/gone.md", tmp_path)
-    assert commands("a\n```\n# x\n$ make train  # y\n\nmake test\n```\n") == [
-        "make train",
-        "make test",
-    ]
 
 
 def literals(source: str) -> list[str]:
@@ -157,23 +142,6 @@ def test_the_reference_has_the_whole_public_interface():
     shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
     assert {*megatron_ncclep.__all__} - {"__version__"} <= shown
     assert dir(megatron_ncclep) == sorted(megatron_ncclep.__all__), "completion shows other names"
-
-
-def test_the_example_of_the_readme_runs(tmp_path: Path):
-    """Two processes, as the README has them run; the values follow from its routing by hand.
-
-    Tokens of rank r are rows of 1 + r. Each goes to two experts that multiply by 10, with weights
-    .25 and .75: sums are 10 (1 + r), and gradients 10. Experts 0 and 3 get two rows of each rank.
-    """
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert len(code.splitlines()) <= 16
-    example = tmp_path / "example.py"
-    example.write_text(code)
-    ended = run_ranks([sys.executable, str(example)], 2, timeout=120, PYTHONPATH=str(ROOT))
-    for rank, end in enumerate(ended):
-        assert end.exit_code == 0, end.output
-        rows = [[4, 2], [2, 4]][rank]
-        assert end.output.splitlines()[-1] == f"{rows} {[10.0 * (1 + rank)] * 3} {[10.0] * 3}"
 
 
 def test_tables_and_figures_are_up_to_date():

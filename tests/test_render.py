@@ -338,13 +338,20 @@ def test_launch_local_prints_the_command_or_runs_it(fake_commands):
     assert done.stdout.splitlines()[-len(started) :] == started
 
 
-def test_slurm_script_fills_in_the_job(fake_commands):
-    done = run_script("train.slurm", "--model", "tiny", env={**fake_commands, **SLURM_JOB})
+@pytest.mark.parametrize("cluster", ["slurm", "slurm-pyxis"])
+def test_slurm_script_fills_in_the_job(fake_commands, cluster: str):
+    container = {"CONTAINER_IMAGE": "a b.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
+    env = {**fake_commands, **SLURM_JOB, **container}
+    done = run_script("train.slurm", "--model", "tiny", "--cluster", cluster, env=env)
     started = done.stdout.splitlines()
     started = started[started.index("srun") :]
+    here = os.getcwd()
     assert started[: started.index("-m")] == [
         "srun", "--ntasks", "16", "--ntasks-per-node", "8", "--cpu-bind", "none",
-        "--kill-on-bad-exit", "python",
+        "--kill-on-bad-exit", *([
+            "--container-image", "a b.sqsh", "--container-mounts", f"{here}:{here},/data:/data",
+            "--container-workdir", here,
+        ] if cluster == "slurm-pyxis" else []), "python",
     ]  # fmt: skip
     assert started[started.index("-m") :][:4] == ["-m", "megatron_ncclep", "run", "--slurm"]
     assert "MASTER=node7:21234" in done.stdout
@@ -354,7 +361,10 @@ def test_slurm_script_fills_in_the_job(fake_commands):
 def test_slurm_script_names_a_variable_that_is_missing(fake_commands, missing: str):
     job = {name: value for name, value in SLURM_JOB.items() if name != missing}
     done = run_script("train.slurm", "--model", "tiny", env={**fake_commands, **job}, ok=False)
-    assert f"{missing}: unbound variable" in done.stderr
+    ours = {"SLURM_JOB_ID": "this is no Slurm job: submit it with sbatch", "SLURM_GPUS_ON_NODE":
+            "--gpus-per-node=0 --export=ALL,SLURM_GPUS_ON_NODE=8"}  # fmt: skip
+    assert ours.get(missing, f"{missing} is not set, and the cluster file needs it") in done.stderr
+    assert done.returncode == 2
     assert "\nsrun\n" not in done.stdout
 
 

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cpu",
         action="store_true",
         help="run on a machine without a GPU; the script also needs --distributed-backend gloo, "
-        "--transformer-impl local and --use-cpu-initialization",
+        "--transformer-impl local, --use-cpu-initialization and no fused kernels: "
+        "configs/cluster/local-cpu.yaml lists all",
     )
     parser.add_argument(
         "--slurm",

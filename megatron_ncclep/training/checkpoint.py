@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it needs torch, and the command starts without it
     from megatron_ncclep.training.model import TrainedModel
 
 # What may differ between a checkpoint and the run that resumes from it.
-CHANGEABLE = frozenset({"train-iters", "micro-batch-size", "eval-iters"})
+CHANGEABLE = frozenset({"train-iters", "micro-batch-size", "eval-iters", "eval-interval"})
 
 
 def _steps(folder: Path) -> list[int]:

@@ -6,6 +6,8 @@
  "metrics": [...]}          loss in nats per token; metrics with --ncclep-metrics-interval only:
                             what became known in this step, each as
                             `megatron_ncclep.metrics.Interval`
+{"type": "validation", "step": 100, "valid_loss": ...}
+                            after every `eval-interval` steps
 {"type": "end", "valid_loss": ...}
                             when the last step was done
 """

@@ -116,6 +116,7 @@ class Training:
         settings, job = self.settings, self.job
         checkpoints, last = job.checkpoints(self.dispatcher), settings["train-iters"]
         done = checkpoint.load(checkpoints, self.model, self.scheduler) if job.resume else 0
+        interval = settings.values.get("eval-interval", last)
         stop = last if job.exit_at_step is None else min(last, job.exit_at_step)
         if self.rank == 0:
             log.truncate(job.log_path(self.dispatcher), steps_to_keep=done)
@@ -125,6 +126,8 @@ class Training:
             self._write("step", **entry)
             if self.rank == 0 and (step in (done + 1, last) or step % job.print_every == 0):
                 print(self._line(entry), flush=True)
+            if step % interval == 0 and step != last:  # the last one is the end's
+                self._write("validation", step=step, valid_loss=self._validate())
             if step == stop or step % job.save_every == 0:
                 checkpoint.save(
                     checkpoints,

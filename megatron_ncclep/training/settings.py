@@ -5,8 +5,9 @@ as it is, and `ncclep train` and `ncclep bench`, which run without Megatron-LM, 
 model.py gives the values to every Megatron-Core configuration that has a field of that name.
 
 Left out on purpose: the vocabulary (it comes with the data) and everything parallel (it comes with
-the machines).  Fusions that Megatron-LM enables by default (`no-...-fusion` disables them) are off
-by default in Megatron-Core; they change speed, not results.
+the machines).  `eval-interval` has no default: Megatron-LM's scripts end in a TypeError without it,
+and `ncclep train` then validates at the end only.  Fusions that Megatron-LM enables by default
+(`no-...-fusion` disables them) are off by default in Megatron-Core; they change speed, not results.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _OTHERS: dict[type, str] = {
     int: """
         ffn-hidden-size num-query-groups kv-channels moe-ffn-hidden-size
         moe-shared-expert-intermediate-size moe-router-topk moe-router-num-groups
-        moe-router-group-topk
+        moe-router-group-topk eval-interval
     """,
     float: """
         norm-epsilon hidden-dropout attention-dropout init-method-std moe-aux-loss-coeff

@@ -24,14 +24,17 @@ pytestmark = pytest.mark.any_python("it runs a shell script")
 
 MOCK_DATA = shlex.split("""
     --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --split 99,1,0 --num-workers 0
-    --eval-iters 0 --eval-interval 1000 --log-interval 1 --lr-decay-style constant
+    --eval-iters 0 --log-interval 1 --lr-decay-style constant
 """)
 
 
 class Job:
     """One job of scripts/train.slurm with two tasks."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, script: Path, *arguments: str) -> None:
+    def __init__(
+        self, cluster: SlurmCluster, folder: Path, script: Path, *arguments: str,
+        gpus: str = f",SLURM_GPUS_ON_NODE={len(RANKS)}",
+    ) -> None:  # fmt: skip
         """Submit it.
 
         Args:
@@ -39,11 +42,11 @@ class Job:
             folder: for its configuration and its log.
             script: what its ranks run; all but the stand-in train, and that on the CPU.
             arguments: of the script.
+            gpus: what the job is told of them.
         """
         self.cluster, self.log = cluster, folder / "log"
-        # configs/cluster/slurm.yaml on this machine, which has no GPUs to count.
+        # configs/cluster/slurm.yaml on this machine, whose Slurm counts no GPUs.
         sections: dict[str, dict[str, Any]] = render.read_cluster("slurm")
-        sections["srun"] |= {"ntasks": len(RANKS), "ntasks-per-node": len(RANKS)}
         sections["run"]["cpu"] = script.name != "signalled.py"
         sections["env"]["OMP_NUM_THREADS"] = 1
         exit_handler = {"exit-signal-handler": sections["megatron"]["exit-signal-handler"]}
@@ -51,7 +54,7 @@ class Job:
         (folder / "slurm.yaml").write_text(yaml.safe_dump(sections, sort_keys=False))
         self.number = cluster.ask(
             "sbatch", "--parsable", "--gpus-per-node=0", f"--output={self.log}",
-            f"--export=ALL,PYTHONPATH={ROOT}", str(ROOT / "scripts" / "train.slurm"),
+            f"--export=ALL,PYTHONPATH={ROOT}{gpus}", str(ROOT / "scripts" / "train.slurm"),
             "--model", "tiny", "--cluster", str(folder / "slurm.yaml"), "--script", str(script),
             "--", *arguments,
         ).strip()  # fmt: skip
@@ -121,6 +124,16 @@ def test_a_job_that_would_begin_anew_is_not_queued_again(slurm: SlurmCluster, tm
     job.wait(lambda: job.state() == "COMPLETED")
     assert job.cluster.facts(job.number)["Restarts"] == "0"
     assert "not queued again: without --save and --load" in job.text()
+
+
+def test_a_slurm_that_counts_no_gpus(slurm: SlurmCluster, tmp_path: Path):
+    """The reason was "SLURM_GPUS_ON_NODE: unbound variable", without a way out.  The other tests
+    take that way.
+    """
+    job = Job(slurm, tmp_path, HERE / "signalled.py", gpus="")
+    wait_until(lambda: job.state() == "FAILED", job.describe)
+    assert slurm.facts(job.number)["ExitCode"] == "2:0"
+    assert "--gpus-per-node=0 --export=ALL,SLURM_GPUS_ON_NODE=8 says that" in job.text()
 
 
 def test_a_rank_that_fails_ends_the_job(slurm: SlurmCluster, tmp_path: Path):

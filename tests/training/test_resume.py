@@ -50,7 +50,8 @@ def test_resumed_run_is_the_uninterrupted_one(
         return [tuple(entry[name] for name in names) for entry in entries(folder, "step")]
 
     assert curve(out) == curve(finished.out)
-    assert entries(out, "end") == entries(finished.out, "end")
+    for kind in ("validation", "end"):
+        assert entries(out, kind) == entries(finished.out, kind)
     assert [entry["resumed_from"] for entry in entries(out, "settings")] == [0, STOP]
     (kept,) = (out / "checkpoint").iterdir()
     assert kept.name == f"step-{STEPS:06d}"

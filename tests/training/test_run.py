@@ -19,7 +19,7 @@ from small_job import run as run_job
 from megatron_ncclep.cli import main
 from megatron_ncclep.training.report import differences
 
-STEPS = MODEL["train-iters"]
+STEPS, EVERY = MODEL["train-iters"], MODEL["eval-interval"]
 # Two fp32 summation orders of four rows: at most 4.8e-7, one spacing of fp32 numbers near 5, was
 # seen; docs/convergence.md has the reasons.
 SAME_LOSS_NATS = 1e-5
@@ -32,6 +32,10 @@ def test_loss_falls(finished: Finished):
         assert values[-1] < values[0] - 0.5
         (end,) = entries(folder, "end")
         assert end["valid_loss"] < values[0] - 0.5
+        # After every `eval-interval` steps, and not twice after the last one.
+        at = {entry["step"]: entry["valid_loss"] for entry in entries(folder, "validation")}
+        assert list(at) == list(range(EVERY, STEPS, EVERY))
+        assert end["valid_loss"] < at[2 * EVERY] < at[EVERY]
 
 
 def test_log_is_well_formed(finished: Finished):
@@ -56,13 +60,15 @@ def test_log_is_well_formed(finished: Finished):
 def test_metrics_are_logged_and_drawn(finished: Finished, tmp_path: Path):
     known = [each for entry in entries(finished.out, "step") for each in entry["metrics"]]
     experts, tokens = MODEL["num-experts"], MODEL["global-batch-size"] * MODEL["seq-length"]
-    for interval in known:
+    for number, interval in enumerate(known):
         assert interval["steps"] == 2
+        # Validation after step 3 and 6 counts in the interval that it falls into.
+        passes = 2 * (2 + MODEL["eval-iters"] * (number % 2))
         # Both layers, over both steps; with 4 of 8 experts on each of 2 ranks.
-        assert sum(interval["assignments"]) == 4 * tokens * MODEL["moe-router-topk"]
+        assert sum(interval["assignments"]) == passes * tokens * MODEL["moe-router-topk"]
         (own, away), (here, other) = interval["rows"]
-        assert all(0 < rows <= 2 * tokens for rows in (own, away, here, other))
-        assert own + away + here + other >= 4 * tokens, "each token goes somewhere"
+        assert all(0 < rows <= passes * tokens // 2 for rows in (own, away, here, other))
+        assert own + away + here + other >= passes * tokens, "each token goes somewhere"
         assert 1 <= interval["imbalance"] <= experts / MODEL["moe-router-topk"]
         assert interval["dropped"] == 0
         assert all(wait > 0 for wait in interval["wait_s"])
