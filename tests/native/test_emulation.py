@@ -76,7 +76,6 @@ UNBROKEN = [
     Case("ll", 5, 3),
     Case("ll-failures", 2, 10),
     Case("ll-failures", 4, 8),
-    Case("network", 1, 16),
 ]
 
 
@@ -449,43 +448,6 @@ MISTAKES = {
         "native/low_latency/operation.cuh",
         "if («sends && !is_in_turn && !now.has_failed»)", "false",
         "ll-failures", 2, "."),
-
-    # Between nodes.
-    "network: messages to the second node have no rows": Mistake(
-        "hierarchical/message_packing.cu", "message % job.tokens_each", "message",
-        "network", 1, "network: message"),
-    "network: every piece is the first": Mistake(
-        "hierarchical/message_packing.cu", "token * job.row_bytes + «job.first», job.piece_bytes",
-        "0",
-        "network", 1, "network: message"),
-    "network: a message's end is not zero": Mistake(
-        "hierarchical/message_packing.cu", "job.w + token * job.num_weights + k) : «0.0f»", "1.0f",
-        "network", 1, "network: message"),
-    "network: a row's place has 32 bits": Mistake(
-        "hierarchical/message_packing.cu", "job.rows + «token * job.row_bytes» + job.first",
-        "static_cast<int>(token) * job.row_bytes",
-        "network", 1, "an offset has 32 bits only"),
-    "network: the last vector of a row stays behind": Mistake(
-        "hierarchical/message_packing.cu", "if («i + v * kLanesOfRow < vectors») target",
-        "i + v * kLanesOfRow < vectors - 1",
-        "network", 1, "network: message"),
-    "network: weights come from the row": Mistake(
-        "hierarchical/message_packing.cu", "«from + piece_bytes»);\n  for", "from",
-        "network", 1, "network: weights"),
-    "network: nodes are added downwards": Mistake(
-        "hierarchical/message_packing.cu",
-        "const std::int64_t place = «place_of(job, node, token)»;",
-        "place_of(job, job.num_nodes - 1 - node, token)",
-        "network", 1, "network: sum"),
-    "network: the first message is left out": Mistake(
-        "hierarchical/message_packing.cu", "if («place < 0») continue;", "place <= 0",
-        "network", 1, "network: sum"),
-    "network: sums go to the row's start": Mistake(
-        "hierarchical/message_packing.cu", "job.out + token * job.row_bytes + «job.first»", "0",
-        "network", 1, "network: "),
-    "network: all values are the first assignment's": Mistake(
-        "hierarchical/message_packing.cu", "__ldg(reinterpret_cast<const float*>(from) + «k»)", "0",
-        "network", 1, "network: value"),
 }
 # fmt: on
 
