@@ -115,19 +115,6 @@ def test_no_hook_waits_for_the_gpu(
         assert dropped == oracle.num_dropped[rank]
 
 
-def test_the_check_finds_what_waits(pool: RankPool) -> None:
-    """The test above would see nothing if torch did not tell."""
-    for text in pool.run(wait_on_rank, ranks=1):
-        assert "synchroniz" in text
-
-
-def wait_on_rank(ctx: RankContext) -> str:
-    counts = torch.ones(4, device=ctx.device)
-    with waiting_is_an_error(), pytest.raises(RuntimeError) as caught:
-        counts.cpu()
-    return str(caught.value)
-
-
 def counted_on_rank(ctx: RankContext, case: Case, engine_name: str) -> tuple[int, int]:
     """Replay the hooks' forward as a graph; what was counted before and after three replays."""
     layer = Layer(ctx, case, engine_name, counts_on_device=True)
