@@ -211,31 +211,6 @@ def test_only_envs_reads_the_environment(path: Path):
     assert not wrong, "put the variable into envs.py, where `ncclep env` lists it"
 
 
-def test_the_finders_find():
-    """The checks above look for nothing but what these two functions see."""
-    source = """
-import os, megatron.core
-from megatron_ncclep import envs
-from megatron_ncclep.errors import EpError
-if TYPE_CHECKING:
-    import torch
-def f():
-    from megatron.core import x
-    import_module("megatron.training")
-    os.environ["A"], os.environ.get("B"), os.getenv("C"), "D" in os.environ, os.environ[name]
-    os.environ["RANK"], dict(os.environ)
-    os.environ["E"] = "1"
-"""
-    assert [name for _, name in imports(source)] == [
-        "os", "megatron.core", "megatron_ncclep.envs", "megatron_ncclep.errors", "megatron.core",
-        "megatron.training",
-    ]  # fmt: skip
-    assert sorted(text for _, text in environment_reads(source)) == [
-        "'D' in os.environ", "os.environ.get('B')", "os.environ['A']", "os.environ[name]",
-        "os.getenv('C')",
-    ]  # fmt: skip
-
-
 # --- what an import costs ------------------------------------------------------------------------
 
 
