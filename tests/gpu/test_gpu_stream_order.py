@@ -14,7 +14,6 @@ from compare import assert_dispatched, assert_same_bits
 from contract_cases import config_of
 from oracle import oracle_combine
 from run_case import (
-    caps_of,
     error_on_rank,
     fitted,
     local_ranks,
@@ -164,47 +163,6 @@ def test_memory_is_not_given_away_while_another_stream_uses_it(
     for rank in ranks:
         assert_same_bits(results[rank][2], out[rank], f"{case}: output of rank {rank}")
         assert_same_bits(results[rank][3], topk_w[rank], f"{case}: values back at rank {rank}")
-
-
-def steps_on_two_streams_of_a_graph(ctx: RankContext, case: Case, engine_name: str) -> str:
-    """Capture a dispatch on one stream and a combine on another that was forked before it."""
-    with opened(ctx, case, engine_name) as (case, engine):
-        plan = engine.plan(case.topk_idx(ctx.rank))
-        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
-        y = case.rows(ctx.rank, plan.num_rows, salt=5)
-        rows, out = engine.dispatch(plan, x)[0], engine.combine(plan, y)[0]
-        torch.cuda.synchronize()
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            side.wait_stream(torch.cuda.current_stream())
-            again = engine.dispatch(plan, x)[0]
-            with torch.cuda.stream(side):
-                out_again = engine.combine(plan, y)[0]
-            torch.cuda.current_stream().wait_stream(side)
-        for _ in range(3):
-            again.fill_(-1)
-            out_again.fill_(-1)
-            graph.replay()
-            torch.cuda.synchronize()
-            try:
-                assert_same_bits(again, rows, f"{case}, rank {ctx.rank}: rows")
-                assert_same_bits(out_again, out, f"{case}, rank {ctx.rank}: output")
-            except AssertionError as error:
-                return str(error)
-        return ""
-
-
-@pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
-def test_calls_on_two_streams_of_a_capture_keep_their_order(
-    pool: RankPool, engine_name: str
-) -> None:
-    """Inside a capture nothing ordered two streams: two operations of a group would have run at
-    once, with one epoch for both.  No test captured more than one stream.
-    """
-    assert "max_recv_rows" in caps_of(engine_name).options
-    case = fitted(dataclasses.replace(CASE, max_recv_rows=1024), pool, engine_name)
-    differences = run_case(pool, steps_on_two_streams_of_a_graph, case, engine_name)
-    assert differences == [""] * case.num_ranks
 
 
 def plan_in_a_capture(ctx: RankContext, case: Case, engine_name: str) -> None:
