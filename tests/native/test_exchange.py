@@ -122,21 +122,6 @@ def test_a_rank_that_never_comes_is_named() -> None:
             ends[0].exchange(b"1", "plan, call 8", LONG_S)
 
 
-def test_a_rank_that_closed_its_end_is_named() -> None:
-    """But not before the message that it sent has been read."""
-    with opened(2) as ends:
-        assert (
-            on_all([lambda end=end: end.exchange(b"1", "", LONG_S) for end in ends]) == [b"11"] * 2
-        )
-        waiting = threading.Timer(0.2, ends[1].close)
-        waiting.start()
-        with pytest.raises(PeerError, match="rank 1 has closed its end"):
-            ends[0].exchange(b"2", "combine, call 2", LONG_S)
-        waiting.join()
-        with pytest.raises(LibraryError, match="closed"):
-            ends[1].exchange(b"2", "combine, call 2", LONG_S)
-
-
 def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
     """A rank whose windows had to grow waited a minute for those that needed none."""
     with opened(3) as ends:
