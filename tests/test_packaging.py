@@ -23,7 +23,7 @@ PACKAGE = ROOT / "megatron_ncclep"
 
 # Harness is all of tests/ but test_*.py; a folder is one of the package or of csrc/.  The limits on
 # lines only ever fall: to 10,000 and 33,000 for tests.
-MOST_HARNESS_LINES, MOST_TEST_LINES = 12_484, 39_008
+MOST_HARNESS_LINES, MOST_TEST_LINES = 11_904, 37_105
 MOST_BENCHMARK_LINES, MOST_BENCHMARK_FILES = 4_600, 14
 MOST_FILES_OF_A_FOLDER = 12
 
@@ -209,31 +209,6 @@ def test_engines_know_nothing_of_autograd(path: Path):
 def test_only_envs_reads_the_environment(path: Path):
     wrong = [f"line {line}: {text}" for line, text in environment_reads(path.read_text())]
     assert not wrong, "put the variable into envs.py, where `ncclep env` lists it"
-
-
-def test_the_finders_find():
-    """The checks above look for nothing but what these two functions see."""
-    source = """
-import os, megatron.core
-from megatron_ncclep import envs
-from megatron_ncclep.errors import EpError
-if TYPE_CHECKING:
-    import torch
-def f():
-    from megatron.core import x
-    import_module("megatron.training")
-    os.environ["A"], os.environ.get("B"), os.getenv("C"), "D" in os.environ, os.environ[name]
-    os.environ["RANK"], dict(os.environ)
-    os.environ["E"] = "1"
-"""
-    assert [name for _, name in imports(source)] == [
-        "os", "megatron.core", "megatron_ncclep.envs", "megatron_ncclep.errors", "megatron.core",
-        "megatron.training",
-    ]  # fmt: skip
-    assert sorted(text for _, text in environment_reads(source)) == [
-        "'D' in os.environ", "os.environ.get('B')", "os.environ['A']", "os.environ[name]",
-        "os.getenv('C')",
-    ]  # fmt: skip
 
 
 # --- what an import costs ------------------------------------------------------------------------

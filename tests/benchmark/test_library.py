@@ -126,34 +126,18 @@ def test_rows_of_an_expert_may_lie_in_any_order(prepared: Callable) -> None:
     assert str(text).startswith("dispatch: rank 1, rows[")
 
 
-@pytest.mark.parametrize("what", ["row", "weight", "sum", "gradient", "weight's gradient"])
-def test_one_value_that_is_wrong(
-    what: str, prepared: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
+def test_the_last_pass_is_checked(prepared: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each pass can have wrong is in test_bench_shapes.py, of the same check."""
     subject, handle = prepared(in_any_order)
-    dispatch, combine = handle.dispatch, handle.combine
+    combine = handle.combine
 
-    def wrong_dispatch(x: Any, w: Any, rows: Any, row_w: Any, stream: int) -> None:
-        dispatch(x, w, rows, row_w, stream)
-        if what == ("gradient" if w is None else "row"):
-            rows[3, 20] += 1
-        if what == "weight" and row_w is not None:
-            row_w[3] += 1
-
-    def wrong_combine(y: Any, w: Any, out: Any, topk_w: Any, stream: int) -> None:
+    def wrong(y: Any, w: Any, out: Any, topk_w: Any, stream: int) -> None:
         combine(y, w, out, topk_w, stream)
-        if what == "sum" and w is None:
-            out[3, 20] += 1
-        if what == "weight's gradient" and w is not None:
+        if w is not None:
             topk_w[3, 1] += 1
 
-    monkeypatch.setattr(handle, "dispatch", wrong_dispatch)
-    monkeypatch.setattr(handle, "combine", wrong_combine)
-    text = subject.problem()
-    assert text is not None
-    expected = {"row": "dispatch", "weight": "dispatch", "sum": "combine"}
-    assert text.startswith(expected.get(what, "bwd_"))
+    monkeypatch.setattr(handle, "combine", wrong)
+    assert str(subject.problem()).startswith("bwd_combine: rank 1, weights")
 
 
 def test_sums_in_the_order_of_picks(prepared: Callable) -> None:
@@ -300,10 +284,6 @@ def test_rows_of_a_source_may_lie_in_any_order(prepare_low_latency: Callable, ca
     ("what", "message"),
     [
         ("row", r"dispatch: rank 1, from rank 0: rows\["),
-        ("last column", r"dispatch: rank 1, from rank 0: rows\["),
-        ("expert", r"dispatch: rank 1, from rank 0: topk_idx\["),
-        ("weight", r"dispatch: rank 1, from rank 0: weights\["),
-        ("count", r"dispatch: rank 1, from rank 0: \d+ rows, expected"),
         ("sum", r"combine: rank 1: out\["),
         ("sum of three", "combine: rank 1"),  # the order is the library's, but not 2 %
     ],
@@ -311,26 +291,18 @@ def test_rows_of_a_source_may_lie_in_any_order(prepare_low_latency: Callable, ca
 def test_one_low_latency_value_that_is_wrong(
     prepare_low_latency: Callable, monkeypatch: pytest.MonkeyPatch, what: str, message: str
 ) -> None:
+    """Of the other kinds: test_bench_low_latency.py, whose check this one is behind the order."""
     subject = prepare_low_latency(THREE if what == "sum of three" else TWO)
     handle = subject._handle
     dispatch, combine = handle.dispatch, handle.combine
 
     def wrong_dispatch(*arguments: Any) -> None:
         dispatch(*arguments)
-        rows, experts, weights, counts = arguments[3:7]
-        if what in ("row", "last column"):
-            rows[0, 2, 3 if what == "row" else -1] += 1
-        if what == "expert":
-            experts[0, 2] = experts[0, 2].roll(1)
-        if what == "weight":
-            weights[0, 2] += 1
-        if what == "count":
-            counts[0] -= 1
+        arguments[3][0, 2, 3] += what == "row"
 
     def wrong_combine(y: Any, out: Any, stream: int) -> None:
         combine(y, out, stream)
-        if what.startswith("sum"):
-            out[3, 20] *= 1.02
+        out[3, 20] *= 1.02 if what.startswith("sum") else 1
 
     monkeypatch.setattr(handle, "dispatch", wrong_dispatch)
     monkeypatch.setattr(handle, "combine", wrong_combine)

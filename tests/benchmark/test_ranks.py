@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from megatron_ncclep.benchmark import ranks
 from megatron_ncclep.benchmark.ranks import Timer, measure, quantiles, slowest
-from megatron_ncclep.errors import LibraryError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -80,70 +78,6 @@ def test_random_rows_of_the_worked_example() -> None:
     assert sorted(zip(peer.tolist(), row.tolist(), strict=True)) == [
         (0, 2), (0, 3), (2, 2), (2, 3),
     ]  # fmt: skip
-
-
-ROWS_PER_PEER, WORDS = 5, 4
-
-
-def copies_of(rank: int, windows: torch.Tensor) -> Any:
-    """The copies of one rank between windows that are plain tensors, [ranks, rows, words] int32."""
-
-    def copy_memory(to: int, window: int, num_bytes: int) -> None:
-        ctypes.memmove(to, windows[window].data_ptr(), num_bytes)
-
-    native: Any = SimpleNamespace(copy_memory=copy_memory)
-    group: Any = SimpleNamespace(rank=rank, size=len(windows), device=torch.device("cpu"))
-    window = SimpleNamespace(address=rank)
-    copies: Any = ranks._Copies(native, window, group, 4 * WORDS, ROWS_PER_PEER)
-    copies._wait = lambda what, timeout_s: None
-
-    def copy(direction: str, num_sms: int) -> None:
-        place = (copies._peer.long(), copies._row.long())
-        if direction == "push":
-            assert (windows[place] == -1).all(), "two ranks push to the same row"
-            windows[place] = copies._local
-        else:
-            copies._local.copy_(windows[place])
-
-    copies.copy = copy
-    return copies
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_pushed_rows_do_not_meet_and_are_what_the_comparison_expects(num_ranks: int) -> None:
-    """A rank whose peers have not pushed yet sees that, and so does the one after a mistake."""
-    windows = torch.full((num_ranks, num_ranks * ROWS_PER_PEER, WORDS), -1, dtype=torch.int32)
-    last = num_ranks - 1
-    for rank in range(last):
-        with pytest.raises(LibraryError, match=f"ceiling: rank {rank} pushed rows that did not"):
-            copies_of(rank, windows).verify(1.0)
-    copies_of(last, windows).verify(1.0)
-    first, own = windows[last, :ROWS_PER_PEER], windows[last, last * ROWS_PER_PEER :]
-    assert (own == -1).all()
-    for wrong in (first.flip(0), windows[0, -ROWS_PER_PEER:].clone(), first + 1):
-        kept = first.clone()
-        first.copy_(wrong)
-        for peer in range(last):  # what it is about to push
-            windows[peer, last * ROWS_PER_PEER :] = -1
-        with pytest.raises(LibraryError, match="pushed rows that did not"):
-            copies_of(last, windows).verify(1.0)
-        first.copy_(kept)
-
-
-def test_rows_that_are_pulled_wrongly() -> None:
-    windows = torch.full((2, 2 * ROWS_PER_PEER, WORDS), -1, dtype=torch.int32)
-    windows[1, :ROWS_PER_PEER] = torch.arange(10, 10 + ROWS_PER_PEER, dtype=torch.int32)[:, None]
-    copies = copies_of(1, windows)
-    copy = copies.copy
-
-    def wrong(direction: str, num_sms: int) -> None:
-        copy(direction, num_sms)
-        if direction == "pull":
-            copies._local[2, 3] += 1
-
-    copies.copy = wrong
-    with pytest.raises(LibraryError, match="rank 1 pulled rows that did not"):
-        copies.verify(1.0)
 
 
 def test_a_rate_is_what_one_rank_copies_in_the_median_of_the_slowest() -> None:

@@ -148,15 +148,8 @@ def engine_of(
     return create_engine(ctx.group, num_experts, EpConfig(engine=engine_name, timeout_s=timeout_s))
 
 
-def round_on_rank(
-    ll: LowLatency, case: LowLatencyCase, number: int, rank: int, meets: bool = False
-) -> dict[str, Any]:
-    """A round of a rank; `meets`: hosts wait for each other before each operation."""
-
-    def meet() -> None:
-        if meets:
-            ll.group.gather(torch.zeros(1), "waiting for all ranks", 240.0)
-
+def round_on_rank(ll: LowLatency, case: LowLatencyCase, number: int, rank: int) -> dict[str, Any]:
+    """A round of a rank."""
     device = ll.group.device
     scales = case.scales(number, rank)
     arguments = (
@@ -165,7 +158,6 @@ def round_on_rank(
         case.weights(number, rank).to(device),
         None if scales is None else scales.to(device),
     )
-    meet()
     if number % 4 == 3:
         ll.send_dispatch(*arguments)
         rows = ll.complete_dispatch()
@@ -191,7 +183,6 @@ def round_on_rank(
         kept["blocks"] = blocks.rows.view(torch.uint8).cpu().view(blocks.rows.dtype)
         kept["block_counts"] = blocks.counts.cpu()
         y = case.y(number, rank, kind).to(device).view(*blocks.rows.shape)
-    meet()
     if number % 4 == 2:
         ll.send_combine(y, rows_of)
         out = ll.complete_combine()
@@ -201,17 +192,11 @@ def round_on_rank(
 
 
 def rounds_on_rank(
-    ctx: RankContext,
-    engine_name: str,
-    case: LowLatencyCase,
-    timeout_s: float | None = None,
-    meets: bool = False,
+    ctx: RankContext, engine_name: str, case: LowLatencyCase
 ) -> list[dict[str, Any]]:
-    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks, timeout_s)
+    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks)
     ll = object_for(engine, case)
-    results = [
-        round_on_rank(ll, case, number, ctx.rank, meets) for number in range(case.num_rounds)
-    ]
+    results = [round_on_rank(ll, case, number, ctx.rank) for number in range(case.num_rounds)]
     ll.close()
     ll.close()
     with pytest.raises(GroupClosedError):

@@ -250,34 +250,6 @@ def all_are_interrupted(job: Job) -> None:
     all_get(job, signal.SIGINT)
 
 
-def late_plan(job: Job) -> None:
-    """The hosts agree, but one device comes to plan after the deadline."""
-    if job.is_culprit:
-        torch.cuda._sleep(LATE_CYCLES)
-    plan = job.plan()
-    job.dispatch(plan)
-
-
-def late_dispatch(job: Job) -> None:
-    """The same in dispatch; the error is that of the next call, whichever it is."""
-    plan = job.plan()
-    if job.is_culprit:
-        torch.cuda._sleep(LATE_CYCLES)
-    job.dispatch(plan)
-    job.wait()
-    job.plan()
-
-
-def late_combine(job: Job) -> None:
-    plan = job.plan()
-    job.dispatch(plan)
-    if job.is_culprit:
-        torch.cuda._sleep(LATE_CYCLES)
-    job.combine(plan)
-    job.wait()
-    job.dispatch(plan)
-
-
 def dies_late(job: Job) -> None:
     """A rank dies with its dispatch queued: the hosts have agreed, and its kernel never runs."""
     plan = job.plan()
@@ -326,9 +298,6 @@ FAULTS = {
         Fault(comes_late),
         Fault(all_are_terminated, ends=signal.SIGTERM, ends_all=True),
         Fault(all_are_interrupted, ends=signal.SIGINT, ends_all=True),
-        Fault(late_plan),
-        Fault(late_dispatch),
-        Fault(late_combine),
     )
 }
 

@@ -19,7 +19,6 @@ from trainer import BATCH, Model, ModelCase
 from megatron_ncclep.ranks.pool import RankContext
 
 SEQUENCE = 64
-LONGEST = 2 * SEQUENCE
 MICRO_BATCHES = 2
 # Steps before graphs are captured, and all of them: at least two replays.
 WARMUP, STEPS = 2, 5
@@ -244,11 +243,11 @@ class GraphTraining(Model):
         return self.gradients(step).clone()
 
     @torch.no_grad()
-    def evaluate(self, step: int, sequence: int | None = None) -> torch.Tensor:
+    def evaluate(self, step: int) -> torch.Tensor:
         """Losses of micro-batches of another length."""
         self.model.eval()
         try:
-            length = sequence or self.job.eval_sequence
+            length = self.job.eval_sequence
             return self._run(100 + step, length, forward_only=True).clone()
         finally:
             self.model.train()

@@ -179,39 +179,6 @@ def late_on_rank(ctx: RankContext, engine_name: str, late: str, is_static: bool)
     return story
 
 
-def late_twice_on_rank(ctx: RankContext, engine_name: str, is_static: bool) -> tuple[Story, Story]:
-    """Two dispatches before which the last rank's device sleeps, with a check after each."""
-    job, stories = Job(ctx, engine_name, is_static), (Story(), Story())
-    engine = job.engine
-    engine.config = dataclasses.replace(engine.config, first_timeout_s=LONG_S)
-    plan = job.plan()
-    for story in stories:
-        job.be_late()
-        rows, row_w = engine.dispatch(plan, job.x, job.w)
-        torch.cuda.synchronize()
-        assert row_w is not None
-        expected, expected_w = job.expected["dispatch"]
-        story.see("dispatch: rows", rows, expected)
-        story.see("dispatch: weights", row_w, expected_w)
-        story.check()
-    return stories
-
-
-@pytest.mark.parametrize("is_static", [False, True], ids=["exact", "static"])
-def test_a_late_device_is_waited_for_in_the_first_step(
-    pool: RankPool, engine_name: str, is_static: bool
-) -> None:
-    """A rank that compiled for longer than timeout_s in its first step ended the job."""
-    stories = pool.run(in_a_group_of_its_own, late_twice_on_rank, engine_name, is_static)
-    first, second = zip(*stories, strict=True)
-    for rank, story in enumerate(first):
-        assert set(story.results.values()) == {RIGHT}, f"rank {rank}: {story}"
-        assert not story.raised, f"rank {rank}: {story}"
-    assert_nothing_wrong(list(second))
-    for rank, story in enumerate(second[:-1]):
-        assert f"(deadline {DEADLINE_S:g} s)" in story.raised.get("check", ""), f"rank {rank}"
-
-
 def assert_nothing_wrong(stories: list[Story]) -> None:
     """Whatever a rank has is right or NaN, and where it is NaN, it was told."""
     for rank, story in enumerate(stories):

@@ -6,24 +6,20 @@ What needs TransformerEngine is skipped, by name, where it is not installed.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_setup import ep_config, initialize, make_config, make_experts_differ, moe_submodules
+from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
 from on_ranks import gathered
 from trainer import checkpoints_written
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.integration.experts import fused_swiglu
 from megatron_ncclep.ranks.pool import RankContext
 
 needs_te = pytest.mark.skipif(
@@ -143,26 +139,6 @@ def test_layer_equals_transformer_engines(
         assert error <= TOLERANCE * scale, f"{name}: {error} of {scale}"
         trained += "experts" in name and scale > 0
     assert sum(gathered(ctx, trained)) >= 4  # not zeros against zeros
-
-
-@needs_te
-def test_auto_chooses_by_shape(ctx: RankContext, engine_name: str) -> None:
-    """Few rows, and many, as Megatron's arguments say."""
-    # Imports what a layer needs: what is imported under the patch below is forgotten after it.
-    layer = build(ctx.num_ranks, True, ep_config(engine_name))
-    layer.token_dispatcher.engine.close()
-    found = []
-    for tokens in (16, 2**24):
-        arguments = SimpleNamespace(seq_length=tokens, micro_batch_size=1)
-        holder = SimpleNamespace(_GLOBAL_ARGS=arguments)
-        with (
-            mock.patch.dict(sys.modules, {"megatron.training.global_vars": holder}),
-            mock.patch.object(fused_swiglu, "unavailable_reason", return_value="a test says so"),
-        ):
-            layer = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts="auto"))
-        found.append(type(layer.experts).__name__)
-        layer.token_dispatcher.engine.close()
-    assert found == ["GroupedTEExperts", "TEGroupedMLP"]
 
 
 @needs_te
@@ -316,28 +292,6 @@ def test_the_host_never_waits(ctx: RankContext, use_te: bool) -> None:
             else:  # an expert without rows
                 assert not static.main_grads[0][i].any()
                 assert not static.main_grads[1][i].any()
-
-
-@each_linear
-def test_a_graph_gives_the_bits_of_eager(ctx: RankContext, use_te: bool) -> None:
-    """Routings change between replays: what the host had read would stay as it was captured."""
-    static = Static(ctx, use_te)
-    static.fill(0)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            static.step(static.counts)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = static.step(static.counts)
-    for number in range(5):
-        used = static.fill(number)
-        graph.replay()
-        replayed = [tensor.clone() for tensor in results]
-        assert differences(replayed, static.step(static.counts), used) == [], number
 
 
 def test_other_dtypes_are_refused(ctx: RankContext, engine_name: str) -> None:

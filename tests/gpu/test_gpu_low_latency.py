@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_low_latency import LowLatencyCase, engine_of, object_for
 
 from megatron_ncclep.engines.low_latency import LowLatency
-from megatron_ncclep.errors import InputError, PeerError
+from megatron_ncclep.errors import PeerError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -104,75 +104,6 @@ def test_graphs_are_replayed_with_changing_routings(
     ):
         assert number == 2 * (iterations + 1)
         assert num_wrong == 0
-
-
-def out_of_turn_on_rank(ctx: RankContext, engine_name: str, case: LowLatencyCase) -> str:
-    """A graph that holds a dispatch alone is replayed twice."""
-    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks)
-    ll = object_for(engine, case)
-    rounds = Rounds(ctx, case, ll)
-    rounds.step(0, 0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        received = ll.dispatch(rounds.x[0], rounds.topk[0], rounds.weights)
-    for _ in range(2):
-        graph.replay()
-    torch.cuda.current_stream().synchronize()
-    text = "no error"
-    try:
-        ll.combine(received.rows)
-    except InputError as error:
-        text = str(error)
-    ll.close()
-    engine.close()
-    return text
-
-
-def test_a_graph_out_of_turn_is_an_error(pool: RankPool, engine_name: str) -> None:
-    case = LowLatencyCase("turns", pool.size, 2, 8, 2)
-    for text in pool.run(out_of_turn_on_rank, engine_name, case, ranks=pool.size):
-        assert "out of turn" in text
-
-
-def bad_routing_on_rank(ctx: RankContext, engine_name: str, case: LowLatencyCase) -> list[str]:
-    """What `check` says after replays, of which the second has a bad routing on rank 0."""
-    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks)
-    ll = object_for(engine, case)
-    tensors = (case.x(1, 0), case.topk_idx(1, 0), case.weights(1, 0))
-    x, topk_idx, weights = (tensor.to(ctx.device) for tensor in tensors)
-    good = topk_idx.clone()
-    ll.combine(ll.dispatch(x, topk_idx, weights).rows)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = ll.combine(ll.dispatch(x, topk_idx, weights).rows)
-    said = []
-    for is_bad in (False, True, False):
-        topk_idx.copy_(good)
-        if is_bad and ctx.rank == 0:
-            topk_idx[0, 0] = 1000
-        graph.replay()
-        try:
-            EpGroup.of(ctx.group).check()
-            said.append("")
-        except InputError as error:
-            said.append(str(error))
-    del out
-    ll.combine(ll.dispatch(x, topk_idx, weights).rows)  # the group can go on
-    ll.close()
-    engine.close()
-    return said
-
-
-def test_a_bad_routing_in_a_replay_is_an_error_on_all_ranks(
-    pool: RankPool, engine_name: str
-) -> None:
-    """Only calls asked for it, and a replay makes none: decoding went on without a word."""
-    case = LowLatencyCase("bad", pool.size, 4, 9, 3)
-    for said in pool.run(bad_routing_on_rank, engine_name, case, ranks=pool.size):
-        assert said[0] == said[2] == ""
-        assert "in an earlier low-latency dispatch, topk_idx of rank 0 named what" in said[1]
 
 
 def missed_on_rank(

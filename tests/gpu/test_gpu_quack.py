@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -181,46 +180,3 @@ def test_no_rows(ctx: RankContext) -> None:
             weight.grad_added_to_main_grad = False
         experts.run(GradientTarget(into_main_grad=True, may_overwrite=True))
         assert not any(bool(buffer.any()) for buffer in experts.main_grads)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine, whose fused accumulation is compared, is not installed",
-)
-def test_no_further_from_fp64_than_transformer_engine(ctx: RankContext) -> None:
-    """Both round at random, so a hundredth more is no difference."""
-    import transformer_engine.pytorch as te
-    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-
-    experts = Experts()
-    ours, exact = experts.everything(), experts.exact()
-    layers: list[Any] = []
-    for weights in (experts.fc1, experts.fc2):
-        layer = te.GroupedLinear(
-            *(len(SIZES), *weights[0].shape[::-1]),
-            bias=False,
-            params_dtype=torch.bfloat16,
-            device="cuda",
-            fuse_wgrad_accumulation=True,
-        )
-        for i, weight in enumerate(weights):
-            parameter = getattr(layer, f"weight{i}")
-            parameter.data.copy_(weight.detach())
-            parameter.main_grad = torch.zeros(weight.shape, device="cuda")
-        layers.append(layer)
-    rows, probs = (
-        tensor[: experts.used].clone().requires_grad_() for tensor in (experts.rows, experts.probs)
-    )
-    hidden = layers[0](rows, list(SIZES))
-    out = layers[1](weighted_bias_swiglu_impl(hidden, None, probs[:, None]), list(SIZES))
-    out.backward(experts.grad[: experts.used])
-    stacks = [
-        torch.stack([getattr(layer, f"weight{i}").main_grad for i in range(len(SIZES))])
-        for layer in layers
-    ]
-    theirs = [out.detach(), rows.grad, probs.grad, *stacks]
-
-    names = ("output", "rows' gradient", "probabilities' gradient", "fc1's", "fc2's")
-    for name, mine, other, right in zip(names, ours, theirs, exact, strict=True):
-        errors = distance(mine, right), distance(other, right)
-        assert errors[0] < 1.01 * errors[1], (name, errors)

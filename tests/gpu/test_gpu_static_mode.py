@@ -115,47 +115,6 @@ def test_no_hook_waits_for_the_gpu(
         assert dropped == oracle.num_dropped[rank]
 
 
-def test_the_check_finds_what_waits(pool: RankPool) -> None:
-    """The test above would see nothing if torch did not tell."""
-    for text in pool.run(wait_on_rank, ranks=1):
-        assert "synchroniz" in text
-
-
-def wait_on_rank(ctx: RankContext) -> str:
-    counts = torch.ones(4, device=ctx.device)
-    with waiting_is_an_error(), pytest.raises(RuntimeError) as caught:
-        counts.cpu()
-    return str(caught.value)
-
-
-def counted_on_rank(ctx: RankContext, case: Case, engine_name: str) -> tuple[int, int]:
-    """Replay the hooks' forward as a graph; what was counted before and after three replays."""
-    layer = Layer(ctx, case, engine_name, counts_on_device=True)
-    dispatcher = layer.dispatcher
-    with closing(dispatcher.engine):
-        layer.step()
-        torch.cuda.synchronize()
-        assert dispatcher.num_dropped is not None
-        once = int(dispatcher.num_dropped)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
-            x, w = dispatcher.dispatch_preprocess(layer.hidden, layer.routing_map, layer.probs)
-            dispatcher.token_dispatch(x, w)
-        for _ in range(3):
-            graph.replay()
-        torch.cuda.synchronize()
-        return once, int(dispatcher.num_dropped)
-
-
-@NO_WAIT
-def test_replays_go_on_counting(pool: RankPool, engine_name: str) -> None:
-    case = fitted(dataclasses.replace(CASE, max_recv_rows=64), pool, engine_name)
-    results = pool.run(counted_on_rank, case, engine_name, ranks=case.num_ranks)
-    assert [once for once, _ in results] == oracle_of(case).num_dropped
-    assert any(once for once, _ in results)
-    assert [later for _, later in results] == [4 * once for once, _ in results]
-
-
 def raised_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[str]:
     """What `check` raises after replays of which the second of three drops rows."""
     group = EpGroup.of(ctx.group)

@@ -1,7 +1,8 @@
 """Calls of one engine on several streams: in order, and each with its memory to itself.
 
 On a CPU streams are dummies and the allocator knows of none, so only these tests see it when a call
-waits for too much, when two calls run at once, or when memory is given away while a kernel uses it.
+waits for too much, or when memory is given away while a kernel uses it.  The order of two engines'
+kernels, and deadlines that start with a kernel: tests/native/sanitized/lives.py.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import dataclasses
 import pytest
 import torch
 from compare import assert_dispatched, assert_same_bits
-from contract_cases import config_of
 from oracle import oracle_combine
 from run_case import (
-    caps_of,
     error_on_rank,
     fitted,
     local_ranks,
@@ -25,9 +24,6 @@ from run_case import (
     run_case,
 )
 
-from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.native.availability import most_sms
-from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 
@@ -166,47 +162,6 @@ def test_memory_is_not_given_away_while_another_stream_uses_it(
         assert_same_bits(results[rank][3], topk_w[rank], f"{case}: values back at rank {rank}")
 
 
-def steps_on_two_streams_of_a_graph(ctx: RankContext, case: Case, engine_name: str) -> str:
-    """Capture a dispatch on one stream and a combine on another that was forked before it."""
-    with opened(ctx, case, engine_name) as (case, engine):
-        plan = engine.plan(case.topk_idx(ctx.rank))
-        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
-        y = case.rows(ctx.rank, plan.num_rows, salt=5)
-        rows, out = engine.dispatch(plan, x)[0], engine.combine(plan, y)[0]
-        torch.cuda.synchronize()
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            side.wait_stream(torch.cuda.current_stream())
-            again = engine.dispatch(plan, x)[0]
-            with torch.cuda.stream(side):
-                out_again = engine.combine(plan, y)[0]
-            torch.cuda.current_stream().wait_stream(side)
-        for _ in range(3):
-            again.fill_(-1)
-            out_again.fill_(-1)
-            graph.replay()
-            torch.cuda.synchronize()
-            try:
-                assert_same_bits(again, rows, f"{case}, rank {ctx.rank}: rows")
-                assert_same_bits(out_again, out, f"{case}, rank {ctx.rank}: output")
-            except AssertionError as error:
-                return str(error)
-        return ""
-
-
-@pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
-def test_calls_on_two_streams_of_a_capture_keep_their_order(
-    pool: RankPool, engine_name: str
-) -> None:
-    """Inside a capture nothing ordered two streams: two operations of a group would have run at
-    once, with one epoch for both.  No test captured more than one stream.
-    """
-    assert "max_recv_rows" in caps_of(engine_name).options
-    case = fitted(dataclasses.replace(CASE, max_recv_rows=1024), pool, engine_name)
-    differences = run_case(pool, steps_on_two_streams_of_a_graph, case, engine_name)
-    assert differences == [""] * case.num_ranks
-
-
 def plan_in_a_capture(ctx: RankContext, case: Case, engine_name: str) -> None:
     with opened(ctx, case, engine_name) as (case, engine):
         topk_idx = case.topk_idx(ctx.rank)
@@ -229,94 +184,3 @@ def test_an_exact_plan_is_refused_in_a_capture(pool: RankPool, engine_name: str)
     else:  # hosts that share no memory cannot even agree during a capture
         assert kind == "UnsupportedError"
         assert "capture" in text
-
-
-def dispatch_with_both(ctx: RankContext, case: Case, engine_name: str) -> list[str]:
-    """Dispatch with two engines on a stream each, one of which is late: another one on each rank.
-
-    The kernels of both do not fit on a rank's share of the GPU together.
-
-    Returns:
-        the first difference from what each engine did alone; empty where there is none.
-    """
-    case = case.on(ctx.device)
-    config = config_of(case, engine_name)
-    sms = torch.cuda.get_device_properties(ctx.device).multi_processor_count
-    most = most_sms(sms, EpGroup.of(ctx.group).ranks_per_gpu(config.timeout_s))
-    config = dataclasses.replace(config, num_sms=most)
-    num_experts = (case.num_experts, 2 * case.num_experts)
-    engines = [create_engine(ctx.group, n, config) for n in num_experts]
-    try:
-        topk_idx = case.topk_idx(ctx.rank)
-        plans = [engine.plan(topk_idx) for engine in engines]
-        x = case.rows(ctx.rank, len(topk_idx), salt=2)
-        alone = [engine.dispatch(plan, x)[0] for engine, plan in zip(engines, plans, strict=True)]
-        torch.cuda.synchronize()
-        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        with torch.cuda.stream(streams[ctx.rank % 2]):
-            torch.cuda._sleep(SLOW_CYCLES)
-        both = []
-        for engine, plan, stream in zip(engines, plans, streams, strict=True):
-            with torch.cuda.stream(stream):
-                both.append(engine.dispatch(plan, x)[0])
-        torch.cuda.synchronize()
-        EpGroup.of(ctx.group).check()
-        differences = []
-        for rows, expected in zip(both, alone, strict=True):
-            try:
-                assert_same_bits(rows, expected, f"{case}, rank {ctx.rank}")
-            except AssertionError as error:
-                differences.append(str(error))
-        return differences
-    finally:
-        for engine in engines:
-            engine.close()
-
-
-@pytest.mark.needs_caps(test=lambda caps: caps.name == "native")
-def test_two_engines_on_two_streams_keep_the_order_of_the_calls(
-    pool: RankPool, engine_name: str
-) -> None:
-    """Engines with different numbers of experts did not wait for each other: if their kernels
-    started in another order on another rank, each held the SMs that the other one needed there,
-    until the deadline.  Every test had one engine at a time.
-    """
-    case = fitted(CASE, pool, engine_name)
-    assert pool.run(dispatch_with_both, case, engine_name, ranks=case.num_ranks) == (
-        [[]] * case.num_ranks
-    )
-
-
-def plan_behind_long_work(
-    ctx: RankContext, case: Case, engine_name: str
-) -> tuple[torch.Tensor | None, ...]:
-    """Plan and dispatch where the stream comes to the plan after more than two deadlines."""
-    with opened(ctx, case, engine_name) as (case, engine):
-        topk_idx, w = case.topk_idx(ctx.rank), case.weights(ctx.rank)
-        x = case.rows(ctx.rank, len(topk_idx), salt=2)
-        engine.dispatch(engine.plan(topk_idx), x, w)  # windows grow now, not below
-        torch.cuda.synchronize()
-        config = dataclasses.replace(config_of(case, engine_name), timeout_s=1.0)
-        late = create_engine(ctx.group, case.num_experts, config)
-        try:
-            torch.cuda._sleep(2 * LONG_CYCLES)
-            result = late.dispatch(late.plan(topk_idx), x, w)
-            torch.cuda.synchronize()
-            return result
-        finally:
-            late.close()
-
-
-@pytest.mark.needs_caps(test=lambda caps: caps.name == "native")
-def test_no_rank_is_late_while_the_stream_has_other_work(pool: RankPool, engine_name: str) -> None:
-    """A pipeline stage whose predecessor compiled for two minutes gave up on its own device, and
-    called it an error, though no rank of its group was late.
-    """
-    case = fitted(CASE, pool, engine_name)
-    results = run_case(pool, plan_behind_long_work, case, engine_name)
-    assert results is not None
-    oracle, ranks = oracle_of(case), range(case.num_ranks)
-    x = [case.rows(rank, case.tokens[rank], salt=2) for rank in ranks]
-    w = [case.weights(rank) for rank in ranks]
-    for rank in ranks:
-        assert_dispatched(oracle, x, w, rank, *results[rank])

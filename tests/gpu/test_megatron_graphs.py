@@ -16,12 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from graph_training import ALL_ROWS, LONGEST, SEQUENCE, STEPS, Job, Trained, start, train
+from graph_training import ALL_ROWS, SEQUENCE, STEPS, Job, Trained, start, train
 from layer_case import options_shown
 from patience import PatientPool
 
-from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
-from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [
@@ -128,9 +127,6 @@ def jobs_on_rank(ctx: RankContext, engine: str, jobs: list[Job]) -> None:
         compare(graphed.values, eager.values, f"{job.name}: with graphs")
         compare(after.values, eager.values, f"{job.name}: without graphs, after them")
         alive.append(graphed)
-        if job.name == FULL.name:
-            check_failure(ctx, graphed)
-            check_growth(graphed)
 
 
 def gradients_through_ddp(job: Job) -> AbstractContextManager[Any]:
@@ -169,48 +165,6 @@ def compare(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], 
         assert torch.isfinite(value).all(), f"{what}: {name}"
         difference = (values[name].double() - value.double()).abs().max().item()
         assert torch.equal(values[name], value), f"{what}: {name} differs, by {difference}"
-
-
-class Planted:
-    """What engines share, with a failure on the device that no call has raised yet."""
-
-    failed = True
-
-    def check(self) -> None:
-        if self.failed:
-            raise PeerError("rank 0 of 1: rank 1 did not come (planted)")
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
-def check_failure(ctx: RankContext, graphed: Trained) -> None:
-    """No weight takes what a replay left behind that failed on the device."""
-    training = graphed.training
-    layer = training.gpt.decoder.layers[0]
-    group = EpGroup.of(layer.mlp.token_dispatcher.ep_group)
-    weight = layer.mlp.router.weight
-    training.step(STEPS)
-    before = weight.detach().clone()
-    planted = group.share("planted", Planted)
-    with pytest.raises(PeerError, match="planted"):
-        training.optimizer.step()
-    assert torch.equal(weight, before)
-    planted.failed = False
-    group.release("planted", timeout_s=60)
-    training.optimizer.step()
-    assert not torch.equal(weight, before)
-
-
-def check_growth(graphed: Trained) -> None:
-    """A batch for which windows would have to grow is an error at once, with the way out."""
-    from megatron.core.full_cuda_graph import StaticBufferLoader
-
-    training = graphed.training
-    training.forward_backward["validation"].reset_cuda_graph("validation")
-    StaticBufferLoader.static_buffers["validation"].clear()
-    with pytest.raises(InputError, match="with the largest batch before the first capture"):
-        training.evaluate(0, LONGEST)
 
 
 @pytest.mark.supports(compared="losses and gradients with those without graphs, to the bit")

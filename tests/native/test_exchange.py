@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import random
 import re
 import signal
 import socket
@@ -37,7 +36,6 @@ from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.ranks.shared_memory import open_together
 
 if extension.unavailable_reason() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
@@ -99,40 +97,6 @@ def on_all(calls: list[Callable[[], Any]]) -> list[Any]:
         return list(ranks.map(result, calls))
 
 
-# --- what arrives --------------------------------------------------------------------------------
-
-
-def message(rank: int, number: int) -> bytes:
-    """Every byte depends on the rank and the number; the length on the number, 0 included."""
-    length = LONG_MESSAGE if number % 100 == 0 else number % 90
-    return random.Random(1000 * number + rank).randbytes(length)
-
-
-def exchange_on_rank(ctx: RankContext, count: int) -> list[bool]:
-    def gather(mine: bytes) -> bytes:
-        theirs = [b""] * ctx.num_ranks
-        dist.all_gather_object(theirs, mine, ctx.group)
-        return b"".join(theirs)
-
-    end, reason = open_together(ctx.rank, ctx.num_ranks, None, gather)
-    assert reason is None
-    delays = random.Random(ctx.rank)
-    right = []
-    with closing(end):
-        for number in range(count):
-            # Mostly none, so that a rank can run ahead of another that is asleep.
-            time.sleep(delays.choice([0, 0, 0, 0, 1e-5, 1e-4, 1e-3]))
-            theirs = end.exchange(message(ctx.rank, number), f"message {number}", LONG_S)
-            right.append(theirs == b"".join(message(r, number) for r in range(ctx.num_ranks)))
-    return right
-
-
-@pytest.mark.needs_ranks(3)
-def test_every_message_arrives_whatever_the_delays(pool: RankPool) -> None:
-    for right in pool.run(exchange_on_rank, 1000, ranks=3):
-        assert right == [True] * 1000
-
-
 # --- who does not come ---------------------------------------------------------------------------
 
 
@@ -156,21 +120,6 @@ def test_a_rank_that_never_comes_is_named() -> None:
             ends[2].exchange(b"1", "plan, call 7", LONG_S)
         with pytest.raises(PeerError, match=r"rank 0 of 3: plan, call 8 .* gave up"):
             ends[0].exchange(b"1", "plan, call 8", LONG_S)
-
-
-def test_a_rank_that_closed_its_end_is_named() -> None:
-    """But not before the message that it sent has been read."""
-    with opened(2) as ends:
-        assert (
-            on_all([lambda end=end: end.exchange(b"1", "", LONG_S) for end in ends]) == [b"11"] * 2
-        )
-        waiting = threading.Timer(0.2, ends[1].close)
-        waiting.start()
-        with pytest.raises(PeerError, match="rank 1 has closed its end"):
-            ends[0].exchange(b"2", "combine, call 2", LONG_S)
-        waiting.join()
-        with pytest.raises(LibraryError, match="closed"):
-            ends[1].exchange(b"2", "combine, call 2", LONG_S)
 
 
 def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
@@ -339,16 +288,6 @@ end.exchange(b"1" * 2048, "the first", 60)
                 end.exchange(b"0" * 2048, "the first", LONG_S)
 
 
-def test_a_signal_ends_a_wait() -> None:
-    with met_process("end.exchange(b'1', 'the second', 60)") as (end, process):
-        time.sleep(0.2)  # it is inside the exchange by now; if not, the test sees less but passes
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=SOON_S)
-        assert "KeyboardInterrupt" in errors
-        with pytest.raises(PeerError, match=r"rank 1 (gave up|.* has died)"):
-            end.exchange(b"0", "the second", LONG_S)
-
-
 # --- ranks in different calls --------------------------------------------------------------------
 
 
@@ -374,25 +313,6 @@ def new_group(ctx: RankContext) -> Iterator[EpGroup]:
     yield EpGroup.of(group)
     EpGroup.of(group).close()
     dist.destroy_process_group(group)
-
-
-def diverge_on_rank(ctx: RankContext) -> str:
-    with new_group(ctx) as group:
-        calls: list[Callable[[], Any]] = [
-            lambda: group.agree("combine", {}, None, LONG_S),
-            lambda: group.gather_problems("wrong", "plan", LONG_S),
-        ]
-        with pytest.raises(PeerError) as caught:
-            calls[min(ctx.rank, 1)]()
-    return str(caught.value)
-
-
-@pytest.mark.needs_ranks(2)
-def test_a_group_whose_ranks_exchange_different_things_says_so(pool: RankPool) -> None:
-    first, *others = pool.run(diverge_on_rank)
-    assert "while this rank is in combine, call 1" in first
-    for text in others:
-        assert "while this rank is in plan, exchanging error messages" in text
 
 
 # --- opening -------------------------------------------------------------------------------------

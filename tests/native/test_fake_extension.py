@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from fake_extension import FakeGroup, interface
+from fake_extension import interface
 
 from megatron_ncclep.libraries import extension
 
@@ -36,16 +36,3 @@ def test_the_sources_are_read_as_pybind11_reads_them() -> None:
     module = extension.load()
     classes = {name: thing for name, thing in vars(module).items() if isinstance(thing, type)}
     assert interface() == {name: members_of(c) for name, c in {"": module, **classes}.items()}
-
-
-def test_what_the_extension_lacks_cannot_be_called() -> None:
-    native = FakeGroup()
-    with pytest.raises(TypeError):
-        native.begin(1, 2)
-    with pytest.raises(TypeError):
-        native.bad_ranks(remember=True)
-    with pytest.raises(AttributeError):
-        native.grow(1, 2, 3)
-    with pytest.raises(ValueError, match="'grow'"):
-        FakeGroup(grow=None)
-    assert native.calls == []

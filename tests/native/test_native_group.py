@@ -179,6 +179,13 @@ def test_the_refusal_of_another_rank_is_told_in_its_words(
         group.raise_failure()
 
 
+def test_an_operation_out_of_turn_says_what_is_in_turn(native: FakeGroup) -> None:
+    """The device found it: a graph that holds a dispatch alone was replayed twice."""
+    native.is_over, native.failed = True, LATE._replace(reason="out of turn")
+    with pytest.raises(InputError, match=r"operation 41 .* out of turn: dispatch and combine must"):
+        group_of(native).raise_failure()
+
+
 ROWS = {
     "phase": "dispatch", "plan": 5, "dtype": "bfloat16", "hidden size": 64, "presence of weights": 1
 }  # fmt: skip

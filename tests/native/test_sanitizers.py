@@ -31,15 +31,6 @@ pytestmark = [
 
 EXCHANGE_CASES = ("threads", "closing", "processes")
 LIVES_CASES = ("failures", "order", "calls", "sizes", "growth")
-# A mistake on purpose, and what must be said of it.
-MISTAKES = {
-    "mistake_out_of_bounds": "heap-buffer-overflow",
-    "mistake_undefined": "signed integer overflow",
-    "mistake_leak": "a leak",
-    "mistake_heap_leak": "a leak of 7 bytes",
-    "mistake_without_order": "a kernel does not wait for the one before",
-    "mistake_across_captures": "an event of another capture",
-}
 
 COMMON = ("-O0", "-g1", "-fPIC")
 CPP = (*COMMON, "-std=c++17", "-Wall", "-Werror", f"-I{HERE}", f"-I{CSRC}")
@@ -51,8 +42,6 @@ EXCHANGE, BINDINGS = CSRC / "host/exchange.cpp", sorted((CSRC / "bindings").glob
 ELSEWHERE = {EXCHANGE, CSRC / "native/host/window_check.cpp"}
 HOST = sorted({*CSRC.rglob("*.cpp")} - {*BINDINGS} - ELSEWHERE)
 STAND_INS = [HERE / "cuda.cpp", HERE / "kernels.cpp"]
-# The sequence number without order: a message may be read before its bytes are there.
-ORDER = "own.sequence.store(sequence_, std::memory_order_release)"
 
 
 def run(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -76,16 +65,12 @@ def bindings_options() -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def built() -> Path:
-    """A folder with the programs `exchange`, `threads` and `race`, the extension over the stand-ins
+    """A folder with the programs `exchange` and `threads`, the extension over the stand-ins
     as _C.so, and a libnccl and libnccl_ep in one as libfake.so.
     """
     options = bindings_options()
-    text = EXCHANGE.read_text(encoding="utf-8")
-    assert text.count(ORDER) == 1, f"{EXCHANGE} has {ORDER!r} once"
 
     def make(folder: Path) -> None:
-        race = folder / "exchange_race.cpp"
-        race.write_text(text.replace(ORDER, ORDER.replace("release", "relaxed")), encoding="utf-8")
         commands: list[list[str | Path]] = []
 
         def compiled(source: Path, *options: str, suffix: str = "") -> Path:
@@ -102,7 +87,7 @@ def built() -> Path:
         }
         thread = {
             source: compiled(source, *CPP, *THREAD, suffix="_threads")
-            for source in (HERE / "exchange.cpp", EXCHANGE, race)
+            for source in (HERE / "exchange.cpp", EXCHANGE)
         }
         fake = compiled(
             FAKE_NCCL, *COMMON, *ADDRESS, "-DFAKE_EP_VERSION=200", "-DFAKE_NCCL_VERSION=23007"
@@ -120,7 +105,6 @@ def built() -> Path:
                 linked("libfake.so", [fake], "-shared", *ADDRESS),
                 linked("exchange", ends, *ADDRESS),
                 linked("threads", [main, thread[EXCHANGE]], "-fsanitize=thread"),
-                linked("race", [main, thread[race]], "-fsanitize=thread"),
             ]
         )
 
@@ -158,30 +142,13 @@ def test_exchange(built: Path, program: str, case: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_no_case_is_forgotten(built: Path) -> None:
-    assert run([built / "exchange"]).stdout.split() == sorted(EXCHANGE_CASES)
-
-
-def test_a_race_is_reported(built: Path) -> None:
-    ended = run_threads(built / "race", "threads")
-    assert ended.returncode != 0
-    assert "data race" in ended.stderr
-
-
 @pytest.mark.parametrize("case", LIVES_CASES)
 def test_lives(built: Path, case: str) -> None:
     ended = run_extension(built, "lives.py", case)
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_reported(built: Path, mistake: str) -> None:
-    ended = run_extension(built, "lives.py", mistake)
-    assert ended.returncode != 0
-    assert MISTAKES[mistake] in ended.stderr
-
-
-def test_everything_bound_refuses_hostile_arguments(built: Path, tmp_path: Path) -> None:
+def test_everything_bound_refuses_hostile_arguments(built: Path) -> None:
     """See `sanitized/hostile.py`.
 
     Once every check was in the Python engines, and the extension took what it got: None for a
@@ -189,7 +156,5 @@ def test_everything_bound_refuses_hostile_arguments(built: Path, tmp_path: Path)
     a NaN for a deadline was no deadline, and a closed group waited at address 0.  The engines never
     pass such things, so no test did.
     """
-    last_call = tmp_path / "last_call"
-    ended = run_extension(built, "hostile.py", last_call)
-    called = last_call.read_bytes().rstrip(b"\0").decode() if last_call.exists() else "none"
-    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}\nlast call: {called}"
+    ended = run_extension(built, "hostile.py")
+    assert ended.returncode == 0, f"{ended.stdout[-500:]}\n{ended.stderr}"

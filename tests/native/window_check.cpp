@@ -2,10 +2,9 @@
 // device memory.  One rank is broken as argv[1] says; prints what each rank has thrown, one a line.
 #include "native/host/window_check.h"
 
-#include <condition_variable>
+#include <barrier>
 #include <cstdio>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -35,39 +34,20 @@ struct Memory {
 };
 Memory memory[2][kRanks];
 
-// Meets until all ranks are there.
-class Meeting {
- public:
-  void gather(const void* mine, std::size_t num_bytes, void* all) {
-    exchange([&] { messages_[current_rank].assign(static_cast<const char*>(mine), num_bytes); });
-    auto* to = static_cast<char*>(all);
-    for (const std::string& message : messages_) {
-      std::memcpy(to, message.data(), num_bytes);
-      to += num_bytes;
-    }
-    exchange([] {});
-  }
+std::barrier meeting(kRanks);
 
- private:
-  template <typename Write>
-  void exchange(Write&& write) {
-    std::unique_lock lock(mutex_);
-    write();
-    const int turn = turn_;
-    if (++arrived_ == kRanks) {
-      arrived_ = 0;
-      ++turn_;
-      all_here_.notify_all();
-    }
-    all_here_.wait(lock, [&] { return turn_ != turn; });
+// Every rank's bytes, by rank, once all ranks are there.
+void gather(const void* mine, std::size_t num_bytes, void* all) {
+  static std::string messages[kRanks];
+  messages[current_rank].assign(static_cast<const char*>(mine), num_bytes);
+  meeting.arrive_and_wait();
+  auto* to = static_cast<char*>(all);
+  for (const std::string& message : messages) {
+    std::memcpy(to, message.data(), num_bytes);
+    to += num_bytes;
   }
-
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-  int arrived_ = 0, turn_ = 0;
-  std::string messages_[kRanks];
-};
-Meeting meeting;
+  meeting.arrive_and_wait();
+}
 
 char* peer(int window, int rank, int generation) {
   if (is_broken("swapped peers") && rank != 0) rank = 3 - rank;
@@ -92,7 +72,7 @@ bool is_in_own_window(std::uintptr_t address) {
 
 void check(int generation) {
   const Agreement agreement([](const void* mine, std::size_t num_bytes, void* all,
-                               const char*) { meeting.gather(mine, num_bytes, all); },
+                               const char*) { gather(mine, num_bytes, all); },
                             kRanks, "tokens 0 -> 128");
   if (broken == "a step" || broken == "all ranks' step") {
     agreement.on_all_ranks(

@@ -1,7 +1,6 @@
 """Stands in for vLLM 0.26 where it is not installed: as much of it as megatron_ncclep/vllm.py uses.
 
-Names, arguments and what is abstract are vLLM's, and `test_the_stand_in_is_vllms` compares them
-with its sources where there are any; the bodies are ours.  With `registry`, what
+Names, arguments and what is abstract are vLLM's, the bodies are ours.  With `registry`, what
 https://github.com/vllm-project/vllm/pull/50556 adds.
 """
 
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-VERSION = "0.26"
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 
 

@@ -5,11 +5,7 @@ vLLM is not installed where these tests run: stand_in.py is as much of vLLM 0.26
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,69 +270,3 @@ def test_what_the_pair_does_not_do_is_refused(ranks: RankPool) -> None:
     for texts in ranks.run(refused_on_rank):
         for word, text in zip(words, texts, strict=True):
             assert re.match(word, text), text
-
-
-# --- whether the stand-in is vLLM's --------------------------------------------------------------
-
-FILES = {
-    "modular_kernel.py": (
-        stand_in.FusedMoEPrepareAndFinalize, stand_in.FusedMoEPrepareAndFinalizeModular,
-    ),
-    "topk_weight_and_reduce.py": (
-        stand_in.TopKWeightAndReduceDelegate, stand_in.TopKWeightAndReduceNoOP,
-        stand_in.TopKWeightAndReduceContiguous,
-    ),
-}  # fmt: skip
-
-
-def vllms_folder() -> Path | None:
-    spec = importlib.util.find_spec("vllm") if "vllm" not in sys.modules else None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(next(iter(spec.submodule_search_locations))) / "model_executor/layers/fused_moe"
-    return folder if (folder / "modular_kernel.py").is_file() else None
-
-
-@pytest.mark.skipif(
-    vllms_folder() is None,
-    reason=f"vLLM is not installed: the stand-in for {stand_in.VERSION} is compared with its "
-    "sources where they are",
-)
-def test_the_stand_in_is_vllms() -> None:
-    folder = vllms_folder()
-    assert folder is not None
-    for file, classes in FILES.items():
-        found = {
-            node.name: node
-            for node in ast.parse((folder / file).read_text()).body
-            if isinstance(node, ast.ClassDef)
-        }
-        for ours in classes:
-            theirs = {
-                node.name: node
-                for node in found[ours.__name__].body
-                if isinstance(node, ast.FunctionDef)
-            }
-            for name, function in vars(ours).items():
-                function = function.fget if isinstance(function, property) else function
-                if not inspect.isfunction(function) or name.startswith("_"):
-                    continue
-                what = f"{ours.__name__}.{name}"
-                arguments = [argument.arg for argument in theirs[name].args.args]
-                assert list(inspect.signature(function).parameters) == arguments, what
-                is_abstract = "abstractmethod" in map(ast.unparse, theirs[name].decorator_list)
-                assert getattr(function, "__isabstractmethod__", False) == is_abstract, what
-            abstract = {
-                name
-                for name, node in theirs.items()
-                if "abstractmethod" in map(ast.unparse, node.decorator_list)
-            }
-            assert abstract <= set(vars(ours)), f"{ours.__name__} lacks {abstract}"
-    tree = ast.parse((folder / "utils.py").read_text())
-    (quantize,) = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name == "moe_kernel_quantize_input"
-    ]
-    ours = list(inspect.signature(stand_in.moe_kernel_quantize_input).parameters)
-    assert [argument.arg for argument in quantize.args.args][: len(ours)] == ours

@@ -25,17 +25,12 @@ STEPS, EVERY = MODEL["train-iters"], MODEL["eval-interval"]
 SAME_LOSS_NATS = 1e-5
 
 
-def test_loss_falls(finished: Finished):
+def test_validation_after_every_interval_and_the_last_step(finished: Finished):
     for folder in (finished.out, finished.out / "alltoall"):
-        values = losses(folder)
-        assert abs(values[0] - math.log(257)) < 0.1, "an untrained model guesses"
-        assert values[-1] < values[0] - 0.5
         (end,) = entries(folder, "end")
-        assert end["valid_loss"] < values[0] - 0.5
-        # After every `eval-interval` steps, and not twice after the last one.
         at = {entry["step"]: entry["valid_loss"] for entry in entries(folder, "validation")}
-        assert list(at) == list(range(EVERY, STEPS, EVERY))
-        assert end["valid_loss"] < at[2 * EVERY] < at[EVERY]
+        assert list(at) == list(range(EVERY, STEPS, EVERY))  # and not twice after the last one
+        assert end["valid_loss"] < at[2 * EVERY] < at[EVERY] < math.log(257)
 
 
 def test_log_is_well_formed(finished: Finished):
@@ -91,17 +86,6 @@ def test_learning_rate_warms_up_and_decays(finished: Finished):
     assert rates[warmup] == pytest.approx(MODEL["lr"])
     assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-
-
-def test_curves_of_two_dispatchers_agree(finished: Finished):
-    ours = entries(finished.out, "step")
-    other = entries(finished.out / "alltoall", "step")
-    (settings,) = entries(finished.out / "alltoall", "settings")
-    assert settings["dispatcher_classes"] == ["MoEAlltoAllTokenDispatcher"]
-    assert len(ours) == len(other) == STEPS
-    assert max(map(abs, differences(ours, other).values())) <= SAME_LOSS_NATS
-    for a, b in zip(ours, other, strict=True):
-        assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-5)
 
 
 def test_two_nodes_have_the_losses_of_alltoall(
@@ -176,11 +160,12 @@ def test_failure_of_a_rank_is_the_exit_status(
     "error_file: <N/A>", below a screenful of tracebacks, in which users looked for the reason.
     """
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # a toolkit; without a GPU torch remarks on it
-    done = run_job(*arguments, "--out", tmp_path / "out", "--ncclep-engine", "no-such-engine")
+    unused = ("--ncclep-engine", "reference", "--ncclep-num-sms", 4)
+    done = run_job(*arguments, "--out", tmp_path / "out", *unused)
     assert "No CUDA runtime is found" not in done.stdout
     assert done.returncode != 0
     # Newer versions of Megatron-Core add what they were building.
-    text = r"open: engine 'no-such-engine' is unknown: [^\n]*?(?: \(while building \w+\))?\n"
+    text = r"open: engine 'reference' would ignore num_sms: [^\n]*?(?: \(while building \w+\))?\n"
     first, second = re.findall(rf"^ncclep train: rank (\d): error: {text}", done.stdout, re.M)
     assert {first, second} == {"0", "1"}
     assert re.search(rf"^  traceback : InputError: {text}", done.stdout, re.M)

@@ -1,6 +1,5 @@
 """Shared experts beside dispatch and combine (moe_shared_expert_overlap): in which order things are
-queued, that nothing but the order changes, and that an error does not last.  That they run at one
-time needs a GPU: tests/gpu/test_gpu_shared_experts.py.
+queued, that nothing but the order changes, and that an error does not last.
 """
 
 from __future__ import annotations

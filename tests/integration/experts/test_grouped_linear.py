@@ -164,18 +164,6 @@ def test_zeros_where_megatron_wants_them() -> None:
     assert problem.weights[0].grad_added_to_main_grad
 
 
-def test_main_grads_that_ddp_does_not_know_of() -> None:
-    """Without the flag nothing may arrive in .grad: it would be taken for more gradient."""
-    problem = Problem((16, 32), 0, torch.float32)
-    with_main_grads(problem)
-    for weight in problem.weights:
-        del weight.grad_added_to_main_grad
-    problem.run(into_main_grad=True)
-    for weight, expected in zip(problem.weights, problem.expected_weight_grads(), strict=True):
-        assert weight.grad is None
-        assert torch.equal(weight.main_grad, 0.5 + expected)
-
-
 def test_main_grads_that_nobody_asked_for() -> None:
     """Without gradient_accumulation_fusion DDP adds .grad up itself, and only it."""
     problem = Problem((16, 32), 0, torch.float32)

@@ -11,14 +11,11 @@ import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from imported import ImportedMegatron
 
 from megatron_ncclep import autoload
-from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import InputError
 from megatron_ncclep.integration import hooks
 from megatron_ncclep.integration.import_hook import after_import
 
@@ -104,57 +101,6 @@ def test_looking_for_a_module_does_not_use_the_hook_up(
     assert "class Found" in inspect.getsource(module)
 
 
-def test_install_after_megatron_was_imported_and_twice(imported: ImportedMegatron) -> None:
-    run_imported(
-        imported,
-        """
-        import torch
-        import megatron.core.transformer.moe.moe_layer as layer
-        from megatron.core.transformer.transformer_config import TransformerConfig
-        class_before = layer.MoELayer
-        import megatron_ncclep
-        megatron_ncclep.install()
-        first = layer.MoELayer.__init__
-        megatron_ncclep.install()
-        assert layer.MoELayer.__init__ is first and layer.MoELayer is class_before
-        options = dict(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2,
-                       add_bias_linear=False)
-        for kind in ("ncclep", "alltoall", "allgather"):
-            assert TransformerConfig(moe_token_dispatcher_type=kind, **options
-                                     ).moe_token_dispatcher_type == kind
-        """,
-    )
-
-
-def test_the_config_is_validated_as_alltoall_is(imported: ImportedMegatron) -> None:
-    run_imported(
-        imported,
-        """
-        import megatron_ncclep, pytest
-        megatron_ncclep.install()
-        from megatron.core.transformer.transformer_config import TransformerConfig
-        for kind in ("ncclep", "alltoall"):
-            with pytest.raises(ValueError, match="moe_expert_capacity_factor"):
-                TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
-                    num_moe_experts=2, moe_token_dispatcher_type=kind, add_bias_linear=False,
-                    moe_pad_expert_input_to_capacity=True)
-        """,
-    )
-
-
-def test_a_version_outside_the_range_is_a_warning(imported: ImportedMegatron) -> None:
-    run_imported(
-        imported,
-        """
-        import pytest, torch, megatron.core
-        from megatron_ncclep.integration import hooks
-        megatron.core.__version__ = "0.99.0"
-        with pytest.warns(UserWarning, match="0.16.1 to 0.19.2; this is 0.99.0"):
-            hooks.install()
-        """,
-    )
-
-
 def test_a_changed_hook_point_is_an_error_that_names_it(imported: ImportedMegatron) -> None:
     run_imported(
         imported,
@@ -172,22 +118,6 @@ def test_a_changed_hook_point_is_an_error_that_names_it(imported: ImportedMegatr
             hooks.change_module(config)
         """,
     )
-
-
-def test_options_of_config_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCLEP_ALIGNMENT", "32")
-    assert EpConfig.resolve().alignment == 32
-    assert EpConfig.resolve(alignment=64).alignment == 64
-    assert EpConfig.resolve(alignment=None).alignment == 32
-    wrong: list[dict[str, Any]] = [
-        {"alignment": 7}, {"num_sms": 0}, {"timeout_s": 0}, {"max_recv_rows": 33}, {"numsms": 3},
-    ]  # fmt: skip
-    for options in wrong:
-        with pytest.raises(InputError, match=next(iter(options))):
-            EpConfig.resolve(**options)
-    monkeypatch.setenv("NCCLEP_NUM_SMS", "many")
-    with pytest.raises(InputError, match="NCCLEP_NUM_SMS='many'"):
-        EpConfig.resolve()
 
 
 @pytest.mark.skipif(

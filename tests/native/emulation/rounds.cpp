@@ -245,10 +245,6 @@ int main(int argc, char** argv) {
     std::printf("%s, %d ranks, seed %d\n", kind.c_str(), ranks, seed);
     std::fflush(stdout);
     emu::seed(seed * 16 + ranks);
-    if (kind == "network") {
-      run_messages();
-      continue;
-    }
     const auto sequence = draw_sequence(kind, ranks, Starts{seed % 2 == 1});
     has_failure(kind) ? WithFailure(*sequence, kind).run() : run_without_failure(*sequence);
   }

@@ -1,6 +1,6 @@
 // Sequences of steps of a group's ranks, drawn at random, and the memory of the ranks.
 //
-// Kinds of sequences, with shapes of their own (rows.cpp, low_latency.cpp, messages.cpp):
+// Kinds of sequences, with shapes of their own (rows.cpp, low_latency.cpp):
 //
 //   rows         plans, dispatches and combines, with rows of one piece and of several
 //   dispatches   one dispatch after the other, of smaller shapes
@@ -13,7 +13,6 @@
 //   calls        a rank makes another call
 //   ll           low-latency dispatches and combines of one or two objects
 //   ll-failures  the same with a rank as in `failures`, which may also not take turns
-//   network      messages between nodes, on one rank
 #pragma once
 
 #include <cstdint>
@@ -88,4 +87,3 @@ class Sequence {
 std::unique_ptr<Sequence> draw_rows(const std::string& kind, int ranks, const Starts& starts);
 std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
                                            const Starts& starts);
-void run_messages();

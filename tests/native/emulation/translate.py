@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# All paths here are relative to csrc.  Folders with headers that kernels include:
-ROOMS = ("native", "hierarchical")
-# The kernels, and what the host needs to call them.
+# All paths here are relative to csrc.  The kernels, and what the host needs to call them.
 SOURCES = (
     "native/plan/plan.cu",
     "native/plan/plan_receive.cu",
@@ -22,7 +20,6 @@ SOURCES = (
     "native/low_latency/combine.cu",
     "native/device/refusal.cu",
     "native/host/call.cpp",
-    "hierarchical/message_packing.cu",
 )
 
 # Smaller than on a GPU: CTAs, because a thread is a fiber here, and what is done at a time, so that
@@ -47,7 +44,6 @@ SMALLER = {
     "native/low_latency/protocol.h": {"kLowLatencyTokens = 512;": "kLowLatencyTokens = 64;"},
     "native/low_latency/operation.cuh": {"kLlThreads = 512,": "kLlThreads = 96,"},
     "native/low_latency/combine.cu": {"kAtOnce = 4;": "kAtOnce = 2;"},
-    "hierarchical/message_packing.cu": {"kVectorsAtOnce = 4;": "kVectorsAtOnce = 2;"},
 }
 
 SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(.+?) (\w+)((?:\[\w+\])*);")
@@ -122,9 +118,8 @@ def translate(source: Path, target: Path, changes: Iterable[Change]) -> list[Pat
 
     headers = [
         str(path.relative_to(source))
-        for room in ROOMS
         for suffix in ("cuh", "h")
-        for path in (source / room).rglob(f"*.{suffix}")
+        for path in (source / "native").rglob(f"*.{suffix}")
     ]
     written = []
     for name in [*SOURCES, *headers]:

@@ -1,7 +1,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -155,19 +154,6 @@ void standin_release() {
   ++device.num_releases;
 }
 void standin_release_at_query(int n) { device.left_until_release = n - 1; }
-void standin_note_kernel(std::uintptr_t stream) { standin::note_kernel(stream); }
-// For the stand-in to notice.
-void standin_wait_across_captures(std::uintptr_t first, std::uintptr_t second) {
-  cudaEvent_t event;
-  cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-  standin_capture(first, 0);
-  cudaEventRecord(event, reinterpret_cast<cudaStream_t>(first));
-  standin_capture(second, 0);
-  cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(second), event, 0);
-}
-// For tests and sanitizers to notice.
-void* standin_leak() { return std::malloc(7); }
-int standin_overflow(int by) { return INT_MAX + by; }
 }
 
 // --- what the host code calls --------------------------------------------------------------------

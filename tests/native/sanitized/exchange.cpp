@@ -174,13 +174,10 @@ void processes() {
 
 }  // namespace
 
-// Runs the case that the command line names; lists them without one.
-int main(int count, char** words) {
+// Runs the case that the command line names.
+int main(int, char** words) {
   const std::map<std::string, void (*)()> cases = {
       {"threads", threads}, {"closing", closing}, {"processes", processes}};
-  if (count > 1) {
-    cases.at(words[1])();
-    return 0;
-  }
-  for (const auto& [name, function] : cases) std::printf("%s\n", name.c_str());
+  cases.at(words[1])();
+  return 0;
 }

@@ -6,10 +6,9 @@ import ctypes
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
-
-from hostile_values import Address, Numbers
 
 # So many ranks that others than those that add send, from scratch.
 RANKS, RANK, EXPERTS, TOKENS, TOP_K, HIDDEN, ROWS = 8, 1, 16, 5, 2, 8, 2
@@ -18,6 +17,60 @@ EP_TOKENS = 16  # of an NCCL EP group
 STREAM, OTHER_STREAM = 0x100, 0x200
 TOKEN = b"0123456789abcdef"
 UNIQUE_ID = bytes([7]) * 128
+
+
+LIBC = ctypes.CDLL(None)
+LIBC.malloc.restype, LIBC.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+LIBC.free.argtypes = [ctypes.c_void_p]
+LIBC.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+BYTES = {
+    "bool": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4,
+    "float64": 8,
+}  # fmt: skip
+DTYPES = {name: f"torch.{name}" for name in BYTES}  # one object each, as torch has them
+MOST_BYTES = 1 << 24  # that the memory of a tensor has
+
+
+class Numbers:
+    """Looks like a tensor; its memory, zeros, has its very size."""
+
+    def __init__(self, dtype: str, *shape: int, shift: int = 0) -> None:
+        self.name, self.dtype, self.shape = dtype, DTYPES[dtype], shape
+        size = BYTES[dtype]
+        for n in shape:
+            size *= max(0, n)
+        self.address = 0
+        if 0 < size <= MOST_BYTES:
+            self.memory = LIBC.malloc(size + shift)
+            LIBC.memset(self.memory, 0, size + shift)
+            self.address = self.memory + shift
+
+    def __del__(self) -> None:
+        if self.address:
+            LIBC.free(self.memory)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Address:
+    """An address among arguments, which a wrong one must not take the place of."""
+
+    value: int
+    alignment: int
+
+
+def plain(value: Any) -> Any:
+    """An argument, or all of them, as they are passed."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    return value.value if isinstance(value, Address) else value
 
 
 def all_gather(mine: bytes, what: str, timeout_s: float) -> bytes:
