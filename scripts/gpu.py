@@ -119,6 +119,7 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_memory.py tests/gpu/test_megatron_graphs.py"),
         Step("native", (2,), "tests/gpu/test_fp8_training.py"),
     ],
+    "mistakes": [Step("native", (2,), "-n 4 tests/gpu/test_gpu_mistakes.py")],
     "faults": [
         Step("native", (4,), "tests/faults", mps=False),
         Step("native", (4,), "tests/gpu/test_failures.py", mps=False),
