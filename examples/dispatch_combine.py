@@ -1,6 +1,13 @@
-# The three calls: plan, dispatch, combine.  README.md of this folder explains what it prints.
+"""The three calls: plan, dispatch and combine, on a CPU.
+
+    torchrun --nproc-per-node 2 examples/dispatch_combine.py
+
+README.md of this folder explains what it prints.
+"""
+
 import torch
 import torch.distributed as dist
+
 from megatron_ncclep import combine, create_engine, dispatch
 
 dist.init_process_group("gloo")  # on GPUs: "nccl", and tensors on them

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from patience import patient
-from processes import run_ranks
 
 import megatron_ncclep
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/*.md", "configs/**/*.md", "benchmarks/results/*.md")
-REQUIRED = ("README.md", "CONTRIBUTING.md", "csrc/README.md", "docs/architecture.md")
+REQUIRED = (
+    "README.md", "CONTRIBUTING.md", "csrc/README.md", "docs/architecture.md", "examples/README.md",
+)  # fmt: skip
 FOUND = [path for where in PAGES for path in ROOT.glob(where)]
 DOCUMENTS = sorted({*REQUIRED, *(str(path.relative_to(ROOT)) for path in FOUND)})
 
@@ -157,23 +158,6 @@ def test_the_reference_has_the_whole_public_interface():
     shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
     assert {*megatron_ncclep.__all__} - {"__version__"} <= shown
     assert dir(megatron_ncclep) == sorted(megatron_ncclep.__all__), "completion shows other names"
-
-
-def test_the_example_of_the_readme_runs(tmp_path: Path):
-    """Two processes, as the README has them run; the values follow from its routing by hand.
-
-    Tokens of rank r are rows of 1 + r. Each goes to two experts that multiply by 10, with weights
-    .25 and .75: sums are 10 (1 + r), and gradients 10. Experts 0 and 3 get two rows of each rank.
-    """
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert len(code.splitlines()) <= 16
-    example = tmp_path / "example.py"
-    example.write_text(code)
-    ended = run_ranks([sys.executable, str(example)], 2, timeout=120, PYTHONPATH=str(ROOT))
-    for rank, end in enumerate(ended):
-        assert end.exit_code == 0, end.output
-        rows = [[4, 2], [2, 4]][rank]
-        assert end.output.splitlines()[-1] == f"{rows} {[10.0 * (1 + rank)] * 3} {[10.0] * 3}"
 
 
 def test_tables_and_figures_are_up_to_date():
