@@ -16,6 +16,8 @@ EXAMPLES = ROOT / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 # A line of an example, where others are warnings and logs.
 OWN_LINE = re.compile(r"step|rows|rank \d|\[")
+# Numbers that follow from a training, in which another CPU's rounding grows.
+TRAINED = re.compile(r"(?<=loss )\S+|(?<=imbalance )\S+|\d{4,}")
 
 
 def be_rank(path: str) -> None:
@@ -43,11 +45,9 @@ def test_an_example_prints_what_its_page_shows(name: str, server: ForkServer):
     ended = server.run(*job, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     assert [rank.exit_code for rank in ended] == [0, 0], ended
     lines = [line for rank in ended for line in rank.output.splitlines() if OWN_LINE.match(line)]
-    # Texts to the letter; numbers with a point up to what another CPU's rounding makes of them.
-    point = re.compile(r"\d+\.\d+")
-    assert [point.sub("", line) for line in lines] == [point.sub("", line) for line in shown]
-    values = [list(map(float, point.findall("\n".join(text)))) for text in (lines, shown)]
-    assert values[0] == pytest.approx(values[1], rel=0.05)
+    assert [TRAINED.sub("", line) for line in lines] == [TRAINED.sub("", line) for line in shown]
+    values = [list(map(float, TRAINED.findall("\n".join(text)))) for text in (lines, shown)]
+    assert values[0] == pytest.approx(values[1], rel=0.08, abs=0.02)
 
 
 def test_the_readme_has_the_program_of_the_three_calls():

@@ -173,8 +173,8 @@ class Engine(Protocol):
                 row, `NOT_ROUTED` where an assignment goes nowhere.
 
         Raises:
-            InputError: on every rank, when the indices of a rank are wrong or ranks differ in top-k;
-                in static mode perhaps later, see "Errors" in docs/contract.md.
+            InputError: on every rank, when a rank's indices are wrong or ranks differ in top-k; in
+                static mode perhaps later, see "Errors" in docs/contract.md.
             PeerError: a rank died, did not come in time, or is in another call.
             GroupClosedError: the engine, its group or the process group was closed.
         """
