@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,11 +102,6 @@ class LayerCounts:
         self.sent.zero_()
         self.received.zero_()
         return taken
-
-
-class _OfRanks(Protocol):
-    group: EpGroup
-    num_local_experts: int
 
 
 @dataclass
@@ -261,9 +256,8 @@ def count_layer(engine: Engine, owner: Any) -> LayerCounts:
             "metrics_interval is 0: nothing would read the counters; make the engine with "
             "EpConfig(metrics_interval=N), N steps between two reports"
         )
-    of_ranks = cast(_OfRanks, engine)
-    metrics = Metrics.of(of_ranks.group, config.metrics_interval, config.timeout_s)
-    return metrics.add_layer(owner, of_ranks.num_local_experts)
+    metrics = Metrics.of(engine.group, config.metrics_interval, config.timeout_s)
+    return metrics.add_layer(owner, engine.num_local_experts)
 
 
 def after_step() -> list[Interval]:

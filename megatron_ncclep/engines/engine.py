@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.ranks.group import EpGroup
 
 # An entry of topk_idx that routes nowhere.
 NOT_ROUTED = -1
@@ -164,6 +165,9 @@ class Engine(Protocol):
     config: EpConfig
     # As passed to `create_engine`.
     ranks_per_expert: int
+    # The ranks, and how many of the experts each has.
+    group: EpGroup
+    num_local_experts: int
 
     def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
         """Agree on the routes of one micro-batch.
