@@ -90,7 +90,8 @@ class BuildExtension(build_ext):
         library, extension = self.extensions
         if self.is_built(library, extension, f"CUDA {dotted} for {names}"):
             return
-        kernels = sorted(SOURCES.rglob("*.cu"))
+        # The largest first: they take longest, and at the end a core would wait for them.
+        kernels = sorted(SOURCES.rglob("*.cu"), key=lambda path: -path.stat().st_size)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(partial(self.compile_kernels, home, options), kernels))
         for ext in self.extensions:

@@ -49,7 +49,6 @@ __all__ = [
 def check() -> None:
     """Raise what went wrong on the device and no call of an engine has raised.  Not collective.
 
-
     An engine whose kernels wait for other ranks cannot raise when such a wait passes its deadline:
     it delivers NaN, and its next call raises.  For what no call follows, the last layer of a step
     before the optimizer or a checkpoint takes its gradients, or a replayed CUDA graph, call this on

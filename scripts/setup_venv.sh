@@ -15,6 +15,8 @@ usage: scripts/setup_venv.sh [VENV]
 environment:
   PYTHON       a version such as 3.12, a command or a path (default: see the top of this script)
   CONSTRAINTS  a pip constraint file, or `none` (default: constraints/pyXY.txt of the Python's XY)
+  PIP_...      pip's own variables.  Without an NVIDIA GPU, a CPU build of torch is taken where pip's
+               index has one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu is PyTorch's
 TEXT
 }
 
@@ -99,7 +101,8 @@ torch_requirement() {
             return
         fi
         say "no NVIDIA GPU here, but the package index offers no CPU build of torch for this" \
-            "Python: taking the one with CUDA" >&2
+            "Python: taking the one with CUDA.  PyTorch's own index has CPU builds:" \
+            "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" >&2
     fi
     printf 'torch%s\n' "${pinned:+==$pinned}"
 }
@@ -125,7 +128,13 @@ else
 fi
 
 torch=$(torch_requirement)
-say "installing; the first time this takes some minutes"
+if ! "$venv/bin/pip" show --quiet torch 2>/dev/null; then
+    case $torch in
+    *+cpu) say "downloading about 0.6 GB, for 2 GB in $venv" ;;
+    *) say "downloading about 3 GB, for 5 GB in $venv, nearly all of it torch and CUDA's libraries" ;;
+    esac
+    say "this takes some minutes, the first time only"
+fi
 # A person sees pip's progress; a log only its warnings and errors.
 quiet=()
 [ -t 1 ] || quiet=(--quiet)

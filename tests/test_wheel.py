@@ -24,6 +24,9 @@ from megatron_ncclep.version import __version__
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_ncclep"
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
+# What a package is built of.
+FOLDERS = ("megatron_ncclep", "configs", "csrc", "examples")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 # This Python's extension and the C library, as the set-up has built them.
 EXTENSIONS = sorted(
     path
@@ -66,9 +69,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "copy"
     leave_out = shutil.ignore_patterns("__pycache__", "*.so")
-    for name in ("megatron_ncclep", "configs", "csrc", "examples"):
+    for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=leave_out)
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in FILES:
         shutil.copy2(ROOT / name, copy)
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder]
     # On a machine without a toolkit csrc/ has to be in it as well.
@@ -146,6 +149,12 @@ def test_the_extension_links_to_no_library_of_nvidia():
         names = re.findall(r"\(NEEDED\).*\[(.*)\]", needed)
         assert names
         assert not [name for name in names if re.search("cuda|nccl|torch|c10", name)]
+
+
+def test_the_container_is_built_of_the_same_files():
+    """With less, its package would lack parts; with a name that is gone, docker would stop."""
+    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "scripts/Dockerfile").read_text(), re.MULTILINE)
+    assert sorted(" ".join(copied).split()) == sorted([*FOLDERS, *FILES])
 
 
 def test_the_changelog_starts_with_this_version():

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.ranks.group import EpGroup
 
 # An entry of topk_idx that routes nowhere.
 NOT_ROUTED = -1
@@ -45,43 +46,51 @@ COMMON_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class EngineCaps:
-    """What an engine can do; checked before every call, so exceeding a limit is a clear error."""
+    """What an engine can do; checked before every call, so exceeding a limit is a clear error.
+
+    Attributes:
+        name: of the engine.
+        reduction: how combine adds up, one of REDUCTIONS; engines with the same one, and the same
+            slot order, agree to the bit.
+        payload_dtypes: of rows that combine can add up.
+        row_bytes_multiple: the bytes of one row must be a multiple of this.
+        options: of EpConfig, that the engine honours besides `engine`; any other one is refused.
+        moves_bytes: dispatch moves rows of bytes (uint8) too, whatever they encode.
+        slot_order: the order of rows in a block, one of SLOT_ORDERS.
+        max_rows: most rows that one rank may receive.
+        max_tokens: most tokens on one rank; None: no limit, as with the next two.
+        max_top_k: most assignments of one token.
+        max_local_experts: most experts on one rank.
+        low_latency_tokens: most tokens of a rank in low-latency mode; 0: the engine has none.
+        min_ranks: of the smallest group that it serves.
+        max_plan_bytes: that a plan keeps at T = 8192 and K = 8, at most.
+        compiles_at_run_time: its kernels are compiled at first use, which takes seconds for each
+            new combination of ranks, experts per rank, row bytes and dtype.
+        captures_static: in static mode no call waits for the device: a CUDA graph can capture all.
+        device_deadline: its kernels wait for those of other ranks until a deadline; when that
+            passes, the next call raises and names the rank.
+        compares_on_device: dispatch and combine, and plan in static mode, do not wait for other
+            hosts unless the option check_calls is set: the devices compare arguments, and a later
+            call raises the errors.
+    """
 
     name: str
-    # How combine adds up, one of REDUCTIONS; engines with the same one, and the same slot order,
-    # agree to the bit.
     reduction: str
     payload_dtypes: tuple[torch.dtype, ...]
-    # The bytes of one row must be a multiple of this.
     row_bytes_multiple: int
-    # Options of EpConfig that the engine honours besides `engine`; any other one is refused.
     options: frozenset[str]
-    # Dispatch moves rows of bytes (BYTES) too, whatever they encode.
     moves_bytes: bool = False
-    # The order of rows in a block, one of SLOT_ORDERS.
     slot_order: str = BY_RANK
-    # Largest number of rows that one rank may receive.
     max_rows: int = 2**31 - 1
-    # Most tokens on one rank, assignments of one token, and experts on one rank.
     max_tokens: int | None = None
     max_top_k: int | None = None
     max_local_experts: int | None = None
-    # Most tokens of a rank in low-latency mode (low_latency.py); 0: the engine has none.
     low_latency_tokens: int = 0
-    # Smallest group that it serves.
     min_ranks: int = 1
-    # Bytes that a plan keeps at T = 8192 and K = 8, at most.
     max_plan_bytes: int = 2 * 2**20
-    # Its kernels are compiled at first use, seconds for each new combination of ranks, experts per
-    # rank, row bytes and dtype.
     compiles_at_run_time: bool = False
-    # In static mode no call waits for the device: a CUDA graph can capture all of them.
     captures_static: bool = False
-    # Its kernels wait for those of other ranks until a deadline; when that passes, the next call
-    # raises and names the rank.
     device_deadline: bool = False
-    # Dispatch and combine, and plan in static mode, do not wait for other hosts unless the option
-    # check_calls is set: the devices compare arguments, and a later call raises the errors.
     compares_on_device: bool = False
 
 
@@ -145,6 +154,9 @@ class RoutePlan:
 class Engine(Protocol):
     """Plan, dispatch and combine over one expert-parallel group.
 
+    `dispatch` and `combine` move rows, and autograd knows nothing of them: take the functions
+    `megatron_ncclep.dispatch` and `megatron_ncclep.combine` where gradients are wanted.
+
     Making an engine and every method is collective: all ranks of the group call the same methods in
     the same order.  A wrong argument on any rank raises the same InputError on every rank.
     """
@@ -153,6 +165,9 @@ class Engine(Protocol):
     config: EpConfig
     # As passed to `create_engine`.
     ranks_per_expert: int
+    # The ranks, and how many of the experts each has.
+    group: EpGroup
+    num_local_experts: int
 
     def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
         """Agree on the routes of one micro-batch.
@@ -160,6 +175,12 @@ class Engine(Protocol):
         Args:
             topk_idx: [num_tokens, top_k] int32 or int64; global expert indices, distinct within a
                 row, `NOT_ROUTED` where an assignment goes nowhere.
+
+        Raises:
+            InputError: on every rank, when a rank's indices are wrong or ranks differ in top-k; in
+                static mode perhaps later, see "Errors" in docs/contract.md.
+            PeerError: a rank died, did not come in time, or is in another call.
+            GroupClosedError: the engine, its group or the process group was closed.
         """
         ...
 
@@ -176,6 +197,13 @@ class Engine(Protocol):
         Returns:
             rows [num_rows, hidden] in slot order, and their weights [num_rows] (None without `w`).
             Padding rows and their weights are zero.
+
+        Raises:
+            InputError: on every rank, when an argument is wrong on any or ranks differ in hidden
+                size, dtype or plan; with `caps.compares_on_device` a RefusedError, on the other
+                ranks at their next call or `megatron_ncclep.check()`.
+            PeerError: a rank died, did not come in time, or is in another call.
+            GroupClosedError: the engine, its group or the process group was closed.
         """
         ...
 
@@ -193,6 +221,9 @@ class Engine(Protocol):
             out [num_tokens, hidden], zero for a token without experts, and the values at their
             assignments [num_tokens, top_k] (None without `w`; zero where an assignment goes
             nowhere).
+
+        Raises:
+            as `dispatch`.
         """
         ...
 

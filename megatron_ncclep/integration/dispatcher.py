@@ -13,7 +13,7 @@ from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.overflow import DropWarning, can_drop
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.metrics import LayerCounts, Metrics
+from megatron_ncclep.metrics import LayerCounts, count_layer
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ops.expert_slices import to_all_slices
@@ -115,15 +115,12 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs = ["_routing_map"]
         # For `metrics_interval`.
         self._counts: LayerCounts | None = None
-        if interval := self.engine.config.metrics_interval:
+        if self.engine.config.metrics_interval:
             try:
-                metrics = Metrics.of(self._ranks, interval, self.engine.config.timeout_s)
+                self._counts = count_layer(self.engine, self)
             except InputError:
                 self.engine.close()
                 raise
-            self._counts = metrics.add_layer(
-                self, config.num_moe_experts * self._num_slices // self._ranks.size
-            )
         # int64 scalar on the device: assignments dropped so far in static mode, in forward passes
         # only, each once.  It stays the same tensor, so that a replayed CUDA graph keeps counting.
         self.num_dropped: torch.Tensor | None = None

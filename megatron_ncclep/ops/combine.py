@@ -38,6 +38,9 @@ def combine(
 ) -> torch.Tensor:
     """Add every token's expert outputs up, unweighted.  Collective, differentiable.
 
+    The backward pass is collective too: it is a dispatch over the same plan.  `engine.combine` is
+    the same without gradients, and can bring a value of each row back.
+
     Args:
         engine: the one that made `plan`.
         plan: routes of this micro-batch.
@@ -46,6 +49,9 @@ def combine(
 
     Returns:
         [plan.num_tokens, hidden], or as `shape` says; zero for a token without experts.
+
+    Raises:
+        InputError, PeerError, GroupClosedError: as `dispatch`.
     """
     out: torch.Tensor = Combine.apply(y, engine, plan, shape)
     return out

@@ -62,6 +62,9 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move every token to its experts, with each assignment's weight.  Collective, differentiable.
 
+    The backward pass is collective too: it is a combine over the same plan.  `engine.dispatch` is
+    the same without gradients, and with an optional `w`.
+
     Args:
         engine: the one that made `plan`.
         plan: routes of this micro-batch.
@@ -75,6 +78,14 @@ def dispatch(
     Returns:
         rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows]; padding rows
         and their weights are zero, and get no gradient.
+
+    Raises:
+        InputError: on every rank, when an argument is wrong on any, or ranks differ in hidden size,
+            dtype or plan.  With an engine whose hosts do not wait for each other (`native`) it is a
+            RefusedError, on this rank at once and on the others at their next call or
+            `megatron_ncclep.check()`, and the group has ended.
+        PeerError: a rank died, did not come in time, or is in another call.
+        GroupClosedError: the engine, its group or the process group was closed.
     """
     routes, weights = (None, None) if chosen is None else chosen
     rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes)

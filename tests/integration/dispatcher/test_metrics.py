@@ -159,6 +159,9 @@ def test_an_even_load_and_no_load_at_all(single: EpGroup, monkeypatch: pytest.Mo
     assert len(metrics.after_step()) == 2
     with pytest.raises(InputError, match=r"metrics_interval 2: other layers .* have 1"):
         metrics.Metrics.of(single, 2, 5.0)
+    engine: Any = SimpleNamespace(config=EpConfig())
+    with pytest.raises(InputError, match=r"metrics_interval is 0: .* EpConfig"):
+        metrics.count_layer(engine, engine)
 
 
 def test_rows_of_wrong_and_missing_assignments(single: EpGroup) -> None:

@@ -53,7 +53,7 @@ class EngineFarAway:
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         self.caps, self.config = engines.ENGINES["far"].caps, config
-        self.num_columns = 0
+        self.num_columns, self.group, self.num_local_experts = 0, group, num_experts
 
     def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
         num_tokens, self.num_columns = topk_idx.shape
