@@ -154,12 +154,9 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus else "cpu"
-    if device == "cuda" and not gpus:
-        raise InputError("--device cuda: no GPU is visible; leave it out to measure on the CPU")
     ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
-    if device == "cuda" and world_size is None and ranks > gpus and not place.may_share_gpu():
-        lacking = f"each needs a GPU of its own, and {gpus} are visible"
-        raise InputError(f"--ranks {ranks}: {lacking}; {place.HOW_TO_SHARE}")
+    if device == "cuda":
+        place.require_gpus(ranks if world_size is None else 1)
     return Job.make(args, ranks, device)
 
 

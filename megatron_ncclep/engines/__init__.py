@@ -164,17 +164,10 @@ def _unavailable_reason(
     return entry.unavailable_reason(group, config, num_experts)
 
 
-def name_problem(config: EpConfig) -> str | None:
-    """Say that the options name no engine, if so; one process can tell."""
-    if config.engine == AUTO or config.engine in ENGINES:
-        return None
-    return f"engine {config.engine!r} is unknown: this version has {AUTO!r} and {list(ENGINES)}"
-
-
 def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
     """Say what is wrong with this rank's arguments of create_engine, if anything is."""
-    if problem := name_problem(config):
-        return problem
+    if config.engine != AUTO and config.engine not in ENGINES:
+        return f"engine {config.engine!r} is unknown: this version has {AUTO!r} and {list(ENGINES)}"
     is_count = isinstance(num_experts, int) and 1 <= num_experts <= MAX_COUNT
     if not is_count or num_experts % group.size:
         return (
@@ -205,3 +198,5 @@ def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     text = f"engine {name!r} for {group.size} ranks ({reason}); {options}"
     if group.rank == 0:
         group.log_once(logging.INFO, text, text)
+        for name, text in envs.unknown().items():
+            group.log_once(logging.WARNING, name, text)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+from megatron_ncclep import envs
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import add_option_arguments
 from megatron_ncclep.errors import InputError
@@ -116,6 +117,10 @@ def main(args: argparse.Namespace) -> int:
 
         run(job)
         return 0
+    if job.device == "cuda":
+        from megatron_ncclep.ranks import place  # imports torch, which takes seconds
+
+        place.require_gpus(job.ranks)
     with remarks_hidden():
         job.prepare()  # mistakes are reported before any rank starts
     return _start_ranks(job, args.argv)
@@ -123,7 +128,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _start_ranks(job: Job, argv: list[str]) -> int:
     """Start this command as ranks of torchrun's, wait, and return their exit status."""
-    environment = dict(os.environ)
+    # This process has warned of variables that nothing reads.
+    unknown = envs.unknown()
+    environment = {name: text for name, text in os.environ.items() if name not in unknown}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
     if job.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""

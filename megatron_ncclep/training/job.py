@@ -126,10 +126,7 @@ class Job:
         """
         settings = self.settings()
         if "ncclep" in self.dispatchers():
-            from megatron_ncclep.engines import name_problem
-
-            if problem := name_problem(EpConfig.resolve(**self.options)):
-                raise InputError(problem)
+            EpConfig.resolve(**self.options)
         try:
             if not self.resume:
                 self._make_room()

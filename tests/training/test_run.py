@@ -170,11 +170,12 @@ def test_failure_of_a_rank_is_the_exit_status(
     "error_file: <N/A>", below a screenful of tracebacks, in which users looked for the reason.
     """
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # a toolkit; without a GPU torch remarks on it
-    done = run_job(*arguments, "--out", tmp_path / "out", "--ncclep-engine", "no-such-engine")
+    done = run_job(*arguments, "--out", tmp_path / "out", "--ncclep-engine", "reference",
+                   "--ncclep-num-sms", "4")  # fmt: skip
     assert "No CUDA runtime is found" not in done.stdout
     assert done.returncode != 0
     # Newer versions of Megatron-Core add what they were building.
-    text = r"open: engine 'no-such-engine' is unknown: [^\n]*?(?: \(while building \w+\))?\n"
+    text = r"open: engine 'reference' would ignore num_sms: [^\n]*?(?: \(while building \w+\))?\n"
     first, second = re.findall(rf"^ncclep train: rank (\d): error: {text}", done.stdout, re.M)
     assert {first, second} == {"0", "1"}
     assert re.search(rf"^  traceback : InputError: {text}", done.stdout, re.M)
