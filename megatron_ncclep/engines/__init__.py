@@ -119,6 +119,8 @@ def choose_engine(
 ) -> tuple[str, str]:
     """Return the name of the engine to use and the reason, without making it.  Collective.
 
+    The reason has a line for each engine that was passed over, and a last one for the chosen one.
+
     All ranks choose the same engine: one that cannot run on some rank is not used on any.
 
     Args:
@@ -144,7 +146,7 @@ def choose_engine(
             _unavailable_reason(name, group, config, num_experts), "open", group.deadline_s(config)
         )
         if not reason:
-            return name, "; ".join([*reasons, f"{name} can run"])
+            return name, "\n".join([*reasons, f"{name} can run"])
         reasons.append(f"not {name}: {reason}")
     raise EngineUnavailableError(f"no engine can run: {'; '.join(reasons)}")
 
@@ -195,8 +197,9 @@ def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     own = {"timeout_s": config.timeout_s, "first_timeout_s": config.first_deadline_s}
     values = config.common() | own
     options = ", ".join(f"{k}={values[k]}" for k in sorted(ENGINES[name].caps.options))
-    text = f"engine {name!r} for {group.size} ranks ({reason}); {options}"
+    *others, why = reason.split("\n")
     if group.rank == 0:
-        group.log_once(logging.INFO, text, text)
-        for name, text in envs.unknown().items():
-            group.log_once(logging.WARNING, name, text)
+        for text in (f"engine {name!r} for {group.size} ranks ({why})", *others, options):
+            group.log_once(logging.INFO, text, text)
+        for variable, text in envs.unknown().items():
+            group.log_once(logging.WARNING, variable, text)

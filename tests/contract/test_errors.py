@@ -416,7 +416,7 @@ def auto_on_rank(ctx: RankContext) -> str:
         group = engines.EpGroup.of(ctx.group)
         assert engines.choose_engine(group, EpConfig()) == (
             "reference",
-            "not broken: no GPU; reference can run",
+            "not broken: no GPU\nreference can run",
         )
         return create_engine(ctx.group, NUM_EXPERTS, EpConfig()).caps.name
     finally:
