@@ -170,8 +170,10 @@ def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
     """Say what is wrong with this rank's arguments of create_engine, if anything is."""
     if config.engine != AUTO and config.engine not in ENGINES:
         return f"engine {config.engine!r} is unknown: this version has {AUTO!r} and {list(ENGINES)}"
-    is_count = isinstance(num_experts, int) and 1 <= num_experts <= MAX_COUNT
-    if not is_count or num_experts % group.size:
+    if not isinstance(num_experts, int):
+        kind = type(num_experts).__name__
+        return f"num_experts is {num_experts!r}, a {kind}: it must be a whole number"
+    if not 1 <= num_experts <= MAX_COUNT or num_experts % group.size:
         return (
             f"{num_experts} experts cannot be divided over {group.size} ranks: choose a number of "
             "experts that is a positive multiple of the expert-parallel size"

@@ -47,5 +47,7 @@ def combine(
     Returns:
         [plan.num_tokens, hidden], or as `shape` says; zero for a token without experts.
     """
+    if not isinstance(y, torch.Tensor):
+        engine.combine(plan, y)  # refuses it on all ranks
     out: torch.Tensor = Combine.apply(y, engine, plan, shape)
     return out

@@ -76,6 +76,8 @@ def dispatch(
         rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows]; padding rows
         and their weights are zero, and get no gradient.
     """
+    if not (isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)):
+        engine.dispatch(plan, x, w)  # refuses them on all ranks
     routes, weights = (None, None) if chosen is None else chosen
     rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes)
     return rows, row_w
