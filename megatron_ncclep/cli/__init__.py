@@ -25,7 +25,7 @@ COMMANDS = {
     "bench": ("megatron_ncclep.benchmark.command", "measure engines and other dispatchers"),
     "plot": (
         "megatron_ncclep.benchmark.plot",
-        "draw a result of `ncclep bench`, or metrics of `ncclep train`",
+        "draw a result of `ncclep bench`, or the log of `ncclep train`",
     ),
     "doctor": ("megatron_ncclep.doctor", "say what decides how the dispatcher runs here"),
     "env": ("megatron_ncclep.envs", "list the environment variables and their values"),

@@ -165,7 +165,7 @@ class _Interrupt:
         self.count = 0  # how often it came
 
     def __call__(self, number: int, frame: Any) -> None:
-        import psutil
+        import psutil  # type: ignore[import-untyped]
 
         self.count += 1
         if self.count == 1:

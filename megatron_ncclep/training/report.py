@@ -23,11 +23,11 @@ def finish(job: Job) -> None:
     curves = {name: log.read(job.log_path(name), "step") for name in job.dispatchers()}
     plot = Path(job.out) / "loss.png"
     prepared = corpus.load(job.data_folder)
-    _draw(curves, prepared.unigram_entropy, plot)
+    draw_losses(curves, prepared.unigram_entropy, plot)
     _print_summary(job, curves, prepared, plot)
 
 
-def _draw(curves: dict[str, list[Entry]], unigram_entropy: float, path: Path) -> None:
+def draw_losses(curves: dict[str, list[Entry]], unigram_entropy: float, path: Path) -> None:
     """Draw the loss over the steps, and below it the difference if there are two curves.
 
     Args:
