@@ -83,8 +83,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _require_matplotlib(out: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        missing = "no plot: matplotlib is not installed"
-        raise InputError(f"{missing}: pip install 'megatron-ncclep[train]'")
+        raise InputError("no plot: no matplotlib here: pip install 'megatron-ncclep[train]'")
     from matplotlib.backend_bases import FigureCanvasBase
 
     if out.suffix[1:].lower() not in (kinds := FigureCanvasBase.get_supported_filetypes()):

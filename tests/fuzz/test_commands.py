@@ -33,8 +33,8 @@ OPTIONS = {
         "--model tiny --dispatcher ncclep --cluster local-cpu",
     ),
     "bench": (
-        "--config --subjects --ranks --device --samples --warmup --max-recv-rows --out --smoke",
-        "--device cpu --out d",
+        "--config --subjects --ranks --device --samples --warmup --max-recv-rows --out --overwrite",
+        "--smoke --overwrite --out d",
     ),
     "plot": ("-o --out --subjects", "bench.json"),
     "doctor": ("--json --ranks", ""),
@@ -155,7 +155,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
         raise AssertionError("it measures")
 
     monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_pool", measure)
-    assert cli.main(["bench", "--device", "cpu", "--out", "text.txt"]) == 2
+    assert cli.main(["bench", "--smoke", "--out", "text.txt"]) == 2
     assert "--out text.txt" in capsys.readouterr().err
 
 
