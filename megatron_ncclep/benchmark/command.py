@@ -88,8 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="received rows of layers and training with a fixed number of them, in the form of "
         f"--ncclep-max-recv-rows (default: {MAX_RECV_ROWS})",
     )
-    usual = f"one for each GPU; {DEFAULT_CPU_RANKS} on a CPU; torchrun's"
-    add("--ranks", type=int, help=f"processes to start (default: {usual})")
+    add("--ranks", type=int, help="processes to start (default: one per GPU, 2 on a CPU)")
     add("--device", choices=("auto", "cpu", "cuda"), help="auto (the default) takes GPUs if any")
     add("--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)")
     add("--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)")
@@ -126,8 +125,7 @@ def main(args: argparse.Namespace) -> int:
     try:  # now: what was measured must not be lost for want of a folder
         Path(job.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        wrong = f"--out {job.out}: {error.strerror}"
-        raise InputError(f"{wrong}: give a folder that can be written to") from error
+        raise InputError(f"--out {job.out}: {error.strerror}: give another folder") from error
     measured = _measure_as_rank(job) if under_torchrun else _measure_in_pool(job)
     return 0 if under_torchrun and os.environ["RANK"] != "0" else _finish(job, measured)
 

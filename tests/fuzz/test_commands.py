@@ -130,6 +130,7 @@ LONG = "x" * 300
         f"train --device cpu --out d --text {LONG}",
         "bench --device cpu --out text.txt",
         f"plot {RESULT} -o d",
+        "render --model tiny --dispatcher ncclep --cluster local-cpu --nproc 0",
         "plot half.json",
         f"plot {RESULT} -o x.foo",
         "plot gone.json",
