@@ -7,7 +7,8 @@
                             what became known in this step, each as
                             `megatron_ncclep.metrics.Interval`
 {"type": "end", "valid_loss": ...}
-                            when the last step was done
+                            when the last step was done; "dropped_share" if assignments found no
+                            room in static mode: of those since the start or the resumption
 """
 
 from __future__ import annotations

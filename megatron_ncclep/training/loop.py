@@ -174,8 +174,25 @@ class Training:
                     print(f"stopped after step {step}, which is saved: --resume goes on from there")
                 return False
         if stop == last:
-            self._write("end", valid_loss=self._validate())
+            dropped = self._dropped(last - done)
+            self._write("end", valid_loss=self._validate(), **dropped)
         return True
+
+    def _layers(self) -> list[Any]:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        return [layer for layer in self.model.gpt.modules() if isinstance(layer, MoELayer)]
+
+    def _dropped(self, steps: int) -> dict[str, float]:
+        """For the log: the share of the assignments of so many steps that were dropped, if any."""
+        counts = [getattr(layer.token_dispatcher, "num_dropped", None) for layer in self._layers()]
+        if not steps or all(count is None for count in counts):
+            return {}
+        total = torch.tensor(float(sum(int(count or 0) for count in counts)), device=self.device)
+        dist.all_reduce(total)
+        tokens = steps * self.settings["global-batch-size"] * self.settings["seq-length"]
+        assignments = tokens * len(counts) * self.model.gpt.config.moe_router_topk
+        return {"dropped_share": total.item() / assignments} if total.item() else {}
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.rank == 0:
@@ -190,12 +207,11 @@ class Training:
 
     def _effective_settings(self) -> dict[str, Any]:
         import megatron.core
-        from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        layers = [layer for layer in self.model.gpt.modules() if isinstance(layer, MoELayer)]
+        classes = {type(layer.token_dispatcher).__name__ for layer in self._layers()}
         return {
             "dispatcher": self.dispatcher,
-            "dispatcher_classes": sorted({type(m.token_dispatcher).__name__ for m in layers}),
+            "dispatcher_classes": sorted(classes),
             "options": vars(self.options) if self.options is not None else {},
             "model": self.job.model,
             "settings": self.settings.values,

@@ -138,6 +138,18 @@ def test_output_has_progress_and_summary(finished: Finished):
     assert (finished.out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_the_share_that_was_dropped_is_told(
+    arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path
+):
+    """Room for half of a balanced load: a training that dropped 99 % said so in one warning."""
+    output = trainer.train(
+        *(*arguments, "--out", tmp_path, "--steps", 2, "--ncclep-max-recv-rows", "0.5x")
+    )
+    assert "assignments dropped" in output
+    (end,) = entries(tmp_path, "end")
+    assert 0.4 < end["dropped_share"] < 0.7
+
+
 def test_indexed_prefix(arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path):
     """A .bin/.idx pair with tokens above 256."""
     import torch
