@@ -40,7 +40,10 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
         entry = json.loads(line)
     except ValueError:
         entry = None
-    wanted = {"step": ("step", "loss"), "settings": ("dispatcher", "unigram_entropy")}
+    wanted: dict[Any, tuple[str, ...]] = {
+        "step": ("step", "loss"),
+        "settings": ("dispatcher", "unigram_entropy"),
+    }
     needs = wanted.get(entry.get("type"), ("type",)) if isinstance(entry, dict) else ()
     if not isinstance(entry, dict) or not all(name in entry for name in needs):
         raise InputError(f"{path}, line {number}: this is no log.jsonl of `ncclep train`")
