@@ -156,8 +156,10 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
         raise AssertionError("it measures")
 
     monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_pool", measure)
-    assert cli.main(["bench", "--smoke", "--out", "text.txt"]) == 2
-    assert "--out text.txt" in capsys.readouterr().err
+    Path("d/bench.json").touch()  # results, which it would have overwritten
+    for out in ("text.txt", "d"):
+        assert cli.main(["bench", "--smoke", "--out", out]) == 2
+        assert f"--out {out}" in capsys.readouterr().err
 
 
 def test_every_command_is_tried() -> None:
