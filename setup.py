@@ -39,12 +39,18 @@ LIBRARY = "megatron_ncclep.libncclep"
 def cuda_home():
     """The folder of the CUDA toolkit, or None."""
     on_path = shutil.which("nvcc")
-    candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    candidates += [Path(on_path).resolve().parents[1]] if on_path else []
+    given = os.environ.get("CUDA_HOME")
+    candidates = [given or "/usr/local/cuda"]
+    candidates += [Path(on_path).resolve().parents[1]] if on_path and not given else []
     for candidate in candidates:
         home = Path(candidate) if candidate else None
         if home and (home / "bin" / "nvcc").exists() and (home / "include/cuda_runtime.h").exists():
             return home
+    if given:
+        raise SystemExit(
+            f"CUDA_HOME={given}: no toolkit with bin/nvcc and its headers: correct or unset it, or "
+            "leave the extension out with NCCLEP_BUILD_EXTENSION=0"
+        )
     return None
 
 

@@ -26,7 +26,7 @@ MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
 DEFAULT_TIMEOUT_S, FIRST_TIMEOUT_S = 60.0, 600.0
 # Options in which ranks may differ: how long a rank waits changes no message and no size.
 OWN_OPTIONS = ("timeout_s", "first_timeout_s")
-OPTION_PREFIX = "ncclep_"
+OPTION_PREFIX, OPTION_FLAG = "ncclep_", "--ncclep-"
 # Values of max_recv_rows other than a number of rows: room for all that can come,
 WORST = "worst"
 # or for so many times a balanced load, in at most three decimals.
@@ -56,8 +56,9 @@ def _switch(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
 
 
-def _option(default: Any, parse: Any, help: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": help})
+def _option(default: Any, parse: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
+    metadata = {"parse": parse, "help": help, "choices": choices}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -76,13 +77,17 @@ class EpConfig:
     """
 
     engine: str = _option(
-        "auto", str, "engine that moves the tokens; 'auto' chooses and logs the reason"
+        "auto",
+        str,
+        "engine that moves the tokens; 'auto' chooses and logs the reason",
+        envs.ENGINES,
     )
     alignment: int | None = _option(
         None,
         int,
         "pad every expert's block of rows to a multiple of this: 1, 16, 32, 64, 128 or 256 "
         "(default: what the experts need, 1 for most)",
+        ALIGNMENTS,
     )
     max_recv_rows: int | str | None = _option(
         None,
@@ -96,6 +101,7 @@ class EpConfig:
         str,
         "static mode: 'drop' warns of rows that did not fit; 'raise' raises an error on all ranks "
         "before the optimizer steps",
+        (DROP, RAISE),
     )
     num_sms: int | None = _option(
         None, int, "SMs that the engine's kernels may use (default: the engine's own)"
@@ -112,6 +118,7 @@ class EpConfig:
         "'grouped': Megatron's experts compute with one grouped GEMM a layer, which needs no host "
         "and pads blocks to 16 rows; 'auto': where that was measured to be faster, and logs the "
         "reason; 'megatron': Megatron's own experts, unchanged",
+        EXPERTS,
     )
     timeout_s: float = _option(
         DEFAULT_TIMEOUT_S,
@@ -145,6 +152,7 @@ class EpConfig:
         _switch,
         "true: the ranks' hosts agree in every call before it moves anything, so that a wrong "
         "argument is an error in that call, and not in one of the next; slower, for debugging",
+        (False, True),
     )
 
     gradient_averaging: str = _option(
@@ -152,6 +160,7 @@ class EpConfig:
         str,
         "'a2sgd': data-parallel ranks exchange two means for each bucket in place of its "
         "gradients, which changes the result of the training; 'mean': Megatron's own averaging",
+        (MEAN, A2SGD),
     )
     resync_interval: int = _option(
         0,
@@ -273,7 +282,13 @@ class EpConfig:
         known = cls._known(given)
         from_env = {name: envs.get(f"NCCLEP_{name.upper()}") for name in known}
         merged = {**from_env, **{k: v for k, v in given.items() if v is not None}}
-        return cls(**{name: value for name, value in merged.items() if value is not None})
+        try:
+            return cls(**{name: value for name, value in merged.items() if value is not None})
+        except InputError as error:
+            variables = [f"NCCLEP_{name.upper()}" for name, v in from_env.items() if v is not None]
+            if not variables:
+                raise
+            raise InputError(f"{error} (set in the environment: {', '.join(variables)})") from None
 
     @classmethod
     def of(cls, given: Any) -> EpConfig:
@@ -335,8 +350,10 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(title="ncclep token dispatcher")
     for f in dataclasses.fields(EpConfig):
         group.add_argument(
-            f"--{OPTION_PREFIX}{f.name}".replace("_", "-"),
+            OPTION_FLAG + f.name.replace("_", "-"),
             type=f.metadata["parse"],
+            choices=f.metadata["choices"],
+            metavar=None if f.metadata["choices"] else f.name.rpartition("_")[2].upper(),
             default=None,
             help=f"{f.metadata['help']} (environment: NCCLEP_{f.name.upper()}; "
             f"default: {f.default})",

@@ -1,11 +1,15 @@
-"""Every environment variable that this package reads: name, type, default, meaning.
+"""List the environment variables that ncclep reads, the values in force, and what they mean.
 
-This is the only place that reads them.  `ncclep env` prints the table with the values in force.
+An option given in code or on the command line takes precedence over its variable.  A variable whose
+name begins with NCCLEP_ and is none of these is named in a warning: nothing reads it.
 """
+
+# No other module reads the environment.
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +18,12 @@ from typing import Any
 
 from megatron_ncclep.errors import InputError
 
+PREFIX = "NCCLEP_"
+# Names that users may give; megatron_ncclep.engines has the engines themselves.
+ENGINES = ("auto", "native", "hierarchical", "nccl_ep", "reference")
+# Variables of the build and of our tests, which read them themselves.
+OTHERS = ("NCCLEP_BUILD_EXTENSION", "NCCLEP_CUDA_ARCHITECTURES", "NCCLEP_TEST_PATIENCE")
+
 
 def switch(text: str) -> bool:
     """Turn 1 or 0, true or false, on or off into a bool; raises ValueError for anything else."""
@@ -21,6 +31,12 @@ def switch(text: str) -> bool:
     if text.lower() not in values:
         raise ValueError(f"not one of {', '.join(values)}")
     return values[text.lower()]
+
+
+def _engine(text: str) -> str:
+    if text not in ENGINES:
+        raise ValueError(f"not one of {', '.join(ENGINES)}")
+    return text
 
 
 def _log_level(text: str) -> str:
@@ -73,7 +89,7 @@ VARIABLES = {
         EnvVar("NCCLEP_AUTOLOAD", switch, True, "0: `import torch` does not load the integration"),
         EnvVar("NCCLEP_LOG", _log_level, "INFO", "log level: debug, info, warning or error"),
         # The defaults of EpConfig's options; a value given in code or on the command line wins.
-        EnvVar("NCCLEP_ENGINE", str, None, "engine name, as --ncclep-engine"),
+        EnvVar("NCCLEP_ENGINE", _engine, None, "engine name, as --ncclep-engine"),
         EnvVar("NCCLEP_ALIGNMENT", int, None, "rows an expert's block is padded to a multiple of"),
         EnvVar("NCCLEP_MAX_RECV_ROWS", rows, None, "static mode: rows of the dispatched tensor"),
         EnvVar("NCCLEP_ON_OVERFLOW", str, None, "static mode: drop or raise, when rows do not fit"),
@@ -132,6 +148,23 @@ def get(name: str) -> Any:
     return VARIABLES[name].get()
 
 
+def unknown() -> dict[str, str]:
+    """Variables of the environment that look like ours and that nothing reads.
+
+    Returns:
+        Name -> what to say of it, with the known name that is most like it.
+    """
+    known = {name.removeprefix(PREFIX): name for name in (*VARIABLES, *OTHERS)}
+    found = {}
+    for name in sorted(os.environ):
+        short = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and short not in known:
+            near = difflib.get_close_matches(short, known, n=1)
+            remedy = f"did you mean {known[near[0]]}?" if near else "`ncclep env` lists those"
+            found[name] = f"{name} is not a variable that ncclep reads: {remedy}"
+    return found
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`ncclep env` takes no arguments."""
 
@@ -140,5 +173,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the table of variables with the values in force."""
     width = max(len(name) for name in VARIABLES)
     for variable in VARIABLES.values():
-        print(f"{variable.name:{width}}  {variable.get()!s:8}  {variable.meaning}")
+        value = variable.get()
+        shown = "not set" if value is None else str(value)
+        print(f"{variable.name:{width}}  {shown:8}  {variable.meaning}")
     return 0

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -88,16 +89,19 @@ class Trainer:
     def __init__(self) -> None:
         self._server = ForkServer("small_job:prepare")
 
-    def train(self, *arguments: object, ranks: int = 2, **environment: str) -> str:
+    def train(
+        self, *arguments: object, ranks: int = 2, entry: str = "be_rank", **environment: str
+    ) -> str:
         """Run a job, which must succeed, and return its output.
 
         Args:
             arguments: of `ncclep train`.
             ranks: to start, whatever the arguments say.
+            entry: the function below that each rank calls.
             environment: more variables.
         """
         command = list(map(str, (*arguments, "--ranks", ranks)))
-        ended = self._server.run("small_job:be_rank", command, ranks, TIMEOUT_S, **environment)
+        ended = self._server.run(f"small_job:{entry}", command, ranks, TIMEOUT_S, **environment)
         assert [rank.exit_code for rank in ended] == [0] * ranks, ended
         return "".join(rank.output for rank in ended)
 
@@ -123,6 +127,14 @@ def be_rank(*arguments: str) -> int:
     from megatron_ncclep.cli import main
 
     return main(["train", *arguments])
+
+
+def be_rank_with_ctrl_c(*arguments: str) -> int:
+    """Be one that finds Ctrl-C pressed if it is rank 1."""
+    if os.environ["RANK"] == "1":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.raise_signal(signal.SIGINT)
+    return be_rank(*arguments)
 
 
 def entries(folder: Path, kind: str) -> list[dict[str, Any]]:

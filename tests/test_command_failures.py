@@ -17,6 +17,8 @@ import torch
 from patience import patient
 from processes import run_ranks
 
+from megatron_ncclep import cli, envs
+from megatron_ncclep.engines import AUTO, ENGINES
 from megatron_ncclep.error_reporting import install_excepthook, run_told
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension
@@ -65,6 +67,26 @@ def test_a_closed_or_full_stdout_is_no_traceback(full: bool) -> None:
     os.close(out)
     told = "ncclep env: error: writing to stdout: No space left on device\n" if full else ""
     assert (done.returncode, done.stderr) == (2 if full else 128 + signal.SIGPIPE, told)
+
+
+def test_variables_that_nothing_reads_are_warned_of_and_wrong_ones_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCLEP_AUTOLOD=0 was not noticed anywhere."""
+    assert (AUTO, *ENGINES) == envs.ENGINES, "those that users may name"
+    monkeypatch.setenv("NCCLEP_AUTOLOD", "0")
+    monkeypatch.setenv("NCCLEP_TEST_PATIENCE", "1")
+    assert cli.main(["env"]) == 0
+    told = capsys.readouterr()
+    assert "NCCLEP_ENGINE" in told.out
+    assert told.err == (
+        "ncclep env: warning: NCCLEP_AUTOLOD is not a variable that ncclep reads: did you mean "
+        "NCCLEP_AUTOLOAD?\n"
+    )
+    for name, value in (("NCCLEP_ALIGNMENT", "7"), ("NCCLEP_ENGINE", "nativ")):
+        monkeypatch.setenv(name, value)
+        assert cli.main(["env"]) == 2
+        assert re.fullmatch(rf"ncclep env: error: .*{name}.*\n", capsys.readouterr().err)
 
 
 def test_own_errors_of_other_scripts_stand_in_the_summary(

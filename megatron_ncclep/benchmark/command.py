@@ -14,6 +14,7 @@ import gc
 import os
 import re
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -74,14 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--subjects",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
         "(default: all but layers, experts and those that train; an unknown name lists them); "
-        "NAME@N lets an engine's kernels use N SMs. Experts alone: experts:megatron, "
-        "experts:grouped and experts:grouped:full_iteration. A whole MoELayer: layer:DISPATCHER, "
-        "whole training steps: train:DISPATCHER, such as layer:alltoall_fused and "
+        "NAME@N: an engine's kernels on N SMs; experts:megatron, experts:grouped: experts alone; "
+        "layer:DISPATCHER: a whole MoELayer; train:DISPATCHER: whole training steps, such as "
         "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
         ":static for a fixed number of received rows, and :full_iteration (one CUDA graph of "
         "forward and backward; needs grouped, implies static) or, in training, :partial_graphs "
-        "(Megatron-Core's of attention, router and preprocessing) and :optimizer_graph "
-        "(Megatron-Core's of the optimizer's step)",
+        "and :optimizer_graph (Megatron-Core's)",
     )
     add(
         "--max-recv-rows",
@@ -89,14 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="received rows of layers and training with a fixed number of them, in the form of "
         f"--ncclep-max-recv-rows (default: {MAX_RECV_ROWS})",
     )
-    usual = f"one for each GPU; {DEFAULT_CPU_RANKS} on a CPU; torchrun's"
-    add("--ranks", type=int, help=f"processes to start (default: {usual})")
+    add("--ranks", type=int, help="processes to start (default: one per GPU, 2 on a CPU)")
     add("--device", choices=("auto", "cpu", "cuda"), help="auto (the default) takes GPUs if any")
     add("--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)")
     add("--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)")
     add("--out", default="runs/bench", help="folder for the results (default: runs/bench)")
-    as_smoke = "small shapes on a CPU: the same as --config smoke --device cpu"
-    add("--smoke", action="store_true", help=as_smoke)
+    add("--overwrite", action="store_true", help="replace the results in --out")
+    add("--smoke", action="store_true", help="small shapes: --config smoke --device cpu")
     add(
         "--model-network", nargs="?", const="", metavar="NAME=VALUE,...",
         help="measure nothing: print how many bytes cross the network between 2 to 64 nodes, "
@@ -122,11 +120,12 @@ def main(args: argparse.Namespace) -> int:
     # torchrun sets both for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    if not args.overwrite and Path(job.out, "bench.json").exists():
+        raise InputError(f"--out {job.out} holds results: give --overwrite, or another --out")
     try:  # now: what was measured must not be lost for want of a folder
         Path(job.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        wrong = f"--out {job.out}: {error.strerror}"
-        raise InputError(f"{wrong}: give a folder that can be written to") from error
+        raise InputError(f"--out {job.out}: {error.strerror}: give another folder") from error
     measured = _measure_as_rank(job) if under_torchrun else _measure_in_pool(job)
     return 0 if under_torchrun and os.environ["RANK"] != "0" else _finish(job, measured)
 
@@ -154,13 +153,13 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus else "cpu"
-    if device == "cuda" and not gpus:
-        raise InputError("--device cuda: no GPU is visible; leave it out to measure on the CPU")
     ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
-    if device == "cuda" and world_size is None and ranks > gpus and not place.may_share_gpu():
-        lacking = f"each needs a GPU of its own, and {gpus} are visible"
-        raise InputError(f"--ranks {ranks}: {lacking}; {place.HOW_TO_SHARE}")
-    return Job.make(args, ranks, device)
+    if device == "cuda":
+        place.require_gpus(ranks if world_size is None else 1)
+    job = Job.make(args, ranks, device)
+    if device == "cpu" and args.config is None and not args.smoke:
+        raise InputError(f"{job.config} takes hours on a CPU: give --smoke, or name a --config")
+    return job
 
 
 def _measure_in_pool(job: Job) -> list[Measured]:
@@ -170,8 +169,17 @@ def _measure_in_pool(job: Job) -> list[Measured]:
     else:
         pool = RankPool(job.ranks, prepare=import_on_cpu if job.needs_megatron else None)
     measured: list[Measured] = []
+    todo, names, start = job.everything, ", ".join(job.subjects), time.monotonic()
+    print(
+        *table.wrap(f"{len(todo)} shapes (the first tells how long they take): {names}"), sep="\n"
+    )
     try:
-        for shape in job.everything:
+        for shape in todo:
+            if measured:
+                minutes = (time.monotonic() - start) / 60 * (len(todo) / len(measured) - 1)
+                print(
+                    f"{len(measured)} of {len(todo)}: about {minutes:.0f} minutes more", flush=True
+                )
             if isinstance(shape, TrainingShape):
                 pool.close()  # nothing of an earlier model stays in memory
             try:

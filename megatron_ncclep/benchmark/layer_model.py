@@ -33,6 +33,7 @@ from megatron_ncclep.benchmark.engines import deviation
 from megatron_ncclep.benchmark.job import DispatcherChoice
 from megatron_ncclep.benchmark.shapes import GRAD_OUT, WEIGHTS, Workload, X
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.logs import remarks_hidden
 
 MEGATRONS = "megatron.core.transformer.moe.token_dispatcher"
 CLASSES = {
@@ -56,7 +57,8 @@ def is_installed() -> bool:
 def import_on_cpu() -> None:
     """Import Megatron-Core, if it is installed, for ranks without GPUs that are forks of this."""
     if is_installed():
-        cpu.enable()
+        with remarks_hidden():
+            cpu.enable()
 
 
 def initialize(setting: Setting) -> None:

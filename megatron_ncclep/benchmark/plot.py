@@ -1,4 +1,4 @@
-"""Draw the result of `ncclep bench`, or the metrics in the log of `ncclep train`.
+"""Draw the result of `ncclep bench`, or the log of `ncclep train`: its metrics, else its losses.
 
 A result has a bar for each subject, stacked by pass, and the limit: the time that the rows take at
 the ceiling of the links, measured in the same run.  Whole layers and experts alone have panels of
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "result", metavar="BENCH_JSON|LOG_JSONL",
-        help="bench.json of a run, or log.jsonl of a training with --ncclep-metrics-interval",
+        help="bench.json of a run, or log.jsonl of a training (--ncclep-metrics-interval: metrics)",
     )  # fmt: skip
-    add("-o", "--out", help="PNG file (default: beside the result)")
+    add("-o", "--out", help="image file (default: a PNG file beside the result)")
     add("--subjects", help="draw these only, separated by commas, such as native,nccl_ep")
 
 
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
         if path.suffix == ".jsonl":
             if args.subjects is not None:
                 raise InputError(f"--subjects {args.subjects}: {path} has none, leave it out")
-            _require_matplotlib()
+            _require_matplotlib(out)
             metrics_plot.draw(path, out)
         else:
             result = results.load(path)
@@ -81,10 +81,13 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_matplotlib() -> None:
+def _require_matplotlib(out: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        missing = "no plot: matplotlib is not installed"
-        raise InputError(f"{missing}: pip install 'megatron-ncclep[train]'")
+        raise InputError("no plot: no matplotlib here: pip install 'megatron-ncclep[train]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if out.suffix[1:].lower() not in (kinds := FigureCanvasBase.get_supported_filetypes()):
+        raise InputError(f"--out {out}: it must end in one of {', '.join(kinds)}")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -93,7 +96,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     Raises:
         InputError: nothing was measured, or there is no matplotlib.
     """
-    _require_matplotlib()
+    _require_matplotlib(path)
     from matplotlib.figure import Figure
 
     # Of each panel, its height in bars, and what draws it.

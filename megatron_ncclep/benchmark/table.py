@@ -354,40 +354,31 @@ def _low_latency(results: list[dict[str, Any]]) -> list[str]:
 # --- notes: what the tables need to be understood ------------------------------------------------
 
 SHAPE_NOTES = (
-    "Times are microseconds: the median over the samples of the slowest rank, all ranks starting "
-    "together, and below it the 10th to the 90th percentile; sum adds the medians. bwd_dispatch is "
-    'the backward of combine, bwd_combine the backward of dispatch. "of lib." divides the sum by '
-    "that of the fastest row of NVIDIA's library (lib: called directly). GB/s is the busiest "
-    "rank's rows, each counted once for every other rank that needs it, over the time; in "
-    "brackets, percent of the ceiling. Limit is the time of these rows at the ceiling. GB held is "
-    "device memory on the rank that takes most: the peak of torch's allocator during one round, "
-    "plus what is held outside of it.",
-    "On GPUs, engines are timed while the device is kept busy, so that launching them does not "
-    "count. Megatron-Core's dispatchers are timed through their hooks, with identity experts, from "
-    "an idle device: their host time counts.",
+    "Times are microseconds: the slowest rank's median over the samples, and below it the 10th to "
+    "the 90th percentile; sum adds the medians. bwd_dispatch is the backward of combine, "
+    'bwd_combine of dispatch. "of lib." divides the sum by that of the fastest row of NVIDIA\'s '
+    "library (lib). GB/s is the busiest rank's rows, each once for every other rank that needs it, "
+    "over the time, and percent of the ceiling; limit is their time at it. GB held is the most "
+    "device memory of a rank: torch's peak in one round, plus what is held outside of it.",
+    "On GPUs, engines are timed on a busy device, so that launching them does not count; "
+    "Megatron-Core's dispatchers, through their hooks, from an idle one: their host time counts.",
 )
 EXPERTS_NOTE = (
     "Whole MoELayers, with router and experts, and experts alone, on the rows that they receive, "
-    "are timed from an idle device too; compare layers with layers only. Weight gradients are "
-    "added to fp32 main_grads as in training: on GPUs by TransformerEngine's layers and by this "
-    "package's experts themselves (gradient accumulation fusion), the router's by "
-    "DistributedDataParallel's hook. They are not reduced over the ranks. What is one CUDA graph "
-    "has only a sum, the time of a replay. Limit is the time of the experts' products on the rank "
-    f"with most rows at {PEAK_TFLOPS} TFLOP/s, which a product of two 8192 x 8192 matrices in bf16 "
-    "reaches on an H100 or H200. \"of Megatron's\" divides the sum by that of Megatron-Core's "
-    "experts. GB held counts the weights and main_grads, which all share, for each of them."
+    "are timed from an idle device too. Weight gradients are added to fp32 main_grads, on GPUs by "
+    "the layers themselves, and not reduced over the ranks. What is one CUDA graph has only a sum. "
+    "Limit is the time of the experts' products on the rank with most rows at "
+    f'{PEAK_TFLOPS} TFLOP/s (8192 x 8192 matrices in bf16 on an H100 or H200). "of Megatron\'s" '
+    "divides the sum by that of Megatron-Core's experts. All share the weights and main_grads."
 )
 STEPS_NOTE = (
-    "Training steps. Every subject is built, trained and discarded in turn, first in the order of "
-    "the table and then in reverse, and the samples of both turns count. A step clears the "
-    "gradients, runs forward and backward, reduces the gradients and runs Adam, without a pause "
-    "between steps; the batches lie on the device. bf16 weights; gradients, Adam's moments and "
-    "master weights in fp32, in the distributed optimizer; Megatron-LM's default fusions. Shown is "
-    "the median of the slowest rank in milliseconds, with the 10th to the 90th percentile below "
-    'it; "speed" divides the first subject\'s time by it; "turns" are the medians of the two '
-    'turns. Loss is that of the last step that is compared with alltoall\'s; "apart" is the '
-    'largest difference of the losses in nats, "layer" the larger one of the first MoE layer\'s '
-    "output and gradient for given hidden states, relative to their size."
+    "Training steps, from clearing gradients to Adam, without a pause; batches lie on the device. "
+    "Every subject trains twice, the second time in reverse order: turns are the medians of both. "
+    "bf16 weights; gradients, Adam's moments and master weights in fp32, in the distributed "
+    "optimizer; Megatron-LM's default fusions. Shown are milliseconds, the slowest rank's median "
+    'with the 10th to the 90th percentile; "speed" divides the first subject\'s time by it. '
+    'Loss is that of the last step compared with alltoall\'s; "apart": the largest difference in '
+    'nats, "layer" the relative one of the first MoE layer\'s output or gradient.'
 )
 FUSION_NOTE = (
     "Weight gradients are added to the fp32 main_grad by the layers themselves (gradient "
@@ -395,13 +386,11 @@ FUSION_NOTE = (
     "output layer with a function of {}, the same for all subjects."
 )
 PROFILE_NOTE = (
-    "From the profiler, in steps that are not timed: the device's time by kind, where kernels that "
-    "overlap share the time. With one rank, busy is their sum, in percent of the step without "
-    "profiler, and idle is the rest; with several, kernels also wait for other ranks, longer than "
-    "without the profiler, so that neither is known. Host is how long a host works at a step, "
-    "waits for the device left out. Plan includes routes; permute is any kernel that reorders rows "
-    "on one GPU; all kernels of the optimizer's phase but collectives are its own. alltoall's "
-    "transfers are collectives."
+    "From the profiler, in steps that are not timed: the device's time by kind; kernels that "
+    "overlap share it. With one rank, busy is their sum, in percent of the step without profiler, "
+    "and idle is the rest; with several, kernels also wait for other ranks. Host is how long a "
+    "host works at a step, without waits for the device. Plan includes routes; permute is any "
+    "kernel that reorders rows on one GPU. alltoall's transfers are collectives."
 )
 LOW_LATENCY_NOTE = (
     "Low-latency mode. Times are microseconds of one operation, the slowest rank's of each: the "

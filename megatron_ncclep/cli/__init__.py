@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
+from megatron_ncclep import envs
+from megatron_ncclep.config import OPTION_FLAG, EpConfig
 from megatron_ncclep.error_reporting import run_told
 from megatron_ncclep.version import __version__
 
@@ -21,11 +25,19 @@ COMMANDS = {
     "bench": ("megatron_ncclep.benchmark.command", "measure engines and other dispatchers"),
     "plot": (
         "megatron_ncclep.benchmark.plot",
-        "draw a result of `ncclep bench`, or metrics of `ncclep train`",
+        "draw a result of `ncclep bench`, or the log of `ncclep train`",
     ),
     "doctor": ("megatron_ncclep.doctor", "say what decides how the dispatcher runs here"),
     "env": ("megatron_ncclep.envs", "list the environment variables and their values"),
 }
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line: the usage of `ncclep train` fills a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     A user's mistake (EpError) is printed as one line, with exit status 2.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ncclep", description="Train with the Megatron-Core token dispatcher ncclep."
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -48,5 +60,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.description = module.__doc__
             module.add_arguments(command)
             command.set_defaults(run=module.main, argv=argv)
-    args = parser.parse_args(argv)
-    return run_told(f"ncclep {args.command}", lambda: args.run(args))
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        words = f"unrecognized arguments: {' '.join(unknown)}"
+        subparsers.choices[args.command].error(words + getattr(args, "hint", ""))
+
+    def run() -> int:
+        if args.command != "doctor":  # which reports it
+            _check_environment(args.command, argv)
+        return int(args.run(args))
+
+    return run_told(f"ncclep {args.command}", run)
+
+
+def _check_environment(command: str, argv: Sequence[str]) -> None:
+    """Warn of variables that nothing reads.
+
+    Raises:
+        InputError: one that is read has a wrong value.
+    """
+    for variable in envs.VARIABLES.values():
+        variable.get()
+    # Options of the command line are laid over these, and the command checks both together.
+    if not any(word.startswith(OPTION_FLAG) for word in argv):
+        EpConfig.resolve()
+    # The ranks of a job warn once, on one of them, when they make an engine.
+    if command != "run" and "RANK" not in os.environ:
+        for text in envs.unknown().values():
+            print(f"ncclep {command}: warning: {text}", file=sys.stderr)

@@ -70,7 +70,9 @@ def path_of(kind: str, name_or_path: str) -> Path:
     is_path = name_or_path.endswith(".yaml")
     path = Path(name_or_path) if is_path else folder() / kind / f"{name_or_path}.yaml"
     # os.path calls missing what pathlib raises an OSError for, such as a name that is too long.
-    if not (os.path.isfile(path) if is_path else name_or_path in shipped):
+    if is_path and not os.path.isfile(path):
+        raise InputError(f"{kind} configuration {name_or_path!r}: there is no such file")
+    if not is_path and name_or_path not in shipped:
         raise InputError(
             f"no {kind} configuration {name_or_path!r}: give a path that ends in .yaml, or one of "
             f"the names {', '.join(shipped)}"

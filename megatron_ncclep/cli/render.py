@@ -20,6 +20,7 @@ In env, srun and torchrun, `${NAME}` and `$((...))` are left to the shell that r
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -115,17 +116,19 @@ def merge(
 
 
 def _check_expert_parallel(
-    cluster: Mapping[str, object], torchrun: Mapping[str, object], given: Sequence[str]
+    merged: Mapping[str, object], torchrun: Mapping[str, object], given: Sequence[str]
 ) -> None:
     """Refuse an expert-parallel size that the processes of a single node cannot form."""
-    size, num_processes = cluster.get(EXPERT_PARALLEL), torchrun.get("nproc-per-node")
+    size, num_processes = merged.get(EXPERT_PARALLEL), torchrun.get("nproc-per-node")
     single_node = bool(torchrun.get("standalone"))
     if EXPERT_PARALLEL in given or not (isinstance(size, int) and isinstance(num_processes, int)):
         return
     if single_node and num_processes % size:
+        experts = merged.get("num-experts", num_processes)
+        possible = math.gcd(num_processes, experts) if isinstance(experts, int) else 1
         raise InputError(
             f"{num_processes} processes cannot form groups of {EXPERT_PARALLEL} {size}, which the "
-            f"cluster file says: add -- --{EXPERT_PARALLEL} {num_processes}"
+            f"cluster file says: add -- --{EXPERT_PARALLEL} {possible}"
         )
 
 
@@ -154,6 +157,8 @@ def command_lines(
     torchrun = dict(sections["torchrun"])
     tasks_are_ranks = bool(sections["srun"]) and not torchrun
     if nproc is not None:
+        if nproc < 1:
+            raise InputError(f"--nproc {nproc}: must be at least 1")
         if tasks_are_ranks:
             raise InputError(
                 f"--nproc {nproc}: with the cluster {cluster} srun starts the ranks: leave --nproc "
@@ -215,6 +220,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--one-line", action="store_true", help="print the command on one line")
     parser.add_argument("extra", nargs="*", metavar="-- ARGUMENT", help="Megatron-LM arguments")
+    parser.set_defaults(hint=": write Megatron-LM's arguments after --")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from megatron_ncclep import envs
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.doctor.report import Finding
 from megatron_ncclep.errors import InputError, IntegrationError
 from megatron_ncclep.logs import remarks_hidden
@@ -37,6 +38,12 @@ def _environment() -> Finding:
             continue
         if value != variable.default:
             given.append(f"{variable.name}={value}")
+    if not problems:
+        try:
+            EpConfig.resolve()
+        except InputError as error:
+            problems.append(str(error))
+    problems += envs.unknown().values()
     return Finding(
         "environment",
         ", ".join(given) or "all defaults (`ncclep env`)",

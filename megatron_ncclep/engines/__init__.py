@@ -119,6 +119,8 @@ def choose_engine(
 ) -> tuple[str, str]:
     """Return the name of the engine to use and the reason, without making it.  Collective.
 
+    The reason has a line for each engine that was passed over, and a last one for the chosen one.
+
     All ranks choose the same engine: one that cannot run on some rank is not used on any.
 
     Args:
@@ -144,7 +146,7 @@ def choose_engine(
             _unavailable_reason(name, group, config, num_experts), "open", group.deadline_s(config)
         )
         if not reason:
-            return name, "; ".join([*reasons, f"{name} can run"])
+            return name, "\n".join([*reasons, f"{name} can run"])
         reasons.append(f"not {name}: {reason}")
     raise EngineUnavailableError(f"no engine can run: {'; '.join(reasons)}")
 
@@ -164,19 +166,14 @@ def _unavailable_reason(
     return entry.unavailable_reason(group, config, num_experts)
 
 
-def name_problem(config: EpConfig) -> str | None:
-    """Say that the options name no engine, if so; one process can tell."""
-    if config.engine == AUTO or config.engine in ENGINES:
-        return None
-    return f"engine {config.engine!r} is unknown: this version has {AUTO!r} and {list(ENGINES)}"
-
-
 def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
     """Say what is wrong with this rank's arguments of create_engine, if anything is."""
-    if problem := name_problem(config):
-        return problem
-    is_count = isinstance(num_experts, int) and 1 <= num_experts <= MAX_COUNT
-    if not is_count or num_experts % group.size:
+    if config.engine != AUTO and config.engine not in ENGINES:
+        return f"engine {config.engine!r} is unknown: this version has {AUTO!r} and {list(ENGINES)}"
+    if not isinstance(num_experts, int):
+        kind = type(num_experts).__name__
+        return f"num_experts is {num_experts!r}, a {kind}: it must be a whole number"
+    if not 1 <= num_experts <= MAX_COUNT or num_experts % group.size:
         return (
             f"{num_experts} experts cannot be divided over {group.size} ranks: choose a number of "
             "experts that is a positive multiple of the expert-parallel size"
@@ -202,6 +199,9 @@ def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     own = {"timeout_s": config.timeout_s, "first_timeout_s": config.first_deadline_s}
     values = config.common() | own
     options = ", ".join(f"{k}={values[k]}" for k in sorted(ENGINES[name].caps.options))
-    text = f"engine {name!r} for {group.size} ranks ({reason}); {options}"
+    *others, why = reason.split("\n")
     if group.rank == 0:
-        group.log_once(logging.INFO, text, text)
+        for text in (f"engine {name!r} for {group.size} ranks ({why})", *others, options):
+            group.log_once(logging.INFO, text, text)
+        for variable, text in envs.unknown().items():
+            group.log_once(logging.WARNING, variable, text)

@@ -119,9 +119,10 @@ class EngineBase(Generic[_Plan]):
         Collective.  `problem`: what is wrong on this rank, if anything is.
         """
         config = self.config
-        num_tokens = topk_idx.shape[0] if topk_idx.dim() else 0
+        shape = tuple(getattr(topk_idx, "shape", ())) or (0,)  # whatever it is that was passed
+        num_tokens = shape[0]
         values: dict[str, int | str | None] = {
-            "top_k": topk_idx.shape[-1] if topk_idx.dim() else 0,
+            "top_k": shape[-1],
             "num_experts": self.num_experts,
             "alignment": config.block_alignment,
             "max_recv_rows": config.max_recv_rows,
@@ -159,7 +160,7 @@ class EngineBase(Generic[_Plan]):
                 "plan": plan.plan_id,
                 "hidden size": rows.shape[-1],
                 "dtype": str(rows.dtype).removeprefix("torch."),
-                "presence of weights": int(w is not None),
+                "presence of weights": str(w is not None),
             }
         self.group.agree(phase, values, problem, self.timeout_s)
         assert isinstance(plan, self.plan_type)  # agreed on

@@ -17,6 +17,13 @@ from megatron_ncclep.engines.engine import (
 )
 
 
+def type_problem(name: str, value: object) -> str | None:
+    """Say that `value` is not a tensor, if so."""
+    if isinstance(value, torch.Tensor):
+        return None
+    return f"{name} is a {type(value).__name__}: it must be a torch.Tensor"
+
+
 def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str | None:
     """Say what is wrong with the device of `tensor`, if it is not `device`.
 
@@ -53,6 +60,8 @@ def topk_shape_problem(
     topk_idx: torch.Tensor, device: torch.device, caps: EngineCaps
 ) -> str | None:
     """Say what is wrong with the routing apart from its values.  Does not wait."""
+    if problem := type_problem("topk_idx", topk_idx):
+        return problem
     if topk_idx.dim() != 2:
         return f"topk_idx has shape {list(topk_idx.shape)}: it must be [num_tokens, top_k]"
     if topk_idx.dtype not in (torch.int32, torch.int64):
@@ -115,6 +124,8 @@ def payload_problem(
     They are `x` of dispatch (`is_dispatch`), which only copies them, or `y` of combine.
     """
     name = "x" if is_dispatch else "y"
+    if problem := type_problem(name, tensor):
+        return problem
     if tensor.dim() != 2 or tensor.shape[0] != num_rows:
         return f"{name} has shape {list(tensor.shape)}: the plan expects [{num_rows}, hidden]"
     if problem := device_problem(name, tensor, device):
@@ -145,6 +156,8 @@ def weights_problem(
     """Say what is wrong with the weights `w` of `payload`, if there are any."""
     if w is None:
         return None
+    if problem := type_problem("w", w):
+        return problem
     if tuple(w.shape) != shape:
         return f"w has shape {list(w.shape)}: the plan expects {list(shape)}"
     if w.dtype != weight_dtype(payload):

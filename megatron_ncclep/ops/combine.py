@@ -53,5 +53,7 @@ def combine(
     Raises:
         InputError, PeerError, GroupClosedError: as `dispatch`.
     """
+    if not isinstance(y, torch.Tensor):
+        engine.combine(plan, y)  # refuses it on all ranks
     out: torch.Tensor = Combine.apply(y, engine, plan, shape)
     return out

@@ -87,6 +87,8 @@ def dispatch(
         PeerError: a rank died, did not come in time, or is in another call.
         GroupClosedError: the engine, its group or the process group was closed.
     """
+    if not (isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)):
+        engine.dispatch(plan, x, w)  # refuses them on all ranks
     routes, weights = (None, None) if chosen is None else chosen
     rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes)
     return rows, row_w

@@ -47,6 +47,22 @@ def may_share_gpu() -> bool:
     return nccl is not None and (nccl.version or (0, 0, 0)) >= OLDEST_NCCL
 
 
+def require_gpus(num_ranks: int) -> None:
+    """Check that this machine has a GPU for each of the ranks to start, or lets them share.
+
+    Raises:
+        InputError: it does not.
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise InputError("--device cuda: no GPU is visible; leave it out to run on the CPU")
+    if num_ranks > num_gpus and not may_share_gpu():
+        raise InputError(
+            f"--ranks {num_ranks}: each needs a GPU of its own, and {num_gpus} are visible; "
+            f"{HOW_TO_SHARE}"
+        )
+
+
 def use_gpu(local_rank: int) -> int:
     """Select a GPU of this machine for a rank, before it uses CUDA or NCCL.
 

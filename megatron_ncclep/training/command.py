@@ -8,12 +8,15 @@ is one of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
+from megatron_ncclep import envs
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import add_option_arguments
 from megatron_ncclep.errors import InputError
@@ -110,12 +113,16 @@ def main(args: argparse.Namespace) -> int:
         )
     job = Job.of(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
     if under_torchrun:
-        # Ctrl-C ends a rank at once, as a plain kill does, and with no traceback from each of them.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Until the loop can take Ctrl-C, which ends it after a step.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         from megatron_ncclep.training.loop import run
 
         run(job)
         return 0
+    if job.device == "cuda":
+        from megatron_ncclep.ranks import place  # imports torch, which takes seconds
+
+        place.require_gpus(job.ranks)
     with remarks_hidden():
         job.prepare()  # mistakes are reported before any rank starts
     return _start_ranks(job, args.argv)
@@ -123,26 +130,51 @@ def main(args: argparse.Namespace) -> int:
 
 def _start_ranks(job: Job, argv: list[str]) -> int:
     """Start this command as ranks of torchrun's, wait, and return their exit status."""
-    environment = dict(os.environ)
+    # This process has warned of variables that nothing reads.
+    unknown = envs.unknown()
+    environment = {name: text for name, text in os.environ.items() if name not in unknown}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
     if job.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(job.ranks), "-m", "megatron_ncclep", *argv]
+    print(f"starting {job.ranks} ranks, which takes some seconds", flush=True)
+    # torchrun and its ranks start with Ctrl-C blocked; of all processes only this one acts on it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with subprocess.Popen(command, env=environment) as child:
-        # Ctrl-C reaches the child by itself, which ends its ranks; a plain kill does not.
-        before = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
+        interrupt = _Interrupt(child)
+        before = signal.signal(signal.SIGINT, interrupt)
+        before_term = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
         try:
-            status = _wait(child)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            status = child.wait()
         finally:
-            signal.signal(signal.SIGTERM, before)
-    return status if status >= 0 else 128 - status
+            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGTERM, before_term)
+    if interrupt.count == 0:
+        return status if status >= 0 else 128 - status
+    # Ranks that have saved end with 0; otherwise torchrun has said what went wrong.
+    return status if status > 0 and interrupt.count == 1 else 128 + signal.SIGINT
 
 
-def _wait(child: subprocess.Popen[bytes]) -> int:
-    try:
-        return child.wait()
-    except KeyboardInterrupt:
-        # torchrun got the same signal and is ending its ranks: wait for it, then say so.
-        child.wait()
-        return 128 + signal.SIGINT
+class _Interrupt:
+    """What Ctrl-C does: the first time ranks save and end, the second time they are killed."""
+
+    def __init__(self, launcher: subprocess.Popen[bytes]) -> None:
+        self._launcher = launcher
+        self.count = 0  # how often it came
+
+    def __call__(self, number: int, frame: Any) -> None:
+        import psutil  # type: ignore[import-untyped]
+
+        self.count += 1
+        if self.count == 1:
+            print("stopping after this step; Ctrl-C again ends it at once", file=sys.stderr)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self._launcher.pid)
+            if self.count == 1:
+                for rank in launcher.children():
+                    rank.send_signal(signal.SIGINT)  # a terminal has done it, `kill -INT` has not
+            else:
+                for process in [launcher, *launcher.children(recursive=True)]:
+                    process.kill()

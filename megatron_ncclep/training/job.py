@@ -126,10 +126,7 @@ class Job:
         """
         settings = self.settings()
         if "ncclep" in self.dispatchers():
-            from megatron_ncclep.engines import name_problem
-
-            if problem := name_problem(EpConfig.resolve(**self.options)):
-                raise InputError(problem)
+            EpConfig.resolve(**self.options)
         try:
             if not self.resume:
                 self._make_room()
@@ -143,7 +140,8 @@ class Job:
         if self.resume:
             if not checkpoint.latest_step(self.checkpoints(self.dispatcher)):
                 raise InputError(
-                    f"--resume: no checkpoint in {self.out}: leave --resume out to start there"
+                    f"--resume: no checkpoint in {self.out}: leave --resume out to start there, "
+                    "and give --overwrite if there is a log already"
                 )
             for dispatcher in self.dispatchers():
                 checkpoint.check_settings(
@@ -164,9 +162,11 @@ class Job:
             if (folder / name).exists()
         ]
         if results and not self.overwrite:
+            saved = any(checkpoint.latest_step(folder / "checkpoint") for folder in folders)
+            go_on = "--resume to go on with it, " if saved else ""
             raise InputError(
-                f"--out {self.out} holds a run already ({results[0].name}): give --resume to go "
-                "on with it, --overwrite to replace it, or another --out"
+                f"--out {self.out} holds a run already ({results[0].name}): give {go_on}"
+                "--overwrite to replace it, or another --out"
             )
         for path in results:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

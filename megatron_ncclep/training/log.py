@@ -9,7 +9,8 @@
 {"type": "validation", "step": 100, "valid_loss": ...}
                             after every `eval-interval` steps
 {"type": "end", "valid_loss": ...}
-                            when the last step was done
+                            when the last step was done; "dropped_share" if assignments found no
+                            room in static mode: of those since the start or the resumption
 """
 
 from __future__ import annotations
@@ -18,16 +19,37 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_ncclep.errors import InputError
+
 NAME = "log.jsonl"
 
 
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The entries of the log `path` of type `kind` (None: all), in order; empty without a log."""
+    """The entries of the log `path` of type `kind` (None: all), in order; empty without a log.
+
+    Raises:
+        InputError: a line of the file is not what `write` writes.
+    """
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8") as lines:
-        entries = [json.loads(line) for line in lines]
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        entries = [_entry(path, number, line) for number, line in enumerate(lines, 1)]
     return [entry for entry in entries if kind in (None, entry["type"])]
+
+
+def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    wanted: dict[Any, tuple[str, ...]] = {
+        "step": ("step", "loss"),
+        "settings": ("dispatcher", "unigram_entropy"),
+    }
+    needs = wanted.get(entry.get("type"), ("type",)) if isinstance(entry, dict) else ()
+    if not isinstance(entry, dict) or not all(name in entry for name in needs):
+        raise InputError(f"{path}, line {number}: this is no log.jsonl of `ncclep train`")
+    return entry
 
 
 def truncate(path: Path, steps_to_keep: int) -> None:

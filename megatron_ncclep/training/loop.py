@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import signal
 import time
 from typing import Any
 
@@ -28,20 +29,44 @@ def run(job: Job) -> None:
 
     `job` is the same on every rank; rank 0 prepares it, which is quick if it was prepared before.
     """
+    interruption = Interruption()
     with remarks_hidden():
         device = _start(job)
         try:
             if dist.get_rank() == 0:
                 job.prepare()
             dist.barrier()
-            for dispatcher in job.dispatchers():
-                Training(job, dispatcher, device).run()
-            if dist.get_rank() == 0:
+            done = all(
+                Training(job, name, device, interruption).run() for name in job.dispatchers()
+            )
+            if done and dist.get_rank() == 0:
                 report.finish(job)
             dist.barrier()
             _close_expert_group()
         finally:
             dist.destroy_process_group()
+
+
+class Interruption:
+    """Ctrl-C, which ends a training after its step and not at once.
+
+    Attributes:
+        came: whether this process has got it.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        signal.signal(signal.SIGINT, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.came = True
+
+    def came_to_any(self, device: torch.device) -> bool:
+        """Whether a rank has got it, so that all stop after the same step.  Collective."""
+        came = torch.tensor([float(self.came)], device=device)
+        dist.all_reduce(came)
+        return came.item() > 0
 
 
 def _close_expert_group() -> None:
@@ -81,9 +106,13 @@ class Training:
         job: what to train.
         dispatcher: one of the job's.
         device: of this rank.
+        interruption: of this process.
     """
 
-    def __init__(self, job: Job, dispatcher: str, device: torch.device) -> None:
+    def __init__(
+        self, job: Job, dispatcher: str, device: torch.device, interruption: Interruption
+    ) -> None:
+        self._interruption = interruption
         self.job, self.dispatcher, self.device = job, dispatcher, device
         self.settings = settings = job.settings()
         self.corpus = corpus.load(job.data_folder)
@@ -111,8 +140,12 @@ class Training:
         """
         seed_everything(self.settings["seed"] + step)
 
-    def run(self) -> None:
-        """Train from the start or the latest checkpoint to the end, and write the log."""
+    def run(self) -> bool:
+        """Train from the start or the latest checkpoint to the end, and write the log.
+
+        Returns:
+            False if Ctrl-C has ended it before that; the checkpoint is that of its last step.
+        """
         settings, job = self.settings, self.job
         checkpoints, last = job.checkpoints(self.dispatcher), settings["train-iters"]
         done = checkpoint.load(checkpoints, self.model, self.scheduler) if job.resume else 0
@@ -128,7 +161,8 @@ class Training:
                 print(self._line(entry), flush=True)
             if step % interval == 0 and step != last:  # the last one is the end's
                 self._write("validation", step=step, valid_loss=self._validate())
-            if step == stop or step % job.save_every == 0:
+            interrupted = self._interruption.came_to_any(self.device)
+            if step == stop or step % job.save_every == 0 or interrupted:
                 checkpoint.save(
                     checkpoints,
                     step,
@@ -138,8 +172,30 @@ class Training:
                     fingerprint=self.corpus.fingerprint,
                     expert_parallel=job.expert_parallel,
                 )
+            if interrupted:
+                if self.rank == 0:
+                    print(f"stopped after step {step}, which is saved: --resume goes on from there")
+                return False
         if stop == last:
-            self._write("end", valid_loss=self._validate())
+            dropped = self._dropped(last - done)
+            self._write("end", valid_loss=self._validate(), **dropped)
+        return True
+
+    def _layers(self) -> list[Any]:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        return [layer for layer in self.model.gpt.modules() if isinstance(layer, MoELayer)]
+
+    def _dropped(self, steps: int) -> dict[str, float]:
+        """For the log: the share of the assignments of so many steps that were dropped, if any."""
+        counts = [getattr(layer.token_dispatcher, "num_dropped", None) for layer in self._layers()]
+        if not steps or all(count is None for count in counts):
+            return {}
+        total = torch.tensor(float(sum(int(count or 0) for count in counts)), device=self.device)
+        dist.all_reduce(total)
+        tokens = steps * self.settings["global-batch-size"] * self.settings["seq-length"]
+        assignments = tokens * len(counts) * self.model.gpt.config.moe_router_topk
+        return {"dropped_share": total.item() / assignments} if total.item() else {}
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.rank == 0:
@@ -154,12 +210,11 @@ class Training:
 
     def _effective_settings(self) -> dict[str, Any]:
         import megatron.core
-        from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        layers = [layer for layer in self.model.gpt.modules() if isinstance(layer, MoELayer)]
+        classes = {type(layer.token_dispatcher).__name__ for layer in self._layers()}
         return {
             "dispatcher": self.dispatcher,
-            "dispatcher_classes": sorted({type(m.token_dispatcher).__name__ for m in layers}),
+            "dispatcher_classes": sorted(classes),
             "options": vars(self.options) if self.options is not None else {},
             "model": self.job.model,
             "settings": self.settings.values,

@@ -1,4 +1,4 @@
-"""Draw what `metrics_interval` put into the log of `ncclep train`: load, waiting, and rows."""
+"""Draw the log of `ncclep train`: the metrics of `metrics_interval`, or the losses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.training import log
+from megatron_ncclep.training import log, report
 
 Interval = dict[str, Any]  # of metrics.py, as the log has it
 # More lines than this have no legend: it would hide them.
@@ -15,10 +15,10 @@ MOST_IN_LEGEND = 16
 
 
 def draw(path: Path, out: Path) -> None:
-    """Draw the metrics in the log `path` into the PNG file `out`.
+    """Draw the metrics in the log `path`, or if it has none its losses, into the file `out`.
 
     Raises:
-        InputError: there is no such log, or no metrics are in it.
+        InputError: there is no such log, or nothing has been trained yet.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file: give the log.jsonl of `ncclep train --out`")
@@ -29,9 +29,13 @@ def draw(path: Path, out: Path) -> None:
         for interval in entry.get("metrics", [])
     ]
     if not known:
-        raise InputError(
-            f"no plot: {path} has no metrics: train with --ncclep-metrics-interval 1 or more"
-        )
+        settings, steps_done = log.read(path, "settings"), log.read(path, "step")
+        if not (settings and steps_done):
+            raise InputError(f"no plot: {path} has no step yet")
+        curves = {settings[-1]["dispatcher"]: steps_done}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        report.draw_losses(curves, settings[-1]["unigram_entropy"], out)
+        return
     from matplotlib.figure import Figure
 
     steps, intervals = zip(*known, strict=True)

@@ -23,11 +23,11 @@ def finish(job: Job) -> None:
     curves = {name: log.read(job.log_path(name), "step") for name in job.dispatchers()}
     plot = Path(job.out) / "loss.png"
     prepared = corpus.load(job.data_folder)
-    _draw(curves, prepared.unigram_entropy, plot)
+    draw_losses(curves, prepared.unigram_entropy, plot)
     _print_summary(job, curves, prepared, plot)
 
 
-def _draw(curves: dict[str, list[Entry]], unigram_entropy: float, path: Path) -> None:
+def draw_losses(curves: dict[str, list[Entry]], unigram_entropy: float, path: Path) -> None:
     """Draw the loss over the steps, and below it the difference if there are two curves.
 
     Args:
@@ -74,6 +74,10 @@ def _print_summary(
     columns = [_summary(job.log_path(name), steps, prepared) for name, steps in curves.items()]
     for row in zip(labels, *columns, strict=True):
         table.add_row(*row)
+    ends = [log.read(job.log_path(name), "end") for name in curves]
+    shares = [end[-1].get("dropped_share", 0.0) if end else 0.0 for end in ends]
+    if any(shares):
+        table.add_row("assignments dropped", *(f"{100 * share:.2g} %" for share in shares))
     if job.compare is not None:
         apart = differences(*curves.values())
         step = max(apart, key=lambda step: abs(apart[step]))

@@ -118,6 +118,7 @@ LL, CPU = "--mode ll --device cpu", "a CPU has no CUDA graphs: leave"
         ("--config training --subjects reference", "training has trainings only"),
         ("--device cpu --subjects train:alltoall", "modules, which need a GPU"),
         ("--device cuda", "no GPU is visible"),
+        ("--device cpu", "models takes hours on a CPU: give --smoke"),
         ("--smoke --ranks 16 --subjects train:alltoall", "training smoke-train: 8 experts cannot"),
         ("--smoke --max-recv-rows 64 --subjects layer:ncclep:native", "no subject has a fixed"),
         # Of what has no low-latency mode, or what that would ignore.

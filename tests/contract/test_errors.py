@@ -175,6 +175,16 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
         lambda c, e: dispatch(c, e, rows(c).int()),
         "rank 1: x is torch.int32: engine '{engine}' moves {dtypes}",
     ),
+    "list for a tensor": (
+        lambda c, e: megatron_ncclep.dispatch(
+            e, e.plan(topk(c)), rows(c).tolist() if c.rank else rows(c), weights(c)
+        ),
+        "rank 1: x is a list: it must be a torch.Tensor",
+    ),
+    "list for a routing": (
+        lambda c, e: e.plan(topk(c).tolist() if c.rank else topk(c)),
+        "rank 1: topk_idx is a list: it must be a torch.Tensor",
+    ),
     "dtype differs": (lambda c, e: dispatch(c, e, rows(c).half()), "dtype differs"),
     "bytes on one rank, numbers on the other": (
         lambda c, e: dispatch(c, e, rows(c).view(torch.uint8)),
@@ -233,7 +243,7 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
     ),
     "number of experts is a float": (
         lambda c, e: create(c, e, 8.0 if c.rank else 8),
-        r"rank 1: 8\.0 experts cannot be divided over 2 ranks",
+        r"rank 1: num_experts is 8\.0, a float: it must be a whole number",
     ),
     "alignment differs": (
         lambda c, e: create(c, e, alignment=1 + 15 * c.rank),
@@ -416,7 +426,7 @@ def auto_on_rank(ctx: RankContext) -> str:
         group = engines.EpGroup.of(ctx.group)
         assert engines.choose_engine(group, EpConfig()) == (
             "reference",
-            "not broken: no GPU; reference can run",
+            "not broken: no GPU\nreference can run",
         )
         return create_engine(ctx.group, NUM_EXPERTS, EpConfig()).caps.name
     finally:

@@ -33,8 +33,8 @@ OPTIONS = {
         "--model tiny --dispatcher ncclep --cluster local-cpu",
     ),
     "bench": (
-        "--config --subjects --ranks --device --samples --warmup --max-recv-rows --out --smoke",
-        "--device cpu --out d",
+        "--config --subjects --ranks --device --samples --warmup --max-recv-rows --out --overwrite",
+        "--smoke --overwrite --out d",
     ),
     "plot": ("-o --out --subjects", "bench.json"),
     "doctor": ("--json --ranks", ""),
@@ -44,6 +44,7 @@ RESULT = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-2xH200-nativ
 FILES = {
     "text.txt": "some text " * 20, "empty.txt": "", "list.yaml": "[1]", "s.py": "pass",
     "half.json": json.dumps({"format": result.FORMAT, "shapes": [{"subjects": [{"passes": 1}]}]}),
+    "wrong.jsonl": '{"a": 1}\n', "other.jsonl": "some text\n", "empty.jsonl": "",
     "none.json": json.dumps({"format": result.FORMAT}), "bench.json": "{}",
 }  # fmt: skip
 known = st.sampled_from(
@@ -129,7 +130,14 @@ LONG = "x" * 300
         f"train --device cpu --out d --text {LONG}",
         "bench --device cpu --out text.txt",
         f"plot {RESULT} -o d",
+        "render --model tiny --dispatcher ncclep --cluster local-cpu --nproc 0",
         "plot half.json",
+        f"plot {RESULT} -o x.foo",
+        "plot gone.json",
+        "plot gone.jsonl",
+        "plot wrong.jsonl",
+        "plot other.jsonl",
+        "plot empty.jsonl",
         "plot none.json",
     ],
 )
@@ -148,8 +156,10 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
         raise AssertionError("it measures")
 
     monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_pool", measure)
-    assert cli.main(["bench", "--device", "cpu", "--out", "text.txt"]) == 2
-    assert "--out text.txt" in capsys.readouterr().err
+    Path("d/bench.json").touch()  # results, which it would have overwritten
+    for out in ("text.txt", "d"):
+        assert cli.main(["bench", "--smoke", "--out", out]) == 2
+        assert f"--out {out}" in capsys.readouterr().err
 
 
 def test_every_command_is_tried() -> None:

@@ -138,7 +138,7 @@ def test_ranks_share_a_gpu_where_nccl_allows_it(
     name, reason = choice(NUM_RANKS)
     assert name == "reference"
     assert reason.startswith("not native: ranks 0 and 1 share one GPU (NVIDIA H200, UUID uuid-0)")
-    assert reason.endswith("; reference can run")
+    assert reason.endswith("\nreference can run")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert "share one GPU" in reasons()  # NCCL 2.28.9
     library = Library(Path("libnccl.so.2"), (2, 30, 7), "")
@@ -453,13 +453,13 @@ NOT_NATIVE = "not native: only {} of 4 ranks, on 1 host(s), are in one NVLink"
     ("lsa_size", "no_access", "name", "says"),
     [
         (4, set(), "native", ["native can run"]),
-        (2, set(), "hierarchical", [NOT_NATIVE.format(2), "; hierarchical can run"]),
+        (2, set(), "hierarchical", [NOT_NATIVE.format(2), "\nhierarchical can run"]),
         (
             # One node's kernels cannot run: the ranks of the other one hear it, too.
             *(2, {(2, 3)}, "reference"),
-            ["; not hierarchical: inside a node, not native: rank 2: the GPU of rank 0 cannot"],
+            ["\nnot hierarchical: inside a node, not native: rank 2: the GPU of rank 0 cannot"],
         ),
-        (1, set(), "reference", ["; not hierarchical: all ranks are on one node; reference can"]),
+        (1, set(), "reference", ["\nnot hierarchical: all ranks are on one node\nreference can"]),
     ],
     ids=["one domain", "two nodes", "a node without peer access", "no NVLink"],
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from small_job import MODEL, Finished, Trainer, entries, losses
+from small_job import MODEL, TIMEOUT_S, Finished, Trainer, entries, environment, losses
 
 from megatron_ncclep import cli
 
@@ -115,5 +118,62 @@ def test_a_run_is_not_replaced_by_accident(
 def test_resume_needs_a_checkpoint(
     arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert cli.main(["train", *arguments, "--out", str(tmp_path / "new"), "--resume"]) == 2
-    assert "no checkpoint" in capsys.readouterr().err
+    """A run without one was a dead end: each of the two messages sent its reader to the other."""
+    (tmp_path / "log.jsonl").touch()
+    for more, told in (["--resume"], "no checkpoint"), ([], "(log.jsonl): give --overwrite"):
+        assert cli.main(["train", *arguments, "--out", str(tmp_path), *more]) == 2
+        text = capsys.readouterr().err
+        assert told in text
+        assert "--overwrite" in text
+
+
+def test_ctrl_c_saves_a_checkpoint(arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path):
+    """It ended in tracebacks of all processes, and what was done since the last one was lost."""
+    arguments = (*arguments, "--out", str(tmp_path))
+    output = trainer.train(*arguments, "--compare", "alltoall", entry="be_rank_with_ctrl_c")
+    assert "stopped after step 1, which is saved: --resume goes on from there\n" in output
+    assert not (tmp_path / "alltoall").exists()
+    trainer.train(*arguments, "--resume", "--exit-at-step", 2)
+    assert [entry["resumed_from"] for entry in entries(tmp_path, "settings")] == [0, 1]
+    assert len(losses(tmp_path)) == 2
+
+
+RANK = """
+import signal, sys, time
+signal.signal(signal.SIGINT, ACTION)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+print("ready", flush=True)
+time.sleep(600)
+"""
+A_LAUNCHER = """#!{python}
+import subprocess, sys
+sys.exit(subprocess.call([{python!r}, "-c", {rank!r}]))
+"""
+START = """
+import sys, types
+from megatron_ncclep.training.command import _start_ranks
+sys.executable = sys.argv[1]
+sys.exit(_start_ranks(types.SimpleNamespace(ranks=2, device="cpu"), []))
+"""
+
+
+@pytest.mark.parametrize("action", ["lambda *_: sys.exit(0)", "signal.SIG_IGN"], ids=["", "twice"])
+def test_ctrl_c_is_for_the_ranks(tmp_path: Path, action: str):
+    """They get it, and the command waits for them; the second time it ends them."""
+    launcher = tmp_path / "python"
+    rank = RANK.replace("ACTION", action)
+    launcher.write_text(A_LAUNCHER.format(python=sys.executable, rank=rank))
+    launcher.chmod(0o755)
+    job = subprocess.Popen(
+        [sys.executable, "-c", START, str(launcher)], env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert job.stdout is not None
+    assert job.stderr is not None
+    assert [next(job.stdout) for _ in range(2)][-1] == "ready\n"
+    job.send_signal(signal.SIGINT)
+    assert next(job.stderr) == "stopping after this step; Ctrl-C again ends it at once\n"
+    if action == "signal.SIG_IGN":
+        job.send_signal(signal.SIGINT)
+    assert job.communicate(timeout=TIMEOUT_S)[1] == ""
+    assert job.returncode == 130

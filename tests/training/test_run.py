@@ -72,11 +72,11 @@ def test_metrics_are_logged_and_drawn(finished: Finished, tmp_path: Path):
     assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_a_log_without_metrics_is_no_plot(
-    finished: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plot", str(finished.out / "alltoall" / "log.jsonl")]) == 2
-    assert "has no metrics: train with --ncclep-metrics-interval" in capsys.readouterr().err
+def test_of_a_log_without_metrics_losses_are_drawn(finished: Finished, tmp_path: Path) -> None:
+    drawn = tmp_path / "losses.svg"
+    log = finished.out / "alltoall" / "log.jsonl"
+    assert main(["plot", str(log), "--out", str(drawn)]) == 0
+    assert "training loss (nats per token)" in drawn.read_text()
 
 
 def test_learning_rate_warms_up_and_decays(finished: Finished):
@@ -126,6 +126,18 @@ def test_output_has_progress_and_summary(finished: Finished):
         assert row in finished.output
     assert f"{losses(finished.out)[-1]:.4f}" in finished.output
     assert (finished.out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_share_that_was_dropped_is_told(
+    arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path
+):
+    """Room for half of a balanced load: a training that dropped 99 % said so in one warning."""
+    output = trainer.train(
+        *(*arguments, "--out", tmp_path, "--steps", 2, "--ncclep-max-recv-rows", "0.5x")
+    )
+    assert "assignments dropped" in output
+    (end,) = entries(tmp_path, "end")
+    assert 0.4 < end["dropped_share"] < 0.7
 
 
 def test_indexed_prefix(arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path):

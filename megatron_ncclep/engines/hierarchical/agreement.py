@@ -51,8 +51,9 @@ class Calls:
             of rows, of any plan so far: ranks may bring fewer then, each its own number.
         """
         self.raise_refusal()
-        num_tokens = topk_idx.shape[0] if topk_idx.dim() else 0
-        key = ("plan", topk_idx.shape[-1:], num_tokens if self._is_even else None)
+        shape = tuple(getattr(topk_idx, "shape", ())) or (0,)  # whatever it is that was passed
+        num_tokens = shape[0]
+        key = ("plan", shape[-1:], num_tokens if self._is_even else None)
         fits = self._is_even or num_tokens <= self._most_tokens
         if self.go_on and key in self._agreed and fits:
             if problem := self._shape_problem(topk_idx):
@@ -68,7 +69,8 @@ class Calls:
     ) -> HierarchicalPlan:
         """Check the arguments of dispatch or combine; return the plan, typed.  Collective."""
         self.raise_refusal()
-        key = (phase, rows.shape[1:], rows.dtype, w is None)
+        shape, dtype = getattr(rows, "shape", ()), getattr(rows, "dtype", None)
+        key = (phase, shape[1:], dtype, w is None)
         problem = self._engine.rows_problem(phase, plan, rows, w)
         if self.go_on and key in self._agreed:
             if problem is not None:

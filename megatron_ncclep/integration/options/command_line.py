@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import megatron_ncclep
-from megatron_ncclep.config import add_option_arguments, given_options
+from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.inference.support import FIELD as INFERENCE_FIELD
 from megatron_ncclep.integration.inference.support import ignored_option, offer_inference_type
@@ -77,6 +77,8 @@ def change_parse_args(module: Any) -> None:
             )
         if options:
             megatron_ncclep.install(**options)
+        elif kind == NAME:
+            EpConfig.resolve()  # a mistake in the environment, before anything is built
         return parsed
 
     module.parse_args = mark_patched(parse_args)

@@ -71,8 +71,11 @@ def test_variables_that_are_wrong_are_problems_and_the_rest_is_examined(
     imported: ImportedMegatron,
 ) -> None:
     found = findings(
-        imported, NCCLEP_NUM_SMS="many", NCCLEP_NCCL_LIBRARY="/gone.so", NCCLEP_LOG="warning"
-    )
+        imported, NCCLEP_NUM_SMS="many", NCCLEP_NCCL_LIBRARY="/gone.so", NCCLEP_LOG="warning",
+        NCCLEP_ENGINE="nativ", NCCLEP_AUTOLOD="0",
+    )  # fmt: skip
+    for problem in ("NCCLEP_ENGINE='nativ': not one of", "NCCLEP_AUTOLOD is not a variable"):
+        assert problem in str(found["environment"]["problem"])
     assert "NCCLEP_NUM_SMS='many'" in str(found["environment"]["problem"])
     assert "NCCLEP_LOG=WARNING" in str(found["environment"]["value"])
     assert "NCCLEP_NCCL_LIBRARY=/gone.so" in str(found["NCCL, the rest"]["problem"])

@@ -128,7 +128,7 @@ def test_options_of_the_command_line(imported: ImportedMegatron) -> None:
     out = run_imported(
         imported,
         """
-        import contextlib, io, sys, pytest, torch
+        import contextlib, io, os, sys, pytest, torch
         from megatron_ncclep import cpu
         from megatron_ncclep.errors import UnsupportedError
         cpu.enable()
@@ -144,8 +144,16 @@ def test_options_of_the_command_line(imported: ImportedMegatron) -> None:
             sys.argv[2] = kind
             with pytest.raises(UnsupportedError, match="--ncclep-alignment was given"):
                 parse_args()
-        sys.argv = ["train", "--ncclep-alignment", "7", "--moe-token-dispatcher-type", "ncclep"]
-        with pytest.raises(ValueError, match="alignment 7: must be one of"):
+        sys.argv = ["train", "--ncclep-timeout-s", "0", "--moe-token-dispatcher-type", "ncclep"]
+        with pytest.raises(ValueError, match="timeout_s 0.0: must be"):
+            parse_args()
+        sys.argv[1:3] = ["--ncclep-engine", "nativ"]
+        with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit):
+            parse_args()
+        assert "invalid choice: 'nativ' (choose from" in told.getvalue()
+        del sys.argv[1:3]
+        os.environ["NCCLEP_ENGINE"] = "nativ"
+        with pytest.raises(ValueError, match="NCCLEP_ENGINE='nativ': not one of auto, native"):
             parse_args()
         sys.argv = ["train", "--help"]
         with contextlib.redirect_stdout(io.StringIO()) as help, pytest.raises(SystemExit):
