@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -147,3 +149,46 @@ def exchange(
     as_bytes = sent.contiguous().unsqueeze(-1).view(torch.uint8)
     started = AllToAll(group, as_bytes, sent_splits, received_splits, what, timeout_s)
     return started.finish().view(sent.dtype).squeeze(-1)
+
+
+def exchange_lists(
+    group: EpGroup,
+    lists: Sequence[tuple[torch.Tensor, list[int], list[int]]],
+    what: str,
+    timeout_s: float,
+) -> list[torch.Tensor]:
+    """`exchange` several tensors with splits of their own, in one message to each rank.
+
+    Collective.  Each message costs a fixed time, which for small tensors is most of it.
+
+    Args:
+        group: the ranks.
+        lists: each tensor with what `exchange` calls `sent_splits` and `received_splits`.
+        what: names the call in errors.
+        timeout_s: seconds to wait for the other ranks.
+
+    Returns:
+        what arrives of each tensor, by source.
+    """
+    if len(lists) == 1:
+        return [exchange(group, *lists[0], what, timeout_s)]
+    sent, lengths = [], []
+    for tensor, sent_splits, received_splits in lists:
+        entry_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
+        flat = tensor.flatten().view(torch.uint8)
+        sent.append(flat.split([entry_bytes * number for number in sent_splits]))
+        lengths.append([entry_bytes * number for number in received_splits])
+    messages = [torch.cat(of_rank) for of_rank in zip(*sent, strict=True)]
+    received = exchange(
+        group,
+        torch.cat(messages),
+        [len(message) for message in messages],
+        [sum(of_rank) for of_rank in zip(*lengths, strict=True)],
+        what,
+        timeout_s,
+    )
+    pieces = received.split([length for of_rank in zip(*lengths, strict=True) for length in of_rank])
+    return [
+        torch.cat(pieces[number :: len(lists)]).view(tensor.dtype).view(-1, *tensor.shape[1:])
+        for number, (tensor, _, _) in enumerate(lists)
+    ]

@@ -18,6 +18,7 @@ of a pair's assignments and sends one row per pair back.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ from megatron_ncclep.engines.engine import (
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.ranks.all_to_all import exchange
+from megatron_ncclep.ranks.all_to_all import exchange, exchange_lists
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
 
@@ -55,25 +56,29 @@ CAPS = EngineCaps(
 
 @dataclass(eq=False)
 class ReferencePlan(RoutePlan):
-    """Routes as index lists. 'Sent' is the source rank's side, 'received' the expert rank's.
+    """Routes as index lists: at the source rank 'sent', at the expert rank 'received'.
 
     Attributes:
         sent_token: int32 [pairs sent]: the token of each (destination rank, token) pair.
         sent_assignment: int32 [assignments sent]: index token * top_k + k of each assignment, in
             the order (destination rank, token, expert).
-        assignment_pair: int32 [assignments received]: the received pair of each assignment.
-        assignment_turn: int32 [assignments received]: the assignment's place among its pair's, by
-            local expert.
-        assignment_slot: int32 [assignments received]: the row it goes to; -1 when it was dropped.
+        row: int32 [assignments kept]: the rows that hold an assignment, in ascending order.
+        row_pair: int32, like `row`: the received pair of each.
+        row_assignment: int32, like `row`: the received assignment of each.
+        by_turn: int32, like `row`: places in these three lists, by the assignment's turn, its place
+            among its pair's assignments by local expert.
+        rows_of_turn: how many assignments have each turn; a pair has at most one of them.
         pairs_sent, assignments_sent: per destination rank.
-        pairs_received, assignments_received: per source rank.
+        pairs_received, assignments_received: per source rank, with those that were dropped.
     """
 
     sent_token: torch.Tensor
     sent_assignment: torch.Tensor
-    assignment_pair: torch.Tensor
-    assignment_turn: torch.Tensor
-    assignment_slot: torch.Tensor
+    row: torch.Tensor
+    row_pair: torch.Tensor
+    row_assignment: torch.Tensor
+    by_turn: torch.Tensor
+    rows_of_turn: list[int]
     pairs_sent: list[int]
     assignments_sent: list[int]
     pairs_received: list[int]
@@ -117,66 +122,62 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         agreement = self.agree_on_routes(topk_idx, self.topk_problem(topk_idx))
         num_tokens, top_k = topk_idx.shape
 
-        # At the source rank: the assignments in the order (destination rank, token, expert), and
-        # their pairs.
-        flat = topk_idx.reshape(-1).long()
-        assignment = (flat != NOT_ROUTED).nonzero().squeeze(1)
-        token, expert = assignment // top_k, flat[assignment]
-        pair_key = (expert // num_local) * num_tokens + token
-        order = (pair_key * self.num_experts + expert).argsort()
-        assignment, expert, pair_key = assignment[order], expert[order], pair_key[order]
-        sent_pair, pair_of_assignment = pair_key.unique_consecutive(return_inverse=True)
-        pairs_sent = (sent_pair // max(num_tokens, 1)).bincount(minlength=num_ranks)
-        assignments_sent = (expert // num_local).bincount(minlength=num_ranks)
+        # Every rank learns all routes.
+        tokens_of = agreement.gathered
+        all_routes = self._exchange(
+            topk_idx.int().repeat(num_ranks, 1),
+            [num_tokens] * num_ranks,
+            tokens_of,
+            "plan, exchanging routes",
+        )
+        self._check_row_counts(all_routes)
 
-        # Tell everybody who sends how many pairs and assignments to whom; then, which assignment is
-        # whose.
-        counts = self.group.gather(
-            torch.stack([pairs_sent, assignments_sent]).reshape(-1).cpu(),
-            "plan, exchanging counts",
-            self.timeout_s,
-        ).view(num_ranks, 2, num_ranks)  # [source, pairs or assignments, destination]
-        self._check_row_counts(counts[:, 1].sum(dim=0).tolist())
-        pairs_received = counts[:, 0, self.group.rank]
-        assignments_received = counts[:, 1, self.group.rank]
-        first_sent = pairs_sent.cumsum(0) - pairs_sent
-        assignments = self._exchange(
-            torch.stack(
-                [pair_of_assignment - first_sent[expert // num_local], expert % num_local], dim=1
-            ),
-            assignments_sent.tolist(),
-            assignments_received.tolist(),
-            "plan, exchanging assignments",
-        )
-        # They arrive in the order (source rank, token, local expert).
-        first_received = (pairs_received.cumsum(0) - pairs_received).repeat_interleave(
-            assignments_received
-        )
-        assignment_pair = assignments[:, 0] + first_received.to(assignments.device)
-        slots = self._slots(assignments[:, 1], assignments_received, num_tokens, top_k)
+        # At the source rank, in the order (destination rank, token, expert).
+        k_of = _k_of_experts(topk_idx, 0, self.num_experts)
+        k_of = k_of.view(num_tokens, num_ranks, num_local).transpose(0, 1).contiguous()
+        is_sent = k_of >= 0
+        is_pair_sent = is_sent.any(dim=2)
+        token = is_sent.nonzero()[:, 1]
 
-        _, assignments_of_pair = assignment_pair.unique_consecutive(return_counts=True)
-        first_assignment = (assignments_of_pair.cumsum(0) - assignments_of_pair).repeat_interleave(
-            assignments_of_pair
-        )
+        # At the expert rank, in the order (source rank, token, local expert).
+        received = _k_of_experts(all_routes, self.group.rank * num_local, num_local) >= 0
+        is_pair = received.any(dim=1)
+        pair = is_pair.cumsum(0) - 1
+        assignment = received.flatten().cumsum(0) - 1
+        turn = received.cumsum(1).flatten() - 1
+
+        # The rows: by local expert, and then as the tokens are ordered.
+        order = self._order_in_blocks(tokens_of)
+        ordered = received if order is None else received[order]
+        limit = self.rows_limit(num_tokens, top_k)
+        kept = ordered if limit is None else ordered & self._fits(ordered, limit)
+        alignment, routed = self.config.block_alignment, kept.sum(dim=0)
+        padded = (routed + alignment - 1) // alignment * alignment
+        row_expert, row_token = kept.T.nonzero().unbind(1)
+        if order is not None:
+            row_token = order[row_token]
+        padding_before = (padded - routed).cumsum(0) - (padded - routed)
+        row = torch.arange(len(row_token), device=row_token.device) + padding_before[row_expert]
+        place = row_token * num_local + row_expert
+        row_turn = turn[place]
         return ReferencePlan(
             plan_id=agreement.call,
             num_tokens=num_tokens,
             top_k=top_k,
             num_experts=self.num_experts,
-            num_rows=slots.num_rows,
-            counts=slots.counts,
-            sent_token=(sent_pair % max(num_tokens, 1)).int(),
-            sent_assignment=assignment.int(),
-            assignment_pair=assignment_pair.int(),
-            assignment_turn=(
-                torch.arange(len(assignment_pair), device=assignment_pair.device) - first_assignment
-            ).int(),
-            assignment_slot=slots.slot.int(),
-            pairs_sent=pairs_sent.tolist(),
-            assignments_sent=assignments_sent.tolist(),
-            pairs_received=pairs_received.tolist(),
-            assignments_received=assignments_received.tolist(),
+            num_rows=int(padded.sum()) if limit is None else limit,
+            counts=torch.cat([padded, routed, (received.sum() - routed.sum()).view(1)]),
+            sent_token=is_pair_sent.nonzero()[:, 1].int(),
+            sent_assignment=(token * top_k + k_of[is_sent]).int(),
+            row=row.int(),
+            row_pair=pair[row_token].int(),
+            row_assignment=assignment[place].int(),
+            by_turn=row_turn.argsort(stable=True).int(),
+            rows_of_turn=row_turn.bincount().tolist(),
+            pairs_sent=is_pair_sent.sum(dim=1).tolist(),
+            assignments_sent=is_sent.sum(dim=(1, 2)).tolist(),
+            pairs_received=[int(of_rank.sum()) for of_rank in is_pair.split(tokens_of)],
+            assignments_received=[int(of_rank.sum()) for of_rank in received.split(tokens_of)],
         )
 
     @torch.no_grad()
@@ -185,26 +186,16 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
         plan = self._agree("dispatch", plan, x, w)
-        kept = plan.assignment_slot >= 0
-        slot = plan.assignment_slot[kept]
+        sent = [(x.index_select(0, plan.sent_token), plan.pairs_sent, plan.pairs_received)]
+        if w is not None:
+            of_assignments = w.reshape(-1).index_select(0, plan.sent_assignment)
+            sent.append((of_assignments, plan.assignments_sent, plan.assignments_received))
+        received = self._exchange_lists(sent, "dispatch")
 
-        received = self._exchange(
-            x[plan.sent_token], plan.pairs_sent, plan.pairs_received, "dispatch"
-        )
-        rows = x.new_zeros(plan.num_rows, x.shape[1])
-        rows[slot] = received[plan.assignment_pair[kept]]
+        rows = _with_padding(plan, received[0].index_select(0, plan.row_pair))
         if w is None:
             return rows, None
-
-        received_w = self._exchange(
-            w.reshape(-1)[plan.sent_assignment],
-            plan.assignments_sent,
-            plan.assignments_received,
-            "dispatch, weights",
-        )
-        row_w = w.new_zeros(plan.num_rows)
-        row_w[slot] = received_w[kept]
-        return rows, row_w
+        return rows, _with_padding(plan, received[1].index_select(0, plan.row_assignment))
 
     @torch.no_grad()
     def combine(
@@ -219,114 +210,111 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         """
         plan = self._agree("combine", plan, y, w)
         wide = torch.float64 if y.dtype == torch.float64 else torch.float32
-        kept = plan.assignment_slot >= 0
 
         partial = y.new_zeros(sum(plan.pairs_received), y.shape[1], dtype=wide)
-        for turn in range(int(plan.assignment_turn.max()) + 1 if len(plan.assignment_turn) else 0):
-            now = kept & (plan.assignment_turn == turn)  # at most one assignment of each pair
-            partial[plan.assignment_pair[now]] += y[plan.assignment_slot[now]].to(wide)
+        for turn in plan.by_turn.split(plan.rows_of_turn):
+            row, pair = plan.row.index_select(0, turn), plan.row_pair.index_select(0, turn)
+            partial.index_add_(0, pair.long(), y.index_select(0, row).to(wide))
 
-        out = self._add_up(plan, partial, y.dtype)
-        if w is None:
-            return out.to(y.dtype), None
-
-        assignment_w = torch.where(kept, w[plan.assignment_slot.clamp(min=0)], 0) if len(w) else w
-        returned_w = self._exchange(
-            assignment_w, plan.assignments_received, plan.assignments_sent, "combine, weights"
-        )
-        topk_w = w.new_zeros(plan.num_tokens * plan.top_k)
-        topk_w[plan.sent_assignment] = returned_w
-        return out.to(y.dtype), topk_w.view(plan.num_tokens, plan.top_k)
-
-    def _add_up(
-        self, plan: ReferencePlan, partial: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Send the pairs' sums `partial` back and add them up: [num_tokens, hidden]."""
-        rank, nodes = self.group.rank, self._nodes
-        by_node = self.caps.reduction == NODE_SUMS_ROUNDED
         # The part that is not rounded may come from another rank: then the source rank does the
         # rounding.
-        sent = partial if by_node else partial.to(dtype)
-        returned = self._exchange(sent, plan.pairs_received, plan.pairs_sent, "combine")
+        by_node = self.caps.reduction == NODE_SUMS_ROUNDED
+        sent = [(partial if by_node else partial.to(y.dtype), plan.pairs_received, plan.pairs_sent)]
+        if w is not None:
+            of_assignments = _scattered(
+                w.index_select(0, plan.row), plan.row_assignment, sum(plan.assignments_received)
+            )
+            sent.append((of_assignments, plan.assignments_received, plan.assignments_sent))
+        returned = self._exchange_lists(sent, "combine")
+
+        out = self._add_up(plan, partial, returned[0], y.dtype)
+        if w is None:
+            return out, None
+        topk_w = _scattered(returned[1], plan.sent_assignment, plan.num_tokens * plan.top_k)
+        return out, topk_w.view(plan.num_tokens, plan.top_k)
+
+    def _add_up(
+        self,
+        plan: ReferencePlan,
+        partial: torch.Tensor,
+        returned: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Add the pairs' sums up at their source rank: [num_tokens, hidden] of `dtype`.
+
+        Args:
+            plan: of the call.
+            partial: sums of the pairs that this rank has received, not rounded.
+            returned: sums of the pairs that it has sent.
+            dtype: of the rows.
+        """
+        rank, nodes = self.group.rank, self._nodes
         parts = list(returned.split(plan.pairs_sent))
         parts[rank] = partial.split(plan.pairs_received)[rank]
-        tokens = plan.sent_token.split(plan.pairs_sent)
+        tokens = plan.sent_token.long().split(plan.pairs_sent)
 
         def rounded(rows: torch.Tensor) -> torch.Tensor:
             return rows.to(dtype).to(partial.dtype)
 
-        exact = [rank] if self.caps.reduction == SOURCE_PART_UNROUNDED else []
-        together = [list(range(self.group.size))]
-        if by_node and nodes is not None:
-            exact = nodes.rail_of(rank)
-            together = [nodes.ranks_of(node) for node in range(nodes.count)]
-        out = partial.new_zeros(plan.num_tokens, partial.shape[1])
-        for ranks in together:
-            total = torch.zeros_like(out)
+        def total(ranks: Iterable[int], exact: Sequence[int]) -> torch.Tensor:
+            out = partial.new_zeros(plan.num_tokens, partial.shape[1])
             for other in ranks:
-                total[tokens[other]] += parts[other] if other in exact else rounded(parts[other])
-            out += rounded(total) if by_node else total
-        return out
+                part = parts[other] if other in exact else rounded(parts[other])
+                out.index_add_(0, tokens[other], part)
+            return out
+
+        if self.caps.reduction == NODE_SUMS_ROUNDED and nodes is not None:
+            exact = nodes.rail_of(rank)
+            of_nodes = [total(nodes.ranks_of(node), exact) for node in range(nodes.count)]
+            return sum(map(rounded, of_nodes), torch.zeros_like(of_nodes[0])).to(dtype)
+        exact = [rank] if self.caps.reduction == SOURCE_PART_UNROUNDED else []
+        return total(range(self.group.size), exact).to(dtype)
 
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> ReferenceLowLatency:
         """See `create_low_latency`."""
         self._require_open()
         return ReferenceLowLatency(self.group, self.num_experts, sizes, self.config)
 
-    def _check_row_counts(self, assignments_per_rank: list[int]) -> None:
-        """Refuse more rows than row numbers can name; every rank knows all counts, so all raise."""
-        for rank, assignments in enumerate(assignments_per_rank):
-            rows = assignments + self.num_local_experts * (self.config.block_alignment - 1)
-            if self.config.max_recv_rows is None and rows > self.caps.max_rows:
+    def _check_row_counts(self, all_routes: torch.Tensor) -> None:
+        """Refuse more rows than row numbers can name; every rank knows all routes, so all raise."""
+        if self.config.max_recv_rows is not None:
+            return
+        padding = self.num_local_experts * (self.config.block_alignment - 1)
+        if all_routes.numel() + padding <= self.caps.max_rows:
+            return
+        ranks = all_routes[all_routes != NOT_ROUTED] // self.num_local_experts
+        for rank, assignments in enumerate(ranks.bincount(minlength=self.group.size).tolist()):
+            rows = assignments + padding
+            if rows > self.caps.max_rows:
                 raise InputError(
                     f"plan: rank {rank} would receive up to {rows} rows, more than the "
                     f"{self.caps.max_rows} that a row number can name: use smaller micro-batches"
                 )
 
-    def _slots(
-        self, local_expert: torch.Tensor, by_source: torch.Tensor, num_tokens: int, top_k: int
-    ) -> _Slots:
-        """Give received assignments, `by_source` of them from each rank, expert-major slots."""
+    def _order_in_blocks(self, tokens_of: list[int]) -> torch.Tensor | None:
+        """The order of all ranks' tokens in a block of rows; None: as they come, by source rank."""
         if self._nodes is None:
-            return self._slots_in_order(local_expert, num_tokens, top_k)
-        assignments = torch.arange(len(local_expert), device=local_expert.device)
-        from_rank = assignments.split(by_source.tolist())
-        order = torch.cat([from_rank[rank] for rank in self._nodes.ranks_by_rail()])
-        slots = self._slots_in_order(local_expert[order], num_tokens, top_k)
-        slot = torch.empty_like(slots.slot)
-        slot[order] = slots.slot
-        return dataclasses.replace(slots, slot=slot)
+            return None
+        tokens = torch.arange(sum(tokens_of), device=self.group.device).split(tokens_of)
+        return torch.cat([tokens[rank] for rank in self._nodes.ranks_by_rail()])
 
-    def _slots_in_order(self, local_expert: torch.Tensor, num_tokens: int, top_k: int) -> _Slots:
-        """Give assignments that are already in slot order their expert-major slots."""
-        alignment, num_local = self.config.block_alignment, self.num_local_experts
-        limit = self.rows_limit(num_tokens, top_k)
-        by_expert = local_expert.argsort(stable=True)
-        wanted = local_expert.bincount(minlength=num_local)
-        place = torch.empty_like(local_expert)  # of an assignment in its expert's block
-        place[by_expert] = torch.arange(len(place), device=place.device) - (
-            wanted.cumsum(0) - wanted
-        ).repeat_interleave(wanted)
+    def _fits(self, routed: torch.Tensor, limit: int) -> torch.Tensor:
+        """Which of the assignments `routed`, bool [tokens, local experts], fit into `limit` rows.
 
-        kept = torch.ones_like(local_expert, dtype=torch.bool)
-        if limit is not None:
-            # An assignment that opens an alignment block of `alignment` rows needs all of it;
-            # everything after the first assignment that does not fit is dropped too, so that the
-            # order decides and not chance.
-            rows = (place % alignment == 0).long().cumsum(0) * alignment
-            kept = rows <= limit
-            if self._shortage is not None:
-                self._shortage.record(self._needed(rows), limit)
-        routed = local_expert[kept].bincount(minlength=num_local)
-        padded = (routed + alignment - 1) // alignment * alignment
-        num_rows = int(padded.sum()) if limit is None else limit
-        slot = (padded.cumsum(0) - padded)[local_expert] + place
-        slot = torch.where(kept, slot, -1)
-        return _Slots(slot, num_rows, torch.cat([padded, routed, (~kept).sum().view(1)]))
+        An assignment that opens an alignment block of `alignment` rows needs all of it; everything
+        after the first assignment that does not fit is dropped too, so that the order decides and
+        not chance.
+        """
+        alignment = self.config.block_alignment
+        opens_block = routed & ((routed.cumsum(0) - 1) % alignment == 0)
+        rows = opens_block.flatten().cumsum(0) * alignment
+        if self._shortage is not None:
+            self._shortage.record(self._needed(rows), limit)
+        return (rows <= limit).view_as(routed)
 
     def _needed(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows that each rank needs, int64 [num_ranks]; `rows`: up to each assignment here."""
-        mine = rows[-1:].sum().reshape(1)  # 0 without assignments
+        mine = rows[-1:].sum().reshape(1)  # 0 without tokens
         what = "plan, exchanging how many rows each rank needs"
         return self.group.gather(mine, what, self.timeout_s).flatten()
 
@@ -335,11 +323,39 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
     ) -> torch.Tensor:
         return exchange(self.group, sent, sent_splits, received_splits, what, self.timeout_s)
 
+    def _exchange_lists(
+        self, lists: list[tuple[torch.Tensor, list[int], list[int]]], what: str
+    ) -> list[torch.Tensor]:
+        return exchange_lists(self.group, lists, what, self.timeout_s)
 
-@dataclass(frozen=True)
-class _Slots:
-    """The result of `_slots`: `slot` is -1 for a dropped assignment, `counts` a plan's."""
 
-    slot: torch.Tensor
-    num_rows: int
-    counts: torch.Tensor
+def _k_of_experts(topk_idx: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """The k at which each token names each of `count` experts from `first` on; -1: it does not.
+
+    Args:
+        topk_idx: [num_tokens, top_k].
+        first, count: of the experts.
+
+    Returns:
+        int64 [num_tokens, count].
+    """
+    expert = topk_idx.long() - first
+    # Column `count` collects the other experts; it is cut off.
+    column = torch.where((expert >= 0) & (expert < count), expert, count)
+    num_tokens, top_k = topk_idx.shape
+    table = column.new_full((num_tokens, count + 1), -1)
+    k = torch.arange(top_k, device=topk_idx.device).expand(num_tokens, -1)
+    return table.scatter_(1, column, k)[:, :count]
+
+
+def _scattered(values: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
+    """Put `values` at `places`, which are distinct, of a tensor of `length` entries, else zero."""
+    everything = values.new_zeros(length, *values.shape[1:])
+    return everything.index_copy_(0, places.long(), values)
+
+
+def _with_padding(plan: ReferencePlan, rows: torch.Tensor) -> torch.Tensor:
+    """The dispatched tensor: `rows`, or weights of rows, and zeros between them if there are any."""
+    if len(rows) == plan.num_rows:
+        return rows
+    return _scattered(rows, plan.row, plan.num_rows)
