@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -61,24 +62,19 @@ class ReferencePlan(RoutePlan):
     Attributes:
         sent_token: int32 [pairs sent]: the token of each (destination rank, token) pair.
         sent_assignment: int32 [assignments sent]: index token * top_k + k of each assignment, in
-            the order (destination rank, token, expert).
-        row: int32 [assignments kept]: the rows that hold an assignment, in ascending order.
-        row_pair: int32, like `row`: the received pair of each.
-        row_assignment: int32, like `row`: the received assignment of each.
-        by_turn: int32, like `row`: places in these three lists, by the assignment's turn, its place
-            among its pair's assignments by local expert.
-        rows_of_turn: how many assignments have each turn; a pair has at most one of them.
+            the order (destination rank, local expert, token).
+        row_pair: int32 [assignments kept]: the received pair of each row that is not padding.
+        row_assignment: int32 [assignments kept]: the received assignment of each.
+        blocks: for each local expert, its first row and how many rows are not padding.
         pairs_sent, assignments_sent: per destination rank.
         pairs_received, assignments_received: per source rank, with those that were dropped.
     """
 
     sent_token: torch.Tensor
     sent_assignment: torch.Tensor
-    row: torch.Tensor
     row_pair: torch.Tensor
     row_assignment: torch.Tensor
-    by_turn: torch.Tensor
-    rows_of_turn: list[int]
+    blocks: list[tuple[int, int]]
     pairs_sent: list[int]
     assignments_sent: list[int]
     pairs_received: list[int]
@@ -123,61 +119,57 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         num_tokens, top_k = topk_idx.shape
 
         # Every rank learns all routes.
-        tokens_of = agreement.gathered
+        rank, tokens_of = self.group.rank, agreement.gathered
         all_routes = self._exchange(
-            topk_idx.int().repeat(num_ranks, 1),
+            torch.cat([topk_idx.int()] * num_ranks),
             [num_tokens] * num_ranks,
             tokens_of,
             "plan, exchanging routes",
         )
         self._check_row_counts(all_routes)
+        assignments = _assignment_of_each(all_routes, self.num_experts)
 
-        # At the source rank, in the order (destination rank, token, expert).
-        k_of = _k_of_experts(topk_idx, 0, self.num_experts)
-        k_of = k_of.view(num_tokens, num_ranks, num_local).transpose(0, 1).contiguous()
-        is_sent = k_of >= 0
-        is_pair_sent = is_sent.any(dim=2)
-        token = is_sent.nonzero()[:, 1]
+        # At the source rank.
+        first_token = sum(tokens_of[:rank])
+        of_own_tokens = assignments[:, first_token : first_token + num_tokens]
+        is_sent = of_own_tokens >= 0
+        is_pair_sent = is_sent.view(num_ranks, num_local, num_tokens).any(dim=1)
 
-        # At the expert rank, in the order (source rank, token, local expert).
-        received = _k_of_experts(all_routes, self.group.rank * num_local, num_local) >= 0
-        is_pair = received.any(dim=1)
+        # At the expert rank: rows by local expert, and then as the tokens are ordered.
+        received = assignments[rank * num_local : (rank + 1) * num_local] >= 0
+        is_pair = received.any(dim=0)
         pair = is_pair.cumsum(0) - 1
-        assignment = received.flatten().cumsum(0) - 1
-        turn = received.cumsum(1).flatten() - 1
-
-        # The rows: by local expert, and then as the tokens are ordered.
-        order = self._order_in_blocks(tokens_of)
-        ordered = received if order is None else received[order]
+        by_source = torch.stack([part.sum(dim=1) for part in received.split(tokens_of, dim=1)])
+        numbers = by_source.tolist()  # [source rank][local expert]
+        row_assignment = self._rows_from_sources(numbers)
+        if self._nodes is not None:
+            order = self._tokens_in_block(tokens_of)
+            received, pair = received[:, order], pair[order]
         limit = self.rows_limit(num_tokens, top_k)
-        kept = ordered if limit is None else ordered & self._fits(ordered, limit)
-        alignment, routed = self.config.block_alignment, kept.sum(dim=0)
-        padded = (routed + alignment - 1) // alignment * alignment
-        row_expert, row_token = kept.T.nonzero().unbind(1)
-        if order is not None:
-            row_token = order[row_token]
-        padding_before = (padded - routed).cumsum(0) - (padded - routed)
-        row = torch.arange(len(row_token), device=row_token.device) + padding_before[row_expert]
-        place = row_token * num_local + row_expert
-        row_turn = turn[place]
+        kept = received
+        if limit is not None:
+            kept = received & self._fits(received, limit)
+            row_assignment = row_assignment[kept[received]]
+
+        alignment, routed = self.config.block_alignment, kept.sum(dim=1).tolist()
+        padded = [-(-rows // alignment) * alignment for rows in routed]
+        num_dropped = sum(map(sum, numbers)) - sum(routed)
         return ReferencePlan(
             plan_id=agreement.call,
             num_tokens=num_tokens,
             top_k=top_k,
             num_experts=self.num_experts,
-            num_rows=int(padded.sum()) if limit is None else limit,
-            counts=torch.cat([padded, routed, (received.sum() - routed.sum()).view(1)]),
+            num_rows=sum(padded) if limit is None else limit,
+            counts=torch.tensor([*padded, *routed, num_dropped], device=topk_idx.device),
             sent_token=is_pair_sent.nonzero()[:, 1].int(),
-            sent_assignment=(token * top_k + k_of[is_sent]).int(),
-            row=row.int(),
-            row_pair=pair[row_token].int(),
-            row_assignment=assignment[place].int(),
-            by_turn=row_turn.argsort(stable=True).int(),
-            rows_of_turn=row_turn.bincount().tolist(),
+            sent_assignment=of_own_tokens[is_sent] - first_token * top_k,
+            row_pair=pair[kept.nonzero()[:, 1]].int(),
+            row_assignment=row_assignment.int(),
+            blocks=list(zip(accumulate(padded, initial=0), routed, strict=False)),
             pairs_sent=is_pair_sent.sum(dim=1).tolist(),
-            assignments_sent=is_sent.sum(dim=(1, 2)).tolist(),
-            pairs_received=[int(of_rank.sum()) for of_rank in is_pair.split(tokens_of)],
-            assignments_received=[int(of_rank.sum()) for of_rank in received.split(tokens_of)],
+            assignments_sent=is_sent.view(num_ranks, -1).sum(dim=1).tolist(),
+            pairs_received=[int(part.sum()) for part in is_pair.split(tokens_of)],
+            assignments_received=[sum(of_experts) for of_experts in numbers],
         )
 
     @torch.no_grad()
@@ -212,17 +204,18 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         wide = torch.float64 if y.dtype == torch.float64 else torch.float32
 
         partial = y.new_zeros(sum(plan.pairs_received), y.shape[1], dtype=wide)
-        for turn in plan.by_turn.split(plan.rows_of_turn):
-            row, pair = plan.row.index_select(0, turn), plan.row_pair.index_select(0, turn)
-            partial.index_add_(0, pair.long(), y.index_select(0, row).to(wide))
+        of_experts = plan.row_pair.long().split([number for _, number in plan.blocks])
+        for rows, pair in zip(_without_padding(plan, y), of_experts, strict=True):
+            partial.index_add_(0, pair, rows.to(wide))  # a pair has one row of an expert at most
 
         # The part that is not rounded may come from another rank: then the source rank does the
         # rounding.
         by_node = self.caps.reduction == NODE_SUMS_ROUNDED
         sent = [(partial if by_node else partial.to(y.dtype), plan.pairs_received, plan.pairs_sent)]
         if w is not None:
+            of_rows = torch.cat(_without_padding(plan, w))
             of_assignments = _scattered(
-                w.index_select(0, plan.row), plan.row_assignment, sum(plan.assignments_received)
+                of_rows, plan.row_assignment, sum(plan.assignments_received)
             )
             sent.append((of_assignments, plan.assignments_received, plan.assignments_sent))
         returned = self._exchange_lists(sent, "combine")
@@ -291,26 +284,41 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
                     f"{self.caps.max_rows} that a row number can name: use smaller micro-batches"
                 )
 
-    def _order_in_blocks(self, tokens_of: list[int]) -> torch.Tensor | None:
-        """The order of all ranks' tokens in a block of rows; None: as they come, by source rank."""
-        if self._nodes is None:
-            return None
-        tokens = torch.arange(sum(tokens_of), device=self.group.device).split(tokens_of)
-        return torch.cat([tokens[rank] for rank in self._nodes.ranks_by_rail()])
+    def _rows_from_sources(self, numbers: list[list[int]]) -> torch.Tensor:
+        """The received assignment of each row, if all are kept: int64.
 
-    def _fits(self, routed: torch.Tensor, limit: int) -> torch.Tensor:
-        """Which of the assignments `routed`, bool [tokens, local experts], fit into `limit` rows.
+        They arrive in the order (source rank, local expert, token); the rows are in the order
+        (local expert, source rank, token), or by rail for the ranks.
+
+        Args:
+            numbers: of assignments, by source rank and local expert.
+        """
+        ranks = range(self.group.size) if self._nodes is None else self._nodes.ranks_by_rail()
+        lengths = [number for of_experts in numbers for number in of_experts]
+        runs = torch.arange(sum(lengths), device=self.group.device).split(lengths)
+        num_local = self.num_local_experts
+        return torch.cat(
+            [runs[rank * num_local + expert] for expert in range(num_local) for rank in ranks]
+        )
+
+    def _tokens_in_block(self, tokens_of: list[int]) -> torch.Tensor:
+        """All ranks' tokens in the order that they have in a block, where that is not by rank."""
+        assert self._nodes is not None
+        of_ranks = torch.arange(sum(tokens_of), device=self.group.device).split(tokens_of)
+        return torch.cat([of_ranks[rank] for rank in self._nodes.ranks_by_rail()])
+
+    def _fits(self, received: torch.Tensor, limit: int) -> torch.Tensor:
+        """Which of the assignments bool [local experts, tokens] fit into `limit` rows.
 
         An assignment that opens an alignment block of `alignment` rows needs all of it; everything
         after the first assignment that does not fit is dropped too, so that the order decides and
         not chance.
         """
-        alignment = self.config.block_alignment
-        opens_block = routed & ((routed.cumsum(0) - 1) % alignment == 0)
-        rows = opens_block.flatten().cumsum(0) * alignment
+        opens_block = received & ((received.cumsum(1) - 1) % self.config.block_alignment == 0)
+        rows = opens_block.T.flatten().cumsum(0) * self.config.block_alignment
         if self._shortage is not None:
             self._shortage.record(self._needed(rows), limit)
-        return (rows <= limit).view_as(routed)
+        return (rows <= limit).view_as(received.T).T
 
     def _needed(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows that each rank needs, int64 [num_ranks]; `rows`: up to each assignment here."""
@@ -329,23 +337,22 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         return exchange_lists(self.group, lists, what, self.timeout_s)
 
 
-def _k_of_experts(topk_idx: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """The k at which each token names each of `count` experts from `first` on; -1: it does not.
+def _assignment_of_each(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The assignment with which each token names each expert; -1: it does not.
 
     Args:
         topk_idx: [num_tokens, top_k].
-        first, count: of the experts.
+        num_experts: of the group.
 
     Returns:
-        int64 [num_tokens, count].
+        int32 [num_experts, num_tokens], numbers token * top_k + k.
     """
-    expert = topk_idx.long() - first
-    # Column `count` collects the other experts; it is cut off.
-    column = torch.where((expert >= 0) & (expert < count), expert, count)
     num_tokens, top_k = topk_idx.shape
-    table = column.new_full((num_tokens, count + 1), -1)
-    k = torch.arange(top_k, device=topk_idx.device).expand(num_tokens, -1)
-    return table.scatter_(1, column, k)[:, :count]
+    numbers = torch.arange(num_tokens * top_k, dtype=torch.int32, device=topk_idx.device)
+    table = numbers.new_full((num_experts + 1, num_tokens), -1)
+    # The last row, which is cut off, collects what is not routed: -1 modulo num_experts + 1.
+    expert = topk_idx.long() % (num_experts + 1)
+    return table.scatter_(0, expert.T, numbers.view(num_tokens, top_k).T)[:-1]
 
 
 def _scattered(values: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
@@ -354,8 +361,17 @@ def _scattered(values: torch.Tensor, places: torch.Tensor, length: int) -> torch
     return everything.index_copy_(0, places.long(), values)
 
 
-def _with_padding(plan: ReferencePlan, rows: torch.Tensor) -> torch.Tensor:
-    """The dispatched tensor: `rows`, or weights of rows, and zeros between them if there are any."""
-    if len(rows) == plan.num_rows:
-        return rows
-    return _scattered(rows, plan.row, plan.num_rows)
+def _with_padding(plan: ReferencePlan, values: torch.Tensor) -> torch.Tensor:
+    """`values` of the rows that are not padding, and zeros for those that are."""
+    if len(values) == plan.num_rows:
+        return values
+    rows = values.new_zeros(plan.num_rows, *values.shape[1:])
+    numbers = [number for _, number in plan.blocks]
+    for (first, number), of_expert in zip(plan.blocks, values.split(numbers), strict=True):
+        rows[first : first + number] = of_expert
+    return rows
+
+
+def _without_padding(plan: ReferencePlan, rows: torch.Tensor) -> list[torch.Tensor]:
+    """For each local expert, its rows that are not padding."""
+    return [rows[first : first + number] for first, number in plan.blocks]
