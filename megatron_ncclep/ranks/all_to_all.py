@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -172,22 +173,21 @@ def exchange_lists(
     """
     if len(lists) == 1:
         return [exchange(group, *lists[0], what, timeout_s)]
-    sent, lengths = [], []
+    sent, sent_lengths, received_lengths = [], [], []
     for tensor, sent_splits, received_splits in lists:
         entry_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
-        flat = tensor.flatten().view(torch.uint8)
-        sent.append(flat.split([entry_bytes * number for number in sent_splits]))
-        lengths.append([entry_bytes * number for number in received_splits])
-    messages = [torch.cat(of_rank) for of_rank in zip(*sent, strict=True)]
+        sent_lengths.append([entry_bytes * number for number in sent_splits])
+        received_lengths.append([entry_bytes * number for number in received_splits])
+        sent.append(tensor.flatten().view(torch.uint8).split(sent_lengths[-1]))
     received = exchange(
         group,
-        torch.cat(messages),
-        [len(message) for message in messages],
-        [sum(of_rank) for of_rank in zip(*lengths, strict=True)],
+        torch.cat(list(chain(*zip(*sent, strict=True)))),
+        [sum(of_rank) for of_rank in zip(*sent_lengths, strict=True)],
+        [sum(of_rank) for of_rank in zip(*received_lengths, strict=True)],
         what,
         timeout_s,
     )
-    pieces = received.split([length for of_rank in zip(*lengths, strict=True) for length in of_rank])
+    pieces = received.split(list(chain(*zip(*received_lengths, strict=True))))
     return [
         torch.cat(pieces[number :: len(lists)]).view(tensor.dtype).view(-1, *tensor.shape[1:])
         for number, (tensor, _, _) in enumerate(lists)

@@ -18,9 +18,11 @@ of a pair's assignments and sends one row per pair back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -44,6 +46,8 @@ from megatron_ncclep.ranks.all_to_all import exchange, exchange_lists
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
 CAPS = EngineCaps(
     name="reference",
     reduction=SOURCE_PART_UNROUNDED,
@@ -53,6 +57,21 @@ CAPS = EngineCaps(
     moves_bytes=True,
     low_latency_tokens=65536,
 )
+
+
+def _plain_torch(call: _Call) -> _Call:
+    """Let a method run without autograd and without torch's function modes.
+
+    A mode, such as the one of `cpu/`, is asked about each operation and attribute of a tensor: half
+    of the time of a call.
+    """
+
+    @functools.wraps(call)
+    def run(*args: Any) -> Any:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return call(*args)
+
+    return cast(_Call, run)
 
 
 @dataclass(eq=False)
@@ -110,7 +129,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         self._nodes = nodes
         super().__init__(group, num_experts, config)
 
-    @torch.no_grad()
+    @_plain_torch
     def plan(self, topk_idx: torch.Tensor) -> ReferencePlan:
         """See `Engine.plan`."""
         self._require_open()
@@ -172,7 +191,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
             assignments_received=[sum(of_experts) for of_experts in numbers],
         )
 
-    @torch.no_grad()
+    @_plain_torch
     def dispatch(
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -189,7 +208,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
             return rows, None
         return rows, _with_padding(plan, received[1].index_select(0, plan.row_assignment))
 
-    @torch.no_grad()
+    @_plain_torch
     def combine(
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
