@@ -157,6 +157,7 @@ class Training:
         return {
             "dispatcher": self.dispatcher,
             "dispatcher_classes": sorted({type(m.token_dispatcher).__name__ for m in layers}),
+            "engine": layers[0].token_dispatcher.engine.caps.name if self.options else None,
             "options": vars(self.options) if self.options is not None else {},
             "model": self.job.model,
             "settings": self.settings.values,

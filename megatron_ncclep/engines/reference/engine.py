@@ -5,14 +5,15 @@ A worked example.  Two ranks, four experts (rank 0 has experts 0 and 1), top-2, 
     rank 0: token 0 -> experts 0, 1      rank 1: token 0 -> experts 2, 1
             token 1 -> experts 3, 0
 
-    assignments for rank 0, in the order (source rank, token, local expert):
-        (0, token 0, e0) (0, token 0, e1) (0, token 1, e0) (1, token 0, e1)
     pairs (source rank, token) for rank 0: (0, 0) (0, 1) (1, 0); the first has two assignments
-    slots on rank 0, expert-major: e0: (0, 0) (0, 1)   e1: (0, 0) (1, 0)
-    slots of the four assignments: 0, 2, 1, 3
+    assignments for rank 0, as they arrive, by source rank, local expert and token:
+        (0, e0, token 0) (0, e0, token 1) (0, e1, token 0) (1, e1, token 0)
+    slots on rank 0, by local expert, source rank and token: e0: (0, 0) (0, 1)   e1: (0, 0) (1, 0)
+    pairs of the four slots: 0, 1, 0, 2
 
 Dispatch sends one row per pair and copies it to the slots of its assignments; combine adds the rows
-of a pair's assignments and sends one row per pair back.
+of a pair's assignments and sends one row per pair back.  Weights are sent with the rows, one per
+assignment.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from megatron_ncclep.engines.engine import (
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.ranks.all_to_all import exchange, exchange_lists
+from megatron_ncclep.ranks.all_to_all import exchange_lists
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
 
@@ -62,14 +63,14 @@ CAPS = EngineCaps(
 def _plain_torch(call: _Call) -> _Call:
     """Let a method run without autograd and without torch's function modes.
 
-    A mode, such as the one of `cpu/`, is asked about each operation and attribute of a tensor: half
-    of the time of a call.
+    A mode, such as the one of `cpu/`, is asked about each operation on a tensor and each of its
+    attributes: half of the time of a call.
     """
 
     @functools.wraps(call)
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **named: Any) -> Any:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            return call(*args)
+            return call(*args, **named)
 
     return cast(_Call, run)
 
@@ -139,11 +140,9 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
 
         # Every rank learns all routes.
         rank, tokens_of = self.group.rank, agreement.gathered
-        all_routes = self._exchange(
-            torch.cat([topk_idx.int()] * num_ranks),
-            [num_tokens] * num_ranks,
-            tokens_of,
-            "plan, exchanging routes",
+        routes = torch.cat([topk_idx.int()] * num_ranks)
+        (all_routes,) = self._exchange(
+            [(routes, [num_tokens] * num_ranks, tokens_of)], "plan, exchanging routes"
         )
         self._check_row_counts(all_routes)
         assignments = _assignment_of_each(all_routes, self.num_experts)
@@ -201,7 +200,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         if w is not None:
             of_assignments = w.reshape(-1).index_select(0, plan.sent_assignment)
             sent.append((of_assignments, plan.assignments_sent, plan.assignments_received))
-        received = self._exchange_lists(sent, "dispatch")
+        received = self._exchange(sent, "dispatch")
 
         rows = _with_padding(plan, received[0].index_select(0, plan.row_pair))
         if w is None:
@@ -237,7 +236,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
                 of_rows, plan.row_assignment, sum(plan.assignments_received)
             )
             sent.append((of_assignments, plan.assignments_received, plan.assignments_sent))
-        returned = self._exchange_lists(sent, "combine")
+        returned = self._exchange(sent, "combine")
 
         out = self._add_up(plan, partial, returned[0], y.dtype)
         if w is None:
@@ -346,11 +345,6 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         return self.group.gather(mine, what, self.timeout_s).flatten()
 
     def _exchange(
-        self, sent: torch.Tensor, sent_splits: list[int], received_splits: list[int], what: str
-    ) -> torch.Tensor:
-        return exchange(self.group, sent, sent_splits, received_splits, what, self.timeout_s)
-
-    def _exchange_lists(
         self, lists: list[tuple[torch.Tensor, list[int], list[int]]], what: str
     ) -> list[torch.Tensor]:
         return exchange_lists(self.group, lists, what, self.timeout_s)
