@@ -19,11 +19,9 @@ assignment.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar, cast
 
 import torch
 
@@ -41,13 +39,12 @@ from megatron_ncclep.engines.engine import (
     RoutePlan,
 )
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
+from megatron_ncclep.engines.plain_torch import plain_torch
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.all_to_all import exchange_lists
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
-
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 CAPS = EngineCaps(
     name="reference",
@@ -58,21 +55,6 @@ CAPS = EngineCaps(
     moves_bytes=True,
     low_latency_tokens=65536,
 )
-
-
-def _plain_torch(call: _Call) -> _Call:
-    """Let a method run without autograd and without torch's function modes.
-
-    A mode, such as the one of `cpu/`, is asked about each operation on a tensor and each of its
-    attributes: half of the time of a call.
-    """
-
-    @functools.wraps(call)
-    def run(*args: Any, **named: Any) -> Any:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            return call(*args, **named)
-
-    return cast(_Call, run)
 
 
 @dataclass(eq=False)
@@ -130,7 +112,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         self._nodes = nodes
         super().__init__(group, num_experts, config)
 
-    @_plain_torch
+    @plain_torch
     def plan(self, topk_idx: torch.Tensor) -> ReferencePlan:
         """See `Engine.plan`."""
         self._require_open()
@@ -190,7 +172,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
             assignments_received=[sum(of_experts) for of_experts in numbers],
         )
 
-    @_plain_torch
+    @plain_torch
     def dispatch(
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -207,7 +189,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
             return rows, None
         return rows, _with_padding(plan, received[1].index_select(0, plan.row_assignment))
 
-    @_plain_torch
+    @plain_torch
     def combine(
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
