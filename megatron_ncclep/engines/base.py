@@ -88,8 +88,7 @@ class EngineBase(Generic[_Plan]):
         self._require_open()
         problem = self.rows_problem(phase, plan, rows, w)
         agreed = self.agree_on_rows(phase, plan, rows, w, problem)
-        if self.group.device.type == "cuda":
-            self.streams.keep(*agreed.tensors(), rows, w)
+        self.streams.keep(*agreed.tensors(), rows, w)
         return agreed
 
     def rows_limit(self, num_tokens: int, top_k: int) -> int | None:

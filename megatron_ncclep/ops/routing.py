@@ -112,7 +112,8 @@ def routes_and_weights(
     topk_idx = experts.new_full((num_tokens, top_k + 1), NOT_ROUTED)
     topk_idx = topk_idx.scatter(1, column, experts)[:, :top_k]
     topk_idx = topk_idx.masked_fill(place[:, -1:] >= top_k, TOO_MANY_EXPERTS)
-    weights = probs.new_zeros(num_tokens, top_k + 1).scatter(1, column, probs)[:, :top_k]
+    chosen = probs.gather(1, topk_idx.clamp(min=0))
+    weights = torch.where(topk_idx >= 0, chosen, chosen.new_zeros(()))
     return Routes(topk_idx, num_experts, block), weights
 
 
