@@ -267,8 +267,8 @@ class Hosts:
         """`exchange` by a collective of the process group.
 
         Raises:
-            UnsupportedError: a CUDA graph is being captured, which would record the
-                collective and not run it.
+            UnsupportedError: a CUDA graph is being captured, which would record the collective and
+                not run it.
         """
         if self._stream is not None and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
