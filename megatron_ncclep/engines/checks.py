@@ -90,30 +90,34 @@ def topk_value_problem(topk_idx: torch.Tensor, num_experts: int) -> str | None:
     That is an index that is neither an expert nor `NOT_ROUTED` (`TOO_MANY_EXPERTS` included), or an
     expert that a token names twice.
     """
+    ordered = topk_idx.sort(dim=1).values
+    is_wrong = (ordered < NOT_ROUTED) | (ordered >= num_experts)
+    is_wrong[:, 1:] |= (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
+    if not is_wrong.any():
+        return None
     too_many = topk_idx == TOO_MANY_EXPERTS
     outside = (topk_idx < NOT_ROUTED) | (topk_idx >= num_experts)
-    ordered = topk_idx.sort(dim=1).values
-    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
-    is_too_many, is_outside, is_repeated = torch.stack(
-        [too_many.any(), outside.any(), repeated.any()]
-    ).tolist()
-    if is_too_many:
-        token = int(too_many.any(dim=1).nonzero()[0])
+    if too_many.any():
+        token, _ = _first(too_many)
         return (
             f"the routing map names more than top_k={topk_idx.shape[1]} experts for token {token}: "
             "a router that adds assignments of its own needs a larger top_k"
         )
-    if is_outside:
-        token, slot = (int(i) for i in outside.nonzero()[0])
+    if outside.any():
+        token, slot = _first(outside)
         return (
             f"expert index {int(topk_idx[token, slot])} of token {token}, top-k slot "
             f"{slot}, is out of range: there are {num_experts} experts, and {NOT_ROUTED} "
             "means not routed"
         )
-    if is_repeated:
-        token, slot = (int(i) for i in repeated.nonzero()[0])
-        return f"token {token} names expert {int(ordered[token, slot])} twice: name it once"
-    return None
+    token, slot = _first(is_wrong)
+    return f"token {token} names expert {int(ordered[token, slot])} twice: name it once"
+
+
+def _first(is_wrong: torch.Tensor) -> list[int]:
+    """Token and column of the first True."""
+    first: list[int] = is_wrong.nonzero()[0].tolist()
+    return first
 
 
 def payload_problem(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS
+from megatron_ncclep.engines.plain_torch import plain_torch
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries import extension
 
@@ -50,6 +51,7 @@ class Routes:
         return _backwards_in_blocks(grad_probs, self.block)
 
 
+@plain_torch
 def routes_and_weights(
     routing_map: torch.Tensor, probs: torch.Tensor, top_k: int, block: int = 1
 ) -> tuple[Routes, torch.Tensor]:
@@ -101,7 +103,7 @@ def routes_and_weights(
             *(topk_idx, weights, block, extension.current_stream()),
         )
         return Routes(topk_idx, num_experts, block), weights
-    probs = _backwards_in_blocks(probs.detach(), block)
+    probs = _backwards_in_blocks(probs, block)
     routing_map = _backwards_in_blocks(routing_map, block)
     place = routing_map.cumsum(dim=1) - 1  # of an expert among its token's
     # Column top_k collects experts that are not chosen; it is cut off.
@@ -109,8 +111,7 @@ def routes_and_weights(
     experts = torch.arange(num_experts, device=routing_map.device).expand(num_tokens, -1)
     topk_idx = experts.new_full((num_tokens, top_k + 1), NOT_ROUTED)
     topk_idx = topk_idx.scatter(1, column, experts)[:, :top_k]
-    too_many = routing_map.sum(dim=1, keepdim=True) > top_k
-    topk_idx = topk_idx.masked_fill(too_many, TOO_MANY_EXPERTS)
+    topk_idx = topk_idx.masked_fill(place[:, -1:] >= top_k, TOO_MANY_EXPERTS)
     chosen = probs.gather(1, topk_idx.clamp(min=0))
     weights = torch.where(topk_idx >= 0, chosen, chosen.new_zeros(()))
     return Routes(topk_idx, num_experts, block), weights

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,3 +150,45 @@ def exchange(
     as_bytes = sent.contiguous().unsqueeze(-1).view(torch.uint8)
     started = AllToAll(group, as_bytes, sent_splits, received_splits, what, timeout_s)
     return started.finish().view(sent.dtype).squeeze(-1)
+
+
+def exchange_lists(
+    group: EpGroup,
+    lists: Sequence[tuple[torch.Tensor, list[int], list[int]]],
+    what: str,
+    timeout_s: float,
+) -> list[torch.Tensor]:
+    """`exchange` several tensors with splits of their own, in one message to each rank.
+
+    Collective.  Each message costs a fixed time, which for small tensors is most of it.
+
+    Args:
+        group: the ranks.
+        lists: each tensor with what `exchange` calls `sent_splits` and `received_splits`.
+        what: names the call in errors.
+        timeout_s: seconds to wait for the other ranks.
+
+    Returns:
+        what arrives of each tensor, by source.
+    """
+    if len(lists) == 1:
+        return [exchange(group, *lists[0], what, timeout_s)]
+    sent, sent_lengths, received_lengths = [], [], []
+    for tensor, sent_splits, received_splits in lists:
+        entry_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
+        sent_lengths.append([entry_bytes * number for number in sent_splits])
+        received_lengths.append([entry_bytes * number for number in received_splits])
+        sent.append(tensor.flatten().view(torch.uint8).split(sent_lengths[-1]))
+    received = exchange(
+        group,
+        torch.cat(list(chain(*zip(*sent, strict=True)))),
+        [sum(of_rank) for of_rank in zip(*sent_lengths, strict=True)],
+        [sum(of_rank) for of_rank in zip(*received_lengths, strict=True)],
+        what,
+        timeout_s,
+    )
+    pieces = received.split(list(chain(*zip(*received_lengths, strict=True))))
+    return [
+        torch.cat(pieces[number :: len(lists)]).view(tensor.dtype).view(-1, *tensor.shape[1:])
+        for number, (tensor, _, _) in enumerate(lists)
+    ]

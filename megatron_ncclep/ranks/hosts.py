@@ -264,10 +264,10 @@ class Hosts:
         return self._exchange_by_torch(mine, what, timeout_s)
 
     def _exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:
-        """`exchange` by an all-gather of the process group.
+        """`exchange` by a collective of the process group.
 
         Raises:
-            UnsupportedError: a CUDA graph is being captured, which would record the all-gather and
+            UnsupportedError: a CUDA graph is being captured, which would record the collective and
                 not run it.
         """
         if self._stream is not None and torch.cuda.is_current_stream_capturing():
@@ -280,13 +280,14 @@ class Hosts:
         with torch.cuda.stream(self._stream):  # no effect on a CPU
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
             received = sent.new_empty(self.size, len(mine))
-            self.wait(
-                lambda group: dist.all_gather(
-                    list(received.unbind()), sent, group=group, async_op=True
-                ),
-                what,
-                timeout_s,
-            )
+
+            def start(group: dist.ProcessGroup) -> Any:
+                if self._stream is None:  # gloo: half of the time of its all-gather
+                    to_all = sent.expand(self.size, -1).contiguous()
+                    return dist.all_to_all_single(received, to_all, group=group, async_op=True)
+                return dist.all_gather(list(received.unbind()), sent, group=group, async_op=True)
+
+            self.wait(start, what, timeout_s)
             return _bytes_of(received)
 
     def exchange_padded(

@@ -211,10 +211,11 @@ class Training:
     def _effective_settings(self) -> dict[str, Any]:
         import megatron.core
 
-        classes = {type(layer.token_dispatcher).__name__ for layer in self._layers()}
+        dispatchers = [layer.token_dispatcher for layer in self._layers()]
         return {
             "dispatcher": self.dispatcher,
-            "dispatcher_classes": sorted(classes),
+            "dispatcher_classes": sorted({type(each).__name__ for each in dispatchers}),
+            "engine": dispatchers[0].engine.caps.name if self.options else None,
             "options": vars(self.options) if self.options is not None else {},
             "model": self.job.model,
             "settings": self.settings.values,

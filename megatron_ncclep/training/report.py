@@ -9,6 +9,8 @@ from typing import Any
 from megatron_ncclep.training import corpus, log
 from megatron_ncclep.training.job import Job
 
+# Printed below the table, whose tokens/s are not what the kernels for GPUs reach.
+REFERENCE = "ncclep's engine reference: the readable engine for CPUs; the fast kernels need GPUs"
 Entry = dict[str, Any]  # of a step, as in log.py
 
 
@@ -87,6 +89,9 @@ def _print_summary(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"\n{job.model}, trained on {prepared.source}")
     console.print(table)
+    settings = [entry for name in curves for entry in log.read(job.log_path(name), "settings")]
+    if any(entry.get("engine") == "reference" for entry in settings):
+        console.print(REFERENCE)
     console.print(f"log, plot and checkpoint: {job.out}/{log.NAME}, {plot}, {job.out}/checkpoint/")
 
 

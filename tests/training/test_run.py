@@ -124,6 +124,7 @@ def test_output_has_progress_and_summary(finished: Finished):
             assert f"{name}: step {step}/{STEPS}  loss " in finished.output
     for row in ("validation loss", "unigram entropy", "tokens/s", "largest difference"):
         assert row in finished.output
+    assert "engine reference: the readable engine for CPUs" in finished.output
     assert f"{losses(finished.out)[-1]:.4f}" in finished.output
     assert (finished.out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 

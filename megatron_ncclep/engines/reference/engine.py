@@ -5,20 +5,23 @@ A worked example.  Two ranks, four experts (rank 0 has experts 0 and 1), top-2, 
     rank 0: token 0 -> experts 0, 1      rank 1: token 0 -> experts 2, 1
             token 1 -> experts 3, 0
 
-    assignments for rank 0, in the order (source rank, token, local expert):
-        (0, token 0, e0) (0, token 0, e1) (0, token 1, e0) (1, token 0, e1)
     pairs (source rank, token) for rank 0: (0, 0) (0, 1) (1, 0); the first has two assignments
-    slots on rank 0, expert-major: e0: (0, 0) (0, 1)   e1: (0, 0) (1, 0)
-    slots of the four assignments: 0, 2, 1, 3
+    assignments for rank 0, as they arrive, by source rank, local expert and token:
+        (0, e0, token 0) (0, e0, token 1) (0, e1, token 0) (1, e1, token 0)
+    slots on rank 0, by local expert, source rank and token: e0: (0, 0) (0, 1)   e1: (0, 0) (1, 0)
+    pairs of the four slots: 0, 1, 0, 2
 
 Dispatch sends one row per pair and copies it to the slots of its assignments; combine adds the rows
-of a pair's assignments and sends one row per pair back.
+of a pair's assignments and sends one row per pair back.  Weights are sent with the rows, one per
+assignment.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -36,9 +39,10 @@ from megatron_ncclep.engines.engine import (
     RoutePlan,
 )
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
+from megatron_ncclep.engines.plain_torch import plain_torch
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.ranks.all_to_all import exchange
+from megatron_ncclep.ranks.all_to_all import exchange_lists
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
 
@@ -55,25 +59,24 @@ CAPS = EngineCaps(
 
 @dataclass(eq=False)
 class ReferencePlan(RoutePlan):
-    """Routes as index lists. 'Sent' is the source rank's side, 'received' the expert rank's.
+    """Routes as index lists: at the source rank 'sent', at the expert rank 'received'.
 
     Attributes:
         sent_token: int32 [pairs sent]: the token of each (destination rank, token) pair.
         sent_assignment: int32 [assignments sent]: index token * top_k + k of each assignment, in
-            the order (destination rank, token, expert).
-        assignment_pair: int32 [assignments received]: the received pair of each assignment.
-        assignment_turn: int32 [assignments received]: the assignment's place among its pair's, by
-            local expert.
-        assignment_slot: int32 [assignments received]: the row it goes to; -1 when it was dropped.
+            the order (destination rank, local expert, token).
+        row_pair: int32 [assignments kept]: the received pair of each row that is not padding.
+        row_assignment: int32 [assignments kept]: the received assignment of each.
+        blocks: for each local expert, its first row and how many rows are not padding.
         pairs_sent, assignments_sent: per destination rank.
-        pairs_received, assignments_received: per source rank.
+        pairs_received, assignments_received: per source rank, with those that were dropped.
     """
 
     sent_token: torch.Tensor
     sent_assignment: torch.Tensor
-    assignment_pair: torch.Tensor
-    assignment_turn: torch.Tensor
-    assignment_slot: torch.Tensor
+    row_pair: torch.Tensor
+    row_assignment: torch.Tensor
+    blocks: list[tuple[int, int]]
     pairs_sent: list[int]
     assignments_sent: list[int]
     pairs_received: list[int]
@@ -109,7 +112,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         self._nodes = nodes
         super().__init__(group, num_experts, config)
 
-    @torch.no_grad()
+    @plain_torch
     def plan(self, topk_idx: torch.Tensor) -> ReferencePlan:
         """See `Engine.plan`."""
         self._require_open()
@@ -117,96 +120,76 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         agreement = self.agree_on_routes(topk_idx, self.topk_problem(topk_idx))
         num_tokens, top_k = topk_idx.shape
 
-        # At the source rank: the assignments in the order (destination rank, token, expert), and
-        # their pairs.
-        flat = topk_idx.reshape(-1).long()
-        assignment = (flat != NOT_ROUTED).nonzero().squeeze(1)
-        token, expert = assignment // top_k, flat[assignment]
-        pair_key = (expert // num_local) * num_tokens + token
-        order = (pair_key * self.num_experts + expert).argsort()
-        assignment, expert, pair_key = assignment[order], expert[order], pair_key[order]
-        sent_pair, pair_of_assignment = pair_key.unique_consecutive(return_inverse=True)
-        pairs_sent = (sent_pair // max(num_tokens, 1)).bincount(minlength=num_ranks)
-        assignments_sent = (expert // num_local).bincount(minlength=num_ranks)
+        # Every rank learns all routes.
+        rank, tokens_of = self.group.rank, agreement.gathered
+        routes = torch.cat([topk_idx.int()] * num_ranks)
+        (all_routes,) = self._exchange(
+            [(routes, [num_tokens] * num_ranks, tokens_of)], "plan, exchanging routes"
+        )
+        self._check_row_counts(all_routes)
+        assignments = _assignment_of_each(all_routes, self.num_experts)
 
-        # Tell everybody who sends how many pairs and assignments to whom; then, which assignment is
-        # whose.
-        counts = self.group.gather(
-            torch.stack([pairs_sent, assignments_sent]).reshape(-1).cpu(),
-            "plan, exchanging counts",
-            self.timeout_s,
-        ).view(num_ranks, 2, num_ranks)  # [source, pairs or assignments, destination]
-        self._check_row_counts(counts[:, 1].sum(dim=0).tolist())
-        pairs_received = counts[:, 0, self.group.rank]
-        assignments_received = counts[:, 1, self.group.rank]
-        first_sent = pairs_sent.cumsum(0) - pairs_sent
-        assignments = self._exchange(
-            torch.stack(
-                [pair_of_assignment - first_sent[expert // num_local], expert % num_local], dim=1
-            ),
-            assignments_sent.tolist(),
-            assignments_received.tolist(),
-            "plan, exchanging assignments",
-        )
-        # They arrive in the order (source rank, token, local expert).
-        first_received = (pairs_received.cumsum(0) - pairs_received).repeat_interleave(
-            assignments_received
-        )
-        assignment_pair = assignments[:, 0] + first_received.to(assignments.device)
-        slots = self._slots(assignments[:, 1], assignments_received, num_tokens, top_k)
+        # At the source rank.
+        first_token = sum(tokens_of[:rank])
+        of_own_tokens = assignments[:, first_token : first_token + num_tokens]
+        is_sent = of_own_tokens >= 0
+        is_pair_sent = is_sent.view(num_ranks, num_local, num_tokens).any(dim=1)
 
-        _, assignments_of_pair = assignment_pair.unique_consecutive(return_counts=True)
-        first_assignment = (assignments_of_pair.cumsum(0) - assignments_of_pair).repeat_interleave(
-            assignments_of_pair
-        )
+        # At the expert rank: rows by local expert, and then as the tokens are ordered.
+        received = assignments[rank * num_local : (rank + 1) * num_local] >= 0
+        is_pair = received.any(dim=0)
+        pair = is_pair.cumsum(0) - 1
+        by_source = torch.stack([part.sum(dim=1) for part in received.split(tokens_of, dim=1)])
+        numbers = by_source.tolist()  # [source rank][local expert]
+        row_assignment = self._rows_from_sources(numbers)
+        if self._nodes is not None:
+            order = self._tokens_in_block(tokens_of)
+            received, pair = received[:, order], pair[order]
+        limit = self.rows_limit(num_tokens, top_k)
+        kept = received
+        if limit is not None:
+            kept = received & self._fits(received, limit)
+            row_assignment = row_assignment[kept[received]]
+
+        alignment, routed = self.config.block_alignment, kept.sum(dim=1).tolist()
+        padded = [-(-rows // alignment) * alignment for rows in routed]
+        num_dropped = sum(map(sum, numbers)) - sum(routed)
         return ReferencePlan(
             plan_id=agreement.call,
             num_tokens=num_tokens,
             top_k=top_k,
             num_experts=self.num_experts,
-            num_rows=slots.num_rows,
-            counts=slots.counts,
-            sent_token=(sent_pair % max(num_tokens, 1)).int(),
-            sent_assignment=assignment.int(),
-            assignment_pair=assignment_pair.int(),
-            assignment_turn=(
-                torch.arange(len(assignment_pair), device=assignment_pair.device) - first_assignment
-            ).int(),
-            assignment_slot=slots.slot.int(),
-            pairs_sent=pairs_sent.tolist(),
-            assignments_sent=assignments_sent.tolist(),
-            pairs_received=pairs_received.tolist(),
-            assignments_received=assignments_received.tolist(),
+            num_rows=sum(padded) if limit is None else limit,
+            counts=torch.tensor([*padded, *routed, num_dropped], device=topk_idx.device),
+            sent_token=is_pair_sent.nonzero()[:, 1].int(),
+            sent_assignment=of_own_tokens[is_sent] - first_token * top_k,
+            row_pair=pair[kept.nonzero()[:, 1]].int(),
+            row_assignment=row_assignment.int(),
+            blocks=list(zip(accumulate(padded, initial=0), routed, strict=False)),
+            pairs_sent=is_pair_sent.sum(dim=1).tolist(),
+            assignments_sent=is_sent.view(num_ranks, -1).sum(dim=1).tolist(),
+            pairs_received=[int(part.sum()) for part in is_pair.split(tokens_of)],
+            assignments_received=[sum(of_experts) for of_experts in numbers],
         )
 
-    @torch.no_grad()
+    @plain_torch
     def dispatch(
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
         plan = self._agree("dispatch", plan, x, w)
-        kept = plan.assignment_slot >= 0
-        slot = plan.assignment_slot[kept]
+        sent = [(x.index_select(0, plan.sent_token), plan.pairs_sent, plan.pairs_received)]
+        if w is not None:
+            of_assignments = w.reshape(-1).index_select(0, plan.sent_assignment)
+            sent.append((of_assignments, plan.assignments_sent, plan.assignments_received))
+        received = self._exchange(sent, "dispatch")
 
-        received = self._exchange(
-            x[plan.sent_token], plan.pairs_sent, plan.pairs_received, "dispatch"
-        )
-        rows = x.new_zeros(plan.num_rows, x.shape[1])
-        rows[slot] = received[plan.assignment_pair[kept]]
+        rows = _with_padding(plan, received[0].index_select(0, plan.row_pair))
         if w is None:
             return rows, None
+        return rows, _with_padding(plan, received[1].index_select(0, plan.row_assignment))
 
-        received_w = self._exchange(
-            w.reshape(-1)[plan.sent_assignment],
-            plan.assignments_sent,
-            plan.assignments_received,
-            "dispatch, weights",
-        )
-        row_w = w.new_zeros(plan.num_rows)
-        row_w[slot] = received_w[kept]
-        return rows, row_w
-
-    @torch.no_grad()
+    @plain_torch
     def combine(
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -219,127 +202,171 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         """
         plan = self._agree("combine", plan, y, w)
         wide = torch.float64 if y.dtype == torch.float64 else torch.float32
-        kept = plan.assignment_slot >= 0
 
         partial = y.new_zeros(sum(plan.pairs_received), y.shape[1], dtype=wide)
-        for turn in range(int(plan.assignment_turn.max()) + 1 if len(plan.assignment_turn) else 0):
-            now = kept & (plan.assignment_turn == turn)  # at most one assignment of each pair
-            partial[plan.assignment_pair[now]] += y[plan.assignment_slot[now]].to(wide)
+        of_experts = plan.row_pair.long().split([number for _, number in plan.blocks])
+        for rows, pair in zip(_without_padding(plan, y), of_experts, strict=True):
+            partial.index_add_(0, pair, rows.to(wide))  # a pair has one row of an expert at most
 
-        out = self._add_up(plan, partial, y.dtype)
-        if w is None:
-            return out.to(y.dtype), None
-
-        assignment_w = torch.where(kept, w[plan.assignment_slot.clamp(min=0)], 0) if len(w) else w
-        returned_w = self._exchange(
-            assignment_w, plan.assignments_received, plan.assignments_sent, "combine, weights"
-        )
-        topk_w = w.new_zeros(plan.num_tokens * plan.top_k)
-        topk_w[plan.sent_assignment] = returned_w
-        return out.to(y.dtype), topk_w.view(plan.num_tokens, plan.top_k)
-
-    def _add_up(
-        self, plan: ReferencePlan, partial: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Send the pairs' sums `partial` back and add them up: [num_tokens, hidden]."""
-        rank, nodes = self.group.rank, self._nodes
-        by_node = self.caps.reduction == NODE_SUMS_ROUNDED
         # The part that is not rounded may come from another rank: then the source rank does the
         # rounding.
-        sent = partial if by_node else partial.to(dtype)
-        returned = self._exchange(sent, plan.pairs_received, plan.pairs_sent, "combine")
+        by_node = self.caps.reduction == NODE_SUMS_ROUNDED
+        sent = [(partial if by_node else partial.to(y.dtype), plan.pairs_received, plan.pairs_sent)]
+        if w is not None:
+            of_rows = torch.cat(_without_padding(plan, w))
+            of_assignments = _scattered(
+                of_rows, plan.row_assignment, sum(plan.assignments_received)
+            )
+            sent.append((of_assignments, plan.assignments_received, plan.assignments_sent))
+        returned = self._exchange(sent, "combine")
+
+        out = self._add_up(plan, partial, returned[0], y.dtype)
+        if w is None:
+            return out, None
+        topk_w = _scattered(returned[1], plan.sent_assignment, plan.num_tokens * plan.top_k)
+        return out, topk_w.view(plan.num_tokens, plan.top_k)
+
+    def _add_up(
+        self,
+        plan: ReferencePlan,
+        partial: torch.Tensor,
+        returned: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Add the pairs' sums up at their source rank: [num_tokens, hidden] of `dtype`.
+
+        Args:
+            plan: of the call.
+            partial: sums of the pairs that this rank has received, not rounded.
+            returned: sums of the pairs that it has sent.
+            dtype: of the rows.
+        """
+        rank, nodes = self.group.rank, self._nodes
         parts = list(returned.split(plan.pairs_sent))
         parts[rank] = partial.split(plan.pairs_received)[rank]
-        tokens = plan.sent_token.split(plan.pairs_sent)
+        tokens = plan.sent_token.long().split(plan.pairs_sent)
 
         def rounded(rows: torch.Tensor) -> torch.Tensor:
             return rows.to(dtype).to(partial.dtype)
 
-        exact = [rank] if self.caps.reduction == SOURCE_PART_UNROUNDED else []
-        together = [list(range(self.group.size))]
-        if by_node and nodes is not None:
-            exact = nodes.rail_of(rank)
-            together = [nodes.ranks_of(node) for node in range(nodes.count)]
-        out = partial.new_zeros(plan.num_tokens, partial.shape[1])
-        for ranks in together:
-            total = torch.zeros_like(out)
+        def total(ranks: Iterable[int], exact: Sequence[int]) -> torch.Tensor:
+            out = partial.new_zeros(plan.num_tokens, partial.shape[1])
             for other in ranks:
-                total[tokens[other]] += parts[other] if other in exact else rounded(parts[other])
-            out += rounded(total) if by_node else total
-        return out
+                part = parts[other] if other in exact else rounded(parts[other])
+                out.index_add_(0, tokens[other], part)
+            return out
+
+        if self.caps.reduction == NODE_SUMS_ROUNDED and nodes is not None:
+            exact = nodes.rail_of(rank)
+            of_nodes = [total(nodes.ranks_of(node), exact) for node in range(nodes.count)]
+            return sum(map(rounded, of_nodes), torch.zeros_like(of_nodes[0])).to(dtype)
+        exact = [rank] if self.caps.reduction == SOURCE_PART_UNROUNDED else []
+        return total(range(self.group.size), exact).to(dtype)
 
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> ReferenceLowLatency:
         """See `create_low_latency`."""
         self._require_open()
         return ReferenceLowLatency(self.group, self.num_experts, sizes, self.config)
 
-    def _check_row_counts(self, assignments_per_rank: list[int]) -> None:
-        """Refuse more rows than row numbers can name; every rank knows all counts, so all raise."""
-        for rank, assignments in enumerate(assignments_per_rank):
-            rows = assignments + self.num_local_experts * (self.config.block_alignment - 1)
-            if self.config.max_recv_rows is None and rows > self.caps.max_rows:
+    def _check_row_counts(self, all_routes: torch.Tensor) -> None:
+        """Refuse more rows than row numbers can name; every rank knows all routes, so all raise."""
+        if self.config.max_recv_rows is not None:
+            return
+        padding = self.num_local_experts * (self.config.block_alignment - 1)
+        if all_routes.numel() + padding <= self.caps.max_rows:
+            return
+        ranks = all_routes[all_routes != NOT_ROUTED] // self.num_local_experts
+        for rank, assignments in enumerate(ranks.bincount(minlength=self.group.size).tolist()):
+            rows = assignments + padding
+            if rows > self.caps.max_rows:
                 raise InputError(
                     f"plan: rank {rank} would receive up to {rows} rows, more than the "
                     f"{self.caps.max_rows} that a row number can name: use smaller micro-batches"
                 )
 
-    def _slots(
-        self, local_expert: torch.Tensor, by_source: torch.Tensor, num_tokens: int, top_k: int
-    ) -> _Slots:
-        """Give received assignments, `by_source` of them from each rank, expert-major slots."""
-        if self._nodes is None:
-            return self._slots_in_order(local_expert, num_tokens, top_k)
-        assignments = torch.arange(len(local_expert), device=local_expert.device)
-        from_rank = assignments.split(by_source.tolist())
-        order = torch.cat([from_rank[rank] for rank in self._nodes.ranks_by_rail()])
-        slots = self._slots_in_order(local_expert[order], num_tokens, top_k)
-        slot = torch.empty_like(slots.slot)
-        slot[order] = slots.slot
-        return dataclasses.replace(slots, slot=slot)
+    def _rows_from_sources(self, numbers: list[list[int]]) -> torch.Tensor:
+        """The received assignment of each row, if all are kept: int64.
 
-    def _slots_in_order(self, local_expert: torch.Tensor, num_tokens: int, top_k: int) -> _Slots:
-        """Give assignments that are already in slot order their expert-major slots."""
-        alignment, num_local = self.config.block_alignment, self.num_local_experts
-        limit = self.rows_limit(num_tokens, top_k)
-        by_expert = local_expert.argsort(stable=True)
-        wanted = local_expert.bincount(minlength=num_local)
-        place = torch.empty_like(local_expert)  # of an assignment in its expert's block
-        place[by_expert] = torch.arange(len(place), device=place.device) - (
-            wanted.cumsum(0) - wanted
-        ).repeat_interleave(wanted)
+        They arrive in the order (source rank, local expert, token); the rows are in the order
+        (local expert, source rank, token), or by rail for the ranks.
 
-        kept = torch.ones_like(local_expert, dtype=torch.bool)
-        if limit is not None:
-            # An assignment that opens an alignment block of `alignment` rows needs all of it;
-            # everything after the first assignment that does not fit is dropped too, so that the
-            # order decides and not chance.
-            rows = (place % alignment == 0).long().cumsum(0) * alignment
-            kept = rows <= limit
-            if self._shortage is not None:
-                self._shortage.record(self._needed(rows), limit)
-        routed = local_expert[kept].bincount(minlength=num_local)
-        padded = (routed + alignment - 1) // alignment * alignment
-        num_rows = int(padded.sum()) if limit is None else limit
-        slot = (padded.cumsum(0) - padded)[local_expert] + place
-        slot = torch.where(kept, slot, -1)
-        return _Slots(slot, num_rows, torch.cat([padded, routed, (~kept).sum().view(1)]))
+        Args:
+            numbers: of assignments, by source rank and local expert.
+        """
+        ranks = range(self.group.size) if self._nodes is None else self._nodes.ranks_by_rail()
+        lengths = [number for of_experts in numbers for number in of_experts]
+        runs = torch.arange(sum(lengths), device=self.group.device).split(lengths)
+        num_local = self.num_local_experts
+        return torch.cat(
+            [runs[rank * num_local + expert] for expert in range(num_local) for rank in ranks]
+        )
+
+    def _tokens_in_block(self, tokens_of: list[int]) -> torch.Tensor:
+        """All ranks' tokens in the order that they have in a block, where that is not by rank."""
+        assert self._nodes is not None
+        of_ranks = torch.arange(sum(tokens_of), device=self.group.device).split(tokens_of)
+        return torch.cat([of_ranks[rank] for rank in self._nodes.ranks_by_rail()])
+
+    def _fits(self, received: torch.Tensor, limit: int) -> torch.Tensor:
+        """Which of the assignments bool [local experts, tokens] fit into `limit` rows.
+
+        An assignment that opens an alignment block of `alignment` rows needs all of it; everything
+        after the first assignment that does not fit is dropped too, so that the order decides and
+        not chance.
+        """
+        opens_block = received & ((received.cumsum(1) - 1) % self.config.block_alignment == 0)
+        rows = opens_block.T.flatten().cumsum(0) * self.config.block_alignment
+        if self._shortage is not None:
+            self._shortage.record(self._needed(rows), limit)
+        return (rows <= limit).view_as(received.T).T
 
     def _needed(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows that each rank needs, int64 [num_ranks]; `rows`: up to each assignment here."""
-        mine = rows[-1:].sum().reshape(1)  # 0 without assignments
+        mine = rows[-1:].sum().reshape(1)  # 0 without tokens
         what = "plan, exchanging how many rows each rank needs"
         return self.group.gather(mine, what, self.timeout_s).flatten()
 
     def _exchange(
-        self, sent: torch.Tensor, sent_splits: list[int], received_splits: list[int], what: str
-    ) -> torch.Tensor:
-        return exchange(self.group, sent, sent_splits, received_splits, what, self.timeout_s)
+        self, lists: list[tuple[torch.Tensor, list[int], list[int]]], what: str
+    ) -> list[torch.Tensor]:
+        return exchange_lists(self.group, lists, what, self.timeout_s)
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """The result of `_slots`: `slot` is -1 for a dropped assignment, `counts` a plan's."""
+def _assignment_of_each(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The assignment with which each token names each expert; -1: it does not.
 
-    slot: torch.Tensor
-    num_rows: int
-    counts: torch.Tensor
+    Args:
+        topk_idx: [num_tokens, top_k].
+        num_experts: of the group.
+
+    Returns:
+        int32 [num_experts, num_tokens], numbers token * top_k + k.
+    """
+    num_tokens, top_k = topk_idx.shape
+    numbers = torch.arange(num_tokens * top_k, dtype=torch.int32, device=topk_idx.device)
+    table = numbers.new_full((num_experts + 1, num_tokens), -1)
+    # The last row, which is cut off, collects what is not routed: -1 modulo num_experts + 1.
+    expert = topk_idx.long() % (num_experts + 1)
+    return table.scatter_(0, expert.T, numbers.view(num_tokens, top_k).T)[:-1]
+
+
+def _scattered(values: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
+    """Put `values` at `places`, which are distinct, of a tensor of `length` entries, else zero."""
+    everything = values.new_zeros(length, *values.shape[1:])
+    return everything.index_copy_(0, places.long(), values)
+
+
+def _with_padding(plan: ReferencePlan, values: torch.Tensor) -> torch.Tensor:
+    """`values` of the rows that are not padding, and zeros for those that are."""
+    if len(values) == plan.num_rows:
+        return values
+    rows = values.new_zeros(plan.num_rows, *values.shape[1:])
+    numbers = [number for _, number in plan.blocks]
+    for (first, number), of_expert in zip(plan.blocks, values.split(numbers), strict=True):
+        rows[first : first + number] = of_expert
+    return rows
+
+
+def _without_padding(plan: ReferencePlan, rows: torch.Tensor) -> list[torch.Tensor]:
+    """For each local expert, its rows that are not padding."""
+    return [rows[first : first + number] for first, number in plan.blocks]

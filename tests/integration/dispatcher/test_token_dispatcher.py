@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -176,6 +177,31 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
     for tokens, top_k in ((2, 3), (2, 4), (0, TOP_K)):
         assert dispatcher._top_k(routing_map[:tokens]) == top_k
     assert asked == [([3], 6.0), ([3], 6.0), ([0], 6.0)]  # in the first step
+
+
+class Watching(TorchFunctionMode):
+    """Lists what torch asks it about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_see_nothing_of_the_engine(make: Callable[..., Any]) -> None:
+    """The mode of `cpu/` took as long as the calls themselves: `ncclep train` lost to alltoall."""
+    engine = make(EXACT).engine
+    topk_idx, x, w = torch.tensor([[0, 2], [1, 3], [3, 0]]), torch.ones(3, 8), torch.ones(3, TOP_K)
+    with Watching() as mode:
+        plan = engine.plan(topk_idx)
+        rows, row_w = engine.dispatch(plan, x, w=w)
+        out, topk_w = engine.combine(plan, rows, w=row_w)
+    assert mode.seen == []
+    assert out.tolist() == (TOP_K * x).tolist()
+    assert topk_w.tolist() == w.tolist()
 
 
 class OnlyFarAway(TorchDispatchMode):

@@ -1,0 +1,26 @@
+"""Calls that torch neither records for autograd nor shows to function modes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def plain_torch(call: _Call) -> _Call:
+    """Let a function run without autograd and without torch's function modes.
+
+    A mode, such as the one of `cpu/`, is asked about each operation on a tensor and each of its
+    attributes: half of the time of a call of the reference engine.
+    """
+
+    @functools.wraps(call)
+    def run(*args: Any, **named: Any) -> Any:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return call(*args, **named)
+
+    return cast(_Call, run)
