@@ -170,9 +170,7 @@ def _measure_in_pool(job: Job) -> list[Measured]:
         pool = RankPool(job.ranks, prepare=import_on_cpu if job.needs_megatron else None)
     measured: list[Measured] = []
     todo, names, start = job.everything, ", ".join(job.subjects), time.monotonic()
-    print(
-        *table.wrap(f"{len(todo)} shapes (the first tells how long they take): {names}"), sep="\n"
-    )
+    print(f"{len(todo)} shapes (the first tells how long they take): {names}", flush=True)
     try:
         for shape in todo:
             if measured:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from megatron_ncclep.benchmark import BOTH, LAUNCHED, PAIR, STEPS, WHOLE, WITH_EXPERTS
 from megatron_ncclep.benchmark.job import LIBRARIES, MEGATRONS_EXPERTS, known_variant
 from megatron_ncclep.benchmark.result import CROSSINGS, KINDS, PEAK_TFLOPS
 from megatron_ncclep.ranks.nodes import Nodes
 
-WIDTH = 140
+WIDTH = 100
 SHARED = (
     "RANKS SHARE A GPU, up to {} of them: this checks results. Ranks take turns, so that the times "
     "say nothing of speed, and no ratios are shown."
@@ -50,37 +47,41 @@ def render(result: dict[str, Any]) -> str:
         [
             f"ncclep bench {options['config']}: {options['ranks']} ranks, {where}, "
             f"{result['date']}",
-            *wrap(", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)),
+            ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v),
             f"{options['samples']} samples after {options['warmup']} warm-up rounds",
-            *(wrap(SHARED.format(on_each)) if on_each > 1 else ()),
+            *([SHARED.format(on_each)] if on_each > 1 else ()),
         ],
         # Older results have no max_recv_rows.
         *(_shape(s, options.get("max_recv_rows"), on_each == 1) for s in result["shapes"]),
         *(_training(training, on_each == 1) for training in result["trainings"]),
         *map(_low_latency, same_sizes(result["low_latency"])),
-        [line for note in _notes(result) for line in wrap(note)],
+        _notes(result),
     ]
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+    return "\n\n".join("\n".join(map(wrapped, block)) for block in blocks) + "\n"
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Left-align the first column and right-align the others; no trailing blanks."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for column in range(max(map(len, rows))):
-        grid.add_column(justify="right" if column else "left", no_wrap=True)
-    for row in rows:
-        grid.add_row(*row)
-    # Wider than any table: nothing is cut, whatever the terminal.
-    console = Console(width=10 * WIDTH, color_system=None, markup=False, emoji=False)
-    with console.capture() as captured:
-        console.print(grid, highlight=False)
-    return [line.rstrip() for line in captured.get().splitlines()]
+    """Left-align the first column and right-align the others; what is too wide follows below."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    lines: list[str] = []
+    end = 1
+    while end < len(widths):
+        begin, width = end, widths[0]
+        while end < len(widths) and (end == begin or width + 2 + widths[end] <= WIDTH):
+            width += 2 + widths[end]
+            end += 1
+        lines += [""] * bool(lines)
+        for row in rows:
+            cells = zip(row[begin:end], widths[begin:end], strict=False)
+            right = "".join(f"  {cell:>{width}}" for cell, width in cells)
+            lines += [f"{row[0]:{widths[0]}}{right}".rstrip()] * bool(row[0] or right.strip())
+    return lines
 
 
-def wrap(text: str) -> list[str]:
-    """Lines of at most `WIDTH` characters."""
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+def wrapped(line: str) -> str:
+    """Lines of at most `WIDTH` characters, in one text."""
+    return textwrap.fill(
+        line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -102,8 +103,8 @@ def _problems(subjects: Iterable[Subject]) -> list[str]:
     """Lines that say what was not measured and why, after an empty one; none if all is well."""
     words = {"unavailable": "not measured", "wrong": "WRONG", "failed": "FAILED"}
     bad = [subject for subject in subjects if subject["status"] in words]
-    said = (f"{title(s['name'])}: {words[s['status']]}: {s['reason']}" for s in bad)
-    return [""] * bool(bad) + [line for text in said for line in wrap(text)]
+    said = [f"{title(s['name'])}: {words[s['status']]}: {s['reason']}" for s in bad]
+    return [""] * bool(bad) + said
 
 
 def _held(subject: Subject) -> str:
@@ -120,7 +121,7 @@ def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> lis
     extras = "".join(f", {name} {shape[name]}" for name, value in usual if shape[name] != value)
     lines = [f"{sizes(shape)}{extras}; {result['wire_bytes'] / 1e6:.3g} MB on the wire"]
     if result["error"]:
-        return [*lines, *wrap(f"nothing was measured: {result['error']}")]
+        return [*lines, f"nothing was measured: {result['error']}"]
     lines += [*_network(result), _ceiling(result)]
     # The least times of rows on the wire and of products; empty where they are not known.
     products: dict[str, float] = (with_ratios and result["products_us"]) or {}
@@ -163,11 +164,11 @@ def _network(result: dict[str, Any]) -> list[str]:
     if found is None:  # also in older results
         return []
     nodes = Nodes(found["machines"], found["ranks_on_each"])
-    return wrap(
+    return [
         f"over the network, {nodes}: {found['hierarchical_bytes'] / 1e6:.3g} MB with "
         f"hierarchical, {found['flat_bytes'] / 1e6:.3g} MB with a row for each assignment to "
         "another node (alltoall); each of the busiest rank, in one pass"
-    )
+    ]
 
 
 def _ceiling(result: dict[str, Any]) -> str:
@@ -238,7 +239,7 @@ def _training(result: dict[str, Any], with_ratios: bool) -> list[str]:
         static = f"; static: {rows} received rows" if rows is not None else ""
         headline = f"{model_sizes(result)}, {result['tokens']} tokens a step{static}"
     if result["error"]:
-        return [headline, *wrap(f"nothing was measured: {result['error']}")]
+        return [headline, f"nothing was measured: {result['error']}"]
     measured = [subject for subject in subjects if subject["step"]]
     profiled = [subject for subject in measured if subject["kinds_us"]]
     lines = [headline]
@@ -333,19 +334,19 @@ def _low_latency(results: list[dict[str, Any]]) -> list[str]:
     most = max(result["max_tokens"] or 0 for result in results)
     lines = [f"low-latency mode: {pair_sizes(results[0])}; objects for {most} tokens of a rank"]
     heads = [f"{name} {percentile}" for name in PAIR for percentile in ("p50", "p99")]
-    rows = [["T", "", *heads, "kB on the wire", "MB window", "check"]]
+    rows = [["    T", *heads, "kB on the wire", "MB window", "check"]]
     named = []
     for result in results:
         tokens, wire = str(result["shape"]["tokens"]), f"{result['wire_bytes'] / 1e3:.1f}"
         if result["error"]:
-            lines += wrap(f"T {tokens}: nothing was measured: {result['error']}")
+            lines.append(f"T {tokens}: nothing was measured: {result['error']}")
         for subject in result["subjects"]:
             named.append({**subject, "name": f"{subject['name']}, T {tokens}"})
             if passes := subject["passes"]:
                 times = [f"{passes[n][key]:.1f}" for n in PAIR for key in ("p50_us", "p99_us")]
                 window = subject["window_bytes"]
                 held = "-" if window is None else f"{window / 1e6:.1f}"
-                rows.append([tokens, subject["name"], *times, wire, held, "ok"])
+                rows.append([f"{tokens:>5} {subject['name']}", *times, wire, held, "ok"])
     if len(rows) > 1:
         lines += ["", *align(rows)]
     return lines + _problems(named)

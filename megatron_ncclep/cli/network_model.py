@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ncclep.benchmark.table import align, wrap
+from megatron_ncclep.benchmark.table import align, wrapped
 from megatron_ncclep.errors import InputError
 
 
@@ -114,4 +114,4 @@ def render(model: NetworkModel) -> str:
         "size). Bytes are what a rank sends; flat is an all-to-all with a row for each assignment, "
         "counting only what crosses between nodes."
     )
-    return "\n".join([*wrap(head), "", *align(rows)])
+    return "\n".join([wrapped(head), "", *align(rows)])
