@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron_ncclep
-from megatron_ncclep import engines
+from megatron_ncclep import engines, envs
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
@@ -152,6 +152,7 @@ def test_every_option_reaches_the_engine(make: Callable[..., Any]) -> None:
 def test_options_of_the_environment_reach_the_engine(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(envs, "ENGINES", (*envs.ENGINES, OPTIONS.engine))
     for field in dataclasses.fields(EpConfig):
         monkeypatch.setenv(f"NCCLEP_{field.name.upper()}", str(getattr(OPTIONS, field.name)))
     assert make().engine.config == OPTIONS
