@@ -353,11 +353,18 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
             OPTION_FLAG + f.name.replace("_", "-"),
             type=f.metadata["parse"],
             choices=f.metadata["choices"],
-            metavar=None if f.metadata["choices"] else f.name.rpartition("_")[2].upper(),
+            metavar=_metavar(f),
             default=None,
             help=f"{f.metadata['help']} (environment: NCCLEP_{f.name.upper()}; "
             f"default: {f.default})",
         )
+
+
+def _metavar(option: dataclasses.Field[Any]) -> str:
+    """What `--help` shows for the value: its choices as they are written, or a word."""
+    if choices := option.metadata["choices"]:
+        return "{" + ",".join(str(choice).lower() for choice in choices) + "}"
+    return option.name.rpartition("_")[2].upper()
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -175,9 +175,8 @@ def _measure_in_pool(job: Job) -> list[Measured]:
         for shape in todo:
             if measured:
                 minutes = (time.monotonic() - start) / 60 * (len(todo) / len(measured) - 1)
-                print(
-                    f"{len(measured)} of {len(todo)}: about {minutes:.0f} minutes more", flush=True
-                )
+                left = f"about {minutes:.0f} minutes" if minutes > 1 else "a minute at most"
+                print(f"{len(measured)} of {len(todo)}: {left} to go", flush=True)
             if isinstance(shape, TrainingShape):
                 pool.close()  # nothing of an earlier model stays in memory
             try:
