@@ -113,6 +113,7 @@ PARTS: dict[str, list[Step]] = {
     "train": [
         Step("native", (4,), "tests/gpu/test_gpu_gpt.py"),
         Step("native", (4,), "tests/gpu/test_gpu_train_command.py"),
+        Step("native", (2,), "tests/gpu/test_gpu_doc_commands.py"),
         Step("native", (8,), "tests/gpu/test_gpu_gpt.py"),
         Step("hierarchical", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2),
         Step("native", (2,), "tests/gpu/test_gpu_overlapped_schedule.py"),
