@@ -14,7 +14,7 @@ import torch.distributed as dist
 from contract_cases import contract_cases, for_engine
 from imports import import_dynamo
 from left_out import leave_out, print_left_out, tell_the_printer, told_by
-from megatron_versions import INSTALLED, SUPPORTED, put_first
+from megatron_versions import INSTALLED, put_first
 from on_ranks import pytest_pyfunc_call  # noqa: F401  (a hook of pytest)
 from packaging.version import Version
 from patience import PatientPool
@@ -64,9 +64,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--megatron",
         default=INSTALLED,
-        choices=SUPPORTED,
-        help="release of Megatron-Core (default: the installed one); with another one, only the "
-        "tests with the marker each_release run",
+        metavar="RELEASE",
+        help="Megatron-Core of VENV/megatron/RELEASE, as scripts/fetch_megatron.sh unpacks it "
+        "(default: the installed one); with another one, only the tests with the marker "
+        "each_release run",
     )
     parser.addoption(
         "--iterations",
