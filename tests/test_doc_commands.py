@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -85,7 +85,8 @@ PROGRAMS = [block for block in BLOCKS if block.language]
 
 
 def prepare() -> None:
-    parsed_models.prepare()
+    if importlib.util.find_spec("megatron.training"):  # the wheel of 0.16.1 has none
+        parsed_models.prepare()
     small_job.prepare()
 
 
