@@ -211,6 +211,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     most, backend = chosen_ranks(config)[-1], config.getoption("--backend")
     release = Version(config.getoption("--megatron"))
+    # Those wait for Slurm, minutes without work: the other process has all the others meanwhile.
+    items.sort(key=lambda item: "cluster" not in item.path.parts)
     reasons: dict[pytest.Function, str] = {}
     for item in items:
         too_few = any(mark.args[0] > most for mark in item.iter_markers("needs_ranks"))
