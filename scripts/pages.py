@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import figures  # noqa: E402
 
 from megatron_ncclep import envs  # noqa: E402
+from megatron_ncclep.benchmark.result import PEAK_TFLOPS  # noqa: E402
 from megatron_ncclep.config import EpConfig  # noqa: E402
 from megatron_ncclep.training.settings import Settings, flops_per_token  # noqa: E402
 
@@ -84,49 +85,45 @@ def measured_on(result: dict[str, Any]) -> str:
     )
 
 
-def tflops(workload: str, training: dict[str, Any], layers: dict[str, Any]) -> dict[str, float]:
-    """The TFLOP/s of each subject of a training or a layer, by the subject's name in `ADDED`.
+def step_tflops(run: dict[str, Any]) -> dict[str, float]:
+    """Megatron-LM's model FLOPs of a step, in TFLOP/s, by the subject's name in `ADDED`."""
+    settings = Settings.load(run["shape"]["model"], run["shape"]["changes"])
+    flops = flops_per_token(settings, VOCABULARY)
+    done = {s["name"]: s["tokens_per_s"] for s in run["subjects"]}
+    return {name: flops * done[f"train:{name}"] * 1e-12 for name in ADDED}
 
-    A training's are Megatron-LM's model FLOPs; a layer's those of its experts' products.
-    """
-    for run in training["trainings"]:
-        if run["shape"]["name"] == workload:
-            settings = Settings.load(run["shape"]["model"], run["shape"]["changes"])
-            flops = flops_per_token(settings, VOCABULARY)
-            done = {s["name"].removeprefix("train:"): s["tokens_per_s"] for s in run["subjects"]}
-            return {name: flops * done[name] * 1e-12 for name in ADDED}
-    shape = next(one for one in layers["shapes"] if one["shape"]["name"] == workload)
-    size = shape["shape"]
-    weights = 3 * size["hidden"] * size["ffn_hidden_size"]  # of an expert with SwiGLU
-    flops = 6 * weights * size["tokens"] * size["top_k"]
-    us = {s["name"].removeprefix("layer:"): s["sum_us"] for s in shape["subjects"]}
-    return {name: flops / us[name] * 1e-6 for name in ADDED}
+
+def layer_tflops(result: dict[str, Any]) -> dict[str, float]:
+    """The experts' products of a layer, in TFLOP/s, by the subject's name in `ADDED`."""
+    us = {s["name"]: s["sum_us"] for s in result["subjects"]}
+    least = PEAK_TFLOPS * sum(result["products_us"].values())
+    return {name: least / us[f"layer:{name}"] for name in ADDED}
 
 
 def gains(training: dict[str, Any], layers: dict[str, Any]) -> tuple[str, str]:
     """README.md's picture, and the table of training steps in docs/performance.md."""
     assert measured_on(training) == measured_on(layers), "the picture has one line for both"
-    groups, rows = [], []
-    for heading, names in (
-        ("Training step, GPT of 1.9 billion parameters: TFLOP/s, share of peak (MFU)",
-         [run["shape"]["name"] for run in training["trainings"]]),
-        ("One MoE layer, forward and backward: TFLOP/s", PICTURED),
-    ):  # fmt: skip
-        bars = []
-        for workload in names:
-            rates = tflops(workload, training, layers)
-            speeds = [rate / rates[BASELINE] for rate in rates.values()]
-            label = f"{speeds[-1]:.2f}x: {rates[BASELINE]:.0f} to {[*rates.values()][-1]:.0f}"
-            if heading.startswith("Training"):
-                sequence, batch = workload.split("x")
-                shares = [f"{100 * rate / DENSE_TFLOPS:.0f}" for rate in rates.values()]
-                label += f" ({shares[0]} to {shares[-1]} %)"
-                workload = f"sequence {sequence} x {batch}"
-            bars.append((workload, speeds, label))
-        groups.append((heading, bars))
+    of_steps = {run["shape"]["name"]: step_tflops(run) for run in training["trainings"]}
+    of_layers = {one["shape"]["name"]: layer_tflops(one) for one in layers["shapes"]}
+
+    def bar(what: str, rates: dict[str, float], more: str = "") -> figures.Bar:
+        speeds = [rate / rates[BASELINE] for rate in rates.values()]
+        first, *_, last = rates.values()
+        return what, speeds, f"{speeds[-1]:.2f}x: {first:.0f} to {last:.0f}{more}"
+
+    steps, rows = [], []
+    for name, rates in of_steps.items():
+        first, *_, last = (100 * rate / DENSE_TFLOPS for rate in rates.values())
+        sequence = f"sequence {name.replace('x', ' x ')}"
+        steps.append(bar(sequence, rates, f" ({first:.0f} to {last:.0f} %)"))
+    groups = [
+        ("Training step, GPT of 1.9 billion parameters: TFLOP/s, share of peak (MFU)", steps),
+        ("One MoE layer, forward and backward: TFLOP/s",
+         [bar(name, of_layers[name]) for name in PICTURED]),
+    ]  # fmt: skip
     for run in training["trainings"]:
         name = run["shape"]["name"]
-        rates = tflops(name, training, layers)
+        rates = of_steps[name]
         for subject in run["subjects"]:
             which = subject["name"].removeprefix("train:")
             us, busy = subject["step"]["median_us"], sum(subject["kinds_us"].values())

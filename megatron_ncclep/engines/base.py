@@ -119,7 +119,7 @@ class EngineBase(Generic[_Plan]):
         Collective.  `problem`: what is wrong on this rank, if anything is.
         """
         config = self.config
-        shape = tuple(getattr(topk_idx, "shape", ())) or (0,)  # whatever it is that was passed
+        shape = checks.routing_shape(topk_idx)
         num_tokens = shape[0]
         values: dict[str, int | str | None] = {
             "top_k": shape[-1],

@@ -24,6 +24,11 @@ def type_problem(name: str, value: object) -> str | None:
     return f"{name} is a {type(value).__name__}: it must be a torch.Tensor"
 
 
+def routing_shape(topk_idx: object) -> tuple[int, ...]:
+    """The shape of what was passed as routing, whatever it is; never empty."""
+    return tuple(getattr(topk_idx, "shape", ())) or (0,)
+
+
 def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str | None:
     """Say what is wrong with the device of `tensor`, if it is not `device`.
 

@@ -51,7 +51,7 @@ class Calls:
             of rows, of any plan so far: ranks may bring fewer then, each its own number.
         """
         self.raise_refusal()
-        shape = tuple(getattr(topk_idx, "shape", ())) or (0,)  # whatever it is that was passed
+        shape = checks.routing_shape(topk_idx)
         num_tokens = shape[0]
         key = ("plan", shape[-1:], num_tokens if self._is_even else None)
         fits = self._is_even or num_tokens <= self._most_tokens
