@@ -3,10 +3,10 @@
     python scripts/gpu.py [PART ...] [--out FOLDER] [--list]
 
 A part takes at most ten minutes on one GPU, which the ranks share.  With several GPUs as many steps
-run at the same time, each on a GPU of its own; `--gpus-per-step 2` gives each step two.  Each step
-is one command with a log of its own; `summary.txt` lists every step, with date, machine and
-versions, and can be committed as it is.  A step that runs again in the same folder replaces its
-line.
+run at the same time, each on a GPU of its own; `--gpus-per-step 2` gives each step two, and
+`--at-once 3` runs three steps on each, which mostly wait for their hosts.  Each step is one command
+with its own log; `summary.txt` lists every step, with date, machine and versions, and can be
+committed as it is.  A step that runs again in the same folder replaces its line.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Step:
         hosts: as how many hosts the ranks appear.
         mps: ranks that share a GPU run at the same time.  Not where ranks are killed: under MPS
             that harms the others.
+        alone: no other step uses the GPU meanwhile, because the tests measure its memory.
     """
 
     engine: str
@@ -56,6 +57,7 @@ class Step:
     tests: str
     hosts: int = 1
     mps: bool = True
+    alone: bool = False
 
     @property
     def name(self) -> str:
@@ -98,7 +100,12 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (8,), f"{GRAPHS} tests/gpu/test_gpu_low_latency.py"),
         Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
         Step("hierarchical", (2,), "tests/gpu/test_gpu_nodes.py", hosts=2),
-        Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py tests/gpu/test_large_offsets.py"),
+        Step(
+            "native",
+            (2,),
+            "tests/gpu/test_gpu_rebuilding.py tests/gpu/test_large_offsets.py",
+            alone=True,
+        ),
         Step("native", (2,), "tests/gpu/test_gpu_c_example.py"),
     ],
     "layers": [
@@ -117,12 +124,13 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (8,), "tests/gpu/test_gpu_gpt.py"),
         Step("hierarchical", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2),
         Step("native", (2,), "tests/gpu/test_gpu_overlapped_schedule.py"),
-        Step("native", (2,), "tests/gpu/test_gpu_memory.py tests/gpu/test_megatron_graphs.py"),
+        Step("native", (2,), "tests/gpu/test_gpu_memory.py", alone=True),
+        Step("native", (2,), "tests/gpu/test_megatron_graphs.py"),
         Step("native", (2,), "tests/gpu/test_fp8_training.py"),
     ],
-    "mistakes": [Step("native", (2,), "-n 4 tests/gpu/test_gpu_mistakes.py")],
     "faults": [
-        Step("native", (4,), "tests/faults", mps=False),
+        Step("native", (4,), "tests/faults --ignore tests/faults/test_growth.py", mps=False),
+        Step("native", (4,), "tests/faults/test_growth.py", mps=False, alone=True),
         Step("native", (4,), "tests/gpu/test_failures.py", mps=False),
         Step("native", (8,), "tests/faults/test_host.py", mps=False),
         Step("hierarchical", (4,), "tests/faults/test_host.py", hosts=2, mps=False),
@@ -281,6 +289,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", help="only steps whose name contains this")
     parser.add_argument("--gpus-per-step", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="steps on a GPU (1)")
     parser.add_argument("--list", action="store_true", help="print parts and steps, and run none")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -298,12 +307,14 @@ def main() -> int:
     gpus, size = visible_gpus(), args.gpus_per_step
     if len(gpus) < size:
         parser.error(f"--gpus-per-step {size}: torch sees {len(gpus)} GPUs")
-    free: queue.Queue[str] = queue.Queue()
-    for first in range(0, len(gpus) - size + 1, size):
-        free.put(",".join(gpus[first : first + size]))
+    groups = [
+        ",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)
+    ]
     args.out.mkdir(parents=True, exist_ok=True)
 
     lock, until = threading.Lock(), time.monotonic() + args.seconds
+
+    free: queue.Queue[str] = queue.Queue()
 
     def run(part: str, step: Step) -> bool:
         chosen = free.get()
@@ -319,8 +330,14 @@ def main() -> int:
             write_summary(args.out, outcome)
         return outcome.passed
 
-    with ThreadPoolExecutor(free.qsize()) as workers:
-        passed = [*workers.map(run, *zip(*steps, strict=True))]
+    passed: list[bool] = []
+    for alone, at_once in ((False, args.at_once), (True, 1)):
+        chosen = [each for each in steps if each[1].alone is alone]
+        free = queue.Queue()
+        for group in groups * at_once:
+            free.put(group)
+        with ThreadPoolExecutor(free.qsize()) as workers:
+            passed += workers.map(lambda each: run(*each), chosen)
     if (args.out / SUMMARY).is_file():
         print((args.out / SUMMARY).read_text())
     return 0 if all(passed) else 1

@@ -10,6 +10,7 @@ import ast
 import ctypes
 import hashlib
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -342,6 +343,8 @@ class Hosts:
             else:
                 self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
+            if self._whole is not None:
+                self._abort()
             # The backend's own text seldom names the rank, and may only describe a consequence.
             lost = self.lost() or "a rank died, is late, or made a different sequence of calls"
             raise PeerError(
@@ -349,6 +352,20 @@ class Hosts:
                 f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "
                 f"other ranks' output. {error}"
             ) from error
+
+    def _abort(self) -> None:
+        """End the collectives of a group that torch does not list.  Not collective; does not wait.
+
+        At the end of the process torch aborts the groups that it lists, and NCCL frees their memory
+        only when the device is idle: a kernel of this group that waits for a dead rank would keep
+        the process from ending (pytorch issue 119797).
+        """
+        group = self._process_group()
+        if group is None or self.device.type != "cuda":
+            return
+        backend: Any = group._get_backend(self.device)
+        # NCCL tells its kernels at once, but then waits for those of other groups.
+        threading.Thread(target=backend.abort, name="ncclep-abort", daemon=True).start()
 
     def _wait_for_device(self, work: Any, timeout_s: float) -> None:
         """Wait until the collective `work` is done on the device.

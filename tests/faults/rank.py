@@ -129,6 +129,7 @@ def dies_in_dispatch(job: Job) -> None:
 def dies_in_combine(job: Job) -> None:
     plan = job.plan()
     job.dispatch(plan)
+    job.wait()  # or its part of the dispatch would not come either
     with job.inside("combine", die):
         job.combine(plan)
     job.wait()

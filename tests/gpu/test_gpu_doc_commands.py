@@ -9,9 +9,11 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from small_job import environment
 from test_doc_commands import NEEDED, OF_COMMANDS, ROOT, Block, commands
 
@@ -25,12 +27,17 @@ TRAININGS = [b for b in OF_COMMANDS if "torchrun --nproc" in b.text and "--cpu" 
 
 
 def command(block: Block, num_ranks: int) -> list[str]:
-    """The last command of a block, for so many ranks and without an installed package."""
+    """The last command of a block, for so many ranks and without an installed package.
+
+    Megatron takes the GPU of a rank's local number: ranks that share one are all number 0.
+    """
     words = commands(block.text)[-1]
     for option in ("--nproc-per-node", "--expert-model-parallel-size"):
         words[words.index(option) + 1] = str(num_ranks)
     at = words.index("pretrain_gpt.py")
-    run = [*words[1:at], "--standalone", "-m", "megatron_ncclep", "run", *words[at:]]
+    local_rank = ["LOCAL_RANK=0"] if num_ranks > torch.cuda.device_count() else []
+    python = ["--no-python", "env", *local_rank, sys.executable]
+    run = [*words[1:at], "--standalone", *python, "-m", "megatron_ncclep", "run", *words[at:]]
     filled = run.index("...")
     run[filled : filled + 1] = [*NEEDED, *LOCAL, "--log-interval", "1"]
     return ["torchrun", *run]
