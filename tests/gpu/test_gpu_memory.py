@@ -2,7 +2,8 @@
 and activations that wait on the host for backward; and a layer that torch compiles.
 
 Losses and gradients are alltoall's, to the bit: with two assignments of a token a sum has two
-terms, and experts get the same rows in one order.
+terms, and experts get the same rows in one order.  Where shared experts overlap with the dispatch
+they are so within one rounding of bf16.
 """
 
 from __future__ import annotations
@@ -159,7 +160,10 @@ def test_training_is_alltoalls(ctx: RankContext, engine_name: str, case: ModelCa
     expected = trained("alltoall", modelled)
     with offloads_counted() as counts:
         found = trained("ncclep", case.options)
-    assert differences(found, expected) == []
+    # Shared experts beside the dispatch add their part of a norm's gradient in another order.
+    one_rounding = 2.0**-8 if case.options.get("moe_shared_expert_overlap") else 0.0
+    different = differences(found, expected, one_rounding)
+    assert different == [], different
     assert bool(sum(counts)) == ("offload" in case.name), "elements or bytes went to the host"
 
 
