@@ -219,7 +219,8 @@ def mps(is_wanted: bool, environment: dict[str, str]) -> Iterator[dict[str, str]
         control, environment = "nvidia-cuda-mps-control", environment | places
         # In the foreground, so that it is a child that can be killed: when clients were killed it
         # may wait for them for ever.
-        daemon = subprocess.Popen([control, "-f"], env=environment, start_new_session=True)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT}  # control.log has it
+        daemon = subprocess.Popen([control, "-f"], env=environment, start_new_session=True, **quiet)
         try:
             # The server numbers the GPUs that it was given from 0.
             visible = range(len(environment["CUDA_VISIBLE_DEVICES"].split(",")))
@@ -252,6 +253,7 @@ def described() -> str:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = machine(device, 1) | versions(device)
+    found.pop("ranks_per_gpu")  # differs from step to step
     return "\n".join(f"{name}: {value}" for name, value in found.items())
 
 
@@ -314,7 +316,7 @@ def main() -> int:
 
     lock, until = threading.Lock(), time.monotonic() + args.seconds
 
-    free: queue.Queue[str] = queue.Queue()
+    free: queue.Queue[str]
 
     def run(part: str, step: Step) -> bool:
         chosen = free.get()
@@ -333,7 +335,7 @@ def main() -> int:
     passed: list[bool] = []
     for alone, at_once in ((False, args.at_once), (True, 1)):
         chosen = [each for each in steps if each[1].alone is alone]
-        free = queue.Queue()
+        free = queue.Queue()  # GPUs, as often as steps may use them
         for group in groups * at_once:
             free.put(group)
         with ThreadPoolExecutor(free.qsize()) as workers:
