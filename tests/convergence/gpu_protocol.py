@@ -60,19 +60,18 @@ CONTROL = Arm("alltoall", "train:alltoall")
 SWAPPED, ZEROED = "swapped weights", "zeroed rows"
 
 
-def arms(name: str, subject: str, *others: Arm) -> tuple[Arm, ...]:
-    """The control, a subject without and with each mistake, and others."""
+def arms(name: str, subject: str) -> tuple[Arm, ...]:
+    """The control, and a subject without and with each mistake."""
     mistakes = [Arm(f"mistake: {each}", subject, each) for each in (SWAPPED, ZEROED)]
-    return CONTROL, Arm(name, subject), *mistakes, *others
+    return CONTROL, Arm(name, subject), *mistakes
 
 
-GPU = arms(
-    "native, grouped experts, CUDA graphs",
-    "train:ncclep:native:grouped:full_iteration",
+SMALL = arms("reference", "train:ncclep:reference")
+GPU = (
+    *arms("native, grouped experts, CUDA graphs", "train:ncclep:native:grouped:full_iteration"),
     Arm("native", "train:ncclep:native"),
     Arm("nccl_ep", "train:ncclep:nccl_ep", least_ranks=2),
 )
-SMALL = arms("reference", "train:ncclep:reference")
 # The exact protocol's model, changed to one with which roundings part two trainings on a CPU too.
 SMALL_CHANGES = {"num-layers": 1, "bf16": True, "lr": 0.015, "min-lr": 0.0015}
 # (arm, seed) -> what `train` returned.
@@ -80,41 +79,34 @@ Trained = dict[tuple[str, int], dict[str, Any]]
 
 
 def in_order(arms: tuple[Arm, ...]) -> list[tuple[Arm, int]]:
-    """What is trained, in which order: short runs show that mistakes are rejected.
-
-    Seed by seed, first the control, the arm with which mistakes are made and the mistakes, then the
-    other arms.
+    """All trainings: those of `arms()` first, seed by seed, so that a short run shows already that
+    mistakes are rejected.
     """
-    return [
-        (arm, seed)
-        for group in (arms[:4], arms[4:])
-        for seed in SEEDS
-        for arm in group
-        if seed in arm.seeds
-    ]
+    first, rest = arms[:4], arms[4:]
+    return [(a, seed) for part in (first, rest) for seed in SEEDS for a in part if seed in a.seeds]
 
 
 def plant(mistake: str, dispatcher: Any) -> None:
-    """Put a mistake into a dispatcher.
+    """Put a mistake into a dispatcher, or none.
 
     `SWAPPED`: each of a token's experts gets the weight of another one of them.  `ZEROED`: every
     1000th row is lost on its way to the experts, and its gradient on the way back.
     """
     preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
 
-    def swapped(*args: Any) -> Any:
+    def before(*args: Any) -> Any:
         hidden_states, weights = preprocess(*args)
-        return hidden_states, weights.flip(1)
+        return hidden_states, weights.flip(1) if mistake == SWAPPED else weights
 
-    def zeroed(*args: Any) -> Any:
+    def after(*args: Any) -> Any:
         rows, counts, weights = postprocess(*args)
-        kept = torch.arange(len(rows), device=rows.device) % 1000 != 500
-        return rows * kept[:, None].to(rows.dtype), counts, weights
+        if mistake == ZEROED:
+            kept = torch.arange(len(rows), device=rows.device) % 1000 != 500
+            rows = rows * kept[:, None].to(rows.dtype)
+        return rows, counts, weights
 
-    if mistake == SWAPPED:
-        dispatcher.dispatch_preprocess = swapped
-    elif mistake == ZEROED:
-        dispatcher.dispatch_postprocess = zeroed
+    if mistake:
+        dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess = before, after
 
 
 @remarks_hidden()
@@ -124,8 +116,7 @@ def train(context: RankContext, small: bool, arm: Arm, seed: int, out: Path) -> 
     Returns:
         dict: `problem`: how the first MoE layer differs from the control's before the first step,
         "" if it does not; `validated`: losses after 50, 60, ... 100 % of the steps, in nats per
-        token, and none if there is a problem, because the arm fails anyway; `entropy` of the text's
-        letters.
+        token, and none if there is a problem; `entropy` of the text's letters.
     """
     model_file, changes = ("model.yaml", SMALL_CHANGES) if small else ("gpu_model.yaml", {})
     shape = TrainingShape(arm.name, str(HERE / model_file), {**changes, "seed": seed})
