@@ -1,6 +1,6 @@
 """Stands in for vLLM 0.26 where it is not installed: as much of it as megatron_ncclep/vllm.py uses.
 
-Names, arguments and what is abstract are vLLM's, the bodies are ours.  With `registry`, what
+Names, arguments and abstract methods are vLLM's, the bodies are ours.  `registry` stands for what
 https://github.com/vllm-project/vllm/pull/50556 adds.
 """
 
@@ -29,18 +29,17 @@ class ExpertTokensMetadata:
     expert_num_tokens_cpu: torch.Tensor | None
 
 
-@abstractmethod
-def required(self):
-    """What every pair must define."""
-
-
 class FusedMoEPrepareAndFinalizeModular(ABC):
-    activation_format = topk_indices_dtype = max_num_tokens_per_rank = required
-    num_dispatchers = output_is_reduced = prepare = finalize = required
+    @abstractmethod
+    def prepare(self): ...
+
+    activation_format = topk_indices_dtype = max_num_tokens_per_rank = prepare
+    num_dispatchers = output_is_reduced = finalize = prepare
 
 
 class MoEPrepareFinalizeFactory(ABC):
-    create = required
+    @abstractmethod
+    def create(self): ...
 
 
 class TopKWeightAndReduceDelegate:
