@@ -1,4 +1,4 @@
-"""pretrain_gpt.py, but the first run waits in its fourth iteration until it is told to end."""
+"""pretrain_gpt.py, but the first run waits in its fourth iteration for a signal to end."""
 
 import os
 import time

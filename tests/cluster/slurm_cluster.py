@@ -50,7 +50,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def find(program: str) -> str | None:
-    """The path of one of Slurm's programs; Debian's daemons have a name of their own."""
+    """The path of one of Slurm's programs; Debian's daemons have other names."""
     return shutil.which(program, path=PATH) or shutil.which(f"{program}-wlm", path=PATH)
 
 
@@ -91,9 +91,7 @@ class SlurmCluster:
         ports = [end.getsockname()[1] for end in held]
         for end in held:
             end.close()
-        conf = CONF.format(
-            folder=folder, ports=ports, user=getpass.getuser(), plugins=plugins or ""
-        )
+        conf = CONF.format(folder=folder, ports=ports, user=getpass.getuser(), plugins=plugins)
         (folder / "slurm.conf").write_text(conf)
         try:
             munge = ("log-file", "pid-file", "seed-file")
@@ -129,14 +127,14 @@ class SlurmCluster:
         ).stdout  # fmt: skip
 
     def facts(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says of it."""
+        """The fields that `scontrol show job` prints."""
         return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", job)))
 
     def close(self) -> None:
         """End all jobs and the daemons, and remove the folder."""
         try:
             if len(self._daemons) == 3:  # all were started
-                # What is ended may be queued again, and must not start then.
+                # A cancelled job may be queued again, and must not start then.
                 self.ask("scontrol", "update", "PartitionName=test", "State=DOWN")
                 self.ask("scancel", "--user", getpass.getuser())
                 wait_until(lambda: not self.ask("squeue", "--noheader"), self.logs)

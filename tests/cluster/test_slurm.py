@@ -40,9 +40,8 @@ class Job:
         Args:
             cluster: where.
             folder: for its configuration and its log.
-            script: what its ranks run; all but the stand-in train, and that on the CPU.
-            arguments: of the script.
-            gpus: what the job is told of them.
+            script: what its ranks run, with `arguments`; all but the stand-in train on the CPU.
+            gpus: variables that say how many there are.
         """
         self.cluster, self.log = cluster, folder / "log"
         # configs/cluster/slurm.yaml on this machine, whose Slurm counts no GPUs.
@@ -95,8 +94,7 @@ def of_both(run: int, what: str) -> list[str]:
 def test_signals_reach_the_ranks(slurm: SlurmCluster, tmp_path: Path):
     """From the batch script before its time is up, from Slurm when it requeues, and from users.
 
-    With torchrun between srun and the ranks, SIGUSR1 killed it and left its ranks alone, and after
-    a SIGTERM they had 30 s.  And srun never started it: `--kill-on-bad-exit 1` was "run 1".
+    With torchrun between srun and the ranks, SIGUSR1 killed it and left its ranks alone.
     """
     job = Job(slurm, tmp_path, HERE / "signalled.py", "--save", "there", "--load", "there")
     job.wait_for(*of_both(0, "meets at localhost"))
@@ -117,7 +115,7 @@ def test_signals_reach_the_ranks(slurm: SlurmCluster, tmp_path: Path):
     job.wait(lambda: job.state() == "COMPLETED")
 
 
-def test_a_job_that_would_begin_anew_is_not_queued_again(slurm: SlurmCluster, tmp_path: Path):
+def test_a_job_that_would_start_over_is_not_queued_again(slurm: SlurmCluster, tmp_path: Path):
     job = Job(slurm, tmp_path, HERE / "signalled.py", "--save", "there")
     job.wait_for(*of_both(0, "meets at localhost"))
     slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
@@ -127,9 +125,7 @@ def test_a_job_that_would_begin_anew_is_not_queued_again(slurm: SlurmCluster, tm
 
 
 def test_a_slurm_that_counts_no_gpus(slurm: SlurmCluster, tmp_path: Path):
-    """The reason was "SLURM_GPUS_ON_NODE: unbound variable", without a way out.  The other tests
-    take that way.
-    """
+    """The error names the way out, which the other tests take."""
     job = Job(slurm, tmp_path, HERE / "signalled.py", gpus="")
     wait_until(lambda: job.state() == "FAILED", job.describe)
     assert slurm.facts(job.number)["ExitCode"] == "2:0"

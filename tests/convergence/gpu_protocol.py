@@ -4,7 +4,6 @@
 
 trains the arms below on one or two GPUs, one after the other, prints a table, and exits with 0 only
 if every arm holds and both mistakes are rejected.  The same command continues with what OUT lacks.
-NVIDIA's library takes two ranks: on one GPU its arm is left out, and the output says so.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Arm(NamedTuple):
     name: str
     subject: str
     mistake: str = ""
-    least_ranks: int = 1
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -60,19 +58,18 @@ CONTROL = Arm("alltoall", "train:alltoall")
 SWAPPED, ZEROED = "swapped weights", "zeroed rows"
 
 
-def arms(name: str, subject: str, *others: Arm) -> tuple[Arm, ...]:
-    """The control, a subject without and with each mistake, and others."""
+def arms(name: str, subject: str) -> tuple[Arm, ...]:
+    """The control, and a subject without and with each mistake."""
     mistakes = [Arm(f"mistake: {each}", subject, each) for each in (SWAPPED, ZEROED)]
-    return CONTROL, Arm(name, subject), *mistakes, *others
+    return CONTROL, Arm(name, subject), *mistakes
 
 
-GPU = arms(
-    "native, grouped experts, CUDA graphs",
-    "train:ncclep:native:grouped:full_iteration",
-    Arm("native", "train:ncclep:native"),
-    Arm("nccl_ep", "train:ncclep:nccl_ep", least_ranks=2),
-)
 SMALL = arms("reference", "train:ncclep:reference")
+GPU = (
+    *arms("native, grouped experts, CUDA graphs", "train:ncclep:native:grouped:full_iteration"),
+    Arm("native", "train:ncclep:native"),
+    Arm("nccl_ep", "train:ncclep:nccl_ep"),  # takes two ranks
+)
 # The exact protocol's model, changed to one with which roundings part two trainings on a CPU too.
 SMALL_CHANGES = {"num-layers": 1, "bf16": True, "lr": 0.015, "min-lr": 0.0015}
 # (arm, seed) -> what `train` returned.
@@ -80,41 +77,32 @@ Trained = dict[tuple[str, int], dict[str, Any]]
 
 
 def in_order(arms: tuple[Arm, ...]) -> list[tuple[Arm, int]]:
-    """What is trained, in which order: short runs show that mistakes are rejected.
-
-    Seed by seed, first the control, the arm with which mistakes are made and the mistakes, then the
-    other arms.
-    """
-    return [
-        (arm, seed)
-        for group in (arms[:4], arms[4:])
-        for seed in SEEDS
-        for arm in group
-        if seed in arm.seeds
-    ]
+    """All trainings; those of `arms()` come first: a short run shows that mistakes are rejected."""
+    first, rest = arms[:4], arms[4:]
+    return [(a, seed) for part in (first, rest) for seed in SEEDS for a in part if seed in a.seeds]
 
 
 def plant(mistake: str, dispatcher: Any) -> None:
-    """Put a mistake into a dispatcher.
+    """Put a mistake into a dispatcher, or none.
 
     `SWAPPED`: each of a token's experts gets the weight of another one of them.  `ZEROED`: every
     1000th row is lost on its way to the experts, and its gradient on the way back.
     """
     preprocess, postprocess = dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess
 
-    def swapped(*args: Any) -> Any:
+    def before(*args: Any) -> Any:
         hidden_states, weights = preprocess(*args)
-        return hidden_states, weights.flip(1)
+        return hidden_states, weights.flip(1) if mistake == SWAPPED else weights
 
-    def zeroed(*args: Any) -> Any:
+    def after(*args: Any) -> Any:
         rows, counts, weights = postprocess(*args)
-        kept = torch.arange(len(rows), device=rows.device) % 1000 != 500
-        return rows * kept[:, None].to(rows.dtype), counts, weights
+        if mistake == ZEROED:
+            kept = torch.arange(len(rows), device=rows.device) % 1000 != 500
+            rows = rows * kept[:, None].to(rows.dtype)
+        return rows, counts, weights
 
-    if mistake == SWAPPED:
-        dispatcher.dispatch_preprocess = swapped
-    elif mistake == ZEROED:
-        dispatcher.dispatch_postprocess = zeroed
+    if mistake:
+        dispatcher.dispatch_preprocess, dispatcher.dispatch_postprocess = before, after
 
 
 @remarks_hidden()
@@ -124,8 +112,7 @@ def train(context: RankContext, small: bool, arm: Arm, seed: int, out: Path) -> 
     Returns:
         dict: `problem`: how the first MoE layer differs from the control's before the first step,
         "" if it does not; `validated`: losses after 50, 60, ... 100 % of the steps, in nats per
-        token, and none if there is a problem, because the arm fails anyway; `entropy` of the text's
-        letters.
+        token, and none if there is a problem; `entropy` of the text's letters.
     """
     model_file, changes = ("model.yaml", SMALL_CHANGES) if small else ("gpu_model.yaml", {})
     shape = TrainingShape(arm.name, str(HERE / model_file), {**changes, "seed": seed})
@@ -238,20 +225,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--seconds", type=float, default=1e6, help="train for so long at most")
     args = parser.parse_args(argv)
-    # Otherwise TransformerEngine's attention differs from run to run.  Multicast does not work on
-    # every machine with NVLink, and nothing here needs it.
+    # Otherwise TransformerEngine's attention differs from run to run; and multicast, which nothing
+    # here needs, does not work on every machine.
     os.environ.update(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", NCCL_NVLS_ENABLE="0")
     gpus = min(2, torch.cuda.device_count())
     if not (args.small or gpus):
         parser.error("no GPU here: --small trains a tiny model on a CPU")
     pool = RankPool(2, prepare=cpu.enable) if args.small else RankPool(gpus, "nccl")
-    arms = SMALL if args.small else tuple(arm for arm in GPU if arm.least_ranks <= gpus)
+    arms = SMALL if args.small else GPU if gpus == 2 else GPU[:-1]
     with closing(pool):
         trained = run(arms, pool, args.seconds, args.out)
     holds, table = report(arms, trained)
     print(table)
-    for arm in () if args.small else set(GPU) - set(arms):
-        print(f"Left out: {arm.name}, which takes {arm.least_ranks} GPUs")
+    if not args.small and gpus == 1:
+        print("Left out: nccl_ep, which takes two GPUs")
     return 0 if holds else 1
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from imported import ImportedMegatron
 from imports import import_megatron_on_cpu
 from patience import PatientPool
 
 from megatron_ncclep.ranks.pool import RankPool
 
-# The kernels with which Megatron generates text are Triton's, which runs them on a CPU if told so
-# before they are imported.
+# Megatron generates text with kernels of Triton's, which runs them on a CPU if told so early.
 ENVIRONMENT = {"TRITON_INTERPRET": "1"}
 
 
@@ -42,11 +40,3 @@ def ctx(request: pytest.FixtureRequest) -> RankPool:
     is_alone = request.node.get_closest_marker("alone") is not None
     pool: RankPool = request.getfixturevalue("lone_rank" if is_alone else "megatron_pool")
     return pool
-
-
-@pytest.fixture(scope="session")
-def imported() -> Iterator[ImportedMegatron]:
-    """Megatron-Core imported, without our hooks; every run starts from there."""
-    process = ImportedMegatron()
-    yield process
-    process.close()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,16 +24,9 @@ VOCABULARY, LONGEST = 48, 64
 
 @dataclass(frozen=True)
 class InferenceCase:
-    """A model for generating text, as a rank builds it.
+    """A model for generating text; `options` are TransformerConfig fields."""
 
-    Attributes:
-        kind: value of inference_moe_token_dispatcher_type.
-        trains: value of moe_token_dispatcher_type.
-        ep: expert-parallel ranks.
-        ncclep: options; max tokens of low-latency mode among them.
-        options: TransformerConfig fields.
-    """
-
+    # The dispatchers' types, for inference and for training.
     kind: str = "ncclep"
     trains: str = "alltoall"
     ep: int = 2
@@ -109,7 +103,7 @@ def build_inference_layer(ctx: RankContext, case: InferenceCase) -> Any:
 
 
 def ready_for_nccl() -> None:
-    """What Megatron's inference context does for its own dispatcher before steps without graphs."""
+    """Prepare Megatron's own dispatcher for steps without graphs, as its context does."""
     from megatron.core.transformer.moe.token_dispatcher_inference import NCCLAllGatherDispatcher
 
     NCCLAllGatherDispatcher.allocate_buffers()
@@ -189,18 +183,14 @@ def experts_of(layer: Any, batch: Batch) -> torch.Tensor:
 # --- text ----------------------------------------------------------------------------------------
 
 
-class Words:
-    """A tokenizer of numbers."""
-
-    vocab_size, eod, bos = VOCABULARY, VOCABULARY - 1, None
-
-    def tokenize(self, text: str) -> list[int]:
-        """The numbers in a text."""
-        return [int(word) for word in text.split()]
-
-    def detokenize(self, tokens: list[int], **_: Any) -> str:
-        """A text of numbers."""
-        return " ".join(map(str, tokens))
+# A tokenizer of numbers.
+WORDS = SimpleNamespace(
+    vocab_size=VOCABULARY,
+    eod=VOCABULARY - 1,
+    bos=None,
+    tokenize=lambda text: [int(word) for word in text.split()],
+    detokenize=lambda tokens, **_: " ".join(map(str, tokens)),
+)
 
 
 def build_gpt(ctx: RankContext, case: InferenceCase) -> Any:
@@ -222,8 +212,7 @@ def build_gpt(ctx: RankContext, case: InferenceCase) -> Any:
 
 @contextmanager
 def text_generated(gpt: Any) -> Iterator[Any]:
-    """Megatron's static engine around a model, one prompt at a time: it generates the tokens after
-    a prompt, the likeliest ones.
+    """Megatron's static engine around a model: it generates the likeliest tokens after a prompt.
 
     Its inference router takes one sequence at a time, or those that the dynamic engine has joined,
     which needs FlashAttention.
@@ -239,7 +228,7 @@ def text_generated(gpt: Any) -> Iterator[Any]:
 
     static_engine.HAVE_TQDM = True  # it would draw a bar, with a stand-in where there is no tqdm
     wrapped = GPTInferenceWrapper(gpt, StaticInferenceContext(1, LONGEST))
-    controller = text_generation_controller.TextGenerationController(wrapped, Words())
+    controller = text_generation_controller.TextGenerationController(wrapped, WORDS)
     engine = StaticInferenceEngine(controller, legacy=True)
 
     def generate(prompt: list[int], num_tokens: int) -> list[int]:

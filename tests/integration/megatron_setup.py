@@ -1,24 +1,24 @@
-"""Builds Megatron layers and models on the ranks of a pool; what the comparisons share."""
+"""Sets Megatron up and builds its layers on the ranks of a pool, for all comparisons."""
 
 from __future__ import annotations
 
 import gc
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from imports import import_megatron
-from te_stand_ins import latent_projections
 from torch.distributed.distributed_c10d import _world
 
 from megatron_ncclep.config import EpConfig
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
-# The process groups that Megatron has made on this rank and that are not destroyed.
+# The process groups that Megatron has made on this rank and that are not destroyed, and the sizes
+# that they were made for.
 MADE: list[dist.ProcessGroup] = []
+SIZES: dict[str, int | None] = {}
 
 
 def has(name: str) -> bool:
@@ -31,12 +31,10 @@ def has(name: str) -> bool:
 def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int = 1) -> None:
     """Set Megatron up on this rank, over all ranks of the pool, with fresh random numbers.
 
-    On "cpu" Megatron is made to run on one; on "cuda" it is as it comes.  With pipeline stages each
-    rank has two of them.
+    On "cpu" Megatron is made to run on one.  With pipeline stages each rank has two of them.
 
-    Groups of the sizes asked for are kept from the last call if they are the same, and destroyed if
-    not: Megatron makes dozens of process groups at a time and never destroys one, and each brings
-    threads of its own.
+    Groups are kept from the last call if their sizes are the same, and destroyed if not: Megatron
+    makes dozens of process groups at a time and destroys none.
     """
     import megatron_ncclep
 
@@ -48,7 +46,7 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
     for kind in ("FLASH", "FUSED", "UNFUSED"):  # another model's choice, which Megatron keeps
         os.environ.pop(f"NVTE_{kind}_ATTN", None)
     if device != "cpu":
-        gc.collect()  # gives back what the last test's models had of the GPU
+        gc.collect()  # frees the GPU memory of the last test's models
     megatron_ncclep.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -63,15 +61,7 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": 2 if pp > 1 else None,
     }
-    if not parallel_state.model_parallel_is_initialized() or wanted != {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline_model_parallel_size": (
-            parallel_state.get_virtual_pipeline_model_parallel_world_size()
-        ),
-    }:
+    if not parallel_state.model_parallel_is_initialized() or wanted != SIZES:
         # Layers go before their groups do.  Not in every test: where torch.compile has been, to
         # search all objects takes most of the time.
         gc.collect()
@@ -83,9 +73,10 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
                 dist.destroy_process_group(group)
         before = set(_world.pg_map)
         parallel_state.initialize_model_parallel(**wanted)
+        SIZES.update(wanted)
         MADE.extend(group for group in _world.pg_map if group not in before)
-    # What scales auxiliary losses belongs to the class: schedules and loops of our own give it
-    # different shapes, and each copies into what the last one left.
+    # The scale of auxiliary losses belongs to the class: schedules and our own loops give it
+    # different shapes, and each copies into the last one.
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
     torch.manual_seed(123)
@@ -120,7 +111,6 @@ def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **opt
         "attention_dropout": 0.0,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
         "bias_dropout_fusion": False,
     }
     is_mla = options.get("multi_latent_attention", False)
@@ -159,8 +149,7 @@ def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
         )
     else:
         layer_spec = specs.get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
-    with nullcontext() if te or not config.moe_latent_size else latent_projections():
-        layer = MoELayer(config, submodules=moe_submodules(layer_spec), layer_number=1)
+    layer = MoELayer(config, submodules=moe_submodules(layer_spec), layer_number=1)
     layer.set_layer_number(1)
     make_experts_differ(layer)
     return layer.to(device, config.params_dtype)
@@ -174,10 +163,8 @@ def moe_submodules(layer_spec: Any) -> Any:
 
 
 def make_experts_differ(model: torch.nn.Module) -> None:
-    """Give every expert of the whole group, and every slice of it, weights of its own.
-
-    On a CPU, Megatron initialises the experts of all ranks from one seed: expert 0 of each rank is
-    the same, and a token sent to the right expert of the wrong rank would not be noticed.
+    """Give every expert of the whole group, and every slice of it, weights of its own: on a CPU,
+    Megatron initialises the experts of all ranks from one seed.
     """
     from megatron.core import parallel_state
 

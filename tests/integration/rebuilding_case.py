@@ -1,4 +1,4 @@
-"""What a process holds while it builds one model after the other, on a CPU or a GPU."""
+"""Counts what a process holds while it builds one model after another, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 MODELS = 20
-# Models after which nothing is new any more: pools of threads, caches, what is imported late.
+# Models after which no more thread pools, caches and late imports are expected.
 SETTLED = 3
 
 
@@ -33,7 +33,6 @@ def held() -> dict[str, int]:
 
 
 def growth(seen: list[dict[str, int]]) -> dict[str, tuple[int, int]]:
-    """What there is more of after the last model than after any of the first ones."""
-    first, last = seen[:SETTLED], seen[-1]
-    most = {name: max(one.get(name, 0) for one in first) for name in last}
-    return {name: (most[name], n) for name, n in last.items() if n > most[name]}
+    """Whatever there is more of after the last model than after any of the first ones."""
+    most = {name: max(one.get(name, 0) for one in seen[:SETTLED]) for name in seen[-1]}
+    return {name: (most[name], n) for name, n in seen[-1].items() if n > most[name]}

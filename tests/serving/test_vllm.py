@@ -5,8 +5,7 @@ vLLM is not installed where these tests run: stand_in.py is as much of vLLM 0.26
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import stand_in
 import torch
 from patience import PatientPool
 
-from megatron_ncclep.errors import EpError, PeerError
+from megatron_ncclep.errors import EngineUnavailableError, InputError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -29,14 +28,15 @@ FP8 = SimpleNamespace(
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
+def ctx() -> Iterator[RankPool]:
+    """Two ranks, on which the tests run (tests/on_ranks.py)."""
     pool = PatientPool(2, folders=[str(Path(__file__).parent)])
     yield pool
     pool.close()
 
 
 class Experts:
-    """Expert e multiplies a row by e + 1; as vLLM's kernels, it drops what `expert_map` drops."""
+    """Expert e multiplies a row by e + 1, and drops what `expert_map` drops."""
 
     def __init__(self, quant_config: Any, reduces: bool, expects_unquantized: bool) -> None:
         self.quant_config = quant_config
@@ -88,27 +88,34 @@ def moe(num_ranks: int, dtype: torch.dtype, **changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**sizes, **changed})
 
 
-def make(ctx: RankContext, registered: dict[str, Any], sizes: Any, **changed: Any) -> Any:
-    """As vLLM's maybe_make_prepare_finalize does."""
-    asked = {
-        "quant_config": None, "routing_tables": None, "allow_new_interface": True,
-        "use_monolithic": False, "eep_stage": False, "all2all_manager": None,
-    }  # fmt: skip
-    return registered["ncclep"].create(moe=sizes, **{**asked, **changed})
-
-
-def layer_on_rank(
-    ctx: RankContext, kind: str, reduces: bool, is_async: bool
-) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-    """Two layers that share what carries them, in turns, as a model has them."""
+def register(ctx: RankContext) -> Callable[..., Any]:
+    """Register the backend; returns what vLLM's maybe_make_prepare_finalize does then."""
     registered = stand_in.install(ctx.group)
     import megatron_ncclep.vllm as pairs
 
     pairs.register()
+
+    def make(sizes: Any, **changed: Any) -> Any:
+        asked = {
+            "quant_config": None, "routing_tables": None, "allow_new_interface": True,
+            "use_monolithic": False, "eep_stage": False, "all2all_manager": None,
+        }  # fmt: skip
+        return registered["ncclep"].create(moe=sizes, **{**asked, **changed})
+
+    return make
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize(
+    ("kind", "reduces"), [("plain", False), ("fp8", True), ("fp8", False), ("deferred", True)]
+)
+def test_a_layers_output(ctx: RankContext, kind: str, reduces: bool, is_async: bool) -> None:
+    """Two layers that share one object, in turns, as a model has them."""
+    make = register(ctx)
     dtype = torch.bfloat16 if kind == "fp8" else torch.float32
     quant_config = NO_QUANT if kind == "plain" else FP8
     experts = Experts(quant_config, reduces, expects_unquantized=kind == "deferred")
-    layers = [make(ctx, registered, moe(ctx.num_ranks, dtype)) for _ in range(2)]
+    layers = [make(moe(ctx.num_ranks, dtype)) for _ in range(2)]
     for pair in layers:
         pair.post_init_setup(experts)
     assert layers[0]._object is layers[1]._object
@@ -116,7 +123,6 @@ def layer_on_rank(
     first = ctx.rank * NUM_LOCAL
     expert_map = torch.full((NUM_LOCAL * ctx.num_ranks,), -1, dtype=torch.int32)
     expert_map[first : first + NUM_LOCAL] = torch.arange(NUM_LOCAL, dtype=torch.int32)
-    results = []
     for number in range(4):
         pair = layers[number % 2]
         x, assignments, weights = batch(number, ctx.rank, ctx.num_ranks, dtype)
@@ -124,9 +130,11 @@ def layer_on_rank(
                      quant_config, experts.expects_unquantized_inputs)  # fmt: skip
         prepared = pair.prepare_async(*arguments)() if is_async else pair.prepare(*arguments)
         rows, scales, metadata, topk_ids, topk_weights = prepared
+        every = torch.cat([batch(number, rank, 2, dtype)[1] for rank in (0, 1)])
+        counts = [int((every == expert).sum()) for expert in range(first, first + NUM_LOCAL)]
+        assert metadata.expert_num_tokens.tolist() == counts
         # All that is not this rank's is dropped, so that nothing is multiplied for it.
-        kept = int((expert_map[topk_ids.long()] >= 0).sum())
-        assert kept == int(metadata.expert_num_tokens.sum()), "assignments of other ranks' experts"
+        assert int((expert_map[topk_ids.long()] >= 0).sum()) == sum(counts)
         out = experts(rows, scales, topk_ids, topk_weights, expert_map, first, dtype)
         output = torch.full_like(x, float("nan"))
         arguments = (output, out, topk_weights, topk_ids, False,
@@ -135,138 +143,61 @@ def layer_on_rank(
             pair.finalize_async(*arguments)()
         else:
             pair.finalize(*arguments)
-        results.append(
-            (output, expected(x, assignments, weights), metadata.expert_num_tokens.tolist())
-        )
-    return results
+        assert torch.equal(output.float(), expected(x, assignments, weights)), f"batch {number}"
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["whole", "halves"])
-@pytest.mark.parametrize("reduces", [False, True], ids=["delegates", "reduces"])
-@pytest.mark.parametrize("kind", ["plain", "fp8", "deferred"])
-def test_a_layers_output(ranks: RankPool, kind: str, reduces: bool, is_async: bool) -> None:
-    results = ranks.run(layer_on_rank, kind, reduces, is_async)
-    for number in range(4):
-        assignments = torch.cat(
-            [batch(number, rank, 2, torch.float32)[1].flatten() for rank in (0, 1)]
-        )
-        counts = [int((assignments == expert).sum()) for expert in range(2 * NUM_LOCAL)]
-        for rank, result in enumerate(results):
-            output, right, num_tokens = result[number]
-            assert torch.equal(output.float(), right), f"rank {rank}, batch {number}"
-            assert num_tokens == counts[rank * NUM_LOCAL : (rank + 1) * NUM_LOCAL]
-
-
-class Device:
-    """Belongs to the group as what native engines share does, and knows of kernels that failed."""
-
-    has_failed = False
+class Failed:
+    """Belongs to the group as what native engines share does; its kernels have failed."""
 
     def check(self) -> None:
-        if self.has_failed:
-            raise PeerError("rank 0 of 1: rank 1 did not come in low-latency combine")
+        raise PeerError("rank 0 of 2: rank 1 did not come in low-latency combine")
 
     def close(self) -> None:
-        pass
+        """Nothing to free."""
 
 
-def failed_on_rank(ctx: RankContext) -> list[str]:
-    """What a layer's calls and the runner's check raise, before and after a kernel has failed."""
-    registered = stand_in.install(ctx.group)
-    import megatron_ncclep.vllm as pairs
-
-    pairs.register()
-    group = EpGroup.of(ctx.group)
-    device = group.share("device", Device)
-    pair = make(ctx, registered, moe(1, torch.float32))
-    pair.post_init_setup(Experts(NO_QUANT, True, False))
-    calls = pair._object._calls
-    begin, dispatch, sent = calls.begin, calls.dispatch, []
-
-    def begin_as_native_does(*arguments: Any) -> None:
-        device.check()
-        begin(*arguments)
-
-    def dispatch_seen(*arguments: Any, **named: Any) -> Any:
-        sent.append("dispatch")
-        return dispatch(*arguments, **named)
-
-    calls.begin, calls.dispatch = begin_as_native_does, dispatch_seen
-    x, assignments, weights = batch(1, 0, 1, torch.float32)
-    said = []
-
-    def attempt(function: Any, *arguments: Any) -> Any:
-        try:
-            result = function(*arguments)
-            said.append("")
-            return result
-        except PeerError as error:
-            said.append(str(error))
-            return None
-
-    to_prepare = (x, weights, assignments, NUM_LOCAL, None, False, NO_QUANT, False)
-    rows, _, _, topk_ids, topk_weights = attempt(pair.prepare, *to_prepare)
-    attempt(pairs.check)
-    device.has_failed = True  # in the middle of a step
-    how = stand_in.TopKWeightAndReduceNoOP()
-    attempt(pair.finalize, torch.empty_like(x), rows, topk_weights, topk_ids, False, how)
-    attempt(pair.prepare, *to_prepare)
-    attempt(pairs.check)  # where the step is a CUDA graph, nothing else is called
-    device.has_failed = False
-    assert sent == ["dispatch"]
-    group.close()
-    return said
-
-
-def test_a_failure_is_raised_before_tokens_are_sampled(ranks: RankPool) -> None:
-    """Nothing of the pair said that a step was NaN when layers were in CUDA graphs, and tokens of
-    such steps were served.
+def test_a_failure_is_raised_before_tokens_are_sampled(ctx: RankContext) -> None:
+    """Layers in CUDA graphs call nothing of the pair: without the check, tokens made of NaN were
+    served.
     """
-    (said,) = ranks.run(failed_on_rank, ranks=1)
-    assert said[:2] == ["", ""]
-    assert all("rank 1 did not come in low-latency combine" in text for text in said[2:])
-    assert len(said) == 5
-
-
-def refused_on_rank(ctx: RankContext) -> list[str]:
-    registered = stand_in.install(ctx.group)
+    stand_in.install(ctx.group)
     import megatron_ncclep.vllm as pairs
 
-    pairs.register()
-    texts = []
+    group = EpGroup.of(ctx.group)
+    pairs.check()
+    group.share("device", Failed)
+    with pytest.raises(PeerError, match="rank 1 did not come in low-latency combine"):
+        pairs.check()
+    group.release("device", timeout_s=60)
 
-    def attempt(function: Any, *arguments: Any, **named: Any) -> None:
-        try:
-            function(*arguments, **named)
-            texts.append("no error")
-        except EpError as error:
-            texts.append(f"{type(error).__name__}: {error}")
 
-    sizes, tables = moe(2, torch.bfloat16), (torch.zeros(1),) * 3
-    for asked in ({"routing_tables": tables}, {"use_monolithic": True}, {"eep_stage": True}):
-        attempt(make, ctx, registered, sizes, **asked)
-    attempt(make, ctx, registered, moe(2, torch.bfloat16, num_local_experts=NUM_LOCAL + 1))
+def test_what_the_pair_does_not_do_is_refused(ctx: RankContext) -> None:
+    make = register(ctx)
+    sizes = moe(2, torch.bfloat16)
+    for asked, words in (
+        ({"routing_tables": (torch.zeros(1),) * 3}, "redundant experts"),
+        ({"use_monolithic": True}, "monolithic"),
+        ({"eep_stage": True}, "elastic"),
+    ):
+        with pytest.raises(InputError, match=words):
+            make(sizes, **asked)
+    with pytest.raises(InputError, match="6 experts, 4 on this rank of 2"):
+        make(moe(2, torch.bfloat16, num_local_experts=NUM_LOCAL + 1))
     static = SimpleNamespace(quant_dtype=torch.float8_e4m3fn, block_shape=None)
-    pair = make(ctx, registered, sizes)
-    attempt(pair.post_init_setup, Experts(static, False, False))
-    too_many = make(ctx, registered, moe(2, torch.bfloat16, max_num_tokens=100_000))
-    attempt(too_many.post_init_setup, Experts(NO_QUANT, False, False))
-    pair.post_init_setup(Experts(NO_QUANT, False, False))
+    pair = make(sizes)
+    with pytest.raises(InputError, match=r"experts with inputs of .*float8"):
+        pair.post_init_setup(Experts(static, False, False))
+    unquantised = Experts(NO_QUANT, False, False)
+    with pytest.raises(InputError, match="max_tokens 100000"):
+        make(moe(2, torch.bfloat16, max_num_tokens=100_000)).post_init_setup(unquantised)
+    pair.post_init_setup(unquantised)
     x, assignments, weights = batch(1, 0, 2, torch.bfloat16)
-    attempt(pair.prepare, x, weights, assignments, 8, None, False, NO_QUANT, False)
-    attempt(pair.prepare, x, weights, assignments, 6, None, True, NO_QUANT, False)
+    with pytest.raises(InputError, match="8 experts: this pair was made for 6"):
+        pair.prepare(x, weights, assignments, 8, None, False, NO_QUANT, False)
+    with pytest.raises(InputError, match="top_k 2: only with top_k 1"):
+        pair.prepare(x, weights, assignments, 6, None, True, NO_QUANT, False)
     stand_in.install(ctx.group, registry=False)
-    attempt(pairs.register)
-    return texts
+    import megatron_ncclep.vllm as pairs
 
-
-def test_what_the_pair_does_not_do_is_refused(ranks: RankPool) -> None:
-    words = (
-        "InputError: .*redundant experts", "InputError: .*monolithic", "InputError: .*elastic",
-        "InputError: 6 experts, 4 on this rank of 2", "InputError: experts with inputs of .*float8",
-        "InputError: .*max_tokens 100000", "InputError: .*8 experts: this pair was made for 6",
-        "InputError: .*top_k 2: only with top_k 1", "EngineUnavailableError: .*pull/50556",
-    )  # fmt: skip
-    for texts in ranks.run(refused_on_rank):
-        for word, text in zip(words, texts, strict=True):
-            assert re.match(word, text), text
+    with pytest.raises(EngineUnavailableError, match="pull/50556"):
+        pairs.register()

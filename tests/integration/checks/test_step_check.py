@@ -81,12 +81,9 @@ class Trainer:
 
 
 def test_a_failure_after_the_last_backward_reaches_no_weight(ctx: RankContext) -> None:
-    """The native engine learns after the fact that a wait on the device has passed its deadline:
-    what it gave back is garbage, and its next call raises.  After the last backward combine of a
-    step there is no next call before the optimizer, which took the garbage into the weights.
-    Nothing saw it, because the tests of failing ranks called an engine, and no optimizer.
-
-    Here the last of three backward passes fails on rank 1, as if a rank were late.
+    """When a wait on the device has passed its deadline, results are garbage, and the native
+    engine's next call raises.  After the last backward combine of a step there is none before the
+    optimizer, which took the garbage into the weights.  Here that happens on rank 1, in step 2.
     """
     trainer = Trainer()
     group = EpGroup.of(trainer.layer.token_dispatcher.ep_group)
@@ -111,8 +108,8 @@ NUM_TOKENS, NUM_ROWS = 4 * SEQUENCE * BATCH, 40
     "--ncclep-on-overflow=raise", compared="which steps change weights, and the error of each rank"
 )
 def test_with_on_overflow_raise_no_rank_steps_with_dropped_rows(ctx: RankContext) -> None:
-    """Only one rank drops rows, in the second step, and only it counts them; but tokens of other
-    ranks lack something, and so do the gradients of all ranks.
+    """Only one rank drops rows, in the second step, and only it counts them; but they are tokens of
+    other ranks, and the gradients of all ranks are incomplete.
     """
     options = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
     ncclep = EpConfig(max_recv_rows=NUM_ROWS, on_overflow="raise")

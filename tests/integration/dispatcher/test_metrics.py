@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,9 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.metrics import Interval, LayerCounts
-from megatron_ncclep.ops import nvtx as step_ranges
+from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
+from megatron_ncclep.ops.nvtx import step_range
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -27,7 +27,7 @@ ROWS = 52
 
 
 class Writers:
-    """What Megatron hands to its reports: a SummaryWriter and a run of W&B."""
+    """Stands for both that Megatron's reports write to: a SummaryWriter and a run of W&B."""
 
     def __init__(self) -> None:
         self.scalars: dict[tuple[str, int], float] = {}
@@ -61,16 +61,14 @@ def report(iteration: int, writers: Writers | None) -> None:
 
 
 def report_on_rank(ctx: RankContext) -> tuple[list[list[list[list[int]]]], Writers]:
-    """Four steps of two layers; returns the routing [step][layer][token][expert], and what was
-    written.  A layer's backward runs its forward once more, and the second step evaluates too.
+    """Four steps of two recomputed layers, with an evaluation in the second; returns the routing
+    [step][layer][token][expert], and what was written.
     """
     initialize(RANKS, 1, "cpu")
     options = EpConfig(metrics_interval=2, max_recv_rows=ROWS, timeout_s=30)
-    config = make_config("ncclep", torch.float64, RANKS, ncclep=options)
-    config.recompute_granularity, config.recompute_modules = "selective", ["moe"]
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    config = make_config("ncclep", torch.float64, RANKS, ncclep=options, **recompute)
     layers = [build_layer(config) for _ in range(LAYERS)]
-    for layer in layers:
-        layer.moe_layer_recompute = True
     seen: list[list[Any]] = []
 
     def keep(router: Any, inputs: Any, outputs: Any) -> None:
@@ -147,7 +145,7 @@ def test_megatrons_reports_have_the_metrics(megatron_pool: RankPool) -> None:
 
 
 def test_an_even_load_and_no_load_at_all(single: EpGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second model's layers come while an exchange may be under way: it used to be misread."""
+    """A second model's layers may come while an exchange is under way."""
     metered = metrics.Metrics.of(single, 1, 5.0)
     metered.add_layer(single, 4)
     (nothing,) = metrics.after_step()
@@ -176,45 +174,31 @@ def test_rows_of_wrong_and_missing_assignments(single: EpGroup) -> None:
     assert counts.take().tolist() == [0, 0, 0, 0, 0]
 
 
-def test_the_host_counts_how_long_it_waits(
-    single: EpGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter([1_000_000_000, 3_500_000_000])
-    monkeypatch.setattr(time, "monotonic_ns", lambda: next(clock))
-    before = int(single.waited_ns())
-    single.exchange(b"x", "a test", 5.0)
-    waited = torch.tensor([250_000_000])
-    on_device = SimpleNamespace(device_waited_ns=lambda: waited, close=lambda: None)
-    single.share("kernels", lambda: on_device)
-    assert int(single.waited_ns()) == before + 2_750_000_000
-
-
 def test_ranges_have_the_names_of_the_steps(
     single: EpGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gpu: Any = SimpleNamespace(is_cuda=True)
     pushed: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", pushed.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: pushed.append("end"))
-    gpu: Any = SimpleNamespace(is_cuda=True)
-    with pytest.raises(ValueError, match="wrong"), step_ranges.step_range("plan", gpu):
-        raise ValueError("wrong")
-    assert pushed == ["ncclep plan", "end"]
-    with step_ranges.step_range("plan", torch.empty(0)):
-        assert len(pushed) == 2, "no GPU takes part"
-
-    names: list[str] = []
-    always = type("Range", (step_ranges.step_range,), {"__init__": lambda s, n, t: names.append(n)})
-    always._name = None
-    monkeypatch.setattr("megatron_ncclep.ops.dispatch.step_range", always)
-    monkeypatch.setattr("megatron_ncclep.ops.combine.step_range", always)
-    from megatron_ncclep.ops.combine import combine
-
+    with step_range("no GPU takes part", torch.empty(0)):
+        pass
+    for module in ("dispatch", "combine"):
+        monkeypatch.setattr(
+            f"megatron_ncclep.ops.{module}.step_range", lambda name, tensor: step_range(name, gpu)
+        )
     engine = create_engine(single.process_group, 4, EpConfig(engine="reference", timeout_s=5))
     plan = engine.plan(torch.tensor([[0, 1]]))
     x, w = torch.ones(1, 8, requires_grad=True), torch.ones(1, 2, requires_grad=True)
     rows, row_w = dispatch(engine, plan, x, w)
     combine(engine, plan, rows * row_w[:, None]).sum().backward()
-    assert names == ["dispatch", "combine", "combine backward", "dispatch backward"]
+    assert pushed[::2] == [
+        f"ncclep {name}"
+        for name in ("dispatch", "combine", "combine backward", "dispatch backward")
+    ]
+    with pytest.raises(ValueError, match="wrong"), step_range("plan", gpu):
+        raise ValueError("wrong")
+    assert pushed[1::2] == ["end"] * 5
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from typing import Any
 from unittest import mock
 
@@ -37,13 +38,12 @@ SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation
 SLICES = {"ep": 2, "etp": 2}  # experts in two slices
 
 
+# Not Megatron's own, which would have to be imported here; so nothing is fused.
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Not Megatron's object, which would have to be imported here: so nothing is fused."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """The same of this one."""
     return F.relu(x).square()
 
 
@@ -58,34 +58,17 @@ RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 CASES = [
     LayerCase("ep4"),
     LayerCase("ep2-dp2", ep=2),
-    LayerCase("ep1", ep=1),
     LayerCase("ep4-tp2", tp=2),
-    LayerCase("top-1", options=TOP_1),
     LayerCase("top-6", options={"moe_router_topk": 6}),
     LayerCase("fp32", dtype=torch.float32),
     LayerCase("bf16", dtype=torch.bfloat16, options={"moe_router_topk": 4}),
     LayerCase("bf16-router-too", dtype=torch.bfloat16, options={"moe_router_dtype": None}),
-    LayerCase(
-        "aux-loss",
-        options={"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
-    ),
-    LayerCase(
-        "seq-aux-loss",
-        options={"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
-    ),
     LayerCase(
         "sinkhorn",
         options={"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
     ),
     LayerCase("sigmoid", options={"moe_router_score_function": "sigmoid", "moe_router_topk": 3}),
     LayerCase("groups", options={"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
-    LayerCase(
-        "pad-to-generous-capacity",
-        options={
-            "moe_expert_capacity_factor": 2.5,
-            "moe_pad_expert_input_to_capacity": True,
-        },
-    ),
     LayerCase("shared-experts", options={"moe_shared_expert_intermediate_size": 32}),
     LayerCase("shared-overlap", options=SHARED_OVERLAP, micro_batches=2, in_flight=True),
     LayerCase("shared-overlap-tp2", tp=2, options=SHARED_OVERLAP),
@@ -100,9 +83,7 @@ CASES = [
     ),
     LayerCase("expert-bias", options=EXPERT_BIAS),
     LayerCase("probs-on-input", options={**TOP_1, "moe_apply_probs_on_input": True}),
-    LayerCase("gradient-accumulation", micro_batches=3),
     LayerCase("two-in-flight", micro_batches=2, in_flight=True),
-    LayerCase("recompute", options=RECOMPUTE, micro_batches=2, in_flight=True, same_bits=True),
     LayerCase(
         "recompute-shared-experts",
         options={
@@ -112,6 +93,7 @@ CASES = [
             "moe_shared_expert_gate": True,
         },
         micro_batches=2,
+        in_flight=True,
         same_bits=True,
     ),
     LayerCase(
@@ -140,10 +122,7 @@ CASES = [
         micro_batches=2,
     ),
     LayerCase("aligned", options={"ncclep": EpConfig(alignment=32)}),
-    LayerCase("static", options={"ncclep": EpConfig(max_recv_rows=512)}),
-    LayerCase("static-aligned", options={"ncclep": EpConfig(max_recv_rows=512, alignment=16)}),
     LayerCase("static-worst", options={"ncclep": EpConfig(max_recv_rows="worst", alignment=16)}),
-    LayerCase("grouped", options=GROUPED),
     LayerCase("grouped-swiglu", ep=2, dtype=torch.float32, options={**GROUPED, **SWIGLU}),
     LayerCase("grouped-bf16", dtype=torch.bfloat16, options={**GROUPED, **SWIGLU}),
     LayerCase(
@@ -160,12 +139,7 @@ CASES = [
         micro_batches=2,
         in_flight=True,
     ),
-    LayerCase(
-        "grouped-clamped-glu",
-        ep=1,
-        options={**GROUPED, **CLAMPED_GLU},
-    ),
-    LayerCase("grouped-uneven", options=GROUPED, sequences=(3, 6, 1, 9)),
+    LayerCase("grouped-uneven", options={**GROUPED, **CLAMPED_GLU}, sequences=(3, 6, 1, 9)),
     LayerCase(
         "grouped-static",
         ep=2,
@@ -179,7 +153,6 @@ CASES = [
         "grouped-pad-to-capacity",
         options={**GROUPED, **CAPACITY, "moe_pad_expert_input_to_capacity": True},
     ),
-    LayerCase("slices", tp=2, **SLICES),
     LayerCase(
         "slices-integers",
         tp=2,
@@ -238,10 +211,10 @@ def test_layer_equals_alltoall(ctx: RankContext, case: LayerCase) -> None:
 
 
 def over_machines(name: str, **changes: Any) -> LayerCase:
-    """A layer whose four ranks are two machines with two each."""
+    """A layer for four ranks that count as two machines with two each."""
     engine, options = changes.pop("ncclep", {}), changes.pop("options", {})
     options = {**options, "ncclep": EpConfig(engine="hierarchical", **engine)}
-    case = LayerCase(f"machines-{name}", dtype=torch.float32, options=options, local_ranks=2)
+    case = LayerCase(f"machines-{name}", dtype=torch.float32, options=options)
     return dataclasses.replace(case, **changes)
 
 
@@ -260,38 +233,35 @@ MACHINES = [
         micro_batches=2,
         in_flight=True,
     ),
-    over_machines("shared-overlap", options=SHARED_OVERLAP, micro_batches=2, in_flight=True),
-    # Slices of an expert are on one machine here.
-    over_machines("slices", tp=2, **SLICES),
+    # Slices of an expert are on one machine.
+    over_machines("slices-shared-overlap", options=SHARED_OVERLAP, tp=2, **SLICES),
 ]
 
 
 @pytest.mark.parametrize("case", MACHINES, ids=str)
 def test_layer_over_machines_equals_alltoall(ctx: RankContext, case: LayerCase) -> None:
-    assert_same_training(ctx, case, "hierarchical")
+    with mock.patch.dict(os.environ, NCCLEP_LOCAL_RANKS="2"):
+        assert_same_training(ctx, case, "hierarchical")
 
 
 def overflow_on_rank(ctx: RankContext, more: dict[str, Any]) -> tuple[int, int]:
     """Train a layer that lacks rows: how many this rank dropped, and how often it warned of it."""
     initialize(ep=4)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("megatron_ncclep").addHandler(handler)
     options = {"ncclep": EpConfig(max_recv_rows=8), **more}
     layer = build_layer(make_config("ncclep", torch.float32, 4, **options))
     plans = mock.Mock(wraps=layer.token_dispatcher.engine.plan)
     layer.token_dispatcher.engine.plan = plans
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
-    for _ in range(2):
-        out, _ = layer(hidden)
-        out.sum().backward()
-    assert not any("did not fit" in text for text in said)  # nobody waits for it
-    megatron_ncclep.check()
-    logging.getLogger("megatron_ncclep").removeHandler(handler)
+    with mock.patch.object(logging.getLogger("megatron_ncclep"), "handle") as said:
+        for _ in range(2):
+            out, _ = layer(hidden)
+            out.sum().backward()
+        assert not said.mock_calls  # nothing waits for it
+        megatron_ncclep.check()
     assert plans.call_count == (4 if more else 2)  # a recomputed dispatch is planned again
     assert torch.isfinite(hidden.grad).all()
-    warnings = sum("did not fit into max_recv_rows=8" in text for text in said)
+    texts = [call.args[0].getMessage() for call in said.mock_calls]
+    warnings = sum("did not fit into max_recv_rows=8" in text for text in texts)
     return int(layer.token_dispatcher.num_dropped), warnings
 
 
@@ -300,7 +270,7 @@ def test_static_overflow_is_counted(ctx: RankContext) -> None:
     assert warnings == (dropped > 0)
     # 4 ranks x 12 tokens x 2 assignments = 96 rows for 4 x 8 places, twice.
     assert sum(gathered(ctx, dropped)) >= 2 * (96 - 32)
-    # In a layer that is recomputed as well, and once: it counted what it dispatched again.
+    # A layer that is recomputed counts them once.
     assert overflow_on_rank(ctx, RECOMPUTE)[0] == dropped
 
 

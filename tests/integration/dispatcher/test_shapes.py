@@ -1,6 +1,6 @@
 """Whatever Megatron makes of a batch before and around the dispatcher, against `alltoall`: tokens
-that routers drop or add, ranks with few tokens or none, other sizes in between, rows in a latent
-size, and every router.  Outputs and all gradients, in exact and static mode.
+that routers drop or add, ranks with few tokens or none, other sizes in between, and every router.
+Outputs and all gradients, in exact and static mode.
 
 Nearly everywhere they are the same bits: with two assignments a sum over a token's rows has two
 terms, and rows of an expert come in the order in which `alltoall` brings them, so that even weight
@@ -72,8 +72,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "micro_batches": 2,
         "shows": ("moe_pad_experts_for_cuda_graph_inference",),
     },
-    "latent": {"options": {"moe_latent_size": 8}},
-    "latent-uneven": {"options": {"moe_latent_size": 6}, "sequences": UNEVEN},
     "shared-overlap-uneven": {"options": SHARED_OVERLAP, "sequences": UNEVEN, "same_bits": False},
     "shared-overlap-capacity": {"options": {**SHARED_OVERLAP, **CAPACITY}, "same_bits": False},
     "gradient-not-contiguous": {"transposed": True},

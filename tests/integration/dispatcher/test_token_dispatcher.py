@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import megatron_ncclep
 from megatron_ncclep import engines, envs
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
+from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
@@ -87,32 +85,20 @@ class EngineFarAway:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Makes a dispatcher, in a registry with an engine that honours every option."""
-    caps = dataclasses.replace(
-        engines.ENGINES["reference"].caps,
-        options=frozenset(field.name for field in dataclasses.fields(EpConfig)),
-    )
+    fields = frozenset(field.name for field in dataclasses.fields(EpConfig))
+    caps = dataclasses.replace(engines.ENGINES["reference"].caps, options=fields)
+    limits = {"few-assignments": NUM_EXPERTS - 1, "one-for-each": NUM_EXPERTS}
 
-    def can_run(group: EpGroup, config: EpConfig, num_experts: int | None) -> None:
-        return None
+    def build(group: EpGroup, num_experts: int, config: EpConfig) -> ReferenceEngine:
+        engine = ReferenceEngine(group, num_experts, config)
+        engine.caps = engines.ENGINES[config.engine].caps
+        return engine
 
-    entry = engines.EngineEntry(caps, ReferenceEngine, can_run)
-    monkeypatch.setitem(engines.ENGINES, "recording", entry)
-    for name, most in (
-        ("few-assignments", NUM_EXPERTS - 1),
-        ("a-assignment-for-each", NUM_EXPERTS),
-    ):
-        limited = dataclasses.replace(caps, name=name, max_top_k=most)
-
-        def with_few_assignments(
-            group: EpGroup, num_experts: int, config: EpConfig, caps: EngineCaps = limited
-        ) -> ReferenceEngine:
-            engine = ReferenceEngine(group, num_experts, config)
-            engine.caps = caps
-            return engine
-
-        entry = engines.EngineEntry(limited, with_few_assignments, can_run)
+    for name in ("recording", "far", *limits):
+        limited = dataclasses.replace(caps, name=name, max_top_k=limits.get(name, caps.max_top_k))
+        kind = EngineFarAway if name == "far" else build
+        entry = engines.EngineEntry(limited, kind, lambda group, config, num_experts: None)
         monkeypatch.setitem(engines.ENGINES, name, entry)
-    monkeypatch.setitem(engines.ENGINES, "far", engines.EngineEntry(caps, EngineFarAway, can_run))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def make(
@@ -141,29 +127,25 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         dist.destroy_process_group()
 
 
-def test_every_option_reaches_the_engine(make: Callable[..., Any]) -> None:
-    """Of a dispatcher that ignored num_sms and timeout_s no test knew: results do not show them."""
-    assert all(
-        getattr(OPTIONS, field.name) != field.default for field in dataclasses.fields(EpConfig)
-    )
-    assert make(ncclep=OPTIONS).engine.config == OPTIONS
-
-
-def test_options_of_the_environment_reach_the_engine(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_every_option_reaches_the_engine(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, by_environment: bool
 ) -> None:
+    """No test noticed a dispatcher that ignored num_sms and timeout_s: results do not show them."""
     monkeypatch.setattr(envs, "ENGINES", (*envs.ENGINES, OPTIONS.engine))
     for field in dataclasses.fields(EpConfig):
-        monkeypatch.setenv(f"NCCLEP_{field.name.upper()}", str(getattr(OPTIONS, field.name)))
-    assert make().engine.config == OPTIONS
+        value = getattr(OPTIONS, field.name)
+        assert value != field.default
+        if by_environment:
+            monkeypatch.setenv(f"NCCLEP_{field.name.upper()}", str(value))
+    assert make(None if by_environment else OPTIONS).engine.config == OPTIONS
 
 
 def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With capacity padding a rank that had died left the others in an all-reduce of torch's own.
-
-    It had torch's own deadline, 10 or 30 minutes, and no word of which rank was missing.
+    """With capacity padding a rank that had died left the others in an all-reduce of torch's own,
+    for 10 or 30 minutes, and nothing said which rank was missing.
     """
     asked, others = [], iter([1, 4, 0])
 
@@ -178,31 +160,6 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
     for tokens, top_k in ((2, 3), (2, 4), (0, TOP_K)):
         assert dispatcher._top_k(routing_map[:tokens]) == top_k
     assert asked == [([3], 6.0), ([3], 6.0), ([0], 6.0)]  # in the first step
-
-
-class Watching(TorchFunctionMode):
-    """Lists what torch asks it about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_function_modes_see_nothing_of_the_engine(make: Callable[..., Any]) -> None:
-    """The mode of `cpu/` took as long as the calls themselves: `ncclep train` lost to alltoall."""
-    engine = make(EXACT).engine
-    topk_idx, x, w = torch.tensor([[0, 2], [1, 3], [3, 0]]), torch.ones(3, 8), torch.ones(3, TOP_K)
-    with Watching() as mode:
-        plan = engine.plan(topk_idx)
-        rows, row_w = engine.dispatch(plan, x, w=w)
-        out, topk_w = engine.combine(plan, rows, w=row_w)
-    assert mode.seen == []
-    assert out.tolist() == (TOP_K * x).tolist()
-    assert topk_w.tolist() == w.tolist()
 
 
 class OnlyFarAway(TorchDispatchMode):
@@ -220,8 +177,7 @@ class OnlyFarAway(TorchDispatchMode):
 @pytest.mark.parametrize("adds_up", [False, True], ids=["", "counts add up"])
 def test_no_hook_reads_the_device(make: Callable[..., Any], pads: bool, adds_up: bool) -> None:
     """In static mode a layer waited for the device three times: for the counts, for what was
-    dropped, and with capacity padding for the number of assignments.  No test knew, because on a
-    CPU nobody waits for anything.
+    dropped, and with capacity padding for the number of assignments.  On a CPU nothing waits.
     """
     options = dataclasses.replace(STATIC, engine="far")
     counts = {"counts_on_device": True, "counts_add_up": adds_up}
@@ -262,7 +218,7 @@ def test_how_experts_get_the_counts(make: Callable[..., Any], options: EpConfig)
         )
         assert per_expert.tolist() == expected
         assert len(rows) == (64 if options is STATIC else 32)
-        # The plan is kept for backward: nobody writes into its tensors.
+        # The plan is kept for backward, unchanged.
         assert dispatcher._plan.tokens_per_expert.tolist() == [16, 0, 16, 0]
 
 
@@ -309,33 +265,10 @@ def test_groups_and_assignments_that_slices_of_experts_do_not_allow(
         UnsupportedError, match=r"is rank 0 of 1 in tp_ep, but rank 0 of 2 in expt_tp and rank 0"
     ):
         make(EXACT, pads=False, slices=2)
-    enough = dataclasses.replace(EXACT, engine="a-assignment-for-each", max_recv_rows=64)
+    enough = dataclasses.replace(EXACT, engine="one-for-each", max_recv_rows=64)
     with pytest.raises(
         InputError,
-        match="all 4 experts, each in 2 slices, and engine 'a-assignment-for-each' takes at most 4",
+        match="all 4 experts, each in 2 slices, and engine 'one-for-each' takes at most 4",
     ):
         make(enough, slices=2)
     make(enough)
-
-
-def test_a_warning_of_dropped_rows_comes_with_the_next_check(
-    make: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once for all layers of the group; every one of them counts what it dropped."""
-    dispatchers = [make(STATIC, pads=False) for _ in range(3)]
-    routing_map = torch.zeros(80, NUM_EXPERTS, dtype=torch.bool)
-    routing_map[:, 1] = True
-    for dispatcher in dispatchers[1:]:
-        for _ in range(2):
-            _, w = dispatcher.dispatch_preprocess(
-                torch.ones(80, 8), routing_map, routing_map.float()
-            )
-            dispatcher.token_dispatch(torch.ones(80, 8), w)
-    assert "did not fit" not in caplog.text
-    megatron_ncclep.check()
-    megatron_ncclep.check()
-    said = [text for text in caplog.messages if "did not fit" in text]
-    assert len(said) == 1
-    # Of 80 rows 64 fit, in two layers, twice.
-    assert "rank 0: 64 rows did not fit into max_recv_rows=64" in said[0]
-    assert [int(dispatcher.num_dropped) for dispatcher in dispatchers] == [0, 32, 32]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ncclep.integration.experts import grouped_gemm
+from megatron_ncclep.integration.experts import grouped_gemm, main_grad
 from megatron_ncclep.integration.experts.expert_stack import lay_out, stack_of, view_of
 from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
@@ -29,7 +27,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class Problem:
-    """A layer's tensors; every row, weight and gradient has values of its own."""
+    """A layer's tensors; every row, weight and gradient has values of its own.  Rows after the last
+    block are NaN: whatever reads one spoils every weight of an expert, as 0 x NaN is NaN.
+    """
 
     def __init__(self, sizes: tuple[int, ...], rest: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -41,14 +41,13 @@ class Problem:
         self.blocks = list(zip([0, *self.ends[:-1]], self.ends, strict=True))
         self.offsets = torch.tensor(self.ends, dtype=torch.int32)
         self.rows, self.grad = draw(sum(sizes) + rest, IN), draw(sum(sizes) + rest, OUT)
+        self.rows[sum(sizes) :] = self.grad[sum(sizes) :] = torch.nan
         self.weights = [torch.nn.Parameter(draw(OUT, IN)) for _ in sizes]
 
-    def run(self, into_main_grad: bool = False, **more: Any) -> tuple[Tensor, Tensor]:
+    def run(self, target: GradientTarget = GradientTarget()) -> tuple[Tensor, Tensor]:  # noqa: B008
         """Output and input gradient; the weights' gradients are where they belong."""
         rows = self.rows.clone().requires_grad_()
-        output = grouped_linear(
-            rows, self.offsets, self.weights, GradientTarget(into_main_grad), **more
-        )
+        output = grouped_linear(rows, self.offsets, self.weights, target)
         output.backward(self.grad)
         assert rows.grad is not None
         return output.detach(), rows.grad
@@ -65,33 +64,14 @@ def test_one_product_for_each_expert(name: str, dtype: torch.dtype) -> None:
     output, rows_grad = problem.run()
     assert output.dtype == dtype
     for (begin, end), weight in zip(problem.blocks, problem.weights, strict=True):
-        torch.testing.assert_close(
-            output[begin:end], problem.rows[begin:end] @ weight.detach().t(), rtol=0, atol=0
-        )
-        torch.testing.assert_close(
-            rows_grad[begin:end], problem.grad[begin:end] @ weight.detach(), rtol=0, atol=0
-        )
+        assert torch.equal(output[begin:end], problem.rows[begin:end] @ weight.detach().t())
+        assert torch.equal(rows_grad[begin:end], problem.grad[begin:end] @ weight.detach())
     for weight, expected in zip(problem.weights, problem.expected_weight_grads(), strict=True):
-        assert weight.grad is not None
-        torch.testing.assert_close(weight.grad, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_after_the_last_block_are_not_read(dtype: torch.dtype) -> None:
-    """0 x NaN is NaN: whatever reads such a row spoils every weight of an expert."""
-    clean = Problem((16, 0, 32), 16, dtype)
-    expected = clean.run()
-    spoilt = Problem((16, 0, 32), 16, dtype)
-    spoilt.rows[48:] = torch.nan
-    spoilt.grad[48:] = torch.nan
-    for result, other in zip(spoilt.run(), expected, strict=True):
-        assert torch.equal(result[:48], other[:48])
-    for weight, other_weight in zip(spoilt.weights, clean.weights, strict=True):
-        assert torch.equal(weight.grad, other_weight.grad)
+        assert torch.equal(weight.grad, expected)
 
 
 def test_rows_made_again() -> None:
-    """The rows are let go after forward, and made once in backward."""
+    """The rows are freed after forward, and made once in backward."""
     kept, again = (Problem((16, 0, 32), 16, torch.float32) for _ in range(2))
     kept.run()
     made = []
@@ -124,63 +104,75 @@ def with_main_grads(problem: Problem, descending: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("descending", [False, True])
-def test_gradients_are_added_to_main_grads(descending: bool) -> None:
-    """In fp32, on top of what is there, once for each micro-batch; DDP is told so."""
+@pytest.mark.parametrize("may_overwrite", [False, True])
+def test_gradients_are_added_to_main_grads(may_overwrite: bool, descending: bool) -> None:
+    """In fp32, on top of what is there, once for each micro-batch; DDP is told so.  A step's first
+    micro-batch replaces what is there, where it may.
+    """
     problem = Problem((16, 0, 32), 16, torch.bfloat16)
-    with_main_grads(problem, descending)
-    expected = [0.5 + 2 * gradient.float() for gradient in problem.expected_weight_grads()]
-    for _ in range(2):
-        problem.run(into_main_grad=True)
+    buffer = with_main_grads(problem, descending)
+    gradients = [gradient.float() for gradient in problem.expected_weight_grads()]
+    target = GradientTarget(into_main_grad=True, may_overwrite=may_overwrite)
+    for _ in range(2):  # steps
+        buffer.fill_(0.5)  # zero in Megatron; here it shows what was read
         for weight in problem.weights:
-            assert weight.grad_added_to_main_grad
-            assert weight.grad is not None  # DDP's hook wants one, with overlap_grad_reduce
-            weight.grad = None
-    for weight, main_grad in zip(problem.weights, expected, strict=True):
-        assert torch.equal(weight.main_grad, main_grad)
+            weight.grad_added_to_main_grad = False
+        for number in (1, 2):  # micro-batches
+            problem.run(target)
+            for weight, gradient in zip(problem.weights, gradients, strict=True):
+                expected = (0.0 if may_overwrite else 0.5) + number * gradient
+                assert torch.equal(weight.main_grad, expected)
+                assert weight.grad_added_to_main_grad
+                assert weight.grad is not None  # DDP's hook wants one, with overlap_grad_reduce
+                weight.grad = None
 
 
-def test_one_kernel_adds_to_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many adds as experts took longer than the GEMM: every one is a kernel of its own."""
-    problem = Problem((16, 16, 32), 0, torch.float32)
-    buffer = with_main_grads(problem)
-    adds: list[tuple[int, ...]] = []
-    original = Tensor.add_
-
-    def add_(self: Tensor, other: Tensor) -> Tensor:
-        adds.append(tuple(self.shape))
-        return original(self, other)
-
-    monkeypatch.setattr(Tensor, "add_", add_)
-    problem.run(into_main_grad=True)
-    assert adds == [tuple(buffer.shape)]
-
-
-def test_zeros_where_megatron_wants_them() -> None:
+@pytest.mark.parametrize(
+    ("is_captured", "holds_iteration", "has_flag", "before"),
+    [
+        (True, True, True, 0.0),
+        # A graph of one micro-batch is replayed for all: storing would replace the others'.
+        (True, False, True, 0.5),
+        # Without DDP's flag nothing says when a step begins.
+        (False, False, False, 0.5),
+    ],
+    ids=["graph of an iteration", "graph of a micro-batch", "no flag"],
+)
+def test_when_the_first_gradient_is_added(
+    is_captured: bool, holds_iteration: bool, has_flag: bool, before: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(main_grad, "_is_captured", lambda weights: is_captured)
     problem = Problem((16, 32), 0, torch.float32)
     with_main_grads(problem)
-    problem.weights[1].zero_out_wgrad = True
-    problem.run(into_main_grad=True)
-    assert not problem.weights[1].grad.any()
-    assert problem.weights[0].grad_added_to_main_grad
+    if not has_flag:
+        for weight in problem.weights:
+            del weight.grad_added_to_main_grad
+    problem.run(GradientTarget(True, may_overwrite=True, holds_iteration=holds_iteration))
+    for weight, gradient in zip(problem.weights, problem.expected_weight_grads(), strict=True):
+        assert torch.equal(weight.main_grad, before + gradient)
+        assert (weight.grad is not None) == has_flag
 
 
-def test_main_grads_that_nobody_asked_for() -> None:
+def test_main_grads_that_were_not_asked_for() -> None:
     """Without gradient_accumulation_fusion DDP adds .grad up itself, and only it."""
     problem = Problem((16, 32), 0, torch.float32)
     buffer = with_main_grads(problem)
     problem.run()
     assert (buffer == 0.5).all()
-    for weight, expected in zip(problem.weights, problem.expected_weight_grads(), strict=True):
-        assert not weight.grad_added_to_main_grad
-        assert torch.equal(weight.grad, expected)
+    assert not any(weight.grad_added_to_main_grad for weight in problem.weights)
 
 
-def test_frozen_experts() -> None:
-    problem = Problem((16, 32), 0, torch.float32)
-    problem.weights[0].requires_grad_(False)
-    problem.run(into_main_grad=True)
-    assert problem.weights[0].grad is None
-    assert torch.equal(problem.weights[1].grad, problem.expected_weight_grads()[1])
+def test_frozen_experts_and_zeros_where_megatron_wants_them() -> None:
+    problem = Problem((16, 32, 16), 0, torch.float32)
+    with_main_grads(problem)
+    frozen, zeroed, other = problem.weights
+    frozen.requires_grad_(False)
+    zeroed.zero_out_wgrad = True
+    problem.run(GradientTarget(into_main_grad=True))
+    assert frozen.grad is None
+    assert not zeroed.grad.any()
+    assert torch.equal(other.main_grad, 0.5 + problem.expected_weight_grads()[2])
 
 
 # ---- experts in one tensor
@@ -195,15 +187,15 @@ def buffer_views(order: list[int], gap: int = 0, begin: int = 0) -> list[Tensor]
 
 def test_a_view_shares_memory() -> None:
     tensors = buffer_views([1, 2, 3])
-    view = view_of(tensors)
-    assert view is not None
-    assert view.data_ptr() == tensors[0].data_ptr()
-    assert torch.equal(view, torch.stack(tensors))
-    apart = [torch.arange(200.0)[40 * i : 40 * i + 16].view(2, 8) for i in range(1)]
-    assert view_of(apart) is not None
-    strided = view_of([tensors[0], tensors[2]])  # with other parameters between the experts'
-    assert strided is not None
-    assert torch.equal(strided, torch.stack([tensors[0], tensors[2]]))
+    # The last ones have other parameters between the experts'.
+    for part in (tensors, tensors[:1], tensors[::2]):
+        view = view_of(part)
+        assert view is not None
+        assert view.data_ptr() == tensors[0].data_ptr()
+        assert torch.equal(view, torch.stack(part))
+
+
+MEMORY = torch.arange(32, dtype=torch.float32).numpy()
 
 
 @pytest.mark.parametrize(
@@ -215,20 +207,14 @@ def test_a_view_shares_memory() -> None:
         buffer_views([1, 1, 1]),
         [torch.randn(2, 8) for _ in range(3)],
         [tensor.t() for tensor in buffer_views([1, 2, 3])],
+        # Storages that happen to be neighbours: the memory of one may be given back.
+        [torch.from_numpy(MEMORY[16 * i : 16 * i + 16]).view(2, 8) for i in range(2)],
     ],
-    ids=["descending", "gap", "misaligned", "same", "apart", "transposed"],
+    ids=["descending", "gap", "misaligned", "same", "apart", "transposed", "neighbours"],
 )
 def test_no_view(tensors: list[Tensor]) -> None:
     assert view_of(tensors) is None
     assert torch.equal(stack_of(tensors), torch.stack(tensors))
-
-
-def test_storages_that_happen_to_be_neighbours() -> None:
-    """A view must not reach into another storage, whose memory may be given back."""
-    memory = torch.arange(32, dtype=torch.float32).numpy()
-    neighbours = [torch.from_numpy(memory[16 * i : 16 * i + 16]).view(2, 8) for i in range(2)]
-    assert neighbours[1].data_ptr() - neighbours[0].data_ptr() == 64
-    assert view_of(neighbours) is None
 
 
 def test_laying_out() -> None:

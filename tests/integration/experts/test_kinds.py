@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from megatron_setup import build_layer, initialize, make_config
 
-from megatron_ncclep import EpConfig
 from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [pytest.mark.alone, pytest.mark.each_release]
@@ -37,78 +33,3 @@ def test_how_experts_take_the_counts(ctx: RankContext) -> None:
     source = inspect.getsource(experts.TEGroupedMLP.forward)
     has_fuser = "use_transformer_engine_op_fuser" in TransformerConfig.__dataclass_fields__
     assert ("if self._with_fused_impl:" in source) == has_fuser
-
-
-def test_a_layer_that_generates_trains_with_our_dispatcher(ctx: RankContext) -> None:
-    """transformer_impl='inference_optimized': from 0.18 on every forward pass begins with
-    Megatron's choice of a dispatcher, which was the one that it had built itself.  A layer trained
-    with `alltoall`, and nothing said so.
-    """
-    initialize(ep=1)
-    config = make_config("ncclep", torch.float32, 1)
-    # After validation, which requires TransformerEngine's modules.
-    config.transformer_impl = "inference_optimized"
-    config.inference_grouped_gemm_backend = "torch"
-    config.inference_moe_token_dispatcher_type = "nccl"
-    layer = build_layer(config)
-    ours = layer.token_dispatcher
-    plan = ours.engine.plan = Mock(wraps=ours.engine.plan)
-    hidden = torch.randn(4, 1, config.hidden_size, requires_grad=True)
-    layer(hidden)[0].sum().backward()
-    assert plan.call_count == 1
-    assert layer.token_dispatcher is ours
-
-
-def test_legacy_experts(ctx: RankContext) -> None:
-    """0.16's experts over the package grouped_gemm, with a product of ours in its place, which
-    requires what the package's does: numbers of rows on the CPU that add up and are not all zero.
-
-    The package itself can only be built where there is a GPU: its set-up asks for the capability.
-    """
-    initialize(ep=1)
-    import megatron.core
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.moe import experts
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    if not hasattr(experts, "GroupedMLP"):
-        assert not megatron.core.__version__.startswith("0.16")
-        return
-    calls = []
-
-    def gmm(rows: Any, weights: Any, counts: Any, trans_b: bool) -> torch.Tensor:
-        assert (counts.dtype, counts.device.type) == (torch.int64, "cpu")
-        assert counts.sum() == len(rows) > 0
-        assert rows.dtype == weights.dtype == torch.bfloat16
-        assert rows.is_contiguous()
-        calls.append(counts)
-        parts = zip(rows.split(counts.tolist()), weights, strict=True)
-        return torch.cat([part @ weight for part, weight in parts])
-
-    results = {}
-    package = SimpleNamespace(
-        ops=SimpleNamespace(gmm=gmm), assert_grouped_gemm_is_available=lambda: None
-    )
-    for name, ncclep in (
-        ("alltoall", None),
-        ("ncclep", EpConfig()),
-        ("static", EpConfig(max_recv_rows=64, alignment=16)),
-    ):
-        torch.manual_seed(1)
-        dispatcher = "alltoall" if name == "alltoall" else "ncclep"
-        sizes = {"num_moe_experts": 2, "hidden_size": 8}
-        config = make_config(dispatcher, torch.bfloat16, 1, ncclep=ncclep, **sizes)
-        spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=True).submodules.mlp
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(experts, "gg", package)
-            layer = MoELayer(config, submodules=spec.submodules, layer_number=1)
-            assert type(layer.experts) is experts.GroupedMLP
-            hidden = torch.randn(6, 1, config.hidden_size).bfloat16().requires_grad_()
-            out, _ = layer(hidden)
-            out.sum().backward()
-        results[name] = [out, hidden.grad, *(p.grad for p in layer.parameters())]
-    assert len(calls) == 6
-    for mine, theirs in zip(results["ncclep"], results["alltoall"], strict=True):
-        assert torch.equal(mine, theirs)
-    for static, exact in zip(results["static"], results["ncclep"], strict=True):
-        torch.testing.assert_close(static, exact)

@@ -8,7 +8,6 @@ import dataclasses
 import io
 import re
 import sys
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,7 +46,7 @@ SIZES = [(3, 4), (0, 2), (1, 0), (0, 0), (2, 9), (7, 0), (4, 4)]
 
 
 def taken(session: Any) -> Any:
-    """Note what takes each batch: True for low-latency mode."""
+    """Record for each batch whether low-latency mode took it."""
     choose, found = session.low_latency_for, []
 
     def low_latency_for(num_tokens: int, problem: str | None) -> Any:
@@ -67,7 +66,7 @@ def taken(session: Any) -> Any:
     "and with Megatron's dispatcher `nccl`, to the bit",
 )
 def test_experts_get_their_rows(ctx: RankContext) -> None:
-    """Batches of 0 tokens on one rank or on all, and such as are too large on one rank."""
+    """Batches of 0 tokens on one rank or on all, and batches that are too large on one rank."""
     from megatron.core import parallel_state
 
     layer = build_inference_layer(ctx, CASE)
@@ -75,8 +74,7 @@ def test_experts_get_their_rows(ctx: RankContext) -> None:
     for built in (layer, theirs):
         use_whole_numbers(built)
     rank = parallel_state.get_expert_model_parallel_rank()
-    dispatcher = layer._inference_token_dispatcher
-    patch, found = taken(dispatcher.session)
+    patch, found = taken(layer._inference_token_dispatcher.session)
     with patch:
         for round_, sizes in enumerate(SIZES):
             batch = Batch.random(sizes[rank], 10 * round_ + ctx.rank, layer.config, "cpu")
@@ -84,9 +82,6 @@ def test_experts_get_their_rows(ctx: RankContext) -> None:
             assert torch.equal(out, batch.expected(FFN)), (sizes, rank)
             if sum(sizes):  # Megatron's kernels want a row
                 assert torch.equal(out, experts_of(theirs, batch)), (sizes, rank)
-            # Nothing is kept from one pass to the next.
-            kept = ("_low_latency", "_plan", "_num_valid", "_others", "routing_map")
-            assert [getattr(dispatcher, name) for name in kept] == [None] * len(kept)
     assert found == [max(sizes) <= 4 for sizes in SIZES]
 
 
@@ -107,29 +102,6 @@ def test_one_assignment(ctx: RankContext) -> None:
     assert torch.equal(out[:, 0], experts_of(layer, batch))
 
 
-def training_on_rank(ctx: RankContext, case: InferenceCase) -> list[torch.Tensor]:
-    """Outputs and gradients of two micro-batches, with text generated before each."""
-    from megatron.core.inference.utils import InferenceMode
-
-    layer = build_inference_layer(ctx, case)
-    results = []
-    generator = torch.Generator().manual_seed(ctx.rank)
-    for without_gradients in (torch.inference_mode, torch.no_grad):
-        x = torch.randn(6, 2, 16, generator=generator).bfloat16().requires_grad_()
-        if case.kind == "ncclep":
-            with without_gradients(), InferenceMode.active():
-                layer.eval()(x[:2, :1])
-            assert type(layer.token_dispatcher).__name__ == "NcclEpInferenceDispatcher"
-        layer.train()
-        out, _ = layer(x)
-        assert (type(layer.token_dispatcher).__name__ == "NcclEpTokenDispatcher") == (
-            case.trains == "ncclep"
-        )
-        out.sum().backward()
-        results += [out.detach(), x.grad.clone()]
-    return [*results, *(p.grad for p in layer.parameters())]
-
-
 @pytest.mark.since("0.18")
 @pytest.mark.supports(
     "inference_moe_token_dispatcher_type=ncclep",
@@ -137,10 +109,34 @@ def training_on_rank(ctx: RankContext, case: InferenceCase) -> list[torch.Tensor
     "alltoall's, which generates none, to the bit",
 )
 def test_training_passes_take_the_other_dispatcher(ctx: RankContext) -> None:
+    from megatron.core.inference.utils import InferenceMode
+
+    results: list[list[Any]] = []
     # With two assignments of a token, sums have two terms.
-    ours = training_on_rank(ctx, InferenceCase(trains="ncclep"))
-    theirs = training_on_rank(ctx, InferenceCase("nccl"))
-    assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(ours)
+    for case in (
+        InferenceCase("nccl"),
+        InferenceCase(trains="ncclep"),
+        # Every forward pass chose among Megatron's own dispatchers, and trained with `alltoall`.
+        InferenceCase("nccl", trains="ncclep", ncclep={}),
+    ):
+        layer = build_inference_layer(ctx, case)
+        generator = torch.Generator().manual_seed(ctx.rank)
+        found = []
+        for without_gradients in (torch.inference_mode, torch.no_grad):
+            x = torch.randn(6, 2, 16, generator=generator).bfloat16().requires_grad_()
+            if case.kind == "ncclep":
+                with without_gradients(), InferenceMode.active():
+                    layer.eval()(x[:2, :1])
+                assert type(layer.token_dispatcher).__name__ == "NcclEpInferenceDispatcher"
+            out, _ = layer.train()(x)
+            is_ours = type(layer.token_dispatcher).__name__ == "NcclEpTokenDispatcher"
+            assert is_ours == (case.trains == "ncclep")
+            out.sum().backward()
+            found += [out.detach(), x.grad.clone()]
+        results.append([*found, *(p.grad for p in layer.parameters())])
+    expected, *others = results
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 PROMPTS = (3, 6), (8, 2)
@@ -164,6 +160,7 @@ def generate_on_rank(ctx: RankContext, kind: str) -> tuple[list[list[int]], list
 @pytest.mark.since("0.18")
 @pytest.mark.supports(
     "inference_moe_token_dispatcher_type=ncclep",
+    "generation of text",
     compared="the tokens that a model generates with those with Megatron's dispatcher `nccl`",
 )
 def test_tokens_are_those_of_nccl(ctx: RankContext) -> None:
@@ -176,7 +173,7 @@ def test_tokens_are_those_of_nccl(ctx: RankContext) -> None:
     assert found == one * 2
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 def text_of(error: type[Exception], call: Any) -> str:
@@ -185,78 +182,27 @@ def text_of(error: type[Exception], call: Any) -> str:
     return str(caught.value)
 
 
-def refusals() -> dict[str, str]:
-    initialize(2)
-    from megatron.core.inference.moe import InferenceGroupedGemmBackend
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_ncclep.integration.inference import session as inference_exchange
-
-    def build(case: InferenceCase = CASE, **changes: Any) -> str:
-        config = make_inference_config(case)
-        vars(config).update(changes)  # after Megatron's own validation
-        layer = lambda: moe_builder("cpu")(config=config, layer_number=1)  # noqa: E731
-        return text_of((UnsupportedError, InputError, EngineUnavailableError), layer)
-
-    def config(**options: Any) -> str:
-        case = dataclasses.replace(CASE, options=options)
-        return text_of(UnsupportedError, lambda: make_inference_config(case))
-
-    def engine(**caps: Any) -> str:
-        """With an engine that can do less than `reference`."""
-        create = inference_exchange.create_engine
-
-        def less(*args: Any) -> Any:
-            made = create(*args)
-            made.caps = dataclasses.replace(made.caps, **caps)
-            return made
-
-        # A session of its own: what others of this group share is there already.
-        case = dataclasses.replace(CASE, ncclep={"inference_tokens": 5})
-        with mock.patch.object(inference_exchange, "create_engine", less):
-            return build(case)
-
-    found = {
-        "impl": config(transformer_impl="local"),
-        "dense": text_of(
-            UnsupportedError,
-            lambda: TransformerConfig(
-                num_layers=1,
-                hidden_size=8,
-                num_attention_heads=1,
-                normalization="RMSNorm",
-                add_bias_linear=False,
-                transformer_impl="inference_optimized",
-                inference_moe_token_dispatcher_type="ncclep",
-            ),
-        ),
-        "dtype": build(params_dtype=torch.float32),
-        "backend": build(inference_grouped_gemm_backend=InferenceGroupedGemmBackend.FLASHINFER),
-        "no mode": engine(low_latency_tokens=0),
-        "few tokens": engine(low_latency_tokens=2),
-        "few assignments": engine(max_top_k=2),
-        "row bytes": engine(row_bytes_multiple=64),
-    }
-    # What is not: graphs of the whole model, in which training passes have no part.
-    whole = {"cuda_graph_impl": "local", "inference_cuda_graph_scope": "block"}
-    make_inference_config(InferenceCase(trains="ncclep", options=whole))
-    ignored = InferenceCase("nccl", trains="ncclep")
-    found["ignored"] = build(ignored)
-    return found
-
-
-REFUSED = {
-    "impl": "with transformer_impl='local' and num_moe_experts=8: Megatron-Core has dispatchers",
-    "dense": "with transformer_impl='inference_optimized' and num_moe_experts=None: Megatron-Core",
-    "dtype": "does not support params_dtype=torch.float32: .* take torch.bfloat16 only: set it",
-    "backend": "inference_grouped_gemm_backend='flashinfer': .* set 'vllm' or 'torch'",
-    "no mode": "needs low-latency mode, and engine 'reference' has none: where engine 'native' can",
-    "few tokens": "max_tokens 5: low-latency mode of 'reference' takes 1 to 2",
-    "few assignments": "top_k 3: low-latency mode of 'reference' takes 1 to 2",
-    "row bytes": "a row has 32 bytes: engine 'reference' needs a multiple of 64",
-    "ignored": "inference_tokens=4, but inference_moe_token_dispatcher_type is 'nccl', which would "
-    "ignore it: leave it out",
-}
+# What is set, and the words of the refusal.
+REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"transformer_impl": "local"},
+        "with transformer_impl='local' and num_moe_experts=8: Megatron-Core has dispatchers",
+    ),
+    (
+        {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_grouped_gemm": False},
+        "with transformer_impl='inference_optimized' and num_moe_experts=None: Megatron-Core",
+    ),
+]
+# What an engine can do at most.
+REFUSED_ENGINES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"low_latency_tokens": 0},
+        "needs low-latency mode, and engine 'reference' has none: where engine 'native' can",
+    ),
+    ({"low_latency_tokens": 2}, "max_tokens 5: low-latency mode of 'reference' takes 1 to 2"),
+    ({"max_top_k": 2}, "top_k 3: low-latency mode of 'reference' takes 1 to 2"),
+    ({"row_bytes_multiple": 64}, "a row has 32 bytes: engine 'reference' needs a multiple of 64"),
+]
 
 
 def refuses(option: str, words: str, engines: tuple[str, ...] = ()) -> pytest.MarkDecorator:
@@ -286,10 +232,49 @@ WANTED = "inference_moe_token_dispatcher_type=ncclep"
     "`inference_moe_token_dispatcher_type=ncclep`: leave it out",
 )
 def test_what_is_refused_at_build(ctx: RankContext) -> None:
-    found = refusals()
-    assert found.keys() == REFUSED.keys()
-    for name, text in found.items():
-        assert re.search(REFUSED[name], text), text
+    initialize(2)
+    from megatron_ncclep.integration.inference import session
+
+    def build(case: InferenceCase, **changes: Any) -> None:
+        """Build a layer; `changes` come after Megatron's own validation."""
+        config = make_inference_config(case)
+        vars(config).update(changes)
+        moe_builder("cpu")(config=config, layer_number=1)
+
+    for options, words in REFUSED_CONFIGS:
+        with pytest.raises(UnsupportedError, match=words):
+            make_inference_config(dataclasses.replace(CASE, options=options))
+    for changes, words in (
+        ({"params_dtype": torch.float32}, r"=torch.float32: .* take torch.bfloat16 only: set it"),
+        (
+            {"inference_grouped_gemm_backend": "flashinfer"},
+            r"inference_grouped_gemm_backend='flashinfer': .* set 'vllm' or 'torch'",
+        ),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            build(CASE, **changes)
+    create = session.create_engine
+    for caps, words in REFUSED_ENGINES:
+
+        def less(*args: Any, caps: dict[str, Any] = caps) -> Any:
+            made = create(*args)
+            made.caps = dataclasses.replace(made.caps, **caps)
+            return made
+
+        # With a timeout or size of its own a layer gets its own session.
+        case = dataclasses.replace(CASE, ncclep={"inference_tokens": 5})
+        with (
+            mock.patch.object(session, "create_engine", less),
+            pytest.raises((InputError, EngineUnavailableError), match=words),
+        ):
+            build(case)
+    with pytest.raises(
+        UnsupportedError, match=r"inference_tokens=4, but .* is 'nccl', which would ignore"
+    ):
+        build(InferenceCase("nccl", trains="ncclep"))
+    # Not refused: graphs of the whole model, in which training passes have no part.
+    whole = {"cuda_graph_impl": "local", "inference_cuda_graph_scope": "block"}
+    make_inference_config(InferenceCase(trains="ncclep", options=whole))
 
 
 @pytest.mark.since("0.18")
@@ -321,27 +306,10 @@ def test_what_is_refused_of_batches(ctx: RankContext) -> None:
         text = text_of(UnsupportedError, lambda: session.low_latency_for(4, None))
         assert "before the first batch: run the model once before" in text
         session._low_latency = opened
-    session.prepare(4, 4)
-    assert "--ncclep-inference-tokens 5" in text_of(InputError, lambda: session.prepare(5, 5))
     assert "takes at most 65536" in text_of(InputError, lambda: session.prepare(70000, 70000))
 
 
 # --- Megatron's dynamic engine, as far as it needs no GPU ----------------------------------------
-
-
-class Context:
-    """What DynamicInferenceContext is to the hooks, of a model without expert parallelism."""
-
-    def __init__(self, model_config: Any, inference_config: Any) -> None:
-        self.shown = model_config.inference_moe_token_dispatcher_type
-        self.expert_model_parallel_group = None
-        self.cuda_graph_token_counts = inference_config
-        self.max_tokens = 300
-        self.num_updates = 0
-
-    def update_requests(self) -> None:
-        """Count the steps."""
-        self.num_updates += 1
 
 
 class NoPinnedMemory(torch.overrides.TorchFunctionMode):
@@ -365,9 +333,6 @@ class Planted:
 @pytest.mark.since("0.18")
 def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> None:
     """A step that is a CUDA graph makes tokens of NaN when a rank does not come."""
-    from megatron_ncclep.integration.inference.support import change_inference_context
-    from megatron_ncclep.integration.patching import is_changed
-
     # A session of its own.
     graphs = {**CASE.options, "cuda_graph_impl": "local"}
     case = dataclasses.replace(CASE, ncclep={"timeout_s": 51.0}, options=graphs)
@@ -375,49 +340,33 @@ def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> 
     from megatron.core.inference.config import InferenceConfig
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
-    # Megatron's own: with ours, as with its `nccl`, graphs hold decode steps only.
-    assert is_changed(DynamicInferenceContext.update_requests)
-    config = InferenceConfig(
-        max_sequence_length=64,
-        buffer_size_gb=0.01,
-        max_requests=136,
-        max_tokens=256,
-        num_cuda_graphs=2,
-        block_size_tokens=16,
-    )
-    with NoPinnedMemory():
-        real = DynamicInferenceContext(layer.config, config)
-    assert max(real.cuda_graph_token_counts) == 136
-    assert not real.use_cuda_graphs_for_non_decode_steps
-    assert layer._inference_token_dispatcher.session.max_tokens == 136
-    assert layer.config.inference_moe_token_dispatcher_type == "ncclep"
+    def context_of(config: Any, max_requests: int) -> Any:
+        sizes = {"max_sequence_length": 64, "buffer_size_gb": 0.01, "block_size_tokens": 16}
+        sizes |= {"max_requests": max_requests, "max_tokens": 256, "num_cuda_graphs": 2}
+        with NoPinnedMemory():
+            return DynamicInferenceContext(config, InferenceConfig(**sizes))
 
-    case = dataclasses.replace(CASE, ncclep={"timeout_s": 50.0})
-    layer = build_inference_layer(ctx, case)
-    change_inference_context(SimpleNamespace(__name__="x", DynamicInferenceContext=Context))
     session = layer._inference_token_dispatcher.session
-    assert session.max_tokens == 128
     # The engine runs the largest batch before there are graphs.
     plan = mock.Mock(wraps=session.engine.plan)
     with mock.patch.object(session.engine, "plan", plan):
-        context: Any = Context(layer.config, [200, 8])
-    assert [call.args[0].tolist() for call in plan.mock_calls] == [[[-1] * 3] * 300]
-    assert (context.shown, layer.config.inference_moe_token_dispatcher_type) == ("nccl", "ncclep")
-    assert session.max_tokens == session._low_latency.sizes.max_tokens == 200
-    assert session.all_places.tolist() == [400]
-    with mock.patch.object(session.engine, "plan", None):
-        Context(layer.config, None)
-    text = text_of(InputError, lambda: Context(layer.config, [201]))
-    assert "graphs of 201 tokens on a rank, but low-latency mode was made for 200" in text
-    context.update_requests()
-    group = context._ncclep_group
-    assert group is EpGroup.of(layer.ep_group)
+        context = context_of(layer.config, 136)
+    assert [call.args[0].tolist() for call in plan.mock_calls] == [[[-1] * 3] * 256]
+    assert max(context.cuda_graph_token_counts) == 136
+    assert session.max_tokens == session._low_latency.sizes.max_tokens == 136
+    # With ours, as with Megatron's `nccl`, graphs hold decode steps only.
+    assert not context.use_cuda_graphs_for_non_decode_steps
+    assert layer.config.inference_moe_token_dispatcher_type == "ncclep"
+    words = r"graphs of 144 tokens .* mode was made for 136: .*--ncclep-inference-tokens 144"
+    with pytest.raises(InputError, match=words):
+        context_of(layer.config, 144)
+
+    group = EpGroup.of(layer.ep_group)
     group.share("planted", Planted)
     with pytest.raises(PeerError, match="planted"):
         context.update_requests()
-    other: Any = Context(make_inference_config(InferenceCase("nccl")), [900])
-    other.update_requests()
-    assert (context.num_updates, other.num_updates, other.shown) == (1, 1, "nccl")
+    other = context_of(make_inference_config(InferenceCase("nccl", options=graphs)), 144)
+    assert not hasattr(other, "_ncclep_group")
     group.release("planted", 60)
     session.close()
     batch = Batch.random(2, 1, layer.config, "cpu")

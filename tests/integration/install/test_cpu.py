@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep import cpu
-from megatron_ncclep.cpu.torch_calls import CPU, replace
+from megatron_ncclep.cpu.torch_calls import replace
 from megatron_ncclep.errors import IntegrationError, UnsupportedError
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -30,39 +30,6 @@ def test_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_place_is_named() -> None:
     with pytest.raises(IntegrationError, match=r"torch\.cuda\.no_such_thing does not exist"):
         replace(torch.cuda, no_such_thing=None)
-
-
-def test_cuda_names_mean_the_cpu(ctx: RankContext) -> None:
-    cpu.enable()
-    cpu.enable()  # once more changes nothing
-    assert cpu.enabled()
-    x = torch.arange(3.0, device="cuda")
-    assert x.device == torch.zeros(1, device=torch.cuda.current_device()).device == CPU
-    assert x.to("cuda:0").cuda().device == CPU
-    assert x.to(torch.device("cuda", 0), torch.int32).dtype == torch.int32
-    assert x.type() == "torch.cuda.FloatTensor"
-    assert torch.nn.Linear(2, 2).cuda().weight.device == CPU
-
-    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
-    assert stream == torch.cuda.current_stream()
-    with torch.cuda.stream(stream):
-        event.record()
-    stream.wait_event(event)
-    stream.wait_stream(torch.cuda.current_stream())
-    x.record_stream(stream)
-    torch.cuda.synchronize()
-    assert event.query()
-    assert event.elapsed_time(torch.cuda.Event()) == 0.0
-
-    state = torch.cuda.get_rng_state()
-    first = torch.rand(4)
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(torch.rand(4), first)
-
-    def compiled() -> bool:
-        return torch.compiler.is_compiling()
-
-    assert not torch.compile(compiled, backend="eager")()
 
 
 def gather_and_scatter_unevenly(context: RankContext) -> None:
@@ -100,7 +67,7 @@ def gloo_threads() -> int:
 def test_groups_share_one_thread(ctx: RankContext) -> None:
     """Groups of a size come and go, and are in use at the same time; each has its own deadline."""
     cpu.enable()
-    first = dist.new_group()
+    dist.destroy_process_group(dist.new_group())
     before = gloo_threads()
     groups = [dist.new_group(timeout=timedelta(seconds=1 + 60 * n)) for n in range(5)]
     assert gloo_threads() == before  # torch gives each group one of its own
@@ -114,15 +81,11 @@ def test_groups_share_one_thread(ctx: RankContext) -> None:
         assert bool((total == ctx.num_ranks * 10**n).all())
     dist.barrier()
     if ctx.rank == 0:
-        with pytest.raises(RuntimeError, match="1000ms"):  # nobody sends
+        with pytest.raises(RuntimeError, match="1000ms"):  # no rank sends
             dist.recv(torch.zeros(1), src=1, group=groups[0])
     dist.barrier()
     for group in groups:
         dist.destroy_process_group(group)
-    one = torch.ones(1)
-    dist.all_reduce(one, group=first)
-    assert one.item() == ctx.num_ranks
-    dist.destroy_process_group(first)
 
 
 def test_tracker_forks_the_cpus_generator(ctx: RankContext) -> None:
@@ -143,9 +106,7 @@ def test_tracker_forks_the_cpus_generator(ctx: RankContext) -> None:
 
 
 def test_cuda_graphs_are_refused(ctx: RankContext) -> None:
-    """With --cuda-graph-impl a run on the CPU ended in "'Tensor' object has no attribute
-    'manual_seed'", deep in Megatron.  A state that graphs can hold is a generator, ours a tensor.
-    """
+    """Graphs need a generator for a random state; ours is a tensor, on which Megatron failed."""
     cpu.enable()
     from megatron.core.tensor_parallel import random
 

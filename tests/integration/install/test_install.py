@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -11,13 +13,16 @@ import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-from imported import ImportedMegatron
+from megatron_setup import has
 
 from megatron_ncclep import autoload
+from megatron_ncclep.errors import IntegrationError, UnsupportedError
 from megatron_ncclep.integration import hooks
 from megatron_ncclep.integration.import_hook import after_import
+from megatron_ncclep.ranks.pool import RankContext
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -29,13 +34,6 @@ def run_python(code: str, **environment: str) -> str:
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-def run_imported(imported: ImportedMegatron, code: str, **environment: str) -> str:
-    """Run `code` where Megatron-Core is imported and the hooks are not in place."""
-    done = imported.run(code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -101,67 +99,62 @@ def test_looking_for_a_module_does_not_use_the_hook_up(
     assert "class Found" in inspect.getsource(module)
 
 
-def test_a_changed_hook_point_is_an_error_that_names_it(imported: ImportedMegatron) -> None:
-    run_imported(
-        imported,
-        """
-        import pytest, torch
-        import megatron.core.transformer.moe.moe_layer as layer
-        import megatron.core.transformer.transformer_config as config
-        from megatron_ncclep.integration import hooks
-        from megatron_ncclep.errors import IntegrationError
-        layer.MoELayer.__init__ = lambda self, settings: None
-        with pytest.raises(IntegrationError, match="moe_layer.MoELayer.__init__ is not .*'config'"):
-            hooks.install()
-        config.TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"].type = str
+@pytest.mark.alone
+def test_a_changed_hook_point_is_an_error_that_names_it(ctx: RankContext) -> None:
+    import megatron.core.transformer.moe.moe_layer as layer
+    import megatron.core.transformer.transformer_config as config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer.MoELayer, "__init__", lambda self, settings: None)
+        with pytest.raises(
+            IntegrationError, match=r"moe_layer.MoELayer.__init__ is not .*'config'"
+        ):
+            hooks.change_module(layer)
+        field = config.TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
+        patch.setattr(field, "type", str)
         with pytest.raises(IntegrationError, match="moe_token_dispatcher_type is not a Literal"):
             hooks.change_module(config)
-        """,
-    )
 
 
-@pytest.mark.skipif(
-    find_spec("megatron.training") is None, reason="this Megatron-Core's wheel has no command line"
-)
-def test_options_of_the_command_line(imported: ImportedMegatron) -> None:
+@pytest.mark.alone
+def test_options_of_the_command_line(ctx: RankContext) -> None:
     """They win over the environment, `--help` shows them, and another dispatcher refuses them."""
-    out = run_imported(
-        imported,
-        """
-        import contextlib, io, os, sys, pytest, torch
-        from megatron_ncclep import cpu
-        from megatron_ncclep.errors import UnsupportedError
-        cpu.enable()
-        import megatron_ncclep
-        megatron_ncclep.install()
-        from megatron.training.arguments import parse_args
-        from megatron.core.transformer.transformer_config import TransformerConfig
-        sys.argv = ["train", "--moe-token-dispatcher-type", "ncclep", "--ncclep-alignment", "16"]
-        assert parse_args().moe_token_dispatcher_type == "ncclep"
+    hooks.install()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if not has("training"):
+        return  # this release's wheel has no command line
+    from megatron.training.arguments import parse_args
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def parse(*arguments: str) -> Any:
+            patch.setattr(sys, "argv", ["train", *arguments])
+            return parse_args()
+
+        def printed(*arguments: str) -> str:
+            with (
+                contextlib.redirect_stdout(io.StringIO()) as text,
+                contextlib.redirect_stderr(text),
+                pytest.raises(SystemExit),
+            ):
+                parse(*arguments)
+            return text.getvalue()
+
+        patch.setattr(TransformerConfig, "ncclep", None)
+        patch.setenv("NCCLEP_ALIGNMENT", "32")
+        patch.setenv("NCCLEP_TIMEOUT_S", "7")
+        ours, aligned = ("--moe-token-dispatcher-type", "ncclep"), ("--ncclep-alignment", "16")
+        assert parse(*ours, *aligned).moe_token_dispatcher_type == "ncclep"
         assert TransformerConfig.ncclep.alignment == 16
         assert TransformerConfig.ncclep.timeout_s == 7.0
         for kind in ("alltoall", "allgather"):
-            sys.argv[2] = kind
             with pytest.raises(UnsupportedError, match="--ncclep-alignment was given"):
-                parse_args()
-        sys.argv = ["train", "--ncclep-timeout-s", "0", "--moe-token-dispatcher-type", "ncclep"]
-        with pytest.raises(ValueError, match="timeout_s 0.0: must be"):
-            parse_args()
-        sys.argv[1:3] = ["--ncclep-engine", "nativ"]
-        with contextlib.redirect_stderr(io.StringIO()) as told, pytest.raises(SystemExit):
-            parse_args()
-        assert "invalid choice: 'nativ' (choose from" in told.getvalue()
-        del sys.argv[1:3]
-        os.environ["NCCLEP_ENGINE"] = "nativ"
+                parse(ours[0], kind, *aligned)
+        with pytest.raises(ValueError, match=r"timeout_s 0\.0: must be"):
+            parse("--ncclep-timeout-s", "0", *ours)
+        assert "invalid choice: 'nativ' (choose from" in printed("--ncclep-engine", "nativ", *ours)
+        assert "--ncclep-max-recv-rows" in printed("--help")
+        patch.setenv("NCCLEP_ENGINE", "nativ")
         with pytest.raises(ValueError, match="NCCLEP_ENGINE='nativ': not one of auto, native"):
-            parse_args()
-        sys.argv = ["train", "--help"]
-        with contextlib.redirect_stdout(io.StringIO()) as help, pytest.raises(SystemExit):
-            parse_args()
-        assert "--ncclep-max-recv-rows" in help.getvalue()
-        print("done")
-        """,
-        NCCLEP_ALIGNMENT="32",
-        NCCLEP_TIMEOUT_S="7",
-    )
-    assert "done" in out
+            parse(*ours)

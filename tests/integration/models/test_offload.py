@@ -1,22 +1,16 @@
-"""Activations that are elsewhere between forward and backward: what offloading does, on a CPU.
+"""Activations that are elsewhere between forward and backward, as with offloading.
 
-tests/gpu/test_gpu_memory.py runs Megatron's offloading with TransformerEngine's layers, and
-TransformerEngine's own.
+tests/gpu/test_gpu_memory.py runs Megatron's offloading, and TransformerEngine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
-from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext
@@ -45,7 +39,7 @@ class TakenAway:
         return tensor.detach().clone()
 
     def overwrite(self, *results: torch.Tensor) -> int:
-        """Spoil all but `results`; returns how much that was."""
+        """Overwrite all but `results`; returns how many values those were."""
         self._kept |= {tensor.untyped_storage().data_ptr() for tensor in results}
         spoilt = [t for t in self._taken if t.untyped_storage().data_ptr() not in self._kept]
         for tensor in spoilt:
@@ -80,66 +74,3 @@ def test_backward_needs_nothing_that_may_be_offloaded(ctx: RankContext, name: st
     for expected, found in zip(*results, strict=True):
         assert (expected is None) == (found is None)  # an expert without rows
         assert expected is None or torch.equal(found, expected)
-
-
-# Of a layer: what experts keep can be offloaded with TransformerEngine's only.
-MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
-
-
-@contextmanager
-def offloading_on_a_cpu() -> Iterator[list[int]]:
-    """Let Megatron offload tensors that are on the host already, from ordinary memory to ordinary
-    memory; sizes of what it offloads.
-    """
-    from megatron.core.extensions import transformer_engine
-    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offloading
-
-    sizes: list[int] = []
-    handler, empty = offloading.ChunkOffloadHandler, torch.empty
-    offload = handler.offload
-
-    def offload_one(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(tensor.numel())
-        return offload(self, tensor, *args, **kwargs)
-
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return empty(*args, **kwargs)
-
-    def is_no_parameter(tensor: torch.Tensor) -> bool:
-        return not isinstance(tensor, torch.nn.Parameter)
-
-    with ExitStack() as stack:
-        for owner, name, stand_in in (
-            (transformer_engine, "cpu_offload", SimpleNamespace()),
-            (torch, "empty", unpinned),
-            (torch.Tensor, "record_stream", lambda tensor, stream: None),
-            (handler, "offload", offload_one),
-            # Which asks from 0.19 on whether a tensor is on a GPU.
-            (handler, "_can_manage_tensor_for_offload", staticmethod(is_no_parameter)),
-        ):
-            changes = mock.patch.object(owner, name, stand_in, create=name.startswith("_can"))
-            stack.enter_context(changes)
-        offloading.PipelineOffloadManager.reset_instance()
-        yield sizes
-        offloading.PipelineOffloadManager.reset_instance()
-
-
-@pytest.mark.supports(
-    "fine_grained_activation_offloading",
-    *(f"offload_modules={name}" for name in MODULES),
-    compared="losses and gradients of a training with those of alltoall without offloading, to the "
-    "bit",
-)
-def test_megatrons_offloading(ctx: RankContext) -> None:
-    """Fine-grained, around and in front of our dispatcher."""
-    case = ModelCase(dtype=torch.bfloat16, ep=ctx.num_ranks, evaluates=False)
-    offloading = {
-        "fine_grained_activation_offloading": True,
-        "offload_modules": list(MODULES),
-        "min_offloaded_tensor_size": 1,
-    }
-    expected = train(ctx, "alltoall", case)
-    with offloading_on_a_cpu() as sizes:
-        found = train(ctx, "ncclep", replace(case, options=offloading))
-    assert differences(found, expected) == []
-    assert sum(sizes), "nothing was offloaded"

@@ -7,8 +7,6 @@ would have no values then.
 
 from __future__ import annotations
 
-import inspect
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,6 @@ from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, mak
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import IntegrationError
 from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
@@ -95,28 +92,3 @@ def _log(order: list[str], owner: Any, name: str) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, call)
-
-
-def test_what_is_kept(ctx: RankContext) -> None:
-    initialize(ep=4)
-    from megatron_ncclep.integration.checks import schedule as schedule_support
-
-    # Of other types, what is freed stays Megatron's choice.
-    config = make_config("ncclep", torch.float32, 4)
-    schedule_support.keep_inputs("ncclep")
-    schedule_support.keep_inputs("ncclep")
-    modules = [sys.modules.get(name) for name in schedule_support.PLACES]
-    decides = next(m.should_free_input for m in modules if hasattr(m, "should_free_input"))
-    rest = [2] if len(inspect.signature(decides).parameters) > 3 else []  # experts of a rank
-    parts = ("moe_dispatch", "mlp", "moe_combine")
-    assert [decides(name, True, config, *rest) for name in parts] == [False, False, True]
-    config.moe_token_dispatcher_type = "alltoall"
-    assert [decides(name, True, config, *rest) for name in parts] == [True, True, True]
-    assert not decides("mlp", False, config, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule_support, "PLACES", ("megatron.core.utils", "megatron.core.nowhere"))
-        with pytest.raises(IntegrationError) as caught:
-            schedule_support.keep_inputs("ncclep")
-    text = "megatron.core.utils nor megatron.core.nowhere has should_free_input()"
-    assert text in str(caught.value)

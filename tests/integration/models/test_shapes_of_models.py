@@ -60,7 +60,6 @@ CASES = [
     ),
     ModelCase("expert-biases", {"add_bias_linear": True}),
     ModelCase("mlp-chunks", {"mlp_chunks_for_training": 3}, since="0.18"),
-    ModelCase("generation", generates=True),
 ]
 
 

@@ -58,7 +58,7 @@ def test_places_are_changed(ctx: RankContext) -> None:
 
 
 def test_a_copy_keeps_its_options(ctx: RankContext) -> None:
-    """Whoever makes it; nothing else about configs changes."""
+    """However the copy is made; nothing else about configs changes."""
     own = EpConfig(alignment=16)
     for kind in (TransformerConfig, MLATransformerConfig, LaterConfig):
         made = kind(moe_token_dispatcher_type="ncclep", **OPTIONS)
@@ -77,7 +77,7 @@ def test_a_copy_keeps_its_options(ctx: RankContext) -> None:
             assert type(copied) is kind
             assert copied.ncclep == own
             assert copied.moe_token_dispatcher_type == "ncclep"
-        # By position the constructors take what they always took.
+        # Positional arguments are the same as before.
         *others, last = inspect.signature(kind).parameters.values()
         assert (last.name, last.kind) == ("ncclep", inspect.Parameter.KEYWORD_ONLY)
         assert kind(*(getattr(made, other.name) for other in others)).num_moe_experts == 2
@@ -90,6 +90,8 @@ def test_a_copy_keeps_its_options(ctx: RankContext) -> None:
         with pytest.raises(InputError, match=r"'reference': give it a megatron_ncclep\.EpConfig"):
             hooks.resolve_options(from_dict)
     assert LaterConfig(extra=5, **OPTIONS).extra == 6
+    with pytest.raises(TypeError, match="frozen"):  # so every config can take options later
+        dataclasses.dataclass(frozen=True)(type("Frozen", (TransformerConfig,), {}))
 
 
 def test_options_of_install(ctx: RankContext) -> None:

@@ -58,20 +58,14 @@ def counted_bytes(sizes: list[int]) -> Any:
     return mock.patch.object(dist, "all_reduce", all_reduce)
 
 
-@pytest.mark.parametrize("values", ["mixed", "positive", "negative", "zero", "bf16"])
-def test_means_are_those_of_fp64(values: str) -> None:
-    found = torch.randn(100_003, generator=torch.Generator().manual_seed(3)) + 0.3
-    found = {
-        "positive": found.abs(), "negative": -found.abs() - 1, "zero": found * 0,
-        "bf16": found.bfloat16(),
-    }.get(values, found)  # fmt: skip
-    np.testing.assert_allclose(two_means(found).numpy(), means(found.double().numpy()), rtol=1e-5)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_reaches_everyone(value: float) -> None:
-    """Else ranks would disagree on whether to skip a step."""
-    assert not two_means(torch.tensor([1.0, -1.0, value])).isfinite().all()
+def test_means_are_those_of_fp64() -> None:
+    mixed = torch.randn(100_003, generator=torch.Generator().manual_seed(3)) + 0.3
+    for values in (mixed, mixed.abs(), -mixed.abs() - 1, mixed * 0, mixed.bfloat16()):
+        expected = means(values.double().numpy())
+        np.testing.assert_allclose(two_means(values).numpy(), expected, rtol=1e-5)
+    # What is not finite reaches all ranks: they must agree on whether to skip a step.
+    for value in (float("nan"), float("inf"), -float("inf")):
+        assert not two_means(torch.tensor([1.0, -1.0, value])).isfinite().all()
 
 
 def test_several_buckets_and_weights_averaged_every_second_step(ctx: RankContext) -> None:
@@ -109,9 +103,8 @@ def test_several_buckets_and_weights_averaged_every_second_step(ctx: RankContext
 @pytest.mark.each_release
 @pytest.mark.parametrize("overlap", [False, True])
 def test_megatron_ddp(ctx: RankContext, overlap: bool) -> None:
-    """Two experts' ranks: dense parameters over all four, experts over the two that have them.
-
-    Megatron divides both by four; two ranks' experts so have half of their mean.
+    """With EP 2, dense parameters are averaged over all four ranks, and experts over the two that
+    have them.  Megatron divides both by four, so that experts get half of their mean.
     """
     initialize(ep=2)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -123,8 +116,8 @@ def test_megatron_ddp(ctx: RankContext, overlap: bool) -> None:
     generator = torch.Generator().manual_seed(ctx.rank)
     sizes: list[int] = []
     model.zero_grad_buffer()
-    buckets = [b for g in model.bucket_groups + model.expert_parallel_bucket_groups
-               for b in g.buckets]  # fmt: skip
+    groups = model.bucket_groups + model.expert_parallel_bucket_groups
+    buckets = [bucket for group in groups for bucket in group.buckets]
     before = []
     for bucket in buckets:
         bucket.grad_data.copy_(torch.randn(bucket.grad_data.shape, generator=generator) + 0.1)

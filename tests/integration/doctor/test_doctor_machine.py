@@ -1,25 +1,172 @@
-"""What `ncclep doctor` says of NCCL, libnccl_ep and the extension."""
+"""What `ncclep doctor` says of GPUs, their links and the driver, of NCCL, libnccl_ep and the
+extension, on machines as they might be.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from doctor_machine import section, with_gpus, without_gpus
 
-from megatron_ncclep.doctor import examine
+from megatron_ncclep.doctor import examine, gpus
 from megatron_ncclep.doctor import libraries as native
 from megatron_ncclep.doctor.report import Finding
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
 from megatron_ncclep.libraries import search
 from megatron_ncclep.libraries.nccl_ep import NcclEpLibrary
 from megatron_ncclep.libraries.search import Library
+
+UUIDS = [f"{digit * 8}-{letter * 4}-0000-0000-000000000000" for digit, letter in ("0a", "1b", "2c")]
+
+
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sees the second and the first GPU of UUIDS, in this order."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a != b)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(
+            name="NVIDIA H200", major=9, minor=0, multi_processor_count=132,
+            total_memory=140 * 2**30, uuid=UUIDS[1 - index],
+        ),
+    )  # fmt: skip
+
+
+def section(title: str) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in examine(title)}
+
+
+# --- GPUs and their links -----------------------------------------------------------------------
+
+
+def test_how_a_gpu_reaches_the_others() -> None:
+    assert gpus.peers({}) == "the only one"
+    assert gpus.peers({1: ("NV18", True), 2: ("NV18", True), 3: ("SYS", False)}) == (
+        "reads GPU 1..2 (NV18), cannot read GPU 3 (SYS)"
+    )
+    assert gpus.peers({0: (None, True)}) == "reads GPU 0"
+
+
+def test_gpus_that_torch_does_not_see() -> None:
+    driver = gpus.Driver("550.1", (12, 4), tuple(UUIDS), {})
+    assert gpus.why_not_visible(gpus.Driver("550.1", (12, 4), (), {}), "13.0") is None
+    assert "torch that is built for CUDA" in str(gpus.why_not_visible(driver, None))
+    assert "serves CUDA up to 12.4: update the driver" in str(gpus.why_not_visible(driver, "13.0"))
+    assert "CUDA_VISIBLE_DEVICES" in str(gpus.why_not_visible(driver, "12.8"))
+
+
+class Nvml:
+    """Stands for NVML on a machine with the GPUs of UUIDS: 18 links from GPU 0 to 1, by a switch or
+    directly; GPU 2 is behind the other CPU.
+    """
+
+    NVML_P2P_CAPS_INDEX_NVLINK = 2
+    NVML_P2P_STATUS_OK = 0
+    NVML_NVLINK_MAX_LINKS = 20
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818
+        pass
+
+    def __init__(self) -> None:
+        self.count = len(UUIDS)
+        self.behind = "switch"
+        self.nvmlInit = self.nvmlShutdown = lambda: None
+        self.nvmlSystemGetDriverVersion = lambda: "580.65.06"
+        self.nvmlSystemGetCudaDriverVersion_v2 = lambda: 13010
+        self.nvmlDeviceGetCount = lambda: self.count
+        self.nvmlDeviceGetHandleByIndex = int
+        self.nvmlDeviceGetUUID = lambda gpu: f"GPU-{UUIDS[gpu].upper()}"
+        self.nvmlDeviceGetPciInfo = lambda gpu: SimpleNamespace(busId=f"bus {gpu}")
+        self.nvmlDeviceGetP2PStatus = lambda one, other, what: 4 if 2 in (one, other) else 0
+        self.nvmlDeviceGetTopologyCommonAncestor = lambda one, other: 50
+
+    def nvmlDeviceGetNvLinkState(self, gpu: int, link: int) -> int:  # noqa: N802
+        if link == 19:
+            raise self.NVMLError("Invalid Argument")
+        return int(link != 3)  # one is down
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: int, link: int) -> Any:  # noqa: N802
+        return SimpleNamespace(busId=self.behind if link < 12 else "bus 7")
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    library = Nvml()
+    monkeypatch.setattr(gpus, "pynvml", library)
+    return library
+
+
+def test_gpus_and_their_links(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch counts them: its GPU 0 is the driver's GPU 1."""
+    with_gpus(monkeypatch)
+    found = section("torch and GPUs")
+    assert found["driver"].value == "580.65.06, serves CUDA up to 13.1; 3 GPUs in this machine"
+    assert found["GPUs"].value == "2"
+    assert found["GPU 0"].value == "NVIDIA H200, sm_90, 132 SMs, 140 GiB; reads GPU 1 (NV18)"
+    assert not any(finding.problem for finding in found.values())
+    nvml.behind = "bus 0"  # 11 links lead to the driver's GPU 0, and none to its GPU 1
+    found = section("torch and GPUs")
+    assert found["GPU 0"].value.endswith("reads GPU 1 (NV11)")
+    assert found["GPU 1"].value.endswith("reads GPU 0 (NV18)")
+    driver = gpus.ask_driver()
+    assert driver is not None
+    other = {pair for pair, link in driver.links.items() if link == "SYS"}
+    assert other == {(0, 2), (1, 2), (2, 0), (2, 1)}
+
+
+def test_a_driver_that_fails_or_hangs_is_a_problem(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_gpus(monkeypatch)
+
+    nvml.nvmlInit = mock.Mock(side_effect=nvml.NVMLError("Driver/library version mismatch"))
+    problem = str(section("torch and GPUs")["driver"].problem)
+    assert "NVML failed: Driver/library version mismatch" in problem
+    assert gpus.RESTART_DRIVER in problem
+
+    over = threading.Event()
+    nvml.nvmlInit = over.wait
+    monkeypatch.setattr(gpus, "DEADLINE_S", 0.5)
+    problem = str(section("torch and GPUs")["driver"].problem)
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "NVML":
+            thread.join()  # while the library is still ours
+    assert "did not answer within 0.5 s" in problem
+
+
+def test_a_machine_without_gpus_is_no_problem(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpus(monkeypatch)
+    assert "the driver sees 3" in str(section("torch and GPUs")["GPUs"].problem)
+    nvml.count = 0
+    found = section("torch and GPUs")
+    assert found["driver"].value.endswith("0 GPUs in this machine")
+    assert found["GPUs"].problem is None
+    nvml.nvmlInit = mock.Mock(side_effect=nvml.NVMLError_LibraryNotFound("not found"))
+    assert section("torch and GPUs")["driver"] == Finding("driver", "none")
+    monkeypatch.setattr(gpus, "pynvml", None)
+    assert section("torch and GPUs")["driver"].value.startswith("not known")
+
+
+# --- NCCL, libnccl_ep and the extension ---------------------------------------------------------
 
 
 def nccl_of(version: tuple[int, int, int] | None, path: str = "/opt/libnccl.so.2") -> Library:
@@ -81,7 +228,7 @@ def test_nccl_for_libnccl_ep(
 def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one nobody can use it here."""
+    """Without a GPU it cannot be used here anyway."""
     (with_gpus if on_gpu else without_gpus)(monkeypatch)
     old = nccl_of((2, 27, 3))
     for module, name, answer in (
@@ -119,10 +266,9 @@ def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
 @pytest.mark.parametrize(
     ("architecture", "major", "minor", "runs"),
     [
-        ("sm_90a", 9, 0, True), ("sm_90a", 10, 0, False), ("sm_90", 9, 0, True),
-        ("sm_80", 8, 6, True), ("sm_86", 8, 0, False), ("sm_80", 9, 0, False),
-        ("sm_100a", 10, 0, True), ("sm_100a", 10, 3, False), ("sm_100f", 10, 3, True),
-        ("compute_90", 9, 0, True), ("compute_90", 12, 1, True), ("compute_100", 9, 0, False),
+        ("sm_90a", 9, 0, True), ("sm_90a", 10, 0, False), ("sm_80", 8, 6, True),
+        ("sm_86", 8, 0, False), ("sm_80", 9, 0, False), ("sm_100a", 10, 3, False),
+        ("sm_100f", 10, 3, True), ("compute_90", 12, 1, True), ("compute_100", 9, 0, False),
         ("compute_90a", 9, 0, True), ("compute_90a", 10, 0, False), ("compute_100f", 10, 3, True),
         ("compute_100f", 12, 0, False), ("lto_90", 9, 0, False),
     ],
@@ -150,26 +296,22 @@ def test_code_runs_on(architecture: str, major: int, minor: int, runs: bool) -> 
             (9, 0),
             "sm_90 compute_90",
             (12, 8),
-            "built with CUDA 13.1, which needs a driver for CUDA 13.0 (580.65) or newer, and this "
-            "machine's serves CUDA up to 12.8: update the driver",
+            "needs a driver for CUDA 13.0 (580.65) or newer, and this machine's serves CUDA up to "
+            "12.8: update the driver",
         ),
         (
             (10, 3),
             "sm_90 compute_90",
             (13, 0),
-            "built with CUDA 13.1 and has only PTX for this GPU, which needs a driver for CUDA "
-            "13.1 or newer, and this machine's serves CUDA up to 13.0: update the driver, or "
-            "install the package again with CUDA_HOME naming a toolkit of CUDA 13.0 or older",
+            "has only PTX for this GPU, which needs a driver for CUDA 13.1 or newer, and this "
+            "machine's serves CUDA up to 13.0: update the driver, or install the package again",
         ),
     ],
 )
 def test_the_extension_runs_on_the_gpus(
-    capability: tuple[int, int],
-    architectures: str,
-    driver: tuple[int, int] | None,
-    problem: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    capability: tuple[int, int], architectures: str, driver: tuple[int, int] | None,
+    problem: str | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     with_gpus(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     module = ModuleType("_C")
@@ -189,20 +331,13 @@ def test_the_extension_runs_on_the_gpus(
 
 @pytest.mark.parametrize(
     ("body", "version"),
-    [
-        ("*version = 13010; return 0;", (13, 1)),
-        ("*version = 12040; return 0;", (12, 4)),
-        ("return 3;", None),
-        (None, None),  # no driver
-    ],
+    [("*version = 12040; return 0;", (12, 4)), ("return 3;", None), (None, None)],
+    ids=["a driver", "one that fails", "none"],
 )
 def test_the_driver_says_which_cuda_it_serves(
-    body: str | None,
-    version: tuple[int, int] | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    body: str | None, version: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library in the place of the driver's."""
+    """With a library in the place of the driver's."""
     if body is not None:
         subprocess.run(
             ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")],
