@@ -22,8 +22,6 @@ struct CUevent_st {
   int held_until = 0;  // the number of the release that ends its work
 };
 
-extern "C" void standin_release();
-
 namespace standin {
 
 namespace {
@@ -71,7 +69,7 @@ cudaError_t result(cudaError_t otherwise = cudaSuccess) {
 }
 
 cudaError_t result_of_query(bool is_over) {
-  if (device.left_until_release >= 0 && device.left_until_release-- == 0) standin_release();
+  if (device.left_until_release >= 0 && device.left_until_release-- == 0) release();
   return result(is_over ? cudaSuccess : cudaErrorNotReady);
 }
 
@@ -96,9 +94,9 @@ void note_kernel(std::uintptr_t stream) {
   seen = ++last;
 }
 
-void require(bool holds, const char* text) {
+void require(bool holds, const std::string& text) {
   if (holds) return;
-  std::fprintf(stderr, "FAILED: %s\n", text);
+  std::fprintf(stderr, "FAILED: %s\n", text.c_str());
   std::abort();
 }
 
@@ -118,22 +116,11 @@ cudaError_t free(void* memory) {
   return cudaSuccess;
 }
 
-}  // namespace standin
+void fail_after(int num_calls) { device.left_until_failure = num_calls; }
 
-using standin::capture_of;
-using standin::device;
-using standin::result;
-using standin::stream_of;
+int num_allocations() { return static_cast<int>(device.allocated.size()); }
 
-// --- what tests call, through ctypes -------------------------------------------------------------
-
-extern "C" {
-// The call after `num_calls` more fails, once; negative: none does.
-void standin_fail_after(int num_calls) { device.left_until_failure = num_calls; }
-// Allocations that were not freed.
-int standin_num_allocations() { return static_cast<int>(device.allocated.size()); }
-// From now on these streams are being captured, together, and no others; 0 is none.
-void standin_capture(std::uintptr_t first, std::uintptr_t second) {
+void capture(std::uintptr_t first, std::uintptr_t second) {
   device.captures.clear();
   if (device.num_captures > 0) {  // nothing of the last capture comes again
     device.kernels.erase(device.num_captures);
@@ -144,17 +131,22 @@ void standin_capture(std::uintptr_t first, std::uintptr_t second) {
     if (stream != 0) device.captures[stream] = device.num_captures;
   }
 }
-// Makes a stream that has the handle of one that is gone.
-void standin_remake(std::uintptr_t stream) { device.streams.erase(stream); }
-void standin_hold(std::uintptr_t stream) { standin::hold(stream); }
-int standin_is_held(std::uintptr_t stream) { return standin::is_held(stream); }
-// Ends the work of all streams, now or when the status of work is queried for the n-th time.
-void standin_release() {
+
+void remake(std::uintptr_t stream) { device.streams.erase(stream); }
+
+void release() {
   for (const std::function<void()>& work : std::exchange(device.waiting, {})) work();
   ++device.num_releases;
 }
-void standin_release_at_query(int n) { device.left_until_release = n - 1; }
-}
+
+void release_at_query(int n) { device.left_until_release = n - 1; }
+
+}  // namespace standin
+
+using standin::capture_of;
+using standin::device;
+using standin::result;
+using standin::stream_of;
 
 // --- what the host code calls --------------------------------------------------------------------
 
@@ -182,7 +174,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
-  standin_release();
+  standin::release();
   device.num_over = device.kernels[0];
   for (auto& [handle, stream] : device.streams) stream.seen[0] = device.num_over;
   return result();

@@ -1,4 +1,4 @@
-// HostExchange between threads and between processes, for sanitizers to watch.
+// HostExchange between threads, for sanitizers to watch.
 //
 // ThreadSanitizer sees addresses, and every end maps the memory at another one.  So with
 // NCCLEP_ONE_MAPPING the ends of a process get one mapping (see test_sanitizers.py), and what one
@@ -7,7 +7,6 @@
 
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -156,28 +155,11 @@ void closing() {
   }
 }
 
-// The last rank is another process, which dies after some messages.
-void processes() {
-  constexpr int kRanks = 3;
-  auto ends = open_ends(kRanks);
-  const pid_t child = fork();
-  REQUIRE(child >= 0);
-  if (child == 0) {
-    exchange_many(*ends[2], kRanks, 2, 50);
-    _exit(7);
-  }
-  // The copy of rank 2's end that the fork left here tells nobody.
-  on_threads(2, [&](int rank) { exchange_many(*ends[rank], kRanks, rank, 50); });
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child && WEXITSTATUS(status) == 7);
-}
-
 }  // namespace
 
 // Runs the case that the command line names.
 int main(int, char** words) {
-  const std::map<std::string, void (*)()> cases = {
-      {"threads", threads}, {"closing", closing}, {"processes", processes}};
+  const std::map<std::string, void (*)()> cases = {{"threads", threads}, {"closing", closing}};
   cases.at(words[1])();
   return 0;
 }

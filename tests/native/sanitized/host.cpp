@@ -1,0 +1,591 @@
+// The host's C++ through the C interface, over a GPU that stands in for one, a case at a time.
+//
+//     host CASE LIBNCCL        LIBNCCL: fake_nccl.c
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/dtype.h"
+#include "include/ncclep.h"
+#include "native/host/call.h"
+#include "standin.h"
+
+extern "C" {
+void fake_fail_after(int num_calls, int result);
+void fake_make_windows(int yes);
+int fake_num_alive();
+int fake_num_open_windows();
+std::size_t __sanitizer_get_current_allocated_bytes();  // of the heap
+}
+
+namespace {
+
+// So many ranks that some CTAs of a combine only send, from scratch.
+constexpr int kRanks = 8, kExperts = 16, kLocal = kExperts / kRanks;
+constexpr int kTokens = 5, kTopK = 2, kHidden = 8, kRows = 2;
+constexpr std::uintptr_t kStream = 0x100, kOther = 0x200;
+
+const char* nccl_path;
+bool is_rank_late = false, is_interrupted = false;
+
+void* pointer(std::uintptr_t stream) { return reinterpret_cast<void*>(stream); }
+
+struct Refused {
+  std::string text;
+};
+
+void must(ncclepResult_t result) {
+  if (result != ncclepSuccess) throw Refused{ncclepGetLastError()};
+}
+
+// Requires that a call ends with an error that contains `text`.
+template <typename Call>
+void must_fail(const std::string& text, Call&& call) {
+  std::string found = "no error";
+  try {
+    call();
+  } catch (const Refused& refused) {
+    found = refused.text;
+  }
+  standin::require(found.find(text) != std::string::npos, "'" + text + "' is not in: " + found);
+}
+
+// Lets one call of NCCL or of CUDA fail, after so many more; -1: none.
+void fail_after(bool is_nccl, int num_calls) {
+  if (!is_nccl) return standin::fail_after(num_calls);
+  fake_fail_after(std::max(num_calls, 0), num_calls < 0 ? 0 : 3);
+}
+
+ncclepResult_t all_gather(void*, const void* mine, std::size_t num_bytes, void* all, const char*,
+                          double) {
+  if (is_rank_late) return ncclepRemoteError;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    std::memcpy(static_cast<char*>(all) + rank * num_bytes, mine, num_bytes);
+  }
+  return ncclepSuccess;
+}
+
+int poll(void*) { return is_interrupted; }
+
+// A tensor, and memory of its very size.
+class Numbers {
+ public:
+  Numbers(ncclepDataType_t dtype, const std::vector<std::int64_t>& shape, int shift = 0) {
+    std::size_t num_bytes = ncclep::itemsize_of(static_cast<ncclep::DType>(dtype));
+    for (const std::int64_t size : shape) num_bytes *= size;
+    memory_.reset(new char[num_bytes + shift]());
+    tensor_.data = memory_.get() + shift;
+    tensor_.dtype = dtype;
+    tensor_.ndim = static_cast<int>(shape.size());
+    std::copy(shape.begin(), shape.end(), tensor_.shape);
+  }
+  operator const ncclepTensor_t*() const { return &tensor_; }
+  template <typename T>
+  const T* data() const {
+    return static_cast<const T*>(tensor_.data);
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  ncclepTensor_t tensor_ = NCCLEP_TENSOR_INIT;
+};
+
+// One of each object, and tensors for their calls.
+class Objects {
+ public:
+  void make() {
+    ncclepCommConfig_t of_comm = NCCLEP_COMM_CONFIG_INIT;
+    of_comm.num_ranks = kRanks;
+    of_comm.rank = 1;
+    of_comm.device = 0;
+    of_comm.nccl_path = nccl_path;
+    must(ncclepGetUniqueId(&of_comm.unique_id, nccl_path));
+    must(ncclepCommCreate(&comm, &of_comm));
+    group = new_group(all_gather);
+    std::int64_t size = 0;
+    must(ncclepRoutesSize(group, 3, 6, 128, &size));
+    routes = Numbers(ncclepInt32, {size});
+    ncclepLowLatencyConfig_t few = NCCLEP_LOW_LATENCY_CONFIG_INIT;
+    few.max_tokens = kTokens;
+    few.hidden = kHidden;
+    few.top_k = kTopK;
+    must(ncclepLowLatencyCreate(&low_latency, group, &few));
+  }
+
+  ncclepGroup_t new_group(ncclepAllGather_t gather = nullptr) {
+    ncclepGroupConfig_t config = NCCLEP_GROUP_CONFIG_INIT;
+    config.num_experts = kExperts;
+    config.timeout_s = 1;
+    config.all_gather = gather;
+    config.poll = poll;
+    must(ncclepGroupCreate(&groups.emplace_back(), comm, &config));
+    const ncclepGroup_t made = groups.back();
+    reserve(kTokens, made);
+    return made;
+  }
+
+  void reserve(int num_tokens, ncclepGroup_t of = nullptr) {
+    const ncclepShape_t shape{sizeof(shape), num_tokens, kTopK, 64};
+    must(ncclepGroupReserve(of ? of : group, &shape, pointer(kStream)));
+  }
+
+  // Destroys what there is.
+  void close() {
+    for (; !plans.empty(); plans.pop_back()) must(ncclepPlanDestroy(plans.back()));
+    if (low_latency) must(ncclepLowLatencyDestroy(low_latency));
+    low_latency = nullptr;
+    for (; !groups.empty(); groups.pop_back()) {
+      if (groups.back()) must(ncclepGroupDestroy(groups.back()));
+    }
+    if (comm) must(ncclepCommDestroy(comm));
+    comm = nullptr;
+  }
+  ~Objects() {
+    for (const bool is_nccl : {false, true}) fail_after(is_nccl, -1);
+    standin::capture(0);
+    close();
+  }
+
+  // --- steps ---
+
+  // In exact mode, or in static mode with `max_recv_rows`; with room for all that arrives.
+  ncclepPlanConfig_t plan_config(std::int64_t max_recv_rows, std::uintptr_t stream = kStream) {
+    ncclepPlanConfig_t config = NCCLEP_PLAN_CONFIG_INIT;
+    config.topk_idx = topk;
+    config.most_tokens = 128;
+    config.number = 1;
+    config.max_recv_rows = max_recv_rows;
+    config.counts = counts;
+    config.token_routes = token_routes;
+    config.routes = routes;
+    config.max_pairs = 3;
+    config.max_assignments = 6;
+    config.num_sms = 8;
+    config.stream = pointer(stream);
+    return config;
+  }
+  void make_plan(const ncclepPlanConfig_t& config, ncclepGroup_t of = nullptr) {
+    ncclepPlan_t made = nullptr;
+    must(ncclepPlanCreate(&made, of ? of : group, &config));
+    plans.push_back(plan = made);
+  }
+  void make_plan(std::int64_t max_recv_rows = 0) { make_plan(plan_config(max_recv_rows)); }
+
+  ncclepPlanSizes_t wait_for_sizes() {
+    ncclepPlanSizes_t sizes = NCCLEP_PLAN_SIZES_INIT;
+    must(ncclepPlanWait(plan, group, rows_of_expert, pointer(kStream), &sizes));
+    return sizes;
+  }
+
+  ncclepRows_t rows_of(std::uintptr_t stream = kStream) {
+    return {sizeof(ncclepRows_t), x, w, rows, row_w, sums, 8, pointer(stream)};
+  }
+  void dispatch(std::uintptr_t stream = kStream, ncclepGroup_t of = nullptr) {
+    const ncclepRows_t given = rows_of(stream);
+    must(ncclepDispatch(of ? of : group, plan, &given));
+  }
+
+  ncclepLowLatencyDispatch_t few_of(std::uintptr_t stream = kStream) {
+    return {sizeof(ncclepLowLatencyDispatch_t),
+            x,
+            nullptr,
+            topk,
+            w,
+            rank_counts,
+            true,
+            8,
+            pointer(stream)};
+  }
+  void dispatch_few(std::uintptr_t stream = kStream) {
+    const ncclepLowLatencyDispatch_t given = few_of(stream);
+    must(ncclepLowLatencyDispatch(low_latency, &given));
+  }
+  ncclepLowLatencyCombine_t returned() {
+    return {sizeof(ncclepLowLatencyCombine_t), y, y_rows_of, x, true, true, 8, pointer(kStream)};
+  }
+
+  ncclepGroupInfo_t info(ncclepGroup_t of = nullptr) {
+    ncclepGroupInfo_t info = NCCLEP_GROUP_INFO_INIT;
+    must(ncclepGroupGetInfo(of ? of : group, &info));
+    return info;
+  }
+
+  ncclepComm_t comm = nullptr;
+  std::vector<ncclepGroup_t> groups;
+  ncclepGroup_t group = nullptr;
+  ncclepLowLatency_t low_latency = nullptr;
+  std::vector<ncclepPlan_t> plans;
+  ncclepPlan_t plan = nullptr;  // the last one
+  Numbers topk{ncclepInt64, {kTokens, kTopK}}, kept{ncclepInt32, {kTokens, kTopK}};
+  Numbers counts{ncclepInt64, {2 * kLocal + 1}}, token_routes{ncclepInt32, {4, kTokens}};
+  Numbers routes{ncclepInt32, {0}}, lacked{ncclepInt64, {kRanks}};
+  Numbers rows_of_expert{ncclepInt64, {kLocal}}, rank_counts{ncclepInt32, {kRanks}};
+  Numbers x{ncclepBfloat16, {kTokens, kHidden}}, rows{ncclepBfloat16, {kRows, kHidden}};
+  Numbers w{ncclepFloat32, {kTokens, kTopK}}, row_w{ncclepFloat32, {kRows}};
+  Numbers sums{ncclepBfloat16, {3, kHidden}}, y{ncclepBfloat16, {3, kHidden}};
+  Numbers y_rows_of{ncclepInt32, {kRanks, kTokens, kTopK}};
+};
+
+// --- cases ---------------------------------------------------------------------------------------
+
+// Makes one of everything, uses it and destroys it.
+void live() {
+  Objects o;
+  o.make();
+  o.reserve(kTokens + 200);
+  ncclepPlanConfig_t config = o.plan_config(kRows);
+  config.kept = o.kept;
+  config.lacked = o.lacked;
+  o.make_plan(config);
+  standin::capture(kStream);
+  o.dispatch();
+  standin::capture(0);
+  REQUIRE(o.info().was_captured);
+  const ncclepRows_t rows = o.rows_of();
+  o.dispatch();
+  must(ncclepCombine(o.group, o.plan, &rows));
+  o.dispatch_few();
+  const ncclepLowLatencyCombine_t returned = o.returned();
+  must(ncclepLowLatencyCombine(o.low_latency, &returned));
+  must(ncclepGroupCopyWaitedNs(o.group, Numbers(ncclepInt64, {1}), pointer(kStream)));
+  must(ncclepGroupRefuse(o.group, ncclepPhaseDispatch, pointer(kStream)));
+  must(ncclepGroupWait(o.group));
+  o.close();
+}
+
+// Whether a life fails when one call does; whatever fails, nothing is left.
+bool fails_and_leaves_nothing(bool is_nccl, int call) {
+  const std::string what = "call " + std::to_string(call) + (is_nccl ? " of NCCL" : " of CUDA");
+  for (int turn = 0;; ++turn) {  // the first turn may leave a longer text of the last error
+    const std::size_t num_bytes = __sanitizer_get_current_allocated_bytes();
+    const int num_windows = fake_num_open_windows();
+    fail_after(is_nccl, call);
+    bool has_failed = false;
+    try {
+      live();
+    } catch (const Refused&) {
+      has_failed = true;
+    }
+    fail_after(is_nccl, -1);
+    // Windows that are open after a failed step stay, because closing them is collective.
+    const int num_open = fake_num_open_windows();
+    standin::require(fake_num_alive() - 2 * num_open + standin::num_allocations() == 0,
+                     what + " fails: something is left");
+    const bool is_leak = __sanitizer_get_current_allocated_bytes() > num_bytes;
+    if (!is_leak || num_open > num_windows) return has_failed;
+    standin::require(turn < 2, what + " fails: host memory is left");
+  }
+}
+
+void failures() {
+  live();
+  for (const bool is_nccl : {true, false}) {
+    int call = 0;
+    while (fails_and_leaves_nothing(is_nccl, call)) ++call;
+    REQUIRE(call > 10);
+  }
+}
+
+// The stand-in ends the program when an operation does not wait for the one before, or waits for an
+// event that is not its capture's.
+void order() {
+  Objects o;
+  o.make();
+  const ncclepGroup_t second = o.new_group();  // its ranks agree through NCCL
+  o.make_plan(kRows);
+  o.make_plan(o.plan_config(kRows, kOther), second);
+  o.dispatch_few();
+  o.dispatch(kOther, second);
+  o.dispatch_few(kOther);
+  o.dispatch();
+  must(ncclepGroupRefuse(o.group, ncclepPhaseCombine, pointer(kOther)));
+
+  // An operation waits for the one before, and for nothing that was queued after that.
+  o.dispatch();
+  standin::hold(kStream);
+  o.dispatch(kOther, second);
+  REQUIRE(!standin::is_held(kOther));
+  o.dispatch();
+  o.dispatch(kOther, second);
+  REQUIRE(standin::is_held(kOther));
+  standin::release_at_query(3);
+  must(ncclepGroupWait(o.group));
+  REQUIRE(!standin::is_held(kOther));
+
+  // A stream is not the one that had its handle before.
+  for (int turn = 0; turn < 2; ++turn) {
+    standin::remake(kOther);
+    o.dispatch();
+    o.dispatch(kOther);
+  }
+  standin::remake(kOther);
+  o.dispatch(kOther);
+
+  // Captures: an order of their own in each, and none between them and what is not captured.
+  standin::capture(kStream, kOther);
+  o.dispatch();
+  o.dispatch(kOther);
+  standin::capture(kOther);
+  o.dispatch(kOther);
+  standin::capture(0);
+  o.dispatch();
+  REQUIRE(o.info().was_captured && !o.info(second).was_captured);
+  standin::capture(kOther);
+  o.dispatch_few(kOther);
+  o.dispatch(kOther, second);
+  standin::capture(0);
+  o.dispatch(kOther, second);
+  o.dispatch();
+  REQUIRE(o.info(second).was_captured);
+}
+
+// What kernels compare between ranks has the values that errors name.
+void calls() {
+  using Values = std::map<std::string, std::int64_t>;
+  using ncclep::native::values_of;
+  Objects o;
+  o.make();
+  ncclepPlanConfig_t config = o.plan_config(kRows);
+  config.number = 1 + (1 << 13);
+  o.make_plan(config);
+  standin::take_call();
+  o.dispatch();
+  REQUIRE(values_of(standin::take_call()) == (Values{{"phase", ncclepPhaseDispatch},
+                                                     {"plan", config.number},
+                                                     {"dtype", ncclepBfloat16},
+                                                     {"hidden size", kHidden},
+                                                     {"presence of weights", 1}}));
+  const Numbers x(ncclepFloat16, {kTokens, 2 * kHidden}), rows(ncclepFloat16, {kRows, 2 * kHidden});
+  const Numbers sums(ncclepFloat16, {3, 2 * kHidden});
+  const ncclepRows_t given{sizeof(given), x, nullptr, rows, nullptr, sums, 8, pointer(kStream)};
+  must(ncclepCombine(o.group, o.plan, &given));
+  REQUIRE(values_of(standin::take_call()) == (Values{{"phase", ncclepPhaseCombine},
+                                                     {"plan", config.number},
+                                                     {"dtype", ncclepFloat16},
+                                                     {"hidden size", 2 * kHidden},
+                                                     {"presence of weights", 0}}));
+  config.alignment = 256;
+  config.max_recv_rows = INT_MAX;
+  o.make_plan(config);
+  REQUIRE(values_of(standin::take_call()) == (Values{{"phase", ncclepPhasePlan},
+                                                     {"top_k", kTopK},
+                                                     {"alignment", 256},
+                                                     {"max_recv_rows", INT_MAX}}));
+  o.make_plan();
+  REQUIRE(standin::take_call() == 0);  // the hosts agree
+}
+
+// How the host waits for a plan's sizes.
+void sizes() {
+  Objects o;
+  o.make();
+  const auto dispatch = [&] { o.dispatch(); };
+  const auto wait = [&] { o.wait_for_sizes(); };
+  standin::plans = {kRows, 2, 4};
+  for (const int max_pairs : {1, 3}) {
+    ncclepPlanConfig_t config = o.plan_config(0);
+    config.max_pairs = max_pairs;
+    config.max_assignments = max_pairs == 1 ? 6 : 3;
+    o.make_plan(config);
+    must_fail("not received", dispatch);  // the host does not know yet how much arrives
+    REQUIRE(!o.wait_for_sizes().has_room);
+    must_fail("room for " + std::to_string(max_pairs) + " pairs", dispatch);
+  }
+  standin::plans = {kRows, 1, 2};
+  const ncclepPlan_t before = o.plan;
+  o.make_plan();
+  const ncclepPlan_t last = std::exchange(o.plan, before);
+  must_fail("not that of the last plan", wait);
+  o.plan = last;
+  REQUIRE(o.wait_for_sizes().has_room);
+  o.dispatch();
+  // A routing that is refused: the plan cannot be used.
+  standin::plans.bad_ranks = 4;
+  o.make_plan();
+  REQUIRE(o.wait_for_sizes().bad_ranks == 4);
+  must_fail("not received", dispatch);
+
+  // What was queued before may take as long as it likes, also on a stream that this one waits for.
+  standin::plans = {kRows, 1, 2};
+  must(ncclepGroupBegin(o.group, 0.01, nullptr, nullptr));
+  for (const std::uintptr_t stream : {kStream, kOther}) {
+    standin::hold(stream);
+    must(ncclepGroupRefuse(o.group, ncclepPhasePlan, pointer(stream)));
+    o.make_plan();
+    standin::release_at_query(100);
+    REQUIRE(o.wait_for_sizes().num_rows == kRows);
+  }
+  // A kernel may not; nor may a device fail.
+  standin::plans.late_words = ~0u;
+  o.make_plan();
+  must_fail("not count the rows of a plan within 0.02 s", wait);
+  standin::fail_after(0);
+  must_fail("waiting for a plan's rows", wait);
+  standin::release();
+  REQUIRE(o.wait_for_sizes().num_rows == kRows);  // it has come meanwhile
+  // The caller ends a wait that may take as long as it likes.
+  standin::plans.late_words = 0;
+  standin::hold(kStream);
+  o.make_plan();
+  is_interrupted = true;
+  must_fail("the caller ended the call", wait);
+  is_interrupted = false;
+  standin::release();
+
+  // Words come in any order: none is taken before it is there.
+  must(ncclepGroupBegin(o.group, 60, nullptr, nullptr));
+  for (std::uint32_t word = 0; word < 4 + kLocal; ++word) {
+    const std::uint32_t rows = 10 + word;
+    standin::plans = {rows * kLocal, rows + 1, rows + 2, rows + 3, 1u << word};
+    o.make_plan();
+    standin::release_at_query(3);
+    const ncclepPlanSizes_t found = o.wait_for_sizes();
+    REQUIRE(found.num_rows == rows * kLocal && found.num_pairs == rows + 1);
+    REQUIRE(found.num_assignments == rows + 2 && found.bad_ranks == rows + 3);
+    for (int i = 0; i < kLocal; ++i) REQUIRE(o.rows_of_expert.data<std::int64_t>()[i] == rows);
+  }
+  standin::plans = {kRows, 1, 2, 0, 1, true};
+  o.make_plan();
+  standin::release_at_query(3);
+  must_fail("the plan has failed on the device", wait);
+  must_fail("rank 1 in plan", [&] { must(ncclepGroupBegin(o.group, 60, nullptr, nullptr)); });
+}
+
+// Windows grow on all ranks or on none, and not while a graph holds them.
+void growth() {
+  Objects o;
+  o.make();
+  const ncclepGroup_t group = o.group = o.new_group(all_gather);
+  const auto grow = [&] { o.reserve(800); };
+  o.reserve(400);
+  REQUIRE(o.info().growth == std::string("tokens 128 -> 400"));
+  is_rank_late = true;
+  must_fail("all_gather failed", grow);
+  is_rank_late = false;
+  REQUIRE(o.info().max_tokens == 512);  // a rank that did not come has left the windows
+  fail_after(true, 2);
+  must_fail("use smaller micro-batches", grow);
+  fail_after(true, -1);
+  REQUIRE(o.info().max_tokens == 0 && o.info().num_bytes == 0);
+  o.reserve(400);
+  standin::capture(kStream);
+  must_fail("a CUDA graph holds calls of this group", grow);
+  o.make_plan(o.plan_config(kRows), group);
+  standin::capture(0);
+  must_fail("its windows cannot grow: a CUDA graph", grow);
+  int fits = 0;
+  const ncclepShape_t shape{sizeof(shape), 400, kTopK, 64};
+  must(ncclepGroupBegin(group, 1, &shape, &fits));
+  REQUIRE(fits);
+}
+
+// Tensors that differ in dtype, in one size, in the number of dimensions, or in where they start.
+std::vector<Numbers> wrong_tensors(const ncclepTensor_t& right) {
+  const std::vector<std::int64_t> shape(right.shape, right.shape + right.ndim);
+  std::vector<Numbers> found;
+  for (int dtype = 0; dtype < ncclepNumTypes; ++dtype) {
+    if (dtype != right.dtype) found.emplace_back(static_cast<ncclepDataType_t>(dtype), shape);
+  }
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    for (const std::int64_t size : {std::int64_t{0}, shape[i] - 1, shape[i] + 1, 3 * shape[i]}) {
+      std::vector<std::int64_t> other = shape;
+      other[i] = size;
+      found.emplace_back(right.dtype, other);
+    }
+  }
+  std::vector<std::int64_t> more = shape;
+  more.push_back(1);
+  found.emplace_back(right.dtype, more);
+  found.emplace_back(right.dtype, std::vector<std::int64_t>{});
+  found.emplace_back(right.dtype, shape, 2);
+  return found;
+}
+
+// Makes a call with each of these tensors replaced by wrong ones and by none, and each of these
+// numbers by others.  It is refused, or it is as good as a right one; the next one works.
+template <typename Given, typename Call>
+void try_wrong(Given given, std::vector<const ncclepTensor_t * Given::*> tensors,
+               std::vector<int Given::*> numbers, Call&& call) {
+  const auto attempt = [&] {
+    try {
+      call(given);
+    } catch (const Refused&) {
+    }
+  };
+  const Given right = given;
+  for (const auto tensor : tensors) {
+    for (const Numbers& wrong : wrong_tensors(*(right.*tensor))) {
+      given.*tensor = wrong;
+      attempt();
+    }
+    given.*tensor = nullptr;
+    attempt();
+    call(given = right);
+  }
+  for (const auto number : numbers) {
+    for (const int wrong : {INT_MIN, -1, 0, 1, 3, 129, INT_MAX}) {
+      given.*number = wrong;
+      attempt();
+    }
+    call(given = right);
+  }
+}
+
+// The kernels' assumptions hold, and their memory is large enough, whatever is passed.
+void arguments() {
+  Objects o;
+  o.make();
+  ncclepPlanConfig_t config = o.plan_config(32);
+  config.kept = o.kept;
+  config.lacked = o.lacked;
+  using Plan = ncclepPlanConfig_t;
+  try_wrong(config,
+            {&Plan::topk_idx, &Plan::counts, &Plan::token_routes, &Plan::routes, &Plan::kept,
+             &Plan::lacked},
+            {&Plan::most_tokens, &Plan::alignment, &Plan::num_sms},
+            [&](const Plan& given) { o.make_plan(given); });
+  for (const std::int64_t wrong : {INT64_MIN, INT64_C(-1), INT64_C(1) << 32, INT64_MAX}) {
+    for (const auto number : {&Plan::max_recv_rows, &Plan::max_pairs, &Plan::max_assignments}) {
+      Plan given = config;
+      given.*number = wrong;
+      must_fail("", [&] { o.make_plan(given); });
+    }
+  }
+  o.make_plan();
+  o.wait_for_sizes();
+  using Rows = ncclepRows_t;
+  try_wrong(o.rows_of(), {&Rows::tokens, &Rows::topk_w, &Rows::rows, &Rows::row_w},
+            {&Rows::num_sms},
+            [&](const Rows& given) { must(ncclepDispatch(o.group, o.plan, &given)); });
+  try_wrong(o.rows_of(), {&Rows::tokens, &Rows::topk_w, &Rows::rows, &Rows::row_w, &Rows::sums},
+            {&Rows::num_sms},
+            [&](const Rows& given) { must(ncclepCombine(o.group, o.plan, &given)); });
+  using Few = ncclepLowLatencyDispatch_t;
+  try_wrong(o.few_of(), {&Few::x, &Few::topk_idx, &Few::weights, &Few::counts}, {&Few::num_ctas},
+            [&](const Few& given) { must(ncclepLowLatencyDispatch(o.low_latency, &given)); });
+  using Returned = ncclepLowLatencyCombine_t;
+  try_wrong(o.returned(), {&Returned::y, &Returned::rows_of, &Returned::out},
+            {&Returned::num_ctas, &Returned::sends},
+            [&](const Returned& given) { must(ncclepLowLatencyCombine(o.low_latency, &given)); });
+}
+
+}  // namespace
+
+int main(int, char** words) {
+  const std::map<std::string, void (*)()> cases = {
+      {"failures", failures}, {"order", order},   {"calls", calls},
+      {"sizes", sizes},       {"growth", growth}, {"arguments", arguments}};
+  nccl_path = words[2];
+  fake_make_windows(1);
+  try {
+    cases.at(words[1])();
+  } catch (const Refused& refused) {
+    standin::require(false, refused.text);
+  }
+  return 0;
+}
