@@ -49,10 +49,6 @@ class Recorder:
         """Have the next call that can fail return `result`."""
         self._library.fake_reset(result)
 
-    def show_values(self) -> None:
-        """Have it write down what is in small tensors."""
-        self._library.fake_show_values(1)
-
 
 class ThreadGroup(EpGroup):
     """A rank that is a thread of this process, and has the GPU of its number."""
