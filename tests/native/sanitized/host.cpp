@@ -1,22 +1,16 @@
 // The host's C++ through the C interface, over a GPU that stands in for one, a case at a time.
 //
 //     host CASE LIBNCCL        LIBNCCL: fake_nccl.c
-#include <algorithm>
 #include <climits>
-#include <cstring>
 #include <map>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "common/dtype.h"
-#include "include/ncclep.h"
-#include "native/host/call.h"
+#include "objects.h"
 #include "standin.h"
 
 extern "C" {
-void fake_fail_after(int num_calls, int result);
 void fake_make_windows(int yes);
 int fake_num_alive();
 int fake_num_open_windows();
@@ -24,24 +18,6 @@ std::size_t __sanitizer_get_current_allocated_bytes();  // of the heap
 }
 
 namespace {
-
-// So many ranks that some CTAs of a combine only send, from scratch.
-constexpr int kRanks = 8, kExperts = 16, kLocal = kExperts / kRanks;
-constexpr int kTokens = 5, kTopK = 2, kHidden = 8, kRows = 2;
-constexpr std::uintptr_t kStream = 0x100, kOther = 0x200;
-
-const char* nccl_path;
-bool is_rank_late = false, is_interrupted = false;
-
-void* pointer(std::uintptr_t stream) { return reinterpret_cast<void*>(stream); }
-
-struct Refused {
-  std::string text;
-};
-
-void must(ncclepResult_t result) {
-  if (result != ncclepSuccess) throw Refused{ncclepGetLastError()};
-}
 
 // Requires that a call ends with an error that contains `text`.
 template <typename Call>
@@ -54,184 +30,6 @@ void must_fail(const std::string& text, Call&& call) {
   }
   standin::require(found.find(text) != std::string::npos, "'" + text + "' is not in: " + found);
 }
-
-// Lets one call of NCCL or of CUDA fail, after so many more; -1: none.
-void fail_after(bool is_nccl, int num_calls) {
-  if (!is_nccl) return standin::fail_after(num_calls);
-  fake_fail_after(std::max(num_calls, 0), num_calls < 0 ? 0 : 3);
-}
-
-ncclepResult_t all_gather(void*, const void* mine, std::size_t num_bytes, void* all, const char*,
-                          double) {
-  if (is_rank_late) return ncclepRemoteError;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    std::memcpy(static_cast<char*>(all) + rank * num_bytes, mine, num_bytes);
-  }
-  return ncclepSuccess;
-}
-
-int poll(void*) { return is_interrupted; }
-
-// A tensor, and memory of its very size.
-class Numbers {
- public:
-  Numbers(ncclepDataType_t dtype, const std::vector<std::int64_t>& shape, int shift = 0) {
-    std::size_t num_bytes = ncclep::itemsize_of(static_cast<ncclep::DType>(dtype));
-    for (const std::int64_t size : shape) num_bytes *= size;
-    memory_.reset(new char[num_bytes + shift]());
-    tensor_.data = memory_.get() + shift;
-    tensor_.dtype = dtype;
-    tensor_.ndim = static_cast<int>(shape.size());
-    std::copy(shape.begin(), shape.end(), tensor_.shape);
-  }
-  operator const ncclepTensor_t*() const { return &tensor_; }
-  template <typename T>
-  const T* data() const {
-    return static_cast<const T*>(tensor_.data);
-  }
-
- private:
-  std::unique_ptr<char[]> memory_;
-  ncclepTensor_t tensor_ = NCCLEP_TENSOR_INIT;
-};
-
-// One of each object, and tensors for their calls.
-class Objects {
- public:
-  void make() {
-    ncclepCommConfig_t of_comm = NCCLEP_COMM_CONFIG_INIT;
-    of_comm.num_ranks = kRanks;
-    of_comm.rank = 1;
-    of_comm.device = 0;
-    of_comm.nccl_path = nccl_path;
-    must(ncclepGetUniqueId(&of_comm.unique_id, nccl_path));
-    must(ncclepCommCreate(&comm, &of_comm));
-    group = new_group(all_gather);
-    std::int64_t size = 0;
-    must(ncclepRoutesSize(group, 3, 6, 128, &size));
-    routes = Numbers(ncclepInt32, {size});
-    ncclepLowLatencyConfig_t few = NCCLEP_LOW_LATENCY_CONFIG_INIT;
-    few.max_tokens = kTokens;
-    few.hidden = kHidden;
-    few.top_k = kTopK;
-    must(ncclepLowLatencyCreate(&low_latency, group, &few));
-  }
-
-  ncclepGroup_t new_group(ncclepAllGather_t gather = nullptr) {
-    ncclepGroupConfig_t config = NCCLEP_GROUP_CONFIG_INIT;
-    config.num_experts = kExperts;
-    config.timeout_s = 1;
-    config.all_gather = gather;
-    config.poll = poll;
-    must(ncclepGroupCreate(&groups.emplace_back(), comm, &config));
-    const ncclepGroup_t made = groups.back();
-    reserve(kTokens, made);
-    return made;
-  }
-
-  void reserve(int num_tokens, ncclepGroup_t of = nullptr) {
-    const ncclepShape_t shape{sizeof(shape), num_tokens, kTopK, 64};
-    must(ncclepGroupReserve(of ? of : group, &shape, pointer(kStream)));
-  }
-
-  // Destroys what there is.
-  void close() {
-    for (; !plans.empty(); plans.pop_back()) must(ncclepPlanDestroy(plans.back()));
-    if (low_latency) must(ncclepLowLatencyDestroy(low_latency));
-    low_latency = nullptr;
-    for (; !groups.empty(); groups.pop_back()) {
-      if (groups.back()) must(ncclepGroupDestroy(groups.back()));
-    }
-    if (comm) must(ncclepCommDestroy(comm));
-    comm = nullptr;
-  }
-  ~Objects() {
-    for (const bool is_nccl : {false, true}) fail_after(is_nccl, -1);
-    standin::capture(0);
-    close();
-  }
-
-  // --- steps ---
-
-  // In exact mode, or in static mode with `max_recv_rows`; with room for all that arrives.
-  ncclepPlanConfig_t plan_config(std::int64_t max_recv_rows, std::uintptr_t stream = kStream) {
-    ncclepPlanConfig_t config = NCCLEP_PLAN_CONFIG_INIT;
-    config.topk_idx = topk;
-    config.most_tokens = 128;
-    config.number = 1;
-    config.max_recv_rows = max_recv_rows;
-    config.counts = counts;
-    config.token_routes = token_routes;
-    config.routes = routes;
-    config.max_pairs = 3;
-    config.max_assignments = 6;
-    config.num_sms = 8;
-    config.stream = pointer(stream);
-    return config;
-  }
-  void make_plan(const ncclepPlanConfig_t& config, ncclepGroup_t of = nullptr) {
-    ncclepPlan_t made = nullptr;
-    must(ncclepPlanCreate(&made, of ? of : group, &config));
-    plans.push_back(plan = made);
-  }
-  void make_plan(std::int64_t max_recv_rows = 0) { make_plan(plan_config(max_recv_rows)); }
-
-  ncclepPlanSizes_t wait_for_sizes() {
-    ncclepPlanSizes_t sizes = NCCLEP_PLAN_SIZES_INIT;
-    must(ncclepPlanWait(plan, group, rows_of_expert, pointer(kStream), &sizes));
-    return sizes;
-  }
-
-  ncclepRows_t rows_of(std::uintptr_t stream = kStream) {
-    return {sizeof(ncclepRows_t), x, w, rows, row_w, sums, 8, pointer(stream)};
-  }
-  void dispatch(std::uintptr_t stream = kStream, ncclepGroup_t of = nullptr) {
-    const ncclepRows_t given = rows_of(stream);
-    must(ncclepDispatch(of ? of : group, plan, &given));
-  }
-
-  ncclepLowLatencyDispatch_t few_of(std::uintptr_t stream = kStream) {
-    return {sizeof(ncclepLowLatencyDispatch_t),
-            x,
-            nullptr,
-            topk,
-            w,
-            rank_counts,
-            true,
-            8,
-            pointer(stream)};
-  }
-  void dispatch_few(std::uintptr_t stream = kStream) {
-    const ncclepLowLatencyDispatch_t given = few_of(stream);
-    must(ncclepLowLatencyDispatch(low_latency, &given));
-  }
-  ncclepLowLatencyCombine_t returned() {
-    return {sizeof(ncclepLowLatencyCombine_t), y, y_rows_of, x, true, true, 8, pointer(kStream)};
-  }
-
-  ncclepGroupInfo_t info(ncclepGroup_t of = nullptr) {
-    ncclepGroupInfo_t info = NCCLEP_GROUP_INFO_INIT;
-    must(ncclepGroupGetInfo(of ? of : group, &info));
-    return info;
-  }
-
-  ncclepComm_t comm = nullptr;
-  std::vector<ncclepGroup_t> groups;
-  ncclepGroup_t group = nullptr;
-  ncclepLowLatency_t low_latency = nullptr;
-  std::vector<ncclepPlan_t> plans;
-  ncclepPlan_t plan = nullptr;  // the last one
-  Numbers topk{ncclepInt64, {kTokens, kTopK}}, kept{ncclepInt32, {kTokens, kTopK}};
-  Numbers counts{ncclepInt64, {2 * kLocal + 1}}, token_routes{ncclepInt32, {4, kTokens}};
-  Numbers routes{ncclepInt32, {0}}, lacked{ncclepInt64, {kRanks}};
-  Numbers rows_of_expert{ncclepInt64, {kLocal}}, rank_counts{ncclepInt32, {kRanks}};
-  Numbers x{ncclepBfloat16, {kTokens, kHidden}}, rows{ncclepBfloat16, {kRows, kHidden}};
-  Numbers w{ncclepFloat32, {kTokens, kTopK}}, row_w{ncclepFloat32, {kRows}};
-  Numbers sums{ncclepBfloat16, {3, kHidden}}, y{ncclepBfloat16, {3, kHidden}};
-  Numbers y_rows_of{ncclepInt32, {kRanks, kTokens, kTopK}};
-};
-
-// --- cases ---------------------------------------------------------------------------------------
 
 // Makes one of everything, uses it and destroys it.
 void live() {
@@ -342,42 +140,6 @@ void order() {
   o.dispatch(kOther, second);
   o.dispatch();
   REQUIRE(o.info(second).was_captured);
-}
-
-// What kernels compare between ranks has the values that errors name.
-void calls() {
-  using Values = std::map<std::string, std::int64_t>;
-  using ncclep::native::values_of;
-  Objects o;
-  o.make();
-  ncclepPlanConfig_t config = o.plan_config(kRows);
-  config.number = 1 + (1 << 13);
-  o.make_plan(config);
-  standin::take_call();
-  o.dispatch();
-  REQUIRE(values_of(standin::take_call()) == (Values{{"phase", ncclepPhaseDispatch},
-                                                     {"plan", config.number},
-                                                     {"dtype", ncclepBfloat16},
-                                                     {"hidden size", kHidden},
-                                                     {"presence of weights", 1}}));
-  const Numbers x(ncclepFloat16, {kTokens, 2 * kHidden}), rows(ncclepFloat16, {kRows, 2 * kHidden});
-  const Numbers sums(ncclepFloat16, {3, 2 * kHidden});
-  const ncclepRows_t given{sizeof(given), x, nullptr, rows, nullptr, sums, 8, pointer(kStream)};
-  must(ncclepCombine(o.group, o.plan, &given));
-  REQUIRE(values_of(standin::take_call()) == (Values{{"phase", ncclepPhaseCombine},
-                                                     {"plan", config.number},
-                                                     {"dtype", ncclepFloat16},
-                                                     {"hidden size", 2 * kHidden},
-                                                     {"presence of weights", 0}}));
-  config.alignment = 256;
-  config.max_recv_rows = INT_MAX;
-  o.make_plan(config);
-  REQUIRE(values_of(standin::take_call()) == (Values{{"phase", ncclepPhasePlan},
-                                                     {"top_k", kTopK},
-                                                     {"alignment", 256},
-                                                     {"max_recv_rows", INT_MAX}}));
-  o.make_plan();
-  REQUIRE(standin::take_call() == 0);  // the hosts agree
 }
 
 // How the host waits for a plan's sizes.
@@ -577,9 +339,11 @@ void arguments() {
 }  // namespace
 
 int main(int, char** words) {
-  const std::map<std::string, void (*)()> cases = {
-      {"failures", failures}, {"order", order},   {"calls", calls},
-      {"sizes", sizes},       {"growth", growth}, {"arguments", arguments}};
+  const std::map<std::string, void (*)()> cases = {{"failures", failures},
+                                                   {"order", order},
+                                                   {"sizes", sizes},
+                                                   {"growth", growth},
+                                                   {"arguments", arguments}};
   nccl_path = words[2];
   fake_make_windows(1);
   try {

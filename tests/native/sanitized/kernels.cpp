@@ -1,5 +1,4 @@
 // In place of the kernels: they touch what the real ones may, and require what those assume.
-#include <utility>
 #include <vector>
 
 #include "native/device/refusal.h"
@@ -16,8 +15,6 @@ standin::Plans standin::plans;
 
 namespace {
 
-std::uint64_t last_call = 0;
-
 // Reads and writes `count` elements: one byte of each 8 that a sanitizer tells apart, and the last.
 template <typename T>
 void touch(T* memory, std::int64_t count) {
@@ -33,8 +30,6 @@ void touch_bytes(const void* memory, std::int64_t num_bytes) {
 
 }  // namespace
 
-std::uint64_t standin::take_call() { return std::exchange(last_call, 0); }
-
 namespace ncclep::native {
 
 namespace {
@@ -43,7 +38,6 @@ namespace {
 // GPUs, so to speak.
 void check_context(const KernelContext& me, int num_sms, std::uintptr_t stream) {
   standin::note_kernel(stream);
-  if (me.call != 0) last_call = me.call;
   const Control& control = me.control;
   REQUIRE(0 < control.num_ranks && control.num_ranks <= kMaxRanks);
   REQUIRE(0 <= me.rank && me.rank < control.num_ranks);

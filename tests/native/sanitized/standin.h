@@ -40,8 +40,6 @@ struct Plans {
   bool fail = false;  // the deadline of a wait passes
 };
 extern Plans plans;
-// `KernelContext::call` of the last kernel that had one since the last time; 0: none had.
-std::uint64_t take_call();
 
 // --- what kernels call ---------------------------------------------------------------------------
 
