@@ -27,8 +27,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.native.engine import NativeEngine
-from megatron_ncclep.ops.combine import combine
-from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
@@ -68,7 +66,7 @@ class Job:
         self.engine.combine(plan, torch.ones(plan.num_rows, HIDDEN, device=self.ctx.device))
 
     def steps(self) -> None:
-        """All of them, as it should be."""
+        """Make all of them, as a rank should."""
         plan = self.plan()
         self.dispatch(plan)
         self.combine(plan)
@@ -102,12 +100,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_before_plan(job: Job) -> None:
-    if job.is_culprit:
-        die()
-    job.plan()
-
-
 def dies(job: Job) -> None:
     """A rank dies before a dispatch."""
     plan = job.plan()
@@ -124,31 +116,6 @@ def dies_in_dispatch(job: Job) -> None:
         job.dispatch(plan)
     job.wait()
     job.combine(plan)
-
-
-def dies_in_combine(job: Job) -> None:
-    plan = job.plan()
-    job.dispatch(plan)
-    with job.inside("combine", die):
-        job.combine(plan)
-    job.wait()
-    job.plan()
-
-
-def dies_in_backward(job: Job) -> None:
-    """A rank dies between the backward passes of combine and of dispatch."""
-    plan = job.plan()
-    x = torch.ones(NUM_TOKENS, HIDDEN, device=job.ctx.device, requires_grad=True)
-    w = torch.ones(NUM_TOKENS, job.ctx.num_ranks, device=job.ctx.device)
-    rows, _ = dispatch(job.engine, plan, x, w)
-
-    def die_between(grad: torch.Tensor) -> None:
-        job.wait()  # or its part of combine's backward would not come either
-        die()
-
-    if job.is_culprit:
-        rows.register_hook(die_between)
-    combine(job.engine, plan, rows).sum().backward()
 
 
 def dies_while_opening(job: Job) -> None:
@@ -227,27 +194,17 @@ def comes_late(job: Job) -> None:
     job.plan()
 
 
-def all_get(job: Job, number: int) -> None:
-    """A rank sends a signal to all others, which wait for it, and then to itself."""
+def all_are_interrupted(job: Job) -> None:
+    """Somebody types Ctrl-C: every rank gets a signal, and all but one wait by then."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     mine = torch.tensor([os.getpid()])
     processes = EpGroup.of(job.ctx.group).gather(mine, "processes", LONG_S).flatten().tolist()
     if not job.is_culprit:
         job.plan()
     time.sleep(DEADLINE_S / 6)  # they wait by now; if not, they see less
     for process in processes:
-        os.kill(process, number)
+        os.kill(process, signal.SIGINT)
     job.plan()
-
-
-def all_are_terminated(job: Job) -> None:
-    """As when Slurm cancels a job."""
-    all_get(job, signal.SIGTERM)
-
-
-def all_are_interrupted(job: Job) -> None:
-    """As when somebody types Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    all_get(job, signal.SIGINT)
 
 
 def dies_late(job: Job) -> None:
@@ -284,11 +241,8 @@ KILLED = signal.SIGKILL
 FAULTS = {
     fault.happens.__name__: fault
     for fault in (
-        Fault(dies_before_plan, ends=KILLED),
         Fault(dies, ends=KILLED),
         Fault(dies_in_dispatch, ends=KILLED),
-        Fault(dies_in_combine, ends=KILLED),
-        Fault(dies_in_backward, ends=KILLED),
         Fault(dies_while_opening, culprit=0, ends=KILLED),
         Fault(dies_late, ends=KILLED),
         Fault(raises),
@@ -296,7 +250,6 @@ FAULTS = {
         Fault(destroys),
         Fault(skips),
         Fault(comes_late),
-        Fault(all_are_terminated, ends=signal.SIGTERM, ends_all=True),
         Fault(all_are_interrupted, ends=signal.SIGINT, ends_all=True),
     )
 }

@@ -26,6 +26,20 @@ LONG_S = patient(300.0)
 # The launchers run on CPUs whatever the tests' backend is.
 pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only]
 
+SCRIPT = """
+import time, torch, torch.distributed as dist
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine
+dist.init_process_group("gloo")
+engine = create_engine(dist.group.WORLD, 4, EpConfig(engine="reference"))
+while True:
+    plan = engine.plan(torch.tensor([[0, 3], [1, 2]]))
+    rows, _ = engine.dispatch(plan, torch.ones(2, 8))
+    engine.combine(plan, rows)
+    print(f"step of rank {dist.get_rank()}", flush=True)
+    time.sleep(0.05)
+"""
+
 
 @contextmanager
 def started(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
@@ -69,8 +83,8 @@ def status_of(job: subprocess.Popen[bytes], processes: list[psutil.Process]) -> 
 
 def test_sigterm_to_a_rank_ends_the_job(tmp_path: Path) -> None:
     """torchrun's status says so, and the rank that is left names the one that died, in a line."""
-    output = tmp_path / "output"
-    script = Path(__file__).with_name("stepping.py")
+    output, script = tmp_path / "output", tmp_path / "script.py"
+    script.write_text(SCRIPT)
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with started([*command, "-m", "megatron_ncclep", "run", str(script)], output) as job:
         wait_until(lambda: b"step of rank 1" in output.read_bytes(), job, output)

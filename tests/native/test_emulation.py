@@ -224,17 +224,6 @@ MISTAKES = {
         "native/host/call.cpp", "|= «(value & mask(width))» << place_", "value",
         "rows", 1, "a wait was in vain"),
 
-    # Where things lie.
-    "a row's place in a window has 32 bits": Mistake(
-        "native/rows/dispatch.cu", "base + «static_cast<std::size_t>(now.token) * job.row_bytes»",
-        "now.token * job.row_bytes",
-        "rows", 2, "an offset has 32 bits only"),
-    "a sum's place in a window has 32 bits": Mistake(
-        "native/rows/send.cuh",
-        "(static_cast<std::size_t>(token) * me.control.num_ranks + rank) * row_bytes",
-        "(token * me.control.num_ranks + rank) * row_bytes",
-        "rows", 2, "an offset has 32 bits only"),
-
     # A rank that does not come.
     "the deadline is ignored": Mistake(
         "native/device/wait.cuh",
@@ -324,12 +313,6 @@ MISTAKES = {
         "native/device/wait.cuh", "found = «kLoad(word)»;", "load_relaxed(word)",
         "ll", 2, "ll "),
 
-    # What is where.
-    "LL: a place in the window has 32 bits": Mistake(
-        "native/low_latency/dispatch.cu", "row_at(window, me.rank, place) * window.row_bytes",
-        "(me.rank * window.max_tokens + place) * window.row_bytes",
-        "ll", 2, "an offset has 32 bits only"),
-
     # A rank that does not come.
     "LL: rows that did not come are counted": Mistake(
         "native/low_latency/dispatch.cu", "has_failed ? 0 : counts[rank]", "counts[rank]",
@@ -362,9 +345,8 @@ def rounds() -> Path:
         includes = [f"-I{path}" for path in (HERE / "machine", HERE, folder, CSRC)]
         # longjmp between stacks is no mistake here.
         options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-include", "emulator.h"]
-        # visibility.h; its functions are called instead of the sanitizers' own.
-        checked = ["-fsanitize=thread", "-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
-        hooks = dict.fromkeys(kernels, checked)
+        # visibility.h; its functions are called instead of the sanitizer's own.
+        hooks = dict.fromkeys(kernels, ["-fsanitize=thread"])
         objects = {
             source: folder / f"{source.parent.name}_{source.stem}.o"
             for source in [*kernels, *sources]
