@@ -345,14 +345,14 @@ def rounds() -> Path:
         includes = [f"-I{path}" for path in (HERE / "machine", HERE, folder, CSRC)]
         # longjmp between stacks is no mistake here.
         options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-include", "emulator.h"]
-        # visibility.h; its functions are called instead of the sanitizer's own.
-        hooks = dict.fromkeys(kernels, ["-fsanitize=thread"])
         objects = {
             source: folder / f"{source.parent.name}_{source.stem}.o"
             for source in [*kernels, *sources]
         }
+        # visibility.h; its functions are called instead of the sanitizer's own.
+        hooks = {source: "-fsanitize=thread" if source in kernels else "-g0" for source in objects}
         run_all(
-            [compiler, *options, *includes, *hooks.get(source, []), "-c", source, "-o", target]
+            [compiler, *options, *includes, hooks[source], "-c", source, "-o", target]
             for source, target in objects.items()
         )
         run_all([[compiler, *objects.values(), "-o", folder / "rounds"]])
