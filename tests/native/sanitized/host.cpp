@@ -12,6 +12,7 @@
 
 extern "C" {
 void fake_make_windows(int yes);
+void fake_wait_for_ranks(int milliseconds);
 int fake_num_alive();
 int fake_num_open_windows();
 std::size_t __sanitizer_get_current_allocated_bytes();  // of the heap
@@ -246,6 +247,48 @@ void growth() {
   REQUIRE(fits);
 }
 
+// What is wrong with single values is a result with a text.
+void results() {
+  const ncclepCommConfig_t right{sizeof(right), {}, 2, 1, 0, 60.0, nccl_path, poll, nullptr};
+  ncclepComm_t comm = nullptr;
+  const auto connect = [&](const ncclepCommConfig_t& config) {
+    must(ncclepCommCreate(&comm, &config));
+  };
+  const auto with = [&](auto ncclepCommConfig_t::* member, auto value) {
+    ncclepCommConfig_t config = right;
+    config.*member = value;
+    return [=] { connect(config); };
+  };
+  using Config = ncclepCommConfig_t;
+  must_fail("1 ncclepCommConfig_t: NULL", [&] { must(ncclepCommCreate(&comm, nullptr)); });
+  must_fail("1 comm: NULL", [&] { must(ncclepCommCreate(nullptr, &right)); });
+  must_fail("1 ncclepCommConfig_t of 16 bytes: this library, version", with(&Config::size, 16));
+  must_fail("1 rank 2 of 2", with(&Config::rank, 2));
+  must_fail("1 a deadline of 0 s", with(&Config::timeout_s, 0));
+  must_fail("3 cannot open /nowhere", with(&Config::nccl_path, "/nowhere"));
+  fake_wait_for_ranks(300);
+  must_fail("4 no communicator over the 2 ranks", with(&Config::timeout_s, 0.01));
+  is_interrupted = true;
+  must_fail("5 the caller ended the call", [&] { connect(right); });
+  is_interrupted = false;
+  fake_wait_for_ranks(0);
+  connect(right);
+
+  ncclepGroup_t group = nullptr;
+  ncclepGroupConfig_t config = NCCLEP_GROUP_CONFIG_INIT;
+  config.num_experts = 3;
+  must_fail("1 3 experts: from 1 to 512, and a multiple of the 2 ranks",
+            [&] { must(ncclepGroupCreate(&group, comm, &config)); });
+  config.num_experts = 4;
+  standin::fail_after(0);
+  must_fail("3 cudaMalloc failed", [&] { must(ncclepGroupCreate(&group, comm, &config)); });
+  must_fail("1 the native group was closed, or is NULL", [&] { must(ncclepGroupDestroy(group)); });
+  must_fail("1 the plan was closed, or is NULL", [] { must(ncclepPlanDestroy(nullptr)); });
+  int num_sms = 0;
+  must_fail("1 33 ranks: from 1 to 32", [&] { must(ncclepMinSms(33, &num_sms)); });
+  must(ncclepCommDestroy(comm));
+}
+
 // Tensors that differ in dtype, in one size, in the number of dimensions, or in where they start.
 std::vector<Numbers> wrong_tensors(const ncclepTensor_t& right) {
   const std::vector<std::int64_t> shape(right.shape, right.shape + right.ndim);
@@ -339,11 +382,9 @@ void arguments() {
 }  // namespace
 
 int main(int, char** words) {
-  const std::map<std::string, void (*)()> cases = {{"failures", failures},
-                                                   {"order", order},
-                                                   {"sizes", sizes},
-                                                   {"growth", growth},
-                                                   {"arguments", arguments}};
+  const std::map<std::string, void (*)()> cases = {
+      {"failures", failures}, {"order", order},     {"sizes", sizes},
+      {"growth", growth},     {"results", results}, {"arguments", arguments}};
   nccl_path = words[2];
   fake_make_windows(1);
   try {

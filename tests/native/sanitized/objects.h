@@ -25,11 +25,12 @@ inline bool is_rank_late = false, is_interrupted = false;
 inline void* pointer(std::uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
 struct Refused {
-  std::string text;
+  std::string text;  // with the result in front, as a number
 };
 
 inline void must(ncclepResult_t result) {
-  if (result != ncclepSuccess) throw Refused{ncclepGetLastError()};
+  if (result == ncclepSuccess) return;
+  throw Refused{std::to_string(result) + " " + ncclepGetLastError()};
 }
 
 // Lets one call of NCCL or of CUDA fail, after so many more; -1: none.
