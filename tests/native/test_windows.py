@@ -73,13 +73,11 @@ START = r"rank 1: it reads 0x\w{16} from the start of the"
     ("broken", "message"),
     [
         ("swapped peers", rf"{START} control window of rank 1"),
-        ("own memory for a peer", rf"{START} control window of rank 0"),
         (
             "wrong own mapping",
             r"rank 1: it reads 0x0{16} from the start of the control .* rank 1, at",
         ),
         ("another window", rf"{START} rows window of rank 0"),
-        ("shifted by a page", rf"{START} control window of rank 0"),
         ("the last page is not mapped", "rank 1: it reads 0x0{16} from the end of the rows window"),
         (
             "stores are lost",
@@ -100,9 +98,8 @@ def test_wrong_addresses_are_an_error_on_all_ranks(
 
 def test_a_step_that_fails_on_one_rank_fails_on_all(program: Path) -> None:
     """With any exception: only the extension's own were, and after others the ranks waited."""
-    opening = "engine 'native', opening its windows (tokens 0 -> 128): "
-    assert thrown(program, "a step") == f"{opening}rank 1: std::bad_alloc; a remedy"
-    assert thrown(program, "all ranks' step") == f"{opening}went wrong; a remedy"
+    text = "engine 'native', opening its windows (tokens 0 -> 128): rank 1: std::bad_alloc"
+    assert thrown(program, "a step") == f"{text}; a remedy"
 
 
 # --- what the engine asks for and says -----------------------------------------------------------
@@ -166,12 +163,6 @@ def test_engines_of_a_group_have_deadlines_of_their_own(monkeypatch: pytest.Monk
     assert deadlines() == [2.0, 600.0, 2.0]
     group.check()
     assert deadlines() == [2.0, 60.0, 2.0]
-
-
-def test_an_engine_says_what_it_holds() -> None:
-    native = FakeGroup()
-    native.reserve(128, 8, 64, STREAM, None)
-    assert engine_on(None, native).nbytes() == 8192
 
 
 needs_extension = pytest.mark.skipif(
