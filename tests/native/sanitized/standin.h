@@ -1,8 +1,7 @@
 // The GPU that stands in for one: what tests tell it, and what it saw.
 //
-// Device memory is host memory, so that AddressSanitizer watches it, and every allocation has its
-// own size.  A kernel is a function that reads and writes all memory that the real one may, and
-// ends the process with a text when one of the real one's assumptions does not hold.
+// Device memory is host memory, so that AddressSanitizer watches it.  A kernel requires that it may
+// run when it does, and a plan's tells the host what a test says.
 #pragma once
 
 #include <cstddef>
