@@ -149,15 +149,7 @@ def test_ranks_share_a_gpu_where_nccl_allows_it(
 
 @pytest.mark.parametrize(
     ("sms_of_gpu", "ranks_per_gpu", "num_sms"),
-    [
-        (132, 1, 32),
-        (132, 3, 32),
-        (132, 4, 25),
-        (132, 8, 12),
-        (148, 8, 14),
-        (78, 2, 23),
-        (78, 1, 32),
-    ],
+    [(132, 1, 32), (132, 4, 25), (148, 8, 14), (78, 2, 23)],
 )
 def test_kernels_of_ranks_that_share_a_gpu_fit_on_it(
     machine: Machine, sms_of_gpu: int, ranks_per_gpu: int, num_sms: int
@@ -221,17 +213,10 @@ IN_THE_WAY = {
         "it needs NCCL 2.28.9 or newer, found none: pip install 'nvidia-nccl-cu",
         lacks=(search, "find_nccl", None),
     ),
-    "an NCCL without a version": Case(
-        "found version unknown, x.so (named): pip install 'nvidia-nccl-cu",
-        lacks=(search, "find_nccl", Library(Path("x.so"), None, "named")),
-    ),
     # Limits.
     "experts": Case("it takes at most 512 experts in total: there are 513", experts=513),
     "too few SMs": Case(
         "num_sms 4: its kernels need at least 5 for 3 ranks", options={"num_sms": 4}
-    ),
-    "too few SMs for many ranks": Case(
-        "num_sms 5: its kernels need at least 6 for 32 ranks", ranks=32, options={"num_sms": 5}
     ),
     "too many SMs": Case(
         "num_sms 101: at most 100 on NVIDIA H200 with 132 SMs: 32 are left to NCCL's kernels, "
@@ -244,8 +229,7 @@ IN_THE_WAY = {
         "the ranks have different GPUs, rank 0 NVIDIA H200 (sm_90) and rank 1 NVIDIA H100 (sm_90)",
         gpu={"name": "NVIDIA H100"},
     ),
-    "no access one way": Case(NO_REACH.format(0, 2), machine={"no_access": {(0, 2)}}),
-    "no access the other way": Case(NO_REACH.format(2, 0), machine={"no_access": {(2, 0)}}),
+    "no access": Case(NO_REACH.format(0, 2), machine={"no_access": {(0, 2)}}),
     # None of which reaches another, on a host with a long name: the message is long enough.
     "many GPUs": Case(
         "cannot access",
@@ -282,16 +266,9 @@ def test_what_is_in_the_way_all_ranks_say(
     ],
 )
 def test_a_rank_that_cannot_even_look(
-    engine: str,
-    error: Exception,
-    text: str,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: str, error: Exception, text: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong path in one rank's environment was an error there and 60 s of waiting elsewhere.
-
-    The look at one's own machine raised between two exchanges, and no test had it raise at all.
-    """
+    """A wrong path in one rank's environment was an error there and 60 s of waiting elsewhere."""
 
     def look(group: Any, *_: Any) -> str | None:
         if group.rank == 1:

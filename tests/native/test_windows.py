@@ -10,7 +10,6 @@ import logging
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.windows import tokens_of_windows
-from megatron_ncclep.libraries import extension
 
 NUM_RANKS = 3
 DEADLINE_S = 30.0
@@ -165,37 +163,6 @@ def test_engines_of_a_group_have_deadlines_of_their_own(monkeypatch: pytest.Monk
     assert deadlines() == [2.0, 60.0, 2.0]
 
 
-needs_extension = pytest.mark.skipif(
-    extension.unavailable_reason() is not None,
-    reason=f"nothing to call: {extension.unavailable_reason()}",
-)
-
-
-@needs_extension
-@pytest.mark.parametrize(("rank", "num_lines"), [(0, 2), (1, 0)])
-def test_the_configuration_is_logged_at_debug(
-    rank: int, num_lines: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    def describe(group: ThreadGroup) -> None:
-        for _ in range(2):  # two layers
-            engine = engine_on(group, None)
-            for _ in range(2):
-                engine._describe(14336, 8)
-        engine._describe(7168, 8)
-
-    caplog.set_level(logging.INFO, "megatron_ncclep")
-    check_only(rank, describe)
-    assert caplog.records == []
-    caplog.set_level(logging.DEBUG, "megatron_ncclep")
-    check_only(rank, describe)
-    assert len(caplog.records) == num_lines
-    if num_lines:
-        assert caplog.records[0].getMessage() == (
-            "native: rows of 14336 bytes, top-8, 4 ranks, 32 SMs: CTAs of dispatch: 11 staging, "
-            "21 pulling; of combine: 13 adding, 0 sending, 19 summing"
-        )
-
-
 def test_windows_are_for_at_most_an_eighth_more_tokens() -> None:
     assert [tokens_of_windows(n) for n in (0, 1, 128, 129, 4096, 5000)] == [
         128, 128, 128, 256, 4096, 5120,
@@ -204,9 +171,3 @@ def test_windows_are_for_at_most_an_eighth_more_tokens() -> None:
         made = tokens_of_windows(num_tokens)
         assert made % 128 == 0
         assert num_tokens <= made < num_tokens + max(128, num_tokens / 8 + 1)
-
-
-def check_only(rank: int, function: Callable[[ThreadGroup], None]) -> None:
-    """Call `function` as one rank of four."""
-    results = on_threads(4, lambda group: function(group) if group.rank == rank else None)
-    assert results == [None] * 4
