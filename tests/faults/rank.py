@@ -12,9 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -220,16 +219,8 @@ def dies_late(job: Job) -> None:
     job.combine(plan)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What goes wrong.
-
-    Attributes:
-        happens: on every rank of the job.
-        culprit: the rank that goes wrong.
-        ends: the signal that ends the culprit; None: it ends by itself.
-        ends_all: the signal ends all.
-    """
+class Fault(NamedTuple):
+    """What happens on every rank, which one goes wrong, and the signal that ends it, or all."""
 
     happens: Callable[[Job], None]
     culprit: int = -1

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -211,17 +209,3 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.cuda, "synchronize", lambda device: None),
     ):
         monkeypatch.setattr(where, name, value)
-
-
-@contextmanager
-def one_for_each_rank(modules: Sequence[FakeExtension]) -> Iterator[pytest.MonkeyPatch]:
-    """Have a rank find the one of its number, by the device that is current in a thread."""
-    here = threading.local()
-
-    def set_device(device: torch.device) -> None:
-        here.module = modules[device.index]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "set_device", set_device)
-        patch.setattr(extension, "load", lambda: here.module)
-        yield patch

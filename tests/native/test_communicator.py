@@ -5,14 +5,14 @@ Ranks are threads; NCCL and the extension are a `FakeExtension`, which each test
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from fake_extension import FakeExtension, one_for_each_rank
+from fake_extension import FakeExtension
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.errors import EngineUnavailableError, EpError, LibraryError, PeerError
@@ -29,19 +29,24 @@ UNIQUE_ID = bytes(range(128))
 
 
 @pytest.fixture
-def fakes() -> Iterator[list[FakeExtension]]:
-    """One for each rank, which also answers whether it loads and where NCCL is."""
-    fakes = [FakeExtension() for _ in range(NUM_RANKS)]
-    library = Library(Path("libnccl.so.2"), None, "")
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeExtension]:
+    """One for each rank, which also answers whether it loads and where NCCL is.
+
+    A rank finds its own by the device that is current in its thread.
+    """
+    fakes, here = [FakeExtension() for _ in range(NUM_RANKS)], threading.local()
     for fake in fakes:
         fake.methods |= {"load": [], "find_nccl": []}
-        fake.answers |= {"load": fake, "find_nccl": library}
+        fake.answers |= {"load": fake, "find_nccl": Library(Path("libnccl.so.2"), None, "")}
         fake.nccl.answers["unique_id"] = UNIQUE_ID
-    with one_for_each_rank(fakes) as patch:
-        mine = extension.load
-        patch.setattr(extension, "load", lambda: mine().load())
-        patch.setattr(communicator, "find_nccl", lambda: mine().find_nccl())
-        yield fakes
+
+    def set_device(device: torch.device) -> None:
+        here.fake = fakes[device.index]
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(extension, "load", lambda: here.fake.load())
+    monkeypatch.setattr(communicator, "find_nccl", lambda: here.fake.find_nccl())
+    return fakes
 
 
 def create() -> list[Any]:

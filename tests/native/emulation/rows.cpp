@@ -81,7 +81,7 @@ Rows::Rows(const std::string& kind, const Sizes& drawn)
     routings_.push_back(draw_routing(sizes, 0));
   }
   for (int rank = 0; rank < sizes.ranks; ++rank) {
-    ranks_.emplace_back(sizes.ranks, routings_.size(), sizes.starts);
+    ranks_.emplace_back(routings_.size(), sizes.starts);
   }
 }
 

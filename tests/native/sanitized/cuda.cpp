@@ -49,23 +49,11 @@ Stream& stream_of(std::uintptr_t handle) {
   Stream made{++device.num_streams, {{0, device.num_over}}};
   return device.streams.emplace(handle, std::move(made)).first->second;
 }
-Stream& stream_of(cudaStream_t stream) {
-  return stream_of(reinterpret_cast<std::uintptr_t>(stream));
-}
 
 // 0: the stream is not being captured.
 unsigned long long capture_of(std::uintptr_t stream) {
   const auto found = device.captures.find(stream);
   return found == device.captures.end() ? 0 : found->second;
-}
-unsigned long long capture_of(cudaStream_t stream) {
-  return capture_of(reinterpret_cast<std::uintptr_t>(stream));
-}
-
-// Counts a call; an error when it is the one that fails.
-cudaError_t result(cudaError_t otherwise = cudaSuccess) {
-  if (device.left_until_failure < 0 || device.left_until_failure-- > 0) return otherwise;
-  return cudaErrorMemoryAllocation;
 }
 
 cudaError_t result_of_query(bool is_over) {
@@ -74,6 +62,11 @@ cudaError_t result_of_query(bool is_over) {
 }
 
 }  // namespace
+
+cudaError_t result(cudaError_t otherwise) {
+  if (device.left_until_failure < 0 || device.left_until_failure-- > 0) return otherwise;
+  return cudaErrorMemoryAllocation;
+}
 
 void hold(std::uintptr_t stream) { stream_of(stream).held_until = device.num_releases + 1; }
 
@@ -148,49 +141,17 @@ using standin::device;
 using standin::result;
 using standin::stream_of;
 
+static std::uintptr_t handle(cudaStream_t stream) {
+  return reinterpret_cast<std::uintptr_t>(stream);
+}
+
 // --- what the host code calls --------------------------------------------------------------------
-
-const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaSuccess ? "no error" : "the stand-in was told to fail";
-}
-
-cudaError_t cudaGetDevice(int* current) {
-  *current = 0;
-  return result();
-}
-
-cudaError_t cudaSetDevice(int) { return result(); }
-
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
-  *stream = nullptr;
-  return result();
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t) { return result(); }
-
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 132;
-  return result();
-}
 
 cudaError_t cudaDeviceSynchronize() {
   standin::release();
   device.num_over = device.kernels[0];
   for (auto& [handle, stream] : device.streams) stream.seen[0] = device.num_over;
   return result();
-}
-
-cudaError_t cudaMemsetAsync(void* to, int value, std::size_t num_bytes, cudaStream_t) {
-  if (const cudaError_t error = result(); error != cudaSuccess) return error;
-  std::memset(to, value, num_bytes);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t num_bytes, cudaMemcpyKind,
-                            cudaStream_t) {
-  if (const cudaError_t error = result(); error != cudaSuccess) return error;
-  std::memcpy(to, from, num_bytes);
-  return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
@@ -203,18 +164,18 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return standin::free(event); }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  const unsigned long long capture = capture_of(stream);
-  event->seen = {capture, stream_of(stream).seen[capture]};
-  event->held_until = stream_of(stream).held_until;
+  const unsigned long long capture = capture_of(handle(stream));
+  event->seen = {capture, stream_of(handle(stream)).seen[capture]};
+  event->held_until = stream_of(handle(stream)).held_until;
   return result();
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
-  const unsigned long long capture = capture_of(stream);
+  const unsigned long long capture = capture_of(handle(stream));
   // CUDA takes the first, and the stream is then part of the capture.
   standin::require(event->seen.capture == capture,
                    "a stream waits for an event of another capture, or across a capture's border");
-  standin::Stream& waits = stream_of(stream);
+  standin::Stream& waits = stream_of(handle(stream));
   waits.seen[capture] = std::max(waits.seen[capture], event->seen.kernels);
   waits.held_until = std::max(waits.held_until, event->held_until);
   return result();
@@ -226,18 +187,19 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return standin::result_of_query(!standin::is_held(reinterpret_cast<std::uintptr_t>(stream)));
+  return standin::result_of_query(!standin::is_held(handle(stream)));
 }
 
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* number) {
-  standin::require(capture_of(stream) == 0, "a stream that is captured has no number to ask for");
-  *number = stream_of(stream).number;
+  standin::require(capture_of(handle(stream)) == 0,
+                   "a stream that is captured has no number to ask for");
+  *number = stream_of(handle(stream)).number;
   return result();
 }
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* number) {
-  *number = capture_of(stream);
+  *number = capture_of(handle(stream));
   *status = *number != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return result();
 }
