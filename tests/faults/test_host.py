@@ -2,7 +2,7 @@
 
 Their hosts wait, or their devices, as those of `native` do in dispatch and combine.
 
-`outcome` asserts that no rank hangs, how each of them ends, and that nothing is left of the job.
+`end_of` asserts that no rank hangs, how each of them ends, and that nothing is left of the job.
 """
 
 from __future__ import annotations
