@@ -34,8 +34,6 @@ from megatron_ncclep.ranks.pool import RankContext
 LONG_S, DEADLINE_S = patient(60.0), 3.0
 # Late by more than one deadline and less than two, at a clock of 1.5 to 3 GHz.
 LATE_CYCLES = 9_000_000_000
-# For gloo's threads to let go of what they had.
-GLOO_S = 0.2
 NUM_TOKENS, HIDDEN = 3, 64
 # Hidden size of rows that need more memory than there is, and bytes that there are.  On GPUs what a
 # rank dispatches takes more than the 10 MiB up to which torch's allocator has room to spare.
@@ -271,7 +269,7 @@ def main(backend: str, engine_name: str, name: str) -> None:
         if backend == "gloo":
             # torch aborts a process whose interpreter ends while a thread of gloo still holds the
             # tensors of the last collective (https://github.com/pytorch/pytorch/pull/179291).
-            time.sleep(GLOO_S)
+            time.sleep(0.2)
 
 
 if __name__ == "__main__":

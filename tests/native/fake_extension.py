@@ -150,29 +150,19 @@ class FakeGroup(Fake):
 
 
 class FakeExtension(Fake):
-    """The extension.
-
-    Attributes:
-        nccl: the `_C.Nccl` that it opens.
-        made: its communicators.
-    """
+    """The extension; `nccl` is the `_C.Nccl` that it opens."""
 
     def __init__(self, **answers: Any) -> None:
         own = {
             "Nccl": lambda path: self.nccl,
-            "Communicator": self._make,
             "GroupHandle": lambda *_: FakeGroup(),
             "LowLatencyHandle": lambda *_: Fake("LowLatencyHandle"),
             # Another number than the extension's, so that nobody has it from elsewhere.
             "native_min_sms": lambda num_ranks: 5 + num_ranks // 32,
         }
         super().__init__("", **{**own, **answers})
-        self.nccl, self.made = Fake("Nccl"), []
+        self.nccl = Fake("Nccl")
         self.MAX_RANKS, self.MAX_EXPERTS = 32, 512
-
-    def _make(self, *_: Any) -> Fake:
-        self.made.append(Fake("Communicator"))
-        return self.made[-1]
 
 
 class FakeKeeper:

@@ -21,9 +21,8 @@ static int has_windows = 0, num_ranks_now = 2, rank_now = 0;
 // Communicators, windows and pieces of memory.
 static int num_alive = 0;
 
+static int num_open_windows = 0;  // registered; they and their memory are alive
 int fake_num_alive(void) { return num_alive; }
-// Of windows that are registered; they and their memory are alive.
-static int num_open_windows = 0;
 int fake_num_open_windows(void) { return num_open_windows; }
 const char* fake_calls(void) { return calls; }
 void fake_reset(int result_of_next_call) {

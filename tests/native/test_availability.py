@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_extension import FakeExtension
-from fakes import ThreadGroup, compile_fake, on_threads
+from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
@@ -34,7 +34,6 @@ from megatron_ncclep.ranks.nodes import Nodes
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 NUM_RANKS = 3
-FIND_NCCL = search.find_nccl
 
 
 @dataclass(frozen=True)
@@ -213,6 +212,10 @@ IN_THE_WAY = {
         "it needs NCCL 2.28.9 or newer, found none: pip install 'nvidia-nccl-cu",
         lacks=(search, "find_nccl", None),
     ),
+    "an old NCCL": Case(
+        "found 2.27.3, x.so (named)",
+        lacks=(search, "find_nccl", Library(Path("x.so"), (2, 27, 3), "named")),
+    ),
     # Limits.
     "experts": Case("it takes at most 512 experts in total: there are 513", experts=513),
     "too few SMs": Case(
@@ -283,18 +286,6 @@ def test_a_rank_that_cannot_even_look(
     assert len({str(e) for e in errors}) == 1
     assert f"rank 1: {text}" in str(errors[0])
     assert errors[1].__cause__ is (None if isinstance(error, InputError) else error)
-    assert machine.made == []
-
-
-def test_an_nccl_that_is_too_old(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The library itself is asked for its version."""
-    monkeypatch.setattr(search, "find_nccl", FIND_NCCL)
-    path = compile_fake(tmp_path / "libold.so", nccl_version=22703)
-    monkeypatch.setenv("NCCLEP_NCCL_LIBRARY", str(path))
-    text = reasons()
-    assert f"it needs NCCL 2.28.9 or newer, found 2.27.3, {path} (NCCLEP_NCCL_LIBRARY)" in text
     assert machine.made == []
 
 

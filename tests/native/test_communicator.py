@@ -1,6 +1,6 @@
 """What keeps NCCL from making a communicator on one rank is what all ranks say, and say in time.
 
-Ranks are threads; NCCL and the extension are a `FakeExtension`, which each test breaks on one rank.
+Ranks are threads; NCCL and the extension are a `Rank`, which each test breaks on one rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_extension import FakeExtension
+from fake_extension import Fake, FakeExtension
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.errors import EngineUnavailableError, EpError, LibraryError, PeerError
@@ -28,17 +28,25 @@ DEADLINE_S = 30.0
 UNIQUE_ID = bytes(range(128))
 
 
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeExtension]:
-    """One for each rank, which also answers whether it loads and where NCCL is.
+class Rank(FakeExtension):
+    """A rank's extension, and the answers whether it loads and where NCCL is."""
 
-    A rank finds its own by the device that is current in its thread.
-    """
-    fakes, here = [FakeExtension() for _ in range(NUM_RANKS)], threading.local()
-    for fake in fakes:
-        fake.methods |= {"load": [], "find_nccl": []}
-        fake.answers |= {"load": fake, "find_nccl": Library(Path("libnccl.so.2"), None, "")}
-        fake.nccl.answers["unique_id"] = UNIQUE_ID
+    def __init__(self) -> None:
+        super().__init__(Communicator=self._make)
+        self.communicators: list[Fake] = []
+        self.methods |= {"load": [], "find_nccl": []}
+        self.answers |= {"load": self, "find_nccl": Library(Path("libnccl.so.2"), None, "")}
+        self.nccl.answers["unique_id"] = UNIQUE_ID
+
+    def _make(self, *_: Any) -> Fake:
+        self.communicators.append(Fake("Communicator"))
+        return self.communicators[-1]
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
+    """A rank finds its own by the device that is current in its thread."""
+    fakes, here = [Rank() for _ in range(NUM_RANKS)], threading.local()
 
     def set_device(device: torch.device) -> None:
         here.fake = fakes[device.index]
@@ -57,8 +65,8 @@ def create() -> list[Any]:
     return on_threads(NUM_RANKS, create_on)
 
 
-def test_all_ranks_get_rank_0s_unique_id(fakes: list[FakeExtension]) -> None:
-    assert create() == [fake.made[0] for fake in fakes]
+def test_all_ranks_get_rank_0s_unique_id(fakes: list[Rank]) -> None:
+    assert create() == [fake.communicators[0] for fake in fakes]
     calls = [call for fake in fakes for call in fake.named("Communicator")]
     assert [call[1:] for call in calls] == [
         (UNIQUE_ID, NUM_RANKS, rank, rank, DEADLINE_S) for rank in range(NUM_RANKS)
@@ -77,7 +85,7 @@ def test_all_ranks_get_rank_0s_unique_id(fakes: list[FakeExtension]) -> None:
     ],
 )
 def test_a_failure_of_one_rank_is_told_by_all(
-    step: str, rank: int, failure: Any, kind: type, text: str, fakes: list[FakeExtension]
+    step: str, rank: int, failure: Any, kind: type, text: str, fakes: list[Rank]
 ) -> None:
     """Rank 0 had no network interface for NCCL, and all ranks said that they were in different
     calls: its reason was raised between two exchanges.
@@ -89,8 +97,8 @@ def test_a_failure_of_one_rank_is_told_by_all(
     assert len({str(error) for error in errors}) == 1
     assert text in str(errors[0])
     # Nobody keeps a communicator that not all have, and all can try again.
-    assert all(made.names == ["abort"] for fake in fakes for made in fake.made)
-    assert create() == [fake.made[-1] for fake in fakes]
+    assert all(made.names == ["abort"] for fake in fakes for made in fake.communicators)
+    assert create() == [fake.communicators[-1] for fake in fakes]
 
 
 LATE = PeerError("no communicator over the 3 ranks")
@@ -110,14 +118,14 @@ LATE = PeerError("no communicator over the 3 ranks")
     ids=["no reason", "another rank has failed"],
 )
 def test_a_rank_that_waits_in_vain_hears_why(
-    failures: dict[int, Exception], kind: type, text: str, fakes: list[FakeExtension]
+    failures: dict[int, Exception], kind: type, text: str, fakes: list[Rank]
 ) -> None:
     for rank, failure in failures.items():
         fakes[rank].answers["Communicator"] = failure
     errors = create()
     assert [type(error) for error in errors] == [kind] * NUM_RANKS, errors
     assert all(text in str(error) for error in errors)
-    assert all(made.names == ["abort"] for fake in fakes for made in fake.made)
+    assert all(made.names == ["abort"] for fake in fakes for made in fake.communicators)
 
 
 def test_an_error_without_words_is_one_all_the_same() -> None:

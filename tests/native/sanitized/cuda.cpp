@@ -115,10 +115,6 @@ int num_allocations() { return static_cast<int>(device.allocated.size()); }
 
 void capture(std::uintptr_t first, std::uintptr_t second) {
   device.captures.clear();
-  if (device.num_captures > 0) {  // nothing of the last capture comes again
-    device.kernels.erase(device.num_captures);
-    for (auto& [handle, stream] : device.streams) stream.seen.erase(device.num_captures);
-  }
   ++device.num_captures;
   for (const std::uintptr_t stream : {first, second}) {
     if (stream != 0) device.captures[stream] = device.num_captures;

@@ -125,21 +125,19 @@ class Objects {
 
   // In exact mode, or in static mode with `max_recv_rows`; with room for all that arrives.
   ncclepPlanConfig_t plan_config(std::int64_t max_recv_rows, std::uintptr_t stream = kStream) {
-    return {sizeof(ncclepPlanConfig_t),
-            topk,
-            128,
-            1,
-            1,
-            max_recv_rows,
-            counts,
-            token_routes,
-            routes,
-            kPairs,
-            kAssignments,
-            nullptr,
-            nullptr,
-            8,
-            pointer(stream)};
+    return {.size = sizeof(ncclepPlanConfig_t),
+            .topk_idx = topk,
+            .most_tokens = 128,
+            .number = 1,
+            .alignment = 1,
+            .max_recv_rows = max_recv_rows,
+            .counts = counts,
+            .token_routes = token_routes,
+            .routes = routes,
+            .max_pairs = kPairs,
+            .max_assignments = kAssignments,
+            .num_sms = 8,
+            .stream = pointer(stream)};
   }
   void make_plan(const ncclepPlanConfig_t& config, ncclepGroup_t of = nullptr) {
     ncclepPlan_t made = nullptr;
@@ -163,15 +161,14 @@ class Objects {
   }
 
   ncclepLowLatencyDispatch_t few_of(std::uintptr_t stream = kStream) {
-    return {sizeof(ncclepLowLatencyDispatch_t),
-            x,
-            nullptr,
-            topk,
-            w,
-            rank_counts,
-            true,
-            8,
-            pointer(stream)};
+    return {.size = sizeof(ncclepLowLatencyDispatch_t),
+            .x = x,
+            .topk_idx = topk,
+            .weights = w,
+            .counts = rank_counts,
+            .completes = 1,
+            .num_ctas = 8,
+            .stream = pointer(stream)};
   }
   void dispatch_few(std::uintptr_t stream = kStream) {
     const ncclepLowLatencyDispatch_t given = few_of(stream);
