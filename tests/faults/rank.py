@@ -192,7 +192,7 @@ def comes_late(job: Job) -> None:
 
 
 def all_are_interrupted(job: Job) -> None:
-    """Somebody types Ctrl-C: every rank gets a signal, and all but one wait by then."""
+    """A user types Ctrl-C: every rank gets a signal, and all but one wait by then."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     mine = torch.tensor([os.getpid()])
     processes = EpGroup.of(job.ctx.group).gather(mine, "processes", LONG_S).flatten().tolist()

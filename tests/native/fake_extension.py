@@ -55,7 +55,7 @@ FakePlanSizes = namedtuple("FakePlanSizes", interface()["PlanSizes"], defaults=(
 
 
 class Fake:
-    """A class of the extension, or the module; its attributes are 0 until somebody sets them.
+    """A class of the extension, or the module; its attributes are 0 until a test sets them.
 
     Attributes:
         methods: name -> names of the arguments.
@@ -157,7 +157,7 @@ class FakeExtension(Fake):
             "Nccl": lambda path: self.nccl,
             "GroupHandle": lambda *_: FakeGroup(),
             "LowLatencyHandle": lambda *_: Fake("LowLatencyHandle"),
-            # Another number than the extension's, so that nobody has it from elsewhere.
+            # Not the extension's number, so that a test notices code that does not ask for it.
             "native_min_sms": lambda num_ranks: 5 + num_ranks // 32,
         }
         super().__init__("", **{**own, **answers})

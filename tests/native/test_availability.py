@@ -233,7 +233,7 @@ IN_THE_WAY = {
         gpu={"name": "NVIDIA H100"},
     ),
     "no access": Case(NO_REACH.format(0, 2), machine={"no_access": {(0, 2)}}),
-    # None of which reaches another, on a host with a long name: the message is long enough.
+    # No GPU reaches another, on a host with a long name: the message is long enough.
     "many GPUs": Case(
         "cannot access",
         machine={"gpus": MANY, "no_access": {(a, b) for a in range(64) for b in range(64)}},
@@ -317,7 +317,7 @@ def test_the_limits_are_the_kernels_own() -> None:
     assert CAPS.low_latency_tokens == native.LOW_LATENCY_TOKENS
     # Ranks on CPUs make the same messages, and have no extension to ask.
     assert native.MESSAGE_VECTOR == VECTOR
-    # What nobody asked for runs wherever the engine does.
+    # The default number of SMs works wherever the engine does.
     for num_ranks in range(1, native.MAX_RANKS + 1):
         assert native.native_min_sms(num_ranks) <= native_availability.DEFAULT_NUM_SMS
 
@@ -388,7 +388,7 @@ def test_an_nccl_that_makes_no_communicator(machine: Machine) -> None:
 
 @pytest.fixture
 def four_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Four ranks, of which NCCL finds `lsa_size` in each NVLink domain; no library of NVIDIA's."""
+    """Four ranks; NCCL finds `lsa_size` of them in each NVLink domain.  No libnccl_ep."""
     machine.gpus = [Gpu(f"uuid-{r}") for r in range(4)]
     monkeypatch.setattr(nodes, "communicator_of", machine.communicator_of)
     monkeypatch.delenv("NCCLEP_LOCAL_RANKS", raising=False)

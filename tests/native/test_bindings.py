@@ -211,7 +211,7 @@ def test_every_kind_of_work_has_ctas_and_every_rank_warps(
 ) -> None:
     """Rows of 14336 bytes used to fail at their first combine, with 32 SMs from 29 ranks on and
     with 3 SMs from 5 ranks on, though the engine had been made: some rank had no warp that sent to
-    it.  Nobody had tried more than 4 ranks.
+    it.  No test had more than 4 ranks.
     """
     fewest = native.native_min_sms(num_ranks)
     for num_ctas in {fewest, 3 + fewest, 16, 24, 32, 100}:

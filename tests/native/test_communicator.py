@@ -96,7 +96,7 @@ def test_a_failure_of_one_rank_is_told_by_all(
     assert [type(error) for error in errors] == [kind] * NUM_RANKS, errors
     assert len({str(error) for error in errors}) == 1
     assert text in str(errors[0])
-    # Nobody keeps a communicator that not all have, and all can try again.
+    # No rank keeps a communicator that others lack, and all can try again.
     assert all(made.names == ["abort"] for fake in fakes for made in fake.communicators)
     assert create() == [fake.communicators[-1] for fake in fakes]
 

@@ -52,30 +52,14 @@ class Case:
 
 
 UNBROKEN = [
-    Case("rows", 1, 4),
-    Case("rows", 2, 6),
-    Case("rows", 3, 4),
-    Case("rows", 5, 1),
-    Case("dispatches", 2, 4),
-    Case("combines", 3, 1),
-    Case("chunks", 1, 4),
-    Case("chunks", 3, 1),
-    Case("experts", 2, 6),
-    Case("experts", 5, 2),
-    Case("plans", 3, 6),
-    Case("calls", 2, 8),
-    Case("calls", 3, 6),
-    Case("failures", 1, 6),
-    Case("failures", 2, 10),
-    Case("failures", 4, 5),
-    Case("late", 3, 6),
-    Case("ll", 1, 6),
-    Case("ll", 2, 12),
-    Case("ll", 3, 8),
-    Case("ll", 5, 3),
-    Case("ll-failures", 2, 10),
-    Case("ll-failures", 4, 8),
-]
+    Case(*case) for case in (
+        ("rows", 1, 4), ("rows", 2, 6), ("rows", 3, 4), ("rows", 5, 1), ("dispatches", 2, 4),
+        ("combines", 3, 1), ("chunks", 1, 4), ("chunks", 3, 1), ("experts", 2, 6),
+        ("experts", 5, 2), ("plans", 3, 6), ("calls", 2, 8), ("calls", 3, 6), ("failures", 1, 6),
+        ("failures", 2, 10), ("failures", 4, 5), ("late", 3, 6), ("ll", 1, 6), ("ll", 2, 12),
+        ("ll", 3, 8), ("ll", 5, 3), ("ll-failures", 2, 10), ("ll-failures", 4, 8),
+    )
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -115,12 +115,12 @@ def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
         for end in ends[:2]:
             with pytest.raises(PeerError, match=r"rank 2 has gone on to call 7 without .* call 7"):
                 end.exchange(b"1", "plan, making windows", LONG_S)
-        for end in ends:  # nobody has given up: all meet in the next call
+        for end in ends:  # no rank has given up: all meet in the next call
             end.enter(8, False, 0)
         assert (
             on_all([lambda end=end: end.exchange(b"2", "", LONG_S) for end in ends]) == [b"222"] * 3
         )
-        # A rank that was quicker to go on after they had met kept nobody waiting.
+        # A rank that went on sooner, after they had met, kept no other rank waiting.
         ends[2].enter(9, True, 0)
         assert [end.gone_on() for end in ends] == [-1] * 3
     with opened(2) as ends:
@@ -241,7 +241,7 @@ def refusing(module: Any, name: str) -> Any:
 
 @contextmanager
 def foreign_memory() -> Iterator[None]:
-    """Somebody else's memory arrives before rank 0's."""
+    """Memory of another process arrives before rank 0's."""
     bind = shared_memory._Opening.bind
 
     def bind_and_send(opening: Any) -> None:
@@ -333,7 +333,7 @@ def link_on_rank(ctx: RankContext, rank: int, obstacle: str) -> tuple[bool, str,
         process_group = group.process_group
         group.close()
         assert open_files() == before
-        again = EpGroup.of(process_group)  # which is open, and chooses anew
+        again = EpGroup.of(process_group)  # which is open, and chooses again
         assert again.gather(mine, "test", LONG_S).tolist() == expected
         assert again._link._memory is not None
     return uses_memory, problems, lines

@@ -108,7 +108,7 @@ def test_a_check_tells_of_a_bad_routing_once(
     call: str,
     was_captured: bool,
 ) -> None:
-    """Only calls asked for it: with replayed graphs, which make none, nobody ever heard of it."""
+    """Only calls asked for it: with replayed graphs, which make none, it was never reported."""
     group = group_of(native)
     group.num_experts = 8
     native.failed, native.was_captured = None, was_captured

@@ -136,7 +136,7 @@ def outgrow(rank: Rank) -> None:
     assert rank.calls(*LIFE) == ["GroupDestroy"]
 
 
-def test_outgrown_memory_is_freed_when_nobody_uses_it(run: Callable) -> None:
+def test_outgrown_memory_is_freed_when_no_plan_uses_it(run: Callable) -> None:
     """A job whose batches grew kept every size of staging memory that a plan was bound to."""
     assert run(outgrow) == [None] * NUM_RANKS
 

@@ -1,6 +1,6 @@
 """Windows grow on all ranks or on none, and wrong addresses are found before anything uses them.
 
-`window_check.cpp` runs what the ranks do between threads, one of which is broken; a stand-in for
+`window_check.cpp` runs the check between threads, one of them broken; a stand-in for
 the extension shows what the engine asks of it.
 """
 

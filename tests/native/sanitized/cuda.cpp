@@ -38,8 +38,8 @@ struct Device {
   std::map<std::uintptr_t, Stream> streams;
   std::map<std::uintptr_t, unsigned long long> captures;  // by stream
   std::map<unsigned long long, int> kernels;              // by capture
-  unsigned long long num_streams = 0, num_captures = 0;
-  int num_releases = 0, num_over = 0;  // kernels, as the host knows
+  unsigned long long num_streams = 0, num_captures = 1;   // 0 is no capture
+  int num_releases = 0, num_over = 0;                     // kernels, as the host knows
   std::vector<std::function<void()>> waiting;
 } device;
 
@@ -115,6 +115,8 @@ int num_allocations() { return static_cast<int>(device.allocated.size()); }
 
 void capture(std::uintptr_t first, std::uintptr_t second) {
   device.captures.clear();
+  device.kernels.erase(device.num_captures);  // nothing of the last capture comes again
+  for (auto& [handle, stream] : device.streams) stream.seen.erase(device.num_captures);
   ++device.num_captures;
   for (const std::uintptr_t stream : {first, second}) {
     if (stream != 0) device.captures[stream] = device.num_captures;
