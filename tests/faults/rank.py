@@ -12,9 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -27,8 +26,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.native.engine import NativeEngine
-from megatron_ncclep.ops.combine import combine
-from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
@@ -37,8 +34,6 @@ from megatron_ncclep.ranks.pool import RankContext
 LONG_S, DEADLINE_S = patient(60.0), 3.0
 # Late by more than one deadline and less than two, at a clock of 1.5 to 3 GHz.
 LATE_CYCLES = 9_000_000_000
-# For gloo's threads to let go of what they had.
-GLOO_S = 0.2
 NUM_TOKENS, HIDDEN = 3, 64
 # Hidden size of rows that need more memory than there is, and bytes that there are.  On GPUs what a
 # rank dispatches takes more than the 10 MiB up to which torch's allocator has room to spare.
@@ -68,7 +63,7 @@ class Job:
         self.engine.combine(plan, torch.ones(plan.num_rows, HIDDEN, device=self.ctx.device))
 
     def steps(self) -> None:
-        """All of them, as it should be."""
+        """Make all of them, as a rank should."""
         plan = self.plan()
         self.dispatch(plan)
         self.combine(plan)
@@ -102,12 +97,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_before_plan(job: Job) -> None:
-    if job.is_culprit:
-        die()
-    job.plan()
-
-
 def dies(job: Job) -> None:
     """A rank dies before a dispatch."""
     plan = job.plan()
@@ -124,32 +113,6 @@ def dies_in_dispatch(job: Job) -> None:
         job.dispatch(plan)
     job.wait()
     job.combine(plan)
-
-
-def dies_in_combine(job: Job) -> None:
-    plan = job.plan()
-    job.dispatch(plan)
-    job.wait()  # or its part of the dispatch would not come either
-    with job.inside("combine", die):
-        job.combine(plan)
-    job.wait()
-    job.plan()
-
-
-def dies_in_backward(job: Job) -> None:
-    """A rank dies between the backward passes of combine and of dispatch."""
-    plan = job.plan()
-    x = torch.ones(NUM_TOKENS, HIDDEN, device=job.ctx.device, requires_grad=True)
-    w = torch.ones(NUM_TOKENS, job.ctx.num_ranks, device=job.ctx.device)
-    rows, _ = dispatch(job.engine, plan, x, w)
-
-    def die_between(grad: torch.Tensor) -> None:
-        job.wait()  # or its part of combine's backward would not come either
-        die()
-
-    if job.is_culprit:
-        rows.register_hook(die_between)
-    combine(job.engine, plan, rows).sum().backward()
 
 
 def dies_while_opening(job: Job) -> None:
@@ -228,27 +191,17 @@ def comes_late(job: Job) -> None:
     job.plan()
 
 
-def all_get(job: Job, number: int) -> None:
-    """A rank sends a signal to all others, which wait for it, and then to itself."""
+def all_are_interrupted(job: Job) -> None:
+    """A user types Ctrl-C: every rank gets a signal, and all but one wait by then."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     mine = torch.tensor([os.getpid()])
     processes = EpGroup.of(job.ctx.group).gather(mine, "processes", LONG_S).flatten().tolist()
     if not job.is_culprit:
         job.plan()
     time.sleep(DEADLINE_S / 6)  # they wait by now; if not, they see less
     for process in processes:
-        os.kill(process, number)
+        os.kill(process, signal.SIGINT)
     job.plan()
-
-
-def all_are_terminated(job: Job) -> None:
-    """As when Slurm cancels a job."""
-    all_get(job, signal.SIGTERM)
-
-
-def all_are_interrupted(job: Job) -> None:
-    """As when somebody types Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    all_get(job, signal.SIGINT)
 
 
 def dies_late(job: Job) -> None:
@@ -264,16 +217,8 @@ def dies_late(job: Job) -> None:
     job.combine(plan)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What goes wrong.
-
-    Attributes:
-        happens: on every rank of the job.
-        culprit: the rank that goes wrong.
-        ends: the signal that ends the culprit; None: it ends by itself.
-        ends_all: the signal ends all.
-    """
+class Fault(NamedTuple):
+    """What happens on every rank, which one goes wrong, and the signal that ends it, or all."""
 
     happens: Callable[[Job], None]
     culprit: int = -1
@@ -285,11 +230,8 @@ KILLED = signal.SIGKILL
 FAULTS = {
     fault.happens.__name__: fault
     for fault in (
-        Fault(dies_before_plan, ends=KILLED),
         Fault(dies, ends=KILLED),
         Fault(dies_in_dispatch, ends=KILLED),
-        Fault(dies_in_combine, ends=KILLED),
-        Fault(dies_in_backward, ends=KILLED),
         Fault(dies_while_opening, culprit=0, ends=KILLED),
         Fault(dies_late, ends=KILLED),
         Fault(raises),
@@ -297,7 +239,6 @@ FAULTS = {
         Fault(destroys),
         Fault(skips),
         Fault(comes_late),
-        Fault(all_are_terminated, ends=signal.SIGTERM, ends_all=True),
         Fault(all_are_interrupted, ends=signal.SIGINT, ends_all=True),
     )
 }
@@ -328,7 +269,7 @@ def main(backend: str, engine_name: str, name: str) -> None:
         if backend == "gloo":
             # torch aborts a process whose interpreter ends while a thread of gloo still holds the
             # tensors of the last collective (https://github.com/pytorch/pytorch/pull/179291).
-            time.sleep(GLOO_S)
+            time.sleep(0.2)
 
 
 if __name__ == "__main__":

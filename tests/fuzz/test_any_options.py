@@ -1,8 +1,10 @@
-"""Options from code, from the environment and from a command line: a config, or an InputError."""
+"""Options from code and from the environment: a config, or an InputError.
+
+Those of a command line are among the words of test_commands.py.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import os
@@ -14,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_ncclep import envs
-from megatron_ncclep.config import ALIGNMENTS, EpConfig, add_option_arguments, given_options
+from megatron_ncclep.config import ALIGNMENTS, EpConfig
 from megatron_ncclep.engines.overflow import rows_limit
 
 NAMES = [field.name for field in dataclasses.fields(EpConfig)]
@@ -68,26 +70,3 @@ def test_environment(texts: dict[str, str]) -> None:
     else:
         names = {*texts, *(VARIABLES[name] for name in texts if name in VARIABLES)}
         assert any(name in refusal for name in names)
-
-
-@FUZZ
-@given(arguments=st.lists(st.sampled_from(NAMES) | words | odd_words, max_size=6))
-def test_megatrons_arguments(arguments: list[str]) -> None:
-    """A parser ends with status 2 and its usage, or gives what `resolve` takes or refuses."""
-    parser = argparse.ArgumentParser(prog="pretrain_gpt.py")
-    add_option_arguments(parser)
-    flags = [f"--ncclep-{word.replace('_', '-')}" if word in NAMES else word for word in arguments]
-    usage = None
-    try:
-        parsed = parser.parse_args(flags)
-    except SystemExit as end:
-        usage = end.code
-    if usage is not None:
-        assert usage in (0, 2)
-        return
-    named = given_options(parsed)
-    config, refusal = attempt(lambda: EpConfig.resolve(**named))
-    if refusal is None:
-        check(config)
-    else:
-        assert any(name in refusal for name in named)

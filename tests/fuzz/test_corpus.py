@@ -72,15 +72,12 @@ def test_an_indexed_corpus_of_any_bytes(
     assert refusal is None or str(prefix) in refusal
 
 
-@settings(FUZZ, max_examples=30)
-@given(kept=st.binary(max_size=40) | st.sampled_from([b"[]", b"{}", b"null", b'{"train": 1}']))
-@example(kept=b'{"train": "')  # a run that was killed while it wrote
-def test_what_is_kept_of_a_corpus_is_made_anew_if_it_is_not_whole(
-    tmp_path: Path, kept: bytes
-) -> None:
+@pytest.mark.parametrize("kept", [b"", b"[]", b"\xff", b'{"train": 1}', b'{"train": "'])
+def test_a_corpus_that_is_not_whole_is_made_again(tmp_path: Path, kept: bytes) -> None:
+    """As a run leaves it that was killed while it wrote."""
     text, out = tmp_path / "a.txt", tmp_path / "out"
     text.write_text("some text", encoding="utf-8")
-    out.mkdir(exist_ok=True)
+    out.mkdir()
     (out / "corpus.json").write_bytes(kept)
     made = corpus.prepare([str(text)], out)
     assert made.num_train_tokens + made.num_valid_tokens == len("some text") + 1

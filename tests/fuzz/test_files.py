@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from anything import FUZZ, attempt, documents, numbers, scalars, words, yaml_bytes
+from anything import FUZZ, attempt, documents, numbers, scalars, yaml_bytes
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_ncclep.benchmark import shapes
 from megatron_ncclep.cli import config_files, render
-from megatron_ncclep.training.settings import TYPES, Settings, layer_pattern, parse_changes
+from megatron_ncclep.training.settings import TYPES, Settings, layer_pattern
 
 KEYS = st.sampled_from(
     [*TYPES, *render.SECTIONS, "nproc-per-node", "standalone", "--x", "", "shapes", "subjects",
@@ -78,23 +78,6 @@ def test_values_of_a_model(changes: dict[str, Any], ranks: int) -> None:
 
 
 @FUZZ
-@given(
-    assignments=st.lists(
-        words
-        | st.builds(
-            "{}={}".format, KEYS, yaml_bytes(KEYS).map(lambda b: b.decode(errors="replace"))
-        )
-    )
-)
-def test_changes_on_the_command_line(assignments: list[str]) -> None:
-    changes, refusal = attempt(lambda: parse_changes(assignments))
-    if refusal is not None:
-        assert any(f"--set {text}" in refusal for text in assignments)
-    else:
-        assert list(changes) == list(dict.fromkeys(text.partition("=")[0] for text in assignments))
-
-
-@FUZZ
 @given(mapping=st.dictionaries(KEYS, documents(KEYS), max_size=4))
 def test_a_command_line_has_a_word_for_each_value(mapping: dict[str, Any]) -> None:
     """What is accepted becomes words that a shell reads back as they were."""
@@ -107,5 +90,4 @@ def test_a_command_line_has_a_word_for_each_value(mapping: dict[str, Any]) -> No
         values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
         expected += [] if value is False else [f"--{name}", *map(str, values)]
     line = render.format_command(render.arguments(mapping), one_line=True)
-    words_of_shell = shlex.split(line)
-    assert words_of_shell == expected
+    assert shlex.split(line) == expected

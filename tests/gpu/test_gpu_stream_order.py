@@ -2,7 +2,7 @@
 
 On a CPU streams are dummies and the allocator knows of none, so only these tests see it when a call
 waits for too much, or when memory is given away while a kernel uses it.  The order of two engines'
-kernels, and deadlines that start with a kernel: tests/native/sanitized/lives.py.
+kernels, and deadlines that start with a kernel: tests/native/sanitized/host.cpp.
 """
 
 from __future__ import annotations

@@ -18,36 +18,29 @@ COMPILE_S = 300.0  # at most, on a slow and busy machine
 def cached(name: str, inputs: Iterable[object], make: Callable[[Path], None]) -> Path:
     """Return the folder that `make` filled from these inputs, now or in an earlier run.
 
-    Args:
-        name: of the folder; programs of this name from other inputs are removed.
-        inputs: files, whose names and contents count, and anything else, whose text counts.
-        make: writes into the folder that it gets, and raises if it cannot.
+    Files count by name and contents, other inputs by their text.  The folder replaces those of the
+    same `name` from other inputs.
     """
     key = hashlib.sha256()
     for part in inputs:
-        key.update(str(part).encode() + b"\0")
-        if isinstance(part, Path):
-            key.update(part.read_bytes() + b"\0")
+        key.update(f"{part}\0".encode() + (part.read_bytes() if isinstance(part, Path) else b""))
     parent = ROOT / "build" / "native-tests"
     folder = parent / f"{name}-{key.hexdigest()[:20]}"
     if not folder.is_dir():
         parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix="making-", dir=parent))
-        try:
+        with tempfile.TemporaryDirectory(prefix="making-", dir=parent) as making:
+            made = Path(making, name)
+            made.mkdir()
             make(made)
             for old in parent.glob(f"{name}-*"):
                 shutil.rmtree(old, ignore_errors=True)
             made.rename(folder)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
     return folder
 
 
 def version_of(compiler: str) -> str:
     """What the compiler says of itself, an input of all that it compiles."""
-    return subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=True
-    ).stdout
+    return subprocess.check_output([compiler, "--version"], text=True)
 
 
 def run_all(commands: Iterable[Sequence[str | Path]]) -> None:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,7 @@ FakePlanSizes = namedtuple("FakePlanSizes", interface()["PlanSizes"], defaults=(
 
 
 class Fake:
-    """A class of the extension, or the module; its attributes are 0 until somebody sets them.
+    """A class of the extension, or the module; its attributes are 0 until a test sets them.
 
     Attributes:
         methods: name -> names of the arguments.
@@ -152,29 +150,19 @@ class FakeGroup(Fake):
 
 
 class FakeExtension(Fake):
-    """The extension.
-
-    Attributes:
-        nccl: the `_C.Nccl` that it opens.
-        made: its communicators.
-    """
+    """The extension; `nccl` is the `_C.Nccl` that it opens."""
 
     def __init__(self, **answers: Any) -> None:
         own = {
             "Nccl": lambda path: self.nccl,
-            "Communicator": self._make,
             "GroupHandle": lambda *_: FakeGroup(),
             "LowLatencyHandle": lambda *_: Fake("LowLatencyHandle"),
-            # Another number than the extension's, so that nobody has it from elsewhere.
+            # Not the extension's number, so that a test notices code that does not ask for it.
             "native_min_sms": lambda num_ranks: 5 + num_ranks // 32,
         }
         super().__init__("", **{**own, **answers})
-        self.nccl, self.made = Fake("Nccl"), []
+        self.nccl = Fake("Nccl")
         self.MAX_RANKS, self.MAX_EXPERTS = 32, 512
-
-    def _make(self, *_: Any) -> Fake:
-        self.made.append(Fake("Communicator"))
-        return self.made[-1]
 
 
 class FakeKeeper:
@@ -211,17 +199,3 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.cuda, "synchronize", lambda device: None),
     ):
         monkeypatch.setattr(where, name, value)
-
-
-@contextmanager
-def one_for_each_rank(modules: Sequence[FakeExtension]) -> Iterator[pytest.MonkeyPatch]:
-    """Have a rank find the one of its number, by the device that is current in a thread."""
-    here = threading.local()
-
-    def set_device(device: torch.device) -> None:
-        here.module = modules[device.index]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "set_device", set_device)
-        patch.setattr(extension, "load", lambda: here.module)
-        yield patch

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from fake_extension import FakeExtension
-from fakes import ThreadGroup, compile_fake, on_threads
+from fakes import ThreadGroup, on_threads
+from patience import patient
 
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
@@ -34,7 +35,6 @@ from megatron_ncclep.ranks.nodes import Nodes
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 NUM_RANKS = 3
-FIND_NCCL = search.find_nccl
 
 
 @dataclass(frozen=True)
@@ -149,15 +149,7 @@ def test_ranks_share_a_gpu_where_nccl_allows_it(
 
 @pytest.mark.parametrize(
     ("sms_of_gpu", "ranks_per_gpu", "num_sms"),
-    [
-        (132, 1, 32),
-        (132, 3, 32),
-        (132, 4, 25),
-        (132, 8, 12),
-        (148, 8, 14),
-        (78, 2, 23),
-        (78, 1, 32),
-    ],
+    [(132, 1, 32), (132, 4, 25), (148, 8, 14), (78, 2, 23)],
 )
 def test_kernels_of_ranks_that_share_a_gpu_fit_on_it(
     machine: Machine, sms_of_gpu: int, ranks_per_gpu: int, num_sms: int
@@ -221,17 +213,14 @@ IN_THE_WAY = {
         "it needs NCCL 2.28.9 or newer, found none: pip install 'nvidia-nccl-cu",
         lacks=(search, "find_nccl", None),
     ),
-    "an NCCL without a version": Case(
-        "found version unknown, x.so (named): pip install 'nvidia-nccl-cu",
-        lacks=(search, "find_nccl", Library(Path("x.so"), None, "named")),
+    "an old NCCL": Case(
+        "found 2.27.3, x.so (named)",
+        lacks=(search, "find_nccl", Library(Path("x.so"), (2, 27, 3), "named")),
     ),
     # Limits.
     "experts": Case("it takes at most 512 experts in total: there are 513", experts=513),
     "too few SMs": Case(
         "num_sms 4: its kernels need at least 5 for 3 ranks", options={"num_sms": 4}
-    ),
-    "too few SMs for many ranks": Case(
-        "num_sms 5: its kernels need at least 6 for 32 ranks", ranks=32, options={"num_sms": 5}
     ),
     "too many SMs": Case(
         "num_sms 101: at most 100 on NVIDIA H200 with 132 SMs: 32 are left to NCCL's kernels, "
@@ -244,9 +233,8 @@ IN_THE_WAY = {
         "the ranks have different GPUs, rank 0 NVIDIA H200 (sm_90) and rank 1 NVIDIA H100 (sm_90)",
         gpu={"name": "NVIDIA H100"},
     ),
-    "no access one way": Case(NO_REACH.format(0, 2), machine={"no_access": {(0, 2)}}),
-    "no access the other way": Case(NO_REACH.format(2, 0), machine={"no_access": {(2, 0)}}),
-    # None of which reaches another, on a host with a long name: the message is long enough.
+    "no access": Case(NO_REACH.format(0, 2), machine={"no_access": {(0, 2)}}),
+    # No GPU reaches another, on a host with a long name: the message is long enough.
     "many GPUs": Case(
         "cannot access",
         machine={"gpus": MANY, "no_access": {(a, b) for a in range(64) for b in range(64)}},
@@ -282,16 +270,9 @@ def test_what_is_in_the_way_all_ranks_say(
     ],
 )
 def test_a_rank_that_cannot_even_look(
-    engine: str,
-    error: Exception,
-    text: str,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: str, error: Exception, text: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong path in one rank's environment was an error there and 60 s of waiting elsewhere.
-
-    The look at one's own machine raised between two exchanges, and no test had it raise at all.
-    """
+    """A wrong path in one rank's environment was an error there and 60 s of waiting elsewhere."""
 
     def look(group: Any, *_: Any) -> str | None:
         if group.rank == 1:
@@ -306,18 +287,6 @@ def test_a_rank_that_cannot_even_look(
     assert len({str(e) for e in errors}) == 1
     assert f"rank 1: {text}" in str(errors[0])
     assert errors[1].__cause__ is (None if isinstance(error, InputError) else error)
-    assert machine.made == []
-
-
-def test_an_nccl_that_is_too_old(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The library itself is asked for its version."""
-    monkeypatch.setattr(search, "find_nccl", FIND_NCCL)
-    path = compile_fake(tmp_path / "libold.so", nccl_version=22703)
-    monkeypatch.setenv("NCCLEP_NCCL_LIBRARY", str(path))
-    text = reasons()
-    assert f"it needs NCCL 2.28.9 or newer, found 2.27.3, {path} (NCCLEP_NCCL_LIBRARY)" in text
     assert machine.made == []
 
 
@@ -349,7 +318,7 @@ def test_the_limits_are_the_kernels_own() -> None:
     assert CAPS.low_latency_tokens == native.LOW_LATENCY_TOKENS
     # Ranks on CPUs make the same messages, and have no extension to ask.
     assert native.MESSAGE_VECTOR == VECTOR
-    # What nobody asked for runs wherever the engine does.
+    # The default number of SMs works wherever the engine does.
     for num_ranks in range(1, native.MAX_RANKS + 1):
         assert native.native_min_sms(num_ranks) <= native_availability.DEFAULT_NUM_SMS
 
@@ -363,10 +332,9 @@ from megatron_ncclep.engines import ENGINES
 caps = ENGINES["native"].caps
 print(caps.max_tokens, caps.max_top_k, caps.max_local_experts, caps.low_latency_tokens)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert ran.stdout.split() == ["None", "None", "None", "0"]
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=patient(60))
+    assert ran.stdout.split() == [b"None", b"None", b"None", b"0"]
 
 
 @pytest.mark.cpu_only  # with GPUs there is nothing in the way
@@ -420,7 +388,7 @@ def test_an_nccl_that_makes_no_communicator(machine: Machine) -> None:
 
 @pytest.fixture
 def four_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Four ranks, of which NCCL finds `lsa_size` in each NVLink domain; no library of NVIDIA's."""
+    """Four ranks; NCCL finds `lsa_size` of them in each NVLink domain.  No libnccl_ep."""
     machine.gpus = [Gpu(f"uuid-{r}") for r in range(4)]
     monkeypatch.setattr(nodes, "communicator_of", machine.communicator_of)
     monkeypatch.delenv("NCCLEP_LOCAL_RANKS", raising=False)

@@ -1,4 +1,4 @@
-"""The extension without a GPU: what it says to NCCL and to NVIDIA's libnccl_ep, call by call.
+"""The extension without a GPU: what it asks of NCCL and NVIDIA's libnccl_ep, and what it refuses.
 
 A library of our own stands in for both (`fake_nccl.c`); it is compiled here.
 """
@@ -90,86 +90,6 @@ def test_a_communicator_is_made_in_time_or_not_at_all(native: ModuleType, fake: 
         native.Communicator(nccl, UNIQUE_ID, 2, 1, device=-1, timeout_s=-1)
 
 
-def test_group_options(recorder: Recorder, group: Any) -> None:
-    assert recorder.lines()[-1] == (
-        "CreateGroup comm=1 size=112 magic=c00fffee version=2 algorithm=1 experts=16 tokens=128 "
-        "recv=0 bytes=256 sms=24 timeout=1500000000 overflow=1 topk=4"
-    )
-
-
-def test_directions_and_shapes(recorder: Recorder, handle: Any) -> None:
-    """Types are NCCL's: 0 int8 1 uint8 2 int32 4 int64 6 fp16 7 fp32 9 bf16."""
-    x, w = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(3, 4)
-    rows, row_w = torch.zeros(5, 8, dtype=torch.bfloat16), torch.zeros(5)
-    topk_idx = torch.zeros(3, 4, dtype=torch.int64)
-    recorder.lines()
-    handle.update(topk_idx, torch.zeros(8, dtype=torch.int64), topk_idx[0, :1], 77)
-    handle.dispatch(x, w, rows, row_w, 0)
-    handle.dispatch(x.half(), None, rows.half(), None, 0)
-    handle.combine(rows, None, x, None, 0)
-    handle.combine(rows.float(), row_w, x.float(), w, 0)
-    assert recorder.lines() == [
-        "UpdateHandle stream=77 topk=4[3,4] counters=4[8] total=4[1]",
-        "Dispatch direction=0 layout=none x=9[3,8] w=7[3,4] rows=9[5,8] row_w=7[5]",
-        "Dispatch direction=1 layout=none x=6[3,8] w=none rows=6[5,8] row_w=none",
-        "Combine direction=0 y=9[5,8] w=none out=9[3,8] topk_w=none",
-        "Combine direction=1 y=7[5,8] w=7[5] out=7[3,8] topk_w=7[3,4]",
-    ]
-
-
-def test_an_empty_tensor_has_an_address(recorder: Recorder, handle: Any) -> None:
-    """NVIDIA's library refuses null; torch gives it to a tensor without elements."""
-    empty = torch.zeros(0, 8)
-    assert empty.data_ptr() == 0
-    recorder.lines()
-    handle.dispatch(empty, None, empty, None, 0)
-    assert recorder.lines() == [
-        "Dispatch direction=1 layout=none x=7[0,8] w=none rows=7[0,8] row_w=none"
-    ]
-
-
-def test_low_latency(native: ModuleType, fake: Path, recorder: Recorder, communicator: Any) -> None:
-    """Rank-major rows, layout 2; the routes come with the dispatch."""
-    recorder.lines()
-    group = native.NcclEpGroup(
-        native.NcclEp(str(fake)), communicator, num_experts=16, max_tokens=6, max_recv_rows=0,
-        row_bytes=16, top_k=4, num_sms=0, timeout_s=1.5, low_latency=True,
-    )  # fmt: skip
-    assert "algorithm=0 experts=16 tokens=6" in recorder.lines()[-1]
-    handle = native.NcclEpLowLatencyHandle(group, 4)
-    x, rows = (torch.zeros(*shape, 8, dtype=torch.bfloat16) for shape in ((3,), (2, 6)))
-    topk_idx, w = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4)
-    experts, row_w = torch.zeros(2, 6, 4, dtype=torch.int32), torch.zeros(2, 6, 4)
-    counts = torch.zeros(2, dtype=torch.int32)
-    handle.dispatch(x, topk_idx, w, rows, experts, row_w, counts, 77)
-    handle.combine(rows, x, 77)
-    assert recorder.lines() == [
-        "InitHandle layout=2 alignment=0 topk=4 memory=none",
-        "UpdateHandle stream=77 topk=4[3,4]",
-        "Dispatch direction=0 layout=some x=9[3,8] w=7[3,4] rows=9[2,6,8] row_w=7[2,6,4] "
-        "row_topk=2[2,6,4] counts=2[2]",
-        "Combine direction=0 y=9[2,6,8] w=none out=9[3,8] topk_w=none",
-    ]
-    handle.close()
-    group.close()
-    assert recorder.lines() == ["HandleDestroy 1", "GroupDestroy 1"]
-
-
-def test_a_handle_is_of_its_groups_mode(
-    native: ModuleType, fake: Path, communicator: Any, group: Any
-) -> None:
-    with pytest.raises(LibraryError, match="not of low-latency mode"):
-        native.NcclEpLowLatencyHandle(group, 4)
-    low_latency = native.NcclEpGroup(
-        native.NcclEp(str(fake)), communicator, num_experts=16, max_tokens=6, max_recv_rows=0,
-        row_bytes=16, top_k=4, num_sms=0, timeout_s=1.5, low_latency=True,
-    )  # fmt: skip
-    with pytest.raises(LibraryError, match="is of low-latency mode"):
-        native.NcclEpHandle(low_latency, 16, 4, torch.empty(4096, dtype=torch.uint8))
-    with pytest.raises(LibraryError, match="top-k 5: the group is for 4 at most"):
-        native.NcclEpLowLatencyHandle(low_latency, 5)
-
-
 def test_order_of_closing(recorder: Recorder, communicator: Any, group: Any, handle: Any) -> None:
     recorder.lines()
     handle.close()
@@ -221,6 +141,19 @@ def test_another_version_of_the_library_is_refused(native: ModuleType, tmp_path:
 def test_what_cannot_be_opened(native: ModuleType, make: Any, message: str) -> None:
     with pytest.raises(LibraryError, match=message):
         make(native)
+
+
+def test_what_is_no_object_or_no_size_is_refused(native: ModuleType, communicator: Any) -> None:
+    """None for a communicator was a null pointer, and a size beyond 64 bits was -1."""
+    never_made = native.Communicator.__new__(native.Communicator)
+    for wrong in (None, object(), 7, never_made):
+        with pytest.raises(RuntimeError if wrong is never_made else TypeError):
+            native.Window(wrong, 4096)
+        with pytest.raises(RuntimeError if wrong is never_made else TypeError):
+            native.GroupHandle(wrong, 16, 1.0)
+    for num_bytes in (2**64, -1, 1.5, None):
+        with pytest.raises((TypeError, OverflowError)):
+            native.Window(communicator, num_bytes)
 
 
 def test_a_window_needs_the_whole_group(native: ModuleType, fake: Path) -> None:
@@ -278,7 +211,7 @@ def test_every_kind_of_work_has_ctas_and_every_rank_warps(
 ) -> None:
     """Rows of 14336 bytes used to fail at their first combine, with 32 SMs from 29 ranks on and
     with 3 SMs from 5 ranks on, though the engine had been made: some rank had no warp that sent to
-    it.  Nobody had tried more than 4 ranks.
+    it.  No test had more than 4 ranks.
     """
     fewest = native.native_min_sms(num_ranks)
     for num_ctas in {fewest, 3 + fewest, 16, 24, 32, 100}:

@@ -1,6 +1,6 @@
 """Windows grow on all ranks or on none, and wrong addresses are found before anything uses them.
 
-`window_check.cpp` runs what the ranks do between threads, one of which is broken; a stand-in for
+`window_check.cpp` runs the check between threads, one of them broken; a stand-in for
 the extension shows what the engine asks of it.
 """
 
@@ -10,7 +10,6 @@ import logging
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.windows import tokens_of_windows
-from megatron_ncclep.libraries import extension
 
 NUM_RANKS = 3
 DEADLINE_S = 30.0
@@ -73,13 +71,11 @@ START = r"rank 1: it reads 0x\w{16} from the start of the"
     ("broken", "message"),
     [
         ("swapped peers", rf"{START} control window of rank 1"),
-        ("own memory for a peer", rf"{START} control window of rank 0"),
         (
             "wrong own mapping",
             r"rank 1: it reads 0x0{16} from the start of the control .* rank 1, at",
         ),
         ("another window", rf"{START} rows window of rank 0"),
-        ("shifted by a page", rf"{START} control window of rank 0"),
         ("the last page is not mapped", "rank 1: it reads 0x0{16} from the end of the rows window"),
         (
             "stores are lost",
@@ -100,9 +96,8 @@ def test_wrong_addresses_are_an_error_on_all_ranks(
 
 def test_a_step_that_fails_on_one_rank_fails_on_all(program: Path) -> None:
     """With any exception: only the extension's own were, and after others the ranks waited."""
-    opening = "engine 'native', opening its windows (tokens 0 -> 128): "
-    assert thrown(program, "a step") == f"{opening}rank 1: std::bad_alloc; a remedy"
-    assert thrown(program, "all ranks' step") == f"{opening}went wrong; a remedy"
+    text = "engine 'native', opening its windows (tokens 0 -> 128): rank 1: std::bad_alloc"
+    assert thrown(program, "a step") == f"{text}; a remedy"
 
 
 # --- what the engine asks for and says -----------------------------------------------------------
@@ -168,43 +163,6 @@ def test_engines_of_a_group_have_deadlines_of_their_own(monkeypatch: pytest.Monk
     assert deadlines() == [2.0, 60.0, 2.0]
 
 
-def test_an_engine_says_what_it_holds() -> None:
-    native = FakeGroup()
-    native.reserve(128, 8, 64, STREAM, None)
-    assert engine_on(None, native).nbytes() == 8192
-
-
-needs_extension = pytest.mark.skipif(
-    extension.unavailable_reason() is not None,
-    reason=f"nothing to call: {extension.unavailable_reason()}",
-)
-
-
-@needs_extension
-@pytest.mark.parametrize(("rank", "num_lines"), [(0, 2), (1, 0)])
-def test_the_configuration_is_logged_at_debug(
-    rank: int, num_lines: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    def describe(group: ThreadGroup) -> None:
-        for _ in range(2):  # two layers
-            engine = engine_on(group, None)
-            for _ in range(2):
-                engine._describe(14336, 8)
-        engine._describe(7168, 8)
-
-    caplog.set_level(logging.INFO, "megatron_ncclep")
-    check_only(rank, describe)
-    assert caplog.records == []
-    caplog.set_level(logging.DEBUG, "megatron_ncclep")
-    check_only(rank, describe)
-    assert len(caplog.records) == num_lines
-    if num_lines:
-        assert caplog.records[0].getMessage() == (
-            "native: rows of 14336 bytes, top-8, 4 ranks, 32 SMs: CTAs of dispatch: 11 staging, "
-            "21 pulling; of combine: 13 adding, 0 sending, 19 summing"
-        )
-
-
 def test_windows_are_for_at_most_an_eighth_more_tokens() -> None:
     assert [tokens_of_windows(n) for n in (0, 1, 128, 129, 4096, 5000)] == [
         128, 128, 128, 256, 4096, 5120,
@@ -213,9 +171,3 @@ def test_windows_are_for_at_most_an_eighth_more_tokens() -> None:
         made = tokens_of_windows(num_tokens)
         assert made % 128 == 0
         assert num_tokens <= made < num_tokens + max(128, num_tokens / 8 + 1)
-
-
-def check_only(rank: int, function: Callable[[ThreadGroup], None]) -> None:
-    """Call `function` as one rank of four."""
-    results = on_threads(4, lambda group: function(group) if group.rank == rank else None)
-    assert results == [None] * 4

@@ -1,5 +1,5 @@
-// Runs check_windows and Agreement between threads that stand for ranks; host memory stands for
-// device memory.  One rank is broken as argv[1] says; prints what each rank has thrown, one a line.
+// Runs check_windows and Agreement between threads that stand for ranks, in host memory.  One rank
+// is broken as argv[1] says.  Prints what each rank has thrown, one a line.
 #include "native/host/window_check.h"
 
 #include <barrier>
@@ -14,90 +14,59 @@
 
 using ncclep::native::Agreement;
 using ncclep::native::WindowView;
+using Address = std::uintptr_t;
 
 namespace {
 
 constexpr int kRanks = 3, kBroken = 1;
-constexpr std::size_t kBytes[] = {4096, 8192};
-constexpr const char* kNames[] = {"control", "rows"};
-constexpr std::size_t kSlack = 8192;  // what a wrong address may reach
+constexpr std::size_t kBytes = 8192, kPage = 4096;
+
+// Of two generations: each rank's windows, and what a wrong address reaches behind them.
+alignas(16) char memory[2][kRanks][2][kBytes + kPage];
 
 std::string broken;
 thread_local int current_rank;
 
 bool is_broken(const char* how) { return current_rank == kBroken && broken == how; }
 
-// One rank's windows; of two generations.
-struct Memory {
-  std::vector<char> bytes[2] = {std::vector<char>(kBytes[0] + kSlack),
-                                std::vector<char>(kBytes[1] + kSlack)};
-};
-Memory memory[2][kRanks];
-
-std::barrier meeting(kRanks);
-
 // Every rank's bytes, by rank, once all ranks are there.
-void gather(const void* mine, std::size_t num_bytes, void* all) {
+void gather(const void* mine, std::size_t num_bytes, void* all, const char*) {
+  static std::barrier meeting(kRanks);
   static std::string messages[kRanks];
   messages[current_rank].assign(static_cast<const char*>(mine), num_bytes);
   meeting.arrive_and_wait();
-  auto* to = static_cast<char*>(all);
-  for (const std::string& message : messages) {
-    std::memcpy(to, message.data(), num_bytes);
-    to += num_bytes;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    std::memcpy(static_cast<char*>(all) + rank * num_bytes, messages[rank].data(), num_bytes);
   }
   meeting.arrive_and_wait();
 }
 
 char* peer(int window, int rank, int generation) {
+  const std::size_t shift = is_broken("wrong own mapping") && rank == current_rank ? kPage : 0;
   if (is_broken("swapped peers") && rank != 0) rank = 3 - rank;
-  if (is_broken("own memory for a peer")) rank = current_rank;
   if (is_broken("another window")) window = 0;
   if (is_broken("stays behind")) generation = 0;
-  char* address = memory[generation][rank].bytes[window].data();
-  if (is_broken("shifted by a page")) address += 4096;
-  if (is_broken("wrong own mapping") && rank == current_rank) address += 4096;
-  return address;
-}
-
-bool is_in_own_window(std::uintptr_t address) {
-  for (const auto& of : memory) {
-    for (const auto& bytes : of[current_rank].bytes) {
-      const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
-      if (begin <= address && address < begin + bytes.size()) return true;
-    }
-  }
-  return false;
+  return memory[generation][rank][window] + shift;
 }
 
 void check(int generation) {
-  const Agreement agreement([](const void* mine, std::size_t num_bytes, void* all,
-                               const char*) { gather(mine, num_bytes, all); },
-                            kRanks, "tokens 0 -> 128");
-  if (broken == "a step" || broken == "all ranks' step") {
-    agreement.on_all_ranks(
-        "opening its windows",
-        [&]() -> std::string {
-          if (is_broken("a step")) throw std::bad_alloc();
-          return broken == "a step" ? "" : "went wrong";
-        },
-        "a remedy");
-  }
+  const Agreement agreement(gather, kRanks, "tokens 0 -> 128");
+  const auto open = [&]() -> std::string {
+    if (is_broken("a step")) throw std::bad_alloc();
+    return "";
+  };
+  agreement.on_all_ranks("opening its windows", open, "a remedy");
   std::vector<WindowView> views;
-  for (int window = 0; window < 2; ++window) {
-    WindowView view{
-        kNames[window], memory[generation][current_rank].bytes[window].data(), kBytes[window], {}};
-    for (int rank = 0; rank < kRanks; ++rank) {
-      view.peers.push_back(peer(window, rank, generation));
-    }
-    views.push_back(view);
+  for (const int window : {0, 1}) {
+    WindowView& view = views.emplace_back(WindowView{
+        window == 0 ? "control" : "rows", memory[generation][current_rank][window], kBytes, {}});
+    for (int rank = 0; rank < kRanks; ++rank) view.peers.push_back(peer(window, rank, generation));
   }
   check_windows(agreement, views, current_rank, generation, "a remedy");
   for (const WindowView& view : views) {
-    for (const std::size_t place : {std::size_t{0}, view.num_bytes - 8}) {
-      std::uint64_t word;
-      std::memcpy(&word, view.own + place, sizeof(word));
-      ncclep::ensure(word != 0, "nobody has written to ", place, " of ", view.name);
+    for (const char* word : {view.own, view.own + view.num_bytes - 8}) {
+      ncclep::ensure(std::string(word, 8) != std::string(8, '\0'), "an end of ", view.name,
+                     " was not written to");
     }
   }
 }
@@ -116,23 +85,23 @@ void run(int rank, std::string& thrown) {
 
 namespace ncclep::native {
 
-std::vector<std::uint64_t> load_words(const std::vector<std::uintptr_t>& addresses) {
+std::vector<std::uint64_t> load_words(const std::vector<Address>& addresses) {
   std::vector<std::uint64_t> words;
-  for (const std::uintptr_t address : addresses) {
+  for (const Address address : addresses) {
     words.push_back(*reinterpret_cast<const std::uint64_t*>(address));
-    if (!is_broken("the last page is not mapped")) continue;
     for (const auto& of : memory[0]) {
-      const auto end = reinterpret_cast<std::uintptr_t>(of.bytes[1].data()) + kBytes[1];
-      if (end - 4096 <= address && address < end) words.back() = 0;
+      const auto end = reinterpret_cast<Address>(of[1] + kBytes);
+      if (is_broken("the last page is not mapped") && end - address <= kPage) words.back() = 0;
     }
   }
   return words;
 }
 
-void store_words(const std::vector<std::uintptr_t>& addresses,
-                 const std::vector<std::uint64_t>& words) {
+void store_words(const std::vector<Address>& addresses, const std::vector<std::uint64_t>& words) {
+  const auto& own = memory[0][current_rank];
   for (std::size_t i = 0; i < addresses.size(); ++i) {
-    if (is_broken("stores are lost") && !is_in_own_window(addresses[i])) continue;
+    const bool is_own = addresses[i] - reinterpret_cast<Address>(own) < sizeof(own);
+    if (is_broken("stores are lost") && !is_own) continue;
     *reinterpret_cast<std::uint64_t*>(addresses[i]) = words[i];
   }
 }

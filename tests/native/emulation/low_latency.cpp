@@ -30,22 +30,18 @@ struct Step {
   bool is_combine, sends, completes;
 };
 
-char scale(int round, int rank, int token, int i) {
-  return static_cast<char>(round * 7 + rank * 31 + token * 3 + i);
-}
-
 // What a rank has between two calls.
 struct OfRank {
-  std::optional<Memory> counts, x, scales, w, topk, y, rows_of, out;
+  std::optional<Memory> counts, x, w, topk, y, rows_of, out;
 };
 
 // An object of all ranks: windows, states, and what goes through it.
 struct Object {
   Object(const Sizes& sizes, int number, int num_rounds)
       : number(number), numbers(Numbers::of_any_dtype()), states(sizes.ranks), ranks(sizes.ranks) {
-    const int row_bytes = 16 * one_of({1, 3, 65, 129}), scale_bytes = 16 * one_of({0, 0, 1, 40});
+    const int row_bytes = 16 * one_of({1, 3, 65, 129});
     const int sum_bytes = between(0, 3) == 0 ? 16 * one_of({1, 70}) : row_bytes;
-    window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes, scale_bytes, sum_bytes};
+    window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes, 0, sum_bytes};
     for (LowLatencyState& state : states) {
       windows.emplace_back(window.num_bytes(), 0);
       std::memset(static_cast<void*>(&state), 0, sizeof(LowLatencyState));
@@ -192,14 +188,9 @@ class LowLatencySteps : public Sequence {
     if (step.sends) {
       mine.counts.emplace(4 * sizes.ranks, kGarbage);
       mine.x.emplace(std::size_t{1} * num_tokens * window.row_bytes, 0);
-      mine.scales.emplace(std::size_t{1} * num_tokens * window.scale_bytes, 0);
       mine.w.emplace(4 * num_tokens * window.top_k, 0);
       object.numbers.put(mine.x->data<char>(), num_tokens * hidden,
                          [&](int i) { return value(salt, rank, i / hidden, i % hidden); });
-      const int num_scales = window.scale_bytes;
-      for (int i = 0; i < num_tokens * num_scales; ++i) {
-        mine.scales->data<char>()[i] = scale(salt, rank, i / num_scales, i % num_scales);
-      }
       kWeights.put(mine.w->data<char>(), num_tokens * window.top_k,
                    [&](int i) { return weight(salt, rank, i); });
       const auto& named = routing.named[rank];
@@ -213,7 +204,6 @@ class LowLatencySteps : public Sequence {
     job.sends = step.sends;
     job.completes = step.completes;
     job.x = mine.x->data<char>();
-    job.scales = mine.scales->data<char>();
     job.weights = mine.w->data<float>();
     job.topk_idx = mine.topk->data<char>();
     job.is_int64 = routing.is_int64;
@@ -259,11 +249,6 @@ class LowLatencySteps : public Sequence {
       if (has_failed(rank)) continue;
       const std::size_t row = object.row_of(pair);
       ++expected_counts[pair.source];
-      const char* scales = start + window.scales() + row * window.scale_bytes;
-      for (int i = 0; i < window.scale_bytes; ++i) {
-        require(scales[i] == scale(salt, pair.source, pair.token, i), "ll dispatch: scales of row ",
-                row, " of rank ", rank);
-      }
       object.numbers.expect(
           start + window.rows() + row * window.row_bytes, window.row_bytes / object.numbers.size(),
           [&](int i) { return value(salt, pair.source, pair.token, i); }, "ll dispatch: row ", row,

@@ -74,15 +74,17 @@ class Numbers {
   ncclep::DType dtype() const { return dtype_; }
   int size() const { return ncclep::itemsize_of(dtype_); }
   std::uint32_t bits(float number) const {
-    if (dtype_ == ncclep::DType::kBFloat16) return __float2bfloat16_rn(number).bits;
-    if (dtype_ == ncclep::DType::kFloat16) return __float2half_rn(number).bits;
-    return __float_as_uint(number);
+    const auto half = static_cast<__half>(number);
+    std::uint16_t bits_of_half;
+    std::memcpy(&bits_of_half, &half, sizeof(half));
+    return dtype_ == ncclep::DType::kFloat16    ? bits_of_half
+           : dtype_ == ncclep::DType::kBFloat16 ? __float2bfloat16_rn(number).bits
+                                                : __float_as_uint(number);
   }
   float round(float number) const {
-    const auto half = static_cast<std::uint16_t>(bits(number));
-    if (dtype_ == ncclep::DType::kBFloat16) return __bfloat162float({half});
-    if (dtype_ == ncclep::DType::kFloat16) return __half2float({half});
-    return number;
+    return dtype_ == ncclep::DType::kFloat16    ? static_cast<float>(static_cast<__half>(number))
+           : dtype_ == ncclep::DType::kBFloat16 ? __bfloat162float(__float2bfloat16_rn(number))
+                                                : number;
   }
   std::uint32_t get(const char* first, std::size_t i) const {
     std::uint32_t number = 0;  // little-endian

@@ -67,7 +67,6 @@ void Rows::plan(int rank, int number) {
     drop.max_recv_rows = routing.limit;
     drop.kept = kept.data<std::int32_t>();
     drop.num_wanted = job.num_dropped;
-    drop.lacked = mine.lacked.data<std::int64_t>();
     launch(rank, [&] { drop_what_does_not_fit(me, drop, parts, sms, rank); });
     me.call = 0;  // the first kernel has compared it
     job.topk_idx = drop.kept;
@@ -121,7 +120,6 @@ void Rows::check_mailbox(const Routing& routing, int rank) {
 }
 
 void Rows::check_counts(Plan& plan, const Routing& routing, int rank) {
-  OfRank& mine = ranks_[rank];
   const auto* counts = plan.counts->data<std::int64_t>();
   for (int i = 0; i < sizes.local; ++i) {
     require(
@@ -129,13 +127,6 @@ void Rows::check_counts(Plan& plan, const Routing& routing, int rank) {
         "plan: the block of expert ", i, " of rank ", rank);
   }
   require(counts[2 * sizes.local] == routing.num_dropped[rank], "plan: dropped assignments");
-  for (int other = 0; other < sizes.ranks; ++other) {
-    const std::int64_t rows = routing.limit > 0 ? routing.num_needed[other] - routing.limit : 0;
-    std::int64_t& most = mine.most_lacked[other];
-    most = std::max(most, rows > 0 ? rows << 32 | routing.limit : 0);
-    require(mine.lacked.data<std::int64_t>()[other] == most, "plan: rows that rank ", other,
-            " lacked so far");
-  }
 }
 
 void Rows::check_routes(const Plan& plan, const Routing& routing, int rank) {

@@ -51,7 +51,6 @@ struct Routing {
   std::vector<std::vector<Pair>> pairs;          // by rank; by source rank and token
   std::vector<std::vector<int>> routed, padded;  // by rank, of each of its experts
   std::vector<int> num_rows, num_dropped;        // by rank
-  std::vector<int> num_needed;                   // by rank: rows if nothing were dropped
 
   // In exact mode a bad routing makes no plan, on any rank.
   bool is_refused() const { return bad_ranks != 0 && limit == 0; }
@@ -164,7 +163,6 @@ inline Routing draw_routing(const Sizes& sizes, int bad, int columns = 0) {
   }
   find_pairs(sizes, routing);
   find_slots(sizes, routing);
-  routing.num_needed = routing.num_rows;
   if (columns == 0 && emu::between(0, 3) == 0) {
     const int most = *std::max_element(routing.num_rows.begin(), routing.num_rows.end());
     routing.limit =

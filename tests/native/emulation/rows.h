@@ -37,14 +37,9 @@ class Rows : public Sequence {
     ncclep::native::ReceivedRoutes received{};
   };
   struct OfRank {
-    OfRank(int num_ranks, std::size_t num_plans, const Starts& starts)
-        : plans(num_plans),
-          lacked(8 * num_ranks, 0),
-          most_lacked(num_ranks, 0),
-          ticket(static_cast<std::uint32_t>(starts.tickets)) {}
+    OfRank(std::size_t num_plans, const Starts& starts)
+        : plans(num_plans), ticket(static_cast<std::uint32_t>(starts.tickets)) {}
     std::vector<Plan> plans;
-    Memory lacked;                          // what plans write
-    std::vector<std::int64_t> most_lacked;  // what it should be
     std::uint32_t ticket, bad_ranks = 0;
   };
 

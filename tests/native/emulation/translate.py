@@ -52,8 +52,6 @@ LAUNCH = re.compile(
     r"(\w+)<<<(.+?), (.+?), (.+?), reinterpret_cast<cudaStream_t>\((\w+)\)>>>\((.+?)\);", re.DOTALL
 )
 VOLATILE = re.compile(r"\*static_cast<volatile [\w: ]+\*>\((&[\w.>-]+)\)")
-# Offsets of rows: see emu::RowBytes.
-ROW_BYTES = re.compile(r"\bint ((?:\w+, )*)row_bytes\b")
 
 
 @dataclass(frozen=True)
@@ -112,10 +110,6 @@ def translate(source: Path, target: Path, changes: Iterable[Change]) -> list[Pat
         kind, name, bounds = match.groups()
         return f"{kind} (&{name}){bounds} = emu::shared<{kind}{bounds}>({next(declarations)});"
 
-    def row_bytes(match: re.Match[str]) -> str:
-        others = match[1].rstrip(", ")
-        return f"int {others}; emu::RowBytes row_bytes" if others else "emu::RowBytes row_bytes"
-
     headers = [
         str(path.relative_to(source))
         for suffix in ("cuh", "h")
@@ -130,7 +124,6 @@ def translate(source: Path, target: Path, changes: Iterable[Change]) -> list[Pat
         text = DYNAMIC.sub(r"char* \1 = emu::dynamic_shared();", text)
         text = SHARED.sub(shared, text)
         text = LAUNCH.sub(r"emu::start(\1, \2, \3, \4, \5, \6);", text)
-        text = ROW_BYTES.sub(row_bytes, text)
         text = VOLATILE.sub(r"load_volatile(\1)", text)
         assert not re.search(r"__shared__|<<<|\basm\b", text), f"{name}: not all translated"
         written.append(target / re.sub(r"\.cu$", ".cpp", name))

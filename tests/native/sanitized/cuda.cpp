@@ -22,8 +22,6 @@ struct CUevent_st {
   int held_until = 0;  // the number of the release that ends its work
 };
 
-extern "C" void standin_release();
-
 namespace standin {
 
 namespace {
@@ -40,8 +38,8 @@ struct Device {
   std::map<std::uintptr_t, Stream> streams;
   std::map<std::uintptr_t, unsigned long long> captures;  // by stream
   std::map<unsigned long long, int> kernels;              // by capture
-  unsigned long long num_streams = 0, num_captures = 0;
-  int num_releases = 0, num_over = 0;  // kernels, as the host knows
+  unsigned long long num_streams = 0, num_captures = 1;   // 0 is no capture
+  int num_releases = 0, num_over = 0;                     // kernels, as the host knows
   std::vector<std::function<void()>> waiting;
 } device;
 
@@ -51,31 +49,24 @@ Stream& stream_of(std::uintptr_t handle) {
   Stream made{++device.num_streams, {{0, device.num_over}}};
   return device.streams.emplace(handle, std::move(made)).first->second;
 }
-Stream& stream_of(cudaStream_t stream) {
-  return stream_of(reinterpret_cast<std::uintptr_t>(stream));
-}
 
 // 0: the stream is not being captured.
 unsigned long long capture_of(std::uintptr_t stream) {
   const auto found = device.captures.find(stream);
   return found == device.captures.end() ? 0 : found->second;
 }
-unsigned long long capture_of(cudaStream_t stream) {
-  return capture_of(reinterpret_cast<std::uintptr_t>(stream));
-}
-
-// Counts a call; an error when it is the one that fails.
-cudaError_t result(cudaError_t otherwise = cudaSuccess) {
-  if (device.left_until_failure < 0 || device.left_until_failure-- > 0) return otherwise;
-  return cudaErrorMemoryAllocation;
-}
 
 cudaError_t result_of_query(bool is_over) {
-  if (device.left_until_release >= 0 && device.left_until_release-- == 0) standin_release();
+  if (device.left_until_release >= 0 && device.left_until_release-- == 0) release();
   return result(is_over ? cudaSuccess : cudaErrorNotReady);
 }
 
 }  // namespace
+
+cudaError_t result(cudaError_t otherwise) {
+  if (device.left_until_failure < 0 || device.left_until_failure-- > 0) return otherwise;
+  return cudaErrorMemoryAllocation;
+}
 
 void hold(std::uintptr_t stream) { stream_of(stream).held_until = device.num_releases + 1; }
 
@@ -96,9 +87,9 @@ void note_kernel(std::uintptr_t stream) {
   seen = ++last;
 }
 
-void require(bool holds, const char* text) {
+void require(bool holds, const std::string& text) {
   if (holds) return;
-  std::fprintf(stderr, "FAILED: %s\n", text);
+  std::fprintf(stderr, "FAILED: %s\n", text.c_str());
   std::abort();
 }
 
@@ -118,6 +109,29 @@ cudaError_t free(void* memory) {
   return cudaSuccess;
 }
 
+void fail_after(int num_calls) { device.left_until_failure = num_calls; }
+
+int num_allocations() { return static_cast<int>(device.allocated.size()); }
+
+void capture(std::uintptr_t first, std::uintptr_t second) {
+  device.captures.clear();
+  device.kernels.erase(device.num_captures);  // nothing of the last capture comes again
+  for (auto& [handle, stream] : device.streams) stream.seen.erase(device.num_captures);
+  ++device.num_captures;
+  for (const std::uintptr_t stream : {first, second}) {
+    if (stream != 0) device.captures[stream] = device.num_captures;
+  }
+}
+
+void remake(std::uintptr_t stream) { device.streams.erase(stream); }
+
+void release() {
+  for (const std::function<void()>& work : std::exchange(device.waiting, {})) work();
+  ++device.num_releases;
+}
+
+void release_at_query(int n) { device.left_until_release = n - 1; }
+
 }  // namespace standin
 
 using standin::capture_of;
@@ -125,80 +139,17 @@ using standin::device;
 using standin::result;
 using standin::stream_of;
 
-// --- what tests call, through ctypes -------------------------------------------------------------
-
-extern "C" {
-// The call after `num_calls` more fails, once; negative: none does.
-void standin_fail_after(int num_calls) { device.left_until_failure = num_calls; }
-// Allocations that were not freed.
-int standin_num_allocations() { return static_cast<int>(device.allocated.size()); }
-// From now on these streams are being captured, together, and no others; 0 is none.
-void standin_capture(std::uintptr_t first, std::uintptr_t second) {
-  device.captures.clear();
-  if (device.num_captures > 0) {  // nothing of the last capture comes again
-    device.kernels.erase(device.num_captures);
-    for (auto& [handle, stream] : device.streams) stream.seen.erase(device.num_captures);
-  }
-  ++device.num_captures;
-  for (const std::uintptr_t stream : {first, second}) {
-    if (stream != 0) device.captures[stream] = device.num_captures;
-  }
-}
-// Makes a stream that has the handle of one that is gone.
-void standin_remake(std::uintptr_t stream) { device.streams.erase(stream); }
-void standin_hold(std::uintptr_t stream) { standin::hold(stream); }
-int standin_is_held(std::uintptr_t stream) { return standin::is_held(stream); }
-// Ends the work of all streams, now or when the status of work is queried for the n-th time.
-void standin_release() {
-  for (const std::function<void()>& work : std::exchange(device.waiting, {})) work();
-  ++device.num_releases;
-}
-void standin_release_at_query(int n) { device.left_until_release = n - 1; }
+static std::uintptr_t handle(cudaStream_t stream) {
+  return reinterpret_cast<std::uintptr_t>(stream);
 }
 
 // --- what the host code calls --------------------------------------------------------------------
 
-const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaSuccess ? "no error" : "the stand-in was told to fail";
-}
-
-cudaError_t cudaGetDevice(int* current) {
-  *current = 0;
-  return result();
-}
-
-cudaError_t cudaSetDevice(int) { return result(); }
-
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
-  *stream = nullptr;
-  return result();
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t) { return result(); }
-
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 132;
-  return result();
-}
-
 cudaError_t cudaDeviceSynchronize() {
-  standin_release();
+  standin::release();
   device.num_over = device.kernels[0];
   for (auto& [handle, stream] : device.streams) stream.seen[0] = device.num_over;
   return result();
-}
-
-cudaError_t cudaMemsetAsync(void* to, int value, std::size_t num_bytes, cudaStream_t) {
-  if (const cudaError_t error = result(); error != cudaSuccess) return error;
-  std::memset(to, value, num_bytes);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t num_bytes, cudaMemcpyKind,
-                            cudaStream_t) {
-  if (const cudaError_t error = result(); error != cudaSuccess) return error;
-  std::memcpy(to, from, num_bytes);
-  return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
@@ -211,18 +162,18 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return standin::free(event); }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  const unsigned long long capture = capture_of(stream);
-  event->seen = {capture, stream_of(stream).seen[capture]};
-  event->held_until = stream_of(stream).held_until;
+  const unsigned long long capture = capture_of(handle(stream));
+  event->seen = {capture, stream_of(handle(stream)).seen[capture]};
+  event->held_until = stream_of(handle(stream)).held_until;
   return result();
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
-  const unsigned long long capture = capture_of(stream);
+  const unsigned long long capture = capture_of(handle(stream));
   // CUDA takes the first, and the stream is then part of the capture.
   standin::require(event->seen.capture == capture,
                    "a stream waits for an event of another capture, or across a capture's border");
-  standin::Stream& waits = stream_of(stream);
+  standin::Stream& waits = stream_of(handle(stream));
   waits.seen[capture] = std::max(waits.seen[capture], event->seen.kernels);
   waits.held_until = std::max(waits.held_until, event->held_until);
   return result();
@@ -234,18 +185,19 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return standin::result_of_query(!standin::is_held(reinterpret_cast<std::uintptr_t>(stream)));
+  return standin::result_of_query(!standin::is_held(handle(stream)));
 }
 
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* number) {
-  standin::require(capture_of(stream) == 0, "a stream that is captured has no number to ask for");
-  *number = stream_of(stream).number;
+  standin::require(capture_of(handle(stream)) == 0,
+                   "a stream that is captured has no number to ask for");
+  *number = stream_of(handle(stream)).number;
   return result();
 }
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* number) {
-  *number = capture_of(stream);
+  *number = capture_of(handle(stream));
   *status = *number != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return result();
 }

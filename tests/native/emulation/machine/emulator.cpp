@@ -32,26 +32,14 @@ struct Mood {
 
   bool holds_back(const Fiber& fiber) const {
     if (kind == 0 || fiber.cta == nullptr) return false;
-    const auto of_cta = [&] { return number % fiber.cta->grid; };
-    const auto of_warp = [&] { return number % fiber.cta->warps.size(); };
+    const auto thread = static_cast<unsigned>(fiber.thread);
     const bool is_rank = static_cast<unsigned>(fiber.rank) == rank;
-    const unsigned thread = fiber.thread;
-    switch (kind) {
-      case 1:
-        return is_rank;
-      case 2:
-        return !is_rank;
-      case 3:
-        return is_rank && static_cast<unsigned>(fiber.cta->index) == of_cta();
-      case 4:
-        return thread / kWarpSize == of_warp();
-      case 5:
-        return is_rank && thread / kWarpSize == of_warp();
-      case 6:
-        return thread % kWarpSize == number % kWarpSize;
-      default:
-        return false;
-    }
+    const bool is_cta = static_cast<unsigned>(fiber.cta->index) == number % fiber.cta->grid;
+    const bool is_warp = thread / kWarpSize == number % fiber.cta->warps.size();
+    const bool is_lane = thread % kWarpSize == number % kWarpSize;
+    const bool held[] = {false,  is_rank, !is_rank, is_rank && is_cta, is_warp, is_rank && is_warp,
+                         is_lane};
+    return held[kind];
   }
 };
 

@@ -18,7 +18,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "visibility.h"
@@ -52,27 +51,6 @@ inline bool is_changed(int number) { return number == change_in_force; }
 
 // Of a CTA of plan's kernels.
 inline std::size_t kMaxHeldBytes = 8 * 1024;
-
-// Bytes of a row.  What lies so many rows from a start is too far away for 32 bits, with the shapes
-// that there are: here, where shapes are small, for kNarrowBits.
-constexpr int kNarrowBits = 15;
-
-class RowBytes {
- public:
-  RowBytes(int value = 0) : value_(value) {}
-  operator std::string() const { return std::to_string(value_); }  // in errors
-  operator int() const { return value_; }
-
- private:
-  int value_;
-};
-template <typename T>
-std::enable_if_t<std::is_integral_v<T>, std::common_type_t<T, int>> operator*(T rows,
-                                                                              RowBytes bytes) {
-  const auto product = rows * static_cast<int>(bytes);
-  if (sizeof(product) <= 4 && product >> kNarrowBits != 0) fail("an offset has 32 bits only");
-  return product;
-}
 
 // --- what runs -----------------------------------------------------------------------------------
 

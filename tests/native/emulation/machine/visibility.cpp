@@ -328,13 +328,4 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
-// What a GPU answers with a fault; a CPU takes it.
-struct Place {
-  const char* file;
-  unsigned line, column;
-};
-void __ubsan_handle_type_mismatch_v1_abort(const Place* place, unsigned long address) {
-  emu::fail(std::string(place->file) + ":" + std::to_string(place->line) +
-            ": a misaligned access, at ..." + std::to_string(address % 64));
-}
 }
