@@ -27,7 +27,7 @@ from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
-# The most tokens of a rank that libnccl_ep takes.
+# The most tokens of a rank that libnccl_ep supports.
 MAX_TOKENS = 8192
 # Staging is made for a power of two of tokens, at least this many, so that slightly varying batches
 # neither grow it nor recompile kernels.

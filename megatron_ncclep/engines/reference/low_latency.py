@@ -1,4 +1,4 @@
-"""Low-latency mode of the reference engine: its meaning in plain torch.distributed."""
+"""Low-latency mode of the reference engine: defined in plain torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.all_to_all import exchange
 from megatron_ncclep.ranks.group import EpGroup
 
-# Undefined rows are NaN here, so that using them shows.
+# Undefined rows are NaN here, so a caller that uses them notices.
 UNDEFINED = 0xFF
 
 
