@@ -56,8 +56,8 @@ _DEEPEP_NUM_SMS, _HYBRIDEP_NUM_SMS = "moe_deepep_num_sms", "moe_hybridep_num_sms
 _NUM_SMS = "moe_flex_dispatcher_num_sms"
 _OUR_NUM_SMS = "set the option num_sms (--ncclep-num-sms) instead"
 _OUR_ENGINE = (
-    "leave it out: it is for Megatron's flex dispatcher; what moves the tokens here is the option "
-    "engine (--ncclep-engine)"
+    "leave it out: it is for Megatron's flex dispatcher; here the option engine (--ncclep-engine) "
+    "chooses what moves the tokens"
 )
 _TUNES_HYBRIDEP = "leave it out: it tunes HybridEP, which Megatron's flex dispatcher runs on"
 

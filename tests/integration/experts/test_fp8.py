@@ -80,10 +80,10 @@ def test_blocks_are_as_experts_need_them(ctx: RankContext) -> None:
 
 
 IN_BF16 = (
-    "they compute in bf16, because scales, their history and what recipes do with them are inside "
-    "TransformerEngine's modules, which they do not call"
+    "they compute in bf16, because scales, their history and the recipes' use of them are inside "
+    "TransformerEngine's modules, which grouped experts do not call"
 )
-NO_PRODUCTS = "has no products of such blocks, whatever the dispatcher: TransformerEngine needs"
+NO_PRODUCTS = "has no GEMMs for such blocks, whatever the dispatcher: TransformerEngine needs"
 
 
 @pytest.mark.refuses(
@@ -158,7 +158,7 @@ def test_graphs_may_hold_what_is_before_the_dispatch(ctx: RankContext) -> None:
         (["attn", "moe_router", "moe_preprocess"], None),
         (
             [],
-            r"SequentialMLP reads on the host .* take experts .*grouped; none in FP8\), or capture",
+            r"SequentialMLP reads on the host .* use experts .*grouped; not in FP8\), or capture",
         ),
     ):
         config = config_with(EpConfig(engine="reference", max_recv_rows="worst"), {"fp8": "e4m3"})
