@@ -94,7 +94,7 @@ def torch_and_gpus() -> Iterator[Finding]:
 def _finding(driver: Driver | None) -> Finding:
     if driver is None:
         return Finding("driver", "none")
-    serves = f"{driver.version}, serves CUDA up to {_dotted(driver.cuda_version)}"
+    serves = f"{driver.version}, supports CUDA up to {_dotted(driver.cuda_version)}"
     return Finding("driver", f"{serves}; {len(driver.gpus)} GPUs in this machine")
 
 
@@ -112,7 +112,7 @@ def why_not_visible(driver: Driver, torch_cuda: str | None) -> str | None:
         return f"{seen}install a torch that is built for CUDA"
     if driver.cuda_version[0] < int(torch_cuda.partition(".")[0]):
         return (
-            f"{seen}torch is built for CUDA {torch_cuda} and the driver serves CUDA up to "
+            f"{seen}torch is built for CUDA {torch_cuda} and the driver supports CUDA up to "
             f"{_dotted(driver.cuda_version)}: update the driver, or install a torch that is built "
             f"for CUDA {driver.cuda_version[0]}"
         )

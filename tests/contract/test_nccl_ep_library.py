@@ -119,7 +119,9 @@ def test_one_can_be_chosen(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv(CHOICE, "nccl-extensions")
     assert find_nccl_ep() == expected
     monkeypatch.setenv(CHOICE, "transformer-engine")
-    with pytest.raises(InputError, match=f"{CHOICE}=.*: this package brings no .* for CUDA 13.0"):
+    with pytest.raises(
+        InputError, match=f"{CHOICE}=.*: there is no libnccl_ep of this package for CUDA 13.0"
+    ):
         find_nccl_ep()
     assert transformer_engine(site) == find_nccl_ep()
     mine = touch(tmp_path / "mine.so", b"NCCL EP version 0.11.3")
@@ -173,7 +175,7 @@ def test_what_is_said_of_an_nccl_that_does_not_fit(site: Path) -> None:
     newer = transformer_engine(site)
     text = nccl_problem(alone, nccl(2, 32, 3))
     assert text is not None
-    assert text.endswith(f"set {CHOICE}=transformer-engine, whose libnccl_ep takes it")
+    assert text.endswith(f"set {CHOICE}=transformer-engine, whose libnccl_ep runs with it")
     text = nccl_problem(newer, None)
     assert text is not None
     assert "takes NCCL 2.32.3 or newer, and this process has none" in text

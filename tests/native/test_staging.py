@@ -299,7 +299,7 @@ def lack_rows(rank: Rank) -> str:
 def test_what_one_rank_lacks_is_raised_by_all(run: Callable) -> None:
     texts = run(lack_rows)
     assert texts[0] == texts[1]
-    assert "rank 0 needed 200 rows and had 100 (of each rank" in texts[0]
+    assert "rank 0 needed 200 rows and had 100 (each rank" in texts[0]
     assert "rank 1 needed" not in texts[0]
 
 

@@ -25,7 +25,9 @@ def test_gpus_that_torch_does_not_see() -> None:
     driver = gpus.Driver("550.1", (12, 4), tuple(UUIDS), {})
     assert gpus.why_not_visible(gpus.Driver("550.1", (12, 4), (), {}), "13.0") is None
     assert "torch that is built for CUDA" in str(gpus.why_not_visible(driver, None))
-    assert "serves CUDA up to 12.4: update the driver" in str(gpus.why_not_visible(driver, "13.0"))
+    assert "supports CUDA up to 12.4: update the driver" in str(
+        gpus.why_not_visible(driver, "13.0")
+    )
     assert "CUDA_VISIBLE_DEVICES" in str(gpus.why_not_visible(driver, "12.8"))
 
 
@@ -78,7 +80,7 @@ def test_gpus_and_their_links(nvml: Library, monkeypatch: pytest.MonkeyPatch) ->
     """As torch counts them: its GPU 0 is the driver's GPU 1."""
     with_gpus(monkeypatch)
     found = section("torch and GPUs")
-    assert found["driver"].value == "580.65.06, serves CUDA up to 13.1; 3 GPUs in this machine"
+    assert found["driver"].value == "580.65.06, supports CUDA up to 13.1; 3 GPUs in this machine"
     assert found["GPUs"].value == "2"
     assert found["GPU 0"].value == "NVIDIA H200, sm_90, 132 SMs, 140 GiB; reads GPU 1 (NV18)"
     assert not any(finding.problem for finding in found.values())

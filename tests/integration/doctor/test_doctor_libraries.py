@@ -151,14 +151,14 @@ def test_code_runs_on(architecture: str, major: int, minor: int, runs: bool) -> 
             "sm_90 compute_90",
             (12, 8),
             "built with CUDA 13.1, which needs a driver for CUDA 13.0 (580.65) or newer, and this "
-            "machine's serves CUDA up to 12.8: update the driver",
+            "machine's supports CUDA up to 12.8: update the driver",
         ),
         (
             (10, 3),
             "sm_90 compute_90",
             (13, 0),
             "built with CUDA 13.1 and has only PTX for this GPU, which needs a driver for CUDA "
-            "13.1 or newer, and this machine's serves CUDA up to 13.0: update the driver, or "
+            "13.1 or newer, and this machine's supports CUDA up to 13.0: update the driver, or "
             "install the package again with CUDA_HOME naming a toolkit of CUDA 13.0 or older",
         ),
     ],

@@ -261,7 +261,7 @@ def test_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, capability, dtype, problem in [
         ("0.6.5", (9, 0), bf16, None),
         (None, (9, 0), bf16, "not installed: pip install 'megatron-ncclep[experts]'"),
-        ("0.7.0", (9, 0), bf16, "quack-kernels 0.7.0 is installed and 0.6.5 is what was tried"),
+        ("0.7.0", (9, 0), bf16, "quack-kernels 0.7.0 is installed, and only 0.6.5 was tried"),
         ("0.6.5", (10, 0), bf16, "on compute capability 9.x, and NVIDIA B200 has 10.0"),
         ("0.6.5", (9, 0), torch.float16, "in bf16, and the experts compute in torch.float16"),
     ]:
