@@ -114,7 +114,7 @@ def test_unknown_name_lists_the_names():
         ("- num-layers", "must be a mapping"), ("", "must be a mapping"),
         ("lr: [1", "not valid YAML"), ("--lr: 1", "without its dashes"),
         ("lr: 1e-4", "such as 1.0e-4"), ("lr: '0.1'", "such as 1.0e-4"),
-        ("lr:", "lr: None must be a number"), ("data-path: []", "leave out a list without any"),
+        ("lr:", "lr: None must be a number"), ("data-path: []", "leave out an empty list"),
         ("swiglu: [true]", "write a flag as true or false"),
         ("a: {b: 1}", "must be a number"), ("a: [[1]]", "must be a number"),
     ],

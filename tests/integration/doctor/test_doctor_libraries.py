@@ -52,19 +52,19 @@ PRELOAD = "LD_PRELOAD=/opt/other"
 @pytest.mark.parametrize(
     ("library", "used", "installed", "value", "remedy"),
     [
-        (EXTENSIONS, (2, 30, 7), [], "takes NCCL 2.30.7 exactly, in use is 2.30.7", None),
-        (EXTENSIONS, (2, 29, 7), [], "in use is 2.29.7", "==2.30.7 in this environment"),
-        (EXTENSIONS, (2, 29, 7), [(2, 30, 7)], "in use is 2.29.7", PRELOAD),
-        (EXTENSIONS, None, [], "in use is none", "==2.30.7 in this environment"),
-        (TRANSFORMER_ENGINE, (2, 32, 3), [], "2.32.3 or newer, in use is 2.32.3", None),
+        (EXTENSIONS, (2, 30, 7), [], "requires NCCL 2.30.7 exactly; 2.30.7 is in use", None),
+        (EXTENSIONS, (2, 29, 7), [], "2.29.7 is in use", "==2.30.7 in this environment"),
+        (EXTENSIONS, (2, 29, 7), [(2, 30, 7)], "2.29.7 is in use", PRELOAD),
+        (EXTENSIONS, None, [], "none is in use", "==2.30.7 in this environment"),
+        (TRANSFORMER_ENGINE, (2, 32, 3), [], "2.32.3 or newer; 2.32.3 is in use", None),
         (TRANSFORMER_ENGINE, (2, 30, 7), [(2, 31, 2), (2, 33, 1)], "2.30.7", PRELOAD),
         (
             replace(EXTENSIONS, version=(0, 9, 0)),
             (2, 30, 7),
             [],
-            "libnccl_ep 0.9.0 takes is not known",
-            "it is: 0.2.0 of interface 2 (pip install nccl-extensions==0.1.0), 0.2.0 of interface "
-            "3 (pip install transformer-engine==2.20.2)",
+            "it is not known which one libnccl_ep 0.9.0 requires",
+            "a known one: 0.2.0 of interface 2 (pip install nccl-extensions==0.1.0), 0.2.0 of "
+            "interface 3 (pip install transformer-engine==2.20.2)",
         ),
     ],
 )
@@ -97,10 +97,10 @@ def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
     assert found["NCCL loaded"].value == "2.27.3, /opt/libnccl.so.2"
     assert (
         found["libnccl_ep"].value
-        == "0.2.0, interface 2, /x/libnccl_ep.so (so); it takes NCCL 2.30.7 exactly"
+        == "0.2.0, interface 2, /x/libnccl_ep.so (so); it requires NCCL 2.30.7 exactly"
     )
     assert found["libnccl_ep of transformer-engine"].value == (
-        "0.2.0, interface 3, /te/libnccl_ep.so (so); it takes NCCL 2.32.3 or newer; "
+        "0.2.0, interface 3, /te/libnccl_ep.so (so); it requires NCCL 2.32.3 or newer; "
         "NCCLEP_NCCL_EP_LIBRARY=transformer-engine chooses it"
     )
     problems = {subject: finding.problem for subject, finding in found.items() if finding.problem}
