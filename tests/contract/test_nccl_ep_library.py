@@ -167,7 +167,7 @@ def test_the_nccl_that_each_takes(
 def test_what_is_said_of_an_nccl_that_does_not_fit(site: Path) -> None:
     alone = extensions(site)
     assert nccl_problem(alone, nccl(2, 32, 3)) == (
-        "libnccl_ep of nccl-extensions takes NCCL 2.30.7 exactly, and this process has NCCL "
+        "libnccl_ep of nccl-extensions requires NCCL 2.30.7 exactly, and this process has NCCL "
         "2.32.3: pip install nvidia-nccl-cu13==2.30.7 in this environment, or start the process "
         "with LD_PRELOAD set to such a libnccl.so.2, which is then loaded before torch loads its "
         "own"
@@ -178,7 +178,7 @@ def test_what_is_said_of_an_nccl_that_does_not_fit(site: Path) -> None:
     assert text.endswith(f"set {CHOICE}=transformer-engine, whose libnccl_ep runs with it")
     text = nccl_problem(newer, None)
     assert text is not None
-    assert "takes NCCL 2.32.3 or newer, and this process has none" in text
+    assert "requires NCCL 2.32.3 or newer, and this process has none" in text
     assert "pip install 'nvidia-nccl-cu13>=2.32.3'" in text
 
 

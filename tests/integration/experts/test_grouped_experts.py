@@ -287,7 +287,7 @@ def test_the_choice(ctx: RankContext) -> None:
     # Whatever the shape says:
     accumulates = {"gradient_accumulation_fusion": True}
     experts, reason = chosen(4, quack=None, **LARGE, **accumulates, **SWIGLU)
-    assert (experts, "all shapes measured; products of quack-kernels" in reason) == (
+    assert (experts, "all shapes measured; GEMMs of quack-kernels" in reason) == (
         "grouped",
         True,
     )
