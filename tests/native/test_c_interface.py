@@ -68,7 +68,7 @@ def test_wrong_arguments_are_codes_with_texts(tmp_path: Path) -> None:
         "old size": f"{argument}ncclepCommConfig_t of 16 bytes: this library, version 100, knows",
         "rank": f"{argument}rank 2 of 2",
         "deadline": f"{argument}a deadline of 0 s: it must be positive",
-        "poll": "5 ended by a callback of the caller's: the caller ended the call",
+        "poll": "5 ended by a callback of the caller: the caller ended the call",
         "late": "4 another rank did not come, refused a call, or made a different one: no communic",
         "experts": f"{argument}3 experts: from 1 to 512, and a multiple of the 2 ranks",
         "no GPU": f"{system}cudaMalloc failed: ",
@@ -76,7 +76,7 @@ def test_wrong_arguments_are_codes_with_texts(tmp_path: Path) -> None:
         "nothing to destroy": f"{argument}the native group was closed, or is NULL",
         "no plan": f"{argument}the plan was closed, or is NULL",
         "ranks": f"{argument}33 ranks: from 1 to 32",
-        "no result": "99 no result of this library: ",
+        "no result": "99 not a result of this library: ",
     }
     assert said.keys() == expected.keys()
     for name, text in expected.items():

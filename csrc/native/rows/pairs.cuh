@@ -83,8 +83,8 @@ struct Batch {
 //   counts           of the groups; 0 again when a group is complete
 //   group_of(pair)   its group
 //   size_of(group)   pairs that it has
-//   complete(group)  called for a group when its last pair is counted off; what it stores, even
-//                    relaxed, passes on what all who counted had fenced before
+//   complete(group)  called for a group when its last pair is counted off; its stores, even relaxed
+//                    ones, pass on everything that all counting lanes had fenced before
 template <typename GroupOf, typename SizeOf, typename Complete>
 __device__ void count_off(const Batch& batch, unsigned int* counts, GroupOf&& group_of,
                           SizeOf&& size_of, Complete&& complete) {

@@ -24,7 +24,7 @@ from megatron_ncclep.errors import EpError
 REFUSALS = (EpError, TypeError, ValueError, OverflowError, AttributeError)
 # Arguments that may be negative or not finite.
 SAYS_NOTHING = (
-    *("not_routed", "too_many_experts", "forget", "goes_on"),
+    *("not_routed", "too_many_experts", "forget", "skips_exchange"),
     *("sends", "completes", "low_latency", "device", "number"),
 )
 TAKES_ADDRESSES = ("C.copy_rows", "C.copy_memory")

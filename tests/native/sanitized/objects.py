@@ -379,7 +379,7 @@ class Objects:
                 "sends": True, "completes": True, "num_ctas": 8, "stream": STREAM,
             },
             "exchange.exchange": {"mine": b"mine", "what": "a call", "timeout_s": 1.0},
-            "exchange.enter": {"call": 3, "goes_on": False, "since": 0},
+            "exchange.enter": {"call": 3, "skips_exchange": False, "since": 0},
             "exchange.refuse": {"reason": b"because"},
             "exchange.refusal": {"rank": 0, "since": 0},
             "exchange.gone_on": none, "exchange.lost": none, "exchange.close": none,
