@@ -45,21 +45,21 @@ def run_told(command: str, call: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
-        _tell(command, f"{type(error).__name__}: {error}", f"writing to stdout: {error.strerror}")
+        _report(command, f"{type(error).__name__}: {error}", f"writing to stdout: {error.strerror}")
         return 2
     except EpError as error:
         if envs.get("NCCLEP_LOG") == "DEBUG":
             traceback.print_exc()
-        _tell(command, f"{type(error).__name__}: {error}", str(error))
+        _report(command, f"{type(error).__name__}: {error}", str(error))
         return 2
     except Exception as error:
         if isinstance(error, RuntimeError) and (lost := _lost_ranks()):
             traceback.print_exc()
             text = f"{lost}; look at the other ranks' output. {error}"
-            _tell(command, f"{type(error).__name__}: {text}", text)
+            _report(command, f"{type(error).__name__}: {text}", text)
             _keep_for_good(error)
             return 2
-        _tell_torchrun(traceback.format_exc())
+        _report_to_torchrun(traceback.format_exc())
         raise
 
 
@@ -84,16 +84,18 @@ def install_excepthook() -> None:
     """
     usual = sys.excepthook
 
-    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         usual(kind, error, trace)
         if isinstance(error, EpError):
-            _tell_torchrun(f"{kind.__name__}: {error}")
+            _report_to_torchrun(f"{kind.__name__}: {error}")
         elif isinstance(error, RuntimeError) and (lost := _lost_ranks()):
             text = f"{lost}; look at the other ranks' output. {error}"
-            _tell("ncclep", f"{kind.__name__}: {text}", text)
+            _report("ncclep", f"{kind.__name__}: {text}", text)
             _keep_for_good(error)
 
-    sys.excepthook = told
+    sys.excepthook = report
 
 
 def _lost_ranks() -> str:
@@ -113,15 +115,15 @@ def _keep_for_good(error: BaseException) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
 
 
-def _tell(command: str, summary: str, text: str) -> None:
+def _report(command: str, summary: str, text: str) -> None:
     """Report the error to torchrun and in one line on stderr."""
-    _tell_torchrun(summary)
+    _report_to_torchrun(summary)
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     # One write: the lines of several ranks must not run together.
     sys.stderr.write(f"{command}: {rank}error: {text}\n")
 
 
-def _tell_torchrun(text: str) -> None:
+def _report_to_torchrun(text: str) -> None:
     """Write the text that torchrun shows for this rank if it is the first to fail."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

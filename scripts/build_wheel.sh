@@ -9,9 +9,9 @@ usage: scripts/build_wheel.sh [FOLDER]
   FOLDER  where both are put (default: dist)
 
 With a CUDA toolkit the wheel has the extension, for this Python, and is named after the manylinux
-policy that it meets: the oldest glibc that it runs with is no older than what it was built on needs.
-On Debian 12 that is manylinux_2_34; for older systems build it in PyPA's image manylinux_2_28.  The
-driver that it needs is the one of the toolkit's major version: CUDA 12 serves more of them than 13.
+policy that it meets, which gives the oldest glibc that it runs with.  On Debian 12 that is
+manylinux_2_34; for older systems build it in PyPA's image manylinux_2_28.  It needs a driver of the
+toolkit's major version: a wheel of CUDA 12 runs with more drivers than one of CUDA 13.
 
 Environment:
 

@@ -87,7 +87,7 @@ def needs_gpus(model: str) -> bool:
 @pytest.mark.parametrize(("model", "dispatcher", "cluster"), [*COMBINATIONS])
 def test_every_shipped_combination_renders(model: str, dispatcher: str, cluster: str):
     if needs_gpus(model) and cluster == "local-cpu":
-        with pytest.raises(InputError, match="give --transformer-impl on the command line"):
+        with pytest.raises(InputError, match="set --transformer-impl on the command line"):
             words(model, dispatcher, cluster)
         return
     command = words(model, dispatcher, cluster)
@@ -250,7 +250,7 @@ def test_two_files_that_disagree_are_named(write, ours: str, theirs: str):
         render.command_lines(model, "ncclep", cluster)
     name, value = theirs.split(": ")
     said = (f"model {model} says {ours}", f"cluster {cluster} says {name}: {value.capitalize()}")
-    for part in (*said, f"give --{name} on the command line"):
+    for part in (*said, f"set --{name} on the command line"):
         assert part.lower() in str(error.value).lower()
 
 

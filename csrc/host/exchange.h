@@ -13,9 +13,8 @@
 namespace ncclep {
 
 // An all-gather of bytes, which takes a few microseconds if each rank has a core.
-//
-// Every rank has two slots.  Message n of a rank lies in its slot n % 2; the slot's sequence number
-// is written last.  A rank writes message n + 2 only after it has read every rank's n + 1, and each
+// Every rank has two slots. Message n of a rank is in its slot n % 2; the slot's sequence number is
+// written last. A rank writes message n + 2 only after it has read every rank's n + 1, and each
 // rank wrote its n + 1 only after it had read every rank's n, so no message is overwritten while a
 // rank still reads it.
 //

@@ -297,7 +297,7 @@ typedef struct {
   int64_t num_rows;        /* N, padding included */
   int64_t num_pairs;       /* (source rank, token) with assignments here */
   int64_t num_assignments; /* N without padding */
-  uint32_t bad_ranks; /* whose topk_idx named what is no expert, or one twice; one bit each.  If
+  uint32_t bad_ranks; /* whose topk_idx named a nonexistent expert, or one twice; one bit each.  If
                          not 0, the plan cannot be used */
   int has_room;       /* whether the routes were received; 0: call ncclepPlanReceive */
 } ncclepPlanSizes_t;

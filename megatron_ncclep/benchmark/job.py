@@ -148,7 +148,7 @@ def is_train(name: str) -> bool:
 
 
 def variant_of(name: str) -> Variant | None:
-    """Read the name of a layer, a training or experts; None: it is none of them.
+    """Read the name of a layer, a training or experts; None for any other name.
 
     Raises:
         InputError: unknown words, or variants that do not go together.

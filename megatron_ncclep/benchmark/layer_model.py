@@ -368,7 +368,7 @@ def results_problem(
 
     Args:
         workload, rank: what ran.
-        actual: name -> [n, width]; None stands for zeros.
+        actual: name -> [n, width]; None means zeros.
         expected: name and result; of main_grads, which were zero before, that of one pass.
         passes: number of passes that are added up in `actual`; None: it holds results.
 

@@ -390,7 +390,7 @@ def blocks_of(counts: torch.Tensor, grouped: bool) -> tuple[torch.Tensor, torch.
     """Place of each row in the order of experts, int64 [num_rows], and the blocks' lengths.
 
     `counts`: rows of each expert, int64 [num_local_experts], on the CPU; `grouped`: for this
-    package's experts.  Lengths are in the order in which the blocks lie.
+    package's experts. Lengths are in the order of the blocks.
 
     Example: with counts 2 and 3 the places are 16, 17, 0, 1 and 2 with `grouped`, where blocks have
     16 rows each and the last expert is the first; otherwise they are 0 to 4.

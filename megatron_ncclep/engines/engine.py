@@ -33,8 +33,8 @@ EVERY_PART_ROUNDED = "every part rounded"  # for an engine that treats all ranks
 NODE_SUMS_ROUNDED = "node sums rounded"
 REDUCTIONS = (SOURCE_PART_UNROUNDED, EVERY_PART_ROUNDED, NODE_SUMS_ROUNDED)
 
-# The order in which an expert's rows lie in their block, and in which they are kept where not all
-# fit: by token within a source rank, and the source ranks as follows.
+# The order of an expert's rows in their block, in which they are also kept if not all fit: by token
+# within a source rank, and the source ranks as follows.
 BY_RANK = "by rank"  # the contract's: in ascending order
 BY_RAIL = "by rail"  # by local index and then by node: ranks 0 2 1 3 of two nodes of two
 SLOT_ORDERS = (BY_RANK, BY_RAIL)

@@ -1,9 +1,9 @@
 """Static mode: the number of rows, which assignments are dropped, and how drops are reported.
 
-A rank's dispatched tensor has `rows_limit` rows, whatever arrives.  The contract takes assignments
-in the order (source rank, token, local expert) and counts the blocks of `alignment` rows that they
-open; the first that does not fit and all after it are dropped.  Drops are counted on the device and
-reported before an optimizer steps.
+A rank's dispatched tensor always has `rows_limit` rows. The contract takes assignments in the order
+(source rank, token, local expert) and counts the blocks of `alignment` rows that they open; the
+first that does not fit and all after it are dropped. Drops are counted on the device and reported
+before an optimizer steps.
 """
 
 from __future__ import annotations

@@ -263,9 +263,9 @@ def nccl_headers() -> Path | None:
     used = find_nccl()
     if used is None:
         return None
-    beside = _headers_of(used)
-    if beside is not None:
-        return beside
+    nearby = _headers_of(used)
+    if nearby is not None:
+        return nearby
     packaged = packaged_nccl()
     if packaged is None or used.version is None or packaged.version != used.version:
         return None

@@ -169,7 +169,7 @@ class EpGroup(Hosts):
     def _free(self) -> None:
         """Free this rank's resources. Not collective, but may wait for the device."""
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a thread has a current device of its own
+            torch.cuda.set_device(self.device)  # each thread has its own current device
         while self._shared:
             name, shared = self._shared.popitem()
             try:

@@ -166,7 +166,7 @@ class Group {
 
  private:
   void allocate_state();
-  // Frees whatever was allocated; returns 0 or the first error, a cudaError_t.
+  // Frees everything that was allocated; returns 0 or the first error, a cudaError_t.
   int free_state();
   void require_open() const;
   PlanScratch plan_scratch(int num_sms) const;

@@ -114,16 +114,16 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
     const int pairs = lane < num_ranks ? shared.arrived[lane * columns + num_local] : 0;
     const int pairs_to_here = warp_scan(pairs);
     const int all_pairs = __shfl_sync(~0u, pairs_to_here, kWarpSize - 1);
-    const std::uint32_t told[4] = {static_cast<std::uint32_t>(rows),
-                                   static_cast<std::uint32_t>(all_pairs),
-                                   static_cast<std::uint32_t>(assignments), shared.bad_ranks};
+    const std::uint32_t sizes[4] = {static_cast<std::uint32_t>(rows),
+                                    static_cast<std::uint32_t>(all_pairs),
+                                    static_cast<std::uint32_t>(assignments), shared.bad_ranks};
     if (plan.ticket == 0) {
       // Collects all plans since the host last read it; no other thread of the device writes it.
       if (lane == 0 && shared.bad_ranks != 0) me.mailbox->bad_ranks |= shared.bad_ranks;
     } else if (lane == 0) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        me.mailbox->sizes[i] = static_cast<std::uint64_t>(plan.ticket) << 32 | told[i];
+        me.mailbox->sizes[i] = static_cast<std::uint64_t>(plan.ticket) << 32 | sizes[i];
       }
     }
     if (lane < num_ranks) scratch.first_pair[lane + 1] = pairs_to_here;

@@ -100,7 +100,7 @@ CAPS = EngineCaps(
     captures_static=True,  # where `native` is inside
 )
 # Bytes to each node that make a chunk worth its messages, and the most chunks unless the option
-# network_chunks asks for more: each costs launches, and writes its columns of the rows once more.
+# network_chunks asks for more: each costs launches, and writes its columns of the rows again.
 CHUNK_BYTES, MOST_CHUNKS = 8 * 2**20, 4
 INSIDE: dict[str, tuple[type[NativeEngine] | type[ReferenceEngine], EngineCaps]] = {
     "native": (NativeEngine, NATIVE_CAPS),
@@ -170,7 +170,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         else:
             inside = plan_inside()
         self._note_shortage(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)
-        self._leave("plan")
+        self._end_call("plan")
         return HierarchicalPlan(
             plan_id=call,
             num_tokens=len(topk_idx),
@@ -220,7 +220,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
                 rows = x.new_empty(len(part), x.shape[1])
             rows[:, piece.numbers(x.dtype)] = part
         assert rows is not None  # there is a piece
-        self._leave("dispatch")
+        self._end_call("dispatch")
         return rows, row_w
 
     @torch.no_grad()
@@ -254,7 +254,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             messages = crossing.pop(0).finish(self._waits)
             values = topk_w if piece.first == 0 else None
             add_up(messages, piece, plan.place, out, plan.assignment_node, values)
-        self._leave("combine")
+        self._end_call("combine")
         return out, topk_w
 
     def _release(self) -> None:
@@ -349,7 +349,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     ) -> AllToAll:
         return start(self.group, self.nodes, messages, sizes, what, self.timeout_s)
 
-    def _leave(self, phase: str) -> None:
+    def _end_call(self, phase: str) -> None:
         """End of every call: let `check` wait for transfers that no host has waited for."""
         if not self._waits:
             self._grid.unwaited.record(f"{phase} between nodes", self.timeout_s)

@@ -130,7 +130,8 @@ class Staging:
     def name(num_experts: int, config: EpConfig) -> str:
         """The name under which engines of a group share staging memory: those with equal staging.
 
-        A `max_recv_rows` in words depends on the alignment too, which otherwise only plans need.
+        A `max_recv_rows` that is a text also depends on the alignment, which otherwise only plans
+        need.
         """
         rows = config.max_recv_rows
         alignment = f" aligned to {config.block_alignment}" if isinstance(rows, str) else ""
@@ -239,7 +240,7 @@ class Staging:
             text = (
                 f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "
                 f"NVIDIA's kernels for them are compiled at first use "
-                f"({search.find_nvcc()}, some seconds for each step, then cached in "
+                f"({search.find_nvcc()}, a few seconds for each step, then cached in "
                 f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
             )
             self._group.log_once(logging.INFO, text, text)
