@@ -20,7 +20,7 @@ fi
 PYTHON=$version CONSTRAINTS=$([ $# -gt 0 ] && echo "$work/keep.txt" || echo none) \
     scripts/setup_venv.sh "$work/venv"
 {
-    echo "# What a fresh installation with Python $version has; scripts/setup_venv.sh installs these."
+    echo "# A fresh installation with Python $version; scripts/setup_venv.sh installs these versions."
     echo "# Written by: scripts/update_constraints.sh $version $*" | sed 's/ *$//'
     # A CPU build of torch, 2.13.0+cpu, satisfies the version without its suffix.
     "$work/venv/bin/pip" freeze --all --exclude pip --exclude-editable | sed 's/+cpu$//'
