@@ -29,7 +29,7 @@ def moe(
     rows = low_latency.dispatch(x, topk_idx, weights)
     y = torch.zeros_like(rows.rows)  # [num_ranks, max_tokens, hidden]
     for expert, matrix in enumerate(experts):
-        # Zero for rows of other experts. Rows beyond rows.counts are undefined, and combine does
+        # Zero for rows of other experts.  Rows beyond rows.counts are undefined, and combine does
         # not read their results.
         weight = torch.where(rows.topk_idx == expert, rows.weights, 0.0).sum(dim=-1, keepdim=True)
         y += (weight * (rows.rows @ matrix).relu()).to(y.dtype)

@@ -80,7 +80,7 @@ def check() -> None:
 
 
 def close(process_group: ProcessGroup | None = None) -> None:
-    """Free everything that an expert-parallel group's engines hold. Collective over the group.
+    """Free everything that an expert-parallel group's engines hold.  Collective over the group.
 
     That is the communicator, the windows and other GPU memory, the memory that hosts share, and
     their threads and descriptors.  Call it on every rank before another model is built in the same

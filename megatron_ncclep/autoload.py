@@ -17,7 +17,7 @@ from megatron_ncclep import envs
 from megatron_ncclep.integration.import_hook import after_import
 
 # The modules that hooks.HOOKS changes, repeated here because importing `integration` would slow
-# down every `import torch`. A test compares the two lists.
+# down every `import torch`.  A test compares the two lists.
 HOOKED_MODULES = (
     "megatron.core.distributed.distributed_data_parallel",
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
@@ -36,7 +36,7 @@ HOOKED_MODULES = (
 
 
 def autoload() -> None:
-    """Called by torch. Any failure becomes a warning: torch must be importable without us."""
+    """Called by torch.  Any failure becomes a warning: torch must be importable without us."""
     try:
         if envs.get("NCCLEP_AUTOLOAD"):
             hook_imports()

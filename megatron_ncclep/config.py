@@ -346,8 +346,7 @@ class EpConfig:
 
 
 def add_option_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one `--ncclep-*` argument for each option; an argument that is left out parses as
-    None."""
+    """Add one `--ncclep-*` argument for each option; arguments left out parse as None."""
     group = parser.add_argument_group(title="ncclep token dispatcher")
     for f in dataclasses.fields(EpConfig):
         group.add_argument(

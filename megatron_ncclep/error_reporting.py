@@ -80,7 +80,7 @@ def install_excepthook() -> None:
     """Report errors as `run_told` does, for scripts that are run without it.
 
     The report is in torchrun's summary, and in the last line of a rank whose own collective failed
-    because another rank has died. Traceback and exit status do not change.
+    because another rank has died.  Traceback and exit status do not change.
     """
     usual = sys.excepthook
 
@@ -107,7 +107,7 @@ def _lost_ranks() -> str:
 def _keep_for_good(error: BaseException) -> None:
     """Never free a collective's error, nor the tensors and the work in its frames.
 
-    Gloo's thread drops its reference to the failed work at some later time. If that reference were
+    Gloo's thread drops its reference to the failed work at some later time.  If that reference were
     the last one, the thread would need the interpreter to free the tensors; if the interpreter is
     already ending, torch aborts the process ("terminate called without an active exception"), and
     the exit status says nothing about the cause.

@@ -39,7 +39,7 @@ def remarks_hidden() -> Iterator[None]:
     if envs.get("NCCLEP_LOG") == "DEBUG":
         yield
         return
-    # torch's loggers have their own levels. Megatron imports the module of this one, which remarks
+    # torch's loggers have their own levels.  Megatron imports the module of this one, which remarks
     # that there is a CUDA toolkit but no GPU.
     loggers = [logging.getLogger(), logging.getLogger(CUDA_REMARKS)]
     levels = [logger.level for logger in loggers]

@@ -129,7 +129,7 @@ class Metrics:
             timeout_s: deadline of the exchange, on a CPU.
         """
         self._group, self._interval, self._timeout_s = group, interval, timeout_s
-        # Counters with weak references to their owners. Every rank always has equally many.
+        # Counters with weak references to their owners.  Every rank always has equally many.
         self._layers: list[tuple[weakref.ref[Any], LayerCounts]] = []
         self._num_steps = 0
         self._under_way: deque[_Exchanged] = deque()

@@ -292,11 +292,11 @@ def payload_of(quant_config: Any, hidden: int, defer_input_quant: bool) -> Paylo
 
 
 def check() -> None:
-    """Raise the errors of this rank's device so far. Not collective.
+    """Raise the errors of this rank's device so far.  Not collective.
 
     Each rank's model runner calls it once in each step, after the forward pass and before tokens
     are sampled, on the stream of the forward pass: after a failed dispatch or combine, hidden
-    states and logits are NaN, and a replayed CUDA graph calls nothing that could raise. It waits
+    states and logits are NaN, and a replayed CUDA graph calls nothing that could raise.  It waits
     for the forward pass. docs/vllm.md has a worker that does so.
 
     Raises:
@@ -378,8 +378,7 @@ def _quantized(a1: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch
 
 
 def _weight_and_reduce(impl: Any) -> Any:
-    """The experts' own implementation, or vLLM's for one output per assignment if they have
-    none."""
+    """The experts' own implementation, or vLLM's for one output per assignment."""
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
         TopKWeightAndReduceContiguous,
         TopKWeightAndReduceDelegate,

@@ -10,7 +10,7 @@ Tests are collected, not run.  An option is in the first table if a test has the
 or, with no names, if a parameter of the test is a case that knows its options (`options_shown`).
 Names are those of TransformerConfig's fields, with `=value` where the value matters, and
 `--ncclep-...`.  The table of refusals is made from `refuses("moe_some_option", words="why, and what
-to do")`, with `engines=(...)` if only these refuse it. A test of tests/gpu shows an option for an
+to do")`, with `engines=(...)` if only these refuse it.  A test of tests/gpu shows an option for an
 engine if scripts/gpu.py runs it with that engine.
 """
 

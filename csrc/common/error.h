@@ -32,7 +32,7 @@ class PeerError : public Error {
   using Error::Error;
 };
 
-// A callback of the caller ended the call. Python sees the callback's exception.
+// A callback of the caller ended the call.  Python sees the callback's exception.
 class InterruptedError : public Error {
  public:
   using Error::Error;

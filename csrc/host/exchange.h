@@ -14,7 +14,7 @@ namespace ncclep {
 
 // An all-gather of bytes, which takes a few microseconds if each rank has a core.
 // Every rank has two slots. Message n of a rank is in its slot n % 2; the slot's sequence number is
-// written last. A rank writes message n + 2 only after it has read every rank's n + 1, and each
+// written last.  A rank writes message n + 2 only after it has read every rank's n + 1, and each
 // rank wrote its n + 1 only after it had read every rank's n, so no message is overwritten while a
 // rank still reads it.
 //
@@ -61,7 +61,7 @@ class HostExchange {
 
   // Publishes that this rank has reached call number `call`, and with `skips_exchange` that it
   // exchanges nothing in it, for ranks that wait in an exchange of this call or an earlier one.
-  // Numbers increase. Like the functions below, not collective and never waits.
+  // Numbers increase.  Like the functions below, not collective and never waits.
   //
   // An exchange in this call does not wait for ranks that have refused call `since` or a later one.
   void enter(std::uint64_t call, bool skips_exchange, std::uint64_t since);

@@ -99,8 +99,8 @@ typedef struct {
 typedef int (*ncclepPoll_t)(void* user);
 
 /* Gathers `num_bytes` bytes of every rank into `all`, by rank, on the hosts; the same number on
- * all. `what` names the step in the caller's own errors.  Must return within about `timeout_s`
- * seconds. Anything but ncclepSuccess ends the call that needs it with ncclepInterrupted. */
+ * all.  `what` names the step in the caller's own errors.  Must return within about `timeout_s`
+ * seconds.  Anything but ncclepSuccess ends the call that needs it with ncclepInterrupted. */
 typedef ncclepResult_t (*ncclepAllGather_t)(void* user, const void* mine, size_t num_bytes,
                                             void* all, const char* what, double timeout_s);
 

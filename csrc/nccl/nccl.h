@@ -73,15 +73,15 @@ class Communicator {
  public:
   Communicator(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id, int num_ranks, int rank);
   // The same on `device`, or on the current one if that is -1, and with a deadline, which NCCL's
-  // own wait for the other ranks lacks, so a thread does the waiting. `poll` is called now and
-  // then, and may throw. Throws PeerError when not all ranks have come in time; the thread then
+  // own wait for the other ranks lacks, so a thread does the waiting.  `poll` is called now and
+  // then, and may throw.  Throws PeerError when not all ranks have come in time; the thread then
   // keeps waiting.
   static std::shared_ptr<Communicator> connect(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id,
                                                int num_ranks, int rank, int device,
                                                double timeout_s, const std::function<void()>& poll);
 
   // Gathers `num_bytes` bytes of every rank's host memory into `all`, by rank, through NCCL, on a
-  // separate stream. Collective. Throws PeerError when not all ranks have come in time; `what`
+  // separate stream.  Collective.  Throws PeerError when not all ranks have come in time; `what`
   // names the call in errors.
   void all_gather(const void* mine, std::size_t num_bytes, void* all, const char* what,
                   double timeout_s, const std::function<void()>& poll) const;

@@ -13,7 +13,7 @@ namespace ncclep {
 namespace {
 
 // The head of the struct that a window handle points to in device memory (NCCL 2.28 and later): the
-// ranks of an NVLink domain are one after the other in a flat address range. No header documents
+// ranks of an NVLink domain are one after the other in a flat address range.  No header documents
 // this, so the code that opens a window must verify the addresses by writing and reading (the
 // native engine does so when it makes windows).
 struct WindowOnDevice {

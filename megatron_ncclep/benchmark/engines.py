@@ -112,7 +112,7 @@ def _check_limits(workload: Workload, caps: EngineCaps) -> None:
 
 
 class EngineSubject(Subject):
-    """See `Subject`. An engine through the engine interface, over its own process group."""
+    """See `Subject`.  An engine through the engine interface, over its own process group."""
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
         super().__init__(name, setting, workload)
@@ -137,7 +137,7 @@ class EngineSubject(Subject):
         }
 
     def problem(self) -> str | None:
-        """See `Subject.problem`. Uses a new plan; all passes run before anything is compared."""
+        """See `Subject.problem`.  Uses a new plan; all passes run before anything is compared."""
         self._plan = self.passes["plan"]()
         results = {name: self.passes[name]() for name in STEPS[1:]}
         return results_problem(results, self._workload, self._engine.caps.reduction, self.nodes)
@@ -147,7 +147,7 @@ class EngineSubject(Subject):
 
 
 class LibrarySubject(Subject):
-    """See `Subject`. The library over its own process group and communicator.
+    """See `Subject`.  The library over its own process group and communicator.
 
     With pull and push the library adds the ranks' parts in the order of a token's assignments,
     which is the contract's if they are sorted.

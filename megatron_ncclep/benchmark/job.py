@@ -49,7 +49,7 @@ LOW_LATENCY_CONFIGS = {False: "low_latency", True: "low_latency_smoke"}  # by --
 MAX_RECV_ROWS = "1.5x"
 
 LIBRARY = "nccl_ep_library"
-# Variants of the baseline -> the package that brings the library, and its modes. A process has one
+# Variants of the baseline -> the package that brings the library, and its modes.  A process has one
 # NCCL, with which at most one of the packages' libraries can run.
 LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
     LIBRARY: (None, ()),

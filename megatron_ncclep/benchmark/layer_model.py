@@ -4,7 +4,7 @@ All subjects of layers and experts share one layer.  Its experts are Megatron-Co
 SwiGLU and without bias: on a GPU TEGroupedMLP, with TransformerEngine's grouped GEMM, on a CPU
 SequentialMLP; this package's experts run over the same weights.  Its router is Megatron-Core's
 TopKRouter with all its work forward and backward; only the values of its logits are fixed, so that
-every subject routes as the workload says. The layer is in DistributedDataParallel, as in training:
+every subject routes as the workload says.  The layer is in DistributedDataParallel, as in training:
 every weight has a `main_grad` in fp32, to which TransformerEngine's layers and this package's add
 their gradients themselves (`gradient_accumulation_fusion`, on a GPU), and its hooks all others.
 

@@ -129,7 +129,7 @@ class DispatcherSubject(Subject):
 
 
 class _Accumulating(Subject):
-    """The common part of layers and experts alone. A derived class ends with `_start`."""
+    """The common part of layers and experts alone.  A derived class ends with `_start`."""
 
     _host_counts = True
     _shared: Any  # the layer in DistributedDataParallel
@@ -192,8 +192,7 @@ class _Accumulating(Subject):
     def _expected(
         self, workload: Workload
     ) -> tuple[dict[str, torch.Tensor], Callable[[], Iterable[tuple[str, torch.Tensor]]]]:
-        """The expected results of `_everything`; yields parameters and gradients one by one.
-        Collective."""
+        """The expected results of `_everything`, gradients one by one.  Collective."""
         raise NotImplementedError
 
     def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:
@@ -390,7 +389,7 @@ def blocks_of(counts: torch.Tensor, grouped: bool) -> tuple[torch.Tensor, torch.
     """Place of each row in the order of experts, int64 [num_rows], and the blocks' lengths.
 
     `counts`: rows of each expert, int64 [num_local_experts], on the CPU; `grouped`: for this
-    package's experts. Lengths are in the order of the blocks.
+    package's experts.  Lengths are in the order of the blocks.
 
     Example: with counts 2 and 3 the places are 16, 17, 0, 1 and 2 with `grouped`, where blocks have
     16 rows each and the last expert is the first; otherwise they are 0 to 4.

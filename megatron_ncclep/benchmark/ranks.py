@@ -30,8 +30,8 @@ Clock = Callable[[], Times]  # times a round of one subject on this rank; collec
 
 # From the best to the worst; the ranks agree on the worst.
 OUTCOMES = ("ok", "unavailable", "wrong", "failed")
-# Device-side delay before a sample. During the delay the host queues the kernels of the call, so
-# the time to launch them is not measured. `_sleep` counts cycles, at about 2 GHz: a millisecond,
+# Device-side delay before a sample.  During the delay the host queues the kernels of the call, so
+# the time to launch them is not measured.  `_sleep` counts cycles, at about 2 GHz: a millisecond,
 # because a host that has done something else in between needs several hundred us.
 DELAY_CYCLES = 2_000_000
 # SMs of the copies over the links; bytes that each rank moves in a sample, enough to amortize the
@@ -83,8 +83,7 @@ class Ranks:
         return OUTCOMES[worst], "; ".join(reasons) or None
 
     def attempt(self, call: Callable[[], str | None]) -> tuple[str, str | None]:
-        """Run `call`, which returns a problem or None; give the worst outcome of any rank.
-        Collective."""
+        """Run `call`, which returns a problem or None; give the worst outcome.  Collective."""
         try:
             reason = call()
             status = "wrong" if reason else "ok"
@@ -165,7 +164,7 @@ class DeviceMemory:
 
 
 class Timer:
-    """Times calls on one rank of `group`, with device events, or a CPU's clock. Collective."""
+    """Times calls on one rank of `group`, with device events, or a CPU's clock.  Collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: str) -> None:
         self._group, self._on_gpu = group, device == "cuda"

@@ -5,8 +5,8 @@ Megatron-Core's `alltoall`:
 
 - the initial weights: equal;
 - the first MoE layer's output and gradient, for given hidden states and a given gradient of the
-  output. Only roundings differ there: n independent ones, each of at most half a spacing of its
-  value, differ by sqrt(n) halves of a spacing. A thousandth of the rows at a wrong expert would
+  output.  Only roundings differ there: n independent ones, each of at most half a spacing of its
+  value, differ by sqrt(n) halves of a spacing.  A thousandth of the rows at a wrong expert would
   make four hundredths, three times the bound for bf16 with eight experts per token;
 - the losses and gradient norms.  In fp32 they differ by the order of a sum only (see
   docs/convergence.md).  In bf16, roundings decide a tenth of the routers' choices, between nearly
@@ -52,7 +52,7 @@ DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 # products of an expert, its activation, the result, and in backward what comes from the router.
 ROUNDINGS = 6
 # How much losses and gradient norms may differ, relative to the value: fp32 by docs/convergence.md,
-# nats near 5. A norm adds up squares of gradients, which differ by more.
+# nats near 5.  A norm adds up squares of gradients, which differ by more.
 MOST_APART = {torch.float32: (2e-6, 1e-4), torch.bfloat16: (5e-3, 5e-2)}
 # The number of profiled steps.
 PROFILED_STEPS = 2

@@ -293,7 +293,7 @@ def _optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
 
 
 class _Graphs:
-    """The CUDA graphs of a subject, if any. Only one subject at a time has some in a process."""
+    """The CUDA graphs of a subject, if any.  Only one subject at a time has some in a process."""
 
     def __init__(self, choice: Variant, model: TrainedModel, num_ranks: int) -> None:
         self._choice = choice

@@ -79,8 +79,7 @@ class NetworkModel:
         return rows * self._needed(nodes * self.ranks_on_each) * self.row_bytes
 
     def seconds(self, nodes: int) -> float:
-        """Seconds of one pass: the longer part, plus the share of the shorter one that is not
-        hidden."""
+        """Seconds of one pass: the longer part, plus the unhidden share of the shorter one."""
         crossing = self.crossing_bytes(nodes) / (1e9 * self.nic_gb_s)
         inside = self.inside_bytes(nodes) / (1e9 * self.nvlink_gb_s)
         return max(crossing, inside) + min(crossing, inside) / self.chunks

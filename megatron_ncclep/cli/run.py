@@ -74,8 +74,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _take_rank_from_slurm() -> None:
-    """Set the variables that torchrun would set. Without torchrun, Slurm's signals reach the
-    ranks."""
+    """Set torchrun's variables.  Without torchrun in between, Slurm's signals reach the ranks."""
     try:
         rank, size, local_rank = (
             os.environ["SLURM_PROCID"],

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the findings and return the exit status. Run it in one process per machine."""
+    """Print the findings and return the exit status.  Run it in one process per machine."""
     report = []
     num_problems = 0
     for title in SECTIONS:

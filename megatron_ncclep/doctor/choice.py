@@ -67,8 +67,7 @@ def engines(num_ranks: int | None = None) -> Iterator[Finding]:
 
 
 def lsa_domain(pool: RankPool) -> Iterator[Finding]:
-    """The number of the pool's ranks that reach each other's memory by load and store. Needs
-    GPUs."""
+    """How many of the pool's ranks reach each other's memory by load and store.  Needs GPUs."""
     if pool.size == 1 or extension.unavailable_reason() is not None:
         return
     subject = "LSA domain"

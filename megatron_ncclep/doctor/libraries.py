@@ -56,8 +56,7 @@ def nccl_for_native(used: Library | None) -> tuple[str, str | None]:
 
 
 def nccl_ep() -> Iterator[Finding]:
-    """NVIDIA's libnccl_ep, the NCCL that it requires, and the compiler and headers for its
-    kernels."""
+    """NVIDIA's libnccl_ep, the NCCL that it requires, and its kernels' compiler and headers."""
     library = nccl_ep_library.find_nccl_ep()
     if library is None:
         cuda = torch.version.cuda

@@ -154,7 +154,7 @@ def choose_engine(
 def _unavailable_reason(
     name: str, group: EpGroup, config: EpConfig, num_experts: int | None
 ) -> str | None:
-    """Say why the engine cannot run for this group with these options. May be collective."""
+    """Say why the engine cannot run for this group with these options.  May be collective."""
     entry = ENGINES[name]
     if problem := _ignored_options(entry.caps, config):
         return problem

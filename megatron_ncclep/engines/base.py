@@ -70,7 +70,7 @@ class EngineBase(Generic[_Plan]):
             self.group.release(Shortage.name(self.config), self.timeout_s)
 
     def _release(self) -> None:
-        """Release the engine's other resources. Collective."""
+        """Release the engine's other resources.  Collective."""
 
     def _require_open(self) -> None:
         self.group.require_open()

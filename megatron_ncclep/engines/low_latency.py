@@ -71,7 +71,7 @@ class LowLatencyCalls(Protocol):
         ...
 
     def close(self) -> None:
-        """Release its resources. Called once, when all ranks have agreed or will not come."""
+        """Release its resources.  Called once, when all ranks have agreed or will not come."""
         ...
 
 
@@ -188,7 +188,7 @@ class LowLatency:
         return out
 
     def close(self) -> None:
-        """Release the object's resources. Collective; idempotent."""
+        """Release the object's resources.  Collective; idempotent."""
         if not self._closed:
             self._closed = True
             self._release()

@@ -2,7 +2,7 @@
 
 A rank's dispatched tensor always has `rows_limit` rows. The contract takes assignments in the order
 (source rank, token, local expert) and counts the blocks of `alignment` rows that they open; the
-first that does not fit and all after it are dropped. Drops are counted on the device and reported
+first that does not fit and all after it are dropped.  Drops are counted on the device and reported
 before an optimizer steps.
 """
 
@@ -205,7 +205,7 @@ class Shortage:
         return None if self._group.is_warmup else self.words
 
     def check(self) -> None:
-        """Raise an error if rows were lacking since the last check. Waits for the current stream.
+        """Raise an error if rows were lacking since the last check.  Waits for the current stream.
 
         Does nothing while that stream is captured in a CUDA graph.
 
@@ -266,7 +266,7 @@ class DropWarning:
         self._watched.append((weakref.ref(counter), config.max_recv_rows))
 
     def check(self) -> None:
-        """Warn about the drops known so far. Does not wait; not collective.
+        """Warn about the drops known so far.  Does not wait; not collective.
 
         On a GPU the counters are copied to the host at one call, and read at a later one.
         """

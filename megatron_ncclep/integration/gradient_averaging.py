@@ -136,7 +136,7 @@ class _Averaging:
         return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
 
     def _start(self, group: Any, force_all_reduce: bool | None = False) -> None:
-        """Replaces a bucket group's `start_grad_sync`. Collective over its ranks."""
+        """Replaces a bucket group's `start_grad_sync`.  Collective over its ranks."""
         if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
             return
         assert group.grad_reduce_handle is None, "its last exchange has not been waited for"

@@ -94,7 +94,7 @@ from megatron_ncclep.integration.teardown import change_destroy
 # Megatron validates the configuration and builds the layer as if this type had been requested.
 VALIDATED_AS = "alltoall"
 _DISPATCHER_MODULE = "megatron_ncclep.integration.dispatcher"
-# The hooks of a dispatcher, and the number of arguments that MoELayer passes to them. After 0.19 a
+# The hooks of a dispatcher, and the number of arguments that MoELayer passes to them.  After 0.19 a
 # branch of Megatron passes a fourth one to dispatch_preprocess, and unpacks two results of
 # combine_postprocess: it would split a tensor [2, ...] into its halves.
 _DISPATCHER_HOOKS = {

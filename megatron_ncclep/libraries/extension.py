@@ -94,8 +94,7 @@ class StreamKeeper:
 
 
 def architectures() -> list[str]:
-    """Return the extension's architectures: machine code such as sm_90, or PTX such as
-    compute_90."""
+    """Return the extension's architectures: machine code (sm_90, ...) or PTX (compute_90, ...)."""
     names: list[str] = load().build_info()["architectures"]
     return names
 

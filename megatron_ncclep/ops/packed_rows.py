@@ -2,9 +2,9 @@
 
 A packed row is the row's values, one byte each, then its scales in fp32, then zeros up to a
 multiple of 16 bytes.  Example: 256 numbers in FP8 with a scale for every 128 take 256 + 8 bytes,
-packed into 272; in bf16 they take 512. `Engine.dispatch` copies them as they are
+packed into 272; in bf16 they take 512.  `Engine.dispatch` copies them as they are
 (`EngineCaps.moves_bytes`), so rows quantised at the source rank and then routed equal rows routed
-and then quantised, bit for bit. A padding row is zero, values and scales.
+and then quantised, bit for bit.  A padding row is zero, values and scales.
 
 Training packs no rows: TransformerEngine 2.20.2 quantises the rows of an expert with information
 beyond a single row, and its grouped GEMM takes rows of bf16 and quantises them itself.

@@ -57,7 +57,7 @@ def routes_and_weights(
 ) -> tuple[Routes, torch.Tensor]:
     """List each token's experts, in ascending order, and its probabilities for them.
 
-    Not collective, does not wait for the device. Autograd does not record this: `dispatch` takes
+    Not collective, does not wait for the device.  Autograd does not record this: `dispatch` takes
     the routes together with the probabilities, and its backward computes their gradient
     (`Routes.probs_gradient`).
 

@@ -134,8 +134,8 @@ class HostLink:
             )
 
     def close(self) -> None:
-        """Release the memory; the link can be opened again. As collective as the memory's
-        `close`."""
+        """Release the memory; the link can be opened again.  As collective as
+        `HostExchange.close`."""
         if self._memory is not None:
             self._memory.close()
         self._memory, self.is_open = None, False

@@ -26,7 +26,7 @@ from megatron_ncclep.ranks.hosts import Hosts, require_alive
 _Thing = TypeVar("_Thing")
 
 # The open groups of this process, in the order in which they were made, which is the same on all
-# ranks that share several. The list does not keep the torch groups alive.
+# ranks that share several.  The list does not keep the torch groups alive.
 _groups: list[EpGroup] = []
 # Seconds left for freeing when waiting for the other ranks has used up the deadline.
 FREE_S = 5.0
@@ -121,8 +121,7 @@ class EpGroup(Hosts):
             shared.thing.close()
 
     def close(self, alone: bool = False) -> None:
-        """Close the engines' shared objects, newest first, and the hosts' shared memory.
-        Idempotent.
+        """Close the engines' shared objects, newest first, and the hosts' memory.  Idempotent.
 
         Collective, unless torch has destroyed the group.  Waits at most `timeout_s` seconds for the
         other ranks.  If they do not come, or have died, this rank frees its part without them, and
@@ -167,7 +166,7 @@ class EpGroup(Hosts):
         return True
 
     def _free(self) -> None:
-        """Free this rank's resources. Not collective, but may wait for the device."""
+        """Free this rank's resources.  Not collective, but may wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # each thread has its own current device
         while self._shared:
@@ -244,7 +243,7 @@ class EpGroup(Hosts):
             get_logger().log(level, text)
 
     def ranks_per_node(self, timeout_s: float) -> list[int]:
-        """The number of the group's ranks on each node. Collective on the first call."""
+        """The number of the group's ranks on each node.  Collective on the first call."""
         if self._ranks_per_node is None:
             mine = torch.tensor([_number_of(place.host_name())])
             hosts = self.gather(mine, "open, exchanging the names of nodes", timeout_s)

@@ -157,7 +157,7 @@ def grid_of(group: EpGroup, timeout_s: float) -> Grid:
 
 
 def find_nodes(group: EpGroup, timeout_s: float) -> Nodes | str:
-    """Find out which ranks are on which node, or why they do not form a grid. Collective."""
+    """Find out which ranks are on which node, or why they do not form a grid.  Collective."""
     what = "open, looking for the nodes of the ranks"
     name, can_ask_nccl = on_all_ranks(group, what, lambda: _own_node(group), timeout_s)
     theirs = group.exchange_padded(name.encode()[:NAME_BYTES], NAME_BYTES, what, timeout_s)

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from megatron_ncclep.ranks import place
 
-# Seconds that the other ranks have to answer once one has failed. If all ranks fail, all of them
-# answer within moments, even on a busy machine. A rank that waits in a collective for the failed
+# Seconds that the other ranks have to answer once one has failed.  If all ranks fail, all of them
+# answer within moments, even on a busy machine.  A rank that waits in a collective for the failed
 # one has nothing to add, and its own deadline may be minutes away.
 GRACE_S = 10.0
 

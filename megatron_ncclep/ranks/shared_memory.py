@@ -1,7 +1,7 @@
 """Unnamed memory that all ranks of a group map: it disappears however their processes end.
 
 Rank 0 makes it (memfd_create) and sends its file descriptor to the others through sockets with
-random addresses in the network namespace, which disappear with the sockets. NCCL passes on the
+random addresses in the network namespace, which disappear with the sockets.  NCCL passes on the
 memory of its windows in the same way, so ranks that cannot do this cannot use windows either.
 
     every rank          rank 0              the others

@@ -63,7 +63,7 @@ class Interruption:
         self.came = True
 
     def came_to_any(self, device: torch.device) -> bool:
-        """Whether any rank has received it, so that all stop after the same step. Collective."""
+        """Whether any rank has received it, so that all stop after the same step.  Collective."""
         came = torch.tensor([float(self.came)], device=device)
         dist.all_reduce(came)
         return came.item() > 0
@@ -77,7 +77,7 @@ def _close_expert_group() -> None:
 
 
 def _start(job: Job) -> torch.device:
-    """Join the process group, and set up and return this rank's device. Collective."""
+    """Join the process group, and set up and return this rank's device.  Collective."""
     use_gpu = job.device == "cuda" or (job.device == "auto" and torch.cuda.is_available())
     if use_gpu:
         gpu = place.use_gpu(int(os.environ["LOCAL_RANK"]))

@@ -5,7 +5,7 @@ own parser, and `ncclep train` and `ncclep bench`, which run without Megatron-LM
 model.py passes the values to every Megatron-Core configuration that has a field of that name.
 
 Deliberately left out: the vocabulary (which depends on the data) and all parallelism (which depends
-on the machines). `eval-interval` has no default: without it Megatron-LM's scripts end in a
+on the machines).  `eval-interval` has no default: without it Megatron-LM's scripts end in a
 TypeError, and `ncclep train` validates only at the end. Fusions that Megatron-LM enables by default
 (`no-...-fusion` disables them) are off by default in Megatron-Core; they change speed, not results.
 """

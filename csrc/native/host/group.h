@@ -132,7 +132,7 @@ class Group {
   // for other ranks to enter the same call.
   void copy_waited_ns(const Tensor& out, std::uintptr_t stream) const;
   // The ranks whose routing was bad in a static plan, one bit each, as far as the device has
-  // reported. `forget` clears them; no work may be in flight then.
+  // reported.  `forget` clears them; no work may be in flight then.
   std::uint32_t bad_ranks(bool forget);
   void dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                 const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,

@@ -24,7 +24,7 @@ struct WindowView {
 };
 
 // Has every rank write words at both ends of its own windows, verify the others' words in their
-// windows, write words there, and verify the others' words in its own. Collective; throws on all
+// windows, write words there, and verify the others' words in its own.  Collective; throws on all
 // ranks with the first wrong word of each.
 // `generation` is a different number each time windows are made, so that words of earlier windows
 // are not mistaken for these.

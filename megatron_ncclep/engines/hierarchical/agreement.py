@@ -1,8 +1,8 @@
 """The start of every call of the engine `hierarchical`: argument checks and the hosts' agreement.
 
 Where no call may wait, that is, in static mode over an engine that does not wait either, hosts
-agree only on new shapes: the sizes of all messages follow from them. After that each rank checks
-only its own arguments. If it then refuses a call, the others learn of it through shared memory if
+agree only on new shapes: the sizes of all messages follow from them.  After that each rank checks
+only its own arguments.  If it then refuses a call, the others learn of it through shared memory if
 they have some, and otherwise when their deadline passes.
 """
 

@@ -35,7 +35,7 @@ def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: in
 def select_experts(
     layer: Any, options: EpConfig, num_slices: int
 ) -> tuple[EpConfig, Choice | None]:
-    """Give the layer the experts that the options ask for. Not collective.
+    """Give the layer the experts that the options ask for.  Not collective.
 
     Args:
         layer: an MoELayer with the experts that Megatron has built.

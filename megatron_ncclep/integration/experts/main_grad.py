@@ -57,7 +57,7 @@ def store_weight_gradients(
     Megatron's DDP has a hook behind every parameter that reduces gradients when all are there.  It
     runs after autograd has set `.grad`, and adds that itself unless the parameter's
     `grad_added_to_main_grad` is set. So autograd gets a placeholder: memory of the right shape that
-    is never read, or zeros where Megatron asks for them. For a parameter without the flag it gets
+    is never read, or zeros where Megatron asks for them.  For a parameter without the flag it gets
     nothing, because a placeholder would be taken for a gradient.
 
     The gradient of a step's first micro-batch is stored instead of added: `zero_grad_buffer` has

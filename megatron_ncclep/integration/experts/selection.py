@@ -143,8 +143,7 @@ def _where(config: Any, device: torch.device | None = None) -> tuple[torch.devic
 
 
 def _products(config: Any, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Whether the GEMMs of grouped experts include everything else, and a text on how they
-    compute."""
+    """Whether grouped experts' GEMMs include everything else, and how they compute, as text."""
     if reason := fused_swiglu.unavailable_reason(device, dtype):
         return False, f"torch's GEMMs, and weight gradients in a separate pass ({reason})"
     named = f"GEMMs of {fused_swiglu.PACKAGE}, which add weight gradients in fp32"

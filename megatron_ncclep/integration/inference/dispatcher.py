@@ -136,7 +136,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
 
     @torch.compiler.disable
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add up the experts' rows [num_rows, hidden] by token: [num_tokens, hidden]. Collective.
+        """Add up the experts' rows [num_rows, hidden] by token: [num_tokens, hidden].  Collective.
 
         Some of Megatron's kernels return fp32: rows are rounded to bf16 before they are sent.
         """

@@ -5,7 +5,7 @@ tokens: a batch that is too large on any rank goes through the engine, in exact 
 If it were cut into pieces for low-latency mode, every expert would read its weights once per piece.
 
 Outside CUDA graphs the ranks' hosts exchange their numbers of tokens in every layer, so all make
-the same choice. Inside a graph there is no choice: its batch must fit low-latency mode.
+the same choice.  Inside a graph there is no choice: its batch must fit low-latency mode.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class InferenceSession:
         return low_latency if max(agreement.gathered) <= self.max_tokens else None
 
     def close(self) -> None:
-        """Release its resources. Collective."""
+        """Release its resources.  Collective."""
         if self._low_latency is not None:
             self._low_latency.close()
         self.engine.close()

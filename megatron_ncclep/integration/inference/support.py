@@ -261,7 +261,7 @@ def _has_field() -> bool:
 
 
 def _session(config: Any, process_group: Any) -> InferenceSession:
-    """The session that all layers with this config share in a group. Collective the first time."""
+    """The session that all layers with this config share in a group.  Collective the first time."""
     return InferenceSession.shared(
         process_group,
         config.num_moe_experts,
