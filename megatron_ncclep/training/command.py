@@ -174,9 +174,8 @@ class _Interrupt:
             launcher = psutil.Process(self._launcher.pid)
             if self.count == 1:
                 for rank in launcher.children():
-                    rank.send_signal(
-                        signal.SIGINT
-                    )  # a terminal signals the ranks too, `kill -INT` does not
+                    # A terminal has already signalled the ranks, `kill -INT` has not.
+                    rank.send_signal(signal.SIGINT)
             else:
                 for process in [launcher, *launcher.children(recursive=True)]:
                     process.kill()

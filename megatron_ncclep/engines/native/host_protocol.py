@@ -148,9 +148,7 @@ class HostProtocol(EngineBase[NativePlan]):
                 most_tokens = self._native.max_tokens
             if most_tokens != expected:
                 capacity = self._capacity(most_tokens, topk_idx)
-            if (
-                most_tokens > self._most_tokens
-            ):  # some rank may have expected less, as all ranks know
+            if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
                 if most_tokens > expected:
                     memory = self._plan_memory(capacity, topk_idx)
                 if problems := self.group.gather_problems(memory.problem, "plan", self.timeout_s):
