@@ -69,8 +69,7 @@ class Setting:
 class Subject:
     """One thing to measure, prepared for one workload.  Making it and all methods are collective.
 
-    Making it raises UnavailableError, on every rank that knows the reason, if it cannot be
-    measured.
+    Making it raises UnavailableError, on every rank that knows why, if it cannot be measured.
 
     Attributes:
         passes: pass -> a call that runs it once; STEPS, WHOLE or two of PAIR, in order, or BOTH.

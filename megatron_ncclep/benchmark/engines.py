@@ -33,9 +33,7 @@ DEFAULT_SMS = {"reference": "NCCL's", "nccl_ep": "16"}
 # Mode in a library's name -> the library's variable for it.
 MODES = {"pull_push": PULL_PUSH, "fixed_order": FIXED_ORDER}
 TOKENS_MULTIPLE = 64  # the library's staging memory is made for a multiple of this many tokens
-KEY_COLUMNS = (
-    8  # of a row, which distinguish it from the other rows of an expert or of a source rank
-)
+KEY_COLUMNS = 8  # of a row: they differ from those of an expert's, or source rank's, other rows
 _BITS = {2: torch.int16, 4: torch.int32}
 # Pass -> its input: rows, and their weights if it has any.
 DISPATCHES = {"dispatch": (shapes.X, shapes.WEIGHTS), "bwd_dispatch": (shapes.GRAD_OUT, None)}

@@ -84,8 +84,7 @@ class DispatcherSubject(Subject):
         """Compare with experts that multiply rows by their probabilities and by distinct factors.
 
         So a row at the wrong expert or with another row's probability changes the result.  The
-        dispatcher rounds sums in its own order, so results may differ by a few roundings; all terms
-        are positive.
+        dispatcher rounds sums in its own order: a few roundings may differ.  Terms are positive.
         """
         work, case, device = self._workload, self._workload.case, self._workload.x.device
         num_local = case.num_experts // case.num_ranks
@@ -192,7 +191,7 @@ class _Accumulating(Subject):
     def _expected(
         self, workload: Workload
     ) -> tuple[dict[str, torch.Tensor], Callable[[], Iterable[tuple[str, torch.Tensor]]]]:
-        """The expected results of `_everything`, gradients one by one.  Collective."""
+        """The expected results of `_everything`; yields gradients one by one.  Collective."""
         raise NotImplementedError
 
     def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:

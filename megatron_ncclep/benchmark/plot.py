@@ -3,8 +3,7 @@
 A result has a bar for each subject, stacked by pass, and the limit: the time that the rows take at
 the ceiling of the links, measured in the same run.  Whole layers and experts alone have separate
 panels without the limit.  A training step's bar is the device's time by kind of kernel and idle
-time; without a profile, and with several ranks, it is the step's time.  Low-latency mode has lines
-over tokens.
+time; without a profile, or with several ranks, the step's.  Low-latency mode has lines over tokens.
 """
 
 from __future__ import annotations

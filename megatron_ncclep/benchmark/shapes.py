@@ -30,8 +30,7 @@ OF_A_MODEL = {
     "top_k": "moe-router-topk",
 }  # fmt: skip
 BATCH = "global-batch-size"  # set from the number of ranks
-# The role of a tensor: each has different values, so that a result left over from another pass is
-# noticed.
+# The role of a tensor: each has different values, so a result left from another pass is noticed.
 X, GRAD_OUT, Y, GRAD_ROWS, WEIGHTS, GRAD_WEIGHTS = range(1, 7)
 
 

@@ -119,9 +119,7 @@ def test_one_can_be_chosen(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv(CHOICE, "nccl-extensions")
     assert find_nccl_ep() == expected
     monkeypatch.setenv(CHOICE, "transformer-engine")
-    with pytest.raises(
-        InputError, match=f"{CHOICE}=.*: there is no libnccl_ep of this package for CUDA 13.0"
-    ):
+    with pytest.raises(InputError, match=f"{CHOICE}=.*: there is no .* package for CUDA 13.0"):
         find_nccl_ep()
     assert transformer_engine(site) == find_nccl_ep()
     mine = touch(tmp_path / "mine.so", b"NCCL EP version 0.11.3")

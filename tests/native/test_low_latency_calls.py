@@ -127,9 +127,7 @@ def test_a_bad_routing_ends_a_group_of_several_ranks_only(num_ranks: int) -> Non
                 pair(ll, 3)
                 said.append("well")
             except InputError as error:
-                named = "topk_idx of rank 0 named an index that is not one of the 4 experts" in str(
-                    error
-                )
+                named = "of rank 0 named an index that is not one of the 4 experts" in str(error)
                 said.append(f"{type(error).__name__} {named}")
         return said
 
