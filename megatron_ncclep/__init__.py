@@ -71,9 +71,9 @@ def check() -> None:
             and stop.
         RefusedError: the same, because a rank has refused a call; says which one, and why.
         InputError: a routing since the last check was wrong; the same text on all ranks of the
-            group, which can go on: outputs and gradients since then lack those assignments.
+            group, which stays usable: outputs and gradients since then lack those assignments.
         RowsDroppedError: rows did not fit since the last check; the same on all ranks of the group,
-            which can go on: gradients since then are wrong on all of them.
+            which stays usable: gradients since then are wrong on all of them.
     """
     if groups := _groups():
         groups.check_all()

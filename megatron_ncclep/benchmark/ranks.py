@@ -373,6 +373,6 @@ class _Copies:
         self._wait("ceiling, after the comparison", timeout_s)
 
     def _wait(self, what: str, timeout_s: float) -> None:
-        """Let no rank go on before all copies are done."""
+        """Let no rank continue before all copies are done."""
         torch.cuda.synchronize(self._group.device)
         self._group.gather(torch.zeros(1), what, timeout_s)

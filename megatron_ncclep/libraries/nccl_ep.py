@@ -248,7 +248,7 @@ def jit_folders(library: NcclEpLibrary) -> dict[str, Path]:
     """Return the folders that `library` compiles its kernels from, by environment variable.
 
     Its own sources are next to it.  NCCL's headers must be those of the NCCL in use, so the search
-    starts next to that one, and goes on in NVIDIA's package if it is the same version.  Variables
+    starts next to that one, and continues in NVIDIA's package if it is the same version.  Variables
     that the user has set stay; folders that are not found are left out.
 
     Raises:

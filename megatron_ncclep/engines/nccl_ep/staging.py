@@ -227,7 +227,7 @@ class Staging:
                     row_bytes=row_bytes,
                     top_k=top_k,
                     num_sms=self._config.num_sms or 0,
-                    # The group keeps it for good.  Hosts agree before its kernels wait for each
+                    # The group keeps it permanently.  Hosts agree before its kernels wait for each
                     # other, so a late first step does not count against it.
                     timeout_s=self._config.timeout_s,
                 )
