@@ -4,7 +4,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 WORKERS ?= 2
 BIN = $(VENV)/bin
-# Written when the environment is complete; anything that decides its content makes it out of date.
+# Written when the environment is complete; a change of anything that determines it makes it out of date.
 READY = $(VENV)/.ready
 export PYTHON
 
@@ -16,7 +16,7 @@ NATIVE_SOURCES = $(shell find csrc examples tests/native -name '*.[ch]' -o -name
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
 	@echo
-	@echo "ARGS=\"...\"  arguments of 'ncclep train', pytest or the script that is run"
+	@echo "ARGS=\"...\"  arguments for 'ncclep train', pytest or the script that runs"
 	@echo "PYTHON=...  the Python to use: a version such as 3.12, a command or a path"
 	@echo "VENV=...    the folder of the virtual environment (default: .venv)"
 	@echo "WORKERS=... how many processes share all the tests (default: 2)"
@@ -25,15 +25,15 @@ train: ARGS = --ranks 2 --device cpu --compare alltoall --overwrite
 train: $(READY)  ## train a small mixture-of-experts GPT on this machine's CPU
 	$(BIN)/ncclep train $(ARGS)
 
-# Tests take turns at both cores: what one process does is seldom work for more than one.
-# Then the tests that depend on the release of Megatron-Core, with each that scripts/fetch_megatron.sh
-# has unpacked; with the oldest one `make test PYTHON=3.11` runs all tests.
+# The processes share both cores: one process rarely has work for more than one.
+# Then the tests that depend on the release of Megatron-Core, with each release that
+# scripts/fetch_megatron.sh has unpacked; `make test PYTHON=3.11` runs all tests with the oldest one.
 test: $(READY)  ## run the tests; ARGS="-k NAME" picks some
 	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS))
 	$(if $(ARGS),,ls $(VENV)/megatron 2>/dev/null | grep -v '^0\.16' \
 	| xargs -r -P $(WORKERS) -I RELEASE $(BIN)/python -m pytest -q --megatron RELEASE)
 
-gpu: $(READY)  ## run what only GPUs can show, into runs/gpu; ARGS="contract faults" picks parts
+gpu: $(READY)  ## run the tests that need GPUs, into runs/gpu; ARGS="contract faults" picks parts
 	$(BIN)/python scripts/gpu.py $(ARGS)
 
 lint: $(READY)  ## check style: Python, shell scripts, native sources
@@ -46,7 +46,7 @@ types: $(READY)  ## check types
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests
 
-support: $(READY)  ## write the tables of docs/support.md and tested.md, from the tests
+support: $(READY)  ## write the tables of docs/support.md and tested.md from the tests
 	$(BIN)/python scripts/support.py --write
 
 pages: $(READY)  ## write the tables and figures of README.md and docs/ from results and code
@@ -72,6 +72,6 @@ $(READY): pyproject.toml setup.py $(NATIVE_SOURCES) $(wildcard constraints/*.txt
 	scripts/setup_venv.sh $(VENV)
 	@touch $@
 
-clean:  ## remove what the other targets made, the environments included; runs/ stays
+clean:  ## remove the output of the other targets, including the environments; runs/ stays
 	rm -rf .venv* build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Builds the package; everything declarative is in pyproject.toml.
 
-`configs/` lives at the top of the tree, where people look for it, and is installed as package data
-under `megatron_ncclep/configs`, where `megatron_ncclep.cli.render` finds it again.
+`configs/` is at the top of the tree, where users look for it, and is installed as package data
+under `megatron_ncclep/configs`, where `megatron_ncclep.cli.render` finds it.
 
 The extension `megatron_ncclep._C` and the C library `megatron_ncclep/libncclep.so` (csrc/) are
 built where there is a CUDA toolkit; elsewhere the package is pure Python and has the reference
@@ -13,8 +13,8 @@ Environment:
     NCCLEP_BUILD_EXTENSION       1: fail without a toolkit; 0: do not build; default: build if there
                                  is one
     NCCLEP_CUDA_ARCHITECTURES    GPU architectures, separated by spaces: 90 is machine code for
-                                 sm_90, 90+PTX has PTX beside it, which drivers compile for newer
-                                 GPUs (default: 90+PTX, and 100 where the toolkit is 12.8 or newer)
+                                 sm_90, 90+PTX also has PTX, which drivers compile for newer GPUs
+                                 (default: 90+PTX, and 100 if the toolkit is 12.8 or newer)
 """
 
 import os
@@ -55,7 +55,7 @@ def cuda_home():
 
 
 def toolkit_version(home):
-    """The version of a CUDA toolkit, (13, 0) say."""
+    """The version of a CUDA toolkit, such as (13, 0)."""
     told = subprocess.run(
         [home / "bin" / "nvcc", "--version"], check=True, text=True, capture_output=True
     ).stdout
@@ -63,7 +63,7 @@ def toolkit_version(home):
 
 
 def targets(version):
-    """What nvcc compiles for: its -gencode options, and the names of the code that they make."""
+    """nvcc's targets: its -gencode options, and the names of the code that they make."""
     asked = os.environ.get("NCCLEP_CUDA_ARCHITECTURES", "").split()
     options, names = [], []
     for architecture in asked or ["90+PTX", *(["100"] if version >= (12, 8) else [])]:
@@ -88,7 +88,7 @@ class BuildExtension(build_ext):
         return super().get_ext_filename(fullname)
 
     def build_extensions(self):
-        """Add what only the toolkit knows, then build as setuptools does."""
+        """Add the settings that depend on the toolkit, then build as setuptools does."""
         home = cuda_home()
         version = toolkit_version(home)
         options, names = targets(version)
@@ -96,7 +96,7 @@ class BuildExtension(build_ext):
         library, extension = self.extensions
         if self.is_built(library, extension, f"CUDA {dotted} for {names}"):
             return
-        # The largest first: they take longest, and at the end a core would wait for them.
+        # The largest first: they take longest, and if they came last a core would be idle.
         kernels = sorted(SOURCES.rglob("*.cu"), key=lambda path: -path.stat().st_size)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(partial(self.compile_kernels, home, options), kernels))
@@ -110,7 +110,7 @@ class BuildExtension(build_ext):
             ext.library_dirs += [str(home / "lib64"), str(home / "lib")]
             ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
             ext.extra_objects += objects
-        # The extension is linked of the library's objects, which are compiled first.
+        # The extension is linked from the library's objects, which are compiled first.
         extension.extra_objects += self.compiler.object_filenames(
             library.sources, output_dir=self.build_temp
         )
@@ -124,7 +124,8 @@ class BuildExtension(build_ext):
         if not all(path.exists() for path in files):
             self.force = True  # objects of an earlier build may be gone
             return False
-        # It says what it was built with, and for; see kBuiltWith in csrc/bindings/module.cpp.
+        # The file contains its toolkit and architectures; see kBuiltWith in
+        # csrc/bindings/module.cpp.
         self.force = self.force or f"{built_with}\0".encode() not in files[1].read_bytes()
         sources = library.sources + extension.sources + extension.depends
         self.force = self.force or any(newer_group(sources, str(f), "newer") for f in files)
@@ -148,7 +149,7 @@ class BuildExtension(build_ext):
 
 
 def extensions():
-    """The library and the extension; none if the environment or the machine says so."""
+    """The library and the extension; neither if the environment or the machine rules them out."""
     wanted = os.environ.get("NCCLEP_BUILD_EXTENSION", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"NCCLEP_BUILD_EXTENSION={wanted!r}: must be 0 or 1, or left out")
@@ -162,7 +163,7 @@ def extensions():
         return []
     sources = {str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.cpp")}
     bindings = {str(path.relative_to(ROOT)) for path in (SOURCES / "bindings").glob("*.cpp")}
-    # Whatever changes, kernels included, everything is linked again.
+    # After any change, even of a kernel, everything is linked again.
     everything = [str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.*")]
     flags = ["-std=c++17", "-fvisibility=hidden", "-g0"]
     return [
@@ -172,7 +173,7 @@ def extensions():
             sorted(bindings),
             cxx_std=17,
             depends=everything,
-            # Its own functions, also where a program has loaded libncclep.so.
+            # Its own functions, even if a program has loaded libncclep.so.
             extra_link_args=["-Wl,-Bsymbolic"],
         ),
     ]

@@ -1,7 +1,7 @@
 /* Dispatch and combine between processes, with the C interface alone: no Python, no torch.
  *
  * Each of two ranks has tokens; each token goes to two experts, which multiply their rows by the
- * number of the expert plus one; combine adds up what comes back.  Each rank checks every number.
+ * number of the expert plus one; combine adds up the returned rows.  Each rank checks every number.
  *
  *     dispatch_combine [RANKS [EXPERTS]]     2 ranks and 4 experts unless given
  *
@@ -12,7 +12,7 @@
  *     cc -std=c99 -I"$P/include" -I/usr/local/cuda/include dispatch_combine.c -L"$P" -lncclep \
  *        -Wl,-rpath,"$P" -L/usr/local/cuda/lib64 -lcudart -o dispatch_combine
  *
- * NCCLEP_NCCL_LIBRARY may name NCCL, and each rank takes a GPU of its own where there are enough.
+ * NCCLEP_NCCL_LIBRARY may name NCCL, and each rank uses its own GPU if there are enough.
  * On one GPU: NCCL_MULTI_RANK_GPU_ENABLE=1, with NCCL 2.30 or newer.
  */
 #define _POSIX_C_SOURCE 200809L
@@ -59,7 +59,7 @@ static int expert_of(int token, int of_rank, int k, int experts) {
   return (token + of_rank + k) % experts;
 }
 
-/* Content that names its rank, token and column; small enough to add exactly in fp32. */
+/* Content that identifies its rank, token and column; small enough to add exactly in fp32. */
 static float content(int of_rank, int token, int column) {
   return (float)(1000 * of_rank + 10 * token + column % 8 + 1);
 }
@@ -97,7 +97,7 @@ static int run(int ranks, int experts, const ncclepUniqueId_t* id) {
   CUDA(cudaMemcpy(topk_idx.data, topk, sizeof(topk), cudaMemcpyHostToDevice));
   CUDA(cudaMemcpy(tokens.data, x, sizeof(x), cudaMemcpyHostToDevice));
 
-  /* The plan: room for everything that can arrive. */
+  /* The plan: room for any routing. */
   ncclepTensor_t counts = tensor(ncclepInt64, 2 * local + 1, 0);
   ncclepTensor_t token_routes = tensor(ncclepInt32, 4, TOKENS);
   ncclepPlanConfig_t config = NCCLEP_PLAN_CONFIG_INIT;

@@ -4,8 +4,8 @@
 
 Each rank decodes its own sequences, one token of each in every step, and holds half of the
 experts.  The "model" is one mixture-of-experts layer between an embedding and its transpose.
-Low-latency mode is an engine's part for a few tokens on each rank: `native` has it on GPUs, and
-`reference` on a CPU.  Other engines refuse it with an error.
+Low-latency mode is for a few tokens on each rank: `native` has it on GPUs, and `reference` on a
+CPU.  Other engines refuse it with an error.
 """
 
 import os
@@ -25,12 +25,12 @@ def moe(
 ) -> torch.Tensor:
     """The layer for x [num_tokens, hidden]; `experts` [num_local_experts, hidden, hidden]."""
     weights, topk_idx = (x @ router).float().softmax(dim=-1).topk(TOP_K)
-    # Each token's row has come once, however many of this rank's experts it needs.
+    # Each token's row arrives once, however many of this rank's experts it needs.
     rows = low_latency.dispatch(x, topk_idx, weights)
     y = torch.zeros_like(rows.rows)  # [num_ranks, max_tokens, hidden]
     for expert, matrix in enumerate(experts):
-        # Zero for the rows that this expert is not for.  Rows beyond rows.counts hold nothing, and
-        # combine does not read what becomes of them.
+        # Zero for rows of other experts.  Rows beyond rows.counts are undefined, and combine does
+        # not read their results.
         weight = torch.where(rows.topk_idx == expert, rows.weights, 0.0).sum(dim=-1, keepdim=True)
         y += (weight * (rows.rows @ matrix).relu()).to(y.dtype)
     return low_latency.combine(y)
@@ -49,7 +49,7 @@ def main() -> None:
     low_latency = create_low_latency(
         engine, max_tokens=MAX_TOKENS, hidden=HIDDEN, top_k=TOP_K, dtype=torch.float32
     )
-    torch.manual_seed(0)  # the same weights on all ranks, of which each keeps its experts
+    torch.manual_seed(0)  # the same weights on all ranks; each keeps those of its experts
     embedding = torch.randn(VOCABULARY, HIDDEN)
     router = torch.randn(HIDDEN, EXPERTS) / HIDDEN**0.5
     experts = torch.randn(EXPERTS, HIDDEN, HIDDEN) / HIDDEN**0.5

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_megatron.py
 
-Each of the ranks is a data-parallel replica with half of the experts.  The text: numbers that count
-up, in steps of 1 to 4.
+Each of the ranks is a data-parallel replica with half of the experts.  The text is numbers that
+count up, in steps of 1 to 4.
 """
 
 import os
@@ -32,7 +32,7 @@ on_gpu = torch.cuda.is_available()
 if on_gpu:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 else:
-    cpu.enable()  # Megatron-Core takes a GPU for granted
+    cpu.enable()  # Megatron-Core assumes a GPU
 dist.init_process_group("nccl" if on_gpu else "gloo")
 parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
 model_parallel_cuda_manual_seed(1)
@@ -52,7 +52,7 @@ gpt = GPTModel(config, get_gpt_layer_local_spec(8, moe_grouped_gemm=False), VOCA
 model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt.to("cuda"))
 optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=3e-3), [model])
 forward_backward = get_forward_backward_func()
-torch.manual_seed(100 + dist.get_rank())  # other text on each replica
+torch.manual_seed(100 + dist.get_rank())  # different text on each replica
 
 
 def forward_step(batches, model):

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_moe.py
 
-Each rank has its own tokens, two of the experts, and a copy of the router.  The task: tokens
-are of four kinds, and each kind is to be multiplied by a matrix of its own.  One expert alone
+Each rank has its own tokens, two of the experts, and a copy of the router.  The task: there are
+four kinds of tokens, and each kind must be multiplied by a different matrix.  One expert alone
 cannot learn that, so the loss falls only if the router learns to tell the kinds apart.
 """
 
@@ -24,19 +24,19 @@ class MoELayer(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        # Every 50 steps the ranks exchange what they have counted (docs/metrics.md).
+        # Every 50 steps the ranks exchange their counts (docs/metrics.md).
         self.engine = create_engine(group, EXPERTS, EpConfig(metrics_interval=50))
         self.counts = metrics.count_layer(self.engine, self)
         torch.manual_seed(0)  # the same router on all ranks
         self.router = nn.Linear(HIDDEN, EXPERTS)
-        torch.manual_seed(1 + group.rank())  # other experts on each
+        torch.manual_seed(1 + group.rank())  # different experts on each
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(HIDDEN, 64), nn.GELU(), nn.Linear(64, HIDDEN))
             for _ in range(EXPERTS // group.size())
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Send each token to its best experts, and add up what they make of it."""
+        """Send each token to its best experts, and add up their outputs."""
         weights, topk_idx = self.router(x).softmax(dim=-1).topk(TOP_K)
         plan = self.engine.plan(topk_idx)
         self.counts.count(topk_idx, plan)
@@ -49,8 +49,8 @@ class MoELayer(nn.Module):
     def average_gradients(self) -> None:
         """Make the gradients those of the loss averaged over all ranks.
 
-        A rank has the gradients of its own tokens for the router.  For its experts it has the sum
-        over the tokens of all ranks already: the backward of combine has brought them here.
+        For the router, a rank has the gradients of its own tokens.  For its experts, it already has
+        the sum over the tokens of all ranks: the backward of combine has brought them here.
         """
         for parameter in self.router.parameters():
             dist.all_reduce(parameter.grad)
@@ -70,7 +70,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same task on all ranks
     centers = 3 * torch.randn(KINDS, HIDDEN)
     matrices = torch.randn(KINDS, HIDDEN, HIDDEN) / HIDDEN**0.5
-    torch.manual_seed(100 + dist.get_rank())  # other tokens on each
+    torch.manual_seed(100 + dist.get_rank())  # different tokens on each
     for step in range(1, STEPS + 1):
         kinds = torch.randint(KINDS, (TOKENS,))
         noise = torch.randn(TOKENS, HIDDEN)
@@ -79,7 +79,7 @@ def main() -> None:
         loss = (layer(x) - target).square().mean()
         loss.backward()
         layer.average_gradients()
-        # Before the optimizer: raises if a rank has failed on the way and the gradients are wrong.
+        # Before the optimizer: raises if a rank has failed meanwhile and the gradients are wrong.
         megatron_ncclep.check()
         optimizer.step()
         optimizer.zero_grad()

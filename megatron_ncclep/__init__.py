@@ -1,7 +1,7 @@
 """megatron_ncclep: the Megatron-Core MoE token dispatcher `ncclep`.
 
 Importing this package has no side effects and needs neither CUDA nor Megatron-Core: the names below
-are loaded when they are first used.  `dispatch` and `combine` are the two differentiable steps.
+are loaded on first use.  `dispatch` and `combine` are the two differentiable steps.
 """
 
 from __future__ import annotations
@@ -47,57 +47,58 @@ __all__ = [
 
 
 def check() -> None:
-    """Raise what went wrong on the device and no call of an engine has raised.  Not collective.
+    """Raise the device's errors that no call of an engine has raised yet.  Not collective.
 
     An engine whose kernels wait for other ranks cannot raise when such a wait passes its deadline:
-    it delivers NaN, and its next call raises.  For what no call follows, the last layer of a step
-    before the optimizer or a checkpoint takes its gradients, or a replayed CUDA graph, call this on
-    every rank, on the stream that replays the graph.  It waits for what is queued in groups with
-    such an engine, and costs nothing where there is none.
+    it delivers NaN, and its next call raises.  If no call follows, call this function on every
+    rank: after the last layer of a step, before the optimizer or a checkpoint uses its gradients,
+    and after a CUDA graph, on the stream that replays it.  It waits for the queued work of groups
+    with such an engine, and costs nothing if there are none.
 
-    Nor does it wait, in static and low-latency mode, to hear of a routing that names what is no
-    expert, or an expert twice: such assignments are not routed, and this raises it.  When all ranks
-    of a group call it after the same calls, all raise the same.
+    In static and low-latency mode no call waits to learn whether a routing names an index that is
+    not an expert, or an expert twice: such assignments are not routed, and this function raises the
+    error.  When all ranks of a group call it after the same calls, all raise the same error.
 
-    The same engine does not wait to hear of rows that did not fit in static mode either.  With
-    `on_overflow="raise"` this raises it, and waits for the current stream; with "drop" it logs a
-    warning, once for each group, without waiting: on a GPU at the next call but one.
+    Nor does a call in static mode wait to learn whether all rows fit.  With `on_overflow="raise"`
+    this function raises that error, and waits for the current stream; with "drop" it logs a
+    warning, once per group, without waiting: on a GPU at the next call but one.
 
-    The first check after an engine's first calls ends its first step, in which ranks wait for each
-    other for longer (the option `first_timeout_s`): call it in every step.
+    The first check after an engine's first calls ends its first step, in which ranks wait longer
+    for each other (the option `first_timeout_s`): call it in every step.
 
     Raises:
-        PeerError: results since then are NaN, wholly or in part: use none of them, and stop.
-        RefusedError: the same, because a rank has refused a call; says which, and why.
-        InputError: a routing since the last call was wrong, with the same text on all ranks of the
-            group, which can go on: outputs and gradients since then lack those assignments.
-        RowsDroppedError: rows did not fit since the last call; the same on all ranks of the group,
-            which can go on: gradients since then are wrong on all of them.
+        PeerError: a wait failed; results since then are NaN, wholly or in part: use none of them,
+            and stop.
+        RefusedError: the same, because a rank has refused a call; says which one, and why.
+        InputError: a routing since the last check was wrong; the same text on all ranks of the
+            group, which stays usable: outputs and gradients since then lack those assignments.
+        RowsDroppedError: rows did not fit since the last check; the same on all ranks of the group,
+            which stays usable: gradients since then are wrong on all of them.
     """
     if groups := _groups():
         groups.check_all()
 
 
 def close(process_group: ProcessGroup | None = None) -> None:
-    """Free all that the engines of an expert-parallel group hold.  Collective over the group.
+    """Free everything that an expert-parallel group's engines hold.  Collective over the group.
 
-    That is the communicator, the windows and other GPU memory, the memory that hosts share, and the
-    threads and descriptors of these.  Call it on every rank before a model is built anew in the
-    same process.  Megatron's `destroy_model_parallel()` calls it for its expert-parallel groups.
+    That is the communicator, the windows and other GPU memory, the memory that hosts share, and
+    their threads and descriptors.  Call it on every rank before another model is built in the same
+    process.  Megatron's `destroy_model_parallel()` calls it for its expert-parallel groups.
     Idempotent: does nothing for a group without engines.
 
-    Engines, dispatchers and low-latency objects that were made before raise GroupClosedError from
-    then on.  New ones can be made for the same process group at once.  CUDA graphs that hold calls
-    of the old ones must not be replayed any more.
+    Engines, dispatchers and low-latency objects made before raise GroupClosedError from then on.
+    New ones can be made for the same process group at once.  CUDA graphs that hold calls of the old
+    ones must not be replayed.
 
-    Waits at most `timeout_s` seconds, of the engine that was made last, for the other ranks.  If
-    they do not come, have died, or if the process group was destroyed, this rank frees its own part
-    without them.  If its device is busy until the deadline, it is freed when that is over.  Both
-    are logged as warnings; nothing is raised.
+    Waits for the other ranks for at most the `timeout_s` of the engine made last.  If they do not
+    come or have died, or if the process group was destroyed, this rank frees its own part without
+    them.  If its device stays busy until the deadline, that part is freed once the device is idle.
+    Both are logged as warnings; nothing is raised.
 
     Args:
         process_group: the expert-parallel group; None: all groups for which this process has made
-            engines, in the order in which it has made the first of each.
+            engines, in the order of their first engines.
     """
     groups = _groups()
     if groups is None:
@@ -109,9 +110,9 @@ def close(process_group: ProcessGroup | None = None) -> None:
 
 
 def _groups() -> Any:
-    """The module that knows the groups of this process; None if there can be none.
+    """The module that lists the groups of this process; None if there cannot be any.
 
-    Where nobody has imported engines there are no groups; importing them would import torch.
+    If engines were never imported, there are no groups; importing them would import torch.
     """
     return sys.modules.get(f"{__name__}.ranks.group")
 

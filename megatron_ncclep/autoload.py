@@ -1,11 +1,11 @@
-"""Lets a plain `pip install` be enough: hooks the import of a few Megatron-Core modules.
+"""Makes a plain `pip install` enough, by hooking the import of a few Megatron-Core modules.
 
 torch calls `autoload` at the end of `import torch` (entry point group `torch.backends`).  It has
-a few Megatron modules changed right after they are imported; it imports nothing itself, and it can
-never break `import torch`.
+those modules changed right after they are imported; it imports nothing itself, and never breaks
+`import torch`.
 
-Off switches: NCCLEP_AUTOLOAD=0 for this package, TORCH_DEVICE_BACKEND_AUTOLOAD=0 for all of torch's
-extensions.
+To turn it off: NCCLEP_AUTOLOAD=0 for this package, TORCH_DEVICE_BACKEND_AUTOLOAD=0 for all of
+torch's extensions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import ModuleType
 from megatron_ncclep import envs
 from megatron_ncclep.integration.import_hook import after_import
 
-# The modules that hooks.HOOKS changes; named here too, because importing integration for them
-# would cost every `import torch` its time.  A test compares the two.
+# The modules that hooks.HOOKS changes, repeated here because importing `integration` would slow
+# down every `import torch`.  A test compares the two lists.
 HOOKED_MODULES = (
     "megatron.core.distributed.distributed_data_parallel",
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
@@ -36,7 +36,7 @@ HOOKED_MODULES = (
 
 
 def autoload() -> None:
-    """What torch calls.  Any failure becomes a warning: torch must be importable without us."""
+    """Called by torch.  Any failure becomes a warning: torch must be importable without us."""
     try:
         if envs.get("NCCLEP_AUTOLOAD"):
             hook_imports()
@@ -53,8 +53,8 @@ def hook_imports() -> None:
 def change_or_warn(module: ModuleType) -> None:
     """Change one of the modules.
 
-    A place that is not what the integration expects is a warning here, because the script may not
-    want our dispatcher at all; `install()` raises it.
+    A place that is not as the integration expects causes only a warning here, because the script
+    may not use our dispatcher at all; `install()` raises it.
     """
     from megatron_ncclep.errors import IntegrationError
     from megatron_ncclep.integration import hooks

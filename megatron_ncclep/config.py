@@ -15,28 +15,28 @@ from megatron_ncclep.errors import InputError
 
 ALIGNMENTS = (1, 16, 32, 64, 128, 256)
 EXPERTS = ("megatron", "grouped", "auto")
-# Of the blocks of rows that grouped experts take; torch's kernels want multiples of 8 rows in bf16.
+# Alignment of expert blocks for grouped experts; torch's kernels need multiples of 8 rows in bf16.
 GROUPED_ALIGNMENT = 16
-# Of options that are numbers of things; row numbers are int32.
+# Limit of options that are counts; row numbers are int32.
 MAX_COUNT = 2**31 - 1
-# Deadlines are compared in nanoseconds, in 64 bits; torch's backends take milliseconds, and none of
-# them for no deadline at all.
+# Deadlines are compared in nanoseconds, in 64 bits; torch's backends take milliseconds, and 0 ms
+# means no deadline.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
-# Of timeout_s; and of first_timeout_s where timeout_s has its default.
+# Defaults of timeout_s, and of first_timeout_s where timeout_s has its default.
 DEFAULT_TIMEOUT_S, FIRST_TIMEOUT_S = 60.0, 600.0
 # Options in which ranks may differ: how long a rank waits changes no message and no size.
 OWN_OPTIONS = ("timeout_s", "first_timeout_s")
 OPTION_PREFIX, OPTION_FLAG = "ncclep_", "--ncclep-"
-# Values of max_recv_rows other than a number of rows: room for all that can come,
+# Values of max_recv_rows other than a number of rows: room for any routing,
 WORST = "worst"
-# or for so many times a balanced load, in at most three decimals.
+# or for a multiple of a balanced load, with at most three decimals.
 _FACTOR = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?x", re.ASCII)
 DROP, RAISE = "drop", "raise"
 MEAN, A2SGD = "mean", "a2sgd"
 
 
 def thousandths(max_recv_rows: str) -> int | None:
-    """What a factor such as "1.25x" is in thousandths, 1250; None if the text is no factor."""
+    """A factor in thousandths, 1250 for "1.25x"; None if the text is not a factor."""
     found = _FACTOR.fullmatch(max_recv_rows)
     return None if found is None else 1000 * int(found[1]) + int((found[2] or "0").ljust(3, "0"))
 
@@ -52,7 +52,7 @@ def _is_rows_in_words(value: Any) -> bool:
 def _switch(text: str) -> bool:
     try:
         return envs.switch(text)
-    except ValueError as error:  # whose text argparse would not show
+    except ValueError as error:  # argparse would not show its text
         raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
 
 
@@ -65,12 +65,12 @@ def _option(default: Any, parse: Any, help: str, choices: tuple[Any, ...] | None
 class EpConfig:
     """Options of one dispatcher, checked when made.
 
-    A layer takes a copy, checked again, when it is built: what is set before counts, as with all of
-    Megatron's configuration, and what is set after does not.  Frameworks set single options: their
-    command lines and files are laid over configurations that exist.
+    A layer takes a copy, checked again, when it is built: as with all of Megatron's configuration,
+    later changes have no effect.  Frameworks set single options, because their command lines and
+    files override existing configurations.
 
-    An alignment that is left out becomes what the experts need: 16 for grouped ones, what a recipe
-    of FP8 takes (fp8_support.py), otherwise 1.  One that is asked for stays, or is refused.
+    An alignment that is left out becomes what the experts need: 16 for grouped experts, the
+    recipe's for FP8 (integration/checks/fp8.py), otherwise 1.  An explicit one is kept or refused.
 
     Raises:
         InputError: a value is outside its limits.
@@ -93,14 +93,14 @@ class EpConfig:
         None,
         envs.rows,
         "static mode: the dispatched tensor always has this many rows: a number, a factor of a "
-        "balanced load such as 1.25x, or 'worst', room for all that can come; rows that do not fit "
-        "are dropped and counted (default: exactly the rows that the routing needs)",
+        "balanced load such as 1.25x, or 'worst', room for any routing; rows that do not fit are "
+        "dropped and counted (default: exactly the rows that the routing needs)",
     )
     on_overflow: str = _option(
         DROP,
         str,
-        "static mode: 'drop' warns of rows that did not fit; 'raise' raises an error on all ranks "
-        "before the optimizer steps",
+        "static mode: 'drop' warns about rows that did not fit; 'raise' raises an error on all "
+        "ranks before the optimizer steps",
         (DROP, RAISE),
     )
     num_sms: int | None = _option(
@@ -109,15 +109,15 @@ class EpConfig:
     network_chunks: int | None = _option(
         None,
         int,
-        "over several nodes: chunks of columns in which rows cross the network, so that one "
-        "crosses while the one before moves inside the node (default: by the batch's size)",
+        "with several nodes: the number of column chunks in which rows cross the network; one "
+        "crosses while the previous one moves inside the node (default: by the batch's size)",
     )
     experts: str = _option(
         "auto",
         str,
-        "'grouped': Megatron's experts compute with one grouped GEMM a layer, which needs no host "
-        "and pads blocks to 16 rows; 'auto': where that was measured to be faster, and logs the "
-        "reason; 'megatron': Megatron's own experts, unchanged",
+        "'grouped': Megatron's experts compute with one grouped GEMM per layer, which does not "
+        "wait for the host and pads blocks to 16 rows; 'auto': 'grouped' where that was measured "
+        "to be faster, and logs the reason; 'megatron': Megatron's own experts, unchanged",
         EXPERTS,
     )
     timeout_s: float = _option(
@@ -136,22 +136,22 @@ class EpConfig:
     metrics_interval: int = _option(
         0,
         int,
-        "every so many steps, tell Megatron's TensorBoard and W&B, and the log of `ncclep train`, "
-        "how many rows went from rank to rank, how uneven the load is and how long each rank "
-        "waited for the others; 0: never",
+        "steps between two reports to Megatron's TensorBoard and W&B and to the log of `ncclep "
+        "train`: rows from rank to rank, how uneven the load is, and how long each rank waited for "
+        "the others; 0: never",
     )
     inference_tokens: int | None = _option(
         None,
         int,
-        "while text is generated: tokens of a rank up to which low-latency mode takes a batch; "
-        "larger ones go through the engine (default: what Megatron's CUDA graphs hold, at least "
-        "128)",
+        "while text is generated: the most tokens on a rank for which a batch uses low-latency "
+        "mode; larger ones go through the engine (default: what Megatron's CUDA graphs hold, at "
+        "least 128)",
     )
     check_calls: bool = _option(
         False,
         _switch,
-        "true: the ranks' hosts agree in every call before it moves anything, so that a wrong "
-        "argument is an error in that call, and not in one of the next; slower, for debugging",
+        "true: the ranks' hosts agree in every call before it moves anything, so a wrong argument "
+        "is an error in that call, not in a later one; slower, for debugging",
         (False, True),
     )
 
@@ -165,7 +165,7 @@ class EpConfig:
     resync_interval: int = _option(
         0,
         int,
-        "with a2sgd: every so many steps, average the weights of the data-parallel ranks, which "
+        "with a2sgd: steps between two averages of the weights of the data-parallel ranks, which "
         "differ; 0: never",
     )
 
@@ -245,10 +245,10 @@ class EpConfig:
             ("first_timeout_s", self.first_deadline_s),
         ):
             is_number = isinstance(seconds, int | float)
-            if not (is_number and MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S):  # nan is neither
+            if not (is_number and MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S):  # nan fails
                 raise InputError(
                     f"{name} {seconds!r}: must be a number of seconds from {MIN_TIMEOUT_S:g} to "
-                    f"{MAX_TIMEOUT_S:g}; there is no waiting without a deadline"
+                    f"{MAX_TIMEOUT_S:g}; every wait has a deadline"
                 )
         if self.first_deadline_s < self.timeout_s:
             raise InputError(
@@ -262,7 +262,7 @@ class EpConfig:
         """Seconds that a rank waits for the others in the first step."""
         if self.first_timeout_s is not None:
             return self.first_timeout_s
-        # Who asks for one deadline gets it from the first call on.
+        # A single deadline that the user sets holds from the first call on.
         return FIRST_TIMEOUT_S if self.timeout_s == DEFAULT_TIMEOUT_S else self.timeout_s
 
     @property
@@ -292,11 +292,11 @@ class EpConfig:
 
     @classmethod
     def of(cls, given: Any) -> EpConfig:
-        """Build a config from one, as a checked copy, or from what a framework has made of one.
+        """Build a checked copy of a config, or a config from a framework's representation of one.
 
         Args:
-            given: an EpConfig, a mapping of options, or an object whose attributes they are; what
-                `dataclasses.asdict`, YAML files and OmegaConf make of an EpConfig.
+            given: an EpConfig, a mapping of options, or an object that has them as attributes, as
+                `dataclasses.asdict`, YAML files and OmegaConf make from an EpConfig.
 
         Raises:
             InputError: it is something else, has an unknown option or a value outside its limits.
@@ -312,7 +312,7 @@ class EpConfig:
                 f"config.ncclep is {given!r}: give it a megatron_ncclep.EpConfig(...), or a "
                 "mapping of its options"
             )
-        # Which class it was: a key of files that are made into objects.
+        # The name of the class: a key of files from which objects are made.
         options = {name: value for name, value in options.items() if name != "_target_"}
         cls._known(options)
         return cls(**options)
@@ -325,14 +325,14 @@ class EpConfig:
         return known
 
     def to_cfg_dict(self) -> dict[str, Any]:
-        """What Megatron's configuration files (`ConfigContainer.to_yaml`) hold of it: its options.
+        """The options, for Megatron's configuration files (`ConfigContainer.to_yaml`).
 
-        Without the name of a class, which they would make anew only if it is on a list of theirs.
+        Without the name of a class: the files restore only classes on a list of Megatron's.
         """
         return dataclasses.asdict(self)
 
     def common(self) -> dict[str, int | str | None]:
-        """The options that must be the same on all ranks, as they count, by name."""
+        """The options that must be the same on all ranks, with their effective values, by name."""
         options = dataclasses.asdict(self) | {"alignment": self.block_alignment}
         return {name: value for name, value in options.items() if name not in OWN_OPTIONS}
 
@@ -346,7 +346,7 @@ class EpConfig:
 
 
 def add_option_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one `--ncclep-*` argument for each option; what is not given parses as None."""
+    """Add one `--ncclep-*` argument for each option; arguments left out parse as None."""
     group = parser.add_argument_group(title="ncclep token dispatcher")
     for f in dataclasses.fields(EpConfig):
         group.add_argument(
@@ -361,7 +361,7 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _metavar(option: dataclasses.Field[Any]) -> str:
-    """What `--help` shows for the value: its choices as they are written, or a word."""
+    """The text that `--help` shows for the value: its choices as users type them, or a word."""
     if choices := option.metadata["choices"]:
         return "{" + ",".join(str(choice).lower() for choice in choices) + "}"
     return option.name.rpartition("_")[2].upper()

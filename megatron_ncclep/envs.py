@@ -1,7 +1,7 @@
-"""List the environment variables that ncclep reads, the values in force, and what they mean.
+"""List the environment variables that ncclep reads, their current values, and what they mean.
 
-An option given in code or on the command line takes precedence over its variable.  A variable whose
-name begins with NCCLEP_ and is none of these is named in a warning: nothing reads it.
+An option given in code or on the command line takes precedence over its variable.  Any other
+variable whose name begins with NCCLEP_ causes a warning that names it: nothing reads it.
 """
 
 # No other module reads the environment.
@@ -19,7 +19,7 @@ from typing import Any
 from megatron_ncclep.errors import InputError
 
 PREFIX = "NCCLEP_"
-# Names that users may give; megatron_ncclep.engines has the engines themselves.
+# Names that users may set; megatron_ncclep.engines has the engines themselves.
 ENGINES = ("auto", "native", "hierarchical", "nccl_ep", "reference")
 # Variables of the build and of our tests, which read them themselves.
 OTHERS = ("NCCLEP_BUILD_EXTENSION", "NCCLEP_CUDA_ARCHITECTURES", "NCCLEP_TEST_PATIENCE")
@@ -52,7 +52,7 @@ def _positive(text: str) -> int:
 
 
 def rows(text: str) -> int | str:
-    """A number of rows, or the words for one: which there are, EpConfig knows and checks."""
+    """A number of rows, or the text for one, which EpConfig checks."""
     try:
         return int(text)
     except ValueError:
@@ -61,7 +61,7 @@ def rows(text: str) -> int | str:
 
 @dataclass(frozen=True)
 class EnvVar:
-    """One environment variable; `parse` raises ValueError on text that it cannot take."""
+    """One environment variable; `parse` raises ValueError for text that is not a value."""
 
     name: str
     parse: Callable[[str], Any]
@@ -90,27 +90,27 @@ VARIABLES = {
         EnvVar("NCCLEP_LOG", _log_level, "INFO", "log level: debug, info, warning or error"),
         # The defaults of EpConfig's options; a value given in code or on the command line wins.
         EnvVar("NCCLEP_ENGINE", _engine, None, "engine name, as --ncclep-engine"),
-        EnvVar("NCCLEP_ALIGNMENT", int, None, "rows an expert's block is padded to a multiple of"),
+        EnvVar("NCCLEP_ALIGNMENT", int, None, "an expert's block is padded to a multiple of this"),
         EnvVar("NCCLEP_MAX_RECV_ROWS", rows, None, "static mode: rows of the dispatched tensor"),
-        EnvVar("NCCLEP_ON_OVERFLOW", str, None, "static mode: drop or raise, when rows do not fit"),
+        EnvVar("NCCLEP_ON_OVERFLOW", str, None, "static mode: drop or raise when rows do not fit"),
         EnvVar("NCCLEP_NUM_SMS", int, None, "SMs that the engine's kernels may use"),
         EnvVar("NCCLEP_NETWORK_CHUNKS", int, None, "chunks in which rows cross the network"),
         EnvVar("NCCLEP_EXPERTS", str, None, "megatron, grouped or auto: how experts compute"),
-        EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds a rank waits for the others"),
+        EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds that a rank waits for the others"),
         EnvVar("NCCLEP_FIRST_TIMEOUT_S", float, None, "the same in the first step"),
-        EnvVar("NCCLEP_METRICS_INTERVAL", int, None, "steps between two metrics; 0: none"),
-        EnvVar("NCCLEP_INFERENCE_TOKENS", int, None, "tokens of a rank in low-latency mode"),
+        EnvVar("NCCLEP_METRICS_INTERVAL", int, None, "steps between two reports; 0: none"),
+        EnvVar("NCCLEP_INFERENCE_TOKENS", int, None, "most tokens of a rank in low-latency mode"),
         EnvVar("NCCLEP_CHECK_CALLS", switch, None, "1: the ranks' hosts agree in every call"),
-        EnvVar("NCCLEP_GRADIENT_AVERAGING", str, None, "mean or a2sgd: what gradients become"),
-        EnvVar("NCCLEP_RESYNC_INTERVAL", int, None, "steps between averages of weights; 0: none"),
+        EnvVar("NCCLEP_GRADIENT_AVERAGING", str, None, "mean or a2sgd: how gradients are averaged"),
+        EnvVar("NCCLEP_RESYNC_INTERVAL", int, None, "steps between weight averages; 0: none"),
         EnvVar("NCCLEP_HOST_EXCHANGE", switch, True, "0: ranks agree without shared memory"),
         EnvVar(
             "NCCLEP_LOCAL_RANKS",
             _positive,
             None,
-            "for tests: ranks that count as one node, whatever nodes they are on",
+            "for tests: how many ranks count as one node, whatever nodes they are on",
         ),
-        # Where libraries and tools are that engines use; unset, they are looked for.
+        # Paths of the libraries and tools that engines use; if unset, engines search for them.
         EnvVar("NCCLEP_NCCL_LIBRARY", Path, None, "path of the libnccl.so.2 that engines open"),
         EnvVar(
             "NCCLEP_NCCL_EP_LIBRARY",
@@ -126,7 +126,7 @@ VARIABLES = {
             "NCCL_EP_JIT_BUILD_INCLUDE_DIR", Path, None, "NCCL's headers (not ours: libnccl_ep's)"
         ),
         EnvVar("NCCL_EP_JIT_CACHE_DIR", Path, None, "compiled kernels (not ours: libnccl_ep's)"),
-        # It reads these when it makes a group.
+        # libnccl_ep reads these when it makes a group.
         EnvVar(
             "NCCL_EP_HT_EM_PULL_PUSH",
             switch,
@@ -149,10 +149,10 @@ def get(name: str) -> Any:
 
 
 def unknown() -> dict[str, str]:
-    """Variables of the environment that look like ours and that nothing reads.
+    """Variables of the environment that look like ours but that nothing reads.
 
     Returns:
-        Name -> what to say of it, with the known name that is most like it.
+        name -> a message about it, with the most similar known name.
     """
     known = {name.removeprefix(PREFIX): name for name in (*VARIABLES, *OTHERS)}
     found = {}
@@ -170,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table of variables with the values in force."""
+    """Print the table of variables with their current values."""
     width = max(len(name) for name in VARIABLES)
     for variable in VARIABLES.values():
         value = variable.get()

@@ -1,18 +1,18 @@
-"""Every exception this package raises for a user's sake; each message carries values and remedy."""
+"""Every exception that this package raises for users; each message has the values and a remedy."""
 
 from __future__ import annotations
 
 import re
 
-# What Megatron's build_module makes of the text of an error, once for each module that it builds.
+# The suffix that Megatron's build_module appends to an error, once for each module that it builds.
 _BUILT = re.compile(r"(.*?)(?: \(while building (.*)\))? when instantiating (\w+)", re.DOTALL)
 
 
 class EpError(Exception):
     """Base of all errors of this package.
 
-    Megatron's build_module raises an error anew, as type(error)(f"{error} when instantiating X").
-    That is put in brackets, and the same error is not printed a second time, as the cause of it.
+    Megatron's build_module re-raises an error as type(error)(f"{error} when instantiating X"). That
+    suffix is put in brackets, and the same error is not printed a second time as the cause.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -28,7 +28,7 @@ class InputError(EpError, ValueError):
 
 
 class RefusedError(InputError):
-    """A rank has refused a call in which no rank waited for it; its group goes no further.
+    """A rank has refused a call in which no rank waited for it; its group is unusable.
 
     The rank raises it at once, the others at their next call; see docs/contract.md.
     """
@@ -47,7 +47,7 @@ class GroupClosedError(EpError, RuntimeError):
 
 
 class PeerError(EpError, RuntimeError):
-    """A rank died, did not arrive before the deadline, or is in another call than this one."""
+    """A rank died, did not arrive before the deadline, or is in a different call."""
 
 
 class RowsDroppedError(EpError, RuntimeError):
@@ -55,8 +55,8 @@ class RowsDroppedError(EpError, RuntimeError):
 
 
 class LibraryError(EpError, RuntimeError):
-    """A call of NCCL, of CUDA or of an engine's library failed; names the call and the reason."""
+    """A call to NCCL, CUDA or an engine's library failed; names the call and the reason."""
 
 
 class IntegrationError(EpError, RuntimeError):
-    """A place of Megatron-Core that the integration hooks into is not what it expects."""
+    """A place in Megatron-Core that the integration hooks into is not as expected."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import InputError, UnsupportedError
 
-# Of one bucket: two means in fp32.
+# Per bucket: two means in fp32.
 BYTES_PER_BUCKET = 8
 
 
@@ -40,9 +40,9 @@ class PendingAverage:
     """Means on their way to all workers; `wait` puts them into the gradients.
 
     Args:
-        buckets: the gradients that each pair of means is taken over; changed in place by `wait`.
+        buckets: the gradients behind each pair of means; `wait` changes them in place.
         process_group: the workers.
-        scales: by which each bucket's result is multiplied.
+        scales: factors for the buckets' results.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class PendingAverage:
     def apply(self) -> None:
         """Turn each gradient g into e + enc(g) with the global means, where e = g - enc(g) locally.
 
-        That is g plus the difference of the global and the local mean of its sign, which rounds
-        once where subtracting and adding would round twice.
+        That is g plus the difference between the global and the local mean of its sign.  It rounds
+        once, where subtracting and adding would round twice.
         """
         for bucket, change, scale in zip(
             self._buckets, self._mean - self._local, self._scales, strict=True
         ):
-            # In fp32 also where the gradients are not: one rounding.
+            # In fp32 even if the gradients are not: one rounding.
             bucket.add_(torch.where(bucket >= 0, change[0], -change[1]))
             if scale != 1.0:
                 bucket.mul_(scale)
 
     def future(self) -> torch.futures.Future[Any]:
-        """What is done when the means have arrived; `apply` is left to its callback."""
+        """A future that is done when the means have arrived; its callback has to call `apply`."""
         return self._work.get_future()
 
 
@@ -101,15 +101,15 @@ def average_weights(
 class TwoLevelAveraging:
     """Two-level gradient averaging for torch's DistributedDataParallel.
 
-    `TwoLevelAveraging(resync_interval=100).register(model)`, and `after_step()` after each step of
-    the optimizer.  Each of the model's buckets has means of its own; the paper takes them over all
+    Call `averaging.register(model)` once, and `averaging.after_step()` after each step of the
+    optimizer.  Each of the model's buckets has its own means; the paper takes them over all
     gradients: for that, give DistributedDataParallel a `bucket_cap_mb` that holds the whole model.
 
     Args:
-        resync_interval: average the weights after every so many steps; 0: never.
+        resync_interval: steps between two averages of the weights; 0: never.
 
     Raises:
-        InputError: `resync_interval` is negative or no whole number.
+        InputError: `resync_interval` is negative or not a whole number.
     """
 
     def __init__(self, resync_interval: int = 0) -> None:
@@ -126,13 +126,13 @@ class TwoLevelAveraging:
         """Make `model` average its gradients this way.  Not collective; before the first step.
 
         Raises:
-            UnsupportedError: `model` is something else, such as FSDP, whose gradients are divided
+            UnsupportedError: `model` is not one, but FSDP for example, which divides the gradients
                 among the workers; or its weight gradients bypass autograd.
         """
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise UnsupportedError(
                 f"two-level averaging needs torch's DistributedDataParallel, not "
-                f"{type(model).__name__}: only there has each worker all gradients"
+                f"{type(model).__name__}: only there does each worker have all gradients"
             )
         fused = [n for n, p in model.named_parameters() if hasattr(p, "main_grad")]
         if fused:
@@ -144,7 +144,7 @@ class TwoLevelAveraging:
         self._model = model
 
     def after_step(self) -> None:
-        """Count a step of the optimizer; average the weights if it is time.  Collective then."""
+        """Count a step of the optimizer; average the weights if it is time, which is collective."""
         if self._model is None:
             raise InputError("after_step() before register(model): register the model first")
         self.steps += 1
@@ -152,7 +152,7 @@ class TwoLevelAveraging:
             average_weights(self._model.parameters(), self._model.process_group)
 
 
-# DDP compares the annotations themselves: this module must not make texts of them.
+# DDP compares the annotations themselves, so this module must not turn them into strings.
 def _hook(
     state: TwoLevelAveraging,
     bucket: dist.GradBucket,  # type: ignore[name-defined]

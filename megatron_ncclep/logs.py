@@ -1,4 +1,4 @@
-"""What the package logs, and what its commands hide of other packages' remarks."""
+"""The package's logger, and how its commands hide other packages' remarks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CUDA_REMARKS = "torch.utils.cpp_extension"
 
 
 def get_logger() -> logging.Logger:
-    """Return the logger `megatron_ncclep`; its level is NCCLEP_LOG's unless somebody set one.
+    """Return the logger `megatron_ncclep`; its level is NCCLEP_LOG's unless one was set.
 
-    Megatron-Core leaves the root logger alone or sets it to WARNING, which would hide the one line
-    that says which engine moves the tokens; so the logger gets a handler of its own when neither it
-    nor the root logger has one.
+    Megatron-Core leaves the root logger alone or sets it to WARNING, which would hide the line
+    that says which engine moves the tokens.  So the logger gets its own handler if neither it nor
+    the root logger has one.
     """
     logger = logging.getLogger("megatron_ncclep")
     if logger.level == logging.NOTSET:
@@ -31,7 +31,7 @@ def get_logger() -> logging.Logger:
 
 @contextmanager
 def remarks_hidden() -> Iterator[None]:
-    """Hide, inside the `with`, what Megatron-Core and torch remark about packages that are missing.
+    """Hide, inside the `with`, the remarks of Megatron-Core and torch about missing packages.
 
     Several dozen lines (no TransformerEngine, no Apex, GPTModel will be replaced some day, ...)
     would bury the progress.  `NCCLEP_LOG=debug` shows them; errors are always shown.
@@ -39,8 +39,8 @@ def remarks_hidden() -> Iterator[None]:
     if envs.get("NCCLEP_LOG") == "DEBUG":
         yield
         return
-    # torch's loggers have levels of their own.  Megatron imports the module of this one, which says
-    # that there is a CUDA toolkit and no GPU.
+    # torch's loggers have their own levels.  Megatron imports the module of this one, which remarks
+    # that there is a CUDA toolkit but no GPU.
     loggers = [logging.getLogger(), logging.getLogger(CUDA_REMARKS)]
     levels = [logger.level for logger in loggers]
     try:

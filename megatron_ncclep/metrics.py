@@ -1,8 +1,8 @@
-"""What users want to know of the routing and of the ranks: counted on the device, read late.
+"""Metrics of the routing and of the ranks: counted on the device, read later.
 
-A layer's dispatcher counts in every forward pass, also in a CUDA graph that is replayed.  Every
-so many steps (option `metrics_interval`) the ranks of a group exchange what they have counted, and
-a later step reads it: on a GPU no host waits for it, on a CPU the exchange is the wait.
+A layer's dispatcher counts in every forward pass, including in replayed CUDA graphs.  Every
+`metrics_interval` steps the ranks of a group exchange their counts, and a later step reads the
+result: on a GPU no host waits for it, on a CPU the exchange itself waits.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _NAME = "metrics"
 
 @dataclass(frozen=True)
 class Interval:
-    """What a group's ranks have counted between two exchanges; the same on every rank.
+    """A group's counts between two exchanges; the same on every rank.
 
-    Only forward passes count, evaluation included, and each once: not when it is recomputed.
+    Only forward passes count, including evaluation, and each only once: recomputation does not.
 
     Attributes:
-        steps: how many steps it is about; with the first step, what went before it.
-        rows: [num_ranks] lists of [num_ranks]: rows that each rank, first index, has sent to
-            each, itself included, in all layers.  A token goes to a rank once, however many experts
-            there are its own.
+        steps: the number of steps counted; the first one includes everything before it.
+        rows: [num_ranks] lists of [num_ranks]: rows that each rank (first index) has sent to
+            each rank (second index), itself included, in all layers.  A token goes to a rank once,
+            however many of its experts are there.
         assignments: [num_ranks]: top-k assignments whose experts are on each rank, in all layers.
         imbalance: assignments of the busiest rank over the mean of the ranks, in the worst layer;
             1 is even, num_ranks is one rank doing everything.
-        dropped: assignments that found no room, on all ranks (static mode).
-        wait_s: [num_ranks]: seconds that each rank has waited for others to come to the same call,
-            its host's and its device's.  A rank that waits far less than the others is the one for
-            which they wait.
+        dropped: dropped assignments on all ranks (static mode).
+        wait_s: [num_ranks]: seconds that each rank's host and device have waited for others to
+            enter the same call.  A rank that waits far less than the others is the one that they
+            wait for.
     """
 
     steps: int
@@ -55,7 +55,7 @@ class Interval:
         return asdict(self)
 
     def scalars(self) -> dict[str, float]:
-        """For writers of numbers: name -> value."""
+        """For metrics writers: name -> value."""
         values = {
             "imbalance": self.imbalance,
             "assignments dropped": float(self.dropped),
@@ -69,7 +69,7 @@ class Interval:
 
 
 class LayerCounts:
-    """What one layer's dispatcher has counted since the last exchange, on the group's device.
+    """The counts of one layer's dispatcher since the last exchange, on the group's device.
 
     Attributes:
         sent: int64 [num_ranks]: tokens that went to each rank.
@@ -88,15 +88,15 @@ class LayerCounts:
         """Add one micro-batch.  Waits for nothing.
 
         Args:
-            topk_idx: [num_tokens, top_k], as the engine's `plan` took it.
-            plan: what it returned.
+            topk_idx: [num_tokens, top_k], the argument of the engine's `plan`.
+            plan: its result.
         """
         destinations = topk_idx.div(self._num_local_experts, rounding_mode="floor")
         self.sent += (destinations.unsqueeze(2) == self._ranks).any(dim=1).sum(dim=0)
         self.received += plan.counts
 
     def take(self) -> torch.Tensor:
-        """int64 [num_ranks + 2]: `sent`, assignments received, and dropped; all begin again."""
+        """int64 [num_ranks + 2]: `sent`, assignments received, and dropped; resets all of them."""
         routed = self.received[self._num_local_experts : -1].sum(dim=0, keepdim=True)
         taken = torch.cat([self.sent, routed, self.received[-1:]])
         self.sent.zero_()
@@ -106,7 +106,7 @@ class LayerCounts:
 
 @dataclass
 class _Exchanged:
-    """An exchange of which the result may still be on its way.
+    """An exchange whose result may still be on its way.
 
     Attributes:
         everything: int64 [num_ranks, num_layers * (num_ranks + 2) + 1], on the CPU.
@@ -124,12 +124,12 @@ class Metrics:
         """Not collective.
 
         Args:
-            group: its ranks.
+            group: the ranks.
             interval: steps between two exchanges; the same on all ranks.
-            timeout_s: of the exchange, on a CPU.
+            timeout_s: deadline of the exchange, on a CPU.
         """
         self._group, self._interval, self._timeout_s = group, interval, timeout_s
-        # Whose they are, which this does not keep alive.  As many on every rank, always.
+        # Counters with weak references to their owners.  Every rank always has equally many.
         self._layers: list[tuple[weakref.ref[Any], LayerCounts]] = []
         self._num_steps = 0
         self._under_way: deque[_Exchanged] = deque()
@@ -137,7 +137,7 @@ class Metrics:
 
     @classmethod
     def of(cls, group: EpGroup, interval: int, timeout_s: float) -> Metrics:
-        """The group's.
+        """The metrics of the group.
 
         Raises:
             InputError: on every rank, when another layer of the group has another interval.
@@ -147,27 +147,27 @@ class Metrics:
             raise InputError(
                 f"metrics_interval {interval}: other layers of the expert-parallel group have "
                 f"{metrics._interval}, and all are counted together: give all the same, or close "
-                "those of an earlier model with megatron_ncclep.close()"
+                "the group of an earlier model with megatron_ncclep.close()"
             )
         return metrics
 
     def add_layer(self, owner: Any, num_local_experts: int) -> LayerCounts:
         """Make the counters of one more layer.  Collective: every rank has the same layers.
 
-        Here, and nowhere else, the counters of layers go that do not exist any more.  Ranks collect
-        garbage when they like, so they tell each other: a layer that is gone on any rank makes no
-        more calls on the others either.
+        This is the only place that removes the counters of layers that no longer exist.  Ranks
+        collect garbage at different times, so they tell each other: a layer that is gone on one
+        rank makes no more calls on the others either.
 
         Args:
-            owner: what ends the layer when it is garbage.
-            num_local_experts: of each rank.
+            owner: the layer ends when this object is garbage-collected.
+            num_local_experts: experts of each rank.
 
         Raises:
             PeerError: a rank did not come in time.
         """
         if self._layers:
             here = torch.tensor([owner() is not None for owner, _ in self._layers])
-            what = "open, exchanging which layers there are"
+            what = "open, exchanging the list of layers"
             everywhere = self._group.gather(here, what, self._timeout_s).all(dim=0).tolist()
             self._layers = [
                 layer for layer, stays in zip(self._layers, everywhere, strict=True) if stays
@@ -180,7 +180,7 @@ class Metrics:
         """Count a step and exchange what is due.  Collective; on GPUs no host waits.
 
         Returns:
-            intervals of which all is known now, seldom more than one; on a GPU those of earlier
+            intervals that are now complete, rarely more than one; on a GPU those of earlier
             steps.
 
         Raises:
@@ -197,7 +197,7 @@ class Metrics:
         return known
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""
 
     def _exchange(self) -> _Exchanged:
         group, before = self._group, self._waited_ns
@@ -221,7 +221,7 @@ class Metrics:
 
     def _interval_of(self, exchanged: _Exchanged) -> Interval:
         new, size = exchanged.everything, self._group.size
-        # Rank, layer, what; there may be other layers by now.
+        # [rank, layer, count]; the list of layers may have changed since.
         layers = new[:, :-1].view(size, -1, size + 2)
         assignments = layers[:, :, size].double()
         mean = assignments.mean(dim=0)
@@ -237,13 +237,13 @@ class Metrics:
 
 
 def count_layer(engine: Engine, owner: Any) -> LayerCounts:
-    """Make the counters of one layer of a loop that is not Megatron's.  Collective.
+    """Make the counters of one layer, for a training loop without Megatron.  Collective.
 
-    The layer calls `count` of the result in each forward pass.
+    The layer calls the result's `count` in each forward pass.
 
     Args:
-        engine: the layer's, made with the option `metrics_interval`.
-        owner: the layer; what it has counted is forgotten when it is garbage.
+        engine: the layer's engine, made with the option `metrics_interval`.
+        owner: the layer; its counts are dropped when it is garbage-collected.
 
     Raises:
         InputError: the engine has no `metrics_interval`; or on every rank, when another layer of
@@ -263,10 +263,11 @@ def count_layer(engine: Engine, owner: Any) -> LayerCounts:
 def after_step() -> list[Interval]:
     """Count a step for all groups of this process that have metrics.  Collective over each.
 
-    A loop that is not Megatron's calls it once a step, on every rank; Megatron's own reports do.
+    A training loop without Megatron calls it once per step on every rank; with Megatron, its own
+    reports do.
 
     Returns:
-        what is known now, see `Metrics.after_step`.
+        the intervals that are now complete, see `Metrics.after_step`.
     """
     return [known for metrics in groups.all_shared(_NAME) for known in metrics.after_step()]
 

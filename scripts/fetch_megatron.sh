@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Unpacks the other supported versions of Megatron-Core beside the installed one.
+# Unpacks the other supported versions of Megatron-Core next to the installed one.
 #
-# They land in VENV/megatron/VERSION/, each a folder to put first on the import path; nothing of them
-# is importable otherwise.  `pytest --megatron VERSION` runs tests with one of them.  Together they
+# They go to VENV/megatron/VERSION/, each a folder to put first on the import path; otherwise they
+# cannot be imported.  `pytest --megatron VERSION` runs tests with one of them.  Together they
 # take about 30 MB, since their dependencies are left out.
 set -euo pipefail
 
@@ -17,7 +17,7 @@ for version in "${versions[@]}"; do
     folder=$1/megatron/$version
     [ ! -d "$folder" ] || continue
     echo "fetch: Megatron-Core $version"
-    # Under another name until it is whole: an interrupted download is not taken for a finished one.
+    # Under another name until it is complete, so an interrupted download is not taken for a finished one.
     rm -rf "$folder.part"
     "$1/bin/pip" install --quiet --no-deps --target "$folder.part" "megatron-core==$version"
     mv "$folder.part" "$folder"

@@ -1,7 +1,7 @@
 """The figures of README.md and docs/, as SVG; scripts/pages.py writes the files.
 
 Text stays text, and nothing depends on an installed font or a plotting library: the same results
-give the same file everywhere, so that a test can tell when a figure is out of date.
+give the same file everywhere, so a test can tell when a figure is out of date.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ class Canvas:
         ])  # fmt: skip
 
 
-# What is measured, times as fast as the baseline with each addition, the label.
+# The name of a measurement, its speedups over the baseline with each addition, the label.
 Bar = tuple[str, Sequence[float], str]
 
 
 def gains(groups: Sequence[tuple[str, Sequence[Bar]]], parts: Sequence[str], measured: str) -> str:
-    """What each addition gains, one bar for each workload.
+    """The gain of each addition, one bar for each workload.
 
     Args:
         groups: headings, with the bars below them; speeds grow from addition to addition.
-        parts: the baseline and the additions, as the legend calls them.
-        measured: what all of it was measured on, one line.
+        parts: names of the baseline and the additions, for the legend.
+        measured: the machine and versions of the measurements, one line.
     """
     left, unit = 176, 50  # a bar's start, and the baseline's length
     colours = (GREY, *BLUES)
@@ -99,7 +99,7 @@ def gains(groups: Sequence[tuple[str, Sequence[Bar]]], parts: Sequence[str], mea
         for what, speeds, label in each:
             canvas.text(left - 8, y + 15, what, 12.5, at="end")
             for start, end, colour in zip((0.0, *speeds), speeds, colours, strict=False):
-                # Narrow parts are drawn as they are, without round corners that would hide them.
+                # Narrow parts are drawn without round corners, which would hide them.
                 canvas.rect(left + unit * start, y, unit * (end - start), 20, colour, r=0)
             canvas.text(left + unit * speeds[-1] + 6, y + 15, label, 12.5)
             y += 30
@@ -151,7 +151,7 @@ def data_flow() -> str:
     return canvas.svg()
 
 
-# Parts of a batch in the timeline; how many the kernels make depends on its size.
+# Parts of a batch in the timeline; the kernels' number of phases depends on its size.
 PHASES = 4
 
 
@@ -160,7 +160,7 @@ def layer_timeline(us: dict[str, float], measured: str) -> str:
 
     Args:
         us: medians of plan, dispatch, combine, bwd_dispatch and bwd_combine.
-        measured: where they are from, one line.
+        measured: their source, one line.
     """
     canvas = Canvas(900, 372, "Timeline of one MoE layer")
     scale, start, experts = 0.8, 120, 132

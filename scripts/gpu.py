@@ -1,12 +1,12 @@
-"""Run what only GPUs can show, and write down what passed: `make gpu`.
+"""Run the tests that need GPUs, and write a summary: `make gpu`.
 
     python scripts/gpu.py [PART ...] [--out FOLDER] [--list]
 
-A part takes at most ten minutes on one GPU, which the ranks share.  With several GPUs as many steps
-run at the same time, each on a GPU of its own; `--gpus-per-step 2` gives each step two, and
-`--at-once 3` runs three steps on each, which mostly wait for their hosts.  Each step is one command
-with its own log; `summary.txt` lists every step, with date, machine and versions, and can be
-committed as it is.  A step that runs again in the same folder replaces its line.
+A part takes at most ten minutes on one GPU, which the ranks share.  With several GPUs, equally many
+steps run at the same time, each on its own GPU; `--gpus-per-step 2` gives each step two, and
+`--at-once 3` runs three steps on each GPU: a step mostly waits for its hosts.  Each step is one
+command with its own log; `summary.txt` lists every step, with date, machine and versions, and can
+be committed unchanged.  A step that runs again in the same folder replaces its line.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMMARY = "summary.txt"
-DUMP_S = 20  # for what was stopped to say why
+DUMP_S = 20  # for a stopped process to dump its stacks
 MPS_QUIT_S = 15
-SHORTEST_S = 15  # ranks take as long to import what they need
+SHORTEST_S = 15  # ranks need this long for their imports
 RANDOM = "tests/contract/test_random.py --iterations"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One pytest.
+    """One run of pytest.
 
     Attributes:
-        engine: whose tests run.
-        ranks: of its pools; with several numbers contract cases come with each.
+        engine: the engine under test.
+        ranks: sizes of its pools; contract cases run with each of them.
         tests: paths, and more arguments.
-        hosts: as how many hosts the ranks appear.
+        hosts: the number of hosts that the ranks appear to be on.
         mps: ranks that share a GPU run at the same time.  Not where ranks are killed: under MPS
             that harms the others.
         alone: no other step uses the GPU meanwhile, because the tests measure its memory.
@@ -140,7 +140,7 @@ PARTS: dict[str, list[Step]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step: `counts` of tests, and why tests were left out."""
+    """The outcome of a step: `counts` of tests, and why tests were left out."""
 
     part: str
     step: str
@@ -151,7 +151,7 @@ class Outcome:
 
 
 def run_step(part: str, step: Step, out: Path, limit_s: int, gpus: str) -> Outcome:
-    """Run a step on `gpus`, as CUDA_VISIBLE_DEVICES has them, its output into a log in `out`."""
+    """Run a step on `gpus` (as in CUDA_VISIBLE_DEVICES), with its output in a log in `out`."""
     log = out / f"{part}-{PARTS[part].index(step)}.log"
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUDA_VISIBLE_DEVICES": gpus}
     start = time.monotonic()
@@ -174,7 +174,7 @@ def run_step(part: str, step: Step, out: Path, limit_s: int, gpus: str) -> Outco
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             status = -1
-            process.send_signal(signal.SIGINT)  # pytest then tells what has failed so far
+            process.send_signal(signal.SIGINT)  # pytest then reports what has failed so far
             with suppress(subprocess.TimeoutExpired):
                 process.wait(DUMP_S)
         with suppress(ProcessLookupError):
@@ -189,7 +189,7 @@ def run_step(part: str, step: Step, out: Path, limit_s: int, gpus: str) -> Outco
 
 
 def read_report(report: Path) -> tuple[str, list[str]]:
-    """How many tests passed, failed and were skipped, and why those were."""
+    """The numbers of tests that passed, failed and were skipped, and the reasons for skips."""
     if not report.is_file():
         return "no report", []
     suite = next(ElementTree.parse(report).iter("testsuite"))
@@ -206,7 +206,7 @@ def read_report(report: Path) -> tuple[str, list[str]]:
 
 @contextmanager
 def mps(is_wanted: bool, environment: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Let processes that share a GPU run on it at the same time, by NVIDIA's MPS.
+    """Let processes that share a GPU run on it at the same time, with NVIDIA's MPS.
 
     Yields:
         the environment for such processes.
@@ -217,8 +217,8 @@ def mps(is_wanted: bool, environment: dict[str, str]) -> Iterator[dict[str, str]
     with tempfile.TemporaryDirectory() as folder:
         places = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), folder)
         control, environment = "nvidia-cuda-mps-control", environment | places
-        # In the foreground, so that it is a child that can be killed: when clients were killed it
-        # may wait for them for ever.
+        # In the foreground, so that it is a child that can be killed: after clients were killed it
+        # may wait for them forever.
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT}  # control.log has it
         daemon = subprocess.Popen([control, "-f"], env=environment, start_new_session=True, **quiet)
         try:
@@ -237,7 +237,7 @@ def mps(is_wanted: bool, environment: dict[str, str]) -> Iterator[dict[str, str]
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES has them."""
+    """The GPUs of this machine, in the form of CUDA_VISIBLE_DEVICES."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -246,7 +246,7 @@ def visible_gpus() -> list[str]:
 
 @cache
 def described() -> str:
-    """The machine and what it runs, as `ncclep bench` has it."""
+    """The machine and its software, as in `ncclep bench`."""
     import torch
 
     from megatron_ncclep.doctor.machine import machine, versions
@@ -287,7 +287,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="default: runs/gpu")
     parser.add_argument("--step-s", type=int, default=300, help="limit of one step (default: 300)")
     parser.add_argument(
-        "--seconds", type=float, default=1e6, help="of all steps; what has no time left is not run"
+        "--seconds",
+        type=float,
+        default=1e6,
+        help="limit of all steps; steps without time left are not run",
     )
     parser.add_argument("--steps", help="only steps whose name contains this")
     parser.add_argument("--gpus-per-step", type=int, default=1, metavar="N", help="default: 1")
@@ -327,7 +330,7 @@ def main() -> int:
             outcome = run_step(part, step, args.out, min(args.step_s, left), chosen)
         finally:
             free.put(chosen)
-        with lock:  # after each step: whatever ends the run leaves what came before
+        with lock:  # after each step, so that the summary survives however the run ends
             print(f"{part}: {step.name}: {outcome.counts}, {outcome.seconds} s", flush=True)
             write_summary(args.out, outcome)
         return outcome.passed

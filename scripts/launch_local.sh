@@ -26,7 +26,7 @@ case "${1:-}" in
 --dry-run) dry_run=true && shift ;;
 esac
 
-# The environment that `make` sets up serves unless another one is active.
+# Uses the environment that `make` sets up, unless another one is active.
 tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$tree/.venv/bin/ncclep" ]; then
     PATH=$tree/.venv/bin:$PATH

@@ -1,11 +1,11 @@
-"""Write what README.md and docs/ take from committed results and from the code: `make pages`.
+"""Write the parts of README.md and docs/ that come from results and code: `make pages`.
 
 The tables between `<!-- written by make pages: NAME -->` and the next `<!-- end -->`, and the
 figures in docs/figures.  `--check` writes nothing and fails if something is out of date.
 
 mkdocs calls the functions `on_...` for `make site`: the site has README.md as its home, and every
-file that a page links to.  So links in the pages are ordinary paths in the tree, which work where
-the tree is browsed too.
+file that a page links to.  So links in the pages are ordinary paths, which also work when the tree
+is browsed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
 LAYERS = RESULTS / "2026-11-24-1xH100-layers" / "bench.json"
 ENGINES = RESULTS / "2026-11-22-2xH200-native" / "bench.json"
 
-# Subjects of the first two runs, and what pages call them.
+# Subjects of the first two runs, and their names in pages.
 BASELINE = "alltoall_fused"
 OURS = "ncclep:native"
 ADDED = {
@@ -47,7 +47,7 @@ ADDED = {
 # Layers with the experts of one rank of 8, and with all of them.
 PICTURED = ("qwen3-30b-a3b, rank of 8", "gpt-oss-120b, rank of 8", "deepseek-v3, rank of 8",
             "mixtral-8x7b", "moe-2b")  # fmt: skip
-VOCABULARY = 384  # of the training's text, padded: what its num_parameters leave for embeddings
+VOCABULARY = 384  # of the training's text, padded; derived from its num_parameters
 DENSE_TFLOPS = 989.4  # of an H100 SXM in bf16, by NVIDIA's data sheet; MFU is of this
 TIMELINE_SHAPE = "deepseek-v3"
 
@@ -58,7 +58,7 @@ Subjects = dict[str, dict[str, Any]]  # of one shape, by name
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; a column is numbers if its head ends in ':', and words otherwise."""
+    """A Markdown table; a column holds numbers if its head ends in ':', and text otherwise."""
     rule = ["---:" if name.endswith(":") else "---" for name in head]
     lines = [[name.removesuffix(":") for name in head], rule, *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -67,7 +67,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def read(path: Path) -> dict[str, Any]:
     """A result of `ncclep bench`, in which every check has passed."""
     result: dict[str, Any] = json.loads(path.read_text())
-    assert not result["failures"], f"{path} has failures: it is no result to publish"
+    assert not result["failures"], f"{path} has failures: do not publish this result"
     return result
 
 
@@ -94,7 +94,7 @@ def step_tflops(run: dict[str, Any]) -> dict[str, float]:
 
 
 def layer_tflops(result: dict[str, Any]) -> dict[str, float]:
-    """The experts' products of a layer, in TFLOP/s, by the subject's name in `ADDED`."""
+    """The experts' GEMMs of a layer, in TFLOP/s, by the subject's name in `ADDED`."""
     us = {s["name"]: s["sum_us"] for s in result["subjects"]}
     least = PEAK_TFLOPS * sum(result["products_us"].values())
     return {name: least / us[f"layer:{name}"] for name in ADDED}
@@ -148,7 +148,7 @@ def timeline(engines: dict[str, Any]) -> str:
 
 
 def options_table() -> str:
-    """Every option of EpConfig, as the code has it."""
+    """Every option of EpConfig, from the code."""
     rows = []
     for option in dataclasses.fields(EpConfig):
         flag = f"`--ncclep-{option.name.replace('_', '-')}`"
@@ -170,7 +170,7 @@ def _cell(text: str) -> str:
 
 
 def contents() -> dict[Path, str]:
-    """What every file that this writes, wholly or in part, must hold."""
+    """The contents of every file that this writes, wholly or in part."""
     steps, picture = gains(read(TRAINING), read(LAYERS))
     parts = {"steps": steps, "options": options_table(), "variables": variables_table()}
     drawn = {
@@ -213,12 +213,12 @@ def main() -> int:
 
 
 def site_path(path: str) -> str:
-    """Where a file of the tree is on the site: docs/x.md at x.md, others where they are."""
+    """The place of a file of the tree on the site: docs/x.md at x.md, others unchanged."""
     return "index.md" if path == HOME else path.removeprefix("docs/")
 
 
 def _linked(page: str, target: str) -> str:
-    """The file of the tree that a page, itself one of them, means by `target`."""
+    """The file of the tree that `target` means in a page of the tree."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
 
 
@@ -232,7 +232,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the home page and whatever is linked to, and what that links to if it is a page."""
+    """Add the home page and all files that are linked to, and those that linked pages link to."""
     from mkdocs.structure.files import File
 
     pending = [HOME, *(f"docs/{file.src_uri}" for file in files if file.is_documentation_page())]
@@ -243,7 +243,7 @@ def on_files(files: Any, config: Any) -> Any:
             files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
         if path.endswith(".md"):
             links = {_linked(path, found[2]) for found in LINK.finditer((ROOT / path).read_text())}
-            # mkdocs reports what is not there, as for any link.
+            # mkdocs reports missing files, as for any link.
             found = {link for link in links - seen if (ROOT / link).is_file()}
             seen |= found
             pending += sorted(found)

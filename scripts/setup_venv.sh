@@ -26,8 +26,8 @@ die() {
     exit 1
 }
 
-# What `python3.12` names may be a version manager's stub that only fails, and a system's Python may
-# lack the modules that make environments: so ask the command itself.
+# `python3.12` may be a version manager's stub that only fails, and a system's Python may lack the
+# modules that make environments, so ask the command itself.
 usable() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 }
@@ -62,7 +62,7 @@ choose_python() {
         "install Python 3.12, or name one: PYTHON=/path/to/python3.12"
 }
 
-# Sets up $venv, or leaves it when it runs already.  Only what is an environment is ever replaced.
+# Sets up $venv, or leaves it if it already works.  Only an environment is ever replaced.
 make_venv() {
     if "$venv/bin/python" -c '' 2>/dev/null; then
         if [ -n "${PYTHON:-}" ]; then
@@ -84,24 +84,24 @@ make_venv() {
     "$python" -m venv --clear "$venv"
 }
 
-# The torch to ask for: the pinned version or any, and on a machine without an NVIDIA GPU its CPU
-# build where pip's configured index has one for this Python, which saves gigabytes of libraries.
+# The torch to install: the pinned version or any, and on a machine without an NVIDIA GPU its CPU
+# build if pip's configured index has one for this Python, which saves gigabytes of libraries.
 torch_requirement() {
     local pinned versions cpu_build
     pinned=$(sed -n 's/^torch==//p' "$constraints")
     if [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null; then
-        say "an NVIDIA GPU is here: taking torch with CUDA" >&2
+        say "this machine has an NVIDIA GPU: using torch with CUDA" >&2
     else
         versions=$("$venv/bin/pip" index versions torch 2>/dev/null)
         cpu_build=$(sed -n 's/^Available versions: //p' <<<"$versions" | tr -d ' ' | tr ',' '\n' |
             grep -m 1 -x -e "${pinned:-[0-9.]*}+cpu" || true)
         if [ -n "$cpu_build" ]; then
-            say "no NVIDIA GPU here: taking torch $cpu_build" >&2
+            say "no NVIDIA GPU: using torch $cpu_build" >&2
             printf 'torch==%s\n' "$cpu_build"
             return
         fi
-        say "no NVIDIA GPU here, but the package index offers no CPU build of torch for this" \
-            "Python: taking the one with CUDA.  PyTorch's own index has CPU builds:" \
+        say "no NVIDIA GPU, but the package index offers no CPU build of torch for this" \
+            "Python: using the one with CUDA.  PyTorch's own index has CPU builds:" \
             "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" >&2
     fi
     printf 'torch%s\n' "${pinned:+==$pinned}"
@@ -133,9 +133,9 @@ if ! "$venv/bin/pip" show --quiet torch 2>/dev/null; then
     *+cpu) say "downloading about 0.6 GB, for 2 GB in $venv" ;;
     *) say "downloading about 3 GB, for 5 GB in $venv, nearly all of it torch and CUDA's libraries" ;;
     esac
-    say "this takes some minutes, the first time only"
+    say "this takes a few minutes, the first time only"
 fi
-# A person sees pip's progress; a log only its warnings and errors.
+# A terminal shows pip's progress; a log gets only its warnings and errors.
 quiet=()
 [ -t 1 ] || quiet=(--quiet)
 "$venv/bin/pip" install "${quiet[@]}" --constraint "$constraints" "$torch" --editable '.[dev]'

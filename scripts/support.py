@@ -1,4 +1,4 @@
-"""The tables of docs/support.md and docs/tested.md, from the options that tests say they show.
+"""The tables of docs/support.md and docs/tested.md, from the options that tests declare.
 
     make support                  # writes them
     python scripts/support.py     # says whether they are up to date
@@ -41,10 +41,10 @@ from megatron_ncclep.engines import ENGINES  # noqa: E402
 DOCUMENTS = {"support.md": ("what works", "what is refused"), "tested.md": ("how it is compared",)}
 MARK = "<!-- {} by make support: {} -->"
 PLACES = ("CPU", "one GPU", "several GPUs")
-# How a result was compared, the strictest first.
+# How a result was compared, from the strictest on.
 STRICTNESS = ("bits", "rounding", "behaviour")
-# The parts of the first table: what they are about, and which options; an option is in the first
-# that fits.
+# The parts of the first table: their subject, and a pattern for their options; an option is in the
+# first part that matches.
 SUBJECTS = {
     "Dispatcher": r"--ncclep-(?!inference)",
     "Text generation": r".*inference|generation of text",
@@ -59,25 +59,25 @@ SUBJECTS = {
     r"|overlap_(grad|param|p2p)|gradient_acc|calculate_per",
     "Experts and the rest of the model": r"",
 }
-# What a user must know beside yes and no.
+# Remarks for users besides yes and no.
 REMARKS = {
-    "--ncclep-max-recv-rows": "static shapes; a number of rows, a factor as `1.25x`, or `worst`",
+    "--ncclep-max-recv-rows": "static shapes; a number, a factor such as `1.25x`, or `worst`",
     "--ncclep-experts=grouped": "on Hopper GPUs only, in bf16, with torch 2.10 or newer",
     "expert_tensor_parallel_size": "`native` needs the whole group `tp_ep` in one NVLink domain",
-    "fp8_recipe=blockwise": "experts of TransformerEngine; rows cross in the model's dtype",
+    "fp8_recipe=blockwise": "TransformerEngine's experts; rows cross in the model's dtype",
     "moe_layer_recompute": "one more plan, dispatch and combine for a recomputed layer",
     "cuda_graph_impl=full_iteration": "static shapes, and grouped experts or the op fuser",
     "cuda_graph_impl=transformer_engine": "static shapes, and grouped experts or the op fuser",
     "cuda_graph_impl=local": "static shapes, and grouped experts or the op fuser",
     "moe_shared_expert_overlap": "our kernels get their SMs first",
-    "overlap_moe_expert_parallel_comm": "little gained inside one node, see performance",
+    "overlap_moe_expert_parallel_comm": "gains little inside one node, see performance",
     "gradient_accumulation_fusion": "keep it on",
     "moe_expert_capacity_factor": "drops at the router, as with `alltoall`",
 }
 
 
 class Collector:
-    """A plugin of pytest that notes what the tests say which are left after collection.
+    """A pytest plugin that records the declarations of the collected tests.
 
     Attributes:
         works: option -> place -> how it is compared there.
@@ -102,11 +102,11 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Tell conftest.py that engines which cannot run here are not going to."""
+        """Tell conftest.py that no engine will run."""
         config.option.lists_only = True
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note the options of each test."""
+        """Record the options of each test."""
         for item in session.items:
             assert isinstance(item, pytest.Function)
             for mark in item.iter_markers("refuses"):
@@ -133,7 +133,7 @@ def shown(item: pytest.Function) -> tuple[str, list[str]]:
     """How a test compares, and the options that it shows to work; nothing without the marker.
 
     Raises:
-        pytest.UsageError: it does not say what it compares, or of which options.
+        pytest.UsageError: the marker does not say how it compares, or which options.
     """
     marks = list(item.iter_markers("supports"))
     if not marks:
@@ -152,7 +152,7 @@ def shown(item: pytest.Function) -> tuple[str, list[str]]:
 
 
 def strictness(said: str, cases: list[Any]) -> str:
-    """How strict a comparison is: by its cases, if they know, or by the words of the marker."""
+    """How strict a comparison is, from its cases, if they know, or from the marker's words."""
     known = [case.same_bits or case.integers for case in cases if hasattr(case, "same_bits")]
     if known:
         return "bits" if all(known) else "rounding"
@@ -162,7 +162,7 @@ def strictness(said: str, cases: list[Any]) -> str:
 
 
 def places_of(item: pytest.Function) -> tuple[str, ...]:
-    """Where a test runs: one that needs no several ranks, and makes none, shows one GPU."""
+    """Where a test runs: one that does not use several ranks counts for one GPU."""
     if item.path.parent != TESTS / "gpu":
         return PLACES[:1]
     if "one_rank" in item.fixturenames:
@@ -212,7 +212,7 @@ def oldest(releases: set[str]) -> str:
 
 
 def code(name: str) -> str:
-    """An option; what has no option of its own is told in words."""
+    """An option as code; a feature without an option is plain text."""
     return name if " " in name else f"`{name}`"
 
 
@@ -230,7 +230,7 @@ def merged(names: list[str], cells: dict[str, tuple[str, ...]]) -> list[list[str
 
 
 def works(collector: Collector) -> str:
-    """What a user wants to know: which options work with which engine."""
+    """The table for users: which options work with which engine."""
     cells = {
         name: (
             *(
@@ -252,7 +252,7 @@ def works(collector: Collector) -> str:
 
 
 def compared(collector: Collector) -> str:
-    """What a maintainer wants to know: how strict the comparison is, on which machine."""
+    """The table for maintainers: how strict the comparison is, on which machine."""
     cells = {
         name: tuple(
             next((word for word in STRICTNESS if word in by_place[place]), "") for place in PLACES
@@ -281,7 +281,7 @@ def tables(collector: Collector) -> dict[str, str]:
 
 
 def updated(document: str, generated: dict[str, str]) -> str:
-    """The document with the tables in their places, between two comments that name each.
+    """The document with the tables in their places, each between two comments that name it.
 
     Raises:
         ValueError: a place is missing.
@@ -296,7 +296,7 @@ def updated(document: str, generated: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Compare, or write with --write; 1 if a document was not up to date and still is not."""
+    """Compare, or write with --write; return 1 if a document is out of date and not written."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
@@ -312,7 +312,7 @@ def main() -> int:
             old, new = (set(text.splitlines()) for text in (before, after))
             for line in sorted(old ^ new):
                 print("-" if line in old else "+", line)
-            print(f"docs/{name} does not say what the tests show: run `make support`")
+            print(f"docs/{name} does not match the tests: run `make support`")
     return int(stale)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rewrites constraints/pyXY.txt: the exact versions that a fresh installation of this tree has.
+# Rewrites constraints/pyXY.txt: the exact versions in a fresh installation of this tree.
 set -euo pipefail
 
 if [ $# -lt 1 ] || [ "$1" = --help ]; then
@@ -20,7 +20,7 @@ fi
 PYTHON=$version CONSTRAINTS=$([ $# -gt 0 ] && echo "$work/keep.txt" || echo none) \
     scripts/setup_venv.sh "$work/venv"
 {
-    echo "# What a fresh installation with Python $version has; scripts/setup_venv.sh installs these."
+    echo "# A fresh installation with Python $version; scripts/setup_venv.sh installs these versions."
     echo "# Written by: scripts/update_constraints.sh $version $*" | sed 's/ *$//'
     # A CPU build of torch, 2.13.0+cpu, satisfies the version without its suffix.
     "$work/venv/bin/pip" freeze --all --exclude pip --exclude-editable | sed 's/+cpu$//'

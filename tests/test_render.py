@@ -87,7 +87,7 @@ def needs_gpus(model: str) -> bool:
 @pytest.mark.parametrize(("model", "dispatcher", "cluster"), [*COMBINATIONS])
 def test_every_shipped_combination_renders(model: str, dispatcher: str, cluster: str):
     if needs_gpus(model) and cluster == "local-cpu":
-        with pytest.raises(InputError, match="give --transformer-impl on the command line"):
+        with pytest.raises(InputError, match="set --transformer-impl on the command line"):
             words(model, dispatcher, cluster)
         return
     command = words(model, dispatcher, cluster)
@@ -114,7 +114,7 @@ def test_unknown_name_lists_the_names():
         ("- num-layers", "must be a mapping"), ("", "must be a mapping"),
         ("lr: [1", "not valid YAML"), ("--lr: 1", "without its dashes"),
         ("lr: 1e-4", "such as 1.0e-4"), ("lr: '0.1'", "such as 1.0e-4"),
-        ("lr:", "lr: None must be a number"), ("data-path: []", "leave out a list without any"),
+        ("lr:", "lr: None must be a number"), ("data-path: []", "leave out an empty list"),
         ("swiglu: [true]", "write a flag as true or false"),
         ("a: {b: 1}", "must be a number"), ("a: [[1]]", "must be a number"),
     ],
@@ -250,7 +250,7 @@ def test_two_files_that_disagree_are_named(write, ours: str, theirs: str):
         render.command_lines(model, "ncclep", cluster)
     name, value = theirs.split(": ")
     said = (f"model {model} says {ours}", f"cluster {cluster} says {name}: {value.capitalize()}")
-    for part in (*said, f"give --{name} on the command line"):
+    for part in (*said, f"set --{name} on the command line"):
         assert part.lower() in str(error.value).lower()
 
 
@@ -361,7 +361,7 @@ def test_slurm_script_fills_in_the_job(fake_commands, cluster: str):
 def test_slurm_script_names_a_variable_that_is_missing(fake_commands, missing: str):
     job = {name: value for name, value in SLURM_JOB.items() if name != missing}
     done = run_script("train.slurm", "--model", "tiny", env={**fake_commands, **job}, ok=False)
-    ours = {"SLURM_JOB_ID": "this is no Slurm job: submit it with sbatch", "SLURM_GPUS_ON_NODE":
+    ours = {"SLURM_JOB_ID": "this is not a Slurm job: submit it with sbatch", "SLURM_GPUS_ON_NODE":
             "--gpus-per-node=0 --export=ALL,SLURM_GPUS_ON_NODE=8"}  # fmt: skip
     assert ours.get(missing, f"{missing} is not set, and the cluster file needs it") in done.stderr
     assert done.returncode == 2

@@ -15,7 +15,7 @@
 
 namespace ncclep::bindings {
 
-// What a callback has raised; the call that it ended raises it again.
+// The exception of a callback; the call that it ended raises it again.
 inline thread_local std::exception_ptr raised;
 
 inline void check(ncclepResult_t result) {
@@ -46,7 +46,7 @@ class Group {
     ncclepComm comm{communicator};
     check(ncclepGroupCreate(&group_, &comm, &config));
   }
-  // Frees what is local: closing is collective.
+  // Frees only local memory: closing is collective.
   ~Group() { delete group_; }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;

@@ -51,7 +51,7 @@ void bind_host(py::module_& module) {
             return all;
           },
           "mine"_a, "what"_a, "timeout_s"_a)
-      .def("enter", &HostExchange::enter, "call"_a, "goes_on"_a, "since"_a)
+      .def("enter", &HostExchange::enter, "call"_a, "skips_exchange"_a, "since"_a)
       .def("refuse", &HostExchange::refuse, "reason"_a)
       .def("refusal", &HostExchange::refusal, "rank"_a, "since"_a)
       .def("gone_on", &HostExchange::gone_on)

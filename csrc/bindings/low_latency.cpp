@@ -16,7 +16,7 @@ class LowLatency {
     group.with_all_gather(
         all_gather, [&] { return ncclepLowLatencyCreate(&low_latency_, group.get(), &config); });
   }
-  // Frees what is local: closing is collective.
+  // Frees only local memory: closing is collective.
   ~LowLatency() { delete low_latency_; }
   LowLatency(const LowLatency&) = delete;
   LowLatency& operator=(const LowLatency&) = delete;

@@ -1,4 +1,4 @@
-// The extension megatron_ncclep._C: what Python sees of the native code, and nothing else.
+// The extension megatron_ncclep._C: the Python bindings of the native code, and nothing else.
 #include "bindings/bindings.h"
 #include "common/error.h"
 

@@ -130,7 +130,7 @@ void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "GroupHandle")
       .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a.none(false),
            "num_experts"_a, "timeout_s"_a)
-      // What has grown, "tokens 0 -> 128" say; None when the windows were large enough.
+      // What has grown, such as "tokens 0 -> 128"; None when the windows were large enough.
       .def(
           "reserve",
           [](Group& group, int num_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
@@ -243,7 +243,7 @@ void bind_group(py::module_& module) {
       .def("failure", &failure_of);
 }
 
-// How kernels divide their work, and what they compare, for logs and errors.
+// How kernels divide their work, and the values that they compare, for logs and errors.
 void bind_descriptions(py::module_& module) {
   module.def(
       "call_values",

@@ -1,4 +1,4 @@
-// Takes a tensor from Python, as a Tensor or as the C interface takes it.
+// Converts a tensor from Python to a Tensor, or to the C interface's form.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -96,7 +96,7 @@ class TensorReader {
   }
 };
 
-// A tensor as the C interface takes it; NULL for None.
+// A tensor in the form of the C interface; NULL for None.
 class Passed {
  public:
   operator const ncclepTensor_t*() const { return is_there_ ? &tensor_ : nullptr; }

@@ -1,4 +1,4 @@
-// What the handles of the C interface are, and how its functions return errors.
+// The handles of the C interface, and how its functions return errors.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ namespace ncclep::c_interface {
 // The result for the exception that is being handled; its text becomes this thread's last error.
 ncclepResult_t result_of_exception();
 
-// Calls `body`; what it throws becomes a result.
+// Calls `body`; an exception becomes a result.
 template <typename Body>
 ncclepResult_t guarded(Body&& body) {
   try {
@@ -54,7 +54,7 @@ Struct read(const Struct* given, const char* name) {
   require(given != nullptr, name, ": NULL");
   require(given->size == sizeof(Struct), name, " of ", given->size,
           " bytes: this library, version ", NCCLEP_VERSION, ", knows one of ", sizeof(Struct),
-          "; initialise it with the macro beside it, and use header and library of one version");
+          "; initialise it with the macro next to it, and use header and library of one version");
   return *given;
 }
 
@@ -65,7 +65,7 @@ void write(const Struct& made, Struct* given, const char* name) {
   *given = made;
 }
 
-// The thing that a handle stands for.
+// The object that a handle stands for.
 template <typename Handle>
 Handle& at(Handle* handle, const char* name) {
   require(handle != nullptr, "the ", name, " was closed, or is NULL");

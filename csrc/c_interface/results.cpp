@@ -93,11 +93,11 @@ const char* ncclepGetErrorString(ncclepResult_t result) {
     case ncclepRemoteError:
       return "another rank did not come, refused a call, or made a different one";
     case ncclepInterrupted:
-      return "ended by a callback of the caller's";
+      return "ended by a callback of the caller";
     case ncclepNumResults:
       break;
   }
-  return "no result of this library";
+  return "not a result of this library";
 }
 
 const char* ncclepGetLastError(void) { return ncclep::c_interface::last_error.c_str(); }

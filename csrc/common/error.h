@@ -32,7 +32,7 @@ class PeerError : public Error {
   using Error::Error;
 };
 
-// A callback of the caller's ended the call.  Python sees what the callback raised.
+// A callback of the caller ended the call.  Python sees the callback's exception.
 class InterruptedError : public Error {
  public:
   using Error::Error;
@@ -68,13 +68,13 @@ template <typename... Parts>
   throw Error(join_text(parts...));
 }
 
-// Checks what something else has returned or found.
+// Checks the result of a call to something else.
 template <typename... Parts>
 void ensure(bool holds, const Parts&... parts) {
   if (!holds) fail(parts...);
 }
 
-// Checks what the caller has passed.
+// Checks the caller's arguments.
 template <typename... Parts>
 void require(bool holds, const Parts&... parts) {
   if (!holds) throw ArgumentError(join_text(parts...));

@@ -9,7 +9,7 @@
 
 namespace ncclep {
 
-// Stays open for the rest of the process: what the library started (threads, communicators) may
+// Stays open for the rest of the process: threads and communicators that the library started may
 // outlive any object of ours.
 class SharedLibrary {
  public:

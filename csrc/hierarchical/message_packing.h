@@ -1,8 +1,8 @@
 // Messages between nodes: one for each token that crosses, row and weights together.
 //
 // A message is a piece of the row (the same columns of all rows) followed by the weights, fp32,
-// padded with zeros to a multiple of kMessageVector bytes.  Which tokens cross is decided elsewhere
-// (megatron_ncclep/engines/hierarchical/message_packing.py specifies what these kernels do).
+// padded with zeros to a multiple of kMessageVector bytes.  Other code decides which tokens cross.
+// megatron_ncclep/engines/hierarchical/message_packing.py specifies these kernels.
 #pragma once
 
 #include <cstdint>

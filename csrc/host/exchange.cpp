@@ -230,12 +230,12 @@ void HostExchange::round(const char* mine, std::size_t length, std::size_t total
   require_equal_lengths(total, what);
 }
 
-void HostExchange::enter(std::uint64_t call, bool goes_on, std::uint64_t since) {
+void HostExchange::enter(std::uint64_t call, bool skips_exchange, std::uint64_t since) {
   const std::lock_guard<std::mutex> alone(mutex_);
   if (segment_ == nullptr) return;
   since_ = since;
   has_met_ = false;
-  segment_->ranks[rank_].call.store(2 * call + goes_on, std::memory_order_release);
+  segment_->ranks[rank_].call.store(2 * call + skips_exchange, std::memory_order_release);
 }
 
 void HostExchange::refuse(const std::string& reason) {

@@ -12,11 +12,10 @@
 
 namespace ncclep {
 
-// An all-gather of bytes, in a few microseconds where the ranks have a core each.
-//
-// Every rank has two slots.  Message n of a rank lies in its slot n % 2; the slot's sequence number
-// is written last.  A rank writes message n + 2 only after it has read every rank's n + 1, and each
-// rank wrote its n + 1 only after it had read every rank's n: so no message is overwritten while a
+// An all-gather of bytes, which takes a few microseconds if each rank has a core.
+// Every rank has two slots. Message n of a rank is in its slot n % 2; the slot's sequence number is
+// written last.  A rank writes message n + 2 only after it has read every rank's n + 1, and each
+// rank wrote its n + 1 only after it had read every rank's n, so no message is overwritten while a
 // rank still reads it.
 //
 //     sequence  rank 0's slots  rank 1's slots
@@ -60,19 +59,19 @@ class HostExchange {
   void exchange(const char* mine, std::size_t length, char* all, const std::string& what,
                 double timeout_s, const std::function<void()>& poll);
 
-  // Publishes that this rank has reached call number `call`, and with `goes_on` that it exchanges
-  // nothing in it, for ranks that wait in an exchange of this call or an earlier one.  Numbers
-  // increase.  Like the functions below, not collective and never waits.
+  // Publishes that this rank has reached call number `call`, and with `skips_exchange` that it
+  // exchanges nothing in it, for ranks that wait in an exchange of this call or an earlier one.
+  // Numbers increase.  Like the functions below, not collective and never waits.
   //
   // An exchange in this call does not wait for ranks that have refused call `since` or a later one.
-  void enter(std::uint64_t call, bool goes_on, std::uint64_t since);
+  void enter(std::uint64_t call, bool skips_exchange, std::uint64_t since);
   // Publishes why this rank refused the call that it entered, in which it exchanges nothing; empty:
   // clears the reason.
   void refuse(const std::string& reason);
   // The last reason that `rank` published, if it refused call `since` or a later one.
   std::string refusal(int rank, std::uint64_t since);
   // The first rank that has skipped this call's exchange or is in a later call; -1: none, or all
-  // ranks have exchanged in this call, so that a rank in a later one left nobody waiting here.
+  // ranks have exchanged in this call, so a rank in a later one left no rank waiting here.
   int gone_on();
 
   // Lists the ranks that have died, closed their end or given up and so will not come to the next

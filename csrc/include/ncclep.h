@@ -13,15 +13,15 @@
  * where its comment says so.  Calls that queue work are collective too, but do not wait for other
  * ranks' hosts: kernels wait, until the deadline.
  *
- * Structs: every struct starts with its size.  Initialise it with the macro beside it: later
+ * Structs: every struct starts with its size.  Initialise it with the macro next to it: later
  * versions add fields at the end, and the size tells which fields a program knows.  A library
  * refuses sizes that it does not know.
  *
- * Ownership: the library copies what it needs from a struct.  Device memory that a struct points to
- * is the caller's and must stay as it is until the queued work that uses it is over; the memory of
- * a plan, for as long as the plan.
+ * Ownership: the library copies a struct's fields.  Device memory that a struct points to is the
+ * caller's and must not be changed until the queued work that uses it is over; the memory of a plan
+ * must not be changed for as long as the plan exists.
  *
- * Threads and devices: one thread at a time calls functions of a communicator and of what was made
+ * Threads and devices: one thread at a time calls functions of a communicator and of objects made
  * with it, with the communicator's device current (cudaSetDevice).  Streams are those of the CUDA
  * runtime or driver (cudaStream_t, CUstream); NULL is the default stream.
  */
@@ -61,7 +61,7 @@ typedef enum {
   ncclepNumResults = 6
 } ncclepResult_t;
 
-/* What a result means in general.  Never NULL. */
+/* The general meaning of a result.  Never NULL. */
 NCCLEP_API const char* ncclepGetErrorString(ncclepResult_t result);
 
 /* What was wrong in this thread's last call that failed, with the values and a remedy; "" if none
@@ -71,7 +71,7 @@ NCCLEP_API const char* ncclepGetLastError(void);
 /* NCCLEP_VERSION of the library. */
 NCCLEP_API ncclepResult_t ncclepGetVersion(int* version);
 
-/* --- what several functions take -------------------------------------------------------------- */
+/* --- arguments of several functions ----------------------------------------------------------- */
 
 typedef enum {
   ncclepUint8 = 0,
@@ -94,12 +94,13 @@ typedef struct {
 } ncclepTensor_t;
 #define NCCLEP_TENSOR_INIT {sizeof(ncclepTensor_t), NULL, ncclepUint8, 0, {0, 0, 0, 0}}
 
-/* Called now and then while a call waits on the host; not 0 ends the call (ncclepInterrupted). */
+/* Called now and then while a call waits on the host; any result but 0 ends the call
+ * (ncclepInterrupted). */
 typedef int (*ncclepPoll_t)(void* user);
 
-/* Gathers `num_bytes` bytes of every rank into `all`, by rank, on the hosts; as many on every rank.
- * `what` names the step in the caller's own errors.  Must return within about `timeout_s` seconds.
- * Anything but ncclepSuccess ends the call that needs it with ncclepInterrupted. */
+/* Gathers `num_bytes` bytes of every rank into `all`, by rank, on the hosts; the same number on
+ * all.  `what` names the step in the caller's own errors.  Must return within about `timeout_s`
+ * seconds.  Anything but ncclepSuccess ends the call that needs it with ncclepInterrupted. */
 typedef ncclepResult_t (*ncclepAllGather_t)(void* user, const void* mine, size_t num_bytes,
                                             void* all, const char* what, double timeout_s);
 
@@ -133,11 +134,11 @@ typedef struct {
 /* Makes a unique id with the NCCL at `nccl_path`; NULL as in ncclepCommConfig_t. */
 NCCLEP_API ncclepResult_t ncclepGetUniqueId(ncclepUniqueId_t* id, const char* nccl_path);
 
-/* Makes a communicator of NCCL's, over which any number of groups can be made.  Collective.
+/* Makes an NCCL communicator, over which any number of groups can be made.  Collective.
  * ncclepRemoteError: not all ranks came in time. */
 NCCLEP_API ncclepResult_t ncclepCommCreate(ncclepComm_t* comm, const ncclepCommConfig_t* config);
 
-/* Destroys the communicator; its groups come first.  Collective. */
+/* Destroys the communicator; destroy its groups first.  Collective. */
 NCCLEP_API ncclepResult_t ncclepCommDestroy(ncclepComm_t comm);
 
 /* Gives up the communicator without the other ranks, after an error.  Not collective. */
@@ -181,8 +182,8 @@ typedef struct {
 NCCLEP_API ncclepResult_t ncclepGroupCreate(ncclepGroup_t* group, ncclepComm_t comm,
                                             const ncclepGroupConfig_t* config);
 
-/* Makes windows that hold `shape`, and whatever the windows held before; does nothing if they do
- * already.  The ranks write and read words in each other's windows before any kernel uses them.
+/* Makes windows that hold `shape` and all earlier shapes; does nothing if they already do.
+ * The ranks write and read words in each other's windows before any kernel uses them.
  * Collective when windows grow, with the same shape; waits for the device.
  * ncclepInvalidUsage on all ranks: a CUDA graph of a rank holds calls of the group, or `stream` is
  * being captured.  ncclepSystemError on all ranks: one has no memory, or cannot reach another's. */
@@ -231,13 +232,14 @@ typedef struct {
 #define NCCLEP_FAILURE_INIT \
   {sizeof(ncclepFailure_t), ncclepReasonNone, ncclepPhaseNone, -1, 0, 0.0, 0, 0}
 
-/* Why the group has failed, as far as the device has come.  Does not wait.  A group that has failed
- * stays so: everything that kernels deliver is NaN from then on.  Destroy it on all ranks. */
+/* Why the group has failed, as far as the device has reported.  Does not wait.  A failed group
+ * stays failed: everything that kernels deliver is NaN from then on.  Destroy it on all ranks. */
 NCCLEP_API ncclepResult_t ncclepGroupGetFailure(ncclepGroup_t group, ncclepFailure_t* failure);
 
 /* The ranks whose routing was bad, one bit each, in static plans and in low-latency dispatches, as
- * far as the device has come: an index that is no expert, or one that a token names twice, counted
- * as not routed.  `forget` not 0 clears them; no work may be in flight then.  Either may be NULL.
+ * far as the device has reported: an index that is not an expert, or one that a token names twice,
+ * counted as not routed.  `forget` not 0 clears them; no work may be in flight then.  Either may be
+ * NULL.
  */
 NCCLEP_API ncclepResult_t ncclepGroupBadRoutings(ncclepGroup_t group, int forget, uint32_t* plans,
                                                  uint32_t* low_latency);
@@ -251,8 +253,8 @@ NCCLEP_API ncclepResult_t ncclepGroupRefuse(ncclepGroup_t group, ncclepPhase_t p
 NCCLEP_API ncclepResult_t ncclepGroupCopyWaitedNs(ncclepGroup_t group, const ncclepTensor_t* out,
                                                   void* stream);
 
-/* Frees windows and state.  Collective; waits for the device.  Its plans and low-latency objects
- * come first.  After an error the handle stays valid, and may be destroyed again. */
+/* Frees windows and state.  Collective; waits for the device.  Destroy its plans and low-latency
+ * objects first.  After an error the handle stays valid, and may be destroyed again. */
 NCCLEP_API ncclepResult_t ncclepGroupDestroy(ncclepGroup_t group);
 
 /* The fewest SMs with which dispatch and combine run between `num_ranks` ranks. */
@@ -262,9 +264,9 @@ NCCLEP_API ncclepResult_t ncclepMinSms(int num_ranks, int* num_sms);
 
 /* The routes of one batch, and their memory.
  *
- * Exact mode (max_recv_rows 0): a rank receives what is routed to it, and ncclepPlanWait says how
- * much.  Static mode: it always receives max_recv_rows rows, no host waits, and a CUDA graph can
- * capture all calls. */
+ * Exact mode (max_recv_rows 0): a rank receives the rows that are routed to it, and ncclepPlanWait
+ * returns their number.  Static mode: it always receives max_recv_rows rows, no host waits, and a
+ * CUDA graph can capture all calls. */
 typedef struct {
   size_t size;
   const ncclepTensor_t* topk_idx; /* int32 or int64 [T, K]: experts; -1: not routed */
@@ -289,13 +291,13 @@ typedef struct {
 #define NCCLEP_PLAN_CONFIG_INIT \
   {sizeof(ncclepPlanConfig_t), NULL, 0, 0, 1, 0, NULL, NULL, NULL, 0, 0, NULL, NULL, 32, NULL}
 
-/* What a rank receives. */
+/* The numbers of rows, pairs and assignments that a rank receives. */
 typedef struct {
   size_t size;
   int64_t num_rows;        /* N, padding included */
   int64_t num_pairs;       /* (source rank, token) with assignments here */
   int64_t num_assignments; /* N without padding */
-  uint32_t bad_ranks; /* whose topk_idx named what is no expert, or one twice; one bit each.  If
+  uint32_t bad_ranks; /* whose topk_idx named a nonexistent expert, or one twice; one bit each.  If
                          not 0, the plan cannot be used */
   int has_room;       /* whether the routes were received; 0: call ncclepPlanReceive */
 } ncclepPlanSizes_t;
@@ -311,16 +313,17 @@ NCCLEP_API ncclepResult_t ncclepRoutesSize(ncclepGroup_t group, int64_t max_pair
 NCCLEP_API ncclepResult_t ncclepPlanCreate(ncclepPlan_t* plan, ncclepGroup_t group,
                                            const ncclepPlanConfig_t* config);
 
-/* Waits on the host until the device has counted what arrives; exact mode only.  Once the stream
- * has reached the plan, for at most twice the deadline. ncclepRemoteError: another rank did not
- * come. rows_of_expert: host memory, int64 [L], written: rows of each expert's block, with padding.
+/* Waits on the host until the device has counted the arriving rows; exact mode only.  Once the
+ * stream has reached the plan, for at most twice the deadline. ncclepRemoteError: another rank did
+ * not come. rows_of_expert: host memory, int64 [L], written: rows of each expert's block, with
+ * padding.
  */
 NCCLEP_API ncclepResult_t ncclepPlanWait(ncclepPlan_t plan, ncclepGroup_t group,
                                          const ncclepTensor_t* rows_of_expert, void* stream,
                                          ncclepPlanSizes_t* sizes);
 
-/* Queues receiving the routes again, with more room; `routes` replaces the plan's.  Collective with
- * nobody: the other ranks need not know. */
+/* Queues receiving the routes again, with more room; `routes` replaces the plan's.  Not
+ * collective: the other ranks need not know. */
 NCCLEP_API ncclepResult_t ncclepPlanReceive(ncclepPlan_t plan, ncclepGroup_t group,
                                             const ncclepTensor_t* routes, int64_t max_pairs,
                                             int64_t max_assignments, int num_sms, void* stream);
@@ -331,7 +334,7 @@ NCCLEP_API ncclepResult_t ncclepPlanDestroy(ncclepPlan_t plan);
 /* --- dispatch and combine --------------------------------------------------------------------- */
 
 /* Rows at the tokens' source rank and at the experts; dispatch reads the first two and writes the
- * last two, combine the other way round.  All data pointers are multiples of 16. */
+ * last two, combine does the reverse.  All data pointers are multiples of 16. */
 typedef struct {
   size_t size;
   const ncclepTensor_t* tokens; /* [T, H]: bf16, fp16, fp32; dispatch also moves uint8 */
@@ -372,7 +375,7 @@ typedef struct {
 #define NCCLEP_LOW_LATENCY_CONFIG_INIT \
   {sizeof(ncclepLowLatencyConfig_t), 0, 0, 0, ncclepBfloat16, ncclepBfloat16, 0}
 
-/* What a dispatch delivers, in memory of the object: by source rank and token.  The addresses stay
+/* The results of a dispatch, in memory of the object: by source rank and token.  The addresses stay
  * the same for the object's life; the contents, until the next dispatch. */
 typedef struct {
   size_t size;

@@ -75,13 +75,13 @@ std::shared_ptr<Communicator> Communicator::connect(std::shared_ptr<Nccl> nccl,
     bool is_over = false;
   };
   const auto made = std::make_shared<Made>();
-  // Without a device NCCL says what is wrong.
+  // Without a device NCCL reports the error.
   if (device == -1 && cudaGetDevice(&device) != cudaSuccess) device = -1;
   std::thread([=] {
     std::shared_ptr<Communicator> communicator;
     std::exception_ptr error;
     try {
-      // Each thread has a current device of its own.
+      // Each thread has its own current device.
       if (device != -1) cuda_check(cudaSetDevice(device), "cudaSetDevice");
       communicator = std::make_shared<Communicator>(nccl, id, num_ranks, rank);
     } catch (...) {

@@ -72,16 +72,16 @@ class Nccl {
 class Communicator {
  public:
   Communicator(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id, int num_ranks, int rank);
-  // The same on `device`, or on the current one if that is -1, and within a deadline, which NCCL's
-  // own wait for the other ranks lacks: a thread does the waiting.  `poll` is called now and then,
-  // and may throw.  Throws PeerError when not all ranks have come in time; the thread goes on
-  // waiting then.
+  // The same on `device`, or on the current one if that is -1, and with a deadline, which NCCL's
+  // own wait for the other ranks lacks, so a thread does the waiting.  `poll` is called now and
+  // then, and may throw.  Throws PeerError when not all ranks have come in time; the thread then
+  // keeps waiting.
   static std::shared_ptr<Communicator> connect(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id,
                                                int num_ranks, int rank, int device,
                                                double timeout_s, const std::function<void()>& poll);
 
   // Gathers `num_bytes` bytes of every rank's host memory into `all`, by rank, through NCCL, on a
-  // stream of its own.  Collective.  Throws PeerError when not all ranks have come in time; `what`
+  // separate stream.  Collective.  Throws PeerError when not all ranks have come in time; `what`
   // names the call in errors.
   void all_gather(const void* mine, std::size_t num_bytes, void* all, const char* what,
                   double timeout_s, const std::function<void()>& poll) const;
@@ -97,7 +97,8 @@ class Communicator {
   int rank() const { return rank_; }
   // Ranks that reach each other's memory by load and store (NVLink), this one included.
   int lsa_size() const { return lsa_size_; }
-  // Another number for each set of windows; the same on all ranks, which make them in one order.
+  // A different number for each set of windows; the same on all ranks, which make them in one
+  // order.
   std::uint64_t next_generation() { return ++generation_; }
   // The order of the kernels that use this communicator's windows; created on the first call.
   const std::shared_ptr<StreamOrder>& order();

@@ -13,9 +13,9 @@ namespace ncclep {
 namespace {
 
 // The head of the struct that a window handle points to in device memory (NCCL 2.28 and later): the
-// ranks of an NVLink domain lie one after the other in a flat address range.  No header documents
-// this, so whoever opens a window verifies the addresses by writing and reading (the native engine
-// does when it makes windows).
+// ranks of an NVLink domain are one after the other in a flat address range.  No header documents
+// this, so the code that opens a window must verify the addresses by writing and reading (the
+// native engine does so when it makes windows).
 struct WindowOnDevice {
   void* host_side;
   char* flat_base;
@@ -24,7 +24,7 @@ struct WindowOnDevice {
   std::uint32_t stride_4g;  // distance between consecutive ranks, in units of 2^32 bytes
 };
 
-// Ranks of an NVLink domain: more than any has.
+// More ranks than any NVLink domain has.
 constexpr int kMaxRanks = 4096;
 constexpr std::size_t kGranularity = 4096;
 // Rows are copied in vectors, and by bulk copies, of this many bytes.
@@ -49,7 +49,7 @@ std::vector<char*> peers_in(const void* head, std::size_t num_bytes, int rank, i
   if (window.flat_base == nullptr) unknown("the window has no address");
   if (window.stride_4g == 0 && num_ranks > 1) unknown("the window has all ranks at one address");
   if (reinterpret_cast<std::uintptr_t>(window.flat_base) % kAlignment != 0) {
-    unknown("the window starts at ", static_cast<void*>(window.flat_base), ", no multiple of ",
+    unknown("the window starts at ", static_cast<void*>(window.flat_base), ", not a multiple of ",
             kAlignment);
   }
   const std::uint64_t stride = static_cast<std::uint64_t>(window.stride_4g) << 32;

@@ -1,4 +1,4 @@
-// A tensor as libnccl_ep takes it.
+// A tensor in the form that libnccl_ep takes.
 #pragma once
 
 #include <cstddef>

@@ -27,7 +27,7 @@ void check(const GroupOptions& options, int num_ranks) {
           " experts for NCCL EP: a positive multiple of the ", ranks, " ranks");
   for (const unsigned number : {options.num_experts, options.max_tokens, options.max_recv_rows,
                                 options.row_bytes, options.top_k, options.num_sms}) {
-    require(number <= INT32_MAX, number, " is beyond what NCCL EP counts in: less than 2^31");
+    require(number <= INT32_MAX, number, " is too large for NCCL EP: it must be less than 2^31");
   }
   require(options.max_tokens > 0 && options.row_bytes > 0 && options.top_k > 0,
           "NCCL EP needs max_tokens, row_bytes and top_k, not ", options.max_tokens, ", ",

@@ -1,9 +1,9 @@
-"""`ncclep bench` and `ncclep plot`: what each way to move tokens costs, checked before it is timed.
+"""`ncclep bench` and `ncclep plot`: the cost of each way to move tokens, checked before timing.
 
-Reading order: command.py (arguments, ranks, one shape on one rank); job.py and shapes.py (what was
-asked); ranks.py (what ranks do together: agree, time, copy over their links); the subjects in
-engines.py, low_latency.py and layers.py, the latter with layer_model.py; training.py with
-training_model.py; result.py, table.py and plot.py (what is shown).  A subject is defined here.
+Reading order: command.py (arguments, ranks, one shape on one rank); job.py and shapes.py (the
+task); ranks.py (steps of all ranks: agree, time, copy over their links); the subjects in
+engines.py, low_latency.py and layers.py, the last with layer_model.py; training.py with
+training_model.py; result.py, table.py and plot.py (the output).  A subject is defined here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from megatron_ncclep.benchmark.ranks import Clock, Timer
     from megatron_ncclep.benchmark.shapes import Workload
 
-# What a subject's passes are called, in the order in which they run.  bwd_dispatch is the backward
-# of combine (a dispatch of gradients), bwd_combine the backward of dispatch.
+# Names of a subject's passes, in the order in which they run. bwd_dispatch is the backward of
+# combine (a dispatch of gradients), bwd_combine the backward of dispatch.
 STEPS = ("plan", "dispatch", "combine", "bwd_dispatch", "bwd_combine")
 WHOLE = ("forward", "backward")
-# Of layers and experts that are one CUDA graph.
+# The pass of layers and experts that are one CUDA graph.
 BOTH = "forward+backward"
-# Of low-latency mode: each half of a pair alone, and both right after each other.
+# Passes of low-latency mode: each half of a pair alone, and both one right after the other.
 PAIR = ("dispatch", "combine", "pair")
 # Kinds of subjects that compute with experts; rows on the wire say little about their time.
 WITH_EXPERTS = ("layer", "experts")
@@ -53,7 +53,7 @@ def excused(*kinds: type[Exception]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where subjects run: the same on every rank but for `rank`."""
+    """Where subjects run: the same on every rank except for `rank`."""
 
     rank: int
     num_ranks: int
@@ -69,13 +69,13 @@ class Setting:
 class Subject:
     """One thing to measure, prepared for one workload.  Making it and all methods are collective.
 
-    Making it raises UnavailableError, on every rank that knows, where it cannot be measured.
+    Making it raises UnavailableError, on every rank that knows why, if it cannot be measured.
 
     Attributes:
         passes: pass -> a call that runs it once; STEPS, WHOLE or two of PAIR, in order, or BOTH.
-        sms: SMs that its kernels use, in words.
+        sms: SMs that its kernels use, as text.
         shared_bytes: torch memory that it uses and that an earlier subject allocated.
-        window_bytes: memory that the other ranks write to, if it is known.
+        window_bytes: memory that the other ranks write to, if known.
     """
 
     passes: dict[str, Callable[[], Any]]
@@ -97,5 +97,5 @@ class Subject:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release its resources."""
         raise NotImplementedError

@@ -1,9 +1,9 @@
-"""Measure what each way to move tokens costs: the engines, NVIDIA's library, Megatron-Core's own.
+"""Measure the cost of each way to move tokens: engines, NVIDIA's library, Megatron-Core's own.
 
 Every result is checked before it is timed.  The command starts its ranks itself; under torchrun it
-is one of them.  Results go to --out: bench.json, bench.txt (what is printed) and bench.png.
+is one of them.  Results go to --out: bench.json, bench.txt (the printed text) and bench.png.
 
-Exit status: 0; 1 when a result is wrong, a subject fails, or one that --subjects names cannot run.
+Exit status: 0; 1 if a result is wrong, a subject fails, or one that --subjects names cannot run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 DEFAULT_CPU_RANKS = 2
 PATIENCE = 60  # the whole of one shape may take this many times the deadline of one wait
-# Mode -> kind of a subject -> what measures it; layers have an option too.
+# Mode -> kind of a subject -> the class that measures it; layers also have an option.
 SUBJECTS: dict[str, dict[str, type[Subject]]] = {
     HIGH_THROUGHPUT: {
         "engine": EngineSubject, "library": LibrarySubject, "megatron": DispatcherSubject,
@@ -85,11 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-recv-rows",
         type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["parse"],
-        help="received rows of layers and training with a fixed number of them, in the form of "
+        help="received rows of layers and trainings with a fixed number of them, in the form of "
         f"--ncclep-max-recv-rows (default: {MAX_RECV_ROWS})",
     )
     add("--ranks", type=int, help="processes to start (default: one per GPU, 2 on a CPU)")
-    add("--device", choices=("auto", "cpu", "cuda"), help="auto (the default) takes GPUs if any")
+    add("--device", choices=("auto", "cpu", "cuda"), help="auto (the default) uses GPUs if any")
     add("--samples", type=int, help="timed rounds (default: 30 on GPUs, 3 on a CPU)")
     add("--warmup", type=int, help="untimed rounds (default: 5 on GPUs, 1 on a CPU)")
     add("--out", default="runs/bench", help="folder for the results (default: runs/bench)")
@@ -97,9 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--smoke", action="store_true", help="small shapes: --config smoke --device cpu")
     add(
         "--model-network", nargs="?", const="", metavar="NAME=VALUE,...",
-        help="measure nothing: print how many bytes cross the network between 2 to 64 nodes, "
+        help="measure nothing: print the bytes that cross the network between 2 to 64 nodes, "
         "for engine 'hierarchical' and for a flat all-to-all, and the least time that this takes; "
-        f"{', '.join(network_model.names())} have example values if they are not given",
+        f"{', '.join(network_model.names())} have example values unless given",
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `ncclep bench` and return its exit status.
 
     Raises:
-        EpError: a mistake that one process can see; nothing is measured then.
+        EpError: a mistake that one process can detect; nothing is measured then.
     """
     if args.model_network is not None:
         options = ("config", "subjects", "max_recv_rows", "ranks", "device", "samples", "warmup")
@@ -122,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
     job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
     if not args.overwrite and Path(job.out, "bench.json").exists():
         raise InputError(f"--out {job.out} holds results: give --overwrite, or another --out")
-    try:  # now: what was measured must not be lost for want of a folder
+    try:  # now, so that results are not lost because there is no folder
         Path(job.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {job.out}: {error.strerror}: give another folder") from error
@@ -139,7 +139,7 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
         InputError: an argument is wrong, contradicts another, or would be ignored.
     """
     if args.smoke and args.config is not None:
-        raise InputError(f"--smoke has shapes of its own: leave --config {args.config} out")
+        raise InputError(f"--smoke has its own shapes: leave --config {args.config} out")
     if args.smoke and args.device not in (None, "cpu"):
         raise InputError(f"--smoke runs on the CPU: leave --device {args.device} out")
     if world_size is not None and args.ranks not in (None, world_size):
@@ -148,7 +148,7 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
         raise InputError(f"--ranks {args.ranks}: must be at least 1")
     device = "cpu" if args.smoke else args.device or "auto"
     if device == "cpu":
-        # Before anything of this process or its children looks for GPUs.
+        # Before this process or its children look for GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gpus = torch.cuda.device_count()
     if device == "auto":
@@ -163,14 +163,14 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
 
 
 def _measure_in_pool(job: Job) -> list[Measured]:
-    """Start the ranks and measure every shape; ranks that die cost their shape only."""
+    """Start the ranks and measure every shape; if ranks die, only their shape is lost."""
     if job.device == "cuda":
         pool = RankPool(job.ranks, "nccl")
     else:
         pool = RankPool(job.ranks, prepare=import_on_cpu if job.needs_megatron else None)
     measured: list[Measured] = []
     todo, names, start = job.everything, ", ".join(job.subjects), time.monotonic()
-    print(f"{len(todo)} shapes (the first tells how long they take): {names}", flush=True)
+    print(f"{len(todo)} shapes (the first shows how long they take): {names}", flush=True)
     try:
         for shape in todo:
             if measured:
@@ -178,7 +178,7 @@ def _measure_in_pool(job: Job) -> list[Measured]:
                 left = f"about {minutes:.0f} minutes" if minutes > 1 else "a minute at most"
                 print(f"{len(measured)} of {len(todo)}: {left} to go", flush=True)
             if isinstance(shape, TrainingShape):
-                pool.close()  # nothing of an earlier model stays in memory
+                pool.close()  # no earlier model stays in memory
             try:
                 found = pool.run(run, job, shape, timeout=PATIENCE * job.timeout_s)[0]
             except RankError as error:
@@ -196,14 +196,14 @@ def _measure_in_pool(job: Job) -> list[Measured]:
 
 
 def _summary(error: Exception) -> str:
-    """What precedes the ranks' tracebacks, such as who died, and the last line of each."""
+    """The text before the ranks' tracebacks, such as which rank died, and the last line of each."""
     before, *parts = re.split(r"^--- (?=rank \d+ ---$)", str(error), flags=re.MULTILINE)
     last = [f"{part.split(' ---', 1)[0]}: {part.strip().splitlines()[-1]}" for part in parts]
     return "; ".join([*before.strip().splitlines(), *last])
 
 
 def _measure_as_rank(job: Job) -> list[Measured]:
-    """Measure every shape as one rank of torchrun's; only rank 0 gets results."""
+    """Measure every shape as one of torchrun's ranks; only rank 0 gets results."""
     backend = "gloo"
     if job.device == "cuda":
         place.use_gpu(int(os.environ["LOCAL_RANK"]))
@@ -225,7 +225,7 @@ def _finish(job: Job, measured: list[Measured]) -> int:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine(job.device, job.ranks),
         "versions": versions(job.device),
-        # The folder of the results is no property of them.
+        # The results do not depend on their folder.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
         **{name: [] for name in results.LISTS},
         "failures": [failure for shape in measured for failure in shape.failures],
@@ -255,7 +255,7 @@ def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measure
     """Measure every subject of the job with one shape.  Collective; rank 0 gets the result."""
     ranks = Ranks(context, job.timeout_s, shape.name, shows=True)
     try:
-        # Remarks of Megatron-Core about packages that are missing, and the like.
+        # Hides Megatron-Core's remarks about missing packages and similar ones.
         with remarks_hidden():
             if isinstance(shape, TrainingShape):
                 result: Measured = TrainingRun(ranks, job, shape).run()
@@ -274,10 +274,10 @@ def make_subject(
     name: str, setting: Setting, workload: Workload, mode: str = HIGH_THROUGHPUT,
     max_recv_rows: Any = None,
 ) -> Subject:  # fmt: skip
-    """Prepare the subject that `name` means, which does not train.  Collective.
+    """Prepare the subject called `name`, which does not train.  Collective.
 
     Raises:
-        UnavailableError: it cannot be measured here; raised on every rank that knows.
+        UnavailableError: it cannot be measured here; raised on every rank that knows the reason.
     """
     kind = kind_of(name)
     if kind == "layer":
@@ -287,7 +287,7 @@ def make_subject(
 
 @dataclass
 class _Entry:
-    """A subject that is being measured, and what is known of it."""
+    """A subject that is being measured, and its results so far."""
 
     result: SubjectResult
     subject: Any = None
@@ -329,7 +329,7 @@ class _ShapeRun:
         return result
 
     def _measure_ceiling(self, result: ShapeResult) -> None:
-        """Measure the links' bandwidth; where that is impossible, say why."""
+        """Measure the links' bandwidth; if that is impossible, say why."""
         ranks, row_bytes = self._ranks, self._shape.row_bytes
         ranks.step("ceiling of the links")
         group, found = EpGroup.of(ranks.group), {}

@@ -1,8 +1,8 @@
 """Engines of this package and NVIDIA's libnccl_ep: plan and the four passes, and their check.
 
-The library, the yardstick, is called directly, without this package's checks and agreements: its
-outputs are allocated once and exact sizes are known, so that only its own calls are timed.  Results
-are compared bit by bit with the table oracle's answer to the payload.
+The library is the baseline and is called directly, without this package's checks and agreements:
+its outputs are allocated once and exact sizes are known, so only its own calls are timed.  Results
+are compared bit by bit with those of the table oracle.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_ncclep.ranks.nodes import Nodes
 from megatron_ncclep.testing.cases import refusal
 from megatron_ncclep.testing.table_oracle import table_combine, table_dispatch
 
-# What the engines' documentation says of kernels whose number of SMs is not set.
+# The engines' documented SMs if their number is not set.
 DEFAULT_SMS = {"reference": "NCCL's", "nccl_ep": "16"}
 # Mode in a library's name -> the library's variable for it.
 MODES = {"pull_push": PULL_PUSH, "fixed_order": FIXED_ORDER}
 TOKENS_MULTIPLE = 64  # the library's staging memory is made for a multiple of this many tokens
-KEY_COLUMNS = 8  # of a row, which tell it from the other rows of an expert, or of a source rank
+KEY_COLUMNS = 8  # of a row: they differ from those of an expert's, or source rank's, other rows
 _BITS = {2: torch.int16, 4: torch.int32}
-# Pass -> what goes in: rows, and their weights if it has any.
+# Pass -> its input: rows, and their weights if it has any.
 DISPATCHES = {"dispatch": (shapes.X, shapes.WEIGHTS), "bwd_dispatch": (shapes.GRAD_OUT, None)}
 COMBINES = {"combine": (shapes.Y, None), "bwd_combine": (shapes.GRAD_ROWS, shapes.GRAD_WEIGHTS)}
 
@@ -47,7 +47,7 @@ def results_problem(
 
     Args:
         results: pass -> (rows, weights or None), as the engine interface returns them.
-        work: what went in.
+        work: the input.
         reduction: how combine rounds, one of engine.REDUCTIONS.
         nodes: the grid of an engine whose rows are ordered BY_RAIL.
     """
@@ -73,7 +73,7 @@ def results_problem(
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, what: str = "rows") -> str | None:
-    """Say in which bits two tensors, [n, width] or [n], first differ, if in any."""
+    """Say where two tensors, [n, width] or [n], first differ in their bits, if anywhere."""
     forms = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (actual, expected)]
     if forms[0] != forms[1]:
         return f"{what}: {forms[0]}, expected {forms[1]}"
@@ -87,8 +87,8 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, what: str = "rows")
 def deviation(
     actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor | float, within: str
 ) -> str | None:
-    """Say where two [n, width] tensors first differ by more than `bound`: in words, `within`."""
-    # Not `>`, with which a NaN would pass.
+    """Say where two [n, width] tensors first differ by more than `bound`, as text `within`."""
+    # Not `>`, which a NaN would pass.
     return _first("", actual, expected, ~((actual - expected).abs() <= bound), f" within {within}")
 
 
@@ -105,12 +105,12 @@ def _first(
 def _check_limits(workload: Workload, caps: EngineCaps) -> None:
     """Raise an UnavailableError that names the limit of an engine that a workload exceeds."""
     if limit := refusal(workload.case, caps):
-        beyond = f"the shape is beyond what {caps.name} takes"
+        beyond = f"the shape is beyond the limits of {caps.name}"
         raise UnavailableError(f"{beyond}: {limit} {getattr(caps, limit)}")
 
 
 class EngineSubject(Subject):
-    """See `Subject`.  An engine through the engine interface, over a process group of its own."""
+    """See `Subject`.  An engine through the engine interface, over its own process group."""
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
         super().__init__(name, setting, workload)
@@ -118,12 +118,12 @@ class EngineSubject(Subject):
         case, work = workload.case, workload
         _check_limits(workload, ENGINES[base].caps)
         with excused(EngineUnavailableError, InputError):
-            # All options are set, so that the environment does not change what is measured.
+            # All options are set, so that the environment does not affect the measurement.
             options = setting.options(engine=base, alignment=case.alignment, num_sms=num_sms)
             engine = create_engine(setting.new_group(), case.num_experts, EpConfig(**options))
         self._engine = engine
         self.sms = str(getattr(engine, "num_sms", None) or num_sms or DEFAULT_SMS.get(base, "-"))
-        # The order of rows depends on them, for an engine that knows several.
+        # The order of rows depends on the nodes, for an engine that works with several.
         self.nodes: Nodes | None = getattr(engine, "nodes", None)
         self._plan = engine.plan(work.topk_idx)
         self.passes = {
@@ -135,7 +135,7 @@ class EngineSubject(Subject):
         }
 
     def problem(self) -> str | None:
-        """See `Subject.problem`.  With a new plan; all passes run before anything is compared."""
+        """See `Subject.problem`.  Uses a new plan; all passes run before anything is compared."""
         self._plan = self.passes["plan"]()
         results = {name: self.passes[name]() for name in STEPS[1:]}
         return results_problem(results, self._workload, self._engine.caps.reduction, self.nodes)
@@ -145,7 +145,7 @@ class EngineSubject(Subject):
 
 
 class LibrarySubject(Subject):
-    """See `Subject`.  The library over a process group and a communicator of its own.
+    """See `Subject`.  The library over its own process group and communicator.
 
     With pull and push the library adds the ranks' parts in the order of a token's assignments,
     which is the contract's if they are sorted.
@@ -185,7 +185,7 @@ class LibrarySubject(Subject):
     def _combine(
         self, rows: torch.Tensor, w: torch.Tensor | None = None, place: torch.Tensor | None = None
     ) -> None:
-        """Combine `rows`, and their weights `w`; row i lies at `place[i]`."""
+        """Combine `rows`, and their weights `w`; row i is at `place[i]`."""
         outputs = (self._out, None if w is None else self._home_w)
         self._handle.combine(put(rows, place), put(w, place), *outputs, extension.current_stream())
 
@@ -215,10 +215,10 @@ class LibrarySubject(Subject):
         return results_problem(results, work, nccl_ep.CAPS.reduction)
 
     def _places(self) -> torch.Tensor:
-        """Where the library put each row of the contract's order, int64 [num_rows].
+        """The library's place of each row in the contract's order, int64 [num_rows].
 
-        It may differ from call to call within an expert's rows.  A row in another expert's block,
-        or that was never sent, makes `results_problem` find a difference.
+        Within an expert's rows it may differ from call to call.  If a row is in another expert's
+        block, or was never sent, `results_problem` finds a difference.
         """
         work, table = self._workload, self._workload.tables[self._group.rank]
         width = min(KEY_COLUMNS, self._rows.shape[1])
@@ -238,10 +238,10 @@ class LibrarySubject(Subject):
 def open_group(
     name: str, setting: Setting, workload: Workload, max_tokens: int, low_latency: bool = False
 ) -> tuple[EpGroup, Any, str]:
-    """Open the library that `name` means over a process group and a communicator of its own.
+    """Open the library called `name` over its own process group and communicator.
 
-    Returns the group of ranks, the library's group, and in words how many SMs its kernels have.
-    An UnavailableError is raised on every rank that knows why it cannot run here.
+    Returns the group of ranks, the library's group, and its kernels' number of SMs as text.
+    An UnavailableError is raised on every rank that knows why the library cannot run here.
     """
     base, num_sms = split_name(name)
     package, on = LIBRARIES[base]
@@ -263,7 +263,7 @@ def open_group(
 
 
 def put(rows: torch.Tensor | None, place: torch.Tensor | None) -> torch.Tensor | None:
-    """Return `rows` [n, ...], if any, with row i at `place[i]`; None: as they are."""
+    """Return `rows` [n, ...], if any, with row i at `place[i]`; None: unchanged."""
     if rows is None or place is None:
         return rows
     return torch.empty_like(rows).index_copy_(0, place, rows)

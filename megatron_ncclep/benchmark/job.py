@@ -2,13 +2,13 @@
 
     ENGINE                     an engine of this package through the engine interface
     nccl_ep_library[:PACKAGE]  NVIDIA's libnccl_ep called directly, without this package's checks:
-                               the one that the engine nccl_ep takes, or the one of a package;
+                               the one that the engine nccl_ep uses, or the one of a package;
                                +pull_push and +fixed_order enable modes of transformer-engine's
     alltoall, flex_deepep, ... Megatron-Core's own dispatchers through their six hooks
     ncclep:ENGINE              this package's dispatcher through the same hooks
     layer:DISPATCHER...        a whole MoELayer (router, dispatcher, experts)
     experts:megatron,          the experts of such a layer alone: Megatron-Core's or this package's,
-    experts:grouped            the latter with :full_iteration too
+    experts:grouped            the latter also with :full_iteration
     train:DISPATCHER...        whole training steps of a model
 
 Layers, experts and trainings are measured on request only.  Layers and trainings take variants, in
@@ -45,12 +45,12 @@ HIGH_THROUGHPUT, LOW_LATENCY = "ht", "ll"  # modes: the steps of training, or lo
 WARMUP = {"cuda": 5, "cpu": 1}
 SAMPLES = {"cuda": 30, "cpu": 3}
 LOW_LATENCY_CONFIGS = {False: "low_latency", True: "low_latency_smoke"}  # by --smoke
-# 1.5 times what a balanced routing brings: an untrained router is far from balanced.
+# 1.5 times the rows of a balanced routing: an untrained router is far from balanced.
 MAX_RECV_ROWS = "1.5x"
 
 LIBRARY = "nccl_ep_library"
-# Variants of the yardstick -> the package that brings the library, and modes of it.  A process has
-# one NCCL, and with it at most one of the packages' libraries can run.
+# Variants of the baseline -> the package that brings the library, and its modes.  A process has one
+# NCCL, with which at most one of the packages' libraries can run.
 LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
     LIBRARY: (None, ()),
     f"{LIBRARY}:nccl-extensions": ("nccl-extensions", ()),
@@ -76,7 +76,7 @@ class DispatcherChoice:
 
     @property
     def excuses(self) -> tuple[type[Exception], ...]:
-        """Errors that mean that it cannot be measured here: any of Megatron-Core's own."""
+        """Errors that mean that it cannot be measured here: any error of Megatron-Core's own."""
         ours = (EngineUnavailableError, InputError, UnsupportedError)
         return (Exception,) if self.engine is None else ours
 
@@ -97,7 +97,7 @@ class Variant:
     """A layer, a training, or experts alone, and how they run."""
 
     name: str  # as on the command line
-    dispatcher: DispatcherChoice  # of the MoE layers; of no meaning for experts alone
+    dispatcher: DispatcherChoice  # of the MoE layers; meaningless for experts alone
     grouped: bool = False  # this package's experts, not Megatron-Core's
     static: bool = False  # received tensors have a fixed number of rows
     graphs: str | None = None  # FULL_ITERATION, PARTIAL_GRAPHS; None: no graphs of the passes
@@ -125,7 +125,7 @@ class Variant:
         return options | ({"max_recv_rows": max_recv_rows} if self.static else {})
 
 
-# What other experts are compared with, and all experts alone by name.
+# The experts that others are compared with, and all subjects of experts alone, by name.
 MEGATRONS_EXPERTS = "experts:megatron"
 EXPERTS = {
     name: Variant(name, DISPATCHERS["alltoall"], grouped=grouped, graphs=graphs)
@@ -135,10 +135,10 @@ EXPERTS = {
         (f"experts:grouped:{FULL_ITERATION}", True, FULL_ITERATION),
     )
 }
-# Names with a dispatcher; what stands in brackets may be left out.
+# Names with a dispatcher; parts in brackets may be left out.
 LAYER = "layer:DISPATCHER[:grouped][:static][:full_iteration]"
 TRAIN = "train:DISPATCHER[:grouped][:static][:full_iteration or :partial_graphs][:optimizer_graph]"
-# Whose losses the others are compared with.
+# The subject whose losses the others are compared with.
 CONTROL = "train:alltoall"
 
 
@@ -148,7 +148,7 @@ def is_train(name: str) -> bool:
 
 
 def variant_of(name: str) -> Variant | None:
-    """Read the name of a layer, a training or experts; None: it is none of them.
+    """Read the name of a layer, a training or experts; None for any other name.
 
     Raises:
         InputError: unknown words, or variants that do not go together.
@@ -204,12 +204,12 @@ def kind_of(name: str) -> str:
 
 
 def default_names() -> list[str]:
-    """What is measured unless something is asked for, in the order of the table."""
+    """The subjects that are measured by default, in the order of the table."""
     return [*ENGINES, LIBRARY, *DISPATCHERS]
 
 
 def low_latency_engines(device: str) -> list[str]:
-    """The engines with low-latency mode; on "cuda" those that a CUDA graph can be part of."""
+    """The engines with low-latency mode; on "cuda" those that a CUDA graph can capture."""
     caps = {name: entry.caps for name, entry in ENGINES.items() if entry.caps.low_latency_tokens}
     return [name for name, c in caps.items() if device != "cuda" or c.captures_static]
 
@@ -218,7 +218,7 @@ def split_name(name: str) -> tuple[str, int | None]:
     """Split `BASE@N` into BASE and N.
 
     Raises:
-        InputError: unknown, or a number of SMs for something that has no such option.
+        InputError: unknown, or a number of SMs for a subject without that option.
     """
     base, at, sms = name.partition("@")
     known = [*ENGINES, *LIBRARIES, *DISPATCHERS, *EXPERTS]
@@ -253,14 +253,14 @@ def unavailable_reason(
 
 
 def dropped_problem(num_dropped: int, max_recv_rows: Any) -> str | None:
-    """Say that rows were dropped, if any were: then something else is computed."""
+    """Say that rows were dropped, if any were: the subject then computes something else."""
     said = f"{num_dropped} rows did not fit into {max_recv_rows} received rows and were dropped"
     return f"{said}: give a larger --max-recv-rows" if num_dropped else None
 
 
 @dataclass(frozen=True)
 class Job(Checked):
-    """Everything that `ncclep bench` was asked to do: its file, overridden by the command line."""
+    """The whole task of `ncclep bench`: its file, overridden by the command line."""
 
     config: str  # name or path of the file with the shapes
     shapes: tuple[Shape, ...]  # of subjects that do not train; empty if there are none
@@ -278,7 +278,7 @@ class Job(Checked):
 
     @property
     def everything(self) -> list[Shape | TrainingShape]:
-        """What is measured one after the other."""
+        """All shapes and trainings, in the order of measurement."""
         return [*self.shapes, *self.trainings]
 
     @property
@@ -293,7 +293,7 @@ class Job(Checked):
 
     @property
     def needs_megatron(self) -> bool:
-        """Whether some subjects are Megatron-Core's, or have models of it."""
+        """Whether some subjects are Megatron-Core's, or use its models."""
         return not {"engine", "library"}.issuperset(map(kind_of, self.subjects))
 
     @classmethod
@@ -355,18 +355,18 @@ class Job(Checked):
 
 
 def _check_low_latency(names: tuple[str, ...], device: str, found: tuple[Shape, ...]) -> None:
-    """Refuse what has no low-latency mode, and what the mode would ignore."""
+    """Refuse subjects without low-latency mode, and settings that the mode would ignore."""
     libraries = [name for name, (_, modes) in LIBRARIES.items() if not modes]
     known = [*low_latency_engines(device), *libraries]
     for name in names:
         if name.partition("@")[0] not in known:
-            those = "what has the mode, on GPUs what CUDA graphs can hold"
+            those = "subjects that have it, on GPUs those that CUDA graphs can hold"
             raise InputError(
                 f"subject {name!r}: --mode {LOW_LATENCY} measures {those}: {', '.join(known)}"
             )
     for shape in found:
         if shape.alignment != 1:
-            why = "low-latency mode has no blocks of experts that could be padded: leave it out"
+            why = "low-latency mode has no expert blocks to pad: leave it out"
             raise InputError(f"{shape}: alignment {shape.alignment}: {why}")
 
 

@@ -1,9 +1,9 @@
-"""Megatron-Core's MoE layer for the subjects that need it, and what it must give.
+"""Megatron-Core's MoE layer for the subjects that need it, and its expected results.
 
 All subjects of layers and experts share one layer.  Its experts are Megatron-Core's, gated with
 SwiGLU and without bias: on a GPU TEGroupedMLP, with TransformerEngine's grouped GEMM, on a CPU
 SequentialMLP; this package's experts run over the same weights.  Its router is Megatron-Core's
-TopKRouter with all its work forward and backward; only the values of its logits are given, so that
+TopKRouter with all its work forward and backward; only the values of its logits are fixed, so that
 every subject routes as the workload says.  The layer is in DistributedDataParallel, as in training:
 every weight has a `main_grad` in fp32, to which TransformerEngine's layers and this package's add
 their gradients themselves (`gradient_accumulation_fusion`, on a GPU), and its hooks all others.
@@ -42,15 +42,15 @@ CLASSES = {
     "flex": (MEGATRONS, "MoEFlexTokenDispatcher"),
     "ncclep": ("megatron_ncclep.integration.dispatcher", "NcclEpTokenDispatcher"),
 }
-UNPICKED = -100.0  # logit of experts that a token does not go to; others are at least log(0.5)
-# What is compared.
+UNPICKED = -100.0  # logit of experts that a token does not use; others are at least log(0.5)
+# The results to compare.
 OUTPUT, HIDDEN_GRADIENT = "output", "gradient of the hidden states"
 ROWS_GRADIENT, PROBS_GRADIENT = "gradient of the rows", "gradient of the probabilities"
 PROBS_TOLERANCE = 1e-5  # of fp32 probabilities after log, exp and division
 
 
 def is_installed() -> bool:
-    """Whether Megatron-Core is."""
+    """Whether Megatron-Core is installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("megatron", "megatron.core"))
 
 
@@ -107,7 +107,7 @@ def _make_config(
         **choice.options, **more,
     )  # fmt: skip
     if choice.engine is not None:
-        # Without an alignment, experts get the one that they need.
+        # Without an alignment, experts get the one they need.
         alignment = None if case.alignment == 1 else case.alignment
         wanted = setting.options(engine=choice.engine, alignment=alignment, **options)
         config.ncclep = EpConfig(**wanted)
@@ -166,12 +166,12 @@ def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:
 
 
 def route(shared: Any, workload: Workload) -> None:
-    """Make every subject's router decide as `workload` says; CUDA graphs too, when replayed."""
+    """Make every subject's router decide as `workload` says, including in replayed CUDA graphs."""
     shared.module.router.given_logits.copy_(_logits(workload))
 
 
 def _build(setting: Setting, workload: Workload) -> Any:
-    """Make the layer, with Megatron's `alltoall` until a subject has a dispatcher of its own."""
+    """Make the layer, with Megatron's `alltoall` until a subject has its own dispatcher."""
     on_gpu = setting.device == "cuda"
     if workload.ffn_hidden_size is None:
         raise UnavailableError("the shape does not give ffn_hidden_size, the size of an expert")
@@ -223,7 +223,7 @@ def _router_class() -> type:
 
 
 class _Given(torch.autograd.Function):
-    """The values of one tensor, and its gradient for another one that is used for nothing else."""
+    """The values of one tensor, and its gradient for another one that has no other use."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ def _logits(workload: Workload) -> torch.Tensor:
 
 
 def _set_weights(layer: Any, rank: int) -> None:
-    """Give every weight values of its own, also across ranks, that keep activations near one."""
+    """Give every weight different values, also across ranks, that keep activations near one."""
     # On a CPU, Megatron initializes the experts of all ranks alike: a token at the right expert of
     # the wrong rank would go unnoticed.
     parameters = list(layer.named_parameters())
@@ -261,7 +261,7 @@ def expected_probs(workload: Workload) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Received:
-    """The rows that a rank's experts are given, R of them, in the order of experts; no padding."""
+    """The rows that a rank's experts get, R of them, in the order of experts, without padding."""
 
     token: torch.Tensor  # int64 [R], among those of the group
     assignment: torch.Tensor  # int64 [R], among those of all these tokens
@@ -272,7 +272,7 @@ class Received:
 
 
 def received_rows(workload: Workload, rank: int) -> Received:
-    """Work out what `rank` receives."""
+    """Compute the rows that `rank` receives."""
     table = workload.tables[rank]
     is_row = table.token_of_row >= 0
     token, k = table.token_of_row[is_row], table.assignment_of_row[is_row]
@@ -287,7 +287,7 @@ def received_rows(workload: Workload, rank: int) -> Received:
 def _each_expert(
     layer: Any, received: Received
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """Of one expert after the other, in fp32: name -> result, and parameter -> gradient."""
+    """For one expert after the other, in fp32: name -> result, and parameter -> gradient."""
     named = dict(layer.experts.named_parameters(prefix="experts"))
     fc1, fc2 = ([name for name in named if linear in name] for linear in ("fc1", "fc2"))
     tensors = (received.rows, received.probs, received.grad)
@@ -368,14 +368,14 @@ def results_problem(
 
     Args:
         workload, rank: what ran.
-        actual: name -> [n, width]; None stands for zeros.
+        actual: name -> [n, width]; None means zeros.
         expected: name and result; of main_grads, which were zero before, that of one pass.
         passes: number of passes that are added up in `actual`; None: it holds results.
 
-    A value may be off by a part of the largest of its tensor, because terms have both signs.  What
-    is measured rounds where fp32 does not: dispatchers after each of the K terms, at the wire and
-    when the router's gradient is added; experts round a row a few times, which moves sums of many
-    rows by less.  A GEMM may add its products in another order, in fp32: random walks of at most
+    A value may be off by a fraction of its tensor's largest value, because terms have both signs.
+    The subjects round where fp32 does not: dispatchers after each of the K terms, at the wire and
+    when the router's gradient is added; experts round a row a few times, which affects sums of many
+    rows less.  A GEMM may add its products in another order, in fp32: random walks of at most
     `steps` steps.
     """
     case = workload.case

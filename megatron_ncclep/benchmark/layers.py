@@ -1,7 +1,7 @@
 """Megatron-Core's dispatchers alone, its whole MoELayer, and its experts alone; forward, backward.
 
 Launches by the host are part of the time: Megatron's own dispatchers wait for the host between
-steps.  Layers and experts add weight gradients to fp32 main_grads, as in any micro-batch but the
+steps.  Layers and experts add weight gradients to fp32 main_grads, as in any micro-batch except the
 first, which overwrites them; their reduction over the ranks is not included.  Shared experts,
 auxiliary losses and recomputation are off.
 """
@@ -81,10 +81,10 @@ class DispatcherSubject(Subject):
         self._results = None
 
     def problem(self) -> str | None:
-        """Compare with experts that multiply rows by their probabilities and a factor of their own.
+        """Compare with experts that multiply rows by their probabilities and by distinct factors.
 
-        So a row at the wrong expert or with another row's probability changes the result.  Sums are
-        rounded in the dispatcher's own order: compared to a few roundings, all terms positive.
+        So a row at the wrong expert or with another row's probability changes the result.  The
+        dispatcher rounds sums in its own order: a few roundings may differ.  Terms are positive.
         """
         work, case, device = self._workload, self._workload.case, self._workload.x.device
         num_local = case.num_experts // case.num_ranks
@@ -128,7 +128,7 @@ class DispatcherSubject(Subject):
 
 
 class _Accumulating(Subject):
-    """What layers and experts alone have in common.  A derived class ends with `_start`."""
+    """The common part of layers and experts alone.  A derived class ends with `_start`."""
 
     _host_counts = True
     _shared: Any  # the layer in DistributedDataParallel
@@ -191,11 +191,11 @@ class _Accumulating(Subject):
     def _expected(
         self, workload: Workload
     ) -> tuple[dict[str, torch.Tensor], Callable[[], Iterable[tuple[str, torch.Tensor]]]]:
-        """What `_everything` must give; yields parameters and gradients one by one.  Collective."""
+        """The expected results of `_everything`; yields gradients one by one.  Collective."""
         raise NotImplementedError
 
     def _compared(self, results: Results, workload: Workload) -> tuple[str | None, Results]:
-        """What is wrong apart from values, and `results` in the form of the expected ones."""
+        """Problems other than values, and `results` in the form of the expected ones."""
         raise NotImplementedError
 
     def _forward(self) -> None:
@@ -219,9 +219,9 @@ class _Accumulating(Subject):
         return self._problem_with(self._workload)
 
     def _problem_with(self, workload: Workload) -> str | None:
-        """Run two passes as of two micro-batches and compare with what `workload` must give.
+        """Run two passes, as for two micro-batches, and compare with the results for `workload`.
 
-        The ranks go through all of it whatever they find: much of it is collective.
+        The ranks run all of it whatever they find, because much of it is collective.
         """
         expected, gradients = self._expected(workload)
         rank, layer = self._rank, self._shared.module
@@ -388,7 +388,7 @@ def blocks_of(counts: torch.Tensor, grouped: bool) -> tuple[torch.Tensor, torch.
     """Place of each row in the order of experts, int64 [num_rows], and the blocks' lengths.
 
     `counts`: rows of each expert, int64 [num_local_experts], on the CPU; `grouped`: for this
-    package's experts.  Lengths are in the order in which the blocks lie.
+    package's experts.  Lengths are in the order of the blocks.
 
     Example: with counts 2 and 3 the places are 16, 17, 0, 1 and 2 with `grouped`, where blocks have
     16 rows each and the last expert is the first; otherwise they are 0 to 4.
@@ -402,7 +402,7 @@ def blocks_of(counts: torch.Tensor, grouped: bool) -> tuple[torch.Tensor, torch.
 
 
 def captured(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
-    """Capture `call` in a CUDA graph: what replays it, and where it leaves its results."""
+    """Capture `call` in a CUDA graph; return a function that replays it, and its results."""
     # On the stream on which all subjects run.  Megatron's dispatchers keep tensors of their last
     # forward pass, and these the nodes that take the weights' gradients, each with the stream on
     # which it was made: a graph may not wait for another one.
@@ -419,7 +419,7 @@ def captured(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
                 failure = error
                 raise
     except Exception:
-        # The end of a capture that has failed raises another error, which says less.
+        # The end of a failed capture raises another error, which says less.
         if failure is not None:
             raise failure from None
         raise

@@ -1,4 +1,4 @@
-"""Low-latency mode, of engines and of NVIDIA's library: what must come out, and how it is timed."""
+"""Low-latency mode of engines and of NVIDIA's library: expected results, and timing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_ncclep.engines.low_latency_types import LowLatencyRows
 from megatron_ncclep.errors import EngineUnavailableError, InputError, LibraryError
 from megatron_ncclep.libraries import extension
 
-MAX_TOKENS = 128  # that an object is made for: as a server makes it, for its largest batch
-# Timed pairs of a graph.  The one before them is not timed: ranks do not start a replay together.
+MAX_TOKENS = 128  # that an object is made for, as in a server, for its largest batch
+# Timed pairs of a graph. The first pair is not timed, because ranks do not start a replay together.
 PAIRS = 20
 
 
@@ -124,10 +124,10 @@ class LowLatencySubject(Subject):
 
 
 class LibraryLowLatencySubject(LowLatencySubject):
-    """NVIDIA's library called directly: the yardstick.
+    """NVIDIA's library called directly: the baseline.
 
-    Its rows are rank-major, as ours are, in an order that may differ from call to call.  A dispatch
-    takes new routes, as ours does: it is the library's update of its handle, and its dispatch.
+    Its rows are rank-major, like ours, in an order that may differ from call to call.  A dispatch
+    takes new routes, like ours: it is the library's update of its handle, and its dispatch.
     """
 
     def _open(self, setting: Setting) -> None:
@@ -135,7 +135,7 @@ class LibraryLowLatencySubject(LowLatencySubject):
         case, module = work.case, extension.load()
         if case.dtype != torch.bfloat16:
             dtype = str(case.dtype).removeprefix("torch.")
-            raise UnavailableError(f"{self.name} takes rows of bfloat16 only, not of {dtype}")
+            raise UnavailableError(f"{self.name} takes only rows of bfloat16, not of {dtype}")
         self._group, self._staging, self.sms = engines.open_group(
             self.name, setting, work, self.max_tokens, low_latency=True
         )
@@ -187,9 +187,9 @@ class LibraryLowLatencySubject(LowLatencySubject):
         return problem or self._combine_problem(out)
 
     def _places(self, got: LowLatencyRows) -> torch.Tensor:
-        """Where the library put the row of each place of the contract, int64 [R * max_tokens].
+        """The library's place of the row at each place of the contract, int64 [R * max_tokens].
 
-        A row that is none of its source's makes `_dispatch_problem` find a difference.
+        If a row is not one of its source's, `_dispatch_problem` finds a difference.
         """
         place = torch.arange(got.rows.shape[0] * self.max_tokens, device=got.rows.device)
         width = min(engines.KEY_COLUMNS, got.rows.shape[2])
@@ -204,7 +204,7 @@ class LibraryLowLatencySubject(LowLatencySubject):
         return place
 
     def _sum_problem(self, out: torch.Tensor, total: torch.Tensor) -> str | None:
-        """Sums of two ranks have one order; of more, the library has its own, with its rounding."""
+        """Two ranks' sums have one order; for more ranks the library has its own, and rounds."""
         if self._workload.case.num_ranks <= 2:
             return super()._sum_problem(out, total)
         bound = torch.finfo(out.dtype).eps * (1 + total.abs())

@@ -1,9 +1,9 @@
-"""Draw the result of `ncclep bench`, or the log of `ncclep train`: its metrics, else its losses.
+"""Draw the result of `ncclep bench`, or the log of `ncclep train`: its metrics, or else its losses.
 
 A result has a bar for each subject, stacked by pass, and the limit: the time that the rows take at
-the ceiling of the links, measured in the same run.  Whole layers and experts alone have panels of
-their own, without it.  A training step's bar is the device's time by kind of kernel and idle time;
-without a profile, and with several ranks, the step's time.  Low-latency mode has lines over tokens.
+the ceiling of the links, measured in the same run.  Whole layers and experts alone have separate
+panels without the limit.  A training step's bar is the device's time by kind of kernel and idle
+time; without a profile, or with several ranks, the step's.  Low-latency mode has lines over tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ COLORS = {
     "optimizer": "#009E73", "collectives": "#D55E00", "rest": "#DDDDDD", IDLE: "#FFFFFF",
     STEP: "#56B4E9", "pair": "#009E73",
 }  # fmt: skip
-# Of the legend; panels without passes begin with the kinds of kernels.
+# Colours of the legend; panels without passes begin with the kinds of kernels.
 PASSES = (*STEPS, *WHOLE, BOTH, "limit")
 PIECES = (*KINDS, IDLE, STEP)
-# Kinds of subjects that have a panel of their own, and what its title adds.
+# Kinds of subjects with a separate panel, and the text that its title adds.
 PANELS = {"layer": ", whole MoELayer", "experts": ", experts alone"}
 STYLES = ("-", "--", ":", "-.")  # of subjects of low-latency mode
-LABELLED_SHARE = 0.06  # narrower pieces of a training step have no room for their number
+LABELLED_SHARE = 0.06  # narrower pieces of a training step have no space for their number
 LEGEND_COLUMNS = 6
-BARS_OF_LINES = 8  # a panel of lines is as high as one of so many bars
+BARS_OF_LINES = 8  # a panel of lines is as high as this many bars
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "result", metavar="BENCH_JSON|LOG_JSONL",
         help="bench.json of a run, or log.jsonl of a training (--ncclep-metrics-interval: metrics)",
     )  # fmt: skip
-    add("-o", "--out", help="image file (default: a PNG file beside the result)")
+    add("-o", "--out", help="image file (default: a PNG file next to the result)")
     add("--subjects", help="draw these only, separated by commas, such as native,nccl_ep")
 
 
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _require_matplotlib(out: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("no plot: no matplotlib here: pip install 'megatron-ncclep[train]'")
+        raise InputError("no plot without matplotlib: pip install 'megatron-ncclep[train]'")
     from matplotlib.backend_bases import FigureCanvasBase
 
     if out.suffix[1:].lower() not in (kinds := FigureCanvasBase.get_supported_filetypes()):
@@ -94,12 +94,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """Draw a whole result (see result.py): panels for each shape and training.
 
     Raises:
-        InputError: nothing was measured, or there is no matplotlib.
+        InputError: nothing was measured, or matplotlib is missing.
     """
     _require_matplotlib(path)
     from matplotlib.figure import Figure
 
-    # Of each panel, its height in bars, and what draws it.
+    # For each panel, its height in bars, and the function that draws it.
     drawn: list[tuple[int, Callable[[Any], None]]] = [
         (len(subjects), partial(_draw_shape, result=shape, subjects=subjects))
         for shape in result["shapes"]
@@ -167,7 +167,7 @@ def _draw_training(panel: Any, result: dict[str, Any]) -> None:
         label = f"{sum(bar.values()):.1f} ms{busy_too}\n{speed}"
         _draw_bar(panel, place, bar, label, "#555555", least)
     names = [s["name"].removeprefix("train:").replace(":grouped", "\ngrouped") for s in subjects]
-    _finish_bars(panel, names, margin=0.42)  # room for the words beside the longest bar
+    _finish_bars(panel, names, margin=0.42)  # space for the text next to the longest bar
     panel.set_xlabel("time of one training step (milliseconds)")
     panel.set_title(textwrap.fill(table.model_sizes(result), 60), fontsize=10)
 
@@ -179,7 +179,7 @@ def _draw_bar(
     """Draw pieces side by side, then a label; pieces longer than `labelled` show their length."""
     left = 0.0
     for name, time in times.items():
-        # A bar of its own for each piece; the legend takes one of each name.
+        # A separate bar for each piece; the legend has each name once.
         panel.barh(
             place, time, left=left, color=COLORS[name], label=name, edgecolor=edge, linewidth=0.5,
             hatch="///" if name == IDLE else None,
@@ -230,7 +230,7 @@ def _draw_low_latency(panel: Any, results: list[dict[str, Any]]) -> None:
 
 
 def _keep(result: dict[str, Any], names: list[str]) -> None:
-    """Take all but the named subjects out of a result, and put these in that order.
+    """Remove all but the named subjects from a result, and put these in the given order.
 
     Raises:
         InputError: a name is not in it.

@@ -1,4 +1,4 @@
-"""What the ranks of one measurement do together: agree on outcomes, time, copy over their links.
+"""The common steps of a measurement's ranks: agree on outcomes, time, copy over their links.
 
 Every wait has a deadline.  An engine's own is `timeout_s`; ranks that compare outcomes wait twice
 as long, so that the engine's message comes first; a step that takes three times as long, for
@@ -30,9 +30,9 @@ Clock = Callable[[], Times]  # times a round of one subject on this rank; collec
 
 # From the best to the worst; the ranks agree on the worst.
 OUTCOMES = ("ok", "unavailable", "wrong", "failed")
-# Device-side delay before a sample.  While it lasts the host queues the kernels of the call, so
-# that the time it takes to launch them is not measured.  `_sleep` counts cycles, of about 2 GHz:
-# a millisecond, because a host that has done something else in between needs several hundred us.
+# Device-side delay before a sample.  During the delay the host queues the kernels of the call, so
+# the time to launch them is not measured.  `_sleep` counts cycles, at about 2 GHz: a millisecond,
+# because a host that has done something else in between needs several hundred us.
 DELAY_CYCLES = 2_000_000
 # SMs of the copies over the links; bytes that each rank moves in a sample, enough to amortize the
 # launch; and rounds.
@@ -44,13 +44,13 @@ COPY_WARMUP, COPY_SAMPLES = 3, 10
 class Ranks:
     """One rank's side of a measurement.  Made and closed by all ranks together.
 
-    `context` has all ranks of the process's world; `what` is measured, in words: the name of a
-    shape.  With `shows`, rank 0 reports each step on stderr: stdout holds the table only.
+    `context` has all ranks of the process's world; `what` names the shape that is measured.  With
+    `shows`, rank 0 reports each step on stderr: stdout has only the table.
 
     Attributes:
         rank, num_ranks, on_gpu: of this process.
         setting: where subjects run.
-        group: of the ranks that are measured.
+        group: the measured ranks.
         timer: over the same ranks.
     """
 
@@ -62,7 +62,7 @@ class Ranks:
         self.on_gpu = context.device == "cuda"
         backend = "nccl" if self.on_gpu else "gloo"
         self._made: list[dist.ProcessGroup] = []
-        # Apart from what is measured: ranks compare outcomes even when the device is stuck.
+        # Separate from the measured group: ranks compare outcomes even when the device is stuck.
         self._control = self._new_group("gloo", 2)
         self.setting = Setting(
             self.rank, self.num_ranks, context.device, timeout_s, lambda: self._new_group(backend)
@@ -72,7 +72,7 @@ class Ranks:
 
     def agree(self, status: str, reason: str | None) -> tuple[str, str | None]:
         """Give every rank the worst outcome of any of them and all reasons for it.  Collective."""
-        self.deadline()  # what came before may have taken an engine's whole deadline
+        self.deadline()  # the previous step may have taken an engine's whole deadline
         try:
             every = self.gather((OUTCOMES.index(status), reason))
         except RuntimeError as error:
@@ -83,7 +83,7 @@ class Ranks:
         return OUTCOMES[worst], "; ".join(reasons) or None
 
     def attempt(self, call: Callable[[], str | None]) -> tuple[str, str | None]:
-        """Run `call`, which says what is wrong; give the worst outcome of any rank.  Collective."""
+        """Run `call`, which returns a problem or None; give the worst outcome.  Collective."""
         try:
             reason = call()
             status = "wrong" if reason else "ok"
@@ -111,7 +111,7 @@ class Ranks:
         self.deadline()
 
     def deadline(self) -> None:
-        """Restart the time after which the process is ended."""
+        """Restart the time after which the process is killed."""
         faulthandler.dump_traceback_later(3 * self._timeout_s, exit=True)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Ranks:
         faulthandler.cancel_dump_traceback_later()
 
     def _new_group(self, backend: str, patience: float = 1) -> dist.ProcessGroup:
-        """All ranks as a process group of its own: one subject's failure is not another's."""
+        """A new process group of all ranks: one subject's failure does not affect another."""
         timeout = timedelta(seconds=patience * self._timeout_s)
         group = dist.new_group(backend=backend, timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
@@ -148,7 +148,7 @@ class DeviceMemory:
     def growth(self, shared_bytes: int = 0) -> dict[str, int] | None:
         """Bytes at the peak of torch's allocator, and bytes held outside of it; None on a CPU.
 
-        `shared_bytes` of torch's were there before, and the subject needs them too.
+        `shared_bytes` of torch's memory existed before, and the subject needs them too.
         """
         if not self._on_gpu:
             return None
@@ -164,7 +164,7 @@ class DeviceMemory:
 
 
 class Timer:
-    """Times calls on one rank of `group`, with device events or on a CPU its clock.  Collective."""
+    """Times calls on one rank of `group`, with device events, or a CPU's clock.  Collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: str) -> None:
         self._group, self._on_gpu = group, device == "cuda"
@@ -223,7 +223,7 @@ class Timer:
 
 
 def quantiles(samples: Sequence[float], *parts: float) -> list[float]:
-    """The quantiles `parts` of `samples`, at least one; that of 0.5 is the median."""
+    """The quantiles `parts` of `samples`, which are not empty; 0.5 is the median."""
     values, wanted = (torch.tensor(each, dtype=torch.float64) for each in (samples, parts))
     return list(values.quantile(wanted).tolist())
 
@@ -243,7 +243,7 @@ def measure(clocks: dict[str, Clock], warmup: int, samples: int) -> Iterator[dic
 def slowest(rounds: list[list[dict[str, Times]]]) -> dict[str, Times]:
     """Take the slowest rank's time of everything: subject -> pass -> microseconds of all rounds.
 
-    `rounds` holds what `measure` yielded on each rank.
+    `rounds` has the rounds that `measure` yielded on each rank.
     """
     return {
         subject: {
@@ -261,8 +261,8 @@ def slowest(rounds: list[list[dict[str, Times]]]) -> dict[str, Times]:
 def random_rows(rank: int, num_ranks: int, rows_per_peer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the rows of the peers' windows that `rank` copies, `rows_per_peer` of each.
 
-    Every rank has a part of its own in each window, so that pushes never collide.  Returns the rank
-    of each row and its number in that rank's window, int32 [n], in a random order of peers.
+    Every rank has its own part in each window, so pushes never collide.  Returns the rank of each
+    row and its number in that rank's window, int32 [n], in a random order of peers.
 
     Example: 3 ranks, rows_per_peer 2.  A window has 3 parts of 2 rows; rank 1 copies rows 2 and 3
     of the windows of ranks 0 and 2, in any order.
@@ -288,15 +288,15 @@ def no_ceiling_reason(group: EpGroup, row_bytes: int) -> str | None:
 def measure_ceiling(
     group: EpGroup, timer: Timer, row_bytes: int, timeout_s: float
 ) -> dict[str, dict[str, Any]]:
-    """Measure what dispatch and combine cannot exceed: the links' bandwidth.  Collective.
+    """Measure the upper bound of dispatch and combine: the links' bandwidth.  Collective.
 
-    Both directions are tried with several numbers of SMs.
+    It tries both directions with several numbers of SMs.
 
     Returns:
         "push" and "pull" -> the best rate of the slowest rank, {"gb_per_s", "num_sms"}.
 
     Raises:
-        LibraryError: rows did not arrive as they were sent.
+        LibraryError: rows did not arrive unchanged.
     """
     native = extension.load()
     rows_per_peer = max(1, COPY_BYTES // row_bytes // (group.size - 1))
@@ -318,7 +318,7 @@ def measure_ceiling(
 
 
 class _Copies:
-    """The copies of one rank between memory of its own and the peers' windows."""
+    """The copies of one rank between its own memory and the peers' windows."""
 
     def __init__(
         self, native: Any, window: Any, group: EpGroup, row_bytes: int, rows_per_peer: int
@@ -337,7 +337,7 @@ class _Copies:
         )  # fmt: skip
 
     def rate(self, direction: str, num_sms: int, timer: Timer, timeout_s: float) -> float:
-        """1e9 bytes a second that this rank and its peers move, by the slowest rank's median."""
+        """The rate of this rank and its peers in 1e9 bytes per second, by the slowest median."""
         times = [
             timer.sample(lambda: self.copy(direction, num_sms), include_host=False)
             for _ in range(COPY_WARMUP + COPY_SAMPLES)
@@ -348,7 +348,7 @@ class _Copies:
         return self._local.nbytes / median * 1e-3  # bytes / us -> GB / s
 
     def verify(self, timeout_s: float) -> None:
-        """Push rows that name their place, pull them back, and compare both ends."""
+        """Push rows that identify their place, pull them back, and compare both ends."""
         group, length = self._group, self._rows_per_peer * self._group.size
         sent = (self._peer * length + self._row)[:, None].expand_as(self._local)
         self._local.copy_(sent)
@@ -358,7 +358,7 @@ class _Copies:
         self.copy("pull", COPY_SMS[0])
         self._wait("ceiling, after the pull", timeout_s)
         pulled = torch.equal(self._local, sent)
-        # This rank's own window, read here, holds what the peers put into their parts of it.
+        # This rank's own window has the rows that the peers put into their parts of it.
         held = torch.empty(length, self._row_bytes // 4, dtype=torch.int32)
         self._native.copy_memory(held.data_ptr(), self._window.address, held.nbytes)
         place = torch.arange(length, dtype=torch.int32)
@@ -373,6 +373,6 @@ class _Copies:
         self._wait("ceiling, after the comparison", timeout_s)
 
     def _wait(self, what: str, timeout_s: float) -> None:
-        """Let no rank go on before all copies are done."""
+        """Let no rank continue before all copies are done."""
         torch.cuda.synchronize(self._group.device)
         self._group.gather(torch.zeros(1), what, timeout_s)

@@ -1,4 +1,4 @@
-"""Results: what bench.json holds, as plain data."""
+"""Results: the contents of bench.json, as plain data."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_ncclep.ranks.nodes import Nodes
 
 FORMAT = 1
 # Passes that move every row over the wire once; a forward or backward of Megatron has two of them.
-# Those of WITH_EXPERTS do much else: no rate is worked out for them.
+# Those of WITH_EXPERTS also do other work, so no rate is computed for them.
 CROSSINGS = {
     "dispatch": 1, "combine": 1, "bwd_dispatch": 1, "bwd_combine": 1, "forward": 2, "backward": 2,
 }  # fmt: skip
-# What one product of two matrices of 8192 x 8192 in bf16 reaches, measured on H100 and H200.
+# The rate of a GEMM of two 8192 x 8192 matrices in bf16, measured on H100 and H200.
 PEAK_TFLOPS = 790
-# What kernels of a training step do, in the order of the table.
+# The kinds of kernels in a training step, in the order of the table.
 KINDS = (
     "attention", "GEMM", "dispatch", "combine", "plan", "permute", "optimizer", "collectives",
     "rest",
@@ -34,8 +34,8 @@ KINDS = (
 class Outcome:
     """The outcome of one subject with one shape.
 
-    "unavailable": it cannot run here; "wrong": its results are; "failed": it raised an error.  All
-    but "ok" have a reason and no times.
+    "unavailable": it cannot run here; "wrong": its results are wrong; "failed": it raised an error.
+    All but "ok" have a reason and no times.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Outcome:
     reason: str | None = None
 
     def fail(self, status: str, reason: str | None) -> None:
-        """Set the outcome, and take the times out of the result."""
+        """Set the outcome, and remove the times from the result."""
         nothing = type(self)(self.name, status, reason)
         for name in ("status", "reason", "passes", "step", "turns_us", "tokens_per_s", "kinds_us"):
             if hasattr(self, name):
@@ -60,7 +60,7 @@ class SubjectResult(Outcome):
     """
 
     kind: str = ""  # see job.kind_of
-    sms: str = "-"  # SMs that its kernels use, in words
+    sms: str = "-"  # SMs that its kernels use, as text
     passes: dict[str, dict[str, float]] = field(default_factory=dict)
     sum_us: float | None = None  # of the medians
     memory: dict[str, int] | None = None  # {"torch_bytes", "other_bytes"}, the most of any rank
@@ -96,12 +96,12 @@ class TrainResult(Outcome):
 
 @dataclass
 class Measured:
-    """What was measured with one shape."""
+    """The measurements of one shape."""
 
     shape: dict[str, Any]  # the fields of Shape or TrainingShape
     subjects: list[Any] = field(default_factory=list)  # an Outcome of each, in order
     error: str | None = None  # why nothing was measured, if so
-    failures: list[str] = field(default_factory=list)  # because of which the command fails
+    failures: list[str] = field(default_factory=list)  # the reasons why the command fails
 
     @classmethod
     def of(cls, shape: Shape | TrainingShape, error: str | None = None) -> Any:
@@ -109,14 +109,14 @@ class Measured:
         return cls(dataclasses.asdict(shape), error=error)
 
     def judge(self, required: Sequence[str]) -> None:
-        """Work out what is a failure; `required`: names of subjects that must have run."""
+        """Collect the failures; `required`: names of subjects that must have run."""
         where = self.shape["name"]
         if self.error is not None:
             self.failures.append(f"{where}: nothing was measured: {self.error}")
         for subject in self.subjects:
             what = {"wrong": "wrong", "failed": "failed"}
             if subject.name in required:
-                what["unavailable"] = "was asked for and cannot run"
+                what["unavailable"] = "was requested and cannot run"
             if said := what.get(subject.status):
                 self.failures.append(f"{where}: {subject.name} {said}: {subject.reason}")
 
@@ -129,7 +129,7 @@ class ShapeResult(Measured):
     # Of the busiest rank in one pass: each row once for each other rank that needs it.
     wire_bytes: int = 0
     # The same between nodes, {"machines", "ranks_on_each", "hierarchical_bytes", "flat_bytes"}:
-    # rows once for each node, or for each assignment; None: no subject knows of nodes.
+    # rows once for each node, or for each assignment; None: no subject works with nodes.
     network: dict[str, int] | None = None
     ceiling: dict[str, dict[str, Any]] = field(default_factory=dict)  # see measure_ceiling
     ceiling_reason: str | None = None  # why it was not measured
@@ -142,7 +142,7 @@ class ShapeResult(Measured):
     max_tokens: int | None = None  # of low-latency mode's objects; None: not this mode
 
     def set_network(self, work: Workload, nodes: Nodes) -> None:
-        """Work out what crosses the network between `nodes`; nothing if there is only one."""
+        """Compute the traffic between `nodes`; nothing if there is only one."""
         if nodes.count == 1:
             return
         once, flat = network_rows(work.tables, list(work.case.tokens), nodes.ranks_on_each)
@@ -152,7 +152,7 @@ class ShapeResult(Measured):
         }  # fmt: skip
 
     def set_products(self, work: Workload) -> None:
-        """Work out what the experts compute at least; with `on_gpu` set, how long that takes."""
+        """Compute the experts' minimum work; with `on_gpu` set, also how long it takes."""
         if work.ffn_hidden_size is None:
             return
         self.expert_rows = max(int(table.routed.sum()) for table in work.tables)
@@ -163,14 +163,14 @@ class ShapeResult(Measured):
             self.products_us = {"forward": forward, "backward": 2 * forward}
 
     def set_ceiling(self, found: dict[str, dict[str, Any]], reason: str | None) -> None:
-        """Set what `measure_ceiling` found; if that is nothing, `reason` says why."""
+        """Set the result of `measure_ceiling`; if it is empty, `reason` says why."""
         self.ceiling, self.ceiling_reason = found, reason
         if found:
             best = max(rate["gb_per_s"] for rate in found.values())
             self.limit_us = self.wire_bytes / best * 1e-3  # bytes / (GB/s) -> us
 
     def judge(self, required: Sequence[str]) -> None:
-        """Work out rates and sums too, but not of low-latency mode."""
+        """Also compute rates and sums, except for low-latency mode."""
         for subject in self.subjects if self.max_tokens is None else ():
             if subject.passes:
                 subject.sum_us = sum(times["median_us"] for times in subject.passes.values())
@@ -190,14 +190,14 @@ class TrainingResult(Measured):
 
     settings: dict[str, Any] = field(default_factory=dict)  # the model's arguments
     tokens: int = 0  # of all ranks in one step
-    text: str = ""  # what was trained on, in words
+    text: str = ""  # the training text's description
     max_recv_rows: int | str | None = None  # of static subjects
-    # Whose function adds the output layer's weight gradients to main_grad, where the layers add
-    # theirs themselves; None: DistributedDataParallel's hooks add all of them.
+    # The owner of the function that adds the output layer's weight gradients to main_grad, if the
+    # layers add theirs themselves; None: DistributedDataParallel's hooks add all of them.
     fused_by: str | None = None
 
 
-# Lists of bench.json -> what each entry is, and each of its subjects.
+# Lists of bench.json -> the type of each entry, and of its subjects.
 LISTS: dict[str, tuple[type[Measured], type[Outcome]]] = {
     "shapes": (ShapeResult, SubjectResult),
     "trainings": (TrainingResult, TrainResult),
@@ -211,10 +211,10 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote.
+    """Read a result that `save` wrote.
 
     Raises:
-        InputError: there is no such file, or it is something else.
+        InputError: there is no such file, or it is not such a result.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -232,7 +232,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, name: str, listed: Any, kind: type) -> list[dict[str, Any]]:
-    """Read a list of `kind`s; older results lack fields, and have some that are gone."""
+    """Read a list of `kind`s; older results lack some fields, and have others that are gone."""
     known = [f.name for f in dataclasses.fields(kind)]
     try:
         held = [{key: item[key] for key in known if key in item} for item in listed]

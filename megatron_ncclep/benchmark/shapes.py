@@ -1,7 +1,7 @@
-"""Shapes: problem sizes from configs/benchmark/, their routing and payload, and what crosses links.
+"""Shapes: problem sizes from configs/benchmark/, their routing and payload, and link traffic.
 
-A payload's values are hashes of their places (testing/contents.py), so that any rank can compute
-what another one holds without receiving it.
+A payload's values are hashes of their places (testing/contents.py), so any rank can compute
+another rank's payload without receiving it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ncclep.testing.cases import Case
 from megatron_ncclep.testing.table_oracle import SlotTable, slot_table
 from megatron_ncclep.training.settings import Settings
 
-# fp64 is for gradient checks, not for training: not measured.
+# Not fp64, which is for gradient checks, not for training.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Fields of Shape that `model: NAME` fills in -> arguments in configs/model/NAME.yaml.
 OF_A_MODEL = {
@@ -30,7 +30,7 @@ OF_A_MODEL = {
     "top_k": "moe-router-topk",
 }  # fmt: skip
 BATCH = "global-batch-size"  # set from the number of ranks
-# What a tensor is: each has values of its own, so that a result left over from another pass shows.
+# The role of a tensor: each has different values, so a result left from another pass is noticed.
 X, GRAD_OUT, Y, GRAD_ROWS, WEIGHTS, GRAD_WEIGHTS = range(1, 7)
 
 
@@ -117,7 +117,7 @@ def _check_experts(shape: Shape | TrainingShape, num_experts: int, num_ranks: in
 
 @dataclass(frozen=True)
 class Measurement(Checked):
-    """A file of configs/benchmark/: shapes, and how they are measured by default."""
+    """A file of configs/benchmark/: shapes, and default settings for measuring them."""
 
     shapes: tuple[Shape, ...] = ()  # of one MoE layer
     trainings: tuple[TrainingShape, ...] = ()  # for subjects that train
@@ -130,7 +130,7 @@ class Measurement(Checked):
         super().__post_init__()
         names = [s.name for s in self.shapes] + [t.name for t in self.trainings]
         if not names or len(names) != len(set(names)):
-            wanted = "at least one shape or training, each with a name of its own"
+            wanted = "at least one shape or training, each with a different name"
             raise InputError(f"give {wanted}: {names}")
 
 
@@ -161,7 +161,7 @@ def _listed(content: dict[str, Any], key: str, kind: type, called: str) -> list[
 
 
 def _make(kind: Any, called: str | None, mapping: dict[str, Any]) -> Any:
-    """Make a dataclass of `mapping`, which errors call `called` and its name, if anything."""
+    """Make a dataclass of `mapping`; errors call it `called` and its name, if given."""
     fields = dataclasses.fields(kind)
     names = [f.name for f in fields]
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
@@ -180,7 +180,7 @@ def _make(kind: Any, called: str | None, mapping: dict[str, Any]) -> Any:
 
 
 def _with_model(shape: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what `model: NAME` of a shape means; the shape's own values take precedence."""
+    """Fill in the values of a shape's `model: NAME`; the shape's own values take precedence."""
     model = config_files.load("model", str(shape["model"]))
     if lacking := [name for name in OF_A_MODEL.values() if name not in model]:
         raise InputError(f"its model has no {lacking[0]}")
@@ -191,7 +191,7 @@ def _with_model(shape: dict[str, Any]) -> dict[str, Any]:
 class Workload:
     """One shape's routing on this rank, shared by all subjects, which only read its tensors.
 
-    `ffn_hidden_size` is that of one expert; None: the shape does not say.
+    `ffn_hidden_size` is the size of one expert; None: the shape does not give it.
 
     Attributes:
         tables: the routes to each rank.
@@ -258,7 +258,7 @@ def tables_of(
 def wire_rows(tables: list[SlotTable], num_tokens: list[int]) -> int:
     """Rows that the busiest rank must send or receive, whichever is more.
 
-    A token's row crosses once for each other rank that has an expert of it, however many are there.
+    A token's row crosses once for each other rank that has any of its experts.
 
     Example: two ranks with two experts each, top-2.  Rank 0's token 0 goes to experts 2 and 3: one
     row from rank 0 to rank 1.  Its token 1 goes to 0 and 1: none.  Rank 1's token 0 goes to 1 and
@@ -276,9 +276,9 @@ def network_rows(
     Node m has ranks m * L to m * L + L - 1, where L is `ranks_on_each`.
 
     Returns:
-        With `hierarchical`, where a token's row crosses once for each other node that has an
-        expert of it, to the rank with the same local index; and with a flat all-to-all, where it
-        crosses once for each of its assignments to another node.
+        the rows with `hierarchical`, where a token's row crosses once for each other node that has
+        any of its experts, to the rank with the same local index; and those with a flat all-to-all,
+        where it crosses once for each of its assignments to another node.
 
     Example: two nodes of two ranks, an expert on each rank.  Rank 0's token goes to experts 2 and
     3: with `hierarchical` one row, to rank 2; flat two, to ranks 2 and 3.

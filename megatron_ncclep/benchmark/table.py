@@ -14,10 +14,10 @@ from megatron_ncclep.ranks.nodes import Nodes
 
 WIDTH = 100
 SHARED = (
-    "RANKS SHARE A GPU, up to {} of them: this checks results. Ranks take turns, so that the times "
-    "say nothing of speed, and no ratios are shown."
+    "RANKS SHARE A GPU, up to {} of them: this checks results. Ranks take turns, so the times say "
+    "nothing about speed, and no ratios are shown."
 )
-# A subject of the result, as read.
+# A subject of the result, as read from the file.
 Subject = dict[str, Any]
 # Head of a column -> its cell for a subject.
 Columns = dict[str, Callable[[Subject], str]]
@@ -61,7 +61,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Left-align the first column and right-align the others; what is too wide follows below."""
+    """Left-align the first column and right-align the others; cells that do not fit go below."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     lines: list[str] = []
     end = 1
@@ -89,7 +89,7 @@ def _columns(
     head: str, columns: Columns, subjects: Iterable[Subject],
     below: Callable[[Subject], Sequence[str]] = lambda subject: (),
 ) -> list[list[str]]:  # fmt: skip
-    """Rows with a head, a line for each subject, and a line below it where there is any."""
+    """Rows with a head, a line for each subject, and a line below it if there is one."""
     rows = [[head, *columns]]
     for subject in subjects:
         name = title(subject["name"]).removeprefix("train:")
@@ -100,7 +100,7 @@ def _columns(
 
 
 def _problems(subjects: Iterable[Subject]) -> list[str]:
-    """Lines that say what was not measured and why, after an empty one; none if all is well."""
+    """Lines that say what was not measured and why, after an empty one; none if all succeeded."""
     words = {"unavailable": "not measured", "wrong": "WRONG", "failed": "FAILED"}
     bad = [subject for subject in subjects if subject["status"] in words]
     said = [f"{title(s['name'])}: {words[s['status']]}: {s['reason']}" for s in bad]
@@ -123,7 +123,7 @@ def _shape(result: dict[str, Any], max_recv_rows: Any, with_ratios: bool) -> lis
     if result["error"]:
         return [*lines, f"nothing was measured: {result['error']}"]
     lines += [*_network(result), _ceiling(result)]
-    # The least times of rows on the wire and of products; empty where they are not known.
+    # The least times of rows on the wire and of GEMMs; empty if unknown.
     products: dict[str, float] = (with_ratios and result["products_us"]) or {}
     limit_us = result["limit_us"] if with_ratios else None
     wire = {} if limit_us is None else {name: n * limit_us for name, n in CROSSINGS.items()}
@@ -183,9 +183,9 @@ def _passes(
     head: str, subjects: Sequence[Subject], names: Sequence[str], limit: dict[str, float],
     with_ratios: bool,
 ) -> list[str]:  # fmt: skip
-    """A block, under `head`, of subjects with the passes `names`; of STEPS with rates.
+    """A block, under `head`, of subjects with the passes `names`; for STEPS with rates.
 
-    `limit`: pass -> the least time that it can take; empty if that is not known.
+    `limit`: pass -> the least time that it can take; empty if unknown.
     """
     rates = names is STEPS and with_ratios
     megatrons = next((s["sum_us"] for s in subjects if s["name"] == MEGATRONS_EXPERTS), None)
@@ -319,7 +319,7 @@ def _ms(us: float) -> str:
 
 
 def same_sizes(results: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Neighbouring results that differ in their tokens only, together."""
+    """Groups of neighbouring results that differ only in their tokens."""
     return [list(group) for _, group in groupby(results, key=pair_sizes)]
 
 
@@ -352,7 +352,7 @@ def _low_latency(results: list[dict[str, Any]]) -> list[str]:
     return lines + _problems(named)
 
 
-# --- notes: what the tables need to be understood ------------------------------------------------
+# --- notes: explanations of the tables -----------------------------------------------------------
 
 SHAPE_NOTES = (
     "Times are microseconds: the slowest rank's median over the samples, and below it the 10th to "
@@ -360,24 +360,24 @@ SHAPE_NOTES = (
     'bwd_combine of dispatch. "of lib." divides the sum by that of the fastest row of NVIDIA\'s '
     "library (lib). GB/s is the busiest rank's rows, each once for every other rank that needs it, "
     "over the time, and percent of the ceiling; limit is their time at it. GB held is the most "
-    "device memory of a rank: torch's peak in one round, plus what is held outside of it.",
-    "On GPUs, engines are timed on a busy device, so that launching them does not count; "
+    "device memory of a rank: torch's peak in one round, plus memory outside of torch.",
+    "On GPUs, engines are timed on a busy device, so launching them does not count; "
     "Megatron-Core's dispatchers, through their hooks, from an idle one: their host time counts.",
 )
 EXPERTS_NOTE = (
     "Whole MoELayers, with router and experts, and experts alone, on the rows that they receive, "
     "are timed from an idle device too. Weight gradients are added to fp32 main_grads, on GPUs by "
-    "the layers themselves, and not reduced over the ranks. What is one CUDA graph has only a sum. "
-    "Limit is the time of the experts' products on the rank with most rows at "
+    "the layers themselves, and not reduced over the ranks. A subject that is one CUDA graph has "
+    "only a sum. Limit is the time of the experts' GEMMs on the rank with most rows at "
     f'{PEAK_TFLOPS} TFLOP/s (8192 x 8192 matrices in bf16 on an H100 or H200). "of Megatron\'s" '
     "divides the sum by that of Megatron-Core's experts. All share the weights and main_grads."
 )
 STEPS_NOTE = (
-    "Training steps, from clearing gradients to Adam, without a pause; batches lie on the device. "
+    "Training steps, from clearing gradients to Adam, without a pause; batches are on the device. "
     "Every subject trains twice, the second time in reverse order: turns are the medians of both. "
     "bf16 weights; gradients, Adam's moments and master weights in fp32, in the distributed "
-    "optimizer; Megatron-LM's default fusions. Shown are milliseconds, the slowest rank's median "
-    'with the 10th to the 90th percentile; "speed" divides the first subject\'s time by it. '
+    "optimizer; Megatron-LM's default fusions. Times are milliseconds: the slowest rank's median "
+    'and the 10th to the 90th percentile; "speed" divides the first subject\'s time by it. '
     'Loss is that of the last step compared with alltoall\'s; "apart": the largest difference in '
     'nats, "layer" the relative one of the first MoE layer\'s output or gradient.'
 )
@@ -389,8 +389,8 @@ FUSION_NOTE = (
 PROFILE_NOTE = (
     "From the profiler, in steps that are not timed: the device's time by kind; kernels that "
     "overlap share it. With one rank, busy is their sum, in percent of the step without profiler, "
-    "and idle is the rest; with several, kernels also wait for other ranks. Host is how long a "
-    "host works at a step, without waits for the device. Plan includes routes; permute is any "
+    "and idle is the rest; with several, kernels also wait for other ranks. Host is the host's "
+    "working time per step, without waits for the device. Plan includes routes; permute is any "
     "kernel that reorders rows on one GPU. alltoall's transfers are collectives."
 )
 LOW_LATENCY_NOTE = (
@@ -399,11 +399,11 @@ LOW_LATENCY_NOTE = (
     "replay of a CUDA graph that alternates dispatch and combine, without experts, in which a "
     "kernel records the device's clock after each operation; its launch, half a microsecond, "
     'counts; for "pair" after each pair only. MB window is memory on each rank that the others '
-    "write to. NVIDIA's library is called directly, with rows by rank, as ours: its dispatch is "
-    "preceded by the update of its handle, which takes new routes, and both count."
+    "write to. NVIDIA's library is called directly, with rows by rank like ours: before its "
+    "dispatch it updates its handle with new routes, and both count."
 )
 NO_GPU_NOTE = (
-    "NO GPU TOOK PART: the times of low-latency mode are those of hosts and of gloo, and say "
+    "NO GPU WAS USED: the times of low-latency mode are those of hosts and of gloo, and say "
     "nothing about its kernels."
 )
 

@@ -7,12 +7,12 @@ Megatron-Core's `alltoall`:
 - the first MoE layer's output and gradient, for given hidden states and a given gradient of the
   output.  Only roundings differ there: n independent ones, each of at most half a spacing of its
   value, differ by sqrt(n) halves of a spacing.  A thousandth of the rows at a wrong expert would
-  make four hundredths, three times what bf16 is allowed with eight experts a token;
+  make four hundredths, three times the bound for bf16 with eight experts per token;
 - the losses and gradient norms.  In fp32 they differ by the order of a sum only (see
   docs/convergence.md).  In bf16, roundings decide a tenth of the routers' choices, between nearly
   equal experts; from there on two curves are two draws of one experiment with close means.
 
-What a CUDA graph replays must give the bits of the same subject without graphs.
+A replayed CUDA graph must give the bits of the same subject without graphs.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 # Roundings of rows on their way through a layer, apart from the sum over a token's experts: two
 # products of an expert, its activation, the result, and in backward what comes from the router.
 ROUNDINGS = 6
-# How far losses and gradient norms may be apart, relative to the value: fp32 by
-# docs/convergence.md, nats near 5.  A norm adds up squares of gradients, which differ by more.
+# How much losses and gradient norms may differ, relative to the value: fp32 by docs/convergence.md,
+# nats near 5.  A norm adds up squares of gradients, which differ by more.
 MOST_APART = {torch.float32: (2e-6, 1e-4), torch.bfloat16: (5e-3, 5e-2)}
-# Steps that are profiled.
+# The number of profiled steps.
 PROFILED_STEPS = 2
 # Calls in which a host waits for its device.  A copy to ordinary memory waits too; the others of
 # its name take microseconds.
@@ -80,12 +80,12 @@ _RULES = (
 
 @dataclass
 class _Entry:
-    """A subject that is being measured, and what is known of it on this rank."""
+    """A subject that is being measured, and its results on this rank so far."""
 
     choice: Variant
     result: TrainResult
     curve: Curve | None = None
-    trouble: str | None = None  # what timed steps found wrong
+    trouble: str | None = None  # a problem found in timed steps
     times: list[list[float]] = field(default_factory=list)  # one list for each turn
     profile: tuple[dict[str, float], float] | None = None  # see `profile_steps`
     fused_by: str | None = None  # of the model, the same for all subjects
@@ -183,7 +183,7 @@ class TrainingRun:
     ) -> None:  # fmt: skip
         """Make a model, train its first steps unless their curve is known, and then `then`.
 
-        What goes wrong is the subject's outcome.
+        A failure becomes the subject's outcome.
         """
         self._ranks.step(f"{choice.name}, {what}")
         gc.collect()
@@ -251,7 +251,7 @@ def _curve_of(entry: _Entry) -> Curve:
 
 
 def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
-    """Say where a training leaves that of the control, if it does."""
+    """Say where a training departs from the control, if it does."""
     if problem := _weights_problem(curve, control):
         return problem
     output = control.output
@@ -266,13 +266,13 @@ def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
 
 
 def bits_problem(graphed: Curve, eager: Curve) -> str | None:
-    """Say where a training with graphs leaves that without, by a bit or more, if it does."""
+    """Say where a training with graphs differs in any bit from the one without, if it does."""
     problem = _weights_problem(graphed, eager)
     return problem or _steps_problem(graphed, eager, "without graphs it", (0.0, 0.0))
 
 
 def layer_parts(curve: Curve, control: Curve) -> dict[str, float]:
-    """How far output and gradient of the first MoE layer are apart, relative to their size."""
+    """How much output and gradient of the first MoE layer differ, relative to their size."""
     pairs = {
         "output": (curve.output.double(), control.output.double()),
         "gradient": (curve.gradient.double(), control.gradient.double()),
@@ -298,10 +298,10 @@ def _steps_problem(
 
 def _weights_problem(curve: Curve, other: Curve) -> str | None:
     if differ := sorted(curve.weights.keys() ^ other.weights.keys()):
-        return f"other parameters than it is compared with: {differ[0]} and {len(differ) - 1} more"
+        return f"other parameters than in the other run: {differ[0]} and {len(differ) - 1} more"
     for name, sums in curve.weights.items():
         if sums != other.weights[name]:
-            return f"{name} starts from other values than in what it is compared with"
+            return f"{name} starts from other values than in the other run"
     return None
 
 
@@ -381,7 +381,7 @@ def _record(
             kernels.append(Interval(name, begin, end, kernel_kind(name, is_optimizer)))
         elif name in WAITS:
             waits.append(Interval(name, begin, end))
-    # How this function and the profiler wait when a call is over; no step ends with it.
+    # The final wait of this function and the profiler; no step ends with one.
     while waits and waits[-1].name == "cudaDeviceSynchronize":
         waits.pop()
     return kernels, waits, elapsed_us

@@ -1,7 +1,7 @@
-"""The model of one subject that trains, on one rank: built as training builds it, stepped, closed.
+"""The model of one subject that trains, on one rank: built as in training, stepped, closed.
 
-Every subject has a model, gradients and an optimizer of its own, and only one of them exists at a
-time: with Adam's moments and everything in fp32 a parameter takes 18 bytes.
+Every subject has its own model, gradients and optimizer, and only one of them exists at a time:
+with Adam's moments and everything in fp32 a parameter takes 18 bytes.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from megatron_ncclep.training.data import Batch
 from megatron_ncclep.training.model import TrainedModel, seed_everything, transformer_config
 from megatron_ncclep.training.settings import Settings
 
-# Steps with batches of their own, where no more are asked for; later steps take them again.
+# The default number of steps with different batches; later steps reuse them.
 NUM_BATCHES = 8
-# Megatron-LM pads the vocabulary to a multiple of this, unless told otherwise.
+# By default Megatron-LM pads the vocabulary to a multiple of this.
 VOCABULARY_MULTIPLE = 128
 # Steps before a graph is captured: the second finds everything allocated and compiled.
 EAGER_STEPS = 2
 PARTS = ("attn", "moe_router", "moe_preprocess")  # that `partial_graphs` captures
-# Whose function adds the output layer's weight gradients.
+# Owners of the function that adds the output layer's weight gradients.
 APEX, STAND_IN = "Apex", "ncclep bench"
 
 
 @dataclass(frozen=True)
 class Text:
-    """Batches of one rank, on its device, so that reading them is no part of a step."""
+    """Batches of one rank, on its device, so that reading them is not part of a step."""
 
-    source: str  # the text, in words
+    source: str  # description of the text
     vocab_size: int  # rows of the embedding
     steps: list[list[Batch]]  # the micro-batches of each step
 
@@ -132,7 +132,7 @@ class SubjectModel(TrainedModel):
 
     @property
     def phases(self) -> list[tuple[Callable[[], Any], bool]]:
-        """What a step calls, in order, and whether that is the optimizer."""
+        """A step's functions, in order, and whether each is the optimizer."""
         return [(self.zero, True), (self._next_batch, False), (self._update, True)]
 
     def step(self) -> None:
@@ -175,7 +175,7 @@ class SubjectModel(TrainedModel):
                 del module.token_dispatcher
         del self.gpt, self.model, self.optimizer, self.optimizer_step, self.schedule, self._graphs
         gc.collect()
-        # A graph cannot use memory that lies in the allocator's cache.
+        # A graph cannot use memory in the allocator's cache.
         torch.cuda.empty_cache()
 
     def _first_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +189,7 @@ class SubjectModel(TrainedModel):
         generator = torch.Generator(device).manual_seed(settings["seed"])
         values = torch.randn(shape, generator=generator, device=device)
         hidden, grad = values.to(self.gpt.config.params_dtype).unbind()
-        # As megatron.training does at the start; a step before may have left another value.
+        # As megatron.training does at the start; an earlier step may have left another value.
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
         output = layer(hidden.requires_grad_())[0]
         (gradient,) = torch.autograd.grad(output, hidden, grad)
@@ -293,12 +293,12 @@ def _optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
 
 
 class _Graphs:
-    """The CUDA graphs of a subject, if any.  Those of one subject at a time in a process."""
+    """The CUDA graphs of a subject, if any.  Only one subject at a time has some in a process."""
 
     def __init__(self, choice: Variant, model: TrainedModel, num_ranks: int) -> None:
         self._choice = choice
         self._partial = self._captured = None
-        self._clear()  # what a subject that failed left behind
+        self._clear()  # graphs left behind by a failed subject
         warmup = {"cuda_graph_warmup_steps": EAGER_STEPS}
         if choice.graphs == FULL_ITERATION:
             from megatron.core.full_cuda_graph import FullCudaGraphWrapper

@@ -20,20 +20,20 @@ COMMANDS = {
     "run": ("megatron_ncclep.cli.run", "run an unmodified Megatron-LM script with the dispatcher"),
     "render": (
         "megatron_ncclep.cli.render",
-        "print the command that three configuration files make",
+        "print the command that three configuration files compose",
     ),
     "bench": ("megatron_ncclep.benchmark.command", "measure engines and other dispatchers"),
     "plot": (
         "megatron_ncclep.benchmark.plot",
         "draw a result of `ncclep bench`, or the log of `ncclep train`",
     ),
-    "doctor": ("megatron_ncclep.doctor", "say what decides how the dispatcher runs here"),
+    "doctor": ("megatron_ncclep.doctor", "check which engines can run here, and why others cannot"),
     "env": ("megatron_ncclep.envs", "list the environment variables and their values"),
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line: the usage of `ncclep train` fills a screen."""
+    """Reports a mistake in one line: the usage of `ncclep train` fills a screen."""
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparsers.choices[args.command].error(words + getattr(args, "hint", ""))
 
     def run() -> int:
-        if args.command != "doctor":  # which reports it
+        if args.command != "doctor":  # the doctor reports it itself
             _check_environment(args.command, argv)
         return int(args.run(args))
 

@@ -28,7 +28,7 @@ KINDS = ("model", "dispatcher", "cluster")  # of a run
 BENCHMARK = "benchmark"
 FLAT_KINDS = ("model", "dispatcher")
 BASE = "base"
-# What a field may be, by its annotation.
+# The types that a field may have, by its annotation.
 TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "str": (str,), "dict[str, Any]": (dict,),
     "None": (type(None),),
@@ -38,10 +38,10 @@ TYPES: dict[str, tuple[type, ...]] = {
 def folder() -> Path:
     """The folder that holds `model/`, `dispatcher/`, `cluster/` and `benchmark/`.
 
-    An installed package carries it as `megatron_ncclep/configs`.  In a checkout, also when it is
-    installed as editable, that folder does not exist and `configs/` is next to the package.  The
-    installed place comes first, because a `configs` next to an installed package, in
-    site-packages, would belong to someone else.
+    An installed package has it as `megatron_ncclep/configs`.  In a checkout, including an editable
+    installation, that folder does not exist, and `configs/` is next to the package.  The installed
+    place comes first, because a `configs` next to an installed package, in site-packages, would
+    belong to another package.
     """
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
@@ -69,7 +69,8 @@ def path_of(kind: str, name_or_path: str) -> Path:
     shipped = names(kind)
     is_path = name_or_path.endswith(".yaml")
     path = Path(name_or_path) if is_path else folder() / kind / f"{name_or_path}.yaml"
-    # os.path calls missing what pathlib raises an OSError for, such as a name that is too long.
+    # os.path reports a path as missing where pathlib raises an OSError, such as a name that is too
+    # long.
     if is_path and not os.path.isfile(path):
         raise InputError(f"{kind} configuration {name_or_path!r}: there is no such file")
     if not is_path and name_or_path not in shipped:
@@ -85,10 +86,10 @@ def load(kind: str, name_or_path: str) -> dict[str, object]:
 
     Args:
         kind: model, dispatcher, cluster or benchmark.
-        name_or_path: a bare name looks in configs/KIND/NAME.yaml; what ends in .yaml is a path.
+        name_or_path: a bare NAME means configs/KIND/NAME.yaml; a text that ends in .yaml is a path.
 
     Returns:
-        The mapping, in the file's order.  For a model or dispatcher every value is a bool, int,
+        the mapping, in the file's order.  For a model or dispatcher every value is a bool, int,
         float, str, or a list of int, float or str.
 
     Raises:
@@ -119,7 +120,7 @@ def parse_yaml(where: str, text: str) -> Any:
     """Read one YAML document.
 
     Args:
-        where: what the text is called in errors.
+        where: the text's name in errors.
         text: the document.
 
     Raises:
@@ -128,7 +129,7 @@ def parse_yaml(where: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except Exception as error:
-        # Not only YAMLError: PyYAML does not wrap what its conversions raise, such as a KeyError
+        # Not only YAMLError: PyYAML does not wrap the errors of its conversions, such as a KeyError
         # for `!!bool x`, a ValueError for 2001-99-99, a RecursionError for a thousand brackets.
         reason = f"{type(error).__name__}: {error}"
         raise InputError(f"{where}: not valid YAML: {reason}") from error
@@ -138,7 +139,7 @@ def check_arguments(where: str, mapping: dict[str, object]) -> None:
     """Refuse names and values that are ambiguous as command-line arguments.
 
     Args:
-        where: what the mapping is called in errors.
+        where: the mapping's name in errors.
         mapping: argument names without their dashes, and their values.
 
     Raises:
@@ -150,8 +151,8 @@ def check_arguments(where: str, mapping: dict[str, object]) -> None:
         items = value if isinstance(value, list) else [value]
         if isinstance(value, list) and (not value or any(isinstance(v, bool) for v in value)):
             raise InputError(
-                f"{where}: {name}: {value!r} must hold numbers or texts; leave out a list without "
-                "any, and write a flag as true or false"
+                f"{where}: {name}: {value!r} must hold numbers or texts; leave out an empty list, "
+                "and write a flag as true or false"
             )
         for item in items:
             if not isinstance(item, (bool, int, float, str)):
@@ -161,8 +162,8 @@ def check_arguments(where: str, mapping: dict[str, object]) -> None:
                 )
             if isinstance(item, str) and is_number(item):
                 raise InputError(
-                    f"{where}: {name}: {item!r} is a text to YAML; write the number without quotes "
-                    "and with a point, such as 1.0e-4"
+                    f"{where}: {name}: YAML reads {item!r} as text; write the number without "
+                    "quotes and with a point, such as 1.0e-4"
                 )
 
 
@@ -192,7 +193,7 @@ class Checked:
             allowed = tuple(kind for name in kinds for kind in TYPES[name])
             if not isinstance(value, allowed) or isinstance(value, bool):
                 raise InputError(f"{where}: must be {known.type}")
-            # Not `<`, with which a NaN would pass.
+            # Not `<`, which a NaN would pass.
             if value is not None and "least" in must and not value >= must["least"]:
                 raise InputError(f"{where}: must be >= {must['least']}")
             if value not in must.get("choices", (value,)):

@@ -1,4 +1,4 @@
-"""What `ncclep bench --model-network` prints: the traffic between nodes, computed, not measured."""
+"""The output of `ncclep bench --model-network`: traffic between nodes, computed, not measured."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_ncclep.errors import InputError
 class NetworkModel:
     """A model, not a measurement, of one dispatch or combine over several nodes.
 
-    It counts bytes and divides them by rates, without latency, network topology, hosts and kernels.
-    The router is balanced: all experts are equally likely.
+    It counts bytes and divides them by rates, ignoring latency, network topology, hosts and
+    kernels.  The router is balanced: all experts are equally likely.
 
     Example: 2 nodes, top-2.  A token needs the other node unless both of its assignments are on its
-    own, one case in four with many experts: 0.75 of the rows cross.  A flat all-to-all sends a row
-    for each assignment to the other node: 1 a token.
+    own node, which with many experts is one case in four: 0.75 of the rows cross.  A flat
+    all-to-all sends a row for each assignment to the other node: 1 per token.
     """
 
     num_tokens: int = 4096  # T, of each rank
@@ -28,9 +28,9 @@ class NetworkModel:
     num_experts: int = 256  # E
     top_k: int = 8  # K
     ranks_on_each: int = 8  # L, ranks on a node
-    nic_gb_s: float = 46.0  # a rank over the network, each way: 400 Gbit/s with rows of this size
+    nic_gb_s: float = 46.0  # per rank over the network, each way: 400 Gbit/s with rows of this size
     nvlink_gb_s: float = 350.0  # the same inside a node: an H200's
-    chunks: int = 1  # of columns: one crosses while the one before moves inside a node
+    chunks: int = 1  # of columns: one crosses while the previous one moves inside a node
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -41,10 +41,10 @@ class NetworkModel:
 
     @classmethod
     def parse(cls, text: str) -> NetworkModel:
-        """Read `NAME=VALUE,...`, such as `nic_gb_s=90,top_k=4`; the rest has its defaults.
+        """Read `NAME=VALUE,...`, such as `nic_gb_s=90,top_k=4`; the other values are the defaults.
 
         Raises:
-            InputError: an unknown name, or a value that is no number or that makes no sense.
+            InputError: an unknown name, or a value that is not a number or makes no sense.
         """
         kinds: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         given: dict[str, Any] = {}
@@ -55,18 +55,18 @@ class NetworkModel:
             try:
                 given[name] = kinds[name](value)
             except ValueError as error:
-                raise InputError(f"--model-network {item}: {value!r} is no number") from error
+                raise InputError(f"--model-network {item}: {value!r} is not a number") from error
         return cls(**given)
 
     def _needed(self, parts: int) -> float:
-        """How often a token needs an expert of one of `parts` equal parts of the experts."""
+        """The probability that a token needs an expert of one of `parts` equal parts of them."""
         elsewhere = self.num_experts - self.num_experts // parts
         return 1 - math.prod(
             max(0, elsewhere - k) / (self.num_experts - k) for k in range(self.top_k)
         )
 
     def crossing_bytes(self, nodes: int) -> float:
-        """Bytes that a rank sends over the network: a row for each other node in need of it."""
+        """Bytes that a rank sends over the network: one row for each other node that needs it."""
         return self.num_tokens * (nodes - 1) * self._needed(nodes) * self.row_bytes
 
     def flat_bytes(self, nodes: int) -> float:
@@ -74,12 +74,12 @@ class NetworkModel:
         return self.num_tokens * self.top_k * (nodes - 1) / nodes * self.row_bytes
 
     def inside_bytes(self, nodes: int) -> float:
-        """Bytes that a rank sends inside its node: rows of all nodes, from over its rail."""
+        """Bytes that a rank sends inside its node: rows of all nodes, received over its rail."""
         rows = self.num_tokens * nodes * (self.ranks_on_each - 1)
         return rows * self._needed(nodes * self.ranks_on_each) * self.row_bytes
 
     def seconds(self, nodes: int) -> float:
-        """Of one pass: the longer part, plus the share of the shorter one that nothing hides."""
+        """Seconds of one pass: the longer part, plus the unhidden share of the shorter one."""
         crossing = self.crossing_bytes(nodes) / (1e9 * self.nic_gb_s)
         inside = self.inside_bytes(nodes) / (1e9 * self.nvlink_gb_s)
         return max(crossing, inside) + min(crossing, inside) / self.chunks
@@ -91,7 +91,7 @@ def names() -> list[str]:
 
 
 def render(model: NetworkModel) -> str:
-    """What the model says of 2 to 64 nodes, as far as there are experts for them, as text."""
+    """The model's values for 2 to 64 nodes, as far as there are experts for them, as text."""
     rows = [["nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"]]
     for nodes in (2, 4, 8, 16, 32, 64):
         if model.num_experts % (nodes * model.ranks_on_each):
@@ -107,11 +107,11 @@ def render(model: NetworkModel) -> str:
         ranks, ms = str(nodes * model.ranks_on_each), f"{1e3 * model.seconds(nodes):.2f}"
         rows.append([str(nodes), ranks, *crossing, *inside, ms, *flat])
     head = (
-        f"A model, not a measurement: one dispatch or combine of {model.num_tokens} tokens a rank, "
-        f"rows of {model.row_bytes} bytes, top-{model.top_k} of {model.num_experts} equally likely "
-        f"experts, {model.ranks_on_each} ranks on a node, {model.nic_gb_s:g} GB/s a rank to other "
-        f"nodes and {model.nvlink_gb_s:g} inside, chunks: {model.chunks} (the engine: 1 to 4, by "
-        "size). Bytes are what a rank sends; flat is an all-to-all with a row for each assignment, "
-        "counting only what crosses between nodes."
+        f"A model, not a measurement: one dispatch or combine of {model.num_tokens} tokens per "
+        f"rank, rows of {model.row_bytes} bytes, top-{model.top_k} of {model.num_experts} equally "
+        f"likely experts, {model.ranks_on_each} ranks on a node, {model.nic_gb_s:g} GB/s per rank "
+        f"to other nodes and {model.nvlink_gb_s:g} inside, chunks: {model.chunks} (the engine: 1 "
+        "to 4, by size). Bytes are those that a rank sends; flat is an all-to-all with a row for "
+        "each assignment, counting only the traffic between nodes."
     )
     return "\n".join([wrapped(head), "", *align(rows)])

@@ -3,8 +3,8 @@
     ncclep render --model tiny --dispatcher ncclep --cluster local-cpu \\
         --script Megatron-LM/pretrain_gpt.py -- --mock-data --train-iters 10
 
-What follows `--` are arguments for Megatron-LM, which take precedence over the files.  No file
-takes precedence over another: an argument that two of them set differently is an error.
+Arguments after `--` are for Megatron-LM and take precedence over the files.  No file takes
+precedence over another: it is an error if two of them set an argument differently.
 
 A cluster file has up to five sections, each a mapping, in the order of the command:
 
@@ -14,7 +14,7 @@ A cluster file has up to five sections, each a mapping, in the order of the comm
     run        options of `ncclep run`
     megatron   arguments of Megatron-LM, as in a model file
 
-In env, srun and torchrun, `${NAME}` and `$((...))` are left to the shell that runs the command.
+In env, srun and torchrun, `${NAME}` and `$((...))` are left for the shell that runs the command.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SECTIONS = ("env", "srun", "torchrun", "run", "megatron")
 EXPERT_PARALLEL = "expert-model-parallel-size"
 _SHELL_EXPRESSION = re.compile(r"\$\{\w+\}|\$\(\([\w +*/%-]+\)\)")
 
-# One argument with its values, each word quoted for the shell: what the output keeps on one line.
+# One argument with its values, each word quoted for the shell; the output keeps it on one line.
 Words = list[str]
 
 
 def quote(text: str) -> str:
-    """Quote `text` for a shell, which still expands `${NAME}` and `$((...))` in it."""
+    """Quote `text` for a shell, but let it expand `${NAME}` and `$((...))`."""
     if not _SHELL_EXPRESSION.search(text):
         return shlex.quote(text)
     literal = [re.sub(r'([$`"\\])', r"\\\1", part) for part in _SHELL_EXPRESSION.split(text)]
@@ -52,7 +52,7 @@ def arguments(mapping: Mapping[str, object], *, shell: bool = False) -> list[Wor
 
     Args:
         mapping: argument names without their dashes, and their values.
-        shell: leave `${NAME}` and `$((...))` in the values to the shell.
+        shell: let the shell expand `${NAME}` and `$((...))` in the values.
     """
     lines = []
     for name, value in mapping.items():
@@ -92,8 +92,8 @@ def merge(
     """Merge the Megatron arguments of several files.
 
     Args:
-        sources: the arguments of each file, by what the file is called in errors.
-        overridden: names that the command line gives; they are left out of the result.
+        sources: the arguments of each file, by the file's name in errors.
+        overridden: names that the command line sets; they are left out of the result.
 
     Raises:
         InputError: two files set one name differently.
@@ -104,11 +104,11 @@ def merge(
         for name, value in mapping.items():
             if name in overridden:
                 continue
-            # Compared with their types, since True == 1 and a flag is not a number.
+            # Types are compared too, because True == 1 but a flag is not a number.
             if name in merged and repr(merged[name]) != repr(value):
                 raise InputError(
                     f"{origin[name]} says {name}: {merged[name]}, {source} says {name}: {value}; "
-                    f"give --{name} on the command line after -- to decide"
+                    f"set --{name} on the command line after -- to decide"
                 )
             merged.setdefault(name, value)
             origin.setdefault(name, source)
@@ -148,7 +148,7 @@ def command_lines(
         cluster: name or path of a cluster file.
         script: the Megatron-LM script to run.
         extra: Megatron-LM arguments that take precedence over the files.
-        nproc: processes on each node, instead of what the cluster file says.
+        nproc: processes on each node, instead of the cluster file's number.
 
     Raises:
         InputError: a file is missing or malformed, or two files contradict each other.
@@ -162,7 +162,7 @@ def command_lines(
         if tasks_are_ranks:
             raise InputError(
                 f"--nproc {nproc}: with the cluster {cluster} srun starts the ranks: leave --nproc "
-                "out, and ask sbatch for as many GPUs (--gpus-per-node)"
+                "out, and ask sbatch for that many GPUs (--gpus-per-node)"
             )
         torchrun["nproc-per-node"] = nproc
     given = [word[2:].partition("=")[0] for word in extra if word.startswith("--")]
@@ -216,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--script", default="pretrain_gpt.py", help="Megatron-LM script (default: %(default)s)"
     )
     parser.add_argument(
-        "--nproc", type=int, help="processes on each node (default: as the cluster file says)"
+        "--nproc", type=int, help="processes on each node (default: the cluster file's number)"
     )
     parser.add_argument("--one-line", action="store_true", help="print the command on one line")
     parser.add_argument("extra", nargs="*", metavar="-- ARGUMENT", help="Megatron-LM arguments")

@@ -27,20 +27,22 @@ from megatron_ncclep.logs import CUDA_REMARKS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `[--cpu] [--slurm] SCRIPT ARGS...`; all that follows the script is the script's."""
+    """Add `[--cpu] [--slurm] SCRIPT ARGS...`; everything after SCRIPT is passed to it."""
     parser.add_argument(
         "--cpu",
         action="store_true",
         help="run on a machine without a GPU; the script also needs --distributed-backend gloo, "
         "--transformer-impl local, --use-cpu-initialization and no fused kernels: "
-        "configs/cluster/local-cpu.yaml lists all",
+        "configs/cluster/local-cpu.yaml lists all of these",
     )
     parser.add_argument(
         "--slurm",
         action="store_true",
         help="each task of srun is a rank; MASTER_ADDR and MASTER_PORT have to be set",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="path of the script, pretrain_gpt.py say")
+    parser.add_argument(
+        "script", metavar="SCRIPT", help="path of the script, such as pretrain_gpt.py"
+    )
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
@@ -49,15 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the script; return 0 when it ends without SystemExit.
 
-    Not collective by itself: every rank of `torchrun` or task of `srun` calls it.
+    Not collective itself: every rank of `torchrun` or task of `srun` calls it.
 
     Raises:
-        InputError: SCRIPT is not a file, or `--slurm` outside srun.
+        InputError: SCRIPT is not a file, or `--slurm` is used outside srun.
         UnsupportedError: `--cpu` on a machine with a GPU.
-        Exception: whatever the script raises.
+        Exception: any error of the script.
     """
     script = Path(args.script)
-    if not os.path.isfile(script):  # pathlib's raises for a name that is too long
+    if not os.path.isfile(script):  # pathlib's is_file raises for a name that is too long
         what = "a folder" if os.path.isdir(script) else "not there"
         raise InputError(f"script {args.script!r} is {what}: give the path of a Python file")
     if args.slurm:
@@ -72,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _take_rank_from_slurm() -> None:
-    """Set what torchrun would set.  Without it between them, Slurm's signals reach the ranks."""
+    """Set torchrun's variables.  Without torchrun in between, Slurm's signals reach the ranks."""
     try:
         rank, size, local_rank = (
             os.environ["SLURM_PROCID"],
@@ -87,7 +89,7 @@ def _take_rank_from_slurm() -> None:
 
 
 def _pose_as_python(script: Path, arguments: Sequence[str]) -> None:
-    """Set `sys.argv` and `sys.path[0]` to what `python SCRIPT ARGS...` would set them to."""
+    """Set `sys.argv` and `sys.path[0]` as `python SCRIPT ARGS...` would."""
     sys.argv = [str(script), *arguments]
     if not getattr(sys.flags, "safe_path", False):  # `python -P` leaves sys.path[0] out; from 3.11
         sys.path[0] = str(script.resolve().parent)
@@ -97,7 +99,7 @@ def _move_to_cpu() -> None:
     # Only now: the Megatron that gets imported must be the one that the script will find.
     from megatron_ncclep import cpu
 
-    # With a CUDA toolkit torch warns that there is no GPU, which --cpu says already.
+    # With a CUDA toolkit torch warns that there is no GPU, which is clear with --cpu.
     logging.getLogger(CUDA_REMARKS).setLevel(logging.ERROR)
     cpu.enable()
     # The wheel of 0.16 has no megatron.training; scripts that need only megatron.core still run.
@@ -106,11 +108,11 @@ def _move_to_cpu() -> None:
 
 
 def skip_missing_makefile(datasets_utils: ModuleType) -> None:
-    """Make `compile_helpers` do nothing where there is nothing to compile with and no need to.
+    """Make `compile_helpers` do nothing if there is no Makefile and nothing to compile.
 
     megatron.training calls it at start-up.  It runs `make` in the installed package, but the wheels
-    bring the compiled helpers and no Makefile, so that every run would end there.  A checkout has a
-    Makefile: there nothing is changed.  Where both are missing, the call raises IntegrationError.
+    bring the compiled helpers and no Makefile, so every run would end there.  A checkout has a
+    Makefile: there nothing changes.  If both are missing, the call raises IntegrationError.
 
     Args:
         datasets_utils: the module megatron.core.datasets.utils.

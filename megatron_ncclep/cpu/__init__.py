@@ -1,12 +1,12 @@
 """Let Megatron-Core train on a CPU with gloo: `enable()`, and `enable_training_scripts()` on top.
 
-Megatron-Core 0.16.1 to 0.19.2 takes for granted that there is a GPU, although nearly nothing in its
-local (not TransformerEngine) modules needs one.  torch_calls.py and megatron_calls.py replace what
-stands in the way, one thing in each function.  Nothing here is used on a machine that has a GPU,
-and importing this package changes nothing.
+Megatron-Core 0.16.1 to 0.19.2 assumes that there is a GPU, although almost nothing in its local
+(not TransformerEngine) modules needs one.  torch_calls.py and megatron_calls.py replace the
+obstacles, one in each function.  Nothing here is used on a machine that has a GPU, and importing
+this package changes nothing.
 
-What a CPU run cannot show: streams and events are stand-ins here, so a missing synchronisation is
-only seen on a GPU.
+A CPU run cannot show everything: streams and events are stand-ins here, so a missing
+synchronisation only shows on a GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def enable() -> None:
 
     Raises:
         UnsupportedError: this machine has a GPU.
-        IntegrationError: something that must be replaced is not where it is expected.
+        IntegrationError: a function that must be replaced is not where it is expected.
     """
     if torch.cuda.is_available():
         raise UnsupportedError(
-            f"running on the CPU was asked for, but this process sees {torch.cuda.device_count()} "
+            f"--cpu was given, but this process sees {torch.cuda.device_count()} "
             "GPU(s): leave out --cpu to train on them, or hide them with CUDA_VISIBLE_DEVICES=''"
         )
     if enabled():
@@ -45,10 +45,10 @@ def enabled() -> bool:
 
 
 def enable_training_scripts() -> None:
-    """Call `enable()`, then make `megatron.training` (`pretrain_gpt.py` and its like) run too.
+    """Call `enable()`, then make `megatron.training` (`pretrain_gpt.py` and others) run too.
 
-    The script still has to be told `--distributed-backend gloo --use-cpu-initialization
-    --transformer-impl local` and to leave the fused CUDA kernels alone.
+    The script still needs `--distributed-backend gloo --use-cpu-initialization
+    --transformer-impl local` and the options that turn off fused CUDA kernels.
 
     Raises:
         UnsupportedError, IntegrationError: as `enable()`.

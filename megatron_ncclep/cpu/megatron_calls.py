@@ -1,4 +1,4 @@
-"""What stands in the way of a CPU in Megatron itself: megatron.core, and megatron.training.
+"""Replaces the obstacles to a CPU in Megatron itself: megatron.core and megatron.training.
 
 Each function below replaces one thing and says which releases and modules need it.
 """
@@ -17,7 +17,7 @@ from megatron_ncclep.errors import UnsupportedError
 
 
 def replace_in_core() -> None:
-    """Replace what `megatron.core` needs, which it imports."""
+    """Replace the obstacles in `megatron.core`; imports it."""
     _redirect_rng_tracker()
     _define_missing_gemm()
     _convert_split_sizes()
@@ -25,7 +25,7 @@ def replace_in_core() -> None:
 
 
 def replace_in_training() -> None:
-    """Replace what `megatron.training` needs, which it imports."""
+    """Replace the obstacles in `megatron.training`; imports it."""
     _pretend_one_device()
     _allow_no_cuda()
     _skip_fused_kernels()
@@ -37,8 +37,8 @@ def replace_in_training() -> None:
 def _redirect_rng_tracker() -> None:
     """Let the tracker of random states fork the CPU's generator.
 
-    Every version, tensor_parallel.random: its own setter queues the work until CUDA starts.  A
-    state that a CUDA graph can hold is asked for when the options want such graphs.
+    Every version, tensor_parallel.random: its own setter queues the work until CUDA starts.  It
+    asks for a state that a CUDA graph can hold when the options ask for such graphs.
     """
 
     def get_rng_state(
@@ -46,8 +46,8 @@ def _redirect_rng_tracker() -> None:
     ) -> torch.Tensor:
         if graph_safe:
             raise UnsupportedError(
-                "CUDA graphs were asked for (--cuda-graph-impl, say), and a CPU has none: leave "
-                "that out to train with --cpu"
+                "the options ask for CUDA graphs (such as --cuda-graph-impl), and a CPU has none: "
+                "leave them out to train with --cpu"
             )
         return torch.get_rng_state()
 
@@ -74,7 +74,7 @@ def _convert_split_sizes() -> None:
     """Turn the `alltoall` dispatcher's split sizes into numpy arrays on the CPU too.
 
     Every version, transformer.moe.token_dispatcher: the conversion is part of the copy to the CPU,
-    which leaves tensors alone that are there already, and `all_to_all_single` takes no tensors.
+    which skips tensors that are already there, and `all_to_all_single` does not accept tensors.
     """
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     original = token_dispatcher.maybe_move_tensor_to_cpu
@@ -118,11 +118,11 @@ def _allow_sequence_parallel_norm() -> None:
 
 
 def _pretend_one_device() -> None:
-    """Count one CUDA device, of an architecture that needs nothing of its surroundings.
+    """Count one CUDA device, of an architecture that needs no environment variables.
 
     All versions that have megatron.training: initialize skips model parallelism without a device;
-    with tensor or context parallelism arguments.validate_args asks for the architecture, and wants
-    CUDA_DEVICE_MAX_CONNECTIONS=1 of those before the tenth.
+    with tensor or context parallelism arguments.validate_args asks for the architecture, and
+    requires CUDA_DEVICE_MAX_CONNECTIONS=1 for those before the tenth.
     """
     properties = SimpleNamespace(name="CPU", major=10, minor=0)
     replace(
@@ -134,7 +134,7 @@ def _pretend_one_device() -> None:
 
 
 def _allow_no_cuda() -> None:
-    """Start with the switch that megatron.training has for CPU runs but passes on from nowhere.
+    """Start with the switch that megatron.training has for CPU runs but never sets.
 
     All versions that have megatron.training: `pretrain` calls `initialize_megatron` without it.
     """
@@ -149,7 +149,7 @@ def _skip_fused_kernels() -> None:
     """Do not compile the fused kernels of the models before Megatron-Core.
 
     A checkout of 0.16 only (its wheel has no megatron.training): megatron.training.initialize asks
-    nvcc for its version before it looks at whether any of them is wanted.
+    nvcc for its version before it checks whether any of them is needed.
     """
     initialize = importlib.import_module("megatron.training.initialize")
     if hasattr(initialize, "fused_kernels"):

@@ -1,4 +1,4 @@
-"""What Megatron-Core asks of torch on a GPU: stand-ins for torch.cuda, and what gloo lacks.
+"""The parts of torch that Megatron-Core needs on a GPU: stand-ins for torch.cuda, gaps of gloo.
 
 Each function below replaces one thing and says which module of Megatron-Core needs it.
 """
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def replace_all() -> None:
-    """Replace functions and classes; devices in arguments are the business of `CpuMode`."""
+    """Replace functions and classes; `CpuMode` handles devices in arguments."""
     _run_compiled_functions_eagerly()
     _replace_streams_and_events()
     _replace_device_queries()
@@ -36,11 +36,11 @@ def replace_all() -> None:
 
 
 def _run_compiled_functions_eagerly() -> None:
-    """Run what is decorated with `torch.compile` as it stands.
+    """Run functions that are decorated with `torch.compile` without compiling them.
 
-    Every version: megatron.core.jit decorates small functions with it, and on a CPU that needs a
-    C++ compiler and minutes.  The variable is read when a function is decorated, and inherited by
-    child processes; the option counts when an already decorated function is called.
+    Every version: megatron.core.jit decorates small functions with it, and compiling them on a CPU
+    needs a C++ compiler and takes minutes.  torch reads the variable when a function is decorated,
+    and child processes inherit it; the option applies when an already decorated function is called.
     """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo" in sys.modules:
@@ -57,7 +57,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def no_op() -> Callable[..., None]:
     """Make a function that does nothing, a new one each time.
 
-    Importing torch._dynamo builds tables of torch's functions; none may stand there twice.
+    Importing torch._dynamo builds tables of torch's functions; none may occur there twice.
     """
     return lambda *args, **kwargs: None
 
@@ -128,7 +128,7 @@ def _replace_device_queries() -> None:
 
 
 def _replace_random_state() -> None:
-    """Let the one generator of the CPU stand for that of the GPU.
+    """Let the CPU's generator stand in for the GPU's.
 
     Every version: tensor_parallel.random (seeds per parallel rank, recompute).
     """
@@ -235,7 +235,7 @@ def _allow_uneven_collectives() -> None:
 
 
 def _send_copies() -> None:
-    """Let `isend` send a copy: Megatron frees what it has sent before it has left.
+    """Let `isend` send a copy: Megatron frees a tensor before it has been sent.
 
     0.16 and 0.17, pipeline_parallel.schedules with virtual stages (deallocate_pipeline_outputs and
     overlap_p2p_comm): on a GPU the stream keeps the order, but gloo sends from another thread.
@@ -251,17 +251,17 @@ def _send_copies() -> None:
 
 
 def _share_gloo_device() -> None:
-    """Let all groups of gloo that are made from now on move their bytes with one thread.
+    """Let all gloo groups that are made from now on move their bytes with one thread.
 
     Every version: parallel_state makes dozens of groups on each rank, most of them of that rank
-    alone.  Each would have a gloo device of its own, whose thread wakes up a hundred times a second
-    for as long as the group lives; on two cores they would take half the time.
+    alone.  Each would have its own gloo device, whose thread wakes up a hundred times a second for
+    as long as the group lives; on two cores these threads would take half the time.
     """
     group_class: Any = dist.ProcessGroupGloo
     if not hasattr(group_class, "options"):
-        return  # a torch that tells nobody of a group's device: only slower
+        return  # this torch does not expose a group's device; training is only slower
     make = group_class.__init__
-    made: list[Any] = []  # the options of the first group, which torch makes as it does
+    made: list[Any] = []  # the options of the first group, which torch makes as usual
 
     @functools.wraps(make)
     def make_with_device(
@@ -297,7 +297,7 @@ def replace(owner: Any, **stand_ins: Any) -> None:
     """Set attributes of `owner` that must exist already.
 
     Raises:
-        IntegrationError: one does not, so that the release is not one this file was written for.
+        IntegrationError: one does not exist, so this file was not written for the release.
     """
     for name, stand_in in stand_ins.items():
         if not hasattr(owner, name):

@@ -1,7 +1,7 @@
-"""Report what decides whether and how the dispatcher runs here: versions, GPUs, Megatron, engines.
+"""Check whether and how the dispatcher can run here: versions, GPUs, Megatron, engines.
 
-Useful without a GPU and without Megatron-Core too.  Exit status: 0 when nothing stands in the way
-of training with this machine's devices, 1 when something does; each problem comes with its remedy.
+Also useful without a GPU or without Megatron-Core.  Exit status: 0 if nothing prevents training
+with this machine's devices, 1 otherwise; each problem comes with its remedy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the findings and return the exit status.  One process, on a machine of its own."""
+    """Print the findings and return the exit status.  Run it in one process per machine."""
     report = []
     num_problems = 0
     for title in SECTIONS:
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         if args.json:
             report += [{"section": title, **dataclasses.asdict(finding)} for finding in findings]
         else:
-            # Section by section, so that it shows where a driver hangs.
+            # Section by section, which shows where a driver hangs.
             columns = shutil.get_terminal_size(fallback=(100, 24)).columns
             print(render(title, findings, columns), end="\n\n", flush=True)
     if args.json:
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 def examine(title: str, num_ranks: int | None = None) -> list[Finding]:
     """Return the findings of the section `title`; an error in it is one more problem.
 
-    `num_ranks`: how many ranks engines are checked for; None: one for each GPU.
+    `num_ranks`: check engines for up to this many ranks; None: one for each GPU.
     """
     findings = []
     section = SECTIONS[title]

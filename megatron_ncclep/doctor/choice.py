@@ -22,7 +22,7 @@ from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 # Seconds for all ranks to start and to answer one question.
 DEADLINE_S = 180.0
-# Seconds that one rank waits for another; shorter, so that the error says which one is missing.
+# Seconds that one rank waits for another; shorter, so the error says which one is missing.
 WAIT_S = 60.0
 
 
@@ -33,7 +33,7 @@ class Answer:
     Attributes:
         chosen: the engine that "auto" takes.
         reasons: engine -> why it cannot run; None if it can.
-        nodes: the grid of ranks that the engine 'hierarchical' sees, or why it sees none.
+        nodes: the grid of ranks that the engine 'hierarchical' finds, or why there is none.
     """
 
     chosen: str
@@ -42,10 +42,10 @@ class Answer:
 
 
 def engines(num_ranks: int | None = None) -> Iterator[Finding]:
-    """Each engine and what keeps it from running, and which one `auto` takes.
+    """Each engine and why it cannot run, and which one `auto` takes.
 
-    With GPUs for 1 to N ranks, in N processes with one GPU each, or `num_ranks` of them that share
-    GPUs; without, for this process alone.
+    With GPUs: for 1 to N ranks, in N processes with one GPU each, or in `num_ranks` processes that
+    share GPUs.  Without GPUs: for this process alone.
 
     Raises:
         InputError: there are fewer GPUs than `num_ranks`, and NCCL does not let ranks share them.
@@ -131,7 +131,7 @@ def answer_rank(context: RankContext) -> Answer:
 
 def answer_alone() -> Answer:
     """Answer for a group of this process alone, over gloo."""
-    # Port 0: any that is free.
+    # Port 0: any free port.
     dist.init_process_group(
         "gloo",
         init_method="tcp://127.0.0.1:0",
@@ -147,7 +147,7 @@ def answer_alone() -> Answer:
 
 
 def merge(answers: Sequence[Answer]) -> Answer:
-    """Merge the ranks' answers; where they differ, the text says which rank gave which."""
+    """Merge the ranks' answers; if they differ, the text names the rank of each."""
     reasons: dict[str, str | None] = {}
     for name in answers[0].reasons:
         texts = [answer.reasons[name] for answer in answers]

@@ -14,7 +14,7 @@ try:
 except ImportError:  # installed without dependencies
     pynvml = None
 
-# Seconds that the driver may take; with many GPUs and no persistence daemon it needs several.
+# Deadline in seconds for the driver; with many GPUs and no persistence daemon it needs several.
 DEADLINE_S = 60.0
 
 RESTART_DRIVER = (
@@ -27,10 +27,10 @@ PCIE = {0: "PSB", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 @dataclass(frozen=True)
 class Driver:
-    """What the driver knows about the machine, whatever CUDA_VISIBLE_DEVICES says.
+    """The driver's information about the machine, regardless of CUDA_VISIBLE_DEVICES.
 
     Attributes:
-        version: of the driver.
+        version: version of the driver.
         cuda_version: the newest CUDA that it supports, (major, minor).
         gpus: UUIDs of all GPUs.
         links: (from, to) -> the kind of connection, such as NV18, PIX or SYS.
@@ -94,7 +94,7 @@ def torch_and_gpus() -> Iterator[Finding]:
 def _finding(driver: Driver | None) -> Finding:
     if driver is None:
         return Finding("driver", "none")
-    serves = f"{driver.version}, serves CUDA up to {_dotted(driver.cuda_version)}"
+    serves = f"{driver.version}, supports CUDA up to {_dotted(driver.cuda_version)}"
     return Finding("driver", f"{serves}; {len(driver.gpus)} GPUs in this machine")
 
 
@@ -102,7 +102,7 @@ def why_not_visible(driver: Driver, torch_cuda: str | None) -> str | None:
     """Say why torch sees none of the GPUs that the driver sees, and what helps; None without GPUs.
 
     Args:
-        driver: what it sees.
+        driver: the driver's information.
         torch_cuda: the CUDA version that torch is built for; None for the CPU.
     """
     if not driver.gpus:
@@ -112,7 +112,7 @@ def why_not_visible(driver: Driver, torch_cuda: str | None) -> str | None:
         return f"{seen}install a torch that is built for CUDA"
     if driver.cuda_version[0] < int(torch_cuda.partition(".")[0]):
         return (
-            f"{seen}torch is built for CUDA {torch_cuda} and the driver serves CUDA up to "
+            f"{seen}torch is built for CUDA {torch_cuda} and the driver supports CUDA up to "
             f"{_dotted(driver.cuda_version)}: update the driver, or install a torch that is built "
             f"for CUDA {driver.cuda_version[0]}"
         )
@@ -149,7 +149,7 @@ def ask_driver() -> Driver | None:
     Raises:
         DriverError: it failed or took longer than the deadline.
     """
-    # A daemon thread that never returns does not keep the process from ending.
+    # A daemon thread, because one that never returns does not keep the process from ending.
     answers: list[Driver | Exception | None] = []
     thread = threading.Thread(target=lambda: answers.append(_answer()), name="NVML", daemon=True)
     thread.start()
@@ -213,7 +213,7 @@ def _remotes(gpu: Any) -> Iterator[Any]:
 
 
 def _uuid(uuid: object) -> str:
-    """A GPU's UUID as text; NVML writes a prefix, torch writes none."""
+    """A GPU's UUID as text; NVML writes a prefix, torch does not."""
     return str(uuid).strip().removeprefix("GPU-").lower()
 
 

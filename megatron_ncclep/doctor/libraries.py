@@ -49,14 +49,14 @@ def nccl_for_native(used: Library | None) -> tuple[str, str | None]:
         return "none", f"no engine but the reference can run without it: {remedy}"
     which = f"{version_text(used.version)} ({used.found})"
     if used.version is None:
-        return f"{which}, perhaps not a NCCL", f"it does not open: {remedy}"
+        return f"{which}, perhaps not an NCCL", f"it does not open: {remedy}"
     if used.version < OLDEST_NCCL:
         return f"{which}, too old for the engine native ({oldest} or newer)", remedy
     return f"{which}, new enough for the engine native ({oldest} or newer)", None
 
 
 def nccl_ep() -> Iterator[Finding]:
-    """NVIDIA's libnccl_ep, the NCCL that it takes, and what it compiles its kernels with."""
+    """NVIDIA's libnccl_ep, the NCCL that it requires, and its kernels' compiler and headers."""
     library = nccl_ep_library.find_nccl_ep()
     if library is None:
         cuda = torch.version.cuda
@@ -104,8 +104,8 @@ def nccl_ep() -> Iterator[Finding]:
 
 
 def _described(library: NcclEpLibrary) -> str:
-    """A libnccl_ep and what is known of it."""
-    takes = f"; it takes {library.build.demand}" if library.build else ""
+    """A libnccl_ep and its known properties."""
+    takes = f"; it requires {library.build.demand}" if library.build else ""
     interface = f"interface {library.interface}, " if library.interface else ""
     return f"{version_text(library.version)}, {interface}{library.path} ({library.found}){takes}"
 
@@ -113,7 +113,7 @@ def _described(library: NcclEpLibrary) -> str:
 def nccl_for_nccl_ep(
     library: NcclEpLibrary, used: Library | None, installed: Sequence[Library]
 ) -> tuple[str, str | None]:
-    """Say which NCCL a libnccl_ep takes and, if that is not the one in use, what helps.
+    """Say which NCCL a libnccl_ep requires and, if that is not the one in use, what helps.
 
     Args:
         library: the libnccl_ep.
@@ -127,13 +127,13 @@ def nccl_for_nccl_ep(
             for b in BUILDS
         )
         return (
-            f"which one libnccl_ep {version_text(library.version)} takes is not known",
-            f"install one of which it is: {known}",
+            f"it is not known which one libnccl_ep {version_text(library.version)} requires",
+            f"install a known one: {known}",
         )
-    value = f"it takes {build.demand}"
+    value = f"it requires {build.demand}"
     if build.takes(used):
-        return f"{value}, in use is {version_text(used.version) if used else ''}", None
-    value += f"; in use is {version_text(used.version) if used else 'none'}"
+        return f"{value}; {version_text(used.version) if used else ''} is in use", None
+    value += f"; {version_text(used.version) if used else 'none'} is in use"
     return value, nccl_ep_library.nccl_remedy(build, used, installed)
 
 

@@ -1,4 +1,4 @@
-"""Machine and versions as plain data, for results that are kept."""
+"""Machine and versions as plain data, for stored results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def machine(device: str, ranks: int) -> dict[str, Any]:
-    """The devices of this machine, as plain data, and how many of the `ranks` share one."""
+    """The devices of this machine as plain data, and the number of `ranks` that share one."""
     described: dict[str, Any] = {
         "device": device,
         "platform": platform.platform(),
@@ -42,7 +42,7 @@ def machine(device: str, ranks: int) -> dict[str, Any]:
 
 
 def versions(device: str) -> dict[str, str | None]:
-    """Versions by name; None for what is not installed."""
+    """Versions by name; None for packages that are not installed."""
     found: dict[str, str | None] = {
         "megatron_ncclep": __version__,
         "python": platform.python_version(),

@@ -20,7 +20,7 @@ INSTALL_MEGATRON = "install it: pip install 'megatron-ncclep[train]'"
 
 
 def package() -> Iterator[Finding]:
-    """The versions of this package and of Python, and what the environment changes."""
+    """The versions of this package and of Python, and the environment's settings."""
     yield Finding("megatron_ncclep", f"{__version__} in {Path(envs.__file__).parents[1]}")
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
     yield _environment()
@@ -28,7 +28,7 @@ def package() -> Iterator[Finding]:
 
 
 def _environment() -> Finding:
-    """The variables that are set, of those that this package knows."""
+    """The environment variables of this package that are set."""
     given, problems = [], []
     for variable in envs.VARIABLES.values():
         try:
@@ -83,7 +83,7 @@ def megatron_core() -> Iterator[Finding]:
     yield Finding(
         "Megatron-Core",
         f"{version} in {Path(str(core.__file__)).parents[1]}",
-        None if is_tested(version) else f"tested are {OLDEST} to {NEWEST}: install one of these",
+        None if is_tested(version) else f"{OLDEST} to {NEWEST} are tested: install one of these",
     )
     for name in hooks.HOOKS:
         if name.startswith("megatron.training") and not importlib.util.find_spec(
@@ -99,7 +99,7 @@ def megatron_core() -> Iterator[Finding]:
 
 
 def _experts() -> Finding:
-    """What computes the experts of bf16 models by default."""
+    """The kernels that compute the experts of bf16 models by default."""
     import torch
 
     from megatron_ncclep.integration.experts import fused_swiglu, grouped_gemm
@@ -110,7 +110,7 @@ def _experts() -> Finding:
     elif reason := grouped_gemm.unavailable_reason(device, torch.bfloat16):
         value = f"Megatron's own: {reason}"
     elif reason := fused_swiglu.unavailable_reason(device, torch.bfloat16):
-        value = f"grouped GEMMs of torch, where they are faster than Megatron's: {reason}"
+        value = f"torch's grouped GEMMs, where they are faster than Megatron's: {reason}"
     else:
         value = f"grouped GEMMs of {fused_swiglu.PACKAGE} {fused_swiglu.VERSION}"
     return Finding("experts", value)

@@ -1,4 +1,4 @@
-"""What the doctor reports, and how it looks in a terminal."""
+"""The doctor's findings, and how they look in a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# A column of values narrower than this is harder to read than a line that the terminal wraps.
+# A column of values narrower than this is harder to read than a line wrapped by the terminal.
 MIN_VALUE_WIDTH = 40
 
 
@@ -15,9 +15,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        subject: what was looked at; unique in the whole report.
-        value: what was found.
-        problem: what is wrong with it and the way out; None when nothing is.
+        subject: the thing examined; unique in the whole report.
+        value: its state.
+        problem: what is wrong with it, and the remedy; None if nothing is.
     """
 
     subject: str
@@ -31,7 +31,7 @@ def render(title: str, findings: Sequence[Finding], columns: int) -> str:
     Args:
         title: the header.
         findings: the lines.
-        columns: of the terminal; longer values are wrapped, words (paths, say) stay whole.
+        columns: width of the terminal; longer values are wrapped, words such as paths stay whole.
     """
     width = max((len(finding.subject) for finding in findings), default=0)
     value_width = max(columns - width - 4, MIN_VALUE_WIDTH)

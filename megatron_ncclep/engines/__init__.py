@@ -1,4 +1,4 @@
-"""The engines by name, and the choice among them."""
+"""The registry of engines, and the choice among them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineEntry:
 
 
 AUTO = "auto"
-# Options of Megatron's layer and its dispatcher, which no engine has.
+# Options of Megatron's layer and its dispatcher, which concern no engine.
 _OF_THE_LAYER = ("experts", "gradient_averaging", "metrics_interval", "resync_interval")
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
@@ -76,8 +76,8 @@ def create_engine(
         config: options; default: those of the environment.  The same on all ranks, except for
             timeout_s and first_timeout_s, which each rank may choose for itself.
         ranks_per_expert: topk_idx will have this many copies of each assignment, each for a
-            different rank (ops/expert_slices.py).  It only makes max_recv_rows="worst" as small as
-            that allows; routings without these copies are not allowed with it.
+            different rank (ops/expert_slices.py).  This only makes max_recv_rows="worst" smaller;
+            it does not allow routings without these copies.
 
     Raises:
         InputError: on every rank, when the name is unknown, the experts cannot be divided evenly

@@ -32,7 +32,7 @@ class EngineBase(Generic[_Plan]):
         plan_type: class of the engine's plans.
         caps, config, ranks_per_expert: see `Engine`.
         num_nodes: nodes of the grid.  The engine serves one of them, and each of its ranks brings
-            as many tokens for each node as a rank of the grid has.
+            as many tokens for each node as one rank of the grid has.
         group: the ranks.
         num_experts: of the whole group.
         num_local_experts: of each rank.
@@ -70,7 +70,7 @@ class EngineBase(Generic[_Plan]):
             self.group.release(Shortage.name(self.config), self.timeout_s)
 
     def _release(self) -> None:
-        """Release whatever else the engine holds.  Collective."""
+        """Release the engine's other resources.  Collective."""
 
     def _require_open(self) -> None:
         self.group.require_open()
@@ -92,9 +92,9 @@ class EngineBase(Generic[_Plan]):
         return agreed
 
     def rows_limit(self, num_tokens: int, top_k: int) -> int | None:
-        """How many rows a dispatched tensor has in static mode; None in exact mode.
+        """The number of rows of a dispatched tensor in static mode; None in exact mode.
 
-        Inside a node, as many as a rank of the whole grid has.
+        Inside a node, it is that of a rank of the whole grid.
         """
         ranks, tokens = self.group.size * self.num_nodes, num_tokens // self.num_nodes
         shape = (ranks, tokens, top_k, self.num_local_experts)

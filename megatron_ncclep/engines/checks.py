@@ -25,7 +25,7 @@ def type_problem(name: str, value: object) -> str | None:
 
 
 def routing_shape(topk_idx: object) -> tuple[int, ...]:
-    """The shape of what was passed as routing, whatever it is; never empty."""
+    """The shape of the routing argument, whatever it is; never empty."""
     return tuple(getattr(topk_idx, "shape", ())) or (0,)
 
 
@@ -42,7 +42,7 @@ def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str
         return (
             f"{name} is on {tensor.device}, but the group is on {device}, which was this rank's "
             f"current device when its first engine was made: move it with .to('{device}'), or call "
-            "torch.cuda.set_device before that"
+            "torch.cuda.set_device before making the engine"
         )
     return (
         f"{name} is on {tensor.device}, but the process group moves {device.type} tensors: move it "
@@ -106,7 +106,7 @@ def topk_value_problem(topk_idx: torch.Tensor, num_experts: int) -> str | None:
         token, _ = _first(too_many)
         return (
             f"the routing map names more than top_k={topk_idx.shape[1]} experts for token {token}: "
-            "a router that adds assignments of its own needs a larger top_k"
+            "a router that adds assignments needs a larger top_k"
         )
     if outside.any():
         token, slot = _first(outside)

@@ -33,8 +33,8 @@ EVERY_PART_ROUNDED = "every part rounded"  # for an engine that treats all ranks
 NODE_SUMS_ROUNDED = "node sums rounded"
 REDUCTIONS = (SOURCE_PART_UNROUNDED, EVERY_PART_ROUNDED, NODE_SUMS_ROUNDED)
 
-# The order in which an expert's rows lie in their block, and in which they are kept where not all
-# fit: by token within a source rank, and the source ranks as follows.
+# The order of an expert's rows in their block, in which they are also kept if not all fit: by token
+# within a source rank, and the source ranks as follows.
 BY_RANK = "by rank"  # the contract's: in ascending order
 BY_RAIL = "by rail"  # by local index and then by node: ranks 0 2 1 3 of two nodes of two
 SLOT_ORDERS = (BY_RANK, BY_RAIL)
@@ -52,9 +52,10 @@ class EngineCaps:
         name: of the engine.
         reduction: how combine adds up, one of REDUCTIONS; engines with the same one, and the same
             slot order, agree to the bit.
-        payload_dtypes: of rows that combine can add up.
+        payload_dtypes: dtypes of rows that combine can add up.
         row_bytes_multiple: the bytes of one row must be a multiple of this.
-        options: of EpConfig, that the engine honours besides `engine`; any other one is refused.
+        options: options of EpConfig, other than `engine`, that the engine honours; others are
+        refused.
         moves_bytes: dispatch moves rows of bytes (uint8) too, whatever they encode.
         slot_order: the order of rows in a block, one of SLOT_ORDERS.
         max_rows: most rows that one rank may receive.
@@ -62,8 +63,8 @@ class EngineCaps:
         max_top_k: most assignments of one token.
         max_local_experts: most experts on one rank.
         low_latency_tokens: most tokens of a rank in low-latency mode; 0: the engine has none.
-        min_ranks: of the smallest group that it serves.
-        max_plan_bytes: that a plan keeps at T = 8192 and K = 8, at most.
+        min_ranks: ranks of the smallest group that it serves.
+        max_plan_bytes: the most bytes that a plan keeps at T = 8192 and K = 8.
         compiles_at_run_time: its kernels are compiled at first use, which takes seconds for each
             new combination of ranks, experts per rank, row bytes and dtype.
         captures_static: in static mode no call waits for the device: a CUDA graph can capture all.
@@ -107,7 +108,7 @@ class RoutePlan:
         num_tokens: T, tokens of this rank.
         top_k: K, assignments per token.
         num_experts: E, experts of the whole group.
-        num_rows: R, rows of the dispatched tensor on this rank (padding included).
+        num_rows: N, rows of the dispatched tensor on this rank (padding included).
         counts: int64 [2 * num_local_experts + 1], on the plan's device: `tokens_per_expert`,
             `routed_per_expert` and `num_dropped`, one after the other.
     """
@@ -138,7 +139,7 @@ class RoutePlan:
         return self.counts[-1]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The plan's own tensors, without those of a plan inside it."""
+        """The plan's own tensors, without those of an inner plan."""
         values = (getattr(self, f.name) for f in fields(self))
         return [v for v in values if isinstance(v, torch.Tensor)]
 
@@ -154,8 +155,8 @@ class RoutePlan:
 class Engine(Protocol):
     """Plan, dispatch and combine over one expert-parallel group.
 
-    `dispatch` and `combine` move rows, and autograd knows nothing of them: take the functions
-    `megatron_ncclep.dispatch` and `megatron_ncclep.combine` where gradients are wanted.
+    `dispatch` and `combine` move rows without autograd: for gradients, use the functions
+    `megatron_ncclep.dispatch` and `megatron_ncclep.combine`.
 
     Making an engine and every method is collective: all ranks of the group call the same methods in
     the same order.  A wrong argument on any rank raises the same InputError on every rank.
@@ -165,7 +166,7 @@ class Engine(Protocol):
     config: EpConfig
     # As passed to `create_engine`.
     ranks_per_expert: int
-    # The ranks, and how many of the experts each has.
+    # The ranks, and the number of experts of each.
     group: EpGroup
     num_local_experts: int
 
@@ -179,7 +180,7 @@ class Engine(Protocol):
         Raises:
             InputError: on every rank, when a rank's indices are wrong or ranks differ in top-k; in
                 static mode perhaps later, see "Errors" in docs/contract.md.
-            PeerError: a rank died, did not come in time, or is in another call.
+            PeerError: a rank died, did not come in time, or is in a different call.
             GroupClosedError: the engine, its group or the process group was closed.
         """
         ...
@@ -202,7 +203,7 @@ class Engine(Protocol):
             InputError: on every rank, when an argument is wrong on any or ranks differ in hidden
                 size, dtype or plan; with `caps.compares_on_device` a RefusedError, on the other
                 ranks at their next call or `megatron_ncclep.check()`.
-            PeerError: a rank died, did not come in time, or is in another call.
+            PeerError: a rank died, did not come in time, or is in a different call.
             GroupClosedError: the engine, its group or the process group was closed.
         """
         ...

@@ -36,7 +36,7 @@ class _Last(enum.Enum):
 
 
 class LowLatencyCalls(Protocol):
-    """An engine's part of a `LowLatency`, which has checked turns and arguments before."""
+    """An engine's part of a `LowLatency`, which has already checked turns and arguments."""
 
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """Preamble of every call: raise pending errors, and `problem` on all ranks.
@@ -71,7 +71,7 @@ class LowLatencyCalls(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what it holds.  Called once, when all ranks have agreed or will not come."""
+        """Release its resources.  Called once, when all ranks have agreed or will not come."""
         ...
 
 
@@ -188,7 +188,7 @@ class LowLatency:
         return out
 
     def close(self) -> None:
-        """Release what the object holds.  Collective; idempotent."""
+        """Release the object's resources.  Collective; idempotent."""
         if not self._closed:
             self._closed = True
             self._release()
@@ -298,7 +298,7 @@ def create_low_latency(
     Args:
         engine: made by `create_engine`; stays open as long as the object.
         max_tokens, hidden, top_k, dtype, num_scales: see `LowLatencySizes`; the same on all ranks.
-        payload: dtype of what is dispatched; default: `dtype`.
+        payload: dtype of dispatched rows; default: `dtype`.
 
     Raises:
         EngineUnavailableError: the engine has no low-latency mode.
@@ -319,7 +319,7 @@ def create_low_latency(
     values = {} if problem else sizes.values()
     group, config = maker.group, engine.config
     number = group.agree("open", values, problem, group.deadline_s(config)).call
-    name = f"low-latency {number}"  # the group's too, so that it is closed with the group
+    name = f"low-latency {number}"  # shared by the group, so that it is closed with the group
     calls = group.share(name, lambda: maker.make_low_latency(sizes, number))
 
     def release() -> None:

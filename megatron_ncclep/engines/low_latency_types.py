@@ -18,10 +18,10 @@ class LowLatencySizes:
     """The sizes that an object is made for; the same on all ranks.
 
     Attributes:
-        max_tokens: of any rank.
-        hidden: numbers of a row.
+        max_tokens: the most tokens of any rank.
+        hidden: numbers in a row.
         top_k: assignments of a token.
-        dtype: of combined rows: bf16, fp16 or fp32.
+        dtype: dtype of combined rows: bf16, fp16 or fp32.
         payload: dtype of dispatched rows: the same, or one of `ONE_BYTE`.
         num_scales: fp32 numbers that travel with each dispatched row.
     """
@@ -116,11 +116,11 @@ class LowLatencyRows:
             each token that has an expert here.  Those from `counts` on are undefined.
         topk_idx: int32 [num_ranks, max_tokens, top_k]: the assignments of each row as this rank's
             expert numbers, 0 to num_local_experts - 1, in the token's own order; -1 for experts of
-            other ranks, for assignments that go nowhere, and where there is no row.
-        weights: fp32 [num_ranks, max_tokens, top_k]: of these assignments; 0 where a row has no
-            assignment, undefined where there is no row.
+            other ranks, for assignments that are not routed, and where there is no row.
+        weights: fp32 [num_ranks, max_tokens, top_k]: weights of these assignments; 0 where a row
+            has no assignment, undefined where there is no row.
         counts: int32 [num_ranks]: rows from each rank.
-        num_local_experts: of this rank.
+        num_local_experts: experts of this rank.
         scales: fp32 [num_ranks, max_tokens, num_scales], or None.
     """
 

@@ -1,9 +1,9 @@
 """Static mode: the number of rows, which assignments are dropped, and how drops are reported.
 
-A rank's dispatched tensor has `rows_limit` rows, whatever arrives.  The contract takes assignments
-in the order (source rank, token, local expert) and counts the blocks of `alignment` rows that they
-open; the first that does not fit and all after it are dropped.  Drops are counted on the device and
-reported before an optimizer steps.
+A rank's dispatched tensor always has `rows_limit` rows. The contract takes assignments in the order
+(source rank, token, local expert) and counts the blocks of `alignment` rows that they open; the
+first that does not fit and all after it are dropped.  Drops are counted on the device and reported
+before an optimizer steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron_ncclep.engines.engine import NOT_ROUTED
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.ranks.group import EpGroup
 
-# A word of `Shortage.words`: rows that a rank lacked above, rows that it had below.
+# A word of `Shortage.words`: the upper half has the rows that a rank lacked, the lower half those
+# it had.
 _HALF = 32
 
 
@@ -33,9 +34,9 @@ def rows_limit(
     num_local_experts: int,
     ranks_per_expert: int = 1,
 ) -> int | None:
-    """How many rows every dispatched tensor has; None in exact mode.  Not collective.
+    """The number of rows of every dispatched tensor; None in exact mode.  Not collective.
 
-    The same on all ranks when they bring the same number of tokens, on which they agree.  The
+    It is the same on all ranks when they bring the same number of tokens, on which they agree.  The
     number of assignments that always fit, however they are spread over the rank's experts, depends
     on `max_recv_rows`:
 
@@ -43,13 +44,13 @@ def rows_limit(
         "worst"   R * T * min(K, L): every token of every rank sends as many as possible to one rank
         "1.25x"   1.25 * T * K, rounded up: a balanced load is T * K assignments for each rank
 
-    N assignments need the most rows when each of min(L, N) experts has one assignment in an
-    alignment block of its own before the others fill blocks: min(L, N) + (N - min(L, N)) //
-    alignment blocks, at least one.
+    N assignments need the most rows when each of min(L, N) experts has one assignment in its own
+    alignment block before the others fill blocks: min(L, N) + (N - min(L, N)) // alignment blocks,
+    at least one.
 
     With experts in S slices (ops/expert_slices.py), K counts the S copies of each assignment, and a
-    rank gets one of them: a balanced load is still T * K assignments, and the worst case has min(K
-    / S, L).
+    rank gets one of them: a balanced load is still T * K assignments, and the worst case has
+    min(K / S, L).
 
     Example: 4 ranks of 8 tokens, top-2, 3 experts each, alignment 16.  The worst case is
     4 * 8 * 2 = 64 assignments: 3 + 61 // 16 = 6 blocks, 96 rows.  "1.25x": 20 assignments,
@@ -64,7 +65,7 @@ def rows_limit(
         ranks_per_expert: S: copies of each assignment, each for a different rank.
 
     Returns:
-        a multiple of the alignment, at most the 2^31 - 1 rows that a row number can name.
+        a multiple of the alignment, at most 2^31 - 1 rows, because row numbers are int32.
     """
     rows, alignment = config.max_recv_rows, config.block_alignment
     if not isinstance(rows, str):
@@ -80,7 +81,7 @@ def rows_limit(
 
 
 def can_drop(config: EpConfig) -> bool:
-    """Whether rows may be dropped: not in exact mode, nor with room for all that can arrive."""
+    """Whether rows may be dropped: not in exact mode, nor with room for any routing."""
     return config.max_recv_rows not in (None, WORST)
 
 
@@ -92,8 +93,8 @@ def drop_what_does_not_fit(
 ) -> torch.Tensor:
     """Replace assignments that overflow their destination rank by `NOT_ROUTED`.  Not collective.
 
-    For an engine that cannot drop in the contract's order: the source rank drops first.  How many
-    blocks the lower source ranks open follows from how many assignments each of them has for each
+    For an engine that cannot drop in the contract's order: the source rank drops before the engine
+    runs.  The number of blocks that lower source ranks open follows from their assignments for each
     expert, so every rank can tell which of its own assignments fit.
 
     Example: alignment 2, room for 4 rows, one rank with two experts.  Source 0 has 3 assignments
@@ -106,7 +107,7 @@ def drop_what_does_not_fit(
             expert.
         rank: this rank.
         alignment: rows of an alignment block.
-        max_recv_rows: rows that each destination rank has room for.
+        max_recv_rows: rows that fit on each destination rank.
 
     Returns:
         [num_tokens, top_k] int64.
@@ -153,20 +154,19 @@ def rows_needed(counts: torch.Tensor, alignment: int) -> torch.Tensor:
 class Shortage:
     """Rows that ranks lacked, for `on_overflow="raise"`; every rank knows those of all ranks.
 
-    Recording does not wait.  `EpGroup.check`, which `megatron_ncclep.check()` calls, reads what the
-    device has counted, at an address that never changes, so that it also sees what a replayed CUDA
-    graph adds.
+    Recording does not wait.  `EpGroup.check`, which `megatron_ncclep.check()` calls, reads the
+    device's counts at an address that never changes, so it also sees those of replayed CUDA graphs.
 
     A dropped row changes the result at its token's source rank, and with it the gradients of all
-    ranks: all must raise.  They need not tell each other: the rows that a plan needs on each rank
-    follow from the counts of assignments that every engine's plan sends to all ranks.  So an engine
-    records the same on every rank, and it does not matter how often each of them checks.
+    ranks, so all must raise.  They need not tell each other: the rows that a plan needs on each
+    rank follow from the counts of assignments that every engine's plan sends to all ranks.  So an
+    engine records the same on every rank, and it does not matter how often each of them checks.
 
     Attributes:
-        words: int64 [num_ranks] on the group's device: for each rank, of the call in which it
+        words: int64 [num_ranks] on the group's device: for each rank, from the call in which it
             lacked most since the last check, the rows that it lacked << 32 | those that it had; 0
-            if it lacked none.  One number, so that a kernel can take the maximum of two in one
-            operation.
+            if it lacked none.  This is one number so that a kernel can take the maximum of two in
+            one operation.
     """
 
     def __init__(self, group: EpGroup, config: EpConfig) -> None:
@@ -181,7 +181,7 @@ class Shortage:
 
     @classmethod
     def shared(cls, group: EpGroup, config: EpConfig) -> Shortage | None:
-        """The group's, for an engine with these options; None where nothing is to be recorded."""
+        """The group's object for an engine with these options; None if it records nothing."""
         if config.on_overflow != RAISE or not can_drop(config):
             return None
         return group.share(cls.name(config), lambda: cls(group, config))
@@ -190,8 +190,9 @@ class Shortage:
         """Record the rows that a plan needs.  Does not wait.
 
         Args:
-            needed: int64 [num_ranks]: rows that each rank needs, padding of its blocks included.
-            limit: rows that each has.
+            needed: int64 [num_ranks]: rows that each rank needs, including the padding of its
+                blocks.
+            limit: rows that each rank has.
         """
         if self._group.is_warmup:
             return
@@ -204,7 +205,7 @@ class Shortage:
         return None if self._group.is_warmup else self.words
 
     def check(self) -> None:
-        """Raise what was recorded since the last check.  Waits for the current stream.
+        """Raise an error if rows were lacking since the last check.  Waits for the current stream.
 
         Does nothing while that stream is captured in a CUDA graph.
 
@@ -221,11 +222,11 @@ class Shortage:
         needs = {rank: rows + (words[rank] >> _HALF) for rank, rows in had.items()}
         each = ", ".join(f"rank {r} needed {needs[r]} rows and had {had[r]}" for r in had)
         raise RowsDroppedError(
-            f"rows were dropped: with max_recv_rows={self._option}, {each} (of each rank the worst "
-            "call since the last check). on_overflow is 'raise', so no optimizer steps with these "
+            f"rows were dropped: with max_recv_rows={self._option}, {each} (each rank's worst call "
+            "since the last check). on_overflow is 'raise', so no optimizer steps with these "
             f"gradients: set max_recv_rows (--ncclep-max-recv-rows) to {max(needs.values())} or "
-            "more, to a larger factor or to 'worst', with which nothing is dropped; or leave it "
-            "out, or let rows be dropped with on_overflow='drop'"
+            "more, to a larger factor or to 'worst', which drops nothing; or leave it out, or "
+            "allow drops with on_overflow='drop'"
         )
 
     def close(self) -> None:
@@ -233,9 +234,9 @@ class Shortage:
 
 
 class DropWarning:
-    """Warns once per group and rank that rows were dropped: `on_overflow="drop"`.
+    """Warns once per group and rank about dropped rows: `on_overflow="drop"`.
 
-    Dispatchers register their counters, which may be captured in a CUDA graph.
+    Dispatchers register their counters, which CUDA graphs may update.
     """
 
     def __init__(self, group: EpGroup) -> None:
@@ -265,7 +266,7 @@ class DropWarning:
         self._watched.append((weakref.ref(counter), config.max_recv_rows))
 
     def check(self) -> None:
-        """Warn of drops that are known so far.  Does not wait; not collective.
+        """Warn about the drops known so far.  Does not wait; not collective.
 
         On a GPU the counters are copied to the host at one call, and read at a later one.
         """
@@ -281,7 +282,8 @@ class DropWarning:
             "overflow",
             f"rank {self._group.rank}: {int(counts.sum())} rows did not fit into max_recv_rows="
             f"{self._options[first]} and were dropped (reported once; later ones are only "
-            "counted): raise it, set it to 'worst' or leave it out and nothing is dropped",
+            "counted): to drop fewer rows, raise it; to drop none, set it to 'worst' or leave it "
+            "out",
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls that torch neither records for autograd nor shows to function modes."""
+"""Calls that bypass autograd and torch's function modes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 def plain_torch(call: _Call) -> _Call:
     """Let a function run without autograd and without torch's function modes.
 
-    A mode, such as the one of `cpu/`, is asked about each operation on a tensor and each of its
-    attributes: half of the time of a call of the reference engine.
+    torch asks a mode, such as the one in `cpu/`, about each operation on a tensor and each access
+    to its attributes: half the time of a call of the reference engine.
     """
 
     @functools.wraps(call)

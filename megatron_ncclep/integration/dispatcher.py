@@ -48,7 +48,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     the hosts' agreement, and recompile for other numbers of rows.
 
     With overlap_moe_expert_parallel_comm Megatron calls the hooks on two streams, which it orders:
-    those that communicate on one, the others on the other.  `_take_over` makes passing memory
+    those that communicate on one, the rest on the other.  `_take_over` makes passing memory
     between them safe.
     """
 
@@ -66,21 +66,21 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """Make the engine.  Collective over the ranks that hold the experts.
 
         Args:
-            num_local_experts: experts of this rank, of which it may hold slices.
+            num_local_experts: experts of this rank, which may be slices.
             local_expert_indices: their global indices, consecutive.
             config: TransformerConfig; its attribute `ncclep` is the EpConfig, if it has one.
             pg_collection: Megatron's process groups; `ep`, `expt_tp` and `tp_ep` are used.
-            counts_on_device: the experts take tokens_per_expert on the device; without it, on the
+            counts_on_device: the experts take tokens_per_expert on the device; otherwise on the
                 CPU, for which `dispatch_postprocess` waits.
-            counts_add_up: they want every row to be some expert's even then.
-            last_expert_first: the experts want their blocks in descending order.  To the engine,
-                the rank's last expert is its first then; nothing is moved for it.
-            options: in place of the config's.
+            counts_add_up: even then, the experts need the counts to cover every row.
+            last_expert_first: the experts need their blocks in descending order.  The engine then
+                treats the rank's last expert as its first; no rows are moved for that.
+            options: replace those of the config.
 
         Raises:
             InputError, EngineUnavailableError: see `create_engine`.
-            InputError: the engine takes fewer assignments of a token than its experts have slices,
-                or static mode and capacity padding do not go together here.
+            InputError: the engine supports fewer assignments of a token than its experts have
+                slices, or this static mode does not work with capacity padding.
             UnsupportedError: the ranks of the groups are not in Megatron's order.
         """
         super().__init__(config=config, pg_collection=pg_collection)
@@ -302,7 +302,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
         all_ranks = self._ranks.gather(
             torch.tensor([mine]),
-            "plan, exchanging how many experts capacity padding gives a token",
+            "plan, exchanging how many experts a token has with capacity padding",
             self._ranks.deadline_s(self.engine.config),
         )
         return max(top_k, int(all_ranks.max()))

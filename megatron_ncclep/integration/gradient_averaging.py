@@ -44,7 +44,7 @@ def change_ddp(module: Any) -> None:
 
 
 def refuse_in(class_name: str) -> Any:
-    """A change that makes a class which divides gradients among ranks refuse the option."""
+    """A change that makes a class refuse the option because it divides gradients among ranks."""
 
     def change(module: Any) -> None:
         sharding = getattr(module, class_name)
@@ -57,7 +57,7 @@ def refuse_in(class_name: str) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             if _asked_for(signature.bind(self, *args, **kwargs).arguments["config"]) is not None:
                 raise UnsupportedError(
-                    f"{_WITH} does not support FSDP ({class_name}), which gives no rank all "
+                    f"{_WITH} does not support FSDP ({class_name}), with which no rank has all "
                     "gradients: use Megatron's DistributedDataParallel, or leave the option out"
                 )
             original(self, *args, **kwargs)
@@ -82,14 +82,19 @@ def _asked_for(config: Any) -> EpConfig | None:
 
 
 def _check(config: Any, ddp_config: Any) -> None:
-    """Refuse what two-level averaging would get wrong, or was not shown with.
+    """Refuse options with which two-level averaging would be wrong, or was not tested.
 
     Raises:
         UnsupportedError: names the option, its value, the reason and the remedy.
     """
-    sliced = "parameters that all its ranks hold would drift apart, each with other means"
+    sliced = "parameters that all its ranks hold would drift apart, each with different means"
     refused = (
-        (ddp_config, "use_distributed_optimizer", (None, False), "no rank has all gradients then"),
+        (
+            ddp_config,
+            "use_distributed_optimizer",
+            (None, False),
+            "with it no rank has all gradients",
+        ),
         (config, "tensor_model_parallel_size", (None, 1), sliced),
         (config, "expert_tensor_parallel_size", (None, 1), sliced),
         (config, "pipeline_model_parallel_size", (None, 1), "each stage would have its own means"),
@@ -115,7 +120,7 @@ class _Averaging:
                 if getattr(bucket, "params_with_extra_main_grads", None):
                     raise UnsupportedError(
                         f"{_WITH} does not support gradients that are accumulated and sent in "
-                        "different dtypes: give them one"
+                        "different dtypes: use the same dtype for both"
                     )
                 padded = bucket.grad_data.numel() - sum(p.numel() for p in bucket.params)
                 if padded:
@@ -131,7 +136,7 @@ class _Averaging:
         return [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]
 
     def _start(self, group: Any, force_all_reduce: bool | None = False) -> None:
-        """Take the place of a bucket group's `start_grad_sync`.  Collective over its ranks."""
+        """Replaces a bucket group's `start_grad_sync`.  Collective over its ranks."""
         if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
             return
         assert group.grad_reduce_handle is None, "its last exchange has not been waited for"
@@ -153,7 +158,7 @@ class _Averaging:
         self.is_new = True
 
     def _begin_step(self) -> None:
-        """Average the weights after every so many steps, before the next one's forward pass."""
+        """Average the weights every `resync_interval` steps, before the next forward pass."""
         if self.is_new:
             self.is_new = False
             self.steps += 1

@@ -94,9 +94,9 @@ from megatron_ncclep.integration.teardown import change_destroy
 # Megatron validates the configuration and builds the layer as if this type had been requested.
 VALIDATED_AS = "alltoall"
 _DISPATCHER_MODULE = "megatron_ncclep.integration.dispatcher"
-# The hooks of a dispatcher, and how many arguments MoELayer passes to them.  After 0.19 a branch of
-# Megatron passes a fourth to dispatch_preprocess, and unpacks two results of combine_postprocess:
-# from a tensor [2, ...] it would take the halves.
+# The hooks of a dispatcher, and the number of arguments that MoELayer passes to them.  After 0.19 a
+# branch of Megatron passes a fourth one to dispatch_preprocess, and unpacks two results of
+# combine_postprocess: it would split a tensor [2, ...] into its halves.
 _DISPATCHER_HOOKS = {
     "dispatch_preprocess": 3,
     "token_dispatch": 2,
@@ -198,7 +198,7 @@ def _change_field(module: ModuleType) -> None:
 
 
 def _add_options(module: ModuleType) -> None:
-    """Give every config, copies included, options of its own."""
+    """Give every config, including copies, its own options."""
     add_options_field(module.TransformerConfig)
 
 
@@ -310,7 +310,7 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
 
 
 def _change_transformer_layer(module: Any) -> None:
-    """Refuse unsupported graphs that Megatron captures itself, which only the layer knows of."""
+    """Refuse unsupported graphs that Megatron captures itself and only the layer knows about."""
     layer_class = module.TransformerLayer
     original = unpatched(module, layer_class, "__init__", ["config", "submodules"])
     if original is None:

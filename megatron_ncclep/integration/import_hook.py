@@ -23,7 +23,7 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module by the other finders, and patches it after its execution."""
+    """Finds one module with the other finders, and patches it after its execution."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -38,8 +38,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the spec of the module, None for all others.
 
-        Being asked is not being imported (`importlib.util.find_spec` asks too), so the finder stays
-        in place; the change goes with the loader of this one spec.
+        A query is not an import (`importlib.util.find_spec` asks too), so the finder stays in
+        place; the change is tied to the loader of this one spec.
         """
         if fullname != self._name:
             return None

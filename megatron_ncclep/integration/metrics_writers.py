@@ -17,7 +17,7 @@ PREFIX = "ncclep/"
 
 
 def change_report(module: Any) -> None:
-    """From 0.18 on: `MoEMetricsTracker.report`, which every rank calls once a step."""
+    """From 0.18 on: `MoEMetricsTracker.report`, which every rank calls once per step."""
     original = unpatched(
         module, module.MoEMetricsTracker, "report", [*_PARAMETERS, "pg_collection"]
     )
@@ -26,7 +26,7 @@ def change_report(module: Any) -> None:
 
 
 def change_track(module: Any) -> None:
-    """Until 0.17: `track_moe_metrics`, which every rank calls once a step."""
+    """Until 0.17: `track_moe_metrics`, which every rank calls once per step."""
     if hasattr(module, "get_moe_metrics_tracker"):  # it has moe_logging, see `change_report`
         return
     original = unpatched(module, module, "track_moe_metrics", [*_PARAMETERS, "pg_collection"])

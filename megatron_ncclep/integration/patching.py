@@ -1,4 +1,4 @@
-"""Patching a place in Megatron: check what is there, wrap it once, and mark it."""
+"""Patching a place in Megatron: check it, wrap it once, and mark it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Shared libraries: where they are, which versions they have, and our own extension."""
+"""Shared libraries: their locations and versions, and our own extension."""

@@ -20,8 +20,8 @@ def unavailable_reason() -> str | None:
     """Say why there is no extension and what would help; None if it can be used."""
     if importlib.util.find_spec(NAME) is None:
         return (
-            "this installation has no extension: install the package again where a CUDA toolkit is "
-            "(CUDA_HOME, or nvcc on PATH)"
+            "this installation has no extension: install the package again on a machine with a "
+            "CUDA toolkit (CUDA_HOME, or nvcc on PATH)"
         )
     try:
         importlib.import_module(NAME)
@@ -34,7 +34,8 @@ def load() -> ModuleType:
     """Return the extension.
 
     Raises:
-        ImportError: there is none, or it does not load; `unavailable_reason` says so in words.
+        ImportError: there is none, or it does not load; `unavailable_reason` has the text for
+        users.
     """
     return importlib.import_module(NAME)
 
@@ -50,7 +51,7 @@ def kernels_on(device: torch.device) -> ModuleType | None:
 
 
 def limit(name: str) -> int | None:
-    """A limit of the kernels, MAX_TOP_K say; None without the extension, and so without them."""
+    """A limit of the kernels, such as MAX_TOP_K; None without the extension."""
     if unavailable_reason() is not None:
         return None
     most: int = getattr(load(), name)
@@ -58,7 +59,7 @@ def limit(name: str) -> int | None:
 
 
 def current_stream() -> int:
-    """Return torch's current CUDA stream as the extension's functions take it."""
+    """Return torch's current CUDA stream in the form that the extension's functions take."""
     stream: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
     return stream
 
@@ -66,8 +67,8 @@ def current_stream() -> int:
 class StreamKeeper:
     """Keeps tensors for kernels on torch's current stream of one GPU; on a CPU it does nothing.
 
-    torch makes an object for the current stream at each question, from the device's name on, in
-    longer than a kernel takes to be launched; here each stream gets one, once.
+    At each query for the current stream torch makes a new object, which takes longer than launching
+    a kernel; here each stream gets one object, once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,11 +76,10 @@ class StreamKeeper:
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def keep(self, *tensors: torch.Tensor | None) -> int:
-        """Return what `current_stream` does, on which a kernel is about to use `tensors`.
+        """Return `current_stream()`, on which a kernel is about to use `tensors`.
 
-        Their memory, if it belongs to another stream, is not given to anybody else before the
-        kernel is done with it, even when the caller drops them at once.  Tensors of the host are
-        passed over.
+        If their memory belongs to another stream, it is not reused before the kernel is done with
+        it, even if the caller drops the tensors at once.  Tensors on the host are skipped.
         """
         if not self._is_gpu:
             return 0
@@ -94,19 +94,19 @@ class StreamKeeper:
 
 
 def architectures() -> list[str]:
-    """Return what the extension has code for: machine code, sm_90 say, or PTX, compute_90 say."""
+    """Return the extension's architectures: machine code (sm_90, ...) or PTX (compute_90, ...)."""
     names: list[str] = load().build_info()["architectures"]
     return names
 
 
 def cuda_version() -> tuple[int, int]:
-    """Return the version of the CUDA toolkit, and so of the runtime, that is in the extension."""
+    """Return the version of the extension's CUDA toolkit, and so of the runtime inside it."""
     major, minor = load().build_info()["cuda"].split(".")
     return int(major), int(minor)
 
 
 def driver_version() -> tuple[int, int] | None:
-    """Return the newest CUDA that this machine's driver serves; None where there is no driver."""
+    """Return the newest CUDA that this machine's driver supports; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -138,7 +138,7 @@ def gpu_problem(gpu: str, major: int, minor: int) -> str | None:
     """Say why the extension's kernels do not run on a GPU of this machine, and what would help.
 
     Args:
-        gpu: what the GPU is called in the text.
+        gpu: the GPU's name in the text.
         major, minor: its compute capability.
     """
     names = architectures()
@@ -156,10 +156,10 @@ def driver_problem(*, is_compiled: bool = True) -> str | None:
     """Say why the driver is too old for the extension, and what would help; None if it is not.
 
     The CUDA runtime in the extension runs with every driver of its major version.  The driver's
-    compiler takes no PTX of a toolkit that is newer than itself, not by a minor version either.
+    compiler does not accept PTX of a newer toolkit, not even of a newer minor version.
 
     Args:
-        is_compiled: there is machine code for the GPU, so that the driver compiles nothing.
+        is_compiled: there is machine code for the GPU, so the driver compiles nothing.
     """
     served = driver_version()
     if served is None:
@@ -173,7 +173,7 @@ def driver_problem(*, is_compiled: bool = True) -> str | None:
         f"the extension is built with CUDA {_dotted(built)}"
         f"{'' if is_compiled else ' and has only PTX for this GPU'}, which needs a driver for CUDA "
         f"{_dotted(needed)}{f' ({release})' if is_compiled and release else ''} or newer, and "
-        f"this machine's serves CUDA up to {_dotted(served)}: update the driver, or install the "
+        f"this machine's supports CUDA up to {_dotted(served)}: update the driver, or install the "
         f"package again with CUDA_HOME naming a toolkit of CUDA {_dotted(served)} or older"
     )
 

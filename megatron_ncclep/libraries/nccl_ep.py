@@ -1,6 +1,6 @@
-"""NVIDIA's libnccl_ep: which ones are here, the NCCL that each runs with, and its sources.
+"""NVIDIA's libnccl_ep: which ones are installed, the NCCL that each runs with, and its sources.
 
-Two packages bring one.  They were built with different NCCLs, and a process has one NCCL only.
+Two packages bring one.  They were built with different NCCLs, and a process has only one NCCL.
 Nothing here opens a library, and nothing is collective.
 """
 
@@ -24,30 +24,30 @@ from megatron_ncclep.libraries.search import Library, Version, nccl_package, ver
 # Chooses the library: a path, or one of PACKAGES.
 CHOICE = "NCCLEP_NCCL_EP_LIBRARY"
 NO_LIBRARY = (
-    "no libnccl_ep was found: pip install nccl-extensions, whose takes NCCL 2.30.7, or "
-    "transformer-engine, whose takes NCCL 2.32.3 or newer"
+    "no libnccl_ep was found: pip install nccl-extensions, which requires NCCL 2.30.7, or "
+    "transformer-engine, which requires NCCL 2.32.3 or newer"
 )
 # The library reads these when it compiles its kernels.
 SOURCES = "NCCL_EP_JIT_SOURCE_DIR"
 NCCL_HEADERS = "NCCL_EP_JIT_BUILD_INCLUDE_DIR"
-# And these when it makes a group: that dispatch pulls and combine pushes, and that an expert's rows
-# lie in the order of their tokens; without it they lie in an order of the moment.
+# And these when it makes a group: dispatch pulls and combine pushes; an expert's rows are in the
+# order of their tokens, while without it their order varies from call to call.
 PULL_PUSH = "NCCL_EP_HT_EM_PULL_PUSH"
 FIXED_ORDER = "NCCL_EP_HT_EM_AG_SCAN_MODE"
 
 
 @dataclass(frozen=True)
 class Build:
-    """What is known of a libnccl_ep.
+    """The properties of a known libnccl_ep.
 
     Attributes:
-        requirement: what pip installs it with.
-        version: of the library.
+        requirement: pip's requirement that installs it.
+        version: version of the library.
         interface: NCCL_EP_API_VERSION.
         nccl: the NCCL that it was built with.
-        takes_newer: whether it runs with newer ones too.
-        max_sms: what its kernels can have where NVLink connects all ranks; None: the whole GPU.
-        has_modes: whether it knows PULL_PUSH and FIXED_ORDER.
+        takes_newer: whether it also runs with newer ones.
+        max_sms: the most SMs for its kernels where NVLink connects all ranks; None: the whole GPU.
+        has_modes: whether it supports PULL_PUSH and FIXED_ORDER.
     """
 
     requirement: str
@@ -66,7 +66,7 @@ class Build:
 
     @property
     def demand(self) -> str:
-        """The NCCL that it runs with, in words."""
+        """The NCCL that it requires, for messages."""
         return f"NCCL {version_text(self.nccl)} {'or newer' if self.takes_newer else 'exactly'}"
 
 
@@ -75,7 +75,8 @@ BUILDS = (
     Build("nccl-extensions==0.1.0", (0, 2, 0), 2, (2, 30, 7), False, 34, has_modes=False),
     Build("transformer-engine==2.20.2", (0, 2, 0), 3, (2, 32, 3), True, None, has_modes=True),
 )
-# A text that only a library of this interface has in its file; the library cannot be asked for it.
+# A text that occurs only in the file of a library with this interface; it has no function that
+# returns it.
 _MARK_OF_INTERFACE_3 = PULL_PUSH.encode()
 
 
@@ -84,8 +85,8 @@ class NcclEpLibrary(Library):
     """A libnccl_ep on this machine.
 
     Attributes:
-        package: the one of PACKAGES that brought it; None: it was named by its path.
-        interface: NCCL_EP_API_VERSION; None where `version` is none that is known here.
+        package: the one of PACKAGES that brought it; None: its path was given.
+        interface: NCCL_EP_API_VERSION; None for an unknown `version`.
         cuda: version of the CUDA that it was built with, such as "13.4"; None: it does not say.
     """
 
@@ -95,13 +96,13 @@ class NcclEpLibrary(Library):
 
     @property
     def build(self) -> Build | None:
-        """What is known of it."""
+        """The properties of this version, if it is a known one."""
         mine = (self.version, self.interface)
         return next((b for b in BUILDS if (b.version, b.interface) == mine), None)
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return f"libnccl_ep of {self.package}" if self.package else str(self.path)
 
 
@@ -111,11 +112,12 @@ class NcclEpLibrary(Library):
 def find_nccl_ep() -> NcclEpLibrary | None:
     """Return the libnccl_ep that engines are to open; None if there is none for torch's CUDA.
 
-    The one that NCCLEP_NCCL_EP_LIBRARY names by its path or by its package; else the first of
-    `installed_nccl_eps` that runs with the NCCL in use; else the first of them.
+    This is the one that NCCLEP_NCCL_EP_LIBRARY names by its path or by its package; else the first
+    of `installed_nccl_eps` that runs with the NCCL in use; else the first of them.
 
     Raises:
-        InputError: NCCLEP_NCCL_EP_LIBRARY names no file, or a package that is not here.
+        InputError: NCCLEP_NCCL_EP_LIBRARY names a nonexistent file, or a package that is not
+            installed.
     """
     choice: str | None = envs.get(CHOICE)
     if choice is not None and choice not in PACKAGES:
@@ -125,9 +127,9 @@ def find_nccl_ep() -> NcclEpLibrary | None:
         installed = [library for library in installed if library.package == choice]
         if not installed:
             raise InputError(
-                f"{CHOICE}={choice}: this package brings no libnccl_ep for CUDA "
-                f"{torch.version.cuda} here: install it (pip install {choice}), or unset the "
-                "variable to have one looked for"
+                f"{CHOICE}={choice}: there is no libnccl_ep of this package for CUDA "
+                f"{torch.version.cuda}: install it (pip install {choice}), or unset the "
+                "variable to use the default search"
             )
     if len(installed) > 1:
         nccl = nccl_in_use()
@@ -155,7 +157,7 @@ def _of_nccl_extensions(cuda_major: str) -> NcclEpLibrary | None:
 
 def _of_transformer_engine(cuda_major: str) -> NcclEpLibrary | None:
     for folder in search.package_folders("transformer_engine"):
-        for place in (folder / "wheel_lib", folder):  # of a wheel, and of a build from its sources
+        for place in (folder / "wheel_lib", folder):  # of a wheel, and of a build from source
             path = place / "libnccl_ep.so"
             if not path.is_file():
                 continue
@@ -167,7 +169,7 @@ def _of_transformer_engine(cuda_major: str) -> NcclEpLibrary | None:
     return None
 
 
-# The packages that bring one -> what looks for it, in the order of choice.
+# The packages that bring one -> the function that looks for it, in the order of choice.
 PACKAGES: Mapping[str, Callable[[str], NcclEpLibrary | None]] = {
     "nccl-extensions": _of_nccl_extensions,
     "transformer-engine": _of_transformer_engine,
@@ -175,11 +177,11 @@ PACKAGES: Mapping[str, Callable[[str], NcclEpLibrary | None]] = {
 
 
 def _read(path: Path, found: str, package: str | None = None) -> NcclEpLibrary:
-    """Read from the file `path` what it is.
+    """Read a library's version from its file.
 
-    The library cannot be asked where there is no GPU: it needs the driver's libcuda.so.1.
+    Without a GPU the library cannot be asked: it needs the driver's libcuda.so.1.
     """
-    if path.stat().st_size == 0:  # which cannot be mapped
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
         return NcclEpLibrary(path, None, found, package)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         said = re.search(rb"NCCL EP version (\d+)\.(\d+)\.(\d+)(?:\+cuda([\d.]+))?", content)
@@ -193,13 +195,13 @@ def _read(path: Path, found: str, package: str | None = None) -> NcclEpLibrary:
     return NcclEpLibrary(path, (major, minor, patch), found, package, interface, cuda)
 
 
-# --- what it needs -------------------------------------------------------------------------------
+# --- its requirements ----------------------------------------------------------------------------
 
 
 def nccl_in_use() -> Library | None:
     """Return the NCCL that a libnccl_ep gets: the one that is loaded first, or None.
 
-    Where none is loaded yet, engines load theirs before they open a libnccl_ep.
+    If none is loaded yet, engines load theirs before they open a libnccl_ep.
     """
     return search.loaded_nccl() or search.find_nccl()
 
@@ -207,22 +209,22 @@ def nccl_in_use() -> Library | None:
 def nccl_problem(library: NcclEpLibrary, nccl: Library | None) -> str | None:
     """Say why `library` does not run with this NCCL and what helps; None if it does.
 
-    Of a library that is not known nothing is said: it looks itself, and first of all.
+    An unknown library has no problem here: it checks the NCCL itself when it is opened.
     """
     if library.build is None or library.build.takes(nccl):
         return None
     have = "none" if nccl is None else f"NCCL {version_text(nccl.version)}"
     return (
-        f"{library.name} takes {library.build.demand}, and this process has {have}: "
+        f"{library.name} requires {library.build.demand}, and this process has {have}: "
         f"{nccl_remedy(library.build, nccl)}"
     )
 
 
 def nccl_remedy(build: Build, nccl: Library | None, installed: Sequence[Library] = ()) -> str:
-    """Say how a process gets an NCCL and a libnccl_ep that fit each other.
+    """Say how to get an NCCL and a libnccl_ep that fit each other.
 
     Args:
-        build: of a libnccl_ep that does not take `nccl`.
+        build: of a libnccl_ep that does not run with `nccl`.
         nccl: the one in use.
         installed: others on this machine.
     """
@@ -231,7 +233,7 @@ def nccl_remedy(build: Build, nccl: Library | None, installed: Sequence[Library]
             return f"start the process with LD_PRELOAD={other.path}"
     for library in installed_nccl_eps():
         if library.build and library.build.takes(nccl):
-            return f"set {CHOICE}={library.package}, whose libnccl_ep takes it"
+            return f"set {CHOICE}={library.package}, whose libnccl_ep runs with it"
     version = version_text(build.nccl)
     package = (
         f"'{nccl_package()}>={version}'" if build.takes_newer else f"{nccl_package()}=={version}"
@@ -245,9 +247,9 @@ def nccl_remedy(build: Build, nccl: Library | None, installed: Sequence[Library]
 def jit_folders(library: NcclEpLibrary) -> dict[str, Path]:
     """Return the folders that `library` compiles its kernels from, by environment variable.
 
-    Its own sources lie beside it.  NCCL's headers must be those of the NCCL in use, so they are
-    looked for beside that one, then in NVIDIA's package if it is the same version.  What the user
-    has set stays; what is not to be found is left out.
+    Its own sources are next to it.  NCCL's headers must be those of the NCCL in use, so the search
+    starts next to that one, and continues in NVIDIA's package if it is the same version.  Variables
+    that the user has set stay; folders that are not found are left out.
 
     Raises:
         InputError: a variable names a folder that does not exist.
@@ -267,8 +269,8 @@ def jit_problem(
 ) -> str | None:
     """Say why `library` cannot compile its kernels from `folders`, and what helps.
 
-    Kernels that were compiled from another library's sources, or with another NCCL's headers, do
-    not fail: they read structs of another layout.
+    Kernels compiled from another library's sources, or with another NCCL's headers, do not fail:
+    they read structs with the wrong layout.
     """
     missing = [name for name in (SOURCES, NCCL_HEADERS) if name not in folders]
     if missing:
@@ -280,7 +282,7 @@ def jit_problem(
     if None not in (interface, library.interface) and interface != library.interface:
         return (
             f"{SOURCES}={folders[SOURCES]} has the sources of interface {interface}, and "
-            f"{library.path} is of interface {library.interface}: unset it, and those beside the "
+            f"{library.path} is of interface {library.interface}: unset it, and those next to the "
             "library are taken"
         )
     parts = [
@@ -298,26 +300,26 @@ def jit_problem(
 
 
 def mode_problem(library: NcclEpLibrary) -> str | None:
-    """Say which of the modes that the environment asks for `library` cannot have with us."""
+    """Say which mode that the environment asks for does not work with `library` and our engine."""
     has_modes = library.build is not None and library.build.has_modes
     if envs.get(PULL_PUSH) and not has_modes:
         return f"{PULL_PUSH} is set, which {library.name} would ignore: unset it"
     if envs.get(FIXED_ORDER) is False and has_modes:
         return (
-            f"{FIXED_ORDER}=0: an expert's rows would lie in an order of the moment, and this "
-            "engine promises one: unset it"
+            f"{FIXED_ORDER}=0: the order of an expert's rows would vary, and this engine promises "
+            "a fixed order: unset it"
         )
     return None
 
 
 def group_modes(library: NcclEpLibrary) -> dict[str, str]:
-    """The variables that `library` is to find when it makes a group for an engine."""
+    """The variables to set when `library` makes a group for an engine."""
     return {FIXED_ORDER: "1"} if library.build and library.build.has_modes else {}
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and afterwards what they were before."""
+    """Set environment variables, and restore their old values afterwards."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

@@ -1,7 +1,7 @@
-"""Finds what engines need at run time: NCCL, and the compiler that NVIDIA's libnccl_ep calls.
+"""Finds NCCL, which engines need at run time, and the compiler that NVIDIA's libnccl_ep calls.
 
-Nothing here opens a library for this process, and nothing is collective.  "Loaded" is judged at the
-time of the call: import torch first, whose import loads the NCCL that it was installed with.
+Nothing here opens a library in this process, and nothing is collective.  "Loaded" means at the time
+of the call, so import torch first: that loads the NCCL that torch was installed with.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from megatron_ncclep.errors import InputError
 Version = tuple[int, int, int]
 
 NCCL = "libnccl.so.2"
-# The engine `native` needs NCCL's windows and LSA pointers, as they are since this version.
+# The engine `native` needs NCCL's windows and LSA pointers in the form that they have since this
+# version.
 OLDEST_NCCL: Version = (2, 28, 9)
 
-# Seconds for a process that does nothing but open a library.
+# Deadline in seconds of a process that only opens a library.
 PROBE_DEADLINE_S = 30.0
 
 
@@ -38,9 +39,9 @@ class Library:
     """A shared library on this machine.
 
     Attributes:
-        path: of the file.
-        version: what the library says of itself; None when it does not say it.
-        found: how it was found, in words.
+        path: path of the file.
+        version: the version that the library reports; None if it does not.
+        found: text on how it was found.
     """
 
     path: Path
@@ -63,10 +64,10 @@ def find_nccl() -> Library | None:
     """Return the NCCL that engines are to open, or None if there is none.
 
     The first of: the one that NCCLEP_NCCL_LIBRARY names, the one that this process has loaded, the
-    one of NVIDIA's package, the one that the system's loader finds.
+    one in NVIDIA's package, the one that the system's loader finds.
 
     Raises:
-        InputError: NCCLEP_NCCL_LIBRARY names no file.
+        InputError: NCCLEP_NCCL_LIBRARY names a nonexistent file.
     """
     chosen = named("NCCLEP_NCCL_LIBRARY")
     loaded = loaded_nccl()
@@ -80,10 +81,10 @@ def find_nccl() -> Library | None:
 def loaded_nccl() -> Library | None:
     """Return the NCCL that this process has loaded, or None.
 
-    When there are several, it is the one that a library which needs libnccl.so.2 gets: the first.
+    If there are several, it is the first: the one that a library that needs libnccl.so.2 gets.
     """
     try:
-        # By name and with NOLOAD, the loader answers from what it has and opens nothing.
+        # By name and with NOLOAD, the loader only returns a library that it already has.
         library = ctypes.CDLL(NCCL, mode=os.RTLD_NOLOAD)
     except OSError:
         return None
@@ -122,26 +123,27 @@ def nccl_package() -> str:
 
 
 def nccl_version(code: int) -> Version:
-    """The version that ncclGetVersion's `code` means: 23007 is 2.30.7, and 2804 was 2.8.4."""
+    """The version for ncclGetVersion's `code`: 23007 is 2.30.7, and 2804 was 2.8.4."""
     base = 1000 if code < 10000 else 10000
     return code // base, code % base // 100, code % 100
 
 
 def mapped_file(maps: str, address: int) -> Path | None:
-    """Return the file of which `maps`, the text of /proc/PID/maps, has a part at `address`."""
+    """Return the file that `maps`, the text of /proc/PID/maps, shows at `address`."""
     for line in maps.splitlines():
-        # start-end permissions offset device inode path; the path may hold spaces, or not be there.
+        # start-end permissions offset device inode path; the path may contain spaces, or be
+        # missing.
         span, *rest = line.split(None, 5)
         start, end = (int(number, 16) for number in span.split("-"))
         if start <= address < end and len(rest) == 5:
-            # A file that was replaced since, by an update say, is marked.
+            # A file that was replaced since, for example by an update, is marked.
             return Path(rest[-1].removesuffix(" (deleted)"))
     return None
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """What another process learned by opening a library; all None if it could not."""
+    """The findings of another process that opened a library; all None if it could not."""
 
     version: Version | None = None
     path: Path | None = None
@@ -160,12 +162,12 @@ print(open("/proc/self/maps").read())
 
 
 def _probe(library: Path | str) -> _Probe:
-    """Ask a libnccl.so.2 for its version, in a process of its own.
+    """Ask a libnccl.so.2 for its version, in a separate process.
 
-    Opened here, even with RTLD_LOCAL, it would be the libnccl.so.2 of this process: the loader
-    answers every later request for that name with the library that it has, and torch would get this
-    one instead of its own.  The package's metadata is no substitute: -cu12 and -cu13 install the
-    same file, and the last one wins.
+    If it were opened here, even with RTLD_LOCAL, it would become the libnccl.so.2 of this process:
+    the loader answers every later request for that name with the library that it has, so torch
+    would get this one instead of its own.  The package's metadata is not a substitute: -cu12 and
+    -cu13 install the same file, and the last one wins.
     """
     try:
         done = subprocess.run(
@@ -176,7 +178,7 @@ def _probe(library: Path | str) -> _Probe:
         )
     except subprocess.TimeoutExpired:
         return _Probe()
-    if done.returncode != 0:  # no such library, or one that needs what is not here
+    if done.returncode != 0:  # no such library, or one with missing dependencies
         return _Probe()
     answer, _, maps = done.stdout.partition("\n")
     code, address = map(int, answer.split())
@@ -229,7 +231,7 @@ def existing(variable: str, path: Path) -> Path:
     if not path.exists():
         raise InputError(
             f"{variable}={path}: there is no such file or folder; correct the path, or unset the "
-            "variable to have it looked for"
+            "variable to use the default search"
         )
     return path
 
@@ -237,9 +239,9 @@ def existing(variable: str, path: Path) -> Path:
 def package_folders(package: str) -> Iterator[Path]:
     """Yield the folders of the top-level `package` on Python's path; imports nothing.
 
-    Several distributions share `nvidia` and `nccl`, so neither has to be a folder of one place.
+    Several distributions share `nvidia` and `nccl`, so each may have folders in several places.
     """
-    # Not importlib.util.find_spec: it takes the word of whatever calls itself so in sys.modules.
+    # Not importlib.util.find_spec: it trusts any module of that name in sys.modules.
     spec = PathFinder.find_spec(package)
     if spec is not None:
         for folder in spec.submodule_search_locations or ():
@@ -249,7 +251,7 @@ def package_folders(package: str) -> Iterator[Path]:
 def distribution(site: Path, prefix: str) -> str | None:
     """Return the name of the distribution in the folder `site` that starts with `prefix`.
 
-    When there are several, whose file it is cannot be told: all their names.
+    If there are several, it is unknown whose file it is, and all names are returned.
     """
     names = (d.metadata["Name"] or "" for d in distributions(path=[str(site)]))
     names = (re.sub(r"[-_.]+", "-", name).lower() for name in names)
@@ -257,13 +259,13 @@ def distribution(site: Path, prefix: str) -> str | None:
 
 
 def nccl_headers() -> Path | None:
-    """Return the folder with the headers of the NCCL in use: beside it, or in NVIDIA's package."""
+    """Return the folder with the headers of the NCCL in use: next to it, or in NVIDIA's package."""
     used = find_nccl()
     if used is None:
         return None
-    beside = _headers_of(used)
-    if beside is not None:
-        return beside
+    nearby = _headers_of(used)
+    if nearby is not None:
+        return nearby
     packaged = packaged_nccl()
     if packaged is None or used.version is None or packaged.version != used.version:
         return None

@@ -19,7 +19,7 @@ class Combine(torch.autograd.Function):
     def forward(
         ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan, shape: torch.Size | None
     ) -> torch.Tensor:
-        """Add the rows `y` up at their tokens' source ranks."""
+        """Add up the rows `y` at their tokens' source ranks."""
         ctx.engine, ctx.plan = engine, plan
         with step_range("combine", y):
             out = engine.combine(plan, y)[0]
@@ -36,19 +36,19 @@ class Combine(torch.autograd.Function):
 def combine(
     engine: Engine, plan: RoutePlan, y: torch.Tensor, shape: torch.Size | None = None
 ) -> torch.Tensor:
-    """Add every token's expert outputs up, unweighted.  Collective, differentiable.
+    """Add up every token's expert outputs, unweighted.  Collective, differentiable.
 
     The backward pass is collective too: it is a dispatch over the same plan.  `engine.combine` is
-    the same without gradients, and can bring a value of each row back.
+    the same without gradients, and can also return a value for each row.
 
     Args:
         engine: the one that made `plan`.
         plan: routes of this micro-batch.
         y: [plan.num_rows, hidden]; padding rows are not read.
-        shape: of the result: [..., hidden], whose leading dimensions together are the tokens.
+        shape: of the result, [..., hidden]; the leading dimensions together are the tokens.
 
     Returns:
-        [plan.num_tokens, hidden], or as `shape` says; zero for a token without experts.
+        [plan.num_tokens, hidden], or of `shape`; zero for a token without experts.
 
     Raises:
         InputError, PeerError, GroupClosedError: as `dispatch`.

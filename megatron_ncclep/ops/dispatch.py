@@ -16,8 +16,8 @@ from megatron_ncclep.ops.routing import Routes
 class Dispatch(torch.autograd.Function):
     """Forward: `engine.dispatch`.  Its backward is a combine of gradients over the same plan.
 
-    Conversions that a layer needs around them (shapes, dtypes, the probabilities' gradient) are
-    done here too: an autograd node for each would cost the host more time than its kernel takes.
+    The conversions that a layer needs (shapes, dtypes, the probabilities' gradient) are done here
+    too: an autograd node for each would cost the host more time than its kernel takes.
     """
 
     @staticmethod
@@ -83,8 +83,8 @@ def dispatch(
         InputError: on every rank, when an argument is wrong on any, or ranks differ in hidden size,
             dtype or plan.  With an engine whose hosts do not wait for each other (`native`) it is a
             RefusedError, on this rank at once and on the others at their next call or
-            `megatron_ncclep.check()`, and the group has ended.
-        PeerError: a rank died, did not come in time, or is in another call.
+            `megatron_ncclep.check()`, and the group is unusable.
+        PeerError: a rank died, did not come in time, or is in a different call.
         GroupClosedError: the engine, its group or the process group was closed.
     """
     if not (isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)):

@@ -2,19 +2,18 @@
 
 Megatron cuts the two matrices of an expert along the expert's own hidden size: each of S ranks has
 a slice, needs every row of the expert, and returns a part of its output; the parts are added up.
-To an engine each slice is an expert of its own.  Its group has all ranks that hold experts, with
-the ranks of one expert next to each other, and a token with K experts has K * S assignments: so its
-row is sent once to each rank that needs it, and combine adds up the slices' parts with everything
-else.
+An engine treats each slice as an expert.  Its group has all ranks that hold experts, with the ranks
+of one expert next to each other, and a token with K experts has K * S assignments.  So its row is
+sent once to each rank that needs it, and combine adds up the slices' parts with everything else.
 
-Example, 4 experts of which each rank holds 2, in 2 slices: ranks 0 and 1 have slices of experts 0
-and 1, ranks 2 and 3 of experts 2 and 3.
+Example: 4 experts, 2 per rank, in 2 slices.  Ranks 0 and 1 have slices of experts 0 and 1, ranks 2
+and 3 have slices of experts 2 and 3.
 
     rank               0       1       2       3
     expert, slice      0a 1a   0b 1b   2a 3a   2b 3b
-    to the engine      0  1    2  3    4  5    6  7
+    for the engine     0  1    2  3    4  5    6  7
 
-A token's assignments 1 and 2 are 1 and 3, 4 and 6 to the engine.
+For the engine, a token's assignments 1 and 2 are 1 and 3, 4 and 6.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def to_all_slices(
     Args:
         routes: to the experts.
         weights: [num_tokens, top_k].
-        num_local_experts: experts of which each rank has a slice.
+        num_local_experts: the number of experts that each rank has slices of.
         num_slices: S, slices of an expert.
 
     Returns:

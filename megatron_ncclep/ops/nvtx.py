@@ -6,9 +6,9 @@ import torch
 
 
 class step_range:  # noqa: N801 - used as a function
-    """Mark the host's work inside as a range "ncclep `name`"; does nothing without a GPU.
+    """Mark the host's work inside as a range "ncclep `name`"; do nothing without a GPU.
 
-    A class, because a context manager made by contextlib takes the host three times as long.
+    This is a class because a context manager made by contextlib takes the host three times as long.
     """
 
     __slots__ = ("_name",)
@@ -17,8 +17,8 @@ class step_range:  # noqa: N801 - used as a function
         """Name a range.
 
         Args:
-            name: of the step: "plan", "dispatch" or "combine", with " backward" appended in
-                backward.
+            name: of the step: "plan", "dispatch" or "combine", with " backward" appended in the
+                backward pass.
             tensor: the step's input.
         """
         self._name = f"ncclep {name}" if tensor.is_cuda else None

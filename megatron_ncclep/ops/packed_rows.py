@@ -1,19 +1,19 @@
 """Rows quantised before dispatch, packed with their scales into rows of bytes that are sent once.
 
 A packed row is the row's values, one byte each, then its scales in fp32, then zeros up to a
-multiple of 16 bytes.  Example, 256 numbers in FP8 with a scale for each 128: 256 + 8 bytes, packed
-into 272, where bf16 has 512.  `Engine.dispatch` copies them as they are (`EngineCaps.moves_bytes`),
-so rows quantised at the source rank and then routed equal rows routed and then quantised, bit for
-bit.  A padding row is zero, values and scales.
+multiple of 16 bytes.  Example: 256 numbers in FP8 with a scale for every 128 take 256 + 8 bytes,
+packed into 272; in bf16 they take 512.  `Engine.dispatch` copies them as they are
+(`EngineCaps.moves_bytes`), so rows quantised at the source rank and then routed equal rows routed
+and then quantised, bit for bit.  A padding row is zero, values and scales.
 
 Training packs no rows: TransformerEngine 2.20.2 quantises the rows of an expert with information
 beyond a single row, and its grouped GEMM takes rows of bf16 and quantises them itself.
 
-    blockwise     forward and input gradients would do with rows quantised in blocks of 1 x 128; a
-                  weight's gradient takes blocks of 128 x 1 of the rows as they were, after routing
-    tensorwise    the scale is that of all rows of an expert, from all ranks
-    delayed       each expert has a scale of its own: a token's row differs from expert to expert,
-                  and would cross once for each assignment, not once for each rank
+    blockwise     forward and input gradients could use rows quantised in blocks of 1 x 128, but a
+                  weight's gradient needs blocks of 128 x 1 of the unquantised rows, after routing
+    tensorwise    one scale for all rows of an expert, from all ranks
+    delayed       each expert has its own scale: a token's row would differ from expert to expert,
+                  and cross once for each assignment instead of once for each rank
 """
 
 from __future__ import annotations
@@ -90,6 +90,6 @@ def unpack_rows(
 
 
 def _extent(hidden: int, num_scales: int) -> tuple[int, int]:
-    """Where the scales of a packed row end, and the row, in bytes."""
+    """The ends of a packed row's scales and of the row, in bytes."""
     end = hidden + _SCALE_BYTES * num_scales
     return end, -(-end // MULTIPLE) * MULTIPLE

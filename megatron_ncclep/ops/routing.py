@@ -57,12 +57,12 @@ def routes_and_weights(
 ) -> tuple[Routes, torch.Tensor]:
     """List each token's experts, in ascending order, and its probabilities for them.
 
-    Not collective, does not wait for the device.  Autograd records none of it: `dispatch` takes the
-    routes together with the probabilities, and its backward computes their gradient
+    Not collective, does not wait for the device.  Autograd does not record this: `dispatch` takes
+    the routes together with the probabilities, and its backward computes their gradient
     (`Routes.probs_gradient`).
 
-    Only the map decides where a token goes, not the probabilities (a router may give an expert that
-    is not chosen a positive one, or a chosen one zero).
+    Only the map decides where a token goes, not the probabilities: a router may give a positive
+    probability to an expert that is not chosen, or zero to a chosen one.
 
     Example, top_k 2, four experts, map `[[F, T, F, T], [F, F, T, F]]` and probabilities
     `[[.1, .2, .3, .4], [.5, .6, .7, .8]]`: experts `[[1, 3], [2, -1]]`, weights
@@ -73,7 +73,7 @@ def routes_and_weights(
         probs: [num_tokens, num_experts] of any floating dtype, on the map's device.  NaN is passed
             through to its own experts only.
         top_k: K, columns of the results, the most experts that a token may have.
-        block: experts are numbered backwards in blocks of this many, which divides their number:
+        block: experts are numbered backwards in blocks of this many, a divisor of their number:
             with 4 experts and blocks of 2, the experts of the map's columns are 1, 0, 3, 2.
 
     Returns:
@@ -91,7 +91,7 @@ def routes_and_weights(
         )
     if probs.shape != routing_map.shape or probs.device != routing_map.device:
         raise InputError(
-            f"probs is {list(probs.shape)} on {probs.device}: it must be like routing_map, "
+            f"probs is {list(probs.shape)} on {probs.device}: it must match routing_map, "
             f"{list(routing_map.shape)} on {routing_map.device}"
         )
     num_tokens, num_experts = routing_map.shape

@@ -43,7 +43,7 @@ def on_all_ranks(
         timeout_s: seconds to wait for the other ranks.
 
     Returns:
-        what `step` returned here, if it succeeded on all ranks.
+        the result of `step` on this rank, if it succeeded on all ranks.
 
     Raises:
         one of STEP_ERRORS: on every rank, with the reasons of all that failed.
@@ -60,7 +60,7 @@ def on_all_ranks(
         mine = -1 if failure is None else (kinds or [0])[0]
         all_kinds = group.gather(torch.tensor([mine]), what, timeout_s).flatten().tolist()
         raised = STEP_ERRORS[min(kind for kind in all_kinds if kind >= 0)]
-        # An error of this package says all there is, and would only be printed twice.
+        # An error of this package is complete, and as a cause would only be printed twice.
         cause = None if isinstance(failure, EpError) else failure
         raise raised(f"{what}: {problems}") from cause
     return result

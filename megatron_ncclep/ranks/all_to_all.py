@@ -48,7 +48,7 @@ class AllToAll:
             self._failure = error
 
     def finish(self, on_host: bool = True) -> torch.Tensor:
-        """Return the received entries, by source; raises what `EpGroup.wait` does.
+        """Return the received entries, by source; raises the same errors as `EpGroup.wait`.
 
         Args:
             on_host: wait for it, at most until the deadline.  Otherwise only the current stream
@@ -133,16 +133,16 @@ def exchange(
     what: str,
     timeout_s: float,
 ) -> torch.Tensor:
-    """Send `sent_splits[r]` entries of dimension 0 to rank r; return what arrives, by source.
+    """Send `sent_splits[r]` entries of dimension 0 to rank r; return the received ones, by source.
 
-    Sends bytes: exact for every dtype, even those that the backend does not know.  Collective;
-    raises what `EpGroup.wait` does.
+    Sends bytes: exact for every dtype, even those that the backend does not support.  Collective;
+    raises the same errors as `EpGroup.wait`.
 
     Args:
         group: the ranks.
         sent: [sum(sent_splits), ...].
         sent_splits: one number for each rank.
-        received_splits: what each rank sends to this one.
+        received_splits: the number that each rank sends to this one.
         what: names the call in errors.
         timeout_s: seconds to wait for the other ranks.
     """
@@ -158,18 +158,18 @@ def exchange_lists(
     what: str,
     timeout_s: float,
 ) -> list[torch.Tensor]:
-    """`exchange` several tensors with splits of their own, in one message to each rank.
+    """`exchange` several tensors with separate splits, in one message to each rank.
 
-    Collective.  Each message costs a fixed time, which for small tensors is most of it.
+    Collective.  Each message has a fixed cost, which dominates for small tensors.
 
     Args:
         group: the ranks.
-        lists: each tensor with what `exchange` calls `sent_splits` and `received_splits`.
+        lists: each tensor with its `sent_splits` and `received_splits`, as for `exchange`.
         what: names the call in errors.
         timeout_s: seconds to wait for the other ranks.
 
     Returns:
-        what arrives of each tensor, by source.
+        the received entries of each tensor, by source.
     """
     if len(lists) == 1:
         return [exchange(group, *lists[0], what, timeout_s)]

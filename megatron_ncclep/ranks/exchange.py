@@ -1,6 +1,6 @@
 """HostLink: small messages between a group's hosts, through shared memory where they have some.
 
-The ranks of a group agree several times a layer.  Over NCCL even the smallest message costs a few
+The ranks of a group agree several times per layer.  Over NCCL even the smallest message costs a few
 hundred microseconds; through memory that the processes of one node share it costs a few.
 """
 
@@ -33,7 +33,7 @@ class HostLink:
 
     Attributes:
         rank, size: of this process in the group.
-        is_open: whether `open` has settled if they share memory.
+        is_open: whether `open` has decided if they share memory.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -56,7 +56,7 @@ class HostLink:
 
         Raises:
             GroupClosedError: this process was forked from the rank's.
-            PeerError: a rank did not come in time, died, or sent another number of bytes.
+            PeerError: a rank did not come in time, died, or sent a different number of bytes.
         """
         if self.size == 1:
             return mine
@@ -75,7 +75,7 @@ class HostLink:
             gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
 
         Raises:
-            what `gather` raises; the link is not open then.
+            the errors of `gather`; the link is not open then.
         """
         # Ranks that NCCL treats as on different hosts must not share memory either.
         host_ids = gather(place.host_id())
@@ -86,7 +86,7 @@ class HostLink:
         self.is_open = True
         if self._memory is None and self.rank == 0:
             get_logger().info(
-                "hosts agree over the process group, some hundred microseconds a call, because "
+                "hosts agree over the process group, a few hundred microseconds per call, because "
                 "the ranks share no memory: %s",
                 reason,
             )
@@ -134,7 +134,8 @@ class HostLink:
             )
 
     def close(self) -> None:
-        """Release the memory; the link can be opened again.  As collective as its `close`."""
+        """Release the memory; the link can be opened again.  As collective as
+        `HostExchange.close`."""
         if self._memory is not None:
             self._memory.close()
         self._memory, self.is_open = None, False

@@ -1,6 +1,6 @@
-"""EpGroup: the ranks that exchange tokens, and what they share across layers.
+"""EpGroup: the ranks that exchange tokens, and the objects that they share across layers.
 
-All layers of a model share the group's one EpGroup, and through it what its engines share.
+All layers of a model share the group's one EpGroup, and through it the engines' shared objects.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_ncclep.ranks.hosts import Hosts, require_alive
 
 _Thing = TypeVar("_Thing")
 
-# The groups of this process that are open, in the order in which they were made, which is the same
-# on all ranks that share some.  It does not hold the torch groups.
+# The open groups of this process, in the order in which they were made, which is the same on all
+# ranks that share several.  The list does not keep the torch groups alive.
 _groups: list[EpGroup] = []
 # Seconds left for freeing when waiting for the other ranks has used up the deadline.
 FREE_S = 5.0
@@ -37,7 +37,7 @@ _CLOSED = (
 
 
 class EpGroup(Hosts):
-    """The ranks of one process group: hosts that agree, and what their engines and layers share.
+    """The ranks of one process group: hosts that agree, and the objects of engines and layers.
 
     Attributes:
         is_warmup: calls have made-up arguments, and the rows that they drop do not count.
@@ -121,7 +121,7 @@ class EpGroup(Hosts):
             shared.thing.close()
 
     def close(self, alone: bool = False) -> None:
-        """Close what engines share, newest first, and what the hosts share.  Idempotent.
+        """Close the engines' shared objects, newest first, and the hosts' memory.  Idempotent.
 
         Collective, unless torch has destroyed the group.  Waits at most `timeout_s` seconds for the
         other ranks.  If they do not come, or have died, this rank frees its part without them, and
@@ -150,7 +150,7 @@ class EpGroup(Hosts):
         if thread.is_alive():
             self._log_close(
                 logging.WARNING,
-                "the device is still busy; what the group holds is freed when that is over",
+                "the device is still busy; the group's memory is freed when it is idle",
             )
 
     def _agree_to_close(self) -> bool:
@@ -166,9 +166,9 @@ class EpGroup(Hosts):
         return True
 
     def _free(self) -> None:
-        """Free what this rank holds.  Not collective, but may wait for the device."""
+        """Free this rank's resources.  Not collective, but may wait for the device."""
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a thread has a current device of its own
+            torch.cuda.set_device(self.device)  # each thread has its own current device
         while self._shared:
             name, shared = self._shared.popitem()
             try:
@@ -192,8 +192,8 @@ class EpGroup(Hosts):
         device; engines whose calls wait on the host need no check.
 
         Raises:
-            PeerError: a wait for another rank passed its deadline on the device: what engines have
-                returned since is NaN.
+            PeerError: a wait for another rank passed its deadline on the device: everything that
+                engines have returned since is NaN.
             RowsDroppedError: see `Shortage.check`.
         """
         for shared in list(self._shared.values()):
@@ -243,7 +243,7 @@ class EpGroup(Hosts):
             get_logger().log(level, text)
 
     def ranks_per_node(self, timeout_s: float) -> list[int]:
-        """How many ranks of the group each node has.  Collective on the first call."""
+        """The number of the group's ranks on each node.  Collective on the first call."""
         if self._ranks_per_node is None:
             mine = torch.tensor([_number_of(place.host_name())])
             hosts = self.gather(mine, "open, exchanging the names of nodes", timeout_s)
@@ -251,7 +251,7 @@ class EpGroup(Hosts):
         return self._ranks_per_node
 
     def ranks_per_gpu(self, timeout_s: float) -> int:
-        """The most ranks that share a GPU, also with other groups; 1 as a rule.
+        """The most ranks that share a GPU, including those of other groups; usually 1.
 
         Collective on the first call.
         """

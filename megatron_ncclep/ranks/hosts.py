@@ -60,16 +60,16 @@ class Hosts:
     Attributes:
         process_group: the torch.distributed group.
         rank, size: of this process in the group.
-        device: of the tensors that the group's backend moves.
+        device: the device of the tensors that the group's backend moves.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, whole: Hosts | None = None) -> None:
         """Not collective.
 
         Args:
-            process_group: of torch's; held weakly.
-            whole: the group of which this is a part that torch does not list; lives as long as that
-                group.
+            process_group: torch's group; referenced weakly.
+            whole: the whole group, if this is a part of it that torch does not list; the part lives
+                as long as the whole group.
         """
         self._process_group = weakref.ref(process_group)
         self._whole = whole
@@ -86,7 +86,7 @@ class Hosts:
         self._since = 0  # refusals of earlier calls do not affect the current one
         self._waited_ns = 0  # for other ranks, in `exchange`
         self._link = HostLink(self.rank, self.size)
-        # Agreement must not wait for what the model has queued on the device.
+        # Agreement must not wait for the model's queued work.
         self._stream = torch.cuda.Stream() if on_gpu else None
 
     @property
@@ -183,7 +183,7 @@ class Hosts:
         Raises:
             InputError: on every rank, when values differ or (unless `error` says otherwise) when
                 any rank has a problem.
-            PeerError: a rank did not come in time, died, or is in another call.
+            PeerError: a rank did not come in time, died, or is in a different call.
         """
         # A rank that has refused a call still takes part in closing engines and opening new ones.
         call = self.enter(skips_exchange=False, is_fresh=phase in ("open", "close"))
@@ -209,9 +209,9 @@ class Hosts:
         return Agreement(call, [row[3] for row in theirs])
 
     def _what_differs(self, text: bytes, most_bytes: int, phase: str, timeout_s: float) -> str:
-        """Exchange the values' texts; list all ranks' values of the first that differs.
+        """Exchange the values' texts; list all ranks' values of the first one that differs.
 
-        Collective.  `most_bytes`: of the longest text of any rank.
+        Collective.  `most_bytes`: bytes of the longest text of any rank.
         """
         what = f"{phase}, exchanging what differs"
         texts = self.exchange_padded(text, most_bytes, what, timeout_s)
@@ -238,8 +238,8 @@ class Hosts:
         Raises:
             GroupClosedError: the process group was destroyed.
             RefusedError: a rank has refused a call, and will not come.
-            PeerError: a rank did not come in time, died, went on to a later call, or sent another
-                number of bytes; names this rank and `what`.
+            PeerError: a rank did not come in time, died, went on to a later call, or sent a
+                different number of bytes; names this rank and `what`.
         """
         _ = self.process_group  # raises when torch no longer knows it
         begin = time.monotonic_ns()
@@ -296,7 +296,7 @@ class Hosts:
     ) -> list[bytes]:
         """Exchange messages of up to `most_bytes` bytes that do not end in a zero; by rank.
 
-        Collective, with the same `most_bytes`; raises what `exchange` does.
+        Collective, with the same `most_bytes`; raises the same errors as `exchange`.
         """
         assert len(mine) <= most_bytes, f"{what}: {len(mine)} bytes, at most {most_bytes}"
         theirs = self.exchange(mine.ljust(most_bytes, b"\0"), what, timeout_s)
@@ -308,7 +308,7 @@ class Hosts:
     def gather(self, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         """Gather a 1-D tensor of one length, not 0, from every rank: [size, length] on the CPU.
 
-        Collective; raises what `exchange` does.
+        Collective; raises the same errors as `exchange`.
         """
         theirs = bytearray(self.exchange(_bytes_of(mine), what, timeout_s))
         return torch.frombuffer(theirs, dtype=mine.dtype).view(self.size, -1)
@@ -345,7 +345,7 @@ class Hosts:
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
             if self._whole is not None:
                 self._abort()
-            # The backend's own text seldom names the rank, and may only describe a consequence.
+            # The backend's own text rarely names the rank, and may only describe a consequence.
             lost = self.lost() or "a rank died, is late, or made a different sequence of calls"
             raise PeerError(
                 f"rank {self.rank} of {self.size}: no answer from the other ranks of the "

@@ -36,7 +36,7 @@ from megatron_ncclep.ranks.group import EpGroup
 
 NAME_BYTES = 64
 NONCE_BYTES = 16
-# The most nodes that an error names.
+# The most nodes that an error lists.
 MOST_NAMED = 8
 
 
@@ -82,7 +82,7 @@ class Nodes:
 
 
 def nodes_from(names: list[str]) -> Nodes | str:
-    """Derive the grid from each rank's node name; returns the reason if it is no grid."""
+    """Derive the grid from each rank's node name; return the reason if it is not a grid."""
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     first, parts = 0, []
     for name, length in runs[:MOST_NAMED]:
@@ -92,7 +92,7 @@ def nodes_from(names: list[str]) -> Nodes | str:
     layout = ", ".join(parts) + (", and so on" if len(runs) > MOST_NAMED else "")
     if len({name for name, _ in runs}) < len(runs):
         return (
-            f"the ranks of a node must follow each other: {layout}; start the processes node "
+            f"the ranks of a node must be consecutive: {layout}; start the processes node "
             "by node, and make the expert-parallel group of neighbouring ranks"
         )
     if len({length for _, length in runs}) > 1:
@@ -157,7 +157,7 @@ def grid_of(group: EpGroup, timeout_s: float) -> Grid:
 
 
 def find_nodes(group: EpGroup, timeout_s: float) -> Nodes | str:
-    """Find out which ranks are on which node; or why they form no grid.  Collective."""
+    """Find out which ranks are on which node, or why they do not form a grid.  Collective."""
     what = "open, looking for the nodes of the ranks"
     name, can_ask_nccl = on_all_ranks(group, what, lambda: _own_node(group), timeout_s)
     theirs = group.exchange_padded(name.encode()[:NAME_BYTES], NAME_BYTES, what, timeout_s)

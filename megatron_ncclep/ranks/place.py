@@ -1,4 +1,4 @@
-"""Where a rank runs: its host and its GPU, also where ranks share one GPU.
+"""Where a rank runs: its host and its GPU, which ranks may share.
 
 NCCL 2.30 and newer can run several ranks on one GPU, with `NCCL_MULTI_RANK_GPU_ENABLE=1`, and treat
 ranks whose `NCCL_HOSTID` differs as on different hosts.  Both are for tests: ranks that share a GPU
@@ -24,8 +24,8 @@ HOW_TO_SHARE = (
     f"for tests, NCCL {search.version_text(OLDEST_NCCL)} or newer lets ranks share a GPU with "
     f"{ENABLE}=1"
 )
-# Further defaults for ranks on one GPU, which the environment overrides: no multicast, few CTAs of
-# NCCL's, which all have to fit on the GPU, and a network between their "hosts".
+# Further defaults for ranks on one GPU, which the environment overrides: no multicast, few CTAs for
+# NCCL, because all have to fit on the GPU, and a network between their "hosts".
 DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -58,7 +58,7 @@ def require_gpus(num_ranks: int) -> None:
         raise InputError("--device cuda: no GPU is visible; leave it out to run on the CPU")
     if num_ranks > num_gpus and not may_share_gpu():
         raise InputError(
-            f"--ranks {num_ranks}: each needs a GPU of its own, and {num_gpus} are visible; "
+            f"--ranks {num_ranks}: each needs its own GPU, and {num_gpus} are visible; "
             f"{HOW_TO_SHARE}"
         )
 
@@ -91,10 +91,10 @@ def use_gpu(local_rank: int) -> int:
 
 
 def most_ranks_per_gpu(num_ranks: int = 1) -> int:
-    """How many ranks share a GPU of this machine.
+    """The most ranks that share a GPU of this machine.
 
     Args:
-        num_ranks: on this machine, used where no launcher has set LOCAL_WORLD_SIZE.
+        num_ranks: ranks on this machine, used where no launcher has set LOCAL_WORLD_SIZE.
     """
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     return -(-num_ranks // max(1, torch.cuda.device_count())) if may_share_gpu() else 1

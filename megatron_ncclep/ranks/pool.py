@@ -22,21 +22,21 @@ from torch._C._distributed_c10d import TCPStore
 
 from megatron_ncclep.ranks import place
 
-# Seconds that the other ranks have to answer once one has failed.  An error of all ranks comes from
-# all of them within moments, on a busy machine too.  A rank that waits in a collective for one that
-# has failed has nothing to add, and its own deadline may be minutes away.
+# Seconds that the other ranks have to answer once one has failed.  If all ranks fail, all of them
+# answer within moments, even on a busy machine.  A rank that waits in a collective for the failed
+# one has nothing to add, and its own deadline may be minutes away.
 GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a function that runs on a rank gets as its first argument.
+    """The first argument of a function that runs on a rank.
 
     Attributes:
-        rank: of this process.
-        num_ranks: R of `group`.
+        rank: this process's rank.
+        num_ranks: R, ranks of `group`.
         group: the process group of the ranks that run the function.
-        device: where the group's backend wants its tensors, "cpu" or "cuda".
+        device: where the group's backend needs its tensors, "cpu" or "cuda".
     """
 
     rank: int
@@ -50,19 +50,19 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Up to `size` processes under one group, started once because starting is slow.
+    """Up to `size` processes in one group, started once because starting is slow.
 
     A function runs on the first R of them, over a group of just these.  When it raises on a rank,
-    or a rank dies or is late, the whole pool is killed: the groups of a job that failed are of no
-    use to another one.  The next `run` starts new processes.
+    or a rank dies or is late, the whole pool is killed: the groups of a failed job are useless to
+    the next one.  The next `run` starts new processes.
 
-    The ranks are forks of one process, so that they share what it has imported.  It imports what
-    `folders` have before what this process would import, has the variables of `environment`, and
-    calls `prepare`, which must not use CUDA.
+    The ranks are forks of one process and share its imports.  That process puts `folders` in front
+    of this process's import path, has the variables of `environment`, and calls `prepare`, which
+    must not use CUDA.
 
-    With the backend nccl ranks share GPUs where there are fewer of them and NCCL allows it
-    (`place.use_gpu`).  With `hosts` above 1, NCCL and this package take the ranks to be on so many
-    hosts, an equal number of neighbours on each.
+    With the backend nccl, ranks share GPUs if there are fewer GPUs and NCCL allows it
+    (`place.use_gpu`).  With `hosts` above 1, NCCL and this package treat the ranks as being on that
+    many hosts, with an equal number of neighbours on each.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class RankPool:
         ranks: int | None = None,
         timeout: float = 240,
     ) -> list[Any]:
-        """Call `function(context, *args)` on the first `ranks` processes; return what they return.
+        """Call `function(context, *args)` on the first `ranks` processes; return their results.
 
         Args:
             function: importable by name.
-            args: that `torch.save` can write.
+            args: objects that `torch.save` can write.
             ranks: R; default: all.
-            timeout: seconds for all of them together.  Once a rank has failed, the others have
-                `GRACE_S` at most.
+            timeout: seconds for all of them together.  Once a rank has failed, the others have at
+                most `GRACE_S`.
 
         Raises:
-            RankError: with the traceback of every rank that failed, and which did not answer.
+            RankError: with the traceback of every failed rank, and the ranks that did not answer.
         """
         if self._process is None:
             self._start()
@@ -109,11 +109,11 @@ class RankPool:
         try:
             return self._run(_packed((function, args, ranks)), ranks, timeout)
         except BaseException:
-            self.close()  # an answer that comes late would be taken for that of the next job
+            self.close()  # a late answer would be taken for that of the next job
             raise
 
     def _run(self, job: bytes, ranks: int, timeout: float) -> list[Any]:
-        """Send a job and collect the answers, as `run` says."""
+        """Send a job and collect the answers, as for `run`."""
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:ranks])}
         for pipe in waiting:
             with contextlib.suppress(ConnectionError):  # it has died since: there is no answer
@@ -126,7 +126,7 @@ class RankPool:
             for pipe in set(waiting).intersection(ready):
                 rank = waiting.pop(pipe)
                 try:
-                    # Tensors of a GPU arrive on the CPU: this process has no business there.
+                    # Tensors of a GPU arrive on the CPU: this process does not use GPUs.
                     succeeded, answer = _receive(pipe, "cpu")
                 except (EOFError, ConnectionError):
                     dead.append(rank)
@@ -153,8 +153,8 @@ class RankPool:
         self._process, self._pipes, self._store = None, [], None
 
     def _start(self) -> None:
-        # The store in which ranks meet is here, as it is in torchrun: it takes a free port, which
-        # nobody else can take before rank 0 has started.
+        # As in torchrun, this process holds the store in which ranks meet: it takes a free port, so
+        # no other process can take that port before rank 0 has started.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._start_process(
             _fork_ranks,
@@ -169,7 +169,7 @@ class RankPool:
     def _start_process(self, target: Callable[..., None], *args: Any) -> None:
         """Start a process that calls `target(pipes, *args)`, with a pipe for each rank.
 
-        At SIGTERM it ends, and with it whatever it has started.
+        At SIGTERM it ends, together with the processes that it has started.
         """
         context = multiprocessing.get_context("spawn")
         ours, theirs = zip(*(context.Pipe() for _ in range(self.size)), strict=True)
@@ -181,9 +181,9 @@ class RankPool:
 
 
 def _packed(values: tuple[Any, ...]) -> bytes:
-    """A job, or its answer: whether the function returned, and what, or the traceback.
+    """A job, or its answer: whether the function returned, and its result or the traceback.
 
-    By torch.save: where Megatron-Core was imported, a tensor that is pickled without it names a
+    This uses torch.save: once Megatron-Core is imported, a tensor that is pickled otherwise names a
     function of Megatron-Core, which every rank would then import.
     """
     buffer = io.BytesIO()
@@ -192,7 +192,7 @@ def _packed(values: tuple[Any, ...]) -> bytes:
 
 
 def _receive(pipe: Connection, device: str | None = None) -> Any:
-    """What was `_packed` and sent, its tensors on `device` (None: where they were).
+    """The received object that was `_packed`, its tensors on `device` (None: where they were).
 
     Raises:
         EOFError: the other end is dead, or was closed.
@@ -228,7 +228,7 @@ def _fork_ranks(
         for rank in ranks:
             os.kill(rank, signal.SIGKILL)
 
-    # Until all ranks are forked and known a signal waits.
+    # Signals wait until all ranks are forked and known.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGTERM, end)
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
@@ -240,7 +240,7 @@ def _fork_ranks(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             for other in pipes:
                 if other is not pipe:
-                    other.close()  # so that the pool hears when that rank dies
+                    other.close()  # so that the pool notices when that rank dies
             if hosts > 1:
                 place.pretend_host(rank, len(pipes) // hosts)
             _be_rank(rank, len(pipes), backend, pipe)
@@ -248,7 +248,7 @@ def _fork_ranks(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     for pipe in pipes:
         pipe.close()
-    for rank in ranks:  # none is reaped while `end` might still mean it
+    for rank in ranks:  # none is reaped while `end` might still signal it
         os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for rank in ranks:
@@ -272,16 +272,16 @@ def _be_rank(rank: int, size: int, backend: str, pipe: Connection) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # what is to happen at exit is the business of the process that forked
+        os._exit(status)  # exit handlers belong to the process that forked
 
 
 def answer_jobs(
     rank: int, groups: dict[int, dist.ProcessGroup], device: str, pipe: Connection
 ) -> None:
-    """Be a rank of a pool: run what comes through the pipe until the pool closes its end.
+    """Act as a rank of a pool: run jobs from the pipe until the pool closes its end.
 
     Args:
-        rank: of this process.
+        rank: this process's rank.
         groups: the group of the first N ranks, by N.
         device: as in `RankContext`.
         pipe: to the pool.

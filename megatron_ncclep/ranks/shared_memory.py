@@ -1,8 +1,8 @@
 """Unnamed memory that all ranks of a group map: it disappears however their processes end.
 
 Rank 0 makes it (memfd_create) and sends its file descriptor to the others through sockets with
-random addresses in the network namespace, which disappear with the sockets.  NCCL passes the memory
-of its windows on in the same way, so ranks that cannot do this cannot use windows either.
+random addresses in the network namespace, which disappear with the sockets.  NCCL passes on the
+memory of its windows in the same way, so ranks that cannot do this cannot use windows either.
 
     every rank          rank 0              the others
     says that it can                        have bound a socket
@@ -42,15 +42,14 @@ def open_together(
 
     Args:
         rank, size: of this process in the group.
-        reason: what keeps this rank from trying.
+        reason: why this rank cannot try; None if it can.
         gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
 
     Returns:
-        the memory's exchange and None; or None and each rank's obstacle, the same text on all
-        ranks.
+        the memory's exchange and None; or None and each rank's reason, the same text on all ranks.
 
     Raises:
-        what `gather` raises; nothing stays open then.
+        the errors of `gather`; nothing stays open then.
     """
     opening = _Opening(rank, size)
 
@@ -75,7 +74,7 @@ def open_together(
 
 
 def _reasons(reason: str | None, gather: Callable[[bytes], bytes]) -> str:
-    """Each rank's obstacle; one that all ranks share appears once."""
+    """Each rank's reason; one that all ranks share appears once."""
     mine = (reason or "").encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
     theirs = gather(mine)
     texts = [
@@ -93,8 +92,8 @@ class _Opening:
     Attributes:
         names: by rank; rank 0's is the token, another rank's its address.
         memory: a `_C.HostExchange`, once this rank has it.
-        on_the_way: closes what is needed only during the attempt.
-        undo: closes what is kept if the attempt succeeds.
+        on_the_way: closes resources that are needed only during the attempt.
+        undo: closes resources that are kept if the attempt succeeds.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -124,7 +123,7 @@ class _Opening:
                 self._socket.connect(_address(name))
             except ConnectionRefusedError as error:
                 raise OSError(
-                    f"rank {rank} is on another node, or in a network namespace of its own: {error}"
+                    f"rank {rank} is on another node, or in its own network namespace: {error}"
                 ) from error
             socket.send_fds(self._socket, [b"memory"], [file])
 

@@ -1,7 +1,7 @@
 """Cases: routings with a readable name, which any rank makes from the case alone.
 
-Shared by the tests and the benchmark: a shape that is measured is a case too, and `refusal` says
-which limit of an engine it breaks.
+Shared by the tests and the benchmark: a measured shape is a case too, and `refusal` says which
+limit of an engine it exceeds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Case:
         dtype: payload dtype.
         alignment, max_recv_rows: as in EpConfig.
         skew: 0 spreads tokens evenly over experts; 1 sends everything to as few as possible.
-        dropped: fraction of assignments that go nowhere.
+        dropped: fraction of assignments that are not routed.
         seed: of the routing and the payload.
         device: where the tensors are made; their values do not depend on it.
-        fixed_payload: the case is about its hidden size or dtype: `for_engine` leaves it alone.
+        fixed_payload: the case is about its hidden size or dtype: `for_engine` does not change it.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Case:
         return len(self.tokens)
 
     def config(self) -> EpConfig:
-        """The options that make the case what it is, of the default engine."""
+        """The case's options, for the default engine."""
         return EpConfig(alignment=self.alignment, max_recv_rows=self.max_recv_rows)
 
     def topk_idx(self, rank: int) -> torch.Tensor:
@@ -80,8 +80,8 @@ class Case:
     def rows(self, rank: int, num_rows: int, salt: int) -> torch.Tensor:
         """[num_rows, hidden] of the case's dtype: random, and offset by rank.
 
-        The values name (rank, row, column) up to rounding: sums of rows that were swapped, taken
-        from another rank or counted twice come out different.
+        The values identify (rank, row, column) up to rounding: sums of rows that were swapped,
+        taken from another rank or counted twice differ.
         """
         noise = torch.rand(num_rows, self.hidden, generator=self._generator(rank, salt))
         return (noise + rank + 1).to(self.dtype).to(self.device)
@@ -101,11 +101,12 @@ class Case:
 
 
 def refusal(case: Case, caps: EngineCaps) -> str | None:
-    """Name the limit of `caps` that `case` breaks: the first one that an engine comes across.
+    """Name the limit of `caps` that `case` exceeds: the first one that an engine checks.
 
     Returns:
-        the name of a field of EngineCaps, or None if the engine must do the case.  The group's
-        limits (`GROUP_LIMITS`) make the engine unavailable, any other one makes wrong input.
+        the name of a field of EngineCaps, or None if the engine must support the case.  Exceeding
+        one of the group's limits (`GROUP_LIMITS`) makes the engine unavailable, exceeding any other
+        is wrong input.
     """
     if ignored_options(case, caps):
         return "options"
@@ -126,5 +127,5 @@ def refusal(case: Case, caps: EngineCaps) -> str | None:
 
 
 def ignored_options(case: Case, caps: EngineCaps) -> list[str]:
-    """The options of the case that the engine does not have."""
+    """The options of the case that the engine does not support."""
     return sorted(set(case.config().non_default()) - caps.options - {"engine"})

@@ -1,14 +1,14 @@
-"""Payloads whose values name their place, made where they are needed, of any size.
+"""Payloads of any size whose values identify their place, made where they are needed.
 
-Every element is a hash of (salt, rank, row, column), so that any rank can make what any other has,
-and one salt for each operation makes what an earlier one left behind wrong.
+Every element is a hash of (salt, rank, row, column), so any rank can make any other rank's payload,
+and with a different salt for each operation the results left by an earlier one are wrong.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Rows are made piece by piece: a tensor of any size needs this many elements more, in int32.
+# Rows are made piece by piece: a tensor of any size needs this many extra elements, in int32.
 PIECE = 2**25
 BITS = 24  # as many as fp32 holds exactly
 _ODD = 0x2C1B3C6D
@@ -24,7 +24,7 @@ def rows_of(
     for first in range(0, num_rows, step):
         last = min(first + step, num_rows)
         row = _hash(torch.arange(first, last, device=device), (salt << 8) + rank + 1)
-        mixed = (row[:, None] ^ column) * _ODD  # int32: what is too large wraps around
+        mixed = (row[:, None] ^ column) * _ODD  # int32: large numbers wrap around
         mixed ^= mixed >> 15
         mixed &= 2**BITS - 1
         rows[first:last] = mixed.float().mul_(2.0 ** (1 - BITS)).sub_(1)
@@ -40,7 +40,7 @@ def weights_of(rank: int, shape: tuple[int, ...], salt: int, device: str) -> tor
 
 
 def _hash(number: torch.Tensor, salt: int) -> torch.Tensor:
-    """Int32 for int64: no two of one salt are equal."""
+    """Int32 from int64: with the same salt, no two are equal."""
     mixed = (number * 0x1F35 + (salt * 0x5BD1E995 & 0xFFFFFFFF)) & 0xFFFFFFFF
     for _ in range(2):
         mixed = (mixed ^ (mixed >> 16)) * 0x45D9F3B & 0xFFFFFFFF

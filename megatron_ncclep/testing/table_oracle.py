@@ -1,12 +1,13 @@
 """The contract for many and large cases, as operations on tables.
 
-The same answers as tests/oracle.py gives a row at a time, on GPUs too, where whole tensors of all
-ranks fit: for tests and for what `ncclep bench` checks.  A test compares the two.
+It gives the same results as tests/oracle.py, which works row by row.  It also runs on GPUs, if the
+tensors of all ranks fit, and is for tests and for the checks of `ncclep bench`.  A test compares
+the two.
 
 For each destination there is a table with a row for every token of the group, in the order of
-(source rank, token), and a column for each of its local experts.  Read row by row it is the order
-in which assignments are taken, and read column by column it is the order of slots.  Like the oracle
-it sees all ranks, runs wherever its tensors are, and shares no code with any engine.
+(source rank, token), and a column for each of its local experts.  Row by row it gives the order in
+which assignments are placed, column by column the order of slots.  Like the oracle it sees all
+ranks, runs wherever its tensors are, and shares no code with any engine.
 
 Two ranks, four experts, as in docs/contract.md; rank 0's table, with the slots that it gives:
 
@@ -105,7 +106,7 @@ def table_dispatch(
     rows: slice = slice(None),
     ranks_on_node: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What one rank receives of all ranks' `x` and `w`; `rows`: only these rows.
+    """The rows that one rank receives from all ranks' `x` and `w`; `rows`: only these rows.
 
     `ranks_on_node` as for the table.
     """
@@ -135,7 +136,7 @@ def table_combine(
     round_source_part: bool = False,
     ranks_on_node: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What comes back to the tokens of rank `source_rank` of all ranks' `y` and `w`.
+    """The results for the tokens of rank `source_rank`, from all ranks' `y` and `w`.
 
     In the contract's order of additions, which `oracle_combine` spells out.
 
@@ -161,7 +162,7 @@ def table_combine(
     for rank, table in enumerate(tables):
         slots, assignments = table.slot[mine], table.assignment[mine]
         part = torch.zeros_like(total)
-        for local_expert in (slots >= 0).any(0).nonzero()[:, 0].tolist():  # upwards
+        for local_expert in (slots >= 0).any(0).nonzero()[:, 0].tolist():  # in ascending order
             token = (slots[:, local_expert] >= 0).nonzero()[:, 0]
             slot = slots[token, local_expert]
             part[token] += y[rank][slot].to(wide)

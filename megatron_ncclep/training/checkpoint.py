@@ -3,12 +3,12 @@
 `megatron.core.dist_checkpointing` works on the CPU with gloo in every supported version, and
 stores each expert under its global number: a run can resume with another dispatcher, another number
 of ranks and another expert parallelism.  The exception is a change between one rank and several for
-the experts: on several ranks Megatron has one optimizer for them and one for the rest, on one rank
-a single one, and neither layout loads into the other.  Random states are not stored, because the
-loop derives them from the seed and the step.
+the experts: on several ranks Megatron has one optimizer for the experts and one for the rest, on
+one rank a single one, and neither layout loads into the other.  Random states are not stored,
+because the loop derives them from the seed and the step.
 
     OUT/checkpoint/step-000200/     .distcp files, written by all ranks, and settings.json
-    OUT/checkpoint/unfinished/      what is being written
+    OUT/checkpoint/unfinished/ the checkpoint being written
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ncclep.errors import InputError
 if TYPE_CHECKING:  # it needs torch, and the command starts without it
     from megatron_ncclep.training.model import TrainedModel
 
-# What may differ between a checkpoint and the run that resumes from it.
+# Settings that may differ between a checkpoint and the run that resumes from it.
 CHANGEABLE = frozenset({"train-iters", "micro-batch-size", "eval-iters", "eval-interval"})
 
 
@@ -57,18 +57,19 @@ def check_settings(
         then, now = saved["settings"].get(name), settings.get(name)
         if then != now and name not in CHANGEABLE:
             raise InputError(
-                f"--resume: {name} was {then} when {folder} was written and is {now} now: "
+                f"--resume: {name} was {then} when {folder} was written and is now {now}: "
                 "set it back, or start a new run with another --out"
             )
     if saved["fingerprint"] != fingerprint:
         raise InputError(
-            f"--resume: the text is not the one that {folder} was written with: set --text back, "
+            f"--resume: the text has changed since {folder} was written: set --text back, "
             "or start a new run with another --out"
         )
     before = saved["expert_parallel"]
     if (before == 1) != (expert_parallel == 1):
         raise InputError(
-            f"--resume: the experts were on {before} ranks when {folder} was written and are on "
+            f"--resume: the experts were on {before} ranks when {folder} was "
+            "written and are on "
             f"{expert_parallel} now: Megatron's optimizer state does not move between one rank and "
             f"several; choose --ranks or --expert-parallel accordingly"
         )
@@ -93,14 +94,14 @@ def _state(model: TrainedModel, scheduler: Any, is_loading: bool) -> dict[str, A
 
 
 def save(folder: Path, step: int, model: TrainedModel, scheduler: Any, **belongs_to: Any) -> None:
-    """Write the state after `step` steps and drop the ones before.  Collective.
+    """Write the state after `step` steps and delete earlier ones.  Collective.
 
-    A crash leaves either the old checkpoint or the new one as the latest.
+    After a crash, either the old checkpoint or the new one is the latest.
 
     Args:
-        folder: of the checkpoints.
-        step: that was done last.
-        model, scheduler: whose state is written.
+        folder: folder of the checkpoints.
+        step: the last completed step.
+        model, scheduler: the objects whose state is written.
         belongs_to: the arguments of `check_settings`.
     """
     import torch.distributed as dist

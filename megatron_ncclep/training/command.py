@@ -1,6 +1,6 @@
 """Train a mixture-of-experts GPT on text with Megatron-Core.
 
-Without --text the text is the source of the running interpreter's standard library.  Results go to
+Without --text it trains on the source of the running interpreter's standard library.  Results go to
 --out: log.jsonl, loss.png and checkpoint/.  The command starts its ranks itself; under torchrun it
 is one of them.
 """
@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="change values of the model file, such as --set num-layers=2 lr=1e-3",
     )
     parser.add_argument("--steps", type=int, help="optimizer steps (the file's train-iters)")
-    parser.add_argument("--seed", type=int, help="of weights and data order (the file's seed)")
+    parser.add_argument("--seed", type=int, help="seed of weights and data order (the file's seed)")
     parser.add_argument(
         "--dispatcher", choices=DISPATCHERS, default="ncclep", help="default: ncclep"
     )
     parser.add_argument(
         "--compare",
         choices=DISPATCHERS,
-        help="train a second time with this dispatcher and plot both",
+        help="also train with this dispatcher, and plot both",
     )
     parser.add_argument(
         "--text",
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto (the default) takes the GPUs when there are any",
+        help="auto (the default) uses the GPUs if there are any",
     )
     parser.add_argument(
         "--save-every", type=int, default=100, help="steps between checkpoints (default: 100)"
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exit-at-step", type=int, help="write a checkpoint and stop after this step"
     )
     parser.add_argument(
-        "--print-every", type=int, default=10, help="steps between lines (default: 10)"
+        "--print-every", type=int, default=10, help="steps between printed lines (default: 10)"
     )
     add_option_arguments(parser)
 
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # the package it is in
+    except ModuleNotFoundError:  # its parent package
         return False
 
 
@@ -106,14 +106,14 @@ def main(args: argparse.Namespace) -> int:
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if missing := [name for name in NEEDED if not _is_installed(name)]:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            return 2  # the first rank of this machine says it
+            return 2  # the first rank of this machine reports it
         raise InputError(
             f"not installed: {', '.join(missing)}; training needs the extra [train]: "
             "pip install 'megatron-ncclep[train]'"
         )
     job = Job.of(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
     if under_torchrun:
-        # Until the loop can take Ctrl-C, which ends it after a step.
+        # Until the loop handles Ctrl-C, which ends it after a step.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         from megatron_ncclep.training.loop import run
 
@@ -129,8 +129,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _start_ranks(job: Job, argv: list[str]) -> int:
-    """Start this command as ranks of torchrun's, wait, and return their exit status."""
-    # This process has warned of variables that nothing reads.
+    """Start this command as ranks of torchrun, wait, and return their exit status."""
+    # This process has already warned about variables that nothing reads.
     unknown = envs.unknown()
     environment = {name: text for name, text in os.environ.items() if name not in unknown}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
@@ -138,8 +138,8 @@ def _start_ranks(job: Job, argv: list[str]) -> int:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(job.ranks), "-m", "megatron_ncclep", *argv]
-    print(f"starting {job.ranks} ranks, which takes some seconds", flush=True)
-    # torchrun and its ranks start with Ctrl-C blocked; of all processes only this one acts on it.
+    print(f"starting {job.ranks} ranks, which takes a few seconds", flush=True)
+    # torchrun and its ranks start with Ctrl-C blocked; only this process acts on it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with subprocess.Popen(command, env=environment) as child:
         interrupt = _Interrupt(child)
@@ -153,12 +153,12 @@ def _start_ranks(job: Job, argv: list[str]) -> int:
             signal.signal(signal.SIGTERM, before_term)
     if interrupt.count == 0:
         return status if status >= 0 else 128 - status
-    # Ranks that have saved end with 0; otherwise torchrun has said what went wrong.
+    # Ranks that have saved end with 0; otherwise torchrun has reported the error.
     return status if status > 0 and interrupt.count == 1 else 128 + signal.SIGINT
 
 
 class _Interrupt:
-    """What Ctrl-C does: the first time ranks save and end, the second time they are killed."""
+    """The handler of Ctrl-C: the first one makes ranks save and end, the second one kills them."""
 
     def __init__(self, launcher: subprocess.Popen[bytes]) -> None:
         self._launcher = launcher
@@ -169,12 +169,13 @@ class _Interrupt:
 
         self.count += 1
         if self.count == 1:
-            print("stopping after this step; Ctrl-C again ends it at once", file=sys.stderr)
+            print("stopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self._launcher.pid)
             if self.count == 1:
                 for rank in launcher.children():
-                    rank.send_signal(signal.SIGINT)  # a terminal has done it, `kill -INT` has not
+                    # A terminal has already signalled the ranks, `kill -INT` has not.
+                    rank.send_signal(signal.SIGINT)
             else:
                 for process in [launcher, *launcher.children(recursive=True)]:
                     process.kill()

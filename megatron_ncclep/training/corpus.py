@@ -1,9 +1,9 @@
-"""Text -> a corpus that Megatron-Core's GPTDataset reads, on one process, before the ranks start.
+"""Text -> a corpus that Megatron-Core's GPTDataset reads, in one process, before the ranks start.
 
 Text becomes bytes: token i is byte i, and 256 ends a file.  Pieces of at most 16 KiB are Megatron's
-"documents"; every 20th is written behind all others, so that training and validation text come
-from the same files.  A corpus that is already in Megatron's .bin/.idx form is used as it is,
-whatever its tokens are.  The last 5 % of the documents are the validation set.
+"documents"; every 20th is written after all others, so training and validation text come from the
+same files.  A corpus that is already in Megatron's .bin/.idx form is used unchanged, whatever its
+tokens.  The last 5 % of the documents are the validation set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ncclep.errors import InputError
 
-if TYPE_CHECKING:  # numpy belongs to the extra `[train]`, and the command starts without it
+if TYPE_CHECKING:  # numpy is in the extra `[train]`, and the command starts without it
     import numpy as np
 
 END_OF_FILE = 256  # the token after the last byte of a file
@@ -30,7 +30,7 @@ TRAIN_SHARE = 0.95  # of the documents
 SPLIT = "95,5,0"  # the same for Megatron: training, validation, test
 RECORD = "corpus.json"
 
-# Of the standard library: not its tests (repetitive data), nor generated tables.
+# Left out of the standard library: its tests (repetitive data) and generated tables.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 )
@@ -39,17 +39,17 @@ _LARGEST_SOURCE_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Corpus:
-    """What the ranks need to know of a prepared corpus; kept as `RECORD`.
+    """The ranks' information about a prepared corpus; stored as `RECORD`.
 
     Attributes:
-        prefix: of the path of a .bin/.idx pair, which `SPLIT` divides into the two parts.
-        source: what it was made from, in words.
+        prefix: path prefix of a .bin/.idx pair, which `SPLIT` divides into the two parts.
+        source: text on what it was made from.
         fingerprint: changes when the source's files do.
-        vocab_size: tokens that exist, counting the one that ends a file.
+        vocab_size: the number of possible tokens, including the one that ends a file.
         end_token: the token that ends a file.
         num_train_tokens, num_valid_tokens: tokens of the two parts.
-        unigram_entropy: nats per token of the training part's token frequencies, i.e. the loss of
-            a model that knows nothing but them.
+        unigram_entropy: nats per token of the training part's token frequencies, that is, the loss
+            of a model that knows only these.
     """
 
     prefix: str
@@ -72,13 +72,13 @@ class Corpus:
             if tokens <= seq_length:
                 raise InputError(
                     f"{self.source}: its {part} part has {tokens} tokens, too few for seq-length "
-                    f"{seq_length}: give more text (about {20 * seq_length / 1000:.0f} kB at "
-                    "least), or a smaller --set seq-length"
+                    f"{seq_length}: give more text (at least about {20 * seq_length / 1000:.0f} "
+                    "kB), or a smaller --set seq-length"
                 )
 
 
 def standard_library() -> list[Path]:
-    """The .py files of the running interpreter's standard library, in one order everywhere."""
+    """The .py files of the running interpreter's standard library, in the same order everywhere."""
     folder = Path(sysconfig.get_path("stdlib"))
     return [
         path
@@ -89,7 +89,7 @@ def standard_library() -> list[Path]:
 
 
 def text_files(paths: Sequence[str]) -> list[Path]:
-    """The files that `paths` name: files as given, folders with everything below in sorted order.
+    """The files that `paths` name: files as given, folders with all files below, sorted.
 
     Hidden files and folders are skipped inside a folder.
 
@@ -120,11 +120,10 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
 
     Args:
         texts: files and folders, or one prefix of a .bin/.idx pair; empty: the standard library.
-        folder: where the corpus and Megatron's sample indices are kept; made if missing.
+        folder: for the corpus and Megatron's sample indices; made if missing.
 
     Raises:
-        InputError: a path is missing, there is no text in what was given, or an indexed corpus is
-            not one.
+        InputError: a path is missing, there is no text, or an indexed corpus cannot be read.
     """
     prefixes = [text for text in texts if _is_indexed(text)]
     if prefixes and len(texts) > 1:
@@ -137,7 +136,7 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
         files = text_files(texts) if texts else standard_library()
         source = " ".join(texts) if texts else "the Python standard library's source"
     fingerprint = _fingerprint(files)
-    # There may be none, or a run may have died while writing it.
+    # The record may be missing, or a run may have died while writing it.
     with suppress(FileNotFoundError, ValueError, TypeError):
         if (known := load(folder)).fingerprint == fingerprint:
             return known
@@ -146,9 +145,9 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
         _write(files, source, prefix)
     try:
         facts = _describe(prefix, None if prefixes else END_OF_FILE)
-    except Exception as error:  # whatever its reader raises
+    except Exception as error:  # any error of its reader
         raise InputError(
-            f"--text {source}: {prefix}.bin and .idx are no indexed corpus of Megatron's: "
+            f"--text {source}: {prefix}.bin and .idx are not an indexed corpus of Megatron: "
             f"{type(error).__name__}: {error}"
         ) from error
     corpus = Corpus(prefix=prefix, source=source, fingerprint=fingerprint, **facts)
@@ -158,7 +157,7 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
 
 
 def load(folder: Path) -> Corpus:
-    """Read back what `prepare` left in `folder`."""
+    """Read the result of `prepare` from `folder`."""
     return Corpus(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
 
 
@@ -194,8 +193,8 @@ def _write(files: Sequence[Path], source: str, prefix: str) -> None:
 
     num_bytes = sum(path.stat().st_size for path in files)
     if num_bytes == 0:
-        raise InputError(f"--text {source}: no text in it ({len(files)} files, none with a byte)")
-    # A short text is cut finer, so that it has a validation part too.
+        raise InputError(f"--text {source}: there is no text ({len(files)} files, all empty)")
+    # A short text is cut into smaller pieces, so that it has a validation part too.
     piece_bytes = min(PIECE_BYTES, -(-num_bytes // VALIDATION_EVERY))
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
     for is_validation in (False, True):
@@ -210,8 +209,8 @@ def _describe(prefix: str, end_token: int | None) -> dict[str, Any]:
     """Count the tokens of a corpus: the fields of `Corpus` that follow from them.
 
     Args:
-        prefix: of the corpus.
-        end_token: the largest token that can occur; None: one more than the largest that does.
+        prefix: prefix of the corpus.
+        end_token: the largest possible token; None: one more than the largest in the corpus.
     """
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -239,7 +238,7 @@ def _describe(prefix: str, end_token: int | None) -> dict[str, Any]:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Entropy in nats of the distribution that `counts` [num_values] is proportional to."""
+    """Entropy in nats of the distribution proportional to `counts` [num_values]."""
     import numpy as np
 
     shares = counts[counts > 0] / counts.sum()

@@ -39,11 +39,11 @@ def build_datasets(
     """Build the training and the validation GPTDataset.  Collective; rank 0 writes a cache.
 
     Args:
-        folder: of the prepared corpus.
-        settings: of the batches.
-        train_steps, valid_steps: for which each has samples; text that runs out is repeated in a
-            new order.
-        seed: of the order of the samples.
+        folder: folder of the prepared corpus.
+        settings: settings of the batches.
+        train_steps, valid_steps: steps for which each has samples; if the text runs out, it is
+            repeated in a new order.
+        seed: seed of the order of the samples.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -74,15 +74,15 @@ def build_datasets(
 def batches(
     dataset: Any, settings: Settings, step: int, rank: int, num_ranks: int, device: torch.device
 ) -> list[Batch]:
-    """The micro-batches of step number `step` (from 0) for one data-parallel rank.
+    """The micro-batches of step `step` (from 0) for one data-parallel rank.
 
     The samples of a step do not depend on the number of ranks: with B = `global-batch-size` and
     b = `micro-batch-size`, micro-batch m of rank r starts at sample step * B + (m * num_ranks + r)
     * b.
 
     Returns:
-        list[dict]: of each micro-batch tokens, labels, position_ids int64 and loss_mask fp32, each
-        [b, seq_length], on `device`.
+        list[dict]: for each micro-batch, tokens, labels and position_ids in int64 and loss_mask in
+        fp32, each [b, seq_length], on `device`.
     """
     batch, size = settings["global-batch-size"], settings["micro-batch-size"]
     found = []

@@ -1,4 +1,4 @@
-"""One training as plain data, made from the command line, and what one process does for it."""
+"""One training as plain data, made from the command line, and the steps that one process does."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DEFAULT_RANKS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What `ncclep train` was asked to do: its options (see command.py), and these.
+    """The task of `ncclep train`: its options (see command.py), and these.
 
     Attributes:
-        changes: argument name -> value, laid over the model file: --set, --steps and --seed.
-        options: options of the ncclep dispatcher that the command line named.
+        changes: argument name -> value, overriding the model file: --set, --steps and --seed.
+        options: options of the ncclep dispatcher from the command line.
     """
 
     model: str
@@ -48,8 +48,8 @@ class Job:
         """Turn the parsed arguments into a Job.
 
         Args:
-            args: of `ncclep train`.
-            world_size: ranks that torchrun has started; None outside torchrun.
+            args: those of `ncclep train`.
+            world_size: the number of ranks that torchrun has started; None outside torchrun.
 
         Raises:
             InputError: an argument is wrong or contradicts another.
@@ -89,7 +89,7 @@ class Job:
         """The checked settings of the model and its training.
 
         Raises:
-            InputError: something in the file or the changes is wrong, or does not fit the ranks.
+            InputError: the file or the changes are wrong, or do not fit the number of ranks.
         """
         settings = Settings.load(self.model, self.changes)
         settings.check_ranks(self.ranks, self.expert_parallel)
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def data_folder(self) -> Path:
-        """Where the corpus is kept."""
+        """The folder of the corpus."""
         return Path(self.out) / "data"
 
     def dispatchers(self) -> list[str]:
@@ -116,9 +116,9 @@ class Job:
         return self._folder(dispatcher) / "checkpoint"
 
     def prepare(self) -> None:
-        """Check everything that one process can check, make the corpus, and make `out` ready.
+        """Check everything that one process can check, make the corpus, and prepare `out`.
 
-        Not collective: one process, before the others read `out`.
+        Not collective: one process calls it before the others read `out`.
 
         Raises:
             InputError: wrong settings or text, or `out` holds a run and the job does not say what
@@ -133,15 +133,15 @@ class Job:
             prepared = corpus.prepare(self.text, self.data_folder)
         except OSError as error:
             raise InputError(
-                f"{error.filename or self.out}: {error.strerror}: --text must name what can be "
-                "read, and --out a folder that can be written to"
+                f"{error.filename or self.out}: {error.strerror}: --text must name readable "
+                "files, and --out a writable folder"
             ) from error
         prepared.check_length(settings["seq-length"])
         if self.resume:
             if not checkpoint.latest_step(self.checkpoints(self.dispatcher)):
                 raise InputError(
-                    f"--resume: no checkpoint in {self.out}: leave --resume out to start there, "
-                    "and give --overwrite if there is a log already"
+                    f"--resume: no checkpoint in {self.out}: leave --resume out to start a run "
+                    "there, and add --overwrite if there is already a log"
                 )
             for dispatcher in self.dispatchers():
                 checkpoint.check_settings(
@@ -163,9 +163,9 @@ class Job:
         ]
         if results and not self.overwrite:
             saved = any(checkpoint.latest_step(folder / "checkpoint") for folder in folders)
-            go_on = "--resume to go on with it, " if saved else ""
+            go_on = "--resume to continue it, " if saved else ""
             raise InputError(
-                f"--out {self.out} holds a run already ({results[0].name}): give {go_on}"
+                f"--out {self.out} already holds a run ({results[0].name}): give {go_on}"
                 "--overwrite to replace it, or another --out"
             )
         for path in results:

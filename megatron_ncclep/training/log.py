@@ -1,16 +1,16 @@
-"""log.jsonl: one JSON object a line.
+"""log.jsonl: one JSON object per line.
 
-{"type": "settings", ...}   first line: the effective settings and versions; one more for each
-                            time the run was resumed
+{"type": "settings", ...}   first line: the effective settings and versions; one more each time the
+                            run was resumed
 {"type": "step", "step": 1, "loss": ..., "grad_norm": ..., "lr": ..., "tokens_per_s": ...,
- "metrics": [...]}          loss in nats per token; metrics with --ncclep-metrics-interval only:
-                            what became known in this step, each as
+ "metrics": [...]}          loss in nats per token; metrics only with --ncclep-metrics-interval:
+                            those that became known in this step, each a
                             `megatron_ncclep.metrics.Interval`
 {"type": "validation", "step": 100, "valid_loss": ...}
                             after every `eval-interval` steps
 {"type": "end", "valid_loss": ...}
-                            when the last step was done; "dropped_share" if assignments found no
-                            room in static mode: of those since the start or the resumption
+                            after the last step; "dropped_share" if static mode dropped
+                            assignments: their share since the start or the last resumption
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The entries of the log `path` of type `kind` (None: all), in order; empty without a log.
 
     Raises:
-        InputError: a line of the file is not what `write` writes.
+        InputError: a line of the file was not written by `write`.
     """
     if not path.is_file():
         return []
@@ -48,12 +48,12 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
     }
     needs = wanted.get(entry.get("type"), ("type",)) if isinstance(entry, dict) else ()
     if not isinstance(entry, dict) or not all(name in entry for name in needs):
-        raise InputError(f"{path}, line {number}: this is no log.jsonl of `ncclep train`")
+        raise InputError(f"{path}, line {number}: this is not a log.jsonl of `ncclep train`")
     return entry
 
 
 def truncate(path: Path, steps_to_keep: int) -> None:
-    """Drop the entries after step `steps_to_keep` (0: all): these steps will be repeated."""
+    """Drop the entries after step `steps_to_keep` (0: all), because these steps are repeated."""
     kept = [
         entry
         for entry in (read(path) if steps_to_keep else [])

@@ -48,10 +48,10 @@ def run(job: Job) -> None:
 
 
 class Interruption:
-    """Ctrl-C, which ends a training after its step and not at once.
+    """Ctrl-C, which ends a training after its current step, not at once.
 
     Attributes:
-        came: whether this process has got it.
+        came: whether this process has received it.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Interruption:
         self.came = True
 
     def came_to_any(self, device: torch.device) -> bool:
-        """Whether a rank has got it, so that all stop after the same step.  Collective."""
+        """Whether any rank has received it, so that all stop after the same step.  Collective."""
         came = torch.tensor([float(self.came)], device=device)
         dist.all_reduce(came)
         return came.item() > 0
@@ -77,7 +77,7 @@ def _close_expert_group() -> None:
 
 
 def _start(job: Job) -> torch.device:
-    """Join the process group, make this rank's device ready, and return it.  Collective."""
+    """Join the process group, and set up and return this rank's device.  Collective."""
     use_gpu = job.device == "cuda" or (job.device == "auto" and torch.cuda.is_available())
     if use_gpu:
         gpu = place.use_gpu(int(os.environ["LOCAL_RANK"]))
@@ -135,8 +135,8 @@ class Training:
     def _seed(self, step: int) -> None:
         """Set all random states from the seed and the step.
 
-        So a resumed run draws what the uninterrupted one would have drawn, on any number of ranks,
-        and no random state needs to be stored.
+        So a resumed run draws the same numbers as an uninterrupted one, on any number of ranks, and
+        no random state needs to be stored.
         """
         seed_everything(self.settings["seed"] + step)
 
@@ -144,7 +144,7 @@ class Training:
         """Train from the start or the latest checkpoint to the end, and write the log.
 
         Returns:
-            False if Ctrl-C has ended it before that; the checkpoint is that of its last step.
+            False if Ctrl-C has ended it early; the checkpoint is that of its last step.
         """
         settings, job = self.settings, self.job
         checkpoints, last = job.checkpoints(self.dispatcher), settings["train-iters"]
@@ -159,7 +159,7 @@ class Training:
             self._write("step", **entry)
             if self.rank == 0 and (step in (done + 1, last) or step % job.print_every == 0):
                 print(self._line(entry), flush=True)
-            if step % interval == 0 and step != last:  # the last one is the end's
+            if step % interval == 0 and step != last:  # the last one is part of the end
                 self._write("validation", step=step, valid_loss=self._validate())
             interrupted = self._interruption.came_to_any(self.device)
             if step == stop or step % job.save_every == 0 or interrupted:
@@ -174,7 +174,7 @@ class Training:
                 )
             if interrupted:
                 if self.rank == 0:
-                    print(f"stopped after step {step}, which is saved: --resume goes on from there")
+                    print(f"stopped and saved after step {step}: --resume continues from there")
                 return False
         if stop == last:
             dropped = self._dropped(last - done)
@@ -187,7 +187,7 @@ class Training:
         return [layer for layer in self.model.gpt.modules() if isinstance(layer, MoELayer)]
 
     def _dropped(self, steps: int) -> dict[str, float]:
-        """For the log: the share of the assignments of so many steps that were dropped, if any."""
+        """For the log: the share of dropped assignments in this many steps, if there are any."""
         counts = [getattr(layer.token_dispatcher, "num_dropped", None) for layer in self._layers()]
         if not steps or all(count is None for count in counts):
             return {}
@@ -233,7 +233,7 @@ class Training:
         }
 
     def _step(self, step: int) -> dict[str, Any]:
-        """Do step number `step` (from 1) and return its log entry."""
+        """Do step `step` (from 1) and return its log entry."""
         begin = time.perf_counter()
         settings, model = self.settings, self.model
         batch = settings["global-batch-size"]

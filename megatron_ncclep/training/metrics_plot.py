@@ -9,13 +9,13 @@ from typing import Any
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import log, report
 
-Interval = dict[str, Any]  # of metrics.py, as the log has it
+Interval = dict[str, Any]  # of metrics.py, as in the log
 # More lines than this have no legend: it would hide them.
 MOST_IN_LEGEND = 16
 
 
 def draw(path: Path, out: Path) -> None:
-    """Draw the metrics in the log `path`, or if it has none its losses, into the file `out`.
+    """Draw the metrics of the log `path`, or its losses if it has no metrics, to the file `out`.
 
     Raises:
         InputError: there is no such log, or nothing has been trained yet.
@@ -31,7 +31,7 @@ def draw(path: Path, out: Path) -> None:
     if not known:
         settings, steps_done = log.read(path, "settings"), log.read(path, "step")
         if not (settings and steps_done):
-            raise InputError(f"no plot: {path} has no step yet")
+            raise InputError(f"no plot: {path} has no steps yet")
         curves = {settings[-1]["dispatcher"]: steps_done}
         out.parent.mkdir(parents=True, exist_ok=True)
         report.draw_losses(curves, settings[-1]["unigram_entropy"], out)

@@ -1,6 +1,6 @@
-"""A model that trains: Megatron-Core's GPT in its wrappers, with optimizer and schedule.
+"""A model ready for training: Megatron-Core's GPT in its wrappers, with optimizer and schedule.
 
-`ncclep train`, `ncclep bench` and the convergence protocol all train this one.
+`ncclep train`, `ncclep bench` and the convergence protocol all train this model.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def transformer_config(
     """Build Megatron's TransformerConfig (or MLATransformerConfig).
 
     Args:
-        settings: of the model.
-        dispatcher: value of `moe_token_dispatcher_type`; for `ncclep` the caller has called
-            `megatron_ncclep.install()` before.
+        settings: settings of the model.
+        dispatcher: value of `moe_token_dispatcher_type`; for `ncclep` the caller has already called
+            `megatron_ncclep.install()`.
         expert_parallel: ranks among which the experts are divided.
         options: the dispatcher's options; None for Megatron's own dispatchers.
         more: further fields.
@@ -69,7 +69,7 @@ def transformer_config(
         "gated_linear_unit": settings["swiglu"],
         # Apex's kernel; torch's norms, the fallback of `local`, refuse it.
         "persist_layer_norm": settings.uses_engine and not settings["no-persist-layer-norm"],
-        # A list, even of ones only, makes Megatron treat the layers as heterogeneous.
+        # A list, even one of only ones, makes Megatron treat the layers as heterogeneous.
         "moe_layer_freq": pattern if 0 in pattern else 1,
         "moe_token_dispatcher_type": dispatcher,
         "expert_model_parallel_size": expert_parallel,
@@ -112,11 +112,11 @@ class TrainedModel:
     """A GPT with gradients in fp32 and Megatron's Adam.  Everything is collective.
 
     Args:
-        settings: of the model and its optimizer.
-        config: what `transformer_config` made; gets the functions that training needs.
+        settings: settings of the model and its optimizer.
+        config: the result of `transformer_config`; this sets the functions that training needs.
         vocab_size: rows of the embedding.
-        device: of the weights, which come from one seed on all ranks.
-        wrapping: entered while the model is put into DistributedDataParallel.
+        device: device of the weights, which have the same seed on all ranks.
+        wrapping: context in which the model is wrapped in DistributedDataParallel.
         distributed: the optimizer's state is divided among data-parallel ranks.
         of_optimizer: further fields of Megatron's OptimizerConfig.
 
@@ -124,8 +124,8 @@ class TrainedModel:
         gpt: Megatron's GPTModel.
         model: the same in Float16Module (bf16 only) and DistributedDataParallel.
         optimizer: Megatron's.
-        schedule, optimizer_step: what runs forward and backward, and the optimizer: Megatron's
-            functions, or CUDA graphs of them.
+        schedule, optimizer_step: run forward and backward, and the optimizer: Megatron's functions,
+            or CUDA graphs of them.
 
     Raises:
         InputError: `transformer-impl: transformer_engine` without TransformerEngine.
@@ -204,11 +204,11 @@ class TrainedModel:
 
         Returns:
             Tensor: fp32 [num_microbatches], this rank's mean loss of each in nats per token, in new
-            memory: a graph writes the next losses to where it wrote these.
+            memory, because a graph overwrites its losses at the next replay.
         """
         results = schedule(
             forward_step_func=_forward_step,
-            # A new list: graphs fill the one that they keep.
+            # A new list, because graphs reuse theirs.
             data_iterator=iter([dict(batch) for batch in batches]),
             model=[self.model],
             num_microbatches=len(batches),
@@ -221,8 +221,8 @@ class TrainedModel:
     def scheduler(self) -> Any:
         """Build the learning-rate schedule; one unit of it is one sample, as in Megatron-LM.
 
-        A resumed run follows this run's settings and takes only the position from the checkpoint,
-        so that `--steps` can be raised.
+        A resumed run follows its own settings and takes only the position from the checkpoint, so
+        `--steps` can be raised.
         """
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows and draws from the logs: the loss plot and the summary."""
+"""Rank 0's output from the logs: the loss plot and the summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ncclep.training import corpus, log
 from megatron_ncclep.training.job import Job
 
-# Printed below the table, whose tokens/s are not what the kernels for GPUs reach.
+# Printed below the table, because its tokens/s are not those of the GPU kernels.
 REFERENCE = "ncclep's engine reference: the readable engine for CPUs; the fast kernels need GPUs"
 Entry = dict[str, Any]  # of a step, as in log.py
 
@@ -33,7 +33,7 @@ def draw_losses(curves: dict[str, list[Entry]], unigram_entropy: float, path: Pa
     """Draw the loss over the steps, and below it the difference if there are two curves.
 
     Args:
-        curves: dispatcher -> step entries; the second one is what the first is compared with.
+        curves: dispatcher -> step entries; the first one is compared with the second.
         unigram_entropy: in nats per token.
     """
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def draw_losses(curves: dict[str, list[Entry]], unigram_entropy: float, path: Pa
     if two:
         apart = differences(*curves.values())
         axes[1].plot(list(apart), list(apart.values()), color="tab:red", linewidth=1.0)
-        # Equal curves get the scale of one fp32 rounding, not that of matplotlib's choice.
+        # Equal curves get the scale of one fp32 rounding, not one that matplotlib chooses.
         limit = max(map(abs, apart.values()), default=0.0) * 1.2 or 1e-7
         axes[1].set_ylim(-limit, limit)
         axes[1].set_ylabel(f"{' - '.join(curves)}\n(nats per token)")

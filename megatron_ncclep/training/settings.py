@@ -1,12 +1,12 @@
 """Settings of one training: the Megatron-LM arguments of a model file, checked.
 
-A file of configs/model/ is used in two ways: `ncclep render` hands it to Megatron-LM's own parser
-as it is, and `ncclep train` and `ncclep bench`, which run without Megatron-LM, check it here.
-model.py gives the values to every Megatron-Core configuration that has a field of that name.
+A file of configs/model/ is used in two ways: `ncclep render` passes it unchanged to Megatron-LM's
+own parser, and `ncclep train` and `ncclep bench`, which run without Megatron-LM, check it here.
+model.py passes the values to every Megatron-Core configuration that has a field of that name.
 
-Left out on purpose: the vocabulary (it comes with the data) and everything parallel (it comes with
-the machines).  `eval-interval` has no default: Megatron-LM's scripts end in a TypeError without it,
-and `ncclep train` then validates at the end only.  Fusions that Megatron-LM enables by default
+Deliberately left out: the vocabulary (which depends on the data) and all parallelism (which depends
+on the machines).  `eval-interval` has no default: without it Megatron-LM's scripts end in a
+TypeError, and `ncclep train` validates only at the end. Fusions that Megatron-LM enables by default
 (`no-...-fusion` disables them) are off by default in Megatron-Core; they change speed, not results.
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 
-MOST = 2**31 - 1  # of an int
-# Values of keys that a file leaves out, where Megatron-Core has another default or none.
+MOST = 2**31 - 1  # the largest int
+# Defaults of keys for which Megatron-Core has a different default or none.
 DEFAULTS: dict[str, Any] = {
     "group-query-attention": False,
     "multi-latent-attention": False,
@@ -81,7 +81,7 @@ TYPES: dict[str, type] = {
     **LATENT,
     **{name: kind for kind, names in _OTHERS.items() for name in names.split()},
 }
-# Arguments of which only some of Megatron-LM's values are supported here.
+# Arguments for which only some of Megatron-LM's values are supported here.
 CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "position-embedding-type": ("learned_absolute", "rope", "none"),
@@ -116,7 +116,7 @@ class Settings:
             if key not in TYPES:
                 raise InputError(
                     f"{source}: unknown key {key!r}; megatron_ncclep/training/settings.py lists "
-                    "the Megatron-LM arguments that `ncclep train` knows"
+                    "the Megatron-LM arguments that `ncclep train` supports"
                 )
         for key in REQUIRED:
             if key not in given:
@@ -127,7 +127,7 @@ class Settings:
         return settings
 
     def _check(self) -> None:
-        """Check what must go together."""
+        """Check values that depend on each other."""
         if self["seq-length"] > self["max-position-embeddings"]:
             raise InputError(
                 f"seq-length {self['seq-length']} is more than max-position-embeddings "
@@ -146,7 +146,7 @@ class Settings:
         """Check that the batch and the experts divide among the ranks.
 
         Raises:
-            InputError: they do not; the message says what would.
+            InputError: they do not; the message says which numbers would.
         """
         if num_ranks % expert_parallel:
             raise InputError(
@@ -196,7 +196,7 @@ def layer_pattern(text: str, num_layers: int) -> list[int]:
 
     Args:
         text: `N` (every N-th layer, beginning with the first, as in Megatron-Core), or a sum of
-            repeated lists as Megatron-LM takes it: `([0]*3+[1]*58)` for three dense layers first.
+            repeated lists as in Megatron-LM: `([0]*3+[1]*58)` begins with three dense layers.
 
     Returns:
         list[int]: `num_layers` entries, 1 for a layer with experts and 0 for a dense one.
@@ -233,7 +233,7 @@ def parse_changes(assignments: Sequence[str]) -> dict[str, Any]:
         if not separator:
             raise InputError(f"--set {text}: must be NAME=VALUE, such as num-layers=2")
         read = config_files.parse_yaml(f"--set {text}", value)
-        # YAML 1.1 takes 1e-3 for a text; on a command line it is meant as a number.
+        # YAML 1.1 reads 1e-3 as text; on a command line it is meant as a number.
         is_number = isinstance(read, str) and config_files.is_number(read)
         changes[name] = float(read) if is_number else read
     return changes
@@ -242,9 +242,9 @@ def parse_changes(assignments: Sequence[str]) -> dict[str, Any]:
 def flops_per_token(settings: Settings, vocab_size: int) -> float:
     """Floating-point operations of forward and backward, as Megatron-LM counts them for its log.
 
-    Three products for every weight that a token meets (output, input's and weight's gradient), two
-    operations each; causal attention at half of its square.  Norms, activations, the embedding and
-    the router do not count, nor does what recompute repeats.
+    Three GEMMs for every weight that a token uses (output, input's and weight's gradient), with two
+    operations each; half of the square for causal attention.  Norms, activations, the embedding and
+    the router do not count, nor does recomputation.
 
     Args:
         vocab_size: rows of the output layer.

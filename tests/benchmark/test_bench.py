@@ -161,7 +161,7 @@ def test_training_steps_that_are_wrong_or_cannot_run_are_failures(tmp_path: Path
     assert (wrong["step"], wrong["tokens_per_s"]) == ({}, None)
     assert "rows did not fit into 448 received rows and were dropped" in dropping["reason"]
     assert right["loss_apart"] < 1e-5
-    assert "train:ncclep:native was asked for and cannot run" in done.stderr
+    assert "train:ncclep:native was requested and cannot run" in done.stderr
     assert "train:ncclep:wrong wrong: rank " in done.stderr
 
 
@@ -184,7 +184,7 @@ def test_low_latency_mode(tmp_path: Path) -> None:
     result = done.result
     assert (tmp_path / "bench.txt").read_text() == render(result)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert "NO GPU TOOK PART" in done.stdout
+    assert "NO GPU WAS USED" in done.stdout
     assert result["options"]["mode"] == "ll"
     assert (result["shapes"], result["trainings"], result["failures"]) == ([], [], [])
     assert [r["shape"]["name"] for r in result["low_latency"]] == ["smoke-1", "smoke-6"]
@@ -241,7 +241,7 @@ def test_what_is_wrong_or_cannot_run_is_a_failure_and_not_timed(broken) -> None:
     assert "after timing: combine: rank 0, rows[0, " in later["reason"]
     assert "wrong: WRONG: before timing: dispatch: rank 1, rows[5, 3] " in done.stdout
     assert "experts-8: wrong wrong: before timing" in done.stderr
-    assert "experts-8: nccl_ep_library was asked for and cannot run" in done.stderr
+    assert "experts-8: nccl_ep_library was requested and cannot run" in done.stderr
 
 
 def test_a_failure_costs_its_subject_or_its_shape(broken) -> None:

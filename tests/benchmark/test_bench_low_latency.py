@@ -86,7 +86,7 @@ def test_numbers_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     result["low_latency"][0]["on_gpu"] = False
     result["low_latency"][1] |= {"error": "it died", "subjects": []}
     text = render(result)
-    assert "NO GPU TOOK PART" in text
+    assert "NO GPU WAS USED" in text
     assert "T 8: nothing was measured: it died" in text
     draw(result, tmp_path / "cpu.png")
     for name in ("gpu.png", "cpu.png"):

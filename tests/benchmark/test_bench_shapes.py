@@ -243,7 +243,7 @@ def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "message"),
     [
         (["nics=8"], "nics=8: the names are num_tokens, row_bytes"),
-        (["top_k=two"], "'two' is no number"),
+        (["top_k=two"], "'two' is not a number"),
         (["top_k=300"], "there are too few"),
         (["nic_gb_s=0"], "must be a positive number"),
         (["chunks=-1"], "must be a positive number"),

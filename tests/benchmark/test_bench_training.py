@@ -148,7 +148,7 @@ def changed(**fields: Any) -> Curve:
         (changed(output=CURVE.output * 1.03), "the output of the first MoE layer is 0.03 of its"),
         (changed(output=CURVE.output * float("nan")), "nan of its size away"),
         (changed(gradient=CURVE.gradient.flip(0)), "the gradient of the first MoE layer is 0.2"),
-        (changed(weights={"a": (1.0, 2.0)}), "other parameters than it is compared with: b"),
+        (changed(weights={"a": (1.0, 2.0)}), "other parameters than in the other run: b"),
         (changed(weights={**CURVE.weights, "b": (3.0, 4.1)}), "b starts from other values"),
     ],
 )

@@ -313,5 +313,5 @@ def test_one_low_latency_value_that_is_wrong(
 def test_what_cannot_be_measured_is_said(prepare_low_latency: Callable) -> None:
     with pytest.raises(UnavailableError, match="no NVLink"):
         prepare_low_latency(error="no NVLink")
-    with pytest.raises(UnavailableError, match="of bfloat16 only, not of float32"):
+    with pytest.raises(UnavailableError, match="only rows of bfloat16, not of float32"):
         prepare_low_latency(replace(TWO, dtype=torch.float32))

@@ -224,7 +224,7 @@ def test_wrong_and_failed_subjects_stand_out() -> None:
 def test_what_cannot_run_is_a_failure_only_when_it_was_asked_for() -> None:
     assert sample_result()["failures"] == []
     (failure,) = sample_result(required=("flex_deepep", "alltoall"))["failures"]
-    assert "flex_deepep was asked for and cannot run: ImportError: no DeepEP" in failure
+    assert "flex_deepep was requested and cannot run: ImportError: no DeepEP" in failure
 
 
 def test_without_a_ceiling_there_is_no_percentage() -> None:

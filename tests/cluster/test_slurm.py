@@ -121,7 +121,7 @@ def test_a_job_that_would_start_over_is_not_queued_again(slurm: SlurmCluster, tm
     slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
     job.wait(lambda: job.state() == "COMPLETED")
     assert job.cluster.facts(job.number)["Restarts"] == "0"
-    assert "not queued again: without --save and --load" in job.text()
+    assert "not requeued: without --save and --load" in job.text()
 
 
 def test_a_slurm_that_counts_no_gpus(slurm: SlurmCluster, tmp_path: Path):

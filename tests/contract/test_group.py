@@ -250,9 +250,7 @@ def test_a_busy_device_does_not_keep_the_host(
     group.share("communicator", lambda: SimpleNamespace(close=is_freed.set))
     group.share("windows", lambda: SimpleNamespace(close=is_idle.wait))
     megatron_ncclep.close()
-    assert "the device is still busy; what the group holds is freed when that is over" in (
-        caplog.text
-    )
+    assert "the device is still busy; the group's memory is freed when it is idle" in (caplog.text)
     assert group.is_closed
     assert not is_freed.is_set()
     is_idle.set()

@@ -119,7 +119,7 @@ def test_one_can_be_chosen(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv(CHOICE, "nccl-extensions")
     assert find_nccl_ep() == expected
     monkeypatch.setenv(CHOICE, "transformer-engine")
-    with pytest.raises(InputError, match=f"{CHOICE}=.*: this package brings no .* for CUDA 13.0"):
+    with pytest.raises(InputError, match=f"{CHOICE}=.*: there is no .* package for CUDA 13.0"):
         find_nccl_ep()
     assert transformer_engine(site) == find_nccl_ep()
     mine = touch(tmp_path / "mine.so", b"NCCL EP version 0.11.3")
@@ -165,7 +165,7 @@ def test_the_nccl_that_each_takes(
 def test_what_is_said_of_an_nccl_that_does_not_fit(site: Path) -> None:
     alone = extensions(site)
     assert nccl_problem(alone, nccl(2, 32, 3)) == (
-        "libnccl_ep of nccl-extensions takes NCCL 2.30.7 exactly, and this process has NCCL "
+        "libnccl_ep of nccl-extensions requires NCCL 2.30.7 exactly, and this process has NCCL "
         "2.32.3: pip install nvidia-nccl-cu13==2.30.7 in this environment, or start the process "
         "with LD_PRELOAD set to such a libnccl.so.2, which is then loaded before torch loads its "
         "own"
@@ -173,10 +173,10 @@ def test_what_is_said_of_an_nccl_that_does_not_fit(site: Path) -> None:
     newer = transformer_engine(site)
     text = nccl_problem(alone, nccl(2, 32, 3))
     assert text is not None
-    assert text.endswith(f"set {CHOICE}=transformer-engine, whose libnccl_ep takes it")
+    assert text.endswith(f"set {CHOICE}=transformer-engine, whose libnccl_ep runs with it")
     text = nccl_problem(newer, None)
     assert text is not None
-    assert "takes NCCL 2.32.3 or newer, and this process has none" in text
+    assert "requires NCCL 2.32.3 or newer, and this process has none" in text
     assert "pip install 'nvidia-nccl-cu13>=2.32.3'" in text
 
 

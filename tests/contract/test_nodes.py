@@ -69,7 +69,7 @@ def test_the_docstrings_grid() -> None:
     ("names", "text"),
     [
         ("aaab", "same number of ranks: a has ranks 0 to 2, b has rank 3; choose an expert-"),
-        ("abab", "must follow each other: a has rank 0, b has rank 1, a has rank 2, b has rank 3;"),
+        ("abab", "must be consecutive: a has rank 0, b has rank 1, a has rank 2, b has rank 3;"),
         ("aabbccddeeffgghhiij", "g has ranks 12 to 13, h has ranks 14 to 15, and so on; choose"),
     ],
 )

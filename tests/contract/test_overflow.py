@@ -173,6 +173,6 @@ def test_every_rank_hears_that_rows_were_dropped(
     for first, raised, last in results:
         assert first == last == ""  # reported once: the next step is fine
         assert f"with max_recv_rows={rows}, rank 0 needed {needed[0]} rows and had " in raised
-        assert f" had {rows_limit_of(case)} (of each rank" in raised
+        assert f" had {rows_limit_of(case)} (each rank" in raised
         assert f"to {needed[0]} or more" in raised
         assert raised == results[0][1]

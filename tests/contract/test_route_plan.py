@@ -50,7 +50,7 @@ def test_a_wrong_map_is_refused(wrong: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(4, 3), torch.zeros(3, 4, device="meta")])
 def test_probabilities_unlike_the_map_are_refused(wrong: torch.Tensor) -> None:
-    with pytest.raises(InputError, match=r"like routing_map, \[3, 4\] on cpu"):
+    with pytest.raises(InputError, match=r"match routing_map, \[3, 4\] on cpu"):
         routes_and_weights(torch.zeros(3, 4, dtype=torch.bool), wrong, 2)
 
 

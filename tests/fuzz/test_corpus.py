@@ -39,7 +39,7 @@ def test_any_bytes(folder: Path, tmp_path: Path, contents: list[bytes]) -> None:
         (folder / f"{number}.txt").write_bytes(content)
     made, refusal = attempt(lambda: corpus.prepare([str(folder)], tmp_path / "out"))
     if refusal is not None:
-        assert f"--text {folder}: no text in it" in refusal
+        assert f"--text {folder}: there is no text" in refusal
         assert not any(contents)
         return
     expected = [[*content, corpus.END_OF_FILE] for content in contents if content]

@@ -238,5 +238,5 @@ def test_a_bad_routing_in_a_replay_reaches_no_weight(pool: RankPool, engine_name
     )
     assert set(first) == set(last) == {("", True)}
     ((text, has_stepped),) = set(bad)  # the same on all ranks
-    assert "in an earlier plan (static mode), topk_idx of rank 0 named what is not one" in text
+    assert "in an earlier plan (static mode), topk_idx of rank 0 named an index that is not" in text
     assert not has_stepped

@@ -203,7 +203,7 @@ IN_THE_WAY = {
     ),
     "an old driver": Case(
         "the extension is built with CUDA 13.0, which needs a driver for CUDA 13.0 (580.65) or "
-        "newer, and this machine's serves CUDA up to 12.4: update the driver",
+        "newer, and this machine's supports CUDA up to 12.4: update the driver",
         lacks=(extension, "driver_version", (12, 4)),
     ),
     "no extension": Case(

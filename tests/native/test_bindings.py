@@ -196,7 +196,7 @@ def test_addresses_of_peers(native: ModuleType) -> None:
         (window_head(rank=0), "names rank 1, place 0 of its domain, for rank 1"),
         (window_head(base=0), "has no address"),
         (window_head(stride=0), "all ranks at one address"),
-        (window_head(base=0x7F00_0000_1008), "starts at 0x7f0000001008, no multiple of 16"),
+        (window_head(base=0x7F00_0000_1008), "starts at 0x7f0000001008, not a multiple of 16"),
         (window_head()[:16], "32 bytes, not 16"),
     ],
 )

@@ -145,7 +145,7 @@ MISTAKES = {
         "dispatches", 2, "dispatch: "),
     "a chunk's flag is seen before its sums": Mistake(
         "native/rows/pairs.cuh",
-        "if (!__any_sync(~0u, told < done)) continue;\n    «fence_system();»", "",
+        "if (!__any_sync(~0u, num_published < done)) continue;\n    «fence_system();»", "",
         "rows", 2, "combine: "),
 
     "a grid's barrier is passed without a fence before it": Mistake(

@@ -278,7 +278,7 @@ IN_THE_WAY: dict[str, tuple[tuple[int, ...], Callable[[], Any], str]] = {
     "out of reach": (
         (LAST,),
         lambda: mock.patch.object(shared_memory, "_address", return_value=b""),
-        "rank 0: rank {rank} is on another node, or in a network namespace of its own",
+        "rank 0: rank {rank} is on another node, or in its own network namespace",
     ),
     "too many files": (
         (LAST,),

@@ -212,7 +212,7 @@ def test_a_later_plan_tells_of_a_bad_routing(
             if error is None:
                 engine.plan(assignments(4))
                 continue
-            with pytest.raises(InputError, match=r"plan.* topk_idx of rank 0 named what") as caught:
+            with pytest.raises(InputError, match=r"plan.* of rank 0 named an index") as caught:
                 engine.plan(assignments(4))
             assert caught.type is error
 

@@ -108,7 +108,7 @@ def test_a_library_that_does_not_say_its_version(monkeypatch: pytest.MonkeyPatch
         (
             EXTENSIONS,
             {"nccl": (2, 28, 9)},
-            "of nccl-extensions takes NCCL 2.30.7 exactly, and this process has NCCL 2.28.9: "
+            "of nccl-extensions requires NCCL 2.30.7 exactly, and this process has NCCL 2.28.9: "
             ".*nvidia-nccl-cu[0-9]+==2.30.7",
         ),
         (EXTENSIONS, {"has_nvcc": False}, "there is no nvcc"),

@@ -80,8 +80,8 @@ def test_missing_empty_and_short_text(
     short = write_text(tmp_path / "text.txt", num_bytes=200)
     for text, message in (
         ("/no/such/place", "/no/such/place: no such file or folder"),
-        (tmp_path / "empty.txt", "no text in it"),
-        (tmp_path / "folder", "no text in it"),
+        (tmp_path / "empty.txt", "there is no text"),
+        (tmp_path / "folder", "there is no text"),
         (short, "validation part has"),
         (short, "too few for seq-length 32"),
     ):

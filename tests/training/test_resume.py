@@ -90,7 +90,7 @@ def test_resume_on_more_ranks(
     [
         ("--resume --set lr=0.001", "lr was 0.005"),
         ("--resume --seed 7", "seed was 1234"),
-        (f"--resume --text {__file__}", "the text is not the one"),
+        (f"--resume --text {__file__}", "the text has changed since"),
         ("--resume --expert-parallel 1", "between one rank and several"),
         ("", "--resume"),  # a run is not replaced by accident
     ],
@@ -120,7 +120,7 @@ def test_ctrl_c_saves_a_checkpoint(arguments: tuple[str, ...], trainer: Trainer,
     """It ended in tracebacks of all processes, and what was done since the last one was lost."""
     arguments = (*arguments, "--out", str(tmp_path))
     output = trainer.train(*arguments, "--compare", "alltoall", entry="be_rank_with_ctrl_c")
-    assert "stopped after step 1, which is saved: --resume goes on from there\n" in output
+    assert "stopped and saved after step 1: --resume continues from there\n" in output
     assert not (tmp_path / "alltoall").exists()
     trainer.train(*arguments, "--resume", "--exit-at-step", 2)
     assert [entry["resumed_from"] for entry in entries(tmp_path, "settings")] == [0, 1]
@@ -158,7 +158,7 @@ def test_ctrl_c_is_for_the_ranks(tmp_path: Path):
     assert job.stderr is not None
     assert [next(job.stdout) for _ in range(2)][-1] == "ready\n"
     job.send_signal(signal.SIGINT)
-    assert next(job.stderr) == "stopping after this step; Ctrl-C again ends it at once\n"
+    assert next(job.stderr) == "stopping after this step; press Ctrl-C again to stop at once\n"
     job.send_signal(signal.SIGINT)
     assert job.communicate(timeout=TIMEOUT_S)[1] == ""
     assert job.returncode == 130

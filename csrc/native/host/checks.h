@@ -1,4 +1,4 @@
-// Validates the arguments of every call of the group, whoever makes it: nothing invalid may reach a
+// Validates the arguments of every call of the group, from any caller: nothing invalid may reach a
 // kernel.
 //
 // The engine has already checked its arguments on all ranks, with messages in the user's terms;

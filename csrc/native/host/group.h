@@ -69,7 +69,7 @@ class Group {
   // windows are left after an Error.
   void reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
                const AllGather& all_gather);
-  // What grew when windows were last made, "tokens 0 -> 128" say.
+  // What grew when windows were last made, such as "tokens 0 -> 128".
   const std::string& growth() const { return growth_; }
 
   // Whether the windows are large enough.  The arguments of `fits` and `allocate` are equal on all
@@ -131,8 +131,8 @@ class Group {
   // Queues a copy to `out`, int64 [1], of the total nanoseconds for which earlier kernels waited
   // for other ranks to enter the same call.
   void copy_waited_ns(const Tensor& out, std::uintptr_t stream) const;
-  // The ranks whose routing was bad in a static plan, one bit each, as far as the device has come.
-  // `forget` clears them; no work may be in flight then.
+  // The ranks whose routing was bad in a static plan, one bit each, as far as the device has
+  // reported.  `forget` clears them; no work may be in flight then.
   std::uint32_t bad_ranks(bool forget);
   void dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                 const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
@@ -161,12 +161,12 @@ class Group {
   void queue(std::uintptr_t stream, const std::function<void()>& launch);
   void check_num_ctas(int num_ctas) const;
   // The ranks whose routing was bad in a low-latency dispatch, one bit each, as far as the device
-  // has come; `forget` as in bad_ranks.
+  // has reported; `forget` as in bad_ranks.
   std::uint32_t bad_low_latency(bool forget);
 
  private:
   void allocate_state();
-  // Frees whatever was allocated; returns 0 or the first error, a cudaError_t.
+  // Frees everything that was allocated; returns 0 or the first error, a cudaError_t.
   int free_state();
   void require_open() const;
   PlanScratch plan_scratch(int num_sms) const;

@@ -1,4 +1,4 @@
-// What the host reads of the group's progress on the device, with and without waiting.
+// How the host reads the group's progress on the device, with and without waiting.
 #include <cuda_runtime.h>
 
 #include <atomic>

@@ -11,8 +11,8 @@ namespace {
 
 constexpr std::size_t kWordBytes = 8;
 
-// Where a word lies: in the writer's own window, for the reader to fetch, or in the reader's
-// window, where the writer brought it.
+// The place of a word: in the writer's own window, for the reader to fetch, or in the reader's
+// window, where the writer stored it.
 enum class Side { kLeft, kBrought };
 
 // A word that one rank writes for another, at one end of a window.

@@ -23,12 +23,11 @@ struct WindowView {
   std::vector<char*> peers;  // every rank's memory, by rank
 };
 
-// Has every rank write words at both ends of its own windows, verify what the others wrote in
-// theirs, write words there, and verify what the others wrote here.  Collective; throws on all
+// Has every rank write words at both ends of its own windows, verify the others' words in their
+// windows, write words there, and verify the others' words in its own.  Collective; throws on all
 // ranks with the first wrong word of each.
-//
-// `generation` is another number whenever windows are made, so that words of earlier windows are
-// not taken for these.
+// `generation` is a different number each time windows are made, so that words of earlier windows
+// are not mistaken for these.
 void check_windows(const Agreement& agreement, const std::vector<WindowView>& windows, int rank,
                    std::uint64_t generation, const std::string& remedy);
 

@@ -121,17 +121,17 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   const LowLatencyWindow& window = ll.window;
   const int rank = threadIdx.x;
   if (rank < kMaxRanks) {
-    std::uint32_t told = 0;
+    std::uint32_t word = 0;
     if (rank < window.num_ranks && !has_failed) {
       const std::int64_t value =
           wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank,
                                           sent_word(ll, me.rank, Turn::kDispatch, rank), number);
       has_failed = value < 0;
-      if (!has_failed) told = static_cast<std::uint32_t>(value);
+      if (!has_failed) word = static_cast<std::uint32_t>(value);
     }
-    const std::uint32_t bad = __ballot_sync(~0u, (told & kBadRouting) != 0);
+    const std::uint32_t bad = __ballot_sync(~0u, (word & kBadRouting) != 0);
     if (rank == 0 && bad != 0) me.mailbox->bad_low_latency |= bad;
-    counts[rank] = static_cast<int>(told & (kBadRouting - 1));
+    counts[rank] = static_cast<int>(word & (kBadRouting - 1));
   }
   has_failed = __syncthreads_or(has_failed);
   if (rank < window.num_ranks) job.counts[rank] = has_failed ? 0 : counts[rank];

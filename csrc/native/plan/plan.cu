@@ -9,11 +9,9 @@
 //                                (expert 0, place 1) of token 1; rank 1's: (expert 1, place 0)
 //     rows on rank 0: expert 0 from slot 0 (2 rows), expert 1 from slot 2 (2 rows), where rank 0's
 //     row comes first; so rank 0's assignments have slots 0 2 1, and rank 1's assignment has slot 3
-//
-// Why no rank overwrites what another still reads.  Operations of a rank run one after the other,
-// and what a rank writes in plan n is read in plan n only.
-//
-// - Routes lie in their writer's window and are read by the others' `receive`.  At its end a rank
+// Why no rank overwrites data that another still reads.  Operations of a rank run one after the
+// other, and data written in plan n is read in plan n only.
+// - Routes are in their writer's window, where the others' `receive` reads them.  At its end a rank
 //   signals kReceived to all, and no rank writes routes before all have received the previous ones:
 //   those of the last plan that this rank received itself, since whether a plan is received at all
 //   (it is not when the host finds a routing bad) is the same on all ranks.
@@ -116,16 +114,16 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
     const int pairs = lane < num_ranks ? shared.arrived[lane * columns + num_local] : 0;
     const int pairs_to_here = warp_scan(pairs);
     const int all_pairs = __shfl_sync(~0u, pairs_to_here, kWarpSize - 1);
-    const std::uint32_t told[4] = {static_cast<std::uint32_t>(rows),
-                                   static_cast<std::uint32_t>(all_pairs),
-                                   static_cast<std::uint32_t>(assignments), shared.bad_ranks};
+    const std::uint32_t sizes[4] = {static_cast<std::uint32_t>(rows),
+                                    static_cast<std::uint32_t>(all_pairs),
+                                    static_cast<std::uint32_t>(assignments), shared.bad_ranks};
     if (plan.ticket == 0) {
       // Collects all plans since the host last read it; no other thread of the device writes it.
       if (lane == 0 && shared.bad_ranks != 0) me.mailbox->bad_ranks |= shared.bad_ranks;
     } else if (lane == 0) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        me.mailbox->sizes[i] = static_cast<std::uint64_t>(plan.ticket) << 32 | told[i];
+        me.mailbox->sizes[i] = static_cast<std::uint64_t>(plan.ticket) << 32 | sizes[i];
       }
     }
     if (lane < num_ranks) scratch.first_pair[lane + 1] = pairs_to_here;
@@ -244,7 +242,7 @@ __device__ void finish(const KernelContext& me, const PlanCount& plan, std::uint
   if (!leave(me)) return;
   const Control& layout = me.control;
   if (has_failed(me)) {
-    // Nobody gets rows; dispatch and combine with this plan produce NaN.
+    // No rank gets rows; dispatch and combine with this plan produce NaN.
     for (int local = threadIdx.x; local < layout.num_local(); local += kPlanThreads) {
       plan.tokens_per_expert[local] = plan.routed_per_expert[local] = 0;
     }

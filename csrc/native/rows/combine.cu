@@ -10,10 +10,9 @@
 //
 // Where the link is not the bottleneck (cta_roles.h), there are no sending CTAs, and the adding
 // ones store into the windows of other ranks themselves.
-//
-// *Summing* CTAs wait for the chunks of this rank's own tokens and add the ranks' parts up in
-// ascending order, this rank's own part straight from its rows, unrounded.  They claim tokens from
-// a work counter, and warps of the other kinds join them when their own work is done.
+// *Summing* CTAs wait for the chunks of this rank's own tokens and add up the ranks' parts in
+// ascending order, this rank's own part straight from its rows, unrounded. They claim tokens from a
+// work counter, and warps of the other kinds join them when their own work is done.
 //
 // The window for sums has a row for each (token, rank).  No rank sends into another's window before
 // that rank has entered this combine, and so has left the previous one.

@@ -3,13 +3,13 @@
 // *Staging* CTAs copy this rank's rows (those that go to other ranks) into its window, and signal
 // each finished phase to every rank.  Phases are few, because a fence stalls a whole SM.  The first
 // ones are small, and all CTAs stage the very first, because nothing can be pulled before they are
-// over.  When everything is staged these CTAs pull, too.
+// over.  When everything is staged, these CTAs pull too.
 //
 // *Pulling* warps claim rows from a work counter, fetch a row over NVLink once, into a ring of
 // stages in shared memory, and store it to all of its slots from there; each waits only for the
 // phase that its next row belongs to.  The *watching* warp of a CTA polls for phases that other
-// ranks have finished and tells the pulling warps through shared memory, where polling costs them
-// next to nothing.  When it has seen all phases, it puts the weights into their slots.
+// ranks have finished and tells the pulling warps through shared memory, where polling costs almost
+// nothing.  When it has seen all phases, it puts the weights into their slots.
 //
 // The window has two halves, for consecutive dispatches: a rank that is still pulling the previous
 // dispatch is not disturbed by this one.  No rank still pulls the one before that, whose half is

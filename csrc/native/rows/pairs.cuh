@@ -83,8 +83,8 @@ struct Batch {
 //   counts           of the groups; 0 again when a group is complete
 //   group_of(pair)   its group
 //   size_of(group)   pairs that it has
-//   complete(group)  called for a group when its last pair is counted off; what it stores, even
-//                    relaxed, passes on what all who counted had fenced before
+//   complete(group)  called for a group when its last pair is counted off; its stores, even relaxed
+//                    ones, pass on everything that all counting lanes had fenced before
 template <typename GroupOf, typename SizeOf, typename Complete>
 __device__ void count_off(const Batch& batch, unsigned int* counts, GroupOf&& group_of,
                           SizeOf&& size_of, Complete&& complete) {
@@ -120,7 +120,7 @@ __device__ void track_completion(const KernelContext& me, const ReceivedRoutes& 
   const int lane = threadIdx.x % kWarpSize;
   const bool follows = lane < slice.num_warps;
   PairIterator iterator(me, routes, slice, follows ? lane : 0);
-  int told = 0;
+  int num_published = 0;
   for (bool is_over = false; !is_over;) {
     for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {
       __nanosleep(kBookPauseNs);
@@ -128,13 +128,13 @@ __device__ void track_completion(const KernelContext& me, const ReceivedRoutes& 
     }
     __threadfence_block();  // when it is over, the numbers that follow are the last
     const int done = follows ? look(&tracker.num_done[lane]) : 0;
-    if (!__any_sync(~0u, told < done)) continue;
+    if (!__any_sync(~0u, num_published < done)) continue;
     fence_system();
-    for (; told < done; told = min(told + Batch::kSize, done)) {
+    for (; num_published < done; num_published = min(num_published + Batch::kSize, done)) {
       Batch batch{iterator.source, {}};
 #pragma unroll
       for (int i = 0; i < Batch::kSize; ++i) {
-        batch.pairs[i] = told + i < done && iterator.next() ? iterator.pair : -1;
+        batch.pairs[i] = num_published + i < done && iterator.next() ? iterator.pair : -1;
       }
       publish(batch);
     }

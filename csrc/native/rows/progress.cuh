@@ -1,8 +1,7 @@
 // Progress of other ranks or CTAs, polled by one warp of a CTA for all of its warps.
-//
-// Work arrives from each source in units, each with a flag of its own that holds an epoch.  Reading
-// a flag costs as much as moving a row, and ordering later accesses after it stalls a whole SM; so
-// one *watching* warp polls the flags, and the others read what it has seen in shared memory.
+// Work arrives from each source in units, each with its own flag, which holds an epoch.  Reading a
+// flag costs as much as moving a row, and ordering later accesses after it stalls a whole SM. So
+// one *watching* warp polls the flags, and the others read its findings in shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -54,7 +53,7 @@ __device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch,
     if (count > 0) {
       fence_system();
       __syncwarp();
-      __threadfence_block();  // what other lanes have seen, lane 0 publishes too
+      __threadfence_block();  // lane 0 also publishes what other lanes have seen
       if (lane == source) found += count;
       if (lane == 0) show(&progress.units[source], start + count);
       deadline = {};
@@ -72,7 +71,7 @@ __device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch,
   if (lane == 0) show(&progress.is_over, 1);
 }
 
-// What one other warp has seen of a Progress.
+// The part of a Progress that one other warp has seen.
 class Seen {
  public:
   // Waits until unit `unit` of `source` is complete, so that its data may be loaded in bulk.  False

@@ -32,7 +32,7 @@ constexpr int kPiece = kVectors * kStride;
 struct Sum {
   const char* row;  // lane i: the i-th row to add
   int num_rows;     // 0: the result is zero
-  // The rows that form a part together; every other row is a part of its own.
+  // The rows that form a part together; every other row is a separate part.
   int part_begin, part_end;
   char* out;
 };
@@ -154,7 +154,7 @@ __device__ void add_up(PieceRing<kStages>& ring, int row_bytes, Next&& next, Don
         loader.load();  // into the stage that was read in the previous turn
         const char* piece = ring.pieces[0] + (stage + lane_offset);
         stage = stage + kPiece == kStages * kPiece ? 0 : stage + kPiece;
-        // Beyond the end of a short piece lies stale data, whose sums are not stored.
+        // Beyond the end of a short piece is stale data, whose sums are not stored.
         const auto add = [&](Numbers<T>& numbers) {
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {

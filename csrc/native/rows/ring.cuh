@@ -28,7 +28,7 @@ struct Ring {
   // Keeps all stages but one loading.
   //
   //   load(s) -> bool   starts a load into stage s; false: there is nothing left to load
-  //   store(s)          starts the stores of what lies in stage s
+  //   store(s)          starts the stores of stage s
   //   stored(s)         they are on their way
   //
   // All are called by all lanes, with an s that is known at compile time.  At the end everything is

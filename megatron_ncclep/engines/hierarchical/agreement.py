@@ -1,9 +1,9 @@
 """The start of every call of the engine `hierarchical`: argument checks and the hosts' agreement.
 
 Where no call may wait, that is, in static mode over an engine that does not wait either, hosts
-agree on shapes only when they are new: the sizes of all messages follow from them.  After that each
-rank checks only its own arguments.  If it then refuses a call, the others learn of it through
-shared memory if they have some, and otherwise when their deadline passes.
+agree only on new shapes: the sizes of all messages follow from them.  After that each rank checks
+only its own arguments.  If it then refuses a call, the others learn of it through shared memory if
+they have some, and otherwise when their deadline passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
 from megatron_ncclep.errors import InputError, RefusedError
 
-# How many agreed shapes are remembered; each batch size is a shape of its own.
+# The number of agreed shapes to remember; each batch size is a separate shape.
 MOST_AGREED = 1024
 
 

@@ -1,17 +1,16 @@
-"""The engine for several nodes: the process group's all-to-all between them, another one inside.
+"""The engine for several nodes: the process group's all-to-all between them, another engine inside.
 
-It has no network code of its own: between nodes, rows travel by NCCL (gloo on CPUs).  Inside a node
-`native` moves them, or `reference` where `native` cannot run. ranks/nodes.py defines the grid.
+It has no network code: between nodes, rows travel by NCCL (gloo on CPUs).  Inside a node `native`
+moves them, or `reference` where `native` cannot run.  ranks/nodes.py defines the grid.
 
-    plan       the source rank finds out which nodes each of its tokens needs; each of these tokens
-               goes, as its assignments there, to the rank with the source rank's local index on
-               that node (its rail).  The node's engine plans what has come as if it were that
-               rank's own batch.
+    plan       the source rank finds out which nodes each of its tokens needs.  It sends the token's
+               assignments there to the rank of that node with its own local index (its rail).  The
+               node's engine plans the received tokens as if they were that rank's own batch.
     dispatch   a token's row crosses the network once for each other node that needs it; then the
                node's engine dispatches the rows of all nodes' tokens among its ranks.
-    combine    the other way round: the node's engine adds up a token's rows at its rail's rank,
-               one sum goes back over the network, and the source rank adds the nodes' sums,
-               upwards.
+    combine    the reverse: the node's engine adds up a token's rows at its rail's rank, one sum
+               goes back over the network, and the source rank adds the nodes' sums in ascending
+               order.
 
 A worked example.  Two nodes with two ranks each, four experts (rank r has expert r), top-2:
 
@@ -21,7 +20,7 @@ A worked example.  Two nodes with two ranks each, four experts (rank r has exper
 
     rank 0's rows, all of expert 0: (rank 0, token 1), (rank 3, token 0)
 
-The tokens that a node's engine gets from one rank are ordered by node, then token: so an expert's
+The tokens that a node's engine gets from one rank are ordered by node, then token, so an expert's
 rows are in the order of (local index, node, token), BY_RAIL.  Ordering them by rank would cost a
 pass over all rows.  In static mode the same order decides what is dropped.
 
@@ -30,7 +29,7 @@ its own part unrounded, the sum rounded to the payload's dtype.  The source rank
 fp32, its own node's like the others, and rounds once: NODE_SUMS_ROUNDED.
 
 In exact mode only the tokens that a node needs cross, and a plan exchanges their numbers.  In
-static mode all tokens cross to all nodes, even those without assignments there: so the sizes follow
+static mode all tokens cross to all nodes, even those without assignments there, so the sizes follow
 from the batch, and if the engine inside never waits, no call waits for a device or, from the second
 call with the same shapes on, for another host.
 
@@ -86,7 +85,8 @@ from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import grid_of
 
-# The limits of `native`, even where `reference` is inside: what runs on CPUs must run on GPUs.
+# The limits of `native`, even where `reference` is inside: a job that runs on CPUs must run on
+# GPUs.
 CAPS = EngineCaps(
     name=NAME,
     reduction=NODE_SUMS_ROUNDED,
@@ -100,7 +100,7 @@ CAPS = EngineCaps(
     captures_static=True,  # where `native` is inside
 )
 # Bytes to each node that make a chunk worth its messages, and the most chunks unless the option
-# network_chunks asks for more: each costs launches, and writes its columns of the rows once more.
+# network_chunks asks for more: each costs launches, and writes its columns of the rows again.
 CHUNK_BYTES, MOST_CHUNKS = 8 * 2**20, 4
 INSIDE: dict[str, tuple[type[NativeEngine] | type[ReferenceEngine], EngineCaps]] = {
     "native": (NativeEngine, NATIVE_CAPS),
@@ -137,8 +137,8 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def plan(self, topk_idx: torch.Tensor) -> HierarchicalPlan:
         """See `Engine.plan`.
 
-        Where hosts do not agree, an index that is no expert, or an expert named twice, counts as
-        not routed, and a later call of `plan` raises InputError, as with the engine `native`.
+        Where hosts do not agree, an index that is not an expert, or an expert named twice, counts
+        as not routed, and a later call of `plan` raises InputError, as with the engine `native`.
         """
         self._require_open()
         call, most_tokens = self._calls.enter_plan(topk_idx)
@@ -170,7 +170,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         else:
             inside = plan_inside()
         self._note_shortage(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)
-        self._leave("plan")
+        self._end_call("plan")
         return HierarchicalPlan(
             plan_id=call,
             num_tokens=len(topk_idx),
@@ -220,7 +220,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
                 rows = x.new_empty(len(part), x.shape[1])
             rows[:, piece.numbers(x.dtype)] = part
         assert rows is not None  # there is a piece
-        self._leave("dispatch")
+        self._end_call("dispatch")
         return rows, row_w
 
     @torch.no_grad()
@@ -254,7 +254,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             messages = crossing.pop(0).finish(self._waits)
             values = topk_w if piece.first == 0 else None
             add_up(messages, piece, plan.place, out, plan.assignment_node, values)
-        self._leave("combine")
+        self._end_call("combine")
         return out, topk_w
 
     def _release(self) -> None:
@@ -287,7 +287,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         if self.config.max_recv_rows is not None:
             return all_cross(needed, most_tokens)
         sent = needed.sum(dim=1).cpu()
-        what = "plan, exchanging how many tokens cross"
+        what = "plan, exchanging the numbers of tokens that cross"
         counts = self.group.gather(sent, what, self.timeout_s)
         rank = self.group.rank
         rail, node = self.nodes.rail_of(rank), self.nodes.node_of(rank)
@@ -329,7 +329,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             0, assignments, torch.ones_like(assignments)
         )
         each = [1] * self.group.size
-        what = "plan, exchanging how many rows each rank needs"
+        what = "plan, exchanging the number of rows that each rank needs"
         sent = counts[:-1].expand(self.group.size, -1)
         exchange = AllToAll(self.group, sent, each, each, what, self.timeout_s)
         needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
@@ -349,7 +349,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     ) -> AllToAll:
         return start(self.group, self.nodes, messages, sizes, what, self.timeout_s)
 
-    def _leave(self, phase: str) -> None:
+    def _end_call(self, phase: str) -> None:
         """End of every call: let `check` wait for transfers that no host has waited for."""
         if not self._waits:
             self._grid.unwaited.record(f"{phase} between nodes", self.timeout_s)

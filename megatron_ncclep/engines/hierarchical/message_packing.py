@@ -99,8 +99,8 @@ def unpack(
 
     Args:
         messages: uint8 [num_messages, message_bytes].
-        piece: of rows that they have.
-        num_weights: that they have; 0: none, and rows need not be copied.
+        piece: the piece of a row in each message.
+        num_weights: weights in each message; 0: none, and rows need not be copied.
         dtype: of the rows.
 
     Returns:
@@ -134,9 +134,9 @@ def add_up(
     Args:
         messages: uint8 [num_messages, message_bytes]: sums of the nodes, and values of
             assignments.
-        piece: of rows that they have.
+        piece: the piece of a row in each message.
         place: int32 [nodes, num_tokens]: the message of each node for each token; -1: none.
-        out: [num_tokens, hidden], of which a piece is written.
+        out: [num_tokens, hidden]; only the piece is written.
         assignment_node: int32 [num_tokens, top_k]: the node of each assignment, otherwise -1;
             None where messages have no values.
         topk_w: fp32 [num_tokens, top_k]: receives the values of assignments, zero where an

@@ -15,8 +15,8 @@ class HierarchicalPlan(RoutePlan):
 
     Attributes:
         inside: plan of `engine`, for the tokens that came over this rank's rail.
-        engine: the node's, which made `inside`.
-        most_tokens: the most tokens of any rank; in static mode, the number there is room for.
+        engine: the node's engine, which made `inside`.
+        most_tokens: the most tokens of any rank; in static mode, the number that fits.
         sent_token: int32 [tokens sent]: by node, then token; None in static mode, where all tokens
             are sent.
         place: int32 [nodes, num_tokens]: the index of a token's message to a node among all

@@ -24,8 +24,8 @@ from megatron_ncclep.ranks.group import EpGroup
 
 MIN_COMPUTE_CAPABILITY = (9, 0)
 DEFAULT_NUM_SMS = 32
-# SMs left to NCCL's kernels of other groups, which by default have up to this many CTAs.  A CTA of
-# ours takes nearly all the shared memory of its SM, so none of theirs fits beside it.
+# SMs left to NCCL's kernels of other groups, which by default have up to this many CTAs. One of our
+# CTAs takes nearly all the shared memory of its SM, so none of NCCL's fits next to it.
 SMS_FOR_NCCL = 32
 # Size of a rank's message about its GPU, the same on every rank: room for the UUIDs of 90 GPUs.
 PLACE_BYTES = 4096
@@ -88,7 +88,7 @@ def _own_problem(
 
 
 def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
-    """How many SMs the kernels of one rank may have, at most.
+    """The most SMs that the kernels of one rank may use.
 
     They stay on their SMs while they wait for other ranks.  If they took all SMs of a GPU, NCCL's
     kernel of another group could not start there, and ours could not start where that one came
@@ -99,7 +99,7 @@ def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
 
 
 def default_num_sms(device: torch.device, ranks_per_gpu: int) -> int:
-    """How many SMs the kernels of one rank use unless `num_sms` says otherwise."""
+    """The number of SMs that the kernels of one rank use unless `num_sms` is set."""
     if ranks_per_gpu == 1:
         return DEFAULT_NUM_SMS
     gpu = torch.cuda.get_device_properties(device)

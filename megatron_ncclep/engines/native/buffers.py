@@ -1,6 +1,6 @@
-"""The memory of the native engine's calls, and what happens when there is none.
+"""The memory of the native engine's calls, and what happens when it runs out.
 
-Each call makes some of these objects: they are not frozen, which would take three times as long.
+Each call makes some of these objects.  They are not frozen: that would take three times as long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Buffers = TypeVar("_Buffers")
 
 @dataclass(eq=False, slots=True)
 class Allocation(Generic[_Buffers]):
-    """Memory, or the problem of a rank that has none, which it first tells the other ranks.
+    """Memory, or the problem of a rank without any, which it first tells the other ranks.
 
     Attributes:
         problem: why there is no memory; None if there is.
@@ -39,7 +39,7 @@ class Allocation(Generic[_Buffers]):
 def try_allocate(
     what: str, allocate: Callable[..., _Buffers], *arguments: Any
 ) -> Allocation[_Buffers]:
-    """Allocate memory for `what`, by `allocate(*arguments)`; a lack of it is a problem."""
+    """Allocate memory for `what` with `allocate(*arguments)`; running out of it is a problem."""
     try:
         return Allocation(None, allocate(*arguments))
     except torch.OutOfMemoryError as error:
@@ -71,7 +71,7 @@ class PlanBuffers:
 
         Args:
             native: the group's `_C.GroupHandle`.
-            capacity: what the memory is for.
+            capacity: the plan's capacity.
             topk_idx: the routing.
             may_drop: whether rows may be dropped.
 

@@ -56,8 +56,8 @@ class NativeEngine(HostProtocol):
     A multi-rank group is unusable after an error in a call on which the hosts do not agree: all its
     later calls raise the same error on all ranks.
 
-    Autograd records none of it, even if arguments require gradients: results are new tensors, which
-    kernels write.
+    Autograd does not record these calls, even if arguments require gradients: results are new
+    tensors, which kernels write.
     """
 
     caps = CAPS
@@ -81,14 +81,14 @@ class NativeEngine(HostProtocol):
 
         The device checks the values of `topk_idx`.  In static mode the host waits neither for the
         device nor for other ranks' hosts, unless windows have to grow or the ranks have recently
-        brought different numbers of tokens: an index that is no expert, or is named twice, counts
-        as not routed, and a later `plan` or `megatron_ncclep.check()` raises InputError on all
-        ranks.
+        brought different numbers of tokens: an index that is not an expert, or is named twice,
+        counts as not routed, and a later `plan` or `megatron_ncclep.check()` raises InputError on
+        all ranks.
         """
         call = self._begin_plan(topk_idx)
         capacity, buffers = call.capacity, call.buffers
         stream = self.streams.keep(topk_idx)
-        # Everything is queued before the host knows how much arrives; that is seldom more than
+        # Everything is queued before the host knows how much arrives; it is rarely more than
         # expected.
         handle = self._native.plan(
             topk_idx=topk_idx.contiguous(),

@@ -203,10 +203,10 @@ class NativeGroup:
         """The text for bad routings in a `call`; `masks` have a bit for each rank."""
         bad = [str(r) for r in range(self.group.size) if any(mask >> r & 1 for mask in masks)]
         return (
-            f"in an earlier {call}, topk_idx of rank {', '.join(bad)} named what is not one of the "
-            f"{self.num_experts} experts, or an expert twice for a token, or a routing map named "
-            "more than top_k: those assignments were not routed; a plan without max_recv_rows "
-            "raises the error at once and names the assignment"
+            f"in an earlier {call}, topk_idx of rank {', '.join(bad)} named an index that is not "
+            f"one of the {self.num_experts} experts, or an expert twice for a token, or a routing "
+            "map named more than top_k: those assignments were not routed; a plan without "
+            "max_recv_rows raises the error at once and names the assignment"
         )
 
     def check(self) -> None:

@@ -32,7 +32,7 @@ from megatron_ncclep.ranks.group import EpGroup
 
 _Result = TypeVar("_Result")
 _Buffers = TypeVar("_Buffers")
-# Of a call with a problem: any windows are large enough for it.
+# The sizes of a call with a problem: any windows are large enough for it.
 NO_SHAPE = (0, 0, 0)
 
 
@@ -42,7 +42,7 @@ class PlanCall:
 
     Attributes:
         number: of the call, the same on all ranks.
-        capacity: what the memory is for.
+        capacity: the capacity of the plan's memory.
         buffers: the memory.
     """
 
@@ -52,11 +52,11 @@ class PlanCall:
 
 
 class KnownPlan(PlanCall):
-    """One that this rank makes alone, with windows that are large enough."""
+    """A plan that this rank makes alone, with windows that are large enough."""
 
 
 class AgreedPlan(PlanCall):
-    """One on which all hosts have agreed; windows have grown if need be."""
+    """A plan on which all hosts have agreed; windows have grown if need be."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +114,7 @@ class HostProtocol(EngineBase[NativePlan]):
         return self._together("plan", lambda: self._agreed_plan(topk_idx, problem, fits))
 
     def _known_plan(self, topk_idx: torch.Tensor, problem: str | None) -> KnownPlan:
-        """A static plan whose shape the other ranks need not hear of."""
+        """A static plan whose shape the other ranks need not know."""
         problem = problem or self._shared.bad_routings(forget=self.group.size == 1)
         if problem is None:
             capacity = self._capacity(self._native.max_tokens, topk_idx)
@@ -127,10 +127,10 @@ class HostProtocol(EngineBase[NativePlan]):
     def _agreed_plan(self, topk_idx: torch.Tensor, problem: str | None, fits: bool) -> AgreedPlan:
         """Agree on a plan with all ranks' hosts, and exchange the numbers of tokens.
 
-        Windows that are too small grow; `fits` says that those are not which this rank's batch
-        needs.
+        Windows that are too small grow; `fits` says that they are large enough for this rank's
+        batch.
         """
-        # Allocated before the ranks agree, so that one without memory can still tell the others.
+        # Allocated before the ranks agree, so a rank without memory can still tell the others.
         problem = problem or self._agreed_plan_problem()
         if problem is not None:
             self._raise_with_all(topk_idx, problem)
@@ -148,7 +148,7 @@ class HostProtocol(EngineBase[NativePlan]):
                 most_tokens = self._native.max_tokens
             if most_tokens != expected:
                 capacity = self._capacity(most_tokens, topk_idx)
-            if most_tokens > self._most_tokens:  # some rank may have expected less, and all know it
+            if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
                 if most_tokens > expected:
                     memory = self._plan_memory(capacity, topk_idx)
                 if problems := self.group.gather_problems(memory.problem, "plan", self.timeout_s):
@@ -201,7 +201,7 @@ class HostProtocol(EngineBase[NativePlan]):
         return try_allocate("a plan", PlanBuffers.allocate, *arguments)
 
     def _capacity(self, most_tokens: int, topk_idx: torch.Tensor) -> PlanCapacity:
-        """The capacity of a plan; in static mode for everything that can arrive."""
+        """The capacity of a plan; in static mode for any routing."""
         (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
         # In static mode the kernels compare it between ranks.
         limit = self.rows_limit(num_tokens, top_k)
@@ -280,7 +280,7 @@ class HostProtocol(EngineBase[NativePlan]):
             self._shared.refuse(
                 phase,
                 "this batch has more tokens, a larger top-k or longer rows than all before, so "
-                f"that this rank's windows must grow, but those of rank {rank} need not: in calls "
+                f"this rank's windows must grow, but those of rank {rank} need not: in calls "
                 "on which the hosts do not agree, windows can only grow on all ranks at once. Run "
                 "the largest batch first, or set check_calls",
             )

@@ -23,7 +23,7 @@ from megatron_ncclep.ranks.communicator import communicator_of
 _Result = TypeVar("_Result")
 _Arguments = dict[str, torch.Tensor | None]
 
-# CTAs of a kernel: as many as leave several warps of each with a piece of a row, of 1 KiB.
+# A kernel has as many CTAs as leave several warps of each with a 1 KiB piece of a row.
 DEFAULT_MOST_CTAS = 120
 LEAST_CTAS, PIECE_BYTES, PIECES_PER_CTA = 8, 1024, 4
 # A combine has CTAs for at least max_tokens / LEAST_SHARE tokens.
@@ -47,7 +47,8 @@ class NativeLowLatency:
         """Collective; the ranks have agreed on `sizes`.  Makes windows for a group without any.
 
         Raises:
-            LibraryError: on every rank, when one has no memory for its window or NCCL makes none.
+            LibraryError: on every rank, when one has no memory for its window or NCCL cannot make
+            it.
         """
         self._group, self._sizes = shared.group, sizes
         self._shared, self._streams, self._config = shared, streams, config

@@ -1,4 +1,4 @@
-"""The windows of the native engine: how large they are made, and the line that says so.
+"""The windows of the native engine: their sizes, and the log line about them.
 
 `csrc/native/host/group.cpp` makes them, on all ranks or on none, and has the ranks verify that they
 reach each other's (`csrc/native/host/window_check.h`).
@@ -14,7 +14,7 @@ from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks.group import EpGroup
 
 MIB = 2**20
-# Windows are made for a multiple of this many tokens, or of a larger step where there are many.
+# Windows are made for a multiple of this many tokens, or of a larger step for large batches.
 MIN_TOKENS = 128
 
 

@@ -54,7 +54,7 @@ def _own_problem(group: EpGroup, config: EpConfig, nodes: list[int]) -> str | No
         return f"{torch.cuda.get_device_name(group.device)} is older than Hopper (sm_90)"
     if len(nodes) > MAX_NODES or max(nodes) > MAX_RANKS_PER_NODE:
         return (
-            f"the group has {len(nodes)} nodes with up to {max(nodes)} ranks: the library takes "
+            f"the group has {len(nodes)} nodes with up to {max(nodes)} ranks: the library supports "
             f"{MAX_NODES} nodes of {MAX_RANKS_PER_NODE}"
         )
     library = nccl_ep_library.find_nccl_ep()

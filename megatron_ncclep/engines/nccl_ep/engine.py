@@ -109,7 +109,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         """See `Engine.dispatch`."""
         plan = self._agree("dispatch", plan, x, w)
         dtype = x.dtype
-        if dtype == BYTES:  # the library has no byte dtype but only copies: they travel as bf16
+        if dtype == BYTES:  # the library has no byte dtype but only copies, so bytes travel as bf16
             x = x.contiguous().view(torch.bfloat16)
         handle = self._bind(plan, x)
         num_rows = self._staging.rows_of(plan)

@@ -27,7 +27,7 @@ from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
-# The most tokens of a rank that libnccl_ep takes.
+# The most tokens of a rank that libnccl_ep supports.
 MAX_TOKENS = 8192
 # Staging is made for a power of two of tokens, at least this many, so that slightly varying batches
 # neither grow it nor recompile kernels.
@@ -130,7 +130,8 @@ class Staging:
     def name(num_experts: int, config: EpConfig) -> str:
         """The name under which engines of a group share staging memory: those with equal staging.
 
-        A `max_recv_rows` in words depends on the alignment too, which otherwise only plans need.
+        A `max_recv_rows` that is a text also depends on the alignment, which otherwise only plans
+        need.
         """
         rows = config.max_recv_rows
         alignment = f" aligned to {config.block_alignment}" if isinstance(rows, str) else ""
@@ -226,7 +227,7 @@ class Staging:
                     row_bytes=row_bytes,
                     top_k=top_k,
                     num_sms=self._config.num_sms or 0,
-                    # The group keeps it for good.  Hosts agree before its kernels wait for each
+                    # The group keeps it permanently.  Hosts agree before its kernels wait for each
                     # other, so a late first step does not count against it.
                     timeout_s=self._config.timeout_s,
                 )
@@ -239,7 +240,7 @@ class Staging:
             text = (
                 f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "
                 f"NVIDIA's kernels for them are compiled at first use "
-                f"({search.find_nvcc()}, some seconds for each step, then cached in "
+                f"({search.find_nvcc()}, a few seconds for each step, then cached in "
                 f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
             )
             self._group.log_once(logging.INFO, text, text)

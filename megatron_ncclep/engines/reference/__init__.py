@@ -1,1 +1,1 @@
-"""The readable engine: torch.distributed alone, on any backend."""
+"""The readable engine: only torch.distributed, on any backend."""

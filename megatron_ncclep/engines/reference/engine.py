@@ -1,4 +1,4 @@
-"""The reference engine: torch.distributed, any device, any backend.  The meaning of the contract.
+"""The reference engine: torch.distributed, any device, any backend.  It defines the contract.
 
 A worked example.  Two ranks, four experts (rank 0 has experts 0 and 1), top-2, alignment 1:
 
@@ -67,9 +67,9 @@ class ReferencePlan(RoutePlan):
             the order (destination rank, local expert, token).
         row_pair: int32 [assignments kept]: the received pair of each row that is not padding.
         row_assignment: int32 [assignments kept]: the received assignment of each.
-        blocks: for each local expert, its first row and how many rows are not padding.
+        blocks: for each local expert, its first row and the number of rows that are not padding.
         pairs_sent, assignments_sent: per destination rank.
-        pairs_received, assignments_received: per source rank, with those that were dropped.
+        pairs_received, assignments_received: per source rank, including dropped ones.
     """
 
     sent_token: torch.Tensor
@@ -87,8 +87,8 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
     """See `Engine`.  The hosts wait in every call: built for correctness, not for speed.
 
     Args:
-        reduction: how combine rounds; one other than the contract's is for comparison with an
-            engine that declares it.
+        reduction: how combine rounds; a reduction other than the contract's is for comparison with
+            an engine that declares it.
         nodes: the grid, for comparison with an engine whose slots are in the order BY_RAIL.
             NODE_SUMS_ROUNDED needs it.
     """
@@ -135,7 +135,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         is_sent = of_own_tokens >= 0
         is_pair_sent = is_sent.view(num_ranks, num_local, num_tokens).any(dim=1)
 
-        # At the expert rank: rows by local expert, and then as the tokens are ordered.
+        # At the expert rank: rows by local expert, and then in the order of the tokens.
         received = assignments[rank * num_local : (rank + 1) * num_local] >= 0
         is_pair = received.any(dim=0)
         pair = is_pair.cumsum(0) - 1
@@ -206,10 +206,9 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         partial = y.new_zeros(sum(plan.pairs_received), y.shape[1], dtype=wide)
         of_experts = plan.row_pair.long().split([number for _, number in plan.blocks])
         for rows, pair in zip(_without_padding(plan, y), of_experts, strict=True):
-            partial.index_add_(0, pair, rows.to(wide))  # a pair has one row of an expert at most
+            partial.index_add_(0, pair, rows.to(wide))  # a pair has at most one row per expert
 
-        # The part that is not rounded may come from another rank: then the source rank does the
-        # rounding.
+        # The unrounded part may come from another rank; then the source rank rounds the others.
         by_node = self.caps.reduction == NODE_SUMS_ROUNDED
         sent = [(partial if by_node else partial.to(y.dtype), plan.pairs_received, plan.pairs_sent)]
         if w is not None:
@@ -233,13 +232,13 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         returned: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Add the pairs' sums up at their source rank: [num_tokens, hidden] of `dtype`.
+        """Add up the pairs' sums at their source rank: [num_tokens, hidden] of `dtype`.
 
         Args:
-            plan: of the call.
-            partial: sums of the pairs that this rank has received, not rounded.
+            plan: the call's plan.
+            partial: unrounded sums of the pairs that this rank has received.
             returned: sums of the pairs that it has sent.
-            dtype: of the rows.
+            dtype: dtype of the rows.
         """
         rank, nodes = self.group.rank, self._nodes
         parts = list(returned.split(plan.pairs_sent))
@@ -269,7 +268,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         return ReferenceLowLatency(self.group, self.num_experts, sizes, self.config)
 
     def _check_row_counts(self, all_routes: torch.Tensor) -> None:
-        """Refuse more rows than row numbers can name; every rank knows all routes, so all raise."""
+        """Refuse more rows than row numbers allow; every rank knows all routes, so all raise."""
         if self.config.max_recv_rows is not None:
             return
         padding = self.num_local_experts * (self.config.block_alignment - 1)
@@ -288,7 +287,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         """The received assignment of each row, if all are kept: int64.
 
         They arrive in the order (source rank, local expert, token); the rows are in the order
-        (local expert, source rank, token), or by rail for the ranks.
+        (local expert, source rank, token), with the source ranks by rail if the engine needs that.
 
         Args:
             numbers: of assignments, by source rank and local expert.
@@ -302,7 +301,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         )
 
     def _tokens_in_block(self, tokens_of: list[int]) -> torch.Tensor:
-        """All ranks' tokens in the order that they have in a block, where that is not by rank."""
+        """All ranks' tokens in the order of a block, where that order is not by rank."""
         assert self._nodes is not None
         of_ranks = torch.arange(sum(tokens_of), device=self.group.device).split(tokens_of)
         return torch.cat([of_ranks[rank] for rank in self._nodes.ranks_by_rail()])
@@ -311,8 +310,8 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         """Which of the assignments bool [local experts, tokens] fit into `limit` rows.
 
         An assignment that opens an alignment block of `alignment` rows needs all of it; everything
-        after the first assignment that does not fit is dropped too, so that the order decides and
-        not chance.
+        after the first assignment that does not fit is dropped too, so the order decides, not
+        chance.
         """
         opens_block = received & ((received.cumsum(1) - 1) % self.config.block_alignment == 0)
         rows = opens_block.T.flatten().cumsum(0) * self.config.block_alignment
@@ -321,9 +320,9 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         return (rows <= limit).view_as(received.T).T
 
     def _needed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows that each rank needs, int64 [num_ranks]; `rows`: up to each assignment here."""
+        """Rows that each rank needs, int64 [num_ranks]; `rows`: those up to each assignment."""
         mine = rows[-1:].sum().reshape(1)  # 0 without tokens
-        what = "plan, exchanging how many rows each rank needs"
+        what = "plan, exchanging the number of rows that each rank needs"
         return self.group.gather(mine, what, self.timeout_s).flatten()
 
     def _exchange(
@@ -333,7 +332,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
 
 
 def _assignment_of_each(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The assignment with which each token names each expert; -1: it does not.
+    """The assignment with which each token names each expert; -1: the token does not name it.
 
     Args:
         topk_idx: [num_tokens, top_k].
@@ -345,13 +344,13 @@ def _assignment_of_each(topk_idx: torch.Tensor, num_experts: int) -> torch.Tenso
     num_tokens, top_k = topk_idx.shape
     numbers = torch.arange(num_tokens * top_k, dtype=torch.int32, device=topk_idx.device)
     table = numbers.new_full((num_experts + 1, num_tokens), -1)
-    # The last row, which is cut off, collects what is not routed: -1 modulo num_experts + 1.
+    # The last row, which is cut off, collects unrouted assignments: -1 modulo num_experts + 1.
     expert = topk_idx.long() % (num_experts + 1)
     return table.scatter_(0, expert.T, numbers.view(num_tokens, top_k).T)[:-1]
 
 
 def _scattered(values: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
-    """Put `values` at `places`, which are distinct, of a tensor of `length` entries, else zero."""
+    """A tensor of `length` entries with `values` at `places`, which are distinct, else zeros."""
     everything = values.new_zeros(length, *values.shape[1:])
     return everything.index_copy_(0, places.long(), values)
 

@@ -1,4 +1,4 @@
-"""Low-latency mode of the reference engine: its meaning in plain torch.distributed."""
+"""Low-latency mode of the reference engine: defined in plain torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.all_to_all import exchange
 from megatron_ncclep.ranks.group import EpGroup
 
-# Undefined rows are NaN here, so that using them shows.
+# Undefined rows are NaN here, so a caller that uses them notices.
 UNDEFINED = 0xFF
 
 
@@ -46,7 +46,7 @@ class ReferenceLowLatency:
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
         """See `LowLatencyCalls.dispatch`."""
-        self._spoil()
+        self._fill_nan()
         self._num_tokens = len(tokens.x)
         topk_idx, scales = tokens.topk_idx, tokens.scales
         num_local, ranks = self._num_experts // self._group.size, range(self._group.size)
@@ -61,16 +61,16 @@ class ReferenceLowLatency:
         ]
         w = [torch.where(assignments, tokens.weights, 0) for assignments in here]
         counts = self._exchange(self._tokens_of.sum(dim=1).int().view(-1, 1)).view(-1)
-        topk = self._bring(local)
+        topk = self._send_rows(local)
         place = torch.arange(self._sizes.max_tokens, device=topk.device)
         topk.masked_fill_((place >= counts.view(-1, 1))[:, :, None], NOT_ROUTED)
         self._received = LowLatencyRows(
-            rows=self._bring([tokens.x] * self._group.size),
+            rows=self._send_rows([tokens.x] * self._group.size),
             topk_idx=topk,
-            weights=self._bring(w),
+            weights=self._send_rows(w),
             counts=counts,
             num_local_experts=num_local,
-            scales=None if scales is None else self._bring([scales] * self._group.size),
+            scales=None if scales is None else self._send_rows([scales] * self._group.size),
         )
         return self._received
 
@@ -111,16 +111,16 @@ class ReferenceLowLatency:
 
     def close(self) -> None:
         """See `LowLatencyCalls.close`."""
-        self._spoil()
+        self._fill_nan()
 
-    def _spoil(self) -> None:
+    def _fill_nan(self) -> None:
         if self._received is not None:
             self._received.rows.view(torch.uint8).fill_(UNDEFINED)
 
-    def _bring(self, of_rank: list[torch.Tensor]) -> torch.Tensor:
+    def _send_rows(self, of_rank: list[torch.Tensor]) -> torch.Tensor:
         """Send each rank the rows of its tokens from its tensor [T, ...]: [R, max_tokens, ...]."""
         dtype, device = of_rank[0].dtype, of_rank[0].device
-        carried = torch.uint8 if dtype.itemsize == 1 else dtype  # torch indexes no FP8
+        carried = torch.uint8 if dtype.itemsize == 1 else dtype  # torch cannot index FP8
         places = (self._group.size, self._sizes.max_tokens, of_rank[0].shape[1] * dtype.itemsize)
         sent = torch.full(places, UNDEFINED, dtype=torch.uint8, device=device).view(carried)
         for rank, (tensor, tokens) in enumerate(zip(of_rank, self._tokens_of, strict=True)):
@@ -128,6 +128,6 @@ class ReferenceLowLatency:
         return self._exchange(sent).view(dtype)
 
     def _exchange(self, sent: torch.Tensor) -> torch.Tensor:
-        """Send sent[r] to rank r; return what arrives, by source."""
+        """Send sent[r] to rank r; return the received rows, by source."""
         each, timeout_s = [1] * self._group.size, self._group.deadline_s(self._config)
         return exchange(self._group, sent, each, each, "a low-latency call", timeout_s)

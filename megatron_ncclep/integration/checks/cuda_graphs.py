@@ -1,12 +1,12 @@
-"""Which of Megatron-Core's CUDA graphs the dispatcher can be part of, and why not of the others.
+"""Which of Megatron-Core's CUDA graphs can hold the dispatcher, and why the others cannot.
 
-What matters is how much of an MoE layer a graph holds (`Captured`).  Up to `dispatch_preprocess`
-all runs on the device in every mode (in exact mode except for capacity padding).  From the dispatch
-on, the host must learn nothing of the routing: static mode, an engine whose calls can be captured,
-and experts that take their numbers of rows on the device.
+This depends on how much of an MoE layer a graph holds (`Captured`).  Up to `dispatch_preprocess`
+everything runs on the device in every mode (in exact mode, except for capacity padding).  From the
+dispatch on, the host must not need the routing: that takes static mode, an engine whose calls can
+be captured, and experts that read their numbers of rows on the device.
 
-Releases name the options differently, and this file reads them as they are after Megatron's own
-validation (`check_graph_options`: before it):
+Releases name the options differently.  This file reads them after Megatron's own validation
+(`check_graph_options` reads them before it):
 
     0.16, 0.17    cuda_graph_impl local | transformer_engine, with cuda_graph_scope, where
                   full_iteration is one of local's scopes
@@ -22,12 +22,12 @@ from typing import Any
 from megatron_ncclep.engines.engine import EngineCaps
 from megatron_ncclep.errors import UnsupportedError
 
-# What of an MoE layer may be captured in every mode.
+# The parts of an MoE layer that may be captured in every mode.
 OUTSIDE_DISPATCH = "attn, moe_router and moe_preprocess"
 
 
 class Captured(enum.IntEnum):
-    """How much of an MoE layer CUDA graphs hold; each value includes those before it."""
+    """How much of an MoE layer CUDA graphs hold; each value includes the previous ones."""
 
     NOTHING = 0
     ROUTER = 1
@@ -36,7 +36,7 @@ class Captured(enum.IntEnum):
 
 
 def check_graph_options(config: Any) -> None:
-    """Refuse what Megatron's validation would refuse with reasons that are not the dispatcher's.
+    """Refuse options that Megatron's validation would refuse for reasons that do not apply here.
 
     Args:
         config: TransformerConfig before its validation: it may hold strings, and the old names.
@@ -51,7 +51,8 @@ def check_graph_options(config: Any) -> None:
     if "moe" in names and not config.moe_pad_expert_input_to_capacity:
         raise _refused(
             config,
-            "Megatron-Core captures the module 'moe' only of experts that are padded to a capacity",
+            "Megatron-Core captures the module 'moe' only for experts that are padded to a "
+            "capacity",
             f"leave {_modules_field(config)} empty (whole layers), or capture {OUTSIDE_DISPATCH}",
         )
     factor = config.moe_expert_capacity_factor
@@ -65,7 +66,7 @@ def check_graph_options(config: Any) -> None:
         )
     scope = getattr(config, "inference_cuda_graph_scope", None)
     if getattr(config, "transformer_impl", None) == "inference_optimized":
-        return  # a layer takes another dispatcher while text is generated
+        return  # a layer uses another dispatcher while text is generated
     if "full_iteration_inference" in names or getattr(scope, "name", scope) == "block":
         raise _refused(
             config,
@@ -75,9 +76,9 @@ def check_graph_options(config: Any) -> None:
 
 
 def captured_by(config: Any) -> Captured:
-    """How much of an MoE layer the graphs of a whole model hold, or TransformerEngine's of a layer.
+    """How much of an MoE layer the whole model's graphs, or TransformerEngine's of a layer, hold.
 
-    What Megatron's own graphs of a layer (`local`) hold depends on the layer: `captured_in`.
+    For Megatron's own graphs of a layer (`local`) that depends on the layer: see `captured_in`.
 
     Args:
         config: TransformerConfig, validated.
@@ -95,15 +96,15 @@ def captured_by(config: Any) -> Captured:
 
 
 def may_hold_experts(config: Any) -> bool:
-    """Whether graphs will hold the experts, as far as a validated TransformerConfig tells."""
+    """Whether graphs will hold the experts, as far as a validated TransformerConfig shows."""
     return captured_by(config) == Captured.DISPATCH or _impl(config) == "local"
 
 
 def captured_in(transformer_layer: Any) -> Captured:
     """How much of its MoE layer Megatron's own graphs (`local`) of a layer will hold.
 
-    A TransformerLayer is captured as a whole, with the module attn too; a MoETransformerLayer, of
-    hybrid models, may be captured up to the dispatch and again after it.
+    A TransformerLayer is captured as a whole, including with the module attn; a MoETransformerLayer
+    of hybrid models may be captured up to the dispatch and again after it.
     """
     if hasattr(transformer_layer, "cudagraph_manager_router"):
         return Captured.PREPROCESS
@@ -119,14 +120,14 @@ def check_captured(
     is_static: bool,
     host_experts: str | None,
 ) -> None:
-    """Refuse a graph that would hold what needs the host.
+    """Refuse a graph that would hold work that needs the host.
 
     Args:
         config: TransformerConfig, validated.
         captured: how much of the MoE layer its graphs hold.
-        caps: of the engine.
+        caps: the engine's.
         is_static: the option max_recv_rows is set.
-        host_experts: class of the experts, if they read their numbers of rows on the host.
+        host_experts: the class of the experts, if they read their numbers of rows on the host.
 
     Raises:
         UnsupportedError: names the option, its value, the reason and the remedy.
@@ -154,7 +155,8 @@ def check_captured(
             config,
             f"the graph holds the experts, and {host_experts} reads on the host how many rows each "
             "of them has",
-            f"take experts that need no host (--ncclep-experts grouped; none in FP8), {otherwise}",
+            "use experts that do not need the host (--ncclep-experts grouped; not in FP8), "
+            f"{otherwise}",
         )
     if not caps.captures_static:
         raise _refused(
@@ -165,10 +167,10 @@ def check_captured(
 
 
 def flags_tell_of_the_step(config: Any) -> bool:
-    """Whether `grad_added_to_main_grad` says which micro-batch of a step is the first.
+    """Whether `grad_added_to_main_grad` tells which micro-batch of a step is the first.
 
-    DDP resets it together with the gradients, but not with TransformerEngine's graphs, and what
-    Megatron's own graphs of layers do sets it whatever the micro-batch.
+    DDP resets it together with the gradients, but not with TransformerEngine's graphs, and
+    Megatron's own graphs of layers set it in every micro-batch.
     """
     return _impl(config) == "none" or holds_iteration(config)
 
@@ -188,7 +190,7 @@ def _modules_field(config: Any) -> str:
 
 
 def _modules(config: Any) -> frozenset[str]:
-    """Names of the modules that are to be captured; none: whole layers."""
+    """Names of the modules to capture; none: whole layers."""
     names: set[str] = set()
     for field in ("cuda_graph_modules", "cuda_graph_scope"):
         value = getattr(config, field, None) or []

@@ -97,7 +97,7 @@ def _check_gpu(config: Any) -> None:
     needs_blackwell = not config.fp8 or config.fp8_recipe == "mxfp8"
     if needs_blackwell and (major, minor) < BLACKWELL:
         raise UnsupportedError(
-            f"{_recipe(config)}: a GPU of compute capability {major}.{minor} has no products of "
+            f"{_recipe(config)}: a GPU of compute capability {major}.{minor} has no GEMMs for "
             "such blocks, whatever the dispatcher: TransformerEngine needs 10.0 or newer; use fp8 "
             "with fp8_recipe 'blockwise', 'tensorwise' or 'delayed'"
         )

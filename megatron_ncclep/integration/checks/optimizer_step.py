@@ -2,7 +2,7 @@
 
 An engine whose device notices that a rank did not come raises in its next call.  After the last
 backward of a step there is no such call, and the optimizer would use invalid gradients.  Dropped
-rows are not raised by any call at all.
+rows are not reported by any call at all.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import megatron_ncclep
 def check_before_steps() -> None:
     """Call `megatron_ncclep.check()` before every optimizer step of this process.
 
-    Every optimizer is one of torch's or wraps some (all of Megatron's do, including chained,
-    distributed and layer-wise ones), in every version and in users' own loops, so torch's hook
-    misses none.  By then Megatron has waited for the norm of the gradients, so the check does not
-    wait.  A chained optimizer holds two or three, and nothing is queued between their steps.
+    Every optimizer is one of torch's or wraps some of them (all of Megatron's do, including
+    chained, distributed and layer-wise ones), in every version and in users' own loops, so torch's
+    hook misses none.  By then Megatron has waited for the norm of the gradients, so the check does
+    not wait.  A chained optimizer holds two or three, and nothing is queued between their steps.
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 

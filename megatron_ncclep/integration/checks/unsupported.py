@@ -22,8 +22,8 @@ OLDEST, NEWEST = "0.16.1", "0.19.2"
 def is_tested(version: str) -> bool:
     """Say whether a version of Megatron-Core is in the range that the tests run with.
 
-    What follows a `+` does not count: Megatron-Core 0.18 and later add the commit of whatever git
-    checkout they happen to be installed under.
+    The part after a `+` does not count: Megatron-Core 0.18 and later add the commit of any git
+    checkout that they happen to be installed under.
     """
     return Version(OLDEST) <= Version(Version(version).public) <= Version(NEWEST)
 
@@ -56,8 +56,8 @@ _DEEPEP_NUM_SMS, _HYBRIDEP_NUM_SMS = "moe_deepep_num_sms", "moe_hybridep_num_sms
 _NUM_SMS = "moe_flex_dispatcher_num_sms"
 _OUR_NUM_SMS = "set the option num_sms (--ncclep-num-sms) instead"
 _OUR_ENGINE = (
-    "leave it out: it is for Megatron's flex dispatcher; what moves the tokens here is the option "
-    "engine (--ncclep-engine)"
+    "leave it out: it is for Megatron's flex dispatcher; here the option engine (--ncclep-engine) "
+    "chooses what moves the tokens"
 )
 _TUNES_HYBRIDEP = "leave it out: it tunes HybridEP, which Megatron's flex dispatcher runs on"
 
@@ -107,7 +107,7 @@ def check_supported(config: Any) -> None:
         value = getattr(config, refusal.option, None)
         if not refusal.is_set(value):
             continue
-        if refusal in TUNES_OTHERS and _nobody_asked(config, refusal.option, value):
+        if refusal in TUNES_OTHERS and _is_default(config, refusal.option, value):
             continue
         raise UnsupportedError(
             f"moe_token_dispatcher_type='ncclep' does not support {refusal.option}={value!r}: "
@@ -115,7 +115,7 @@ def check_supported(config: Any) -> None:
         )
 
 
-def _nobody_asked(config: Any, option: str, value: Any) -> bool:
+def _is_default(config: Any, option: str, value: Any) -> bool:
     """Whether the user did not set this value.
 
     It is then the default of a config class, such as a framework's or a newer release's; or, from

@@ -1,6 +1,6 @@
-"""Experts that compute with one grouped GEMM a layer and step (`--ncclep-experts grouped`).
+"""Experts that compute each linear layer with one grouped GEMM (`--ncclep-experts grouped`).
 
-They are Megatron's own experts, with its parameters, initialisation and checkpoints, and another
-`forward` (grouped.py).  Where an expert's rows are is read on the device, so that the host never
-waits for it.
+They are Megatron's own experts, with its parameters, initialisation and checkpoints, but a
+different `forward` (grouped.py).  The device reads where each expert's rows are, so the host never
+waits for that.
 """

@@ -1,4 +1,4 @@
-"""The experts' activation with the rows' probabilities, as Megatron's experts compute it.
+"""The experts' activation times the rows' probabilities, as Megatron's experts compute it.
 
 It calls Megatron's own functions under the same options, so the results have the same bits.
 """
@@ -19,7 +19,7 @@ def activate(config: Any, rows: Tensor, probs: Tensor) -> Tensor:
     """Apply the activation and multiply every row by its probability.
 
     Args:
-        config: TransformerConfig; `check_config` in refusals.py has passed it.
+        config: TransformerConfig, checked by `check_config` in refusals.py.
         rows: [num_rows, features], twice as many with gated_linear_unit: gates, then values.
         probs: [num_rows].
 
@@ -43,7 +43,7 @@ def activate(config: Any, rows: Tensor, probs: Tensor) -> Tensor:
 
 
 def is_fused(config: Any) -> bool:
-    """Whether activation and probabilities are one step, which keeps nothing but its inputs."""
+    """Whether activation and probabilities are one step that keeps only its inputs."""
     function = config.activation_func
     if config.gated_linear_unit:
         return config.bias_activation_fusion and function in (F.silu, quick_gelu)

@@ -1,14 +1,14 @@
 """One tensor per expert, seen as one tensor of all experts, without a copy where memory allows.
 
-Megatron keeps a parameter for each expert.  Its buffers (DDP's gradients always, the weights too
-with the distributed optimizer) hold the parameters in the reverse of the order in which modules
-registered them, so that experts follow each other in descending order at one distance.  A view with
-that stride exists only from the last expert to the first: torch has no negative strides.  That is
-why grouped experts take their blocks last expert first from the dispatcher `ncclep`: so ordered,
-the tensors have a view.
+Megatron keeps a parameter for each expert.  Its buffers (always for DDP's gradients, and with the
+distributed optimizer for the weights too) hold the parameters in the reverse of the order in which
+modules registered them, so experts follow each other in descending order at a constant distance.  A
+view with that stride exists only from the last expert to the first, because torch has no negative
+strides.  That is why grouped experts get their blocks from the dispatcher `ncclep` last expert
+first: in this order the tensors have a view.
 
-Bucket ends can put a gap between two experts (`--ddp-bucket-size` with padding); then there is no
-view, and weights are copied.
+The end of a bucket can put a gap between two experts (`--ddp-bucket-size` with padding); then there
+is no view, and weights are copied.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES
 def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return the tensors as one, [len(tensors), *shape], sharing their memory, or None.
 
-    None when they do not follow each other at one distance in one storage, or not at addresses that
-    grouped GEMMs take.
+    None if they do not follow each other at a constant distance in one storage, or not at addresses
+    that grouped GEMMs accept.
 
     Args:
         tensors: of one shape and dtype.
@@ -49,7 +49,7 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def stack_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors as one: a view where there is one, else a copy made by one kernel."""
+    """Return the tensors as one: a view if there is one, else a copy made by one kernel."""
     view = view_of(tensors)
     return torch.stack([tensor.detach() for tensor in tensors]) if view is None else view
 

@@ -1,4 +1,4 @@
-"""All of an expert layer with SwiGLU as one step of autograd: two products forward, four back."""
+"""An expert layer with SwiGLU as one autograd node: two GEMMs in forward, four in backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_ncclep.integration.experts.quack_products import QuackProducts
 
 PACKAGE = "quack-kernels"
-# The one that was tried: what is called of it has no promise to stay.
+# The version that was tried: the functions called here may change in others.
 VERSION = "0.6.5"
 INSTALL = "pip install 'megatron-ncclep[experts]'"
 _CAPABILITY = 9
@@ -32,12 +32,12 @@ _CAPABILITY = 9
 
 @dataclass(frozen=True)
 class Mode:
-    """What is the same for all rows of a call.
+    """The settings of a call, the same for all rows.
 
     Attributes:
-        products: of the layer.
+        products: the layer's GEMMs.
         target: where the weights' gradients go.
-        has_backward: gradients will be asked for.
+        has_backward: a backward pass will follow.
     """
 
     products: QuackProducts
@@ -46,7 +46,7 @@ class Mode:
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say what keeps quack-kernels' products from running there, if anything does."""
+    """Say what keeps quack-kernels' GEMMs from running there, if anything does."""
     if device.type != "cuda":
         return f"{PACKAGE} has no kernels for a {device.type.upper()}"
     try:
@@ -54,7 +54,7 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     except metadata.PackageNotFoundError:
         return f"{PACKAGE} is not installed: {INSTALL}"
     if version != VERSION:
-        return f"{PACKAGE} {version} is installed and {VERSION} is what was tried: {INSTALL}"
+        return f"{PACKAGE} {version} is installed, and only {VERSION} was tried: {INSTALL}"
     major, minor = torch.cuda.get_device_capability(device)
     if major != _CAPABILITY:
         return (
@@ -67,7 +67,7 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def other_activation(config: Any) -> str | None:
-    """Say what of a TransformerConfig is not plain SwiGLU, if anything is."""
+    """Say which setting of a TransformerConfig is not plain SwiGLU, if any."""
     if config.activation_func is not F.silu or not config.gated_linear_unit:
         return "the activation is not SwiGLU"
     if getattr(config, "activation_func_clamp_value", None) is not None:
@@ -88,8 +88,8 @@ def swiglu_experts(
 ) -> Tensor:
     """Apply every expert to its block of rows: fc2(silu(gate) * up * probability).
 
-    Kept for backward are the rows, gate and up, and the probabilities.  Nothing is read on the
-    host.  Rows after the last block may hold anything; their results and gradients are undefined.
+    The rows, gate and up, and the probabilities are kept for backward.  The host reads nothing.
+    Rows after the last block may hold anything; their results and gradients are undefined.
 
     Args:
         rows: [num_rows, hidden].
@@ -97,7 +97,7 @@ def swiglu_experts(
         offsets: ends of the blocks, int32 [num_experts], on the rows' device.
         fc1: one parameter [2 * ffn, hidden] for each block, in the blocks' order, gates first.
         fc2: likewise, [hidden, ffn].
-        products: of this layer.
+        products: the layer's GEMMs.
         target: where the weights' gradients go.
 
     Returns:
@@ -120,7 +120,7 @@ class _SwigluExperts(torch.autograd.Function):
         rows, scale, ends = rows.contiguous(), _aligned(probs), F.pad(offsets, (1, 0))
         products = mode.products
         gate_up, activated = products.fc1(rows, stack_of(fc1), scale, ends, mode.has_backward)
-        # The weights one by one, not their stack: where that is a copy, it is not kept.
+        # The weights one by one, not their stack, which may be a copy that must not be kept.
         ctx.save_for_backward(rows, scale, ends, gate_up, *weights)
         ctx.mode, ctx.probs_dtype = mode, probs.dtype
         return products.fc2(activated, stack_of(fc2), ends)
@@ -138,7 +138,7 @@ class _SwigluExperts(torch.autograd.Function):
         rows_grad = None
         fc1_grads: list[Tensor | None] = [None] * len(fc1)
         fc2_grads = list(fc1_grads)
-        if needs_fc2:  # autograd drops what comes for those that are frozen
+        if needs_fc2:  # autograd drops the gradients of frozen ones
             product = partial(products.weight_gradients, grad, activated, ends, False)
             fc2_grads = store_weight_gradients(fc2, product, mode.target)
         if ctx.needs_input_grad[0]:
@@ -150,12 +150,12 @@ class _SwigluExperts(torch.autograd.Function):
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What belongs to fc1, and what to fc2."""
+    """The values for fc1, and those for fc2."""
     half = len(values) // 2
     return values[:half], values[half:]
 
 
 def _aligned(probs: Tensor) -> Tensor:
-    """The probabilities in fp32, contiguous, at an address that kernels take."""
+    """The probabilities in fp32, contiguous, at an address that kernels accept."""
     result = probs.float().contiguous()
     return result.clone() if result.data_ptr() % ADDRESS_BYTES else result

@@ -1,7 +1,7 @@
 """Megatron's experts with another `forward`: grouped GEMMs over offsets on the device.
 
-Megatron builds the experts as usual, so that parameters, their names and values, random states and
-checkpoints are its own; then `group_experts` changes their class to one derived from it.
+Megatron builds the experts as usual, so parameters, their names and values, random states and
+checkpoints are Megatron's own; then `group_experts` changes their class to a derived one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ if TYPE_CHECKING:
 
 
 class GroupedExperts:
-    """The part that both classes below share; each says where its weights are.
+    """The part that both classes below share; each of them knows where its weights are.
 
     Attributes:
-        takes_counts_on_device: `tokens_per_expert` may be on the device, and is not read there.
-        alignment_needed: blocks have a multiple of so many rows.
+        takes_counts_on_device: `tokens_per_expert` may be on the device; the host does not read it.
+        alignment_needed: blocks have a multiple of this many rows.
         last_expert_first: the rows' blocks, and `tokens_per_expert`, begin with the rank's last
-            expert, as the dispatcher that was made for these experts has them; expert_stack.py
-            says why.
+            expert, as in the dispatcher made for these experts; expert_stack.py says why.
     """
 
     takes_counts_on_device = True
@@ -58,14 +57,14 @@ class GroupedExperts:
         return weights[::-1] if self.last_expert_first else weights
 
     def _weights_of(self, layer: str) -> list[torch.nn.Parameter]:
-        """The same in the experts' order."""
+        """The same weights in the experts' order."""
         raise NotImplementedError
 
     def modules_passed_over(self) -> Iterator[torch.nn.Module]:
         """Modules that own the weights and whose own `forward` is not called."""
         raise NotImplementedError
 
-    # Backward adds to main_grad past autograd, which is nothing that could be traced.
+    # Backward adds to main_grad behind autograd's back, which cannot be traced.
     @torch.compiler.disable
     def forward(
         self,
@@ -93,7 +92,7 @@ class GroupedExperts:
         fc1, fc2 = self.weights_of("linear_fc1"), self.weights_of("linear_fc2")
         self._check_when_run(rows, fc1[0])
         self._run_pre_forward_hooks()
-        # From the CPU the copy is ordered before what follows, and the host does not wait for it.
+        # A copy from the CPU runs before the following work, and the host does not wait for it.
         counts = tokens_per_expert.to(rows.device, non_blocking=True)
         offsets = torch.cumsum(counts, 0, dtype=torch.int32)
         config = self.config
@@ -115,9 +114,9 @@ class GroupedExperts:
         return grouped_linear(activated, offsets, fc2, target, again, products), None
 
     def lay_out_weights(self) -> None:
-        """Put the experts' weights behind one another, as Megatron's buffers do.
+        """Put the experts' weights one behind the other, as Megatron's buffers do.
 
-        Where they lie so already, they stay: a CUDA graph may know their addresses.
+        If they already are, they stay: a CUDA graph may hold their addresses.
         """
         for layer in ("linear_fc1", "linear_fc2"):
             weights = self.weights_of(layer)
@@ -128,8 +127,8 @@ class GroupedExperts:
         """Whether backward adds to main_grad itself, for all experts at once.
 
         Without `gradient_accumulation_fusion` DDP's hooks do it, expert by expert and with the same
-        result, unless a parameter says that it is done.  Megatron's own CUDA graphs believe that
-        only with the option: without it they would add once more.
+        result, unless a parameter's flag says that it is done.  Megatron's own CUDA graphs respect
+        the flag only with the option: without it they would add once more.
         """
         config = self.config
         if config.gradient_accumulation_fusion:
@@ -138,7 +137,7 @@ class GroupedExperts:
         return hasattr(weight, "grad_added_to_main_grad") and not has_own_graphs
 
     def _products_of(self, rows: Tensor) -> QuackProducts | None:
-        """quack-kernels' products, if they can run there; what the first call found stays."""
+        """quack-kernels' GEMMs, if they can run there; the first call's answer stays."""
         if self._has_products is None:
             self._has_products = fused_unavailable(rows.device, rows.dtype) is None
             if self._has_products:
@@ -148,14 +147,14 @@ class GroupedExperts:
         return self._products
 
     def _check_when_run(self, rows: Tensor, weight: torch.nn.Parameter) -> None:
-        """Refuse what can only be seen then."""
+        """Refuse problems that only show at run time."""
         if problem := unavailable_reason(rows.device, rows.dtype):
             raise unsupported(problem)
         if hasattr(weight, "get_main_grad") or hasattr(weight, "device_mesh"):
             raise unsupported("FSDP: use DistributedDataParallel, with the distributed optimizer")
 
     def _run_pre_forward_hooks(self) -> None:
-        """Call what waits for the weights: DDP's hooks, with overlap_param_gather."""
+        """Call the hooks that wait for the weights: DDP's, with overlap_param_gather."""
         for module in self.modules_passed_over():
             for hook in module._forward_pre_hooks.values():
                 if hook(module, ()) is not None:
@@ -194,12 +193,12 @@ _GROUPED = {TEGroupedMLP: GroupedTEExperts, SequentialMLP: GroupedLocalExperts}
 
 
 def class_problem(experts: Any) -> str | None:
-    """Say that experts are of a class whose `forward` would be lost, if they are."""
+    """Say so if the experts are of a class whose `forward` would be lost."""
     if type(experts) in _GROUPED:
         return None
     names = " and ".join(known.__name__ for known in _GROUPED)
     return (
-        f"experts of the class {type(experts).__name__}: it takes the place of {names}, which "
+        f"experts of the class {type(experts).__name__}: it replaces {names}, which "
         "Megatron's own layer specs build"
     )
 

@@ -1,9 +1,9 @@
-"""The three products of a linear layer over blocks of rows, each as one grouped GEMM.
+"""The three GEMMs of a linear layer over blocks of rows, each as one grouped GEMM.
 
-Expert g's rows are those from `offsets[g - 1]` (0 for the first) up to `offsets[g]`, and it has
-weights[g].  Example: offsets [2, 2, 5] over 8 rows: expert 0 has rows 0 and 1, expert 1 has none,
-expert 2 has rows 2 to 4.  Rows 5 to 7 belong to no expert: they are not read, and their place in
-the result is left uninitialized.
+Expert g has weights[g] and the rows from `offsets[g - 1]` (0 for the first) up to `offsets[g]`.
+Example: offsets [2, 2, 5] over 8 rows: expert 0 has rows 0 and 1, expert 1 has none, expert 2 has
+rows 2 to 4.  Rows 5 to 7 belong to no expert: they are not read, and their place in the result is
+left uninitialized.
 
 The offsets stay on the device.  `torch.nn.functional.grouped_mm` reads them there on GPUs of
 compute capability 9.x and 10.x in bf16.  On any other GPU, and in any other dtype, torch would copy
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Addresses and strides are multiples of 16 bytes: torch's check on GPUs, and TMA's reason for it.
+# Addresses and strides are multiples of 16 bytes: torch checks that on GPUs, because TMA needs it.
 ADDRESS_BYTES = 16
-# Groups are threads of one CTA in torch's kernel.
+# In torch's kernel each group is a thread of one CTA.
 MAX_EXPERTS = 1023
 _CAPABILITIES = (9, 10)
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -102,7 +102,7 @@ def _by_rows(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _has_kernel(rows: Tensor) -> bool:
-    """Whether torch's own operator takes these rows; on a CPU it is young, and lacks fp64."""
+    """Whether torch's own operator accepts these rows; on a CPU it is new, and lacks fp64."""
     if rows.is_cuda:
         return True
     return hasattr(torch.nn.functional, "grouped_mm") and rows.dtype in _CPU_DTYPES
@@ -132,7 +132,7 @@ def _weight_gradients(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     Sums are made in fp32 and rounded once.  An expert without rows gets zeros.
     """
     out_features, in_features = grad.shape[1], rows.shape[1]
-    if not len(rows):  # a case of its own in torch's kernels, and not the same in all versions
+    if not len(rows):  # torch's kernels treat this differently from version to version
         return rows.new_zeros(len(offsets), out_features, in_features)
     if not _has_kernel(rows):
         gradients = rows.new_zeros(len(offsets), out_features, in_features)
@@ -141,7 +141,7 @@ def _weight_gradients(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
         return gradients
     gradients = _grouped_mm(grad.t(), rows, offsets)
     if rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10:
-        # Blackwell's kernel leaves what the memory held for an expert without rows
+        # For an expert without rows, Blackwell's kernel leaves the old contents of the memory
         # (pytorch/pytorch#172439).
         is_empty = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
         gradients.masked_fill_(is_empty[:, None, None], 0)

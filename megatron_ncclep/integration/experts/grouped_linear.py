@@ -32,16 +32,16 @@ def grouped_linear(
 ) -> Tensor:
     """Return rows @ weights[g]^T for every block g.
 
-    Nothing is read on the host.  Rows after the last offset may hold anything: they reach neither
-    the other rows nor the weights' gradients, and their results and gradients are undefined.
+    The host reads nothing.  Rows after the last offset may hold anything: they affect neither the
+    other rows nor the weights' gradients, and their results and gradients are undefined.
 
     Args:
         rows: [num_rows, in_features].
         offsets: ends of the blocks, int32 [num_experts], on the rows' device.
         weights: one parameter [out_features, in_features] for each block, in the blocks' order.
         target: where the weights' gradients go.
-        make_rows_again: called in backward, where it is given, instead of keeping `rows`.
-        products: make the weights' gradients, without a rounding before they are added; None:
+        make_rows_again: if given, called in backward instead of keeping `rows`.
+        products: compute the weights' gradients, without rounding before they are added; None:
             torch does.
 
     Returns:
@@ -64,7 +64,7 @@ class _GroupedLinear(torch.autograd.Function):
         products: QuackProducts | None,
         *weights: Tensor,
     ) -> Tensor:
-        # The weights one by one, not their stack: where that is a copy, it is not kept.
+        # The weights one by one, not their stack, which may be a copy that must not be kept.
         ctx.save_for_backward(None if make_rows_again else rows, offsets, *weights)
         ctx.target, ctx.make_rows_again, ctx.products = target, make_rows_again, products
         return grouped_gemm.multiply(rows, stack_of(weights), offsets)
@@ -78,7 +78,7 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             rows_grad = grouped_gemm.input_gradient(grad, stack_of(weights), offsets)
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[5:]):  # autograd drops what comes for those that are frozen
+        if any(ctx.needs_input_grad[5:]):  # autograd drops the gradients of frozen ones
             rows = rows if ctx.make_rows_again is None else ctx.make_rows_again()
             if ctx.products is None:
                 product = partial(grouped_gemm.weight_gradients, grad, rows, offsets)

@@ -1,4 +1,4 @@
-"""The experts of a layer: which ones it gets, and how they take the numbers of their rows."""
+"""The experts of a layer: which ones it gets, and how they read their numbers of rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: int) -> None:
-    """Refuse grouped experts that could not be, before Megatron builds any.
+    """Refuse unsupported grouped experts before Megatron builds any.
 
     Args:
         config: TransformerConfig.
         options: of the dispatcher.
-        num_ranks: of the expert-parallel group.
+        num_ranks: ranks of the expert-parallel group.
         num_slices: ranks that each expert's own hidden size is divided among.
 
     Raises:
@@ -35,7 +35,7 @@ def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: in
 def select_experts(
     layer: Any, options: EpConfig, num_slices: int
 ) -> tuple[EpConfig, Choice | None]:
-    """Have the layer's experts be those that the options ask for.  Not collective.
+    """Give the layer the experts that the options ask for.  Not collective.
 
     Args:
         layer: an MoELayer with the experts that Megatron has built.
@@ -43,8 +43,8 @@ def select_experts(
         num_slices: ranks that each expert's own hidden size is divided among.
 
     Returns:
-        the options, in which `experts` is no longer "auto"; and what was chosen, if it was, or how
-        grouped experts compute.
+        the options, in which `experts` is no longer "auto"; and the choice, if there was one, or
+        how grouped experts compute.
     """
     if options.experts == "megatron":
         return options, None
@@ -66,10 +66,10 @@ def select_experts(
 
 
 def counts_wanted(experts: Any) -> dict[str, bool]:
-    """How the experts take the numbers of their rows: arguments of the dispatcher."""
+    """How the experts read their numbers of rows: arguments of the dispatcher."""
     if _read_on_device(experts):
         return {"counts_on_device": True}
-    # They hand them on as they come; where TransformerEngine has no kernel that reads them it
+    # The op fuser passes the counts on; where TransformerEngine has no kernel that reads them, it
     # splits the rows by them, and then they must add up.
     if _is_op_fused(experts):
         return {"counts_on_device": True, "counts_add_up": True}
@@ -77,19 +77,20 @@ def counts_wanted(experts: Any) -> dict[str, bool]:
 
 
 def need_no_host(experts: Any, config: Any) -> bool:
-    """Whether experts read the numbers of their rows on the device only."""
+    """Whether experts read their numbers of rows only on the device."""
     if _read_on_device(experts):
         return True
-    if not _is_op_fused(experts) or is_quantized(config):  # of these it pads the rows by them
+    if not _is_op_fused(experts) or is_quantized(config):  # it pads quantised rows by the counts
         return False
-    # Which has such kernels by release, GPU and cuBLAS, and otherwise splits the rows on the host.
+    # TransformerEngine has such kernels depending on release, GPU and cuBLAS; otherwise it splits
+    # the rows on the host.
     ops = importlib.import_module("transformer_engine.pytorch.ops.basic.grouped_linear")
     has_kernels = getattr(ops, "is_op_fuser_grouped_tensor_path_supported", None)
     return has_kernels is not None and bool(has_kernels(None, config.params_dtype))
 
 
 def _read_on_device(experts: Any) -> bool:
-    """Whether they are this package's, which never read the numbers on the host."""
+    """Whether they are this package's, which never read the counts on the host."""
     return getattr(experts, "takes_counts_on_device", False)
 
 

@@ -21,10 +21,10 @@ class WeightProduct(Protocol):
         """Compute them for all experts.
 
         Args:
-            out: where to, one tensor of all experts [num_experts, out_features, in_features], or,
-                where memory allows no such view, one [out_features, in_features] for each; None: a
-                new tensor of all, in the operands' dtype.
-            adds: add to what `out` holds.
+            out: the destination: one tensor of all experts [num_experts, out_features,
+                in_features], or, where memory allows no such view, one [out_features, in_features]
+                for each; None: a new tensor of all, in the operands' dtype.
+            adds: add to the contents of `out`.
 
         Returns:
             out, or the new tensor.
@@ -36,12 +36,12 @@ class GradientTarget:
     """Where weight gradients go.
 
     Attributes:
-        into_main_grad: they are added to the parameters' `main_grad`, where these have one, instead
-            of leaving that to who reads `.grad`.
-        may_overwrite: DDP resets a parameter's flag when it resets `main_grad`, so that a step's
-            first micro-batch can be told.
+        into_main_grad: they are added to the parameters' `main_grad`, if these have one, instead of
+            leaving that to the reader of `.grad`.
+        may_overwrite: DDP resets a parameter's flag when it resets `main_grad`, so a step's first
+            micro-batch can be recognised.
         holds_iteration: a CUDA graph that is being captured holds every micro-batch of a step.  Any
-            other is captured with one micro-batch and replayed for all.
+            other graph is captured with one micro-batch and replayed for all.
     """
 
     into_main_grad: bool = False
@@ -52,20 +52,20 @@ class GradientTarget:
 def store_weight_gradients(
     weights: Sequence[Any], product: WeightProduct, target: GradientTarget
 ) -> list[Tensor | None]:
-    """Compute the weights' gradients where they belong and return what autograd is to be given.
+    """Compute the weights' gradients where they belong; return the tensors to give to autograd.
 
     Megatron's DDP has a hook behind every parameter that reduces gradients when all are there.  It
-    runs after autograd has set `.grad`, and adds that up itself unless the parameter says
-    `grad_added_to_main_grad`.  So autograd is given something: memory of the right shape, which
-    nobody reads, or zeros where Megatron asks for them.  Where nobody knows of the flag, nothing
-    may come, or it would be taken for a gradient of its own.
+    runs after autograd has set `.grad`, and adds that itself unless the parameter's
+    `grad_added_to_main_grad` is set. So autograd gets a placeholder: memory of the right shape that
+    is never read, or zeros where Megatron asks for them.  For a parameter without the flag it gets
+    nothing, because a placeholder would be taken for a gradient.
 
     The gradient of a step's first micro-batch is stored instead of added: `zero_grad_buffer` has
-    just reset both the buffer and the flag, and to read zeros takes as long as to write.
+    just reset both the buffer and the flag, and reading zeros takes as long as writing them.
 
     Args:
         weights: one parameter [out_features, in_features] for each expert.
-        product: makes the gradients of all of them.
+        product: computes the gradients of all of them.
         target: where they go.
     """
     if not (target.into_main_grad and all(hasattr(weight, "main_grad") for weight in weights)):
@@ -85,11 +85,11 @@ def store_weight_gradients(
             continue
         weight.grad_added_to_main_grad = True
         wants_zeros = getattr(weight, "zero_out_wgrad", False)
-        # Each a tensor object of its own: autograd copies what has another owner.
+        # A separate tensor object for each: autograd copies one that has another owner.
         results.append(torch.zeros_like(unread) if wants_zeros else unread.detach())
     return results
 
 
 def _is_captured(weights: Sequence[Any]) -> bool:
-    """Whether what is queued now becomes part of a CUDA graph."""
+    """Whether work queued now becomes part of a CUDA graph."""
     return weights[0].is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,25 +1,24 @@
-"""The experts' products by quack-kernels: SwiGLU in their epilogues, gradients added in fp32.
+"""The experts' GEMMs by quack-kernels: SwiGLU in their epilogues, gradients added in fp32.
 
-A layer of experts with SwiGLU is six products here, and nothing else passes over its rows:
+A layer of experts with SwiGLU is six GEMMs here, with no other pass over its rows:
 
     fc1                 gate, up = rows @ fc1^T; stores both, and silu(gate) * up * probability
     fc2                 activated @ fc2^T
-    fc2_backward        grad @ fc2; from it and gate, up: their gradients, the probabilities'
-                        gradient, and the activated rows once more, so that forward need not keep
-                        them
+    fc2_backward        grad @ fc2; from it, gate and up: their gradients, the probabilities'
+                        gradient, and the activated rows again, so that forward need not keep them
     weight_gradients    of fc2 and of fc1: main_grad[g] += grad[g]^T @ rows[g], summed and added in
                         fp32
     fc1_backward        gradient of gate and up @ fc1
 
-Between fc1 and fc1_backward, gate and up lie interleaved (gate 0, up 0, gate 1, ...), as a tile of
-the product needs them; the weights stay as Megatron lays them out, all gates, then all ups.
+Between fc1 and fc1_backward, gate and up are interleaved (gate 0, up 0, gate 1, ...), as a tile of
+the GEMM needs them; the weights stay as Megatron lays them out, all gates, then all ups.
 
-Expert g's rows are those from `ends[g]` up to `ends[g + 1]`, and `ends[0]` is 0.  The kernels read
+Expert g has the rows from `ends[g]` up to `ends[g + 1]`, and `ends[0]` is 0.  The kernels read
 `ends` on the device.  Rows after the last block are neither read nor written.
 
 Tile shapes: for six shapes of configs/benchmark/layers.yaml, two H100s and 11 to 48 tiles for each
-product, these two were within 4 % of the best ones over all six products.  The cards ranked the
-other tiles differently (benchmarks/results/2026-11-25-grouped-experts.txt).
+GEMM, these two were within 4 % of the best ones over all six GEMMs.  The cards ranked the other
+tiles differently (benchmarks/results/2026-11-25-grouped-experts.txt).
 
 This module imports quack-kernels; `fused_swiglu.unavailable_reason` says whether it can.
 """
@@ -50,8 +49,8 @@ class Tile:
     def options(self, device: torch.device) -> dict[str, Any]:
         """Arguments of quack's calls: two CTAs share the rows' operand, two consumers take turns.
 
-        CTAs claim tiles from a counter, because experts have uneven numbers of rows.  Which CTA
-        computes a tile does not change a bit of it.
+        CTAs claim tiles from a counter, because experts have uneven numbers of rows.  The result
+        of a tile does not depend on the CTA that computes it.
         """
         return {
             "tile_M": self.rows,
@@ -84,11 +83,11 @@ _swiglu_backward = dgated_mod("swiglu", has_scale=True, has_reduce=True)
 
 
 class QuackProducts:
-    """The products of one layer's experts.
+    """The GEMMs of one layer's experts.
 
     Compiled kernels are the same for any number of rows and experts.  quack's own lookup is by the
-    tensors' sizes and remembers all it has seen; rows differ in every step, so what it resolves in
-    the first call is kept here instead.
+    tensors' sizes and remembers every size; the number of rows differs in every step, so the kernel
+    found in the first call is kept here instead.
     """
 
     def __init__(self) -> None:
@@ -130,7 +129,7 @@ class QuackProducts:
     def fc2_backward(
         self, grad: Tensor, weights: Tensor, probs: Tensor, gate_up: Tensor, ends: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Go back through fc2, the probabilities and SwiGLU.
+        """Compute backward through fc2, the probabilities and SwiGLU.
 
         Args:
             grad: of the output, [num_rows, hidden].
@@ -138,7 +137,7 @@ class QuackProducts:
             probs, gate_up, ends: of `fc1`.
 
         Returns:
-            the gradient of gate and up, interleaved; the activated rows once more; and the
+            the gradient of gate and up, interleaved; the activated rows again; and the
             probabilities' gradient, fp32 [num_rows].
         """
         num_rows, ffn = len(grad), weights.shape[2]
@@ -176,14 +175,15 @@ class QuackProducts:
             ends: int32 [num_experts + 1].
             interleaved: the gradient's columns are gate 0, up 0, gate 1, ...; the result's rows
                 are all gates, then all ups.
-            out, adds: see `main_grad.WeightProduct`; what is in fp32 is added to in fp32.
+            out, adds: see `main_grad.WeightProduct`; an fp32 `out` is added to in fp32.
         """
         if out is None:
             out = rows.new_empty(len(ends) - 1, grad.shape[1], rows.shape[1])
         if isinstance(out, Tensor):
             parts = [(ends, out)]
         else:
-            # Kernels want addresses of a multiple of 16 bytes, so each pair lies in four numbers.
+            # Kernels need addresses that are multiples of 16 bytes, so each pair occupies four
+            # numbers.
             pairs = torch.stack([ends[:-1], *[ends[1:]] * 3], dim=1)
             parts = [(pair[:2], each[None]) for pair, each in zip(pairs, out, strict=True)]
         for part_ends, part in parts:
@@ -191,7 +191,7 @@ class QuackProducts:
                 if not adds:
                     part.zero_()
                 continue
-            # Loading what is there is faster than having the stores add to it.
+            # Loading the old values is faster than having the stores add to them.
             self._plain(
                 ("weight_gradients", part.dtype, interleaved, adds),
                 (grad.mT, rows.mT, part, part if adds else None),
@@ -207,7 +207,7 @@ class QuackProducts:
         ends: dict[str, Tensor],
         concat: tuple[str, ...] = (),
     ) -> None:
-        """Run a product without an epilogue of ours; `key` tells apart what is compiled."""
+        """Run a GEMM without an epilogue of ours; `key` identifies the compiled kernel."""
         a, b, out, c = tensors
         if 0 in a.shape:
             return

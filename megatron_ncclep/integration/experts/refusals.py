@@ -1,4 +1,4 @@
-"""What grouped experts refuse when the model is built, and what to do instead."""
+"""Options that grouped experts refuse when the model is built, and what to do instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_ncclep.integration.checks.unsupported import Refusal
 from megatron_ncclep.integration.experts.activation import is_fused
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES, MAX_EXPERTS
 
-# Of bf16, so that every row and every weight begins at a multiple of ADDRESS_BYTES.
+# In numbers of bf16, so that every row and every weight begins at a multiple of ADDRESS_BYTES.
 WIDTH = ADDRESS_BYTES // 2
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
@@ -31,12 +31,12 @@ REFUSALS = (
     Refusal(
         "use_transformer_engine_op_fuser",
         _is_on,
-        "leave it out: it has TransformerEngine compute the experts in another way",
+        "leave it out: with it TransformerEngine computes the experts in another way",
     ),
     Refusal(
         "moe_single_grouped_weight",
         _is_on,
-        "leave it out: they keep one parameter for each expert, and need no copy of them",
+        "leave it out: they keep one parameter for each expert, without copying them",
     ),
     Refusal("use_te_activation_func", _is_on, "leave it out: Megatron's own activations are used"),
     Refusal(
@@ -51,8 +51,8 @@ REFUSALS = (
         Refusal(
             option,
             _is_on,
-            "leave it out: they compute in bf16, because scales, their history and what recipes do "
-            "with them are inside TransformerEngine's modules, which they do not call",
+            "leave it out: they compute in bf16, because scales, their history and the recipes' "
+            "use of them are inside TransformerEngine's modules, which grouped experts do not call",
         )
         for option in ("fp8", "fp4")
     ),
@@ -71,7 +71,7 @@ REFUSALS = (
     Refusal(
         "offload_modules",
         lambda value: bool(_OFFLOADED & set(value or ())),
-        "leave out expert_fc1, moe_act and fused_group_mlp: offloading what the experts keep is "
+        "leave out expert_fc1, moe_act and fused_group_mlp: offloading the experts' activations is "
         "not supported; recompute_modules with moe_act saves memory too",
     ),
     Refusal(
@@ -93,7 +93,7 @@ def check_config(config: Any, num_local_experts: int, num_slices: int) -> None:
 
 
 def config_problem(config: Any, num_local_experts: int, num_slices: int) -> str | None:
-    """Say what of a TransformerConfig grouped experts would get wrong or ignore, if anything.
+    """Say which option of a TransformerConfig grouped experts would get wrong or ignore, if any.
 
     Args:
         config: a field that this Megatron-Core does not have counts as not set.
@@ -130,7 +130,7 @@ def config_problem(config: Any, num_local_experts: int, num_slices: int) -> str 
 
 
 def recomputes_activation(config: Any) -> bool:
-    """Whether Megatron's config asks for the experts' activation to be computed again."""
+    """Whether Megatron's config asks to recompute the experts' activation."""
     modules = getattr(config, "recompute_modules", None) or ()
     return config.recompute_granularity == "selective" and "moe_act" in modules
 
@@ -138,6 +138,6 @@ def recomputes_activation(config: Any) -> bool:
 def unsupported(what: str) -> UnsupportedError:
     """The error of grouped experts that do not support `what`, which names the remedy."""
     return UnsupportedError(
-        f"experts='grouped' (--ncclep-experts grouped) does not support {what}; or leave the "
-        "experts to Megatron, with experts='megatron'"
+        f"experts='grouped' (--ncclep-experts grouped) does not support {what}; or use Megatron's "
+        "experts, with experts='megatron'"
     )

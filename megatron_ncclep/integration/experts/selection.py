@@ -1,15 +1,15 @@
-"""Which experts `experts="auto"` takes: grouped ones where they were measured to be faster.
+"""Which experts `experts="auto"` chooses: grouped ones where they were measured to be faster.
 
-Grouped experts compute in one of two ways.  With quack-kernels, the products add weight gradients
-to main_grad themselves, in fp32, and hold SwiGLU: they were the faster ones in all shapes measured.
-With torch's grouped_mm, gradients are rounded, and a pass over all weights adds them, which
-TransformerEngine's fused accumulation does without.  Then what counts is the work of one expert, in
-multiply-adds of one of its three products: rows times hidden size times the expert's own size.
-TransformerEngine launches its experts' products one by one, at a cost to the host for each,
-whatever its size.
+Grouped experts compute in one of two ways.  With quack-kernels, the GEMMs add weight gradients to
+main_grad themselves, in fp32, and include SwiGLU: they were faster in all shapes measured.  With
+torch's grouped_mm, gradients are rounded, and a pass over all weights adds them, which
+TransformerEngine's fused accumulation does not need.  Then the choice depends on the work of one
+expert, in multiply-adds of one of its three GEMMs: rows times hidden size times the expert's own
+size.  TransformerEngine launches its experts' GEMMs one by one, and each costs the host the same
+time, whatever its size.
 
-The rows are those of a balanced routing: tokens of a rank times top-k over the experts of a rank,
-however many ranks share them.
+The number of rows is that of a balanced routing: tokens of a rank times top-k, divided by the
+experts of a rank, however many ranks share them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.refusals import config_problem
 from megatron_ncclep.ranks.group import EpGroup
 
-# Where torch's products and Megatron's experts took as long.  One H100, 2026-11-24, experts alone,
-# forward and backward into main_grad with gradient_accumulation_fusion, `ncclep bench --subjects
-# experts:megatron,experts:grouped`: G multiply-adds, and how many times as fast torch's were
+# Where torch's GEMMs and Megatron's experts took equally long. One H100, 2026-11-24, experts alone,
+# forward and backward into main_grad with gradient_accumulation_fusion,
+# `ncclep bench --subjects experts:megatron,experts:grouped`: G multiply-adds, and how many times as
+# fast torch's were
 #
 #     0.8   qwen3-30b-a3b              3.31
 #     1.1   gpt-oss-120b               1.32
@@ -45,17 +46,17 @@ EVEN_WORK = 7.5e9
 # The same without the option; one H200, 2026-11-22, whole layers: from 8.5 (1.08 times as fast) to
 # 15 G (0.99).
 EVEN_WORK_UNFUSED = 12e9
-# Of a micro-batch, where Megatron's arguments do not say.
+# Tokens of a micro-batch where Megatron's arguments do not say.
 USUAL_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """A choice of experts.
 
     Attributes:
         experts: "grouped" or "megatron".
-        reason: in words.
+        reason: text for the log.
     """
 
     experts: str
@@ -70,8 +71,8 @@ class Choice:
 
 
 def asked_for(config: Any) -> Choice:
-    """Grouped experts that nothing was chosen of but how they compute."""
-    return Choice("grouped", f"the options say so; {_products(config, *_where(config))[1]}")
+    """The choice of a user who asked for grouped experts: only how they compute is open."""
+    return Choice("grouped", f"the options ask for them; {_products(config, *_where(config))[1]}")
 
 
 def choose(
@@ -89,11 +90,11 @@ def choose(
         config: TransformerConfig, validated.
         options: of the dispatcher, with experts="auto".
         experts: Megatron's, just built.
-        num_experts: of this rank.
+        num_experts: experts of this rank.
         num_slices: ranks that each expert's own hidden size is divided among.
         in_graph: a CUDA graph will hold them.
-        device: on which they will compute; by default a GPU where there is one.  Where they are
-            now says little: Megatron may build on the CPU, or without memory at all.
+        device: on which they will compute; by default a GPU if there is one.  Their present device
+            says little: Megatron may build on the CPU, or without memory at all.
 
     Returns:
         the same on all ranks with the same device and Megatron's arguments.
@@ -113,11 +114,11 @@ def choose(
     if device.type != "cuda":
         return Choice("megatron", f"grouped ones were not measured on a {device.type.upper()}")
     if hold_all:
-        return Choice("grouped", f"they were the faster ones in all shapes measured; {products}")
+        return Choice("grouped", f"they were faster in all shapes measured; {products}")
     known = tokens_of_micro_batch(config)
     tokens = known or USUAL_TOKENS
     said = f"{tokens} tokens" if known else f"{tokens} tokens, assumed"
-    # Slices of an expert get the rows of all ranks that hold one, for a part of its weights each.
+    # Each slice of an expert gets the rows of all ranks that hold one, for its part of the weights.
     rows = max(1, tokens * config.moe_router_topk * num_slices // num_experts)
     width = getattr(config, "moe_latent_size", None) or config.hidden_size
     ffn_width = config.moe_ffn_hidden_size // num_slices
@@ -131,29 +132,29 @@ def choose(
     limit = f"up to {even / 1e9:g} G" if is_small else f"from {even / 1e9:g} G on"
     return Choice(
         "grouped" if is_small else "megatron",
-        f"{shape}: {limit} they were the faster ones, where grouped ones have {products}",
+        f"{shape}: {limit} they were faster, compared with grouped ones with {products}",
     )
 
 
 def _where(config: Any, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """Where experts will compute, and in which dtype."""
+    """The device and dtype in which experts will compute."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return device, torch.bfloat16 if config.bf16 else config.params_dtype
 
 
 def _products(config: Any, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Whether the products of grouped experts hold all else, and how they compute, in words."""
+    """Whether grouped experts' GEMMs include everything else, and how they compute, as text."""
     if reason := fused_swiglu.unavailable_reason(device, dtype):
-        return False, f"products of torch, and weight gradients in a pass of their own ({reason})"
-    named = f"products of {fused_swiglu.PACKAGE}, which add weight gradients in fp32"
+        return False, f"torch's GEMMs, and weight gradients in a separate pass ({reason})"
+    named = f"GEMMs of {fused_swiglu.PACKAGE}, which add weight gradients in fp32"
     if other := fused_swiglu.other_activation(config):
-        return False, f"{named}; the activation takes passes of its own ({other})"
+        return False, f"{named}; the activation takes separate passes ({other})"
     return True, named
 
 
 def tokens_of_micro_batch(config: Any) -> int | None:
     """Tokens that one rank's layer gets, if Megatron's training script knows; else None."""
-    # Megatron-LM keeps its arguments there; nothing of it is imported for this.
+    # Megatron-LM keeps its arguments there; this imports no part of it.
     holder = sys.modules.get("megatron.training.global_vars")
     arguments = getattr(holder, "_GLOBAL_ARGS", None)
     length = getattr(arguments, "seq_length", None)

@@ -44,11 +44,11 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         """Not collective.
 
         Args:
-            num_local_experts: of this rank.
+            num_local_experts: experts of this rank.
             local_expert_indices: their global numbers, consecutive.
             config: TransformerConfig.
             pg_collection: Megatron's process groups.
-            session: of the expert-parallel group.
+            session: the expert-parallel group's session.
         """
         super().__init__(config=config, pg_collection=pg_collection)
         self.session = session
@@ -101,7 +101,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
             return self._dispatch_many(hidden_states, self.routing_map, probs)
         received = self._low_latency.dispatch(hidden_states, self.routing_map, probs)
         # Where no expert is named, -1 becomes the expert before this rank's first one, or stays -1:
-        # either way no expert of this rank, which the experts skip.
+        # in either case not an expert of this rank, so the experts skip it.
         self.routing_map = (received.topk_idx + self._first_expert).flatten(0, 1)
         self._num_valid = self.session.all_places
         return received.rows.flatten(0, 1), received.weights.flatten(0, 1)
@@ -136,7 +136,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
 
     @torch.compiler.disable
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add the experts' rows [num_rows, hidden] up by token: [num_tokens, hidden].  Collective.
+        """Add up the experts' rows [num_rows, hidden] by token: [num_tokens, hidden].  Collective.
 
         Some of Megatron's kernels return fp32: rows are rounded to bf16 before they are sent.
         """

@@ -4,8 +4,8 @@ A decode batch is a few tokens on each rank and uses low-latency mode.  A prompt
 tokens: a batch that is too large on any rank goes through the engine, in exact mode, on all ranks.
 If it were cut into pieces for low-latency mode, every expert would read its weights once per piece.
 
-Outside CUDA graphs the ranks' hosts exchange their numbers of tokens in every layer, so that all
-make the same choice.  Inside a graph there is no choice: its batch must fit low-latency mode.
+Outside CUDA graphs the ranks' hosts exchange their numbers of tokens in every layer, so all make
+the same choice.  Inside a graph there is no choice: its batch must fit low-latency mode.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class InferenceSession:
     """Low-latency mode and an engine in exact mode, for rows of one size.
 
     Attributes:
-        group: its ranks.
+        group: the ranks.
         engine: for batches that are larger than `max_tokens` on any rank.
-        max_tokens: the largest batch of a rank that low-latency mode takes.
+        max_tokens: the largest batch of a rank in low-latency mode.
         all_places: int32 [1] on the device: the number of rows that low-latency mode has room for,
             over all ranks; at the same address as long as the session is open.
     """
@@ -147,7 +147,7 @@ class InferenceSession:
             if self._low_latency is None:
                 raise UnsupportedError(
                     "a CUDA graph is captured with inference_moe_token_dispatcher_type='ncclep' "
-                    "before the first batch: run the model once before, as Megatron-Core does"
+                    "before the first batch: run the model once before that, as Megatron-Core does"
                 )
             return self._low_latency
         timeout_s = self.group.deadline_s(self.engine.config)
@@ -156,13 +156,13 @@ class InferenceSession:
         return low_latency if max(agreement.gathered) <= self.max_tokens else None
 
     def close(self) -> None:
-        """Release what it holds.  Collective."""
+        """Release its resources.  Collective."""
         if self._low_latency is not None:
             self._low_latency.close()
         self.engine.close()
 
     def _warm_up(self, num_tokens: int) -> None:
-        """Run the engine with tokens that are routed nowhere."""
+        """Run the engine with tokens that are not routed."""
         device = self.group.device
         topk = torch.full((num_tokens, self._top_k), NOT_ROUTED, device=device)
         x = torch.zeros(num_tokens, self._hidden, dtype=DTYPE, device=device)
@@ -188,7 +188,7 @@ class InferenceSession:
             else f"engine {caps.name!r} takes at most {caps.low_latency_tokens}: let "
         )
         return (
-            f"CUDA graphs of {num_tokens} tokens on a rank, but low-latency mode was made for "
+            f"CUDA graphs of {num_tokens} tokens on a rank, but low-latency mode was set up for "
             f"{self.max_tokens}: {remedy}graphs be smaller (max_requests, cuda_graph_max_tokens), "
-            "or have none (inference_cuda_graph_scope='none')"
+            "or use no graphs (inference_cuda_graph_scope='none')"
         )

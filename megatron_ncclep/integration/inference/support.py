@@ -1,7 +1,7 @@
 """`inference_moe_token_dispatcher_type="ncclep"`: its patches of Megatron, and its refusals.
 
 `HOOKS` in hooks.py lists which module each function changes.  Megatron-Core has this option from
-0.18 on, with two dispatchers of its own, `nccl` and `nvls`.
+0.18 on, with its own two dispatchers, `nccl` and `nvls`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _not_in_this_release() -> str:
 
     return (
         f"{FIELD}={NAME!r}: Megatron-Core {megatron.core.__version__} has no dispatchers for "
-        f"inference to choose from: take {SINCE} or later"
+        f"inference to choose from: use {SINCE} or later"
     )
 
 
@@ -136,7 +136,7 @@ def check_inference_type(config: Any) -> None:
             f"{FIELD}={NAME!r} with transformer_impl={impl!r} and "
             f"num_moe_experts={config.num_moe_experts}: Megatron-Core has dispatchers for "
             f"inference only with transformer_impl={IMPL!r}, in models with experts, and would "
-            f"ignore it: leave it out, or set that"
+            f"ignore it: leave it out, or set both"
         )
 
 
@@ -189,7 +189,7 @@ def _check_layer(config: Any, pg_collection: Any) -> None:
             "params_dtype",
             config.params_dtype,
             config.params_dtype != DTYPE,
-            f"Megatron-Core's inference experts take {DTYPE} only: set it (--bf16)",
+            f"Megatron-Core's inference experts take only {DTYPE}: set it (--bf16)",
         ),
         (
             "expert_tensor_parallel_size",
@@ -201,7 +201,7 @@ def _check_layer(config: Any, pg_collection: Any) -> None:
             "inference_grouped_gemm_backend",
             backend,
             backend not in ("torch", "vllm"),
-            "what its kernels make of rows without an expert was not tested: set 'vllm' or 'torch'",
+            "how its kernels treat rows without an expert was not tested: set 'vllm' or 'torch'",
         ),
     ):
         if is_refused:
@@ -261,7 +261,7 @@ def _has_field() -> bool:
 
 
 def _session(config: Any, process_group: Any) -> InferenceSession:
-    """The session that all layers with this config share in a group.  Collective at first."""
+    """The session that all layers with this config share in a group.  Collective the first time."""
     return InferenceSession.shared(
         process_group,
         config.num_moe_experts,

@@ -127,7 +127,7 @@ def test_with_on_overflow_raise_no_rank_steps_with_dropped_rows(ctx: RankContext
     assert gathered(ctx, texts) == [texts] * ctx.num_ranks
     assert f"RowsDroppedError: rows were dropped: with max_recv_rows={NUM_ROWS}, " in texts[1]
     full = dropped.index(max(dropped))
-    assert f"rank {full} needed {NUM_TOKENS} rows and had {NUM_ROWS} (of each rank" in texts[1]
+    assert f"rank {full} needed {NUM_TOKENS} rows and had {NUM_ROWS} (each rank" in texts[1]
 
 
 @pytest.mark.alone

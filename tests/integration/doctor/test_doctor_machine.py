@@ -66,7 +66,7 @@ def test_gpus_that_torch_does_not_see() -> None:
     driver = gpus.Driver("550.1", (12, 4), tuple(UUIDS), {})
     assert gpus.why_not_visible(gpus.Driver("550.1", (12, 4), (), {}), "13.0") is None
     assert "torch that is built for CUDA" in str(gpus.why_not_visible(driver, None))
-    assert "serves CUDA up to 12.4: update the driver" in str(gpus.why_not_visible(driver, "13.0"))
+    assert "CUDA up to 12.4: update the driver" in str(gpus.why_not_visible(driver, "13.0"))
     assert "CUDA_VISIBLE_DEVICES" in str(gpus.why_not_visible(driver, "12.8"))
 
 
@@ -118,7 +118,7 @@ def test_gpus_and_their_links(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> No
     """As torch counts them: its GPU 0 is the driver's GPU 1."""
     with_gpus(monkeypatch)
     found = section("torch and GPUs")
-    assert found["driver"].value == "580.65.06, serves CUDA up to 13.1; 3 GPUs in this machine"
+    assert found["driver"].value == "580.65.06, supports CUDA up to 13.1; 3 GPUs in this machine"
     assert found["GPUs"].value == "2"
     assert found["GPU 0"].value == "NVIDIA H200, sm_90, 132 SMs, 140 GiB; reads GPU 1 (NV18)"
     assert not any(finding.problem for finding in found.values())
@@ -199,19 +199,19 @@ PRELOAD = "LD_PRELOAD=/opt/other"
 @pytest.mark.parametrize(
     ("library", "used", "installed", "value", "remedy"),
     [
-        (EXTENSIONS, (2, 30, 7), [], "takes NCCL 2.30.7 exactly, in use is 2.30.7", None),
-        (EXTENSIONS, (2, 29, 7), [], "in use is 2.29.7", "==2.30.7 in this environment"),
-        (EXTENSIONS, (2, 29, 7), [(2, 30, 7)], "in use is 2.29.7", PRELOAD),
-        (EXTENSIONS, None, [], "in use is none", "==2.30.7 in this environment"),
-        (TRANSFORMER_ENGINE, (2, 32, 3), [], "2.32.3 or newer, in use is 2.32.3", None),
+        (EXTENSIONS, (2, 30, 7), [], "requires NCCL 2.30.7 exactly; 2.30.7 is in use", None),
+        (EXTENSIONS, (2, 29, 7), [], "2.29.7 is in use", "==2.30.7 in this environment"),
+        (EXTENSIONS, (2, 29, 7), [(2, 30, 7)], "2.29.7 is in use", PRELOAD),
+        (EXTENSIONS, None, [], "none is in use", "==2.30.7 in this environment"),
+        (TRANSFORMER_ENGINE, (2, 32, 3), [], "2.32.3 or newer; 2.32.3 is in use", None),
         (TRANSFORMER_ENGINE, (2, 30, 7), [(2, 31, 2), (2, 33, 1)], "2.30.7", PRELOAD),
         (
             replace(EXTENSIONS, version=(0, 9, 0)),
             (2, 30, 7),
             [],
-            "libnccl_ep 0.9.0 takes is not known",
-            "it is: 0.2.0 of interface 2 (pip install nccl-extensions==0.1.0), 0.2.0 of interface "
-            "3 (pip install transformer-engine==2.20.2)",
+            "it is not known which one libnccl_ep 0.9.0 requires",
+            "a known one: 0.2.0 of interface 2 (pip install nccl-extensions==0.1.0), 0.2.0 of "
+            "interface 3 (pip install transformer-engine==2.20.2)",
         ),
     ],
 )
@@ -244,10 +244,10 @@ def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
     assert found["NCCL loaded"].value == "2.27.3, /opt/libnccl.so.2"
     assert (
         found["libnccl_ep"].value
-        == "0.2.0, interface 2, /x/libnccl_ep.so (so); it takes NCCL 2.30.7 exactly"
+        == "0.2.0, interface 2, /x/libnccl_ep.so (so); it requires NCCL 2.30.7 exactly"
     )
     assert found["libnccl_ep of transformer-engine"].value == (
-        "0.2.0, interface 3, /te/libnccl_ep.so (so); it takes NCCL 2.32.3 or newer; "
+        "0.2.0, interface 3, /te/libnccl_ep.so (so); it requires NCCL 2.32.3 or newer; "
         "NCCLEP_NCCL_EP_LIBRARY=transformer-engine chooses it"
     )
     problems = {subject: finding.problem for subject, finding in found.items() if finding.problem}
@@ -296,15 +296,15 @@ def test_code_runs_on(architecture: str, major: int, minor: int, runs: bool) -> 
             (9, 0),
             "sm_90 compute_90",
             (12, 8),
-            "needs a driver for CUDA 13.0 (580.65) or newer, and this machine's serves CUDA up to "
-            "12.8: update the driver",
+            "needs a driver for CUDA 13.0 (580.65) or newer, and this machine's supports CUDA up "
+            "to 12.8: update the driver",
         ),
         (
             (10, 3),
             "sm_90 compute_90",
             (13, 0),
             "has only PTX for this GPU, which needs a driver for CUDA 13.1 or newer, and this "
-            "machine's serves CUDA up to 13.0: update the driver, or install the package again",
+            "machine's supports CUDA up to 13.0: update the driver, or install the package again",
         ),
     ],
 )

@@ -79,10 +79,10 @@ def test_blocks_are_as_experts_need_them(ctx: RankContext) -> None:
 
 
 IN_BF16 = (
-    "they compute in bf16, because scales, their history and what recipes do with them are inside "
-    "TransformerEngine's modules, which they do not call"
+    "they compute in bf16, because scales, their history and the recipes' use of them are inside "
+    "TransformerEngine's modules, which grouped experts do not call"
 )
-NO_PRODUCTS = "has no products of such blocks, whatever the dispatcher: TransformerEngine needs"
+NO_PRODUCTS = "has no GEMMs for such blocks, whatever the dispatcher: TransformerEngine needs"
 
 
 @pytest.mark.refuses(

@@ -162,7 +162,7 @@ def test_checkpoints_go_both_ways(ctx: RankContext, tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "add_bias_linear": ({"add_bias_linear": True}, "add_bias_linear=True: leave the biases out"),
-    "op-fuser": ({"use_transformer_engine_op_fuser": True}, "leave it out: it has Transformer"),
+    "op-fuser": ({"use_transformer_engine_op_fuser": True}, "leave it out: with it Transformer"),
     "one-parameter": ({"moe_single_grouped_weight": True}, "one parameter for each expert"),
     "te-activation": ({"use_te_activation_func": True}, "Megatron's own activations"),
     "fp8-activation": ({"activation_func_fp8_input_store": True}, "kept as they are"),

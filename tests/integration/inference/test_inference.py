@@ -280,8 +280,8 @@ def test_what_is_refused_at_build(ctx: RankContext) -> None:
 @pytest.mark.since("0.18")
 @refuses(
     "cuda_graph_impl=local",
-    "for inference, of more tokens than low-latency mode was made for: have smaller graphs, or set "
-    "`--ncclep-inference-tokens`",
+    "for inference, of more tokens than low-latency mode was set up for: have smaller graphs, or "
+    "set `--ncclep-inference-tokens`",
 )
 def test_what_is_refused_of_batches(ctx: RankContext) -> None:
     layer = build_inference_layer(ctx, CASE)
@@ -300,7 +300,7 @@ def test_what_is_refused_of_batches(ctx: RankContext) -> None:
     # A graph that Megatron has not announced, and a larger one.
     with mock.patch.object(type(session), "is_capturing", True):
         text = text_of(InputError, lambda: session.low_latency_for(5, None))
-        assert "graphs of 5 tokens on a rank, but low-latency mode was made for 4: set" in text
+        assert "graphs of 5 tokens on a rank, but low-latency mode was set up for 4: set" in text
         assert session.low_latency_for(4, None) is not None
         opened, session._low_latency = session._low_latency, None
         text = text_of(UnsupportedError, lambda: session.low_latency_for(4, None))
@@ -399,7 +399,7 @@ def test_the_option_on_command_lines_and_in_older_releases(ctx: RankContext) -> 
     if is_old:
         with mock.patch.object(sys, "stderr", io.StringIO()) as stderr, pytest.raises(SystemExit):
             parsed(*wanted)
-        assert "has no dispatchers for inference to choose from: take 0.18" in stderr.getvalue()
+        assert "has no dispatchers for inference to choose from: use 0.18" in stderr.getvalue()
         return
     assert parsed(*wanted, "--ncclep-inference-tokens", "9").ncclep_inference_tokens == 9
     assert TransformerConfig.ncclep == EpConfig(inference_tokens=9)

@@ -111,7 +111,7 @@ def test_cuda_graphs_are_refused(ctx: RankContext) -> None:
     from megatron.core.tensor_parallel import random
 
     # What the tracker of random states asks for; 0.16.1's own constructor needs a torch with CUDA.
-    with pytest.raises(UnsupportedError, match=r"--cuda-graph-impl.*leave that out"):
+    with pytest.raises(UnsupportedError, match=r"--cuda-graph-impl.*leave them out"):
         random._get_cuda_rng_state(graph_safe=True)
 
 
