@@ -29,11 +29,13 @@ from megatron_ncclep.engines.engine import (
     NODE_SUMS_ROUNDED,
     Engine,
     EngineCaps,
+    RoutePlan,
 )
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case, refusal
+from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
 
 
 def caps_of(engine_name: str) -> EngineCaps:
@@ -178,3 +180,52 @@ def assert_steps(case: Case, engine_name: str, results: list[list[torch.Tensor]]
     for rank, result in enumerate(results):
         assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")
         assert_same_bits(result[3], topk_w[rank], f"{case}: weights back at rank {rank}")
+
+
+class Tables:
+    """The table oracle for one batch of all ranks, in the engine's orders of slots and sums.
+
+    Attributes:
+        of_rank: the table of each rank.
+        num_rows: that each rank receives.
+    """
+
+    def __init__(
+        self,
+        engine_name: str,
+        topk_idx: list[torch.Tensor],
+        num_experts: int,
+        alignment: int = 1,
+        max_recv_rows: int | None = None,
+    ) -> None:
+        self._topk_idx, self._rounds = topk_idx, rounds_source_part(engine_name)
+        self._on_node = ranks_on_node(engine_name, len(topk_idx))
+        options = (num_experts, alignment, max_recv_rows, self._on_node)
+        self.of_rank = [slot_table(rank, topk_idx, *options) for rank in range(len(topk_idx))]
+        self.num_rows = [table.num_rows for table in self.of_rank]
+
+    def assert_plan(self, plan: RoutePlan, rank: int, what: str) -> None:
+        """Compare the numbers of a plan of `rank`."""
+        table = self.of_rank[rank]
+        assert plan.num_rows == table.num_rows, f"{what}: num_rows"
+        assert_same_bits(plan.tokens_per_expert, table.padded, f"{what}: tokens_per_expert")
+        assert_same_bits(plan.routed_per_expert, table.routed, f"{what}: routed_per_expert")
+        assert_same_bits(plan.num_dropped, table.num_dropped, f"{what}: num_dropped")
+
+    def dispatch(
+        self,
+        rank: int,
+        x: list[torch.Tensor],
+        w: list[torch.Tensor] | None = None,
+        rows: slice = slice(None),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `rank` receives, or these rows of it."""
+        return table_dispatch(self.of_rank[rank], x, w, rows=rows, ranks_on_node=self._on_node)
+
+    def combine(
+        self, rank: int, y: list[torch.Tensor], w: list[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What comes back to `rank`."""
+        num_tokens, top_k = [len(mine) for mine in self._topk_idx], self._topk_idx[rank].shape[1]
+        arguments = (self.of_rank, num_tokens, rank, top_k, y, w)
+        return table_combine(*arguments, self._rounds, self._on_node)
