@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -92,13 +93,16 @@ def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
 
 
 @contextmanager
-def opened(ctx: RankContext, case: Case, engine_name: str) -> Iterator[tuple[Case, Engine]]:
+def opened(
+    ctx: RankContext, case: Case, engine_name: str, **options: Any
+) -> Iterator[tuple[Case, Engine]]:
     """The case with its tensors on this rank's device, and its engine, closed in the end.
 
     What a wait of the device left as NaN is an error, and not a wrong result.
     """
     case = case.on(ctx.device)
-    engine = create_engine(ctx.group, case.num_experts, config_of(case, engine_name))
+    config = dataclasses.replace(config_of(case, engine_name), **options)
+    engine = create_engine(ctx.group, case.num_experts, config)
     try:
         yield case, engine
         EpGroup.of(ctx.group).check()
@@ -151,9 +155,11 @@ def error_on_rank(
     return [], ""
 
 
-def all_steps_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
+def all_steps_on_rank(
+    ctx: RankContext, case: Case, engine_name: str, **options: Any
+) -> list[torch.Tensor]:
     """Plan, dispatch, combine: received rows and weights, then returned rows and weights."""
-    with opened(ctx, case, engine_name) as (case, engine):
+    with opened(ctx, case, engine_name, **options) as (case, engine):
         plan = engine.plan(case.topk_idx(ctx.rank))
         x = case.rows(ctx.rank, plan.num_tokens, salt=2)
         rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_same_bits
-from contract_cases import config_of, contract_cases, for_engine
+from contract_cases import contract_cases, for_engine
 from patience import PatientPool, patient
 from run_case import all_steps_on_rank, assert_steps, caps_of, ranks_on_node
 from test_autograd import step_of_both
@@ -24,13 +24,10 @@ from test_overflow import TOO_MUCH, raised_on_rank
 from megatron_ncclep.benchmark.shapes import network_rows, tables_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.engine import NODE_SUMS_ROUNDED
 from megatron_ncclep.engines.hierarchical import engine as hierarchical
 from megatron_ncclep.engines.hierarchical.engine import HierarchicalPlan
-from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, PeerError
 from megatron_ncclep.libraries.extension import StreamKeeper
-from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes, nodes_from
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -117,8 +114,17 @@ def possible_cases(num_ranks: int) -> list[Case]:
     return [c for c in contract_cases(num_ranks) if refusal(c, caps_of(ENGINE)) is None]
 
 
-def every_case_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
-    return [all_steps_on_rank(ctx, case, ENGINE) for case in cases]
+def every_case_on_rank(
+    ctx: RankContext, cases: list[Case], chunks: int | None = None
+) -> list[list[torch.Tensor]]:
+    return [all_steps_on_rank(ctx, case, ENGINE, network_chunks=chunks) for case in cases]
+
+
+def assert_all_steps(cases: list[Case], results: list[list[list[torch.Tensor]]]) -> None:
+    """Compare what `every_case_on_rank` gave on each rank with the oracle."""
+    assert len(cases) > 20
+    for case, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+        assert_steps(case, ENGINE, list(of_ranks))
 
 
 @pytest.mark.parametrize("local_ranks", [1, 2, 4])
@@ -127,44 +133,15 @@ def test_every_step_is_the_oracles(
 ) -> None:
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
     cases = possible_cases(4)
-    results = pool.run(in_grid, local_ranks, every_case_on_rank, cases, ranks=4)
     assert ranks_on_node(ENGINE, 4) == local_ranks
-    assert len(cases) > 20
-    for i, case in enumerate(cases):
-        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
+    assert_all_steps(cases, pool.run(in_grid, local_ranks, every_case_on_rank, cases, ranks=4))
 
 
-def reference_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
-    results = []
-    for case in cases:
-        group, config = EpGroup.of(ctx.group), config_of(case)
-        nodes = Nodes(2, 2)
-        engine = ReferenceEngine(group, case.num_experts, config, NODE_SUMS_ROUNDED, nodes)
-        plan = engine.plan(case.topk_idx(ctx.rank))
-        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
-        rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
-        y = case.rows(ctx.rank, plan.num_rows, salt=5)
-        results.append([rows, row_w, *engine.combine(plan, y, row_w)])
-    return results
-
-
-def test_the_reference_can_follow_a_grid(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
-    cases = possible_cases(4)
-    results = pool.run(reference_on_rank, cases, ranks=4)
-    for i, case in enumerate(cases):
-        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
-
-
-@pytest.mark.parametrize(("num_ranks", "local_ranks"), [(6, 2), (8, 4)])
-def test_larger_grids(monkeypatch: pytest.MonkeyPatch, num_ranks: int, local_ranks: int) -> None:
-    """3 x 2 and 2 x 4."""
-    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
-    cases = possible_cases(num_ranks)
-    with closing(PatientPool(num_ranks)) as pool:
-        results = pool.run(every_case_on_rank, cases)
-    for i, case in enumerate(cases):
-        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
+    cases = possible_cases(6)
+    with closing(PatientPool(6)) as pool:
+        assert_all_steps(cases, pool.run(every_case_on_rank, cases))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -258,67 +235,16 @@ def test_the_ranks_of_a_node_are_in_the_step_of_the_group(pool: RankPool) -> Non
 # --- chunks --------------------------------------------------------------------------------------
 
 
-def chunked_on_rank(
-    ctx: RankContext, cases: list[Case], chunks: int
-) -> list[tuple[list[torch.Tensor], list[str]]]:
-    """All steps of each case, and in what order things happened."""
-    events: list[str] = []
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            events.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    finish, group = AllToAll.finish, EpGroup.of(ctx.group)
-
-    def come(exchange: AllToAll, on_host: bool = True) -> torch.Tensor:
-        if exchange._group is group:  # not what moves inside
-            events.append("come")
-        return finish(exchange, on_host)
-
-    def all_steps(case: Case) -> tuple[list[torch.Tensor], list[str]]:
-        config = dataclasses.replace(config_of(case, ENGINE), network_chunks=chunks)
-        with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
-            plan = engine.plan(case.topk_idx(ctx.rank))
-            assert isinstance(plan, HierarchicalPlan)
-            x = case.rows(ctx.rank, plan.num_tokens, salt=2)
-            y = case.rows(ctx.rank, plan.num_rows, salt=5)
-            events.clear()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(hierarchical, "start", noted("cross", hierarchical.start))
-                patch.setattr(AllToAll, "finish", come)
-                for step in ("dispatch", "combine"):
-                    patch.setattr(plan.engine, step, noted(step, getattr(plan.engine, step)))
-                rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
-                out, topk_w = engine.combine(plan, y, row_w)
-        return [rows, row_w, out, topk_w], list(events)
-
-    return [all_steps(case) for case in cases]
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_chunks_change_no_bit(pool: RankPool, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    """All chunks of a dispatch are on their way before the first moves inside, and a combine's
-    first one before the second is added up.
-    """
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
-    cases = possible_cases(4)[::2]
-    results = pool.run(in_grid, 2, chunked_on_rank, cases, chunks, ranks=4)
-    most = 0
-    for i, case in enumerate(cases):
-        assert_steps(case, ENGINE, [of_rank[i][0] for of_rank in results])
-        number = min(chunks, case.hidden * case.dtype.itemsize // 16)
-        expected = ["cross"] * number + ["come", "dispatch"] * number
-        expected += ["combine", "cross"] * number + ["come"] * number
-        assert [of_rank[i][1] for of_rank in results] == [expected] * 4
-        most = max(most, number)
-    assert most == chunks
+    cases = possible_cases(4)
+    assert_all_steps(cases, pool.run(in_grid, 2, every_case_on_rank, cases, chunks, ranks=4))
 
 
-def default_chunks_on_rank(ctx: RankContext) -> list[int]:
-    with closing(create_engine(ctx.group, 4, EpConfig(engine=ENGINE))) as engine:
+def number_of_chunks_on_rank(ctx: RankContext, chunks: int | None) -> list[int]:
+    config = EpConfig(engine=ENGINE, network_chunks=chunks)
+    with closing(create_engine(ctx.group, 4, config)) as engine:
         plan = engine.plan(torch.tensor([[0, 3]]))
         return [
             len(engine._pieces(dataclasses.replace(plan, most_tokens=tokens), torch.empty(1, 4096)))
@@ -326,10 +252,16 @@ def default_chunks_on_rank(ctx: RankContext) -> list[int]:
         ]
 
 
-def test_how_many_chunks_there_are(pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("local_ranks", "chunks", "expected"),
+    [(2, None, [1, 1, 2, 3, 4]), (4, None, [1] * 5), (2, 3, [3] * 5)],
+)
+def test_how_many_chunks_there_are(
+    pool: RankPool, local_ranks: int, chunks: int | None, expected: list[int]
+) -> None:
     """Rows of 16 KiB: 1024 of them to a node are two chunks of 8 MiB."""
-    assert pool.run(in_grid, 2, default_chunks_on_rank, ranks=4) == [[1, 1, 2, 3, 4]] * 4
-    assert pool.run(in_grid, 4, default_chunks_on_rank, ranks=4) == [[1] * 5] * 4
+    found = pool.run(in_grid, local_ranks, number_of_chunks_on_rank, chunks, ranks=4)
+    assert found == [expected] * 4
 
 
 def ignored_on_rank(ctx: RankContext, chunks: tuple[int, ...], engine_name: str) -> str:
@@ -339,7 +271,7 @@ def ignored_on_rank(ctx: RankContext, chunks: tuple[int, ...], engine_name: str)
     return str(caught.value)
 
 
-def test_chunks_that_nobody_would_make_or_all_differently(pool: RankPool) -> None:
+def test_chunks_that_are_ignored_or_differ_are_refused(pool: RankPool) -> None:
     for text in pool.run(ignored_on_rank, (2, 2, 2, 2), "reference", ranks=4):
         assert "engine 'reference' would ignore network_chunks" in text
     for text in pool.run(in_grid, 2, ignored_on_rank, (2, 2, 3, 2), ENGINE, ranks=4):
