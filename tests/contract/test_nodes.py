@@ -122,7 +122,7 @@ def every_case_on_rank(
 
 def assert_all_steps(cases: list[Case], results: list[list[list[torch.Tensor]]]) -> None:
     """Compare what `every_case_on_rank` gave on each rank with the oracle."""
-    assert len(cases) > 20
+    assert len(cases) > 5
     for case, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
         assert_steps(case, ENGINE, list(of_ranks))
 
