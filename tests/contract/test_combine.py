@@ -29,15 +29,12 @@ def row_values(case: Case, rank: int, num_rows: int) -> tuple[torch.Tensor, torc
 
 def combine_on_rank(
     ctx: RankContext, case: Case, engine_name: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor | None, ...]:
+    """Sums and values, and once more without values."""
     with opened(ctx, case, engine_name) as (case, engine):
         plan = engine.plan(case.topk_idx(ctx.rank))
         y, values = row_values(case, ctx.rank, plan.num_rows)
-        out, topk_w = engine.combine(plan, y, values)
-        assert topk_w is not None
-        out_alone, none = engine.combine(plan, y)
-        assert none is None
-        return out, topk_w, out_alone
+        return *engine.combine(plan, y, values), *engine.combine(plan, y)
 
 
 def expected_sums(
@@ -62,7 +59,8 @@ def test_sums_and_values_are_the_oracles(
     if results is None:
         return  # refused, as it must be
     out, topk_w = expected_sums(contract_case, engine_name)
-    for rank, (actual, actual_w, alone) in enumerate(results):
+    for rank, (actual, actual_w, alone, none) in enumerate(results):
+        assert none is None
         assert_same_bits(actual, out[rank], f"output of rank {rank}")
         assert_same_bits(actual_w, topk_w[rank], f"values of rank {rank}")
         assert_same_bits(alone, out[rank], f"output of rank {rank}, without values")
@@ -77,9 +75,8 @@ def rounded_on_rank(ctx: RankContext, case: Case) -> torch.Tensor:
     return engine.combine(plan, row_values(case, ctx.rank, plan.num_rows)[0])[0]
 
 
-@pytest.mark.needs_ranks(
-    2
-)  # one rank has only a source rank's part, which is rounded in the end anyway
+# One rank has only a source rank's part, which is rounded in the end anyway.
+@pytest.mark.needs_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_reference_can_round_every_part(pool: RankPool, dtype: torch.dtype) -> None:
     """The other reduction, which an engine may declare; in fp32 there is nothing to round."""
