@@ -6,14 +6,11 @@ Layers and experts add weight gradients to main_grad: once, and to what is there
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from imports import import_megatron_on_cpu
-from patience import PatientPool
 from stand_ins import BUGS, FFN, prepared_on, put_into
 
 from megatron_ncclep.benchmark import BOTH, Setting, UnavailableError
@@ -24,9 +21,6 @@ from megatron_ncclep.benchmark.ranks import Timer
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-
-if find_spec("megatron") is None:
-    pytest.skip("Megatron-Core is not installed", allow_module_level=True)
 
 CASES = {
     "bf16": Case("bf16", (20, 20), 8, top_k=3, hidden=32, dtype=torch.bfloat16),
@@ -160,14 +154,6 @@ def two_subjects_on_rank(context: RankContext) -> list[Any]:
         prepared.close()
     gc.collect()
     return [*found, len(workload.shared)]
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    """Two processes of their own: Megatron on a CPU needs patches that last."""
-    pool = PatientPool(2, prepare=import_megatron_on_cpu)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("case", CASES)
