@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import play_library
 
-from megatron_ncclep.benchmark import UnavailableError, engines, shapes
+from megatron_ncclep.benchmark import Setting, UnavailableError, engines, shapes
 from megatron_ncclep.benchmark.engines import LibrarySubject
 from megatron_ncclep.benchmark.shapes import WEIGHTS, Workload, X
 from megatron_ncclep.errors import InputError
@@ -91,6 +90,19 @@ def in_another_block(block: torch.Tensor) -> torch.Tensor:
     place = torch.arange(len(block))
     place[[0, -1]] = place[[-1, 0]]
     return place
+
+
+def play_library(monkeypatch: pytest.MonkeyPatch, rank: int, **classes: Any) -> Any:
+    """Have the benchmark find `classes` in the extension; returns a `Setting` of `rank`."""
+    native = SimpleNamespace(**classes)
+    monkeypatch.setattr(engines.extension, "load", lambda: native)
+    monkeypatch.setattr(engines.extension, "current_stream", lambda: 0)
+    monkeypatch.setattr(engines, "communicator_of", lambda *_: None)
+    monkeypatch.setattr(engines, "open_library", lambda: SimpleNamespace(native=None))
+    monkeypatch.setattr(engines, "choose_engine", lambda *_: None)
+    monkeypatch.setattr(engines.EpGroup, "of", lambda group: group)
+    group: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    return Setting(rank, 2, "cpu", 60.0, lambda: group)
 
 
 @pytest.fixture
