@@ -8,9 +8,7 @@ from oracle import OraclePlan
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def assert_same_bits(
-    actual: torch.Tensor | None, expected: torch.Tensor | None, what: str
-) -> None:
+def assert_same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
     """Compare two tensors bit by bit (NaN equals the same NaN, +0 differs from -0), or two Nones.
 
     Tensors on different devices are compared on the CPU.
