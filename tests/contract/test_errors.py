@@ -332,19 +332,6 @@ def test_every_rank_raises_the_same_error(
         raise InputError(texts[0])
 
 
-def patient_rank(ctx: RankContext, engine_name: str) -> int:
-    options = dataclasses.replace(config(engine_name), timeout_s=1e9 if ctx.rank else 60.0)
-    with closing(create_engine(ctx.group, NUM_EXPERTS, options)) as engine:
-        plan = engine.plan(topk(ctx))
-        engine.dispatch(plan, rows(ctx))
-        return plan.num_rows
-
-
-def test_ranks_may_differ_in_patience(pool: RankPool, engine_name: str) -> None:
-    """No message and no size depends on how long a rank waits; one of them waits long here."""
-    assert sum(pool.run(patient_rank, engine_name, ranks=2)) == 10
-
-
 def too_many_rows(ctx: RankContext) -> str:
     engine = create_engine(ctx.group, NUM_EXPERTS, config())
     # 2^31 rows do not fit into a test.

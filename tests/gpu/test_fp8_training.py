@@ -14,7 +14,6 @@ each of the two products: 5e-2 leaves room.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +21,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
+from needs import needs_te
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None,
-        reason="TransformerEngine, which computes in FP8, is not installed",
-    ),
-]
+pytestmark = needs_te
 
 WIDTH, EXPERTS, TOKENS, STEPS = 256, 16, 200, 4
 RECIPES: dict[str, dict[str, Any]] = {

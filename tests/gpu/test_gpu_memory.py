@@ -7,7 +7,6 @@ terms, and experts get the same rows in one order.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,14 +18,10 @@ import pytest
 import torch
 from compile_case import AS_IT_IS, Compiler, assert_compiles
 from megatron_setup import ep_config
+from needs import needs_te
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.ranks.pool import RankContext
-
-needs_te = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine, whose layers are trained, is not installed",
-)
 
 # Rows and activations of a layer have more than 256 K elements, the least that is offloaded.
 SEQUENCE, HIDDEN = 512, 512
