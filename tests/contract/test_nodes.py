@@ -27,7 +27,6 @@ from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.hierarchical import engine as hierarchical
 from megatron_ncclep.engines.hierarchical.engine import HierarchicalPlan
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, PeerError
-from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes, nodes_from
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -301,52 +300,3 @@ def test_a_token_crosses_once_for_each_node_that_needs_it(pool: RankPool) -> Non
     assert network_rows(tables_of([CROSSING] * 4, 4), [len(CROSSING)] * 4, 2) == (3, 4)
     static = pool.run(in_grid, 2, crossings_on_rank, "worst", ranks=4)
     assert static == [([5, 5], [5, 5])] * 4
-
-
-# --- memory --------------------------------------------------------------------------------------
-
-
-def not_kept_on_rank(ctx: RankContext, engine: str, rows: int | None) -> list[str]:
-    """What a call uses on the current stream, and does not say so: names of tensors."""
-    kept: list[torch.Tensor | None] = []
-    missed = []
-
-    def look(call: str, **tensors: torch.Tensor) -> None:
-        ours = {id(tensor) for tensor in kept}
-        missed.extend(f"{call}: {name}" for name in tensors if id(tensors[name]) not in ours)
-        kept.clear()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StreamKeeper, "keep", lambda keeper, *tensors: kept.extend(tensors))
-        config = EpConfig(engine=engine, max_recv_rows=rows)
-        with closing(create_engine(ctx.group, 8, config)) as opened:
-            topk_idx = torch.tensor([[0, 7], [2, 4]])
-            plan = opened.plan(topk_idx)
-            if engine == ENGINE:  # the other one has read it when it returns
-                look("plan", topk_idx=topk_idx)
-            whole = {"": plan, "inside: ": getattr(plan, "inside", plan)}
-            parts = {
-                f"{where}{field.name}": getattr(part, field.name)
-                for where, part in whole.items()
-                for field in dataclasses.fields(part)
-                if isinstance(getattr(part, field.name), torch.Tensor)
-            }
-            assert len(parts) > 4
-            x, w = torch.ones(2, 16), torch.ones(2, 2)
-            opened.dispatch(plan, x, w)
-            look("dispatch", x=x, w=w, **parts)
-            y, row_w = torch.ones(plan.num_rows, 16), torch.ones(plan.num_rows)
-            opened.combine(plan, y, row_w)
-            look("combine", y=y, w=row_w, **parts)
-    return missed
-
-
-@pytest.mark.parametrize("rows", [None, 64], ids=["exact", "static"])
-@pytest.mark.parametrize("engine", ["reference", ENGINE])
-def test_memory_is_kept_for_the_stream_that_uses_it(
-    pool: RankPool, engine: str, rows: int | None
-) -> None:
-    """A plan made on one stream, used on another and dropped: what was allocated on the first one
-    then overwrote it while a kernel read it.  On GPUs: tests/gpu/test_gpu_stream_order.py.
-    """
-    assert pool.run(in_grid, 2, not_kept_on_rank, engine, rows, ranks=4) == [[]] * 4
