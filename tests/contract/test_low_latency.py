@@ -211,21 +211,35 @@ class Oracle:
         self.scales = [case.scales(number, rank) for rank in ranks]
         self.y = [case.y(number, rank, case.kind(number)) for rank in ranks]
 
+        # Tokens of each source that have an expert on each rank, in order.
+        self.tokens = [
+            [
+                [t for t in range(len(self.topk[s])) if max(self.local(s, t, rank)) >= 0]
+                for rank in ranks
+            ]
+            for s in ranks
+        ]
+        # (source, token) of each row of each local expert of each rank.
+        self.blocks: list[list[list[tuple[int, int]]]] = [
+            [
+                [(s, t) for s in ranks for t in self.tokens[s][rank] if e in self.local(s, t, rank)]
+                for e in range(case.num_local)
+            ]
+            for rank in ranks
+        ]
+
     def local(self, source: int, token: int, rank: int) -> list[int]:
+        """The token's experts, as `rank` numbers its own; -1 for others."""
         first = rank * self.case.num_local
         return [
             assignment - first if first <= assignment < first + self.case.num_local else -1
             for assignment in self.topk[source][token]
         ]
 
-    def tokens(self, source: int, rank: int) -> list[int]:
-        """Tokens of `source` that have an expert on `rank`, in order."""
-        return [t for t in range(len(self.topk[source])) if max(self.local(source, t, rank)) >= 0]
-
     def check_received(self, rank: int, result: dict[str, Any]) -> None:
         case = self.case
         for source in range(case.num_ranks):
-            tokens = self.tokens(source, rank)
+            tokens = self.tokens[source][rank]
             where = f"rank {rank}, round {self.number}, from rank {source}"
             assert result["counts"][source] == len(tokens), where
             experts = [self.local(source, token, rank) for token in tokens]
@@ -243,21 +257,9 @@ class Oracle:
         if case.kind(self.number) in (BY_EXPERT, PACKED):
             self.check_blocks(rank, result)
 
-    def blocks(self, rank: int) -> list[list[tuple[int, int]]]:
-        """(source, token) of each row of each local expert."""
-        return [
-            [
-                (source, token)
-                for source in range(self.case.num_ranks)
-                for token in self.tokens(source, rank)
-                if expert in self.local(source, token, rank)
-            ]
-            for expert in range(self.case.num_local)
-        ]
-
     def check_blocks(self, rank: int, result: dict[str, Any]) -> None:
         rows = result["blocks"].flatten(0, -2)
-        for expert, pairs in enumerate(self.blocks(rank)):
+        for expert, pairs in enumerate(self.blocks[rank]):
             where = f"rank {rank}, round {self.number}, expert {expert}"
             assert result["block_counts"][expert] == len(pairs), where
             first = self.first_row(rank, expert)
@@ -268,7 +270,7 @@ class Oracle:
     def first_row(self, rank: int, expert: int) -> int:
         """Where an expert's block begins."""
         if self.case.kind(self.number) == PACKED:
-            return sum(len(pairs) for pairs in self.blocks(rank)[:expert])
+            return sum(len(pairs) for pairs in self.blocks[rank][:expert])
         return expert * self.case.num_ranks * self.case.max_tokens
 
     def part(self, rank: int, source_rank: int, token: int) -> torch.Tensor:
@@ -277,10 +279,10 @@ class Oracle:
         if kind == NOTHING:
             return self.x[source_rank][token].float()
         if kind == ROWS:
-            place = source_rank * case.max_tokens + self.tokens(source_rank, rank).index(token)
+            place = source_rank * case.max_tokens + self.tokens[source_rank][rank].index(token)
             return self.y[rank][place].float()
         total = torch.zeros(case.hidden)
-        for expert, pairs in enumerate(self.blocks(rank)):
+        for expert, pairs in enumerate(self.blocks[rank]):
             if (source_rank, token) in pairs:
                 first = self.first_row(rank, expert)
                 total += self.y[rank][first + pairs.index((source_rank, token))].float()
@@ -290,18 +292,10 @@ class Oracle:
         case = self.case
         out = torch.zeros(len(self.topk[source_rank]), case.hidden)
         for rank in range(case.num_ranks):
-            for token in self.tokens(source_rank, rank):
+            for token in self.tokens[source_rank][rank]:
                 part = self.part(rank, source_rank, token)
                 out[token] += part if rank == source_rank else part.to(case.dtype).float()
         return out.to(case.dtype)
-
-
-def assert_round(case: LowLatencyCase, number: int, rank: int, result: dict[str, Any]) -> None:
-    """Compare all that a rank got in a round."""
-    oracle = Oracle(case, number)
-    oracle.check_received(rank, result)
-    what = f"out of rank {rank} of {case.num_ranks}, round {number}"
-    assert_same_bits(result["out"], oracle.out(rank), what)
 
 
 def assert_rows(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -320,8 +314,11 @@ def test_rounds_are_the_oracles(
         (case,) = [case for case in cases(num_ranks) if case.name == name]
         results = pool.run(rounds_on_rank, engine_name, case, ranks=num_ranks)
         for number in range(case.num_rounds):
+            oracle = Oracle(case, number)
             for rank, result in enumerate(results):
-                assert_round(case, number, rank, result[number])
+                oracle.check_received(rank, result[number])
+                what = f"out of rank {rank} of {num_ranks}, round {number}"
+                assert_same_bits(result[number]["out"], oracle.out(rank), what)
 
 
 def two_objects_on_rank(
@@ -356,7 +353,7 @@ def test_two_micro_batches_at_a_time(pool: RankPool, engine_name: str) -> None:
         for rank, outs in enumerate(results):
             num_parts = torch.tensor(
                 [
-                    sum(t in oracle.tokens(rank, r) for r in range(pool.size))
+                    sum(t in oracle.tokens[rank][r] for r in range(pool.size))
                     for t in range(len(outs[i]))
                 ]
             )
