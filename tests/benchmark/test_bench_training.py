@@ -138,14 +138,6 @@ def test_against_the_control(curve: Curve, problem: str | None) -> None:
     assert said is None if problem is None else problem in str(said)
 
 
-def test_fp32_may_part_by_less() -> None:
-    control = changed(output=CURVE.output.float(), gradient=CURVE.gradient.float())
-    near = dataclasses.replace(control, losses=[5.0 * (1 + 1e-6), 4.5])
-    far = dataclasses.replace(control, losses=[5.0 * (1 + 1e-5), 4.5])
-    assert curve_problem(near, control, 8) is None
-    assert "step 1: loss" in str(curve_problem(far, control, 8))
-
-
 def test_graphs_must_give_the_bits() -> None:
     last_bit = changed(losses=[5.0, float(torch.tensor(4.5).nextafter(torch.tensor(5.0)))])
     assert bits_problem(CURVE, CURVE) is None
@@ -293,10 +285,3 @@ def test_what_overlaps_shares_the_time() -> None:
     three = [*both, interval("GEMM", 8, 9)]  # between 8 and 9 two of three are GEMM
     assert time_shares(three)["GEMM"] == pytest.approx(8 + 2 / 3 + 1 / 2)
     assert sum(time_shares(three).values()) == pytest.approx(12)
-
-
-def test_gaps_are_of_no_kind() -> None:
-    apart = [interval("GEMM", 0, 10), interval("rest", 10, 11), interval("GEMM", 20, 21)]
-    assert positive(time_shares(apart)) == {"GEMM": 11.0, "rest": 1.0}
-    assert sum(time_shares([interval("rest", 0, 10), interval("rest", 2, 3)]).values()) == 10
-    assert positive(time_shares([])) == {}

@@ -102,6 +102,7 @@ LL, CPU = "--mode ll --device cpu", "a CPU has no CUDA graphs: leave"
         ("--smoke --device cuda", "leave --device cuda out"),
         ("--smoke --ranks 3", "8 experts cannot be divided over 3 ranks"),
         ("--smoke --ranks 0", "--ranks 0: must be at least 1"),
+        ("--config models --device cpu --ranks 16", "shape mixtral-8x7b: 8 experts"),
         ("--smoke --samples 0", "samples 0"),
         ("--config nothing", "no benchmark configuration 'nothing'"),
         ("--config models --subjects train:alltoall", "give --config training"),
@@ -202,15 +203,6 @@ def test_subjects_that_train_have_shapes_of_their_own() -> None:
     assert make("smoke", subjects="reference").trainings == ()
 
 
-def test_a_batch_follows_from_the_ranks() -> None:
-    (training,) = shapes.load("smoke").trainings
-    assert training.microbatches == 2
-    for ranks in (1, 2, 4):
-        settings = training.settings(ranks)
-        assert settings["micro-batch-size"] == 2
-        assert settings["global-batch-size"] == 2 * 2 * ranks
-
-
 def test_variants_of_a_training() -> None:
     ours, graph = "ncclep:native", "full_iteration"
     for name, expected in (
@@ -241,11 +233,6 @@ def test_what_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'megatron-ncclep[te]'" in str(unavailable_reason(choice, "cuda", large))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'megatron-ncclep[train]'" in str(unavailable_reason(choice, "cpu", small))
-
-
-def test_a_bad_shape_names_itself() -> None:
-    with pytest.raises(InputError, match=r"shape mixtral-8x7b: 8 experts.*16 ranks.*divisor of 8"):
-        Job.make(parsed("--config", "models"), 16, "cpu")
 
 
 def test_on_gpus_graphs_hold_what_is_measured() -> None:

@@ -14,10 +14,10 @@ from sample_result import SHAPE, sample_result
 from megatron_ncclep import cli
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark import table
-from megatron_ncclep.benchmark.plot import draw, pieces
+from megatron_ncclep.benchmark.plot import draw
 from megatron_ncclep.benchmark.result import ShapeResult
 from megatron_ncclep.benchmark.shapes import Workload, tables_of
-from megatron_ncclep.benchmark.table import is_busy_known, render
+from megatron_ncclep.benchmark.table import render
 from megatron_ncclep.testing.cases import Case
 
 
@@ -157,27 +157,6 @@ def test_numbers_of_training_steps() -> None:
     *_, last = [line for line in text.splitlines() if line.startswith("ncclep:native:grouped")]
     assert last.split()[1:] == ["9.00", "40.0", "3.00", "2.00", "6.00", "60.0", "5.50"]
     assert "static: 1.5x received rows" in text
-
-
-def test_kernels_that_wait_for_other_ranks_are_not_busy() -> None:
-    result = sample_result()
-    (training,) = result["trainings"]
-    training["settings"]["global-batch-size"] *= 2  # two ranks
-    text = render(result)
-    assert row(text, "training steps")[1:6] == ["ms", "turns", "tokens/s", "speed", "host"]
-    assert row(text, "ms of GPU time")[-1] == "rest"
-    assert pieces(training["subjects"][0], is_busy_known(training)) == {"step": 162.0}
-
-
-def test_what_was_not_profiled_has_no_columns() -> None:
-    """Zeros for a CPU would look like measurements."""
-    result = sample_result()
-    for subject in result["trainings"][0]["subjects"]:
-        subject |= {"kinds_us": {}, "host_us": None, "memory": None}
-    text = render(result)
-    assert row(text, "training steps")[1:6] == ["ms", "turns", "tokens/s", "speed", "GB held"]
-    assert "GPU time" not in text
-    assert "profiler" not in text
 
 
 def test_wrong_and_failed_subjects_stand_out() -> None:

@@ -165,24 +165,6 @@ def test_folders_of_the_jit(
     assert jit_folders(library) == {SOURCES: site / "nccl", NCCL_HEADERS: site / "nvidia"}
 
 
-def test_headers_are_those_of_the_nccl_in_use(
-    site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    library = extensions(site)
-    install_nccl(site, answers, 23007)
-
-    def headers(path: Path, version: tuple[int, int, int]) -> Path | None:
-        monkeypatch.setattr(search, "loaded_nccl", lambda: Library(path, version, ""))
-        return jit_folders(library).get(NCCL_HEADERS)
-
-    alone = touch(tmp_path / "preloaded" / "libnccl.so.2")
-    assert headers(alone, (2, 30, 7)) == site / "nvidia" / "nccl" / "include"
-    assert headers(alone, (2, 29, 7)) is None
-    touch(tmp_path / "usr" / "include" / "nccl.h")
-    system = touch(tmp_path / "usr" / "lib" / "node" / "libnccl.so.2.29.7")
-    assert headers(system, (2, 29, 7)) == tmp_path / "usr" / "include"
-
-
 def test_sources_and_headers_of_something_else(
     site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

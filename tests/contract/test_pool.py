@@ -53,11 +53,6 @@ def fail(ctx: RankContext) -> None:
     dist.barrier(ctx.group)
 
 
-def fail_early_and_late(ctx: RankContext) -> None:
-    time.sleep(ctx.rank)
-    raise ZeroDivisionError(f"a bug of rank {ctx.rank}")
-
-
 def give_up(ctx: RankContext) -> None:
     if ctx.rank == 0:
         EpGroup.of(ctx.group).exchange(b"?", "a call that rank 1 does not make", 1e-3)
@@ -99,49 +94,39 @@ def test_tensors_import_nothing(pool: RankPool) -> None:
         assert pool.run(has_imported, torch.tensor(2.0), "tabnanny") == [(2.0, False)] * 2
 
 
+def assert_replaced(pool: RankPool, before: list[tuple[int, int, list[int]]]) -> None:
+    """The pool has new processes, and the old ones are gone."""
+    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in pool.run(whereabouts))
+    assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
+
+
 @pytest.mark.parametrize(
     ("mistake", "told"),
-    [(end, "rank 1 died"), (hang, "rank 1 did not answer within 3 s")],
+    [(end, "rank 1 died"), (hang, "rank 1 did not answer within 1 s")],
 )
 def test_a_rank_that_is_gone_costs_all_processes(
     pool: RankPool, mistake: Callable[[RankContext], None], told: str
 ) -> None:
     before = pool.run(whereabouts)
     with pytest.raises(RankError, match=told):
-        pool.run(mistake, timeout=3)
-    after = pool.run(whereabouts)
-    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in after)
-    assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
+        pool.run(mistake, timeout=1)
+    assert_replaced(pool, before)
 
 
 def test_a_failure_is_told_while_others_wait(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank raised, the others waited for it in a collective for up to five minutes, and the pool
-    waited for them: that looked like a hang.
+    """A rank raises while the others wait for it in a collective, for minutes: that must not look
+    like a hang.
     """
     monkeypatch.setattr("megatron_ncclep.ranks.pool.GRACE_S", 1.5)
     before = pool.run(whereabouts)
-    start = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool.run(fail, timeout=LONG_S)
-    assert time.monotonic() - start < LONG_S / 2
     late = "rank 0 did not answer within 1.5 s after rank 1 had failed"
     assert re.search(rf"(?s){late}.*--- rank 1 ---.*ZeroDivisionError: a bug", str(caught.value))
     assert "--- rank 0 ---" not in str(caught.value)
-    after = pool.run(whereabouts)
-    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in after)
-    assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
-
-
-def test_later_errors_are_collected(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ncclep.ranks.pool.GRACE_S", LONG_S)
-    with pytest.raises(RankError) as caught:
-        pool.run(fail_early_and_late)
-    text = str(caught.value)
-    for rank in range(2):
-        assert re.search(rf"(?s)--- rank {rank} ---.*Error: a bug of rank {rank}\n", text), text
-    assert "did not answer" not in text
+    assert_replaced(pool, before)
 
 
 def test_a_group_that_gave_up_is_not_used_again(pool: RankPool) -> None:
