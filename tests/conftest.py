@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from contract_cases import contract_cases, for_engine
 from imports import import_dynamo
 from left_out import (  # noqa: F401  (hooks of pytest)
@@ -26,11 +25,9 @@ from patience import PatientPool
 from processes import LOCAL_RANKS
 from small_job import Trainer
 
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.libraries import search
 from megatron_ncclep.ranks import place
-from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankPool
 
 TESTS = Path(__file__).parent
@@ -129,7 +126,7 @@ def chosen_ranks(config: pytest.Config) -> list[int]:
 def check_options(engine_names: list[str], ranks: list[int], backend: str, hosts: int = 1) -> None:
     """Refuse what cannot run at all, before the first test; let ranks share GPUs if they must.
 
-    An engine that cannot run on this machine's GPUs is not refused: its tests fail, and say why.
+    An engine that cannot run on this machine is not refused: its tests fail, and say why.
 
     Raises:
         pytest.UsageError: says which option to change.
@@ -137,12 +134,6 @@ def check_options(engine_names: list[str], ranks: list[int], backend: str, hosts
     for name in engine_names:
         if name not in ENGINES:
             raise pytest.UsageError(f"--engine {name}: the engines are {', '.join(ENGINES)}")
-        reason = reason_without_gpus(name) if backend == "gloo" else None
-        if reason:
-            raise pytest.UsageError(
-                f"--engine {name}: cannot run over gloo on the CPU: {reason}; on a machine with "
-                "GPUs add --backend nccl"
-            )
     if ranks[0] < 1:
         raise pytest.UsageError(f"--ranks {ranks[0]}: must be at least 1")
     if hosts < 1 or ranks[-1] % hosts or (hosts > 1 and backend != "nccl"):
@@ -162,20 +153,6 @@ def check_options(engine_names: list[str], ranks: list[int], backend: str, hosts
 def shares_gpus(num_ranks: int) -> bool:
     """Whether there are fewer GPUs than ranks."""
     return num_ranks > torch.cuda.device_count()
-
-
-def reason_without_gpus(name: str) -> str | None:
-    """What the engine says of a gloo group; asked in a group of this process alone."""
-    if name == "reference":  # made for it
-        return None
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD is not None  # just made
-        return ENGINES[name].unavailable_reason(
-            EpGroup.of(dist.group.WORLD), EpConfig(engine=name), None
-        )
-    finally:
-        dist.destroy_process_group()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron_ncclep.benchmark.shapes import (
     tables_of,
     wire_rows,
 )
-from megatron_ncclep.cli.network_model import NetworkModel
 from megatron_ncclep.engines.engine import (
     EVERY_PART_ROUNDED,
     NODE_SUMS_ROUNDED,
@@ -174,16 +172,6 @@ def test_network_rows_of_the_worked_example() -> None:
 
 
 # --- the model of several nodes ------------------------------------------------------------------
-
-MODEL = NetworkModel()
-
-
-def test_chunks_hide_the_shorter_part() -> None:
-    crossing = MODEL.crossing_bytes(4) / (1e9 * MODEL.nic_gb_s)
-    inside = MODEL.inside_bytes(4) / (1e9 * MODEL.nvlink_gb_s)
-    assert MODEL.seconds(4) == pytest.approx(crossing + inside)
-    many = dataclasses.replace(MODEL, chunks=1000)
-    assert many.seconds(4) == pytest.approx(max(crossing, inside), rel=0.01)
 
 
 def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
