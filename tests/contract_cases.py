@@ -25,10 +25,7 @@ PAYLOAD_LIMITS = ("payload_dtypes", "row_bytes_multiple")
 # Library shapes, what `for_engine` turns a case into: experts on each rank -> dtypes, most wanted
 # first, and one hidden size.  Four combinations for each number of ranks; the second number of
 # experts is for a top-k that does not fit into the first.
-LIBRARY_DTYPES = {
-    4: (torch.float32, torch.bfloat16, torch.float16),
-    32: (torch.float32,),
-}
+LIBRARY_DTYPES = {4: (torch.float32, torch.bfloat16, torch.float16), 32: (torch.float32,)}
 LIBRARY_HIDDEN = 64
 
 # Seconds that a rank waits for the others.  What hangs on GPUs should not hang for long; on a CPU

@@ -18,12 +18,7 @@ from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine
-from megatron_ncclep.errors import (
-    EngineUnavailableError,
-    GroupClosedError,
-    InputError,
-    PeerError,
-)
+from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError, InputError, PeerError
 from megatron_ncclep.ops.routing import routes_and_weights
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
@@ -312,12 +307,7 @@ def make_mistake(
 )
 @pytest.mark.parametrize("name", MISTAKES)
 def test_every_rank_raises_the_same_error(
-    pool: RankPool,
-    engine_name: str,
-    backend: str,
-    name: str,
-    check_calls: bool,
-    has_windows: bool,
+    pool: RankPool, engine_name: str, backend: str, name: str, check_calls: bool, has_windows: bool
 ) -> None:
     texts = pool.run(make_mistake, name, engine_name, check_calls, has_windows, ranks=2)
     if name == BOTH_ARE_WRONG and not check_calls:  # each says so of itself

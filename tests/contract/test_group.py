@@ -178,9 +178,7 @@ def test_a_closed_group_says_what_to_do_and_can_be_used_again(
     again.close()
 
 
-def test_what_is_over_a_destroyed_process_group_is_freed(
-    process_group: dist.ProcessGroup,
-) -> None:
+def test_what_is_over_a_destroyed_process_group_is_freed(process_group: dist.ProcessGroup) -> None:
     """No rank is left to agree with: `close` frees it, or the next group that is made."""
     log: list[str] = []
     first, second = dist.new_group([0]), dist.new_group([0])

@@ -101,8 +101,7 @@ def assert_replaced(pool: RankPool, before: list[tuple[int, int, list[int]]]) ->
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
-    [(end, "rank 1 died"), (hang, "rank 1 did not answer within 1 s")],
+    ("mistake", "told"), [(end, "rank 1 died"), (hang, "rank 1 did not answer within 1 s")]
 )
 def test_a_rank_that_is_gone_costs_all_processes(
     pool: RankPool, mistake: Callable[[RankContext], None], told: str

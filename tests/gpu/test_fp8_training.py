@@ -51,9 +51,7 @@ class Fp8Case:
 
 def build(ctx: RankContext, dispatcher: str, engine_name: str, case: Fp8Case) -> Any:
     """One MoELayer of TransformerEngine's modules in bf16, with experts that all differ."""
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     initialize(ctx.num_ranks, device=ctx.device)

@@ -86,8 +86,7 @@ KINDS = [
     Experts("gpt-oss", GPT_OSS),
     Experts("squared-relu", SQUARED_RELU),
     Experts(
-        "te-activation",
-        {**SWIGLU, "bias_activation_fusion": False, "use_te_activation_func": True},
+        "te-activation", {**SWIGLU, "bias_activation_fusion": False, "use_te_activation_func": True}
     ),
     Experts("probs-on-input", {**SWIGLU, **TOP_1, "moe_apply_probs_on_input": True}),
     Experts(

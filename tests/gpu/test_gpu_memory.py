@@ -56,11 +56,7 @@ def offloaded(*modules: str) -> dict[str, Any]:
     }
 
 
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARED = {"moe_shared_expert_intermediate_size": 256}
 # Options that make another model or name its weights otherwise: alltoall has them, too.
 MODELLED = (*SHARED, "use_transformer_engine_op_fuser")
@@ -78,10 +74,7 @@ CASES = [
     # The rows that dispatch delivers are freed as soon as they are on the host.
     saving("offload", offloaded("expert_fc1", "moe_act", "mlp_norm")),
     saving("offload-attention", offloaded(*ATTENTION)),
-    saving(
-        "offload-everything",
-        offloaded(*ATTENTION, "mlp_norm", "expert_fc1", "moe_act"),
-    ),
+    saving("offload-everything", offloaded(*ATTENTION, "mlp_norm", "expert_fc1", "moe_act")),
     # All that experts keep, and the rows of the dispatch, freed before they compute on.
     saving(
         "offload-fused-experts",
