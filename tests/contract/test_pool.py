@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from unittest import mock
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 from patience import patient
 
@@ -30,10 +28,6 @@ def prepare() -> None:
 
 def whereabouts(ctx: RankContext) -> tuple[int, int, list[int]]:
     return os.getpid(), os.getppid(), PREPARED
-
-
-def has_imported(ctx: RankContext, tensor: torch.Tensor, module: str) -> tuple[float, bool]:
-    return tensor.item(), module in sys.modules
 
 
 def end(ctx: RankContext) -> None:
@@ -84,16 +78,6 @@ def test_ranks_are_forks_of_one_process(pool: RankPool) -> None:
     assert not [pid for pid in (first, second, parent) if psutil.pid_exists(pid)]
 
 
-def test_tensors_import_nothing(pool: RankPool) -> None:
-    """Megatron-Core replaces the function that pickled tensors name: the ranks of other tests all
-    imported Megatron-Core, once this process had.
-    """
-    import tabnanny  # here: what this file imports is imported with the ranks' function
-
-    with mock.patch("torch.storage._load_from_bytes", tabnanny.check):
-        assert pool.run(has_imported, torch.tensor(2.0), "tabnanny") == [(2.0, False)] * 2
-
-
 def assert_replaced(pool: RankPool, before: list[tuple[int, int, list[int]]]) -> None:
     """The pool has new processes, and the old ones are gone."""
     assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in pool.run(whereabouts))
@@ -101,14 +85,14 @@ def assert_replaced(pool: RankPool, before: list[tuple[int, int, list[int]]]) ->
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"), [(end, "rank 1 died"), (hang, "rank 1 did not answer within 1 s")]
+    ("mistake", "told"), [(end, "rank 1 died"), (hang, "rank 1 did not answer within 2 s")]
 )
 def test_a_rank_that_is_gone_costs_all_processes(
     pool: RankPool, mistake: Callable[[RankContext], None], told: str
 ) -> None:
     before = pool.run(whereabouts)
     with pytest.raises(RankError, match=told):
-        pool.run(mistake, timeout=1)
+        pool.run(mistake, timeout=2)
     assert_replaced(pool, before)
 
 
