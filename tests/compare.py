@@ -1,4 +1,4 @@
-"""Exact comparison that says where the first difference is."""
+"""Exact comparisons that report where the first difference is."""
 
 from __future__ import annotations
 

@@ -120,11 +120,11 @@ def ran() -> list[list[str]]:
     return []
 
 
-# --- the rules: what is done with a command, by its first word ------------------------------------
+# --- rules: how a command is run, by its first word ------------------------------------
 
 
 class Shell:
-    """Runs the commands of a block, in a folder with Megatron-LM beside what they write."""
+    """Runs the commands of a block, in a folder that also has a Megatron-LM."""
 
     def __init__(self, server: ForkServer, folder: Path, ran: list[list[str]]) -> None:
         self.server, self.folder, self.ran = server, folder, ran

@@ -199,9 +199,8 @@ def test_keys_of_the_files_are_arguments_of_megatron(megatron_parser: dict[str, 
 
 def test_a_slice_differs_from_its_model_where_it_says(write):
     whole, part = (config_files.load("model", f"deepseek-v3{end}") for end in ("", "-4gpus"))
-    differing = {name for name in whole if part[name] != whole[name]}
+    differing = {name for name in {*whole, *part} if part.get(name) != whole.get(name)}
     assert differing == {"num-layers", "moe-layer-freq", "num-experts", "global-batch-size"}
-    assert set(part) == set(whole)
     with pytest.raises(InputError, match="base: 'deepseek' must be another of the names deepseek-"):
         config_files.load("model", write("a", "base: deepseek"))
     with pytest.raises(InputError, match="base: 'tiny' must be another"):

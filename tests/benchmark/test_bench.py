@@ -132,7 +132,7 @@ def test_training_steps_of_the_smoke_run(smoke: Done) -> None:
 
 
 def test_training_steps_that_are_wrong_or_cannot_run_are_failures(tmp_path: Path) -> None:
-    """The control is trained although nobody asked for it."""
+    """The control is trained without being asked for."""
     done = run(
         tmp_path, [str(FOLDER / "broken_bench.py")], "--smoke", "--samples", "1",
         # 128 tokens of a rank in a micro-batch choose 4 experts each.

@@ -192,13 +192,13 @@ def test_wrong_gradients_are_rejected(two_ranks: RankPool, name: str, bug: Any) 
 
 
 def test_a_graph_is_replayed_with_another_routing(two_ranks: RankPool) -> None:
-    """One that goes on with the routing of its capture is right as long as that stays."""
+    """A graph that keeps the routing of its capture is right as long as the routing stays."""
     problems = two_ranks.run(check_on_rank, GRAPH, "bf16", "a graph that keeps its routing")
     assert "replayed with another routing: rank 1: the router's map is not" in str(problems)
 
 
 def test_rows_that_do_not_fit_are_no_result(two_ranks: RankPool) -> None:
-    """20 tokens of 2 ranks with 3 experts each, of which a rank has 60 on average."""
+    """20 tokens of 2 ranks with 3 experts each: a rank receives 60 rows on average."""
     problems = two_ranks.run(check_on_rank, f"{GROUPED}:static", "bf16", "none", 64)
     assert "did not fit into 64 received rows and were dropped" in str(problems)
 

@@ -42,7 +42,7 @@ class Handle:
         work, table = self._work, self._work.tables[RANK]
         every = work.every(WEIGHTS)
         if w is not None:
-            # Weights stand beside the experts that this rank named, in its order.
+            # Weights are in the order in which this rank named its experts.
             assert self.picks is not None
             order = work.topk_idx[:, :, None] == self.picks[:, None]
             every[RANK] = torch.where(order, w[:, None], 0).sum(dim=2)

@@ -53,7 +53,7 @@ def test_numbers_of_the_table() -> None:
     assert "494-506" in text  # 10th to 90th percentile of 492, 496, 500, 504, 508
 
 
-def test_experts_stand_beside_the_time_of_their_products() -> None:
+def test_experts_are_compared_with_the_time_of_their_products() -> None:
     """And layers: 40000 rows of 7168 by 3 x 2048 at 790 TFLOP/s take 4.459 ms, and twice that."""
     result = sample_result()
     text = render(result)
@@ -100,7 +100,7 @@ def test_ranks_that_share_a_gpu_have_no_ratios() -> None:
         assert ratio not in tables, ratio
 
 
-def test_what_crosses_the_network_stands_beside_the_times() -> None:
+def test_bytes_over_the_network_are_shown_with_the_times() -> None:
     result = sample_result()
     assert "over the network" not in render(result)
     result["shapes"][0]["network"] = {
@@ -138,7 +138,7 @@ def test_what_is_too_wide_follows_below(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_numbers_of_training_steps() -> None:
-    """160 and 164 ms, of which kernels take 60; 8192 tokens in 65.5 ms are 125,069 a second."""
+    """160 and 164 ms, 60 of them in kernels; 8192 tokens in 65.5 ms are 125,069 a second."""
     result = sample_result()
     text = render(result)
     assert row(text, "training steps")[1:] == [

@@ -98,7 +98,7 @@ def opened(
 ) -> Iterator[tuple[Case, Engine]]:
     """The case with its tensors on this rank's device, and its engine, closed in the end.
 
-    What a wait of the device left as NaN is an error, and not a wrong result.
+    NaN that a failed wait of the device has left is an error here, and not a wrong result.
     """
     case = case.on(ctx.device)
     config = dataclasses.replace(config_of(case, engine_name), **options)

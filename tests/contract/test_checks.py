@@ -1,4 +1,4 @@
-"""What is wrong with an argument, said without a GPU: devices are only names here."""
+"""Errors about a tensor on the wrong device, without a GPU: devices are only names here."""
 
 from __future__ import annotations
 

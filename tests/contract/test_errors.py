@@ -1,4 +1,4 @@
-"""Bad input: the same clear error on every rank, soon, with the value and the remedy; no hang."""
+"""Bad input: the same clear error on every rank at once, with the value and the remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.needs_ranks(2)
 
 # Two ranks with four experts each: shapes that an engine has compiled for other tests too.
 NUM_EXPERTS, HIDDEN = 8, 64
-# What is no tensor of the group's device.
+# A device other than the group's.
 WRONG_DEVICE = {"cpu": "meta", "cuda": "cpu"}
 
 
@@ -92,8 +92,7 @@ def plan_of_another_engine(ctx: RankContext, engine: Engine) -> None:
 
 def no_plan(ctx: RankContext, engine: Engine) -> None:
     plan = engine.plan(topk(ctx))
-    given: Any = [plan, None][ctx.rank]
-    engine.combine(given, rows(ctx, plan.num_rows))
+    engine.combine([plan, None][ctx.rank], rows(ctx, plan.num_rows))
 
 
 def alignment_of_another_engine(ctx: RankContext, engine: Engine) -> None:
@@ -145,7 +144,6 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
         lambda c, e: e.plan(topk(c).to(WRONG_DEVICE[c.device]) if c.rank else topk(c)),
         r"rank 1: topk_idx is on {wrong}.*\.to\('{device}'\)",
     ),
-    "no columns": (lambda c, e: e.plan(topk(c)[:, :0]), "top_k 0"),
     "top-k differs": (
         lambda c, e: e.plan(topk(c)[:, : 2 - c.rank]),
         "top_k differs.*rank 0 has 2, rank 1 has 1",
@@ -339,7 +337,7 @@ def test_more_rows_than_numbers_for_them(pool: RankPool) -> None:
 
 
 def broken_on_rank(ctx: RankContext) -> str:
-    """What is said of an engine that rank 1 cannot run; `auto` takes the next one."""
+    """The error of an engine that rank 1 cannot run; `auto` takes the next one."""
     reference = engines.ENGINES["reference"]
     broken = engines.EngineEntry(
         reference.caps,

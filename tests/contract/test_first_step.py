@@ -1,6 +1,6 @@
-"""The first step of a group: a rank that compiles is late, and is waited for; later ones are not.
+"""The first step of a group has a longer deadline, because a rank that compiles is late.
 
-60 s ended jobs in which one rank compiled for longer: the others took it for dead.
+With 60 s, the other ranks took a rank that compiled for longer for dead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An engine with the limits of a GPU engine, on the CPU: it keeps the contract within its caps.
 
-What exceeds them must be refused with the limit's name, as `EngineBase` does for every engine.
+Whatever exceeds a limit must be refused with its name, as `EngineBase` does for every engine.
 """
 
 from __future__ import annotations

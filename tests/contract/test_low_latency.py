@@ -168,7 +168,7 @@ def round_on_rank(ll: LowLatency, case: LowLatencyCase, number: int, rank: int) 
     y, rows_of = rows.rows, None
     if kind == ROWS:
         y = case.y(number, rank, kind).to(device).view(case.num_ranks, case.max_tokens, -1)
-        # What is behind the counts must not be read.
+        # Rows after the counted ones must not be read.
         behind = torch.arange(case.max_tokens, device=device) >= rows.counts.view(-1, 1)
         y = y.masked_fill(behind[:, :, None], float("nan"))
     elif kind in (BY_EXPERT, PACKED):

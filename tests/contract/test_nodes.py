@@ -1,4 +1,4 @@
-"""Several nodes: the grid of ranks, and the contract over it with ranks that only count as some.
+"""Several nodes: the grid of ranks, and the contract over it, with ranks of one host.
 
 All of the contract's tests run over a grid with, for 2 x 2:
 
@@ -89,7 +89,7 @@ def error_on_rank(ctx: RankContext) -> tuple[str, str]:
         ((2, 2, 1, 2), EngineUnavailableError, "node 0 has ranks 0 to 1, node 2 has rank 2"),
     ],
 )
-def test_every_rank_hears_that_there_is_no_grid(
+def test_every_rank_is_told_that_there_is_no_grid(
     pool: RankPool, local_ranks: Any, error: type, text: str
 ) -> None:
     for name, said in pool.run(in_grid, local_ranks, error_on_rank, ranks=4):
@@ -156,7 +156,7 @@ def test_gradients_are_the_reference_engines(pool: RankPool, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("rows", [64, "0.5x"])
-def test_all_nodes_hear_that_rows_were_dropped(pool: RankPool, rows: int | str) -> None:
+def test_all_nodes_are_told_that_rows_were_dropped(pool: RankPool, rows: int | str) -> None:
     """Rows are dropped on node 0 alone; the other one's ranks must not step on."""
     case = dataclasses.replace(TOO_MUCH, tokens=(40,) * 4, max_recv_rows=rows)
     step = dataclasses.replace(case, skew=0.0, dropped=0.9)
@@ -180,7 +180,7 @@ def wrong_on_rank(ctx: RankContext, culprit: int) -> tuple[str, str]:
     return str(caught.value), str(list(rows.shape))
 
 
-def test_all_nodes_hear_of_a_wrong_argument(pool: RankPool) -> None:
+def test_all_nodes_are_told_of_a_wrong_argument(pool: RankPool) -> None:
     results = pool.run(in_grid, 2, wrong_on_rank, 3, ranks=4)
     assert {text for text, _ in results} == {
         "dispatch: rank 3: x has shape [2, 16]: the plan expects [1, hidden]"
@@ -209,7 +209,7 @@ def failed_inside_on_rank(ctx: RankContext) -> None:
 
 
 def test_what_fails_inside_a_node_is_told_before_an_optimizer_steps(pool: RankPool) -> None:
-    """The group of a node's ranks is not in torch's list: only this engine checks it."""
+    """The group of a node's ranks is not in torch's list, so only this engine checks it."""
     pool.run(in_grid, 2, failed_inside_on_rank, ranks=4)
 
 

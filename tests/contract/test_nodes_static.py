@@ -1,8 +1,8 @@
 """Static mode over several nodes: no call waits, neither for a device nor for another host.
 
-On a CPU an engine inside that waits for nothing is played by `reference`, which may read what it
-likes; whatever `hierarchical` itself reads, or asks other hosts, is an error.  What waits in some
-other way is seen on GPUs: `NCCLEP_LOCAL_RANKS=1 pytest tests/gpu/test_gpu_static_mode.py
+On a CPU, `reference` plays an engine inside the nodes that waits for nothing, and may read what it
+likes; whatever `hierarchical` itself reads, or asks other hosts, is an error.  Other kinds of waits
+show on GPUs: `NCCLEP_LOCAL_RANKS=1 pytest tests/gpu/test_gpu_static_mode.py
 tests/gpu/test_graphs.py --backend nccl --engine hierarchical --ranks 2`.
 """
 
@@ -67,7 +67,7 @@ class NoOperatorReads(TorchDispatchMode):
 
 
 class Far:
-    """Whether what calls do counts as done for a device far away."""
+    """Whether calls count as work on a device far away, which the host cannot read."""
 
     is_on = False
 
@@ -263,14 +263,14 @@ def dropped_on_rank(ctx: RankContext, topk_idx: torch.Tensor) -> str:
     return str(caught.value)
 
 
-def test_all_nodes_hear_of_dropped_rows_without_waiting(pool: RankPool) -> None:
+def test_all_nodes_are_told_of_dropped_rows_without_waiting(pool: RankPool) -> None:
     topk_idx = torch.tensor([[0, 1], [1, -1]])  # of each of four ranks: 12 assignments for rank 0
     for text in pool.run(in_grid, 2, dropped_on_rank, topk_idx, ranks=4):
         assert "with max_recv_rows=4, rank 0 needed 12 rows and had 4 (" in text
 
 
 def wrong_assignments_on_rank(ctx: RankContext, assignments: list[list[int]]) -> str:
-    """What is said of a bad routing of rank 1 that no host has looked at."""
+    """The error of a bad routing of rank 1 that no host has looked at."""
     good = torch.tensor([[0, 7]])
     with inside_that_waits_for_nothing():
         engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))
@@ -282,7 +282,7 @@ def wrong_assignments_on_rank(ctx: RankContext, assignments: list[list[int]]) ->
 
 
 @pytest.mark.parametrize("assignments", [[[0, 8]], [[-2, 0]], [[3, 3]], [[6, 6]]], ids=str)
-def test_all_nodes_hear_of_a_bad_routing(pool: RankPool, assignments: list[list[int]]) -> None:
+def test_all_nodes_are_told_of_a_bad_routing(pool: RankPool, assignments: list[list[int]]) -> None:
     """It crosses to all nodes, whose engine inside finds it on the device."""
     for rank, text in enumerate(
         pool.run(in_grid, 2, wrong_assignments_on_rank, assignments, ranks=4)

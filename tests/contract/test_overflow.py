@@ -1,4 +1,4 @@
-"""Static mode: limits in words, what the source rank keeps, and who hears of dropped rows."""
+"""Static mode: limits in words, what the source rank keeps, and reports of dropped rows."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def raised_on_rank(ctx: RankContext, case: Case, engine_name: str, step: Case) -
 @pytest.mark.needs_ranks(2)
 @pytest.mark.needs_caps(test=lambda caps: "on_overflow" in caps.options)
 @pytest.mark.parametrize("rows", [64, "0.5x"])
-def test_every_rank_hears_that_rows_were_dropped(
+def test_every_rank_is_told_that_rows_were_dropped(
     pool: RankPool, engine_name: str, rows: int | str
 ) -> None:
-    """A dropped row at one rank changes what another one gets: both must stop, and say the same."""
+    """A row dropped on one rank changes what others get back: all ranks must stop."""
     case = fitted(dataclasses.replace(TOO_MUCH, max_recv_rows=rows), pool, engine_name)
     step = dataclasses.replace(case, skew=0.0, dropped=0.9)
     assert not any(oracle_of(step, engine_name).num_dropped)

@@ -1,9 +1,8 @@
 """A rank whose device is late, or that leaves something out: NaN where nothing came, and an error.
 
-A kernel whose wait passed its deadline used to leave its outputs as the allocator gave them, which
-is what an earlier tensor held: numbers.  The error came with the group's next call; after the last
-layer of a backward pass there is none before the optimizer, and in a replayed graph there never is.
-Tests with ranks that end (tests/faults) read only what each rank said, and so saw none of it.
+Without the NaN, outputs of a kernel whose wait passed its deadline would hold the numbers of some
+earlier tensor, and no later call of the group may come that could raise: none before an optimizer's
+step, and none in a replayed graph.
 
 Each fault happens in a group of its own, which is of no use afterwards; the pool lives on.
 """

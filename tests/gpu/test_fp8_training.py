@@ -40,7 +40,7 @@ RATE = 10.0  # of plain descent; weights and losses move a few percent a step
 
 @dataclass(frozen=True)
 class Fp8Case:
-    """One training; `options` are TransformerConfig's beside the recipe's, `ncclep` EpConfig's."""
+    """One training: a recipe, further TransformerConfig fields, and EpConfig fields."""
 
     recipe: str | None
     grouped_gemm: bool = True

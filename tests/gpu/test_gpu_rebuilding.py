@@ -62,7 +62,7 @@ def free_bytes() -> int:
     dist.barrier()  # ranks that share this GPU have given theirs back
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
-    dist.barrier()  # and none goes on before all have looked
+    dist.barrier()  # and no rank continues before all have looked
     return free
 
 

@@ -113,7 +113,7 @@ def test_no_hook_waits_for_the_gpu(
 
 
 def raised_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[str]:
-    """What `check` raises after replays of which the second of three drops rows."""
+    """What `check` raises after each of three replays; the second one drops rows."""
     group = EpGroup.of(ctx.group)
     config = dataclasses.replace(config_of(case, engine_name), on_overflow="raise")
     case = case.on(ctx.device)
@@ -142,7 +142,7 @@ def raised_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[str]:
 
 @pytest.mark.needs_caps(test=lambda caps: caps.captures_static and "on_overflow" in caps.options)
 @pytest.mark.parametrize("rows", [256, "1.25x"])
-def test_every_rank_hears_what_a_replay_dropped(
+def test_every_rank_is_told_what_a_replay_dropped(
     pool: RankPool, engine_name: str, rows: int | str
 ) -> None:
     case = fitted(dataclasses.replace(CASE, max_recv_rows=rows), pool, engine_name)

@@ -146,7 +146,7 @@ def plan_in_a_capture(ctx: RankContext, case: Case, engine_name: str) -> None:
 
 @pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
 def test_an_exact_plan_is_refused_in_a_capture(pool: RankPool, engine_name: str) -> None:
-    """It used to wait for twice the deadline for sizes that a captured kernel never tells."""
+    """It would wait for sizes that a captured kernel never reports."""
     case = fitted(CASE, pool, engine_name)
     answers = pool.run(error_on_rank, plan_in_a_capture, case, engine_name, ranks=case.num_ranks)
     ((kind, text),) = {(kinds[0], text) for kinds, text in answers}

@@ -166,7 +166,7 @@ def test_graphs_replayed_with_a_changed_routing(
 
 
 def bad_routing_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[tuple[str, bool]]:
-    """An optimizer's steps after replays, of which the second has a bad routing on rank 0.
+    """An optimizer's steps after three replays; the second has a bad routing on rank 0.
 
     Returns:
         what each step raised, and whether it changed the weight.
