@@ -1,4 +1,4 @@
-"""Exact comparison that says where the first difference is."""
+"""Exact comparisons that report where the first difference is."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from oracle import OraclePlan
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Compare two tensors bit by bit (NaN equals the same NaN, +0 differs from -0).
+def assert_same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
+    """Compare two tensors bit by bit (NaN equals the same NaN, +0 differs from -0), or two Nones.
 
-    Where they are, when that is one place, and otherwise on the CPU.
+    Tensors on different devices are compared on the CPU.
 
     Raises:
         AssertionError: names `what`, the first coordinates that differ, and both values.
     """
+    if actual is None or expected is None:
+        if actual is not expected:
+            raise AssertionError(f"{what}: {'no' if actual is None else 'an unexpected'} tensor")
+        return
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise AssertionError(
             f"{what}: {actual.dtype} {list(actual.shape)}, expected {expected.dtype} "

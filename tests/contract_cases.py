@@ -25,10 +25,7 @@ PAYLOAD_LIMITS = ("payload_dtypes", "row_bytes_multiple")
 # Library shapes, what `for_engine` turns a case into: experts on each rank -> dtypes, most wanted
 # first, and one hidden size.  Four combinations for each number of ranks; the second number of
 # experts is for a top-k that does not fit into the first.
-LIBRARY_DTYPES = {
-    4: (torch.float32, torch.bfloat16, torch.float16),
-    32: (torch.float32,),
-}
+LIBRARY_DTYPES = {4: (torch.float32, torch.bfloat16, torch.float16), 32: (torch.float32,)}
 LIBRARY_HIDDEN = 64
 
 # Seconds that a rank waits for the others.  What hangs on GPUs should not hang for long; on a CPU
@@ -83,7 +80,7 @@ def contract_cases(num_ranks: int) -> list[Case]:
         Case("one-expert-on-each-rank", uneven(14), R, top_k=min(R, 2)),
         Case("masked-assignments", uneven(31), E, top_k=4, dropped=0.4),
         Case("tokens-without-experts", uneven(31), E, top_k=2, dropped=0.8),
-        Case("nobody-routes", uneven(11), E, dropped=1.1),
+        Case("no-token-is-routed", uneven(11), E, dropped=1.1),
         Case("all-to-the-first-experts", uneven(19), E, skew=100.0),
         Case("skewed", uneven(40), 8 * R, top_k=4, skew=1.0),
         Case("hidden-1", uneven(13), E, hidden=1, fixed_payload=True),
@@ -129,7 +126,7 @@ def for_engine(case: Case, caps: EngineCaps) -> Case:
     An engine that compiles at run time needs seconds for each new combination of ranks, experts per
     rank, row bytes and dtype, and nearly every case has its own.  For such an engine experts,
     hidden size and dtype come from the library shapes; tokens, top-k, skew, masks, alignment and
-    static rows stay.  What is lost is one expert on each rank.
+    static rows stay.  One expert on each rank is not tested then.
 
     For another engine only a payload that it refuses is replaced, by the next one that it moves: a
     case that is about plans, gradients or schedules is none about fp64 or five columns.

@@ -1,6 +1,7 @@
 """Tests that a run leaves out: not skipped, so that no report counts them, and listed at its end.
 
 With several workers each of them collects all tests, and the process that prints collects none.
+The functions named pytest_... are hooks of tests/conftest.py.
 """
 
 from __future__ import annotations
@@ -12,43 +13,40 @@ import pytest
 
 # What is left out -> why.
 LEFT_OUT = pytest.StashKey[dict[str, str]]()
-TO_THE_PRINTER = "left_out"
+OF_WORKER = "left_out"
 
 
 def leave_out(
     config: pytest.Config, items: list[pytest.Function], reasons: Mapping[pytest.Function, str]
 ) -> None:
-    """Take tests from `items`.
+    """Take tests from `items`, the tests collected so far.
 
     Args:
         config: of the run.
-        items: the tests collected so far.
-        reasons: test -> why it is left out; "": nobody needs to be told.
+        items: is changed.
+        reasons: test -> why it is left out; "": goes without saying.
     """
-    told = config.stash.setdefault(LEFT_OUT, {})
-    told.update({name_of(item): why for item, why in reasons.items() if why})
+    listed = {item.nodeid.partition("[")[0]: why for item, why in reasons.items() if why}
+    config.stash.setdefault(LEFT_OUT, {}).update(listed)
     config.hook.pytest_deselected(items=list(reasons))
     items[:] = [item for item in items if item not in reasons]
 
 
-def name_of(item: pytest.Function) -> str:
-    """Without what parametrizes it."""
-    return item.nodeid.partition("[")[0]
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the list of a worker over."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[OF_WORKER] = session.config.stash.get(LEFT_OUT, {})
 
 
-def tell_the_printer(config: pytest.Config) -> None:
-    """Called in each worker when it ends."""
-    if hasattr(config, "workeroutput"):
-        config.workeroutput[TO_THE_PRINTER] = config.stash.get(LEFT_OUT, {})
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take over the list of a worker."""
+    listed = getattr(node, "workeroutput", {}).get(OF_WORKER, {})
+    node.config.stash.setdefault(LEFT_OUT, {}).update(listed)
 
 
-def told_by(config: pytest.Config, worker: Any) -> None:
-    """Called in the process that prints when a worker has ended."""
-    told = config.stash.setdefault(LEFT_OUT, {})
-    told.update(getattr(worker, "workeroutput", {}).get(TO_THE_PRINTER, {}))
-
-
-def print_left_out(reporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """One line for each test."""
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     for name, reason in config.stash.get(LEFT_OUT, {}).items():
-        reporter.write_line(f"LEFT OUT {name}: {reason}")
+        terminalreporter.write_line(f"LEFT OUT {name}: {reason}")

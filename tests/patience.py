@@ -1,7 +1,7 @@
 """How long tests wait for what should come: deadlines that are only a safety net.
 
-Where a machine has much else to do, ranks that do nothing wrong are late.  NCCLEP_TEST_PATIENCE
-multiplies all these deadlines.  What is itself under test, a rank that gives up say, keeps its own.
+On a busy machine, ranks that do nothing wrong are late: NCCLEP_TEST_PATIENCE multiplies all these
+deadlines.  A deadline that is itself under test, such as that of a rank that gives up, stays.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Fresh processes that are the ranks of one job, without a supervisor: how each of them ends.
 
-`RankPool` keeps its processes alive; here every one goes through its own exit, destructors and all,
+`RankPool` keeps its processes alive; here each one goes through its own exit, destructors and all,
 as under torchrun, but the others are not ended when one has failed.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -26,6 +24,8 @@ from megatron_ncclep.ranks.pool import RankContext
 LOCAL_RANKS = "TESTED_LOCAL_RANKS"
 # What a process that did not end in time gets to write down where it hangs.
 DUMP_S = patient(5.0)
+# How the command `timeout` ends when the time was up.
+TIMED_OUT = 124
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,14 @@ class Store:
 
 
 def run_ranks(
-    command: list[str],
-    num_ranks: int,
-    timeout: float,
-    **environment: str,
+    command: list[str], num_ranks: int, timeout: float, **environment: str
 ) -> list[Ended]:
     """Start `command` as every rank of a job, with torchrun's variables, and wait for all to end.
 
     Args:
         command: of one rank, which calls `join`.
         num_ranks: R.
-        timeout: seconds for all of them together, on an idle machine; then what is left is killed.
+        timeout: seconds for each of them, on an idle machine; then it is killed.
         environment: more variables.
     """
     store = Store()
@@ -77,49 +74,31 @@ def run_ranks(
         **os.environ,
         **store.variables(num_ranks),
         "OMP_NUM_THREADS": "1",
-        "PYTHONFAULTHANDLER": "1",
+        "PYTHONFAULTHANDLER": "1",  # writes the stacks when a rank is aborted
         **environment,
     }
-    deadline = time.monotonic() + patient(timeout)
-    with ExitStack() as files:
-        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
+    limit = ["timeout", "--signal=ABRT", f"--kill-after={DUMP_S}", str(patient(timeout))]
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
         processes = [
             subprocess.Popen(
-                command,
+                [*limit, *command],
                 env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # what it starts ends with it
             )
             for rank, output in enumerate(outputs)
         ]
         for process in processes:
-            files.callback(_kill, process)
-        codes = [_exit_code(process, deadline) for process in processes]
+            stack.callback(process.terminate)  # of an interrupted test
+        codes = [process.wait() for process in processes]
         for output in outputs:
             output.seek(0)
-        return [Ended(code, out.read()) for code, out in zip(codes, outputs, strict=True)]
-
-
-def _exit_code(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """Wait for the end of a process, or bring it about."""
-    try:
-        return process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)  # the fault handler writes the stacks
-    try:
-        process.wait(DUMP_S)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-    return None
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and what it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        return [
+            Ended(None if code == TIMED_OUT else code, output.read())
+            for code, output in zip(codes, outputs, strict=True)
+        ]
 
 
 def join(backend: str) -> RankContext:

@@ -1,8 +1,7 @@
 """The documents, executed: each command and program of README.md and docs/, as far as a CPU goes.
 
-The first recipe of a page once ended in a TypeError, and both examples for Slurm could not start:
-tests gave those scripts arguments of their own.  What needs GPUs or Slurm goes through `--dry-run`
-and Megatron's own checks of its arguments, for as many ranks.
+What needs GPUs or Slurm goes through `--dry-run` and Megatron's own checks of its arguments, for as
+many ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import small_job
 from fork_server import ForkServer
 from patience import patient
 
-from megatron_ncclep.cli import COMMANDS, config_files
+from megatron_ncclep.cli import COMMANDS
 from megatron_ncclep.config import EpConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,11 +120,11 @@ def ran() -> list[list[str]]:
     return []
 
 
-# --- the rules: what is done with a command, by its first word ------------------------------------
+# --- rules: how a command is run, by its first word ------------------------------------
 
 
 class Shell:
-    """Runs the commands of a block, in a folder with Megatron-LM beside what they write."""
+    """Runs the commands of a block, in a folder that also has a Megatron-LM."""
 
     def __init__(self, server: ForkServer, folder: Path, ran: list[list[str]]) -> None:
         self.server, self.folder, self.ran = server, folder, ran
@@ -366,24 +365,3 @@ def test_options_in_the_text_exist(page: str):
         importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
         known = {*parser._option_string_actions, "--help"}
         assert set(re.findall(r"(?<!\S)--[\w-]+", rest)) <= known | ours, f"ncclep {name}{rest}"
-
-
-def test_memory_of_the_slurm_job():
-    """Weight, gradient and the optimizer's three: 2 + 4 + 12 bytes, the last ones divided."""
-    model = config_files.load("model", "qwen3-30b-a3b")
-    hidden, vocabulary = int(model["hidden-size"]), 151936
-    heads, groups = (
-        model[name] * model["kv-channels"] for name in ("num-attention-heads", "num-query-groups")
-    )
-    layers, experts = model["num-layers"], model["num-experts"]
-    of_experts = layers * experts * 3 * hidden * model["moe-ffn-hidden-size"] // 8
-    others = 2 * vocabulary * hidden + layers * hidden * (2 * heads + 2 * groups + experts + 2)
-    page = (ROOT / "docs" / "get-started.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| (.*) \| ([\d.]+) billion \| (\d+) GB \|$", page, re.M)
-    assert len(rows) == 4
-    for gpus, optimizer, parameters, memory in rows:
-        divided = int(gpus) if "distributed" in optimizer else 0
-        bytes_of = [6 + 12 / max(divided // size, 1) for size in (8, 1)]
-        total = bytes_of[0] * of_experts + bytes_of[1] * others
-        assert parameters == f"{(of_experts + others) / 1e9:.2f}"
-        assert memory == f"{total / 1e9:.0f}"

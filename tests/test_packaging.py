@@ -217,7 +217,7 @@ def test_only_envs_reads_the_environment(path: Path):
 @pytest.mark.parametrize(
     "statement",
     [
-        "import megatron_ncclep",
+        "import megatron_ncclep; megatron_ncclep.check()",
         "import megatron_ncclep.autoload",
         "from megatron_ncclep.cli import main; main(['render', '--model', 'tiny', "
         "'--dispatcher', 'ncclep', '--cluster', 'local-cpu'])",

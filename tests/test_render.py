@@ -199,9 +199,8 @@ def test_keys_of_the_files_are_arguments_of_megatron(megatron_parser: dict[str, 
 
 def test_a_slice_differs_from_its_model_where_it_says(write):
     whole, part = (config_files.load("model", f"deepseek-v3{end}") for end in ("", "-4gpus"))
-    differing = {name for name in whole if part[name] != whole[name]}
+    differing = {name for name in {*whole, *part} if part.get(name) != whole.get(name)}
     assert differing == {"num-layers", "moe-layer-freq", "num-experts", "global-batch-size"}
-    assert set(part) == set(whole)
     with pytest.raises(InputError, match="base: 'deepseek' must be another of the names deepseek-"):
         config_files.load("model", write("a", "base: deepseek"))
     with pytest.raises(InputError, match="base: 'tiny' must be another"):
@@ -327,13 +326,10 @@ def test_only_variables_and_sums_are_left_to_the_shell(text: str, expected: str)
 # --- the scripts ---------------------------------------------------------------------------------
 
 
-def test_launch_local_prints_the_command_or_runs_it(fake_commands):
+def test_launch_local_runs_the_command(fake_commands):
     given = ["--model", "tiny", "--dispatcher", "alltoall", "--script", "my train.py"]
     extra = ["--data-path", "a b"]
-    composed = ("tiny", "alltoall", "local-cpu", "my train.py", extra)
-    done = run_script("launch_local.sh", "--dry-run", *given, "--", *extra, env=fake_commands)
-    assert done.stdout == render.format_command(render.command_lines(*composed)) + "\n"
-    started = words(*composed)
+    started = words("tiny", "alltoall", "local-cpu", "my train.py", extra)
     done = run_script("launch_local.sh", *given, "--", *extra, env=fake_commands)
     assert done.stdout.splitlines()[-len(started) :] == started
 
@@ -366,11 +362,6 @@ def test_slurm_script_names_a_variable_that_is_missing(fake_commands, missing: s
     assert ours.get(missing, f"{missing} is not set, and the cluster file needs it") in done.stderr
     assert done.returncode == 2
     assert "\nsrun\n" not in done.stdout
-
-
-def test_slurm_dry_run_needs_no_job(fake_commands):
-    done = run_script("train.slurm", "--dry-run", "--model", "tiny", env=fake_commands)
-    assert 'MASTER_ADDR="${SLURMD_NODENAME}"' in done.stdout
 
 
 @pytest.mark.parametrize("script", ["launch_local.sh", "train.slurm"])

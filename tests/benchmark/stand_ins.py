@@ -1,19 +1,17 @@
-"""Subjects on a CPU for the tests of their checks: with bugs, with graphs, and with a library."""
+"""Subjects on a CPU for the tests of their checks: with bugs, and with graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from patience import patient
 
-from megatron_ncclep.benchmark import Setting, engines, layers
+from megatron_ncclep.benchmark import Setting, layers
 from megatron_ncclep.benchmark.command import make_subject
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.ranks.pool import RankContext
@@ -94,19 +92,3 @@ def prepared_on(
         mock.patch.object(layers.job, "unavailable_reason", return_value=None),
     ):
         return make_subject(name, setting_of(context), workload, max_recv_rows=max_recv_rows)
-
-
-# --- NVIDIA's library, played by one process -----------------------------------------------------
-
-
-def play_library(monkeypatch: pytest.MonkeyPatch, rank: int, **classes: Any) -> Any:
-    """Have the benchmark find `classes` in the extension; returns a `Setting` of `rank`."""
-    native = SimpleNamespace(**classes)
-    monkeypatch.setattr(engines.extension, "load", lambda: native)
-    monkeypatch.setattr(engines.extension, "current_stream", lambda: 0)
-    monkeypatch.setattr(engines, "communicator_of", lambda *_: None)
-    monkeypatch.setattr(engines, "open_library", lambda: SimpleNamespace(native=None))
-    monkeypatch.setattr(engines, "choose_engine", lambda *_: None)
-    monkeypatch.setattr(engines.EpGroup, "of", lambda group: group)
-    group: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-    return Setting(rank, 2, "cpu", 60.0, lambda: group)

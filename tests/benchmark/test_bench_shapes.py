@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron_ncclep.benchmark.shapes import (
     tables_of,
     wire_rows,
 )
-from megatron_ncclep.cli.network_model import NetworkModel
 from megatron_ncclep.engines.engine import (
     EVERY_PART_ROUNDED,
     NODE_SUMS_ROUNDED,
@@ -173,53 +171,7 @@ def test_network_rows_of_the_worked_example() -> None:
     assert crossing(topk_idx, 4, 4) == (0, 0)
 
 
-def test_network_rows_take_the_busiest_in_each_way() -> None:
-    """Three nodes of two ranks, an expert on each rank, top-3; nothing from ranks 3 to 5.
-
-    rank 0, token 0: experts 1, 2, 3   a row to rank 2;            flat: to 2, to 3
-    rank 0, token 1: experts 2, 4, 5   rows to ranks 2 and 4;      flat: to 2, to 4, to 5
-    rank 1, token 0: experts 2, 3, 4   rows to ranks 3 and 5;      flat: to 2, to 3, to 4
-    rank 2, token 0: experts 2, 3, -   none
-    Sent: 3 and 2; flat 5 and 3.  Received: 2, 1, 1, 1 by ranks 2 to 5; flat 3, 2, 2, 1.
-    """
-    none = torch.full((1, 3), -1)
-    last = [torch.tensor([[2, 3, -1]]), none, none, none]
-    topk_idx = [torch.tensor([[1, 2, 3], [2, 4, 5]]), torch.tensor([[2, 3, 4]]), *last]
-    assert crossing(topk_idx, 6, 2) == (3, 5)
-    # With a token each on ranks 0 and 1, what rank 2 receives is the most: flat 2, as is sent.
-    first = [torch.tensor([[2, -1, -1]]), torch.tensor([[2, -1, -1]])]
-    assert crossing([*first, *last], 6, 2) == (1, 2)
-
-
 # --- the model of several nodes ------------------------------------------------------------------
-
-MODEL = NetworkModel()
-
-
-def test_the_counts_are_those_of_random_routings() -> None:
-    """Nodes as if each were one rank, and a node's ranks as ranks of their own."""
-    tokens, generator = 4000, torch.Generator().manual_seed(0)
-    model = dataclasses.replace(
-        MODEL, num_tokens=tokens, row_bytes=1, num_experts=32, top_k=3, ranks_on_each=2
-    )
-    scores = torch.rand(4, tokens, 32, generator=generator)
-    picks = list(scores.topk(3, dim=2).indices)
-    # The busiest of four; 12000 draws of which a third or more cross differ by about 1 %.
-    assert wire_rows(tables_of(picks, 32), [tokens] * 4) == pytest.approx(
-        model.crossing_bytes(4), rel=0.03
-    )
-    needs = torch.stack([((picks[0] // 4) == rank).any(dim=1) for rank in range(8)])
-    # Over a rail come all four nodes' tokens; one of a node's two ranks is another one.
-    assert 4 * float(needs[1].sum()) == pytest.approx(model.inside_bytes(4), rel=0.06)
-    assert float((picks[0] >= 8).sum()) == pytest.approx(model.flat_bytes(4), rel=0.03)
-
-
-def test_chunks_hide_the_shorter_part() -> None:
-    crossing = MODEL.crossing_bytes(4) / (1e9 * MODEL.nic_gb_s)
-    inside = MODEL.inside_bytes(4) / (1e9 * MODEL.nvlink_gb_s)
-    assert MODEL.seconds(4) == pytest.approx(crossing + inside)
-    many = dataclasses.replace(MODEL, chunks=1000)
-    assert many.seconds(4) == pytest.approx(max(crossing, inside), rel=0.01)
 
 
 def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from imports import import_megatron_on_cpu
-from patience import PatientPool
 from stand_ins import put_into, setting_of
 
-from megatron_ncclep.benchmark import training
 from megatron_ncclep.benchmark.job import known_variant
 from megatron_ncclep.benchmark.layer_model import initialize
 from megatron_ncclep.benchmark.ranks import Ranks
-from megatron_ncclep.benchmark.result import KINDS, TrainResult
+from megatron_ncclep.benchmark.result import KINDS
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.benchmark.training import (
     Interval,
@@ -32,15 +27,11 @@ from megatron_ncclep.benchmark.training_model import (
     STAND_IN,
     Curve,
     SubjectModel,
-    fusions,
     load_text,
     provide_fusion,
     wgrad_gemm_accum_fp32,
 )
-from megatron_ncclep.ranks.pool import RankContext
-
-if find_spec("megatron") is None:
-    pytest.skip("Megatron-Core is not installed", allow_module_level=True)
+from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 STEPS = 3
 LAYER = "the output of the first MoE layer"
@@ -88,13 +79,11 @@ def problems_on_rank(context: RankContext, folder: str) -> dict[str, str | None]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+def found(
+    two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str | None]]:
     """What the check says on each of two ranks, by bug."""
-    pool = PatientPool(2, prepare=import_megatron_on_cpu)
-    try:
-        return pool.run(problems_on_rank, str(tmp_path_factory.mktemp("data")))
-    finally:
-        pool.close()
+    return two_ranks.run(problems_on_rank, str(tmp_path_factory.mktemp("data")))
 
 
 def test_right_results_pass(found: list[dict[str, str | None]]) -> None:
@@ -112,14 +101,6 @@ def test_a_model_goes_when_it_is_closed(found: list[dict[str, str | None]]) -> N
 def test_wrong_results_are_rejected(found: list[dict[str, str | None]], bug: str) -> None:
     said = [here[bug] for here in found]
     assert any(EXPECTED[bug] in problem for problem in said if problem), said
-
-
-def test_layers_add_their_gradients_themselves_where_transformer_engine_can() -> None:
-    """It was off but where Apex is installed, which is seldom."""
-    (small,), (large, _) = load("smoke").trainings, load("training").trainings
-    assert fusions(large.settings(1), on_gpu=True)["gradient_accumulation_fusion"] is True
-    assert fusions(small.settings(1), on_gpu=True)["gradient_accumulation_fusion"] is False
-    assert fusions(small.settings(1), on_gpu=False) == {}
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -157,14 +138,6 @@ def test_against_the_control(curve: Curve, problem: str | None) -> None:
     assert said is None if problem is None else problem in str(said)
 
 
-def test_fp32_may_part_by_less() -> None:
-    control = changed(output=CURVE.output.float(), gradient=CURVE.gradient.float())
-    near = dataclasses.replace(control, losses=[5.0 * (1 + 1e-6), 4.5])
-    far = dataclasses.replace(control, losses=[5.0 * (1 + 1e-5), 4.5])
-    assert curve_problem(near, control, 8) is None
-    assert "step 1: loss" in str(curve_problem(far, control, 8))
-
-
 def test_graphs_must_give_the_bits() -> None:
     last_bit = changed(losses=[5.0, float(torch.tensor(4.5).nextafter(torch.tensor(5.0)))])
     assert bits_problem(CURVE, CURVE) is None
@@ -173,31 +146,6 @@ def test_graphs_must_give_the_bits() -> None:
     # A NaN is not equal to itself, and nothing to be content with.
     nothing = changed(losses=[5.0, float("nan")])
     assert "step 2: loss nan" in str(bits_problem(nothing, nothing))
-
-
-def test_graphs_are_compared_with_a_run_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with themselves: what is compared are the first steps of two models."""
-    choice = known_variant("train:ncclep:native:grouped:full_iteration")
-    curves = {None: CURVE, choice.graphs: changed(losses=[5.0, 4.4])}
-
-    def attempt(call: Any) -> tuple[str, str | None]:
-        problem = call()
-        return "wrong" if problem else "ok", problem
-
-    def model(choice: Any, *_: Any) -> Any:
-        first_steps = lambda *_: curves[choice.graphs]  # noqa: E731
-        return SimpleNamespace(first_steps=first_steps, close=lambda **_: None, fused_by=None)
-
-    monkeypatch.setattr(training, "SubjectModel", model)
-    run: Any = object.__new__(training.TrainingRun)
-    run._job, run._settings = SimpleNamespace(max_recv_rows=None), None
-    run._ranks = SimpleNamespace(
-        rank=0, setting=None, step=lambda what: None, deadline=None, attempt=attempt
-    )
-    entry = training._Entry(choice, TrainResult(choice.name))
-    run._check_bits(entry, None)
-    assert "rank 0: step 2: loss 4.4, without graphs it is 4.5" in str(entry.result.reason)
-    assert entry.curve is None
 
 
 # --- weight gradients of the output layer ---------------------------------------------------------
@@ -258,76 +206,23 @@ def output_layer_on_rank(context: RankContext) -> tuple[str, bool, bool]:
 
 
 @pytest.mark.each_release
-def test_the_output_layer_calls_it() -> None:
-    pool = PatientPool(1, "gloo", prepare=import_megatron_on_cpu)
-    try:
-        assert pool.run(output_layer_on_rank) == [(STAND_IN, True, True)]
-    finally:
-        pool.close()
+def test_the_output_layer_calls_it(two_ranks: RankPool) -> None:
+    assert two_ranks.run(output_layer_on_rank, ranks=1) == [(STAND_IN, True, True)]
 
 
 # --- the profile ---------------------------------------------------------------------------------
-
-
-def event(name: str, device: str, start: float, end: float) -> Any:
-    return SimpleNamespace(
-        name=name, device_type=SimpleNamespace(name=device),
-        is_user_annotation=name == "nccl:all_reduce",
-        time_range=SimpleNamespace(start=start, end=end),
-    )  # fmt: skip
-
-
-RECORDED = [
-    event("cudaLaunchKernel", "CPU", 0, 5),
-    event("nvjet_tst", "CUDA", 10, 110),
-    event("nccl:all_reduce", "CUDA", 10, 500),  # a range around kernels, no kernel
-    event("cudaStreamSynchronize", "CPU", 20, 50),
-    event("cudaEventSynchronize", "CPU", 40, 60),  # of another thread
-    event("cudaDeviceSynchronize", "CPU", 900, 950),  # after the call
-    event("cudaDeviceSynchronize", "CPU", 950, 990),  # of the profiler
-]
-
-
-def test_profile_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two phases of 100 us of a kernel and 40 us of waits each; the second is the optimizer's."""
-
-    class Profile:
-        def __init__(self, activities: Any) -> None:
-            assert [activity.name for activity in activities] == ["CUDA"]
-
-        def __enter__(self) -> Any:
-            return SimpleNamespace(events=lambda: RECORDED[::-1])
-
-        def __exit__(self, *args: object) -> None: ...
-
-    now = iter(range(1000))
-    clock = SimpleNamespace(perf_counter=lambda: next(now) * 1e-4)  # a call takes 100 us
-    monkeypatch.setattr(training, "time", clock)
-    monkeypatch.setattr("torch.profiler.profile", Profile)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    called: list[str] = []
-    phases: list[Any] = [
-        (lambda: called.append("forward"), False),
-        (lambda: called.append("step"), True),
-    ]
-    kinds, host_us = training.profile_steps(phases)
-    assert called == ["forward", "step"] * training.PROFILED_STEPS
-    assert {k: v for k, v in kinds.items() if v} == {"GEMM": 100, "optimizer": 100}
-    assert host_us == pytest.approx(2 * (100 - 40))
 
 
 # Names as CUPTI gives them, of what a training step runs on an H200.
 NAMES = {
     "attention": [
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
-        "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128>(...)",
         "void flash::flash_bwd_dq_dk_dv_loop_kernel<Flash_bwd_kernel_traits<128, cutlass::bf16>>()",
         "void transformer_engine::fused_rope_forward_kernel<__nv_bfloat16>(...)",
     ],
     "GEMM": [
         "nvjet_tst_256x128_64x4_1x2_h_bz_coopB_TNT",
         "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<Gemm>>(...)",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float>(...)",
     ],
     "dispatch": [
@@ -342,11 +237,8 @@ NAMES = {
     ],
     "permute": [
         "_permute_kernel",
-        "_unpermute_bwd_with_merging_probs_kernel",
-        "_row_id_map_pass_1_kernel",
         "_sort_chunks_by_map_kernel",
         "void at::native::indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2>(...)",
-        "void at::native::_scatter_gather_elementwise_kernel<128, 8>(...)",
     ],
     "collectives": [
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -355,7 +247,6 @@ NAMES = {
     "optimizer": ["void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>(...)"],
     "rest": [
         "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(...)",
-        "void transformer_engine::rmsnorm_fwd_tuned_kernel<Kernel_traits>(...)",
         "triton_poi_fused_mul_silu_0",
         "Memset (Device)",
     ],
@@ -388,10 +279,3 @@ def test_what_overlaps_shares_the_time() -> None:
     three = [*both, interval("GEMM", 8, 9)]  # between 8 and 9 two of three are GEMM
     assert time_shares(three)["GEMM"] == pytest.approx(8 + 2 / 3 + 1 / 2)
     assert sum(time_shares(three).values()) == pytest.approx(12)
-
-
-def test_gaps_are_of_no_kind() -> None:
-    apart = [interval("GEMM", 0, 10), interval("rest", 10, 11), interval("GEMM", 20, 21)]
-    assert positive(time_shares(apart)) == {"GEMM": 11.0, "rest": 1.0}
-    assert sum(time_shares([interval("rest", 0, 10), interval("rest", 2, 3)]).values()) == 10
-    assert positive(time_shares([])) == {}

@@ -6,14 +6,11 @@ Layers and experts add weight gradients to main_grad: once, and to what is there
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from imports import import_megatron_on_cpu
-from patience import PatientPool
 from stand_ins import BUGS, FFN, prepared_on, put_into
 
 from megatron_ncclep.benchmark import BOTH, Setting, UnavailableError
@@ -24,9 +21,6 @@ from megatron_ncclep.benchmark.ranks import Timer
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
-
-if find_spec("megatron") is None:
-    pytest.skip("Megatron-Core is not installed", allow_module_level=True)
 
 CASES = {
     "bf16": Case("bf16", (20, 20), 8, top_k=3, hidden=32, dtype=torch.bfloat16),
@@ -162,14 +156,6 @@ def two_subjects_on_rank(context: RankContext) -> list[Any]:
     return [*found, len(workload.shared)]
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    """Two processes of their own: Megatron on a CPU needs patches that last."""
-    pool = PatientPool(2, prepare=import_megatron_on_cpu)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "name", [*DISPATCHERS, *(f"layer:{name}" for name in DISPATCHERS), GROUPED, GRAPH, *EXPERTS]
@@ -206,13 +192,13 @@ def test_wrong_gradients_are_rejected(two_ranks: RankPool, name: str, bug: Any) 
 
 
 def test_a_graph_is_replayed_with_another_routing(two_ranks: RankPool) -> None:
-    """One that goes on with the routing of its capture is right as long as that stays."""
+    """A graph that keeps the routing of its capture is right as long as the routing stays."""
     problems = two_ranks.run(check_on_rank, GRAPH, "bf16", "a graph that keeps its routing")
     assert "replayed with another routing: rank 1: the router's map is not" in str(problems)
 
 
 def test_rows_that_do_not_fit_are_no_result(two_ranks: RankPool) -> None:
-    """20 tokens of 2 ranks with 3 experts each, of which a rank has 60 on average."""
+    """20 tokens of 2 ranks with 3 experts each: a rank receives 60 rows on average."""
     problems = two_ranks.run(check_on_rank, f"{GROUPED}:static", "bf16", "none", 64)
     assert "did not fit into 64 received rows and were dropped" in str(problems)
 

@@ -6,7 +6,6 @@ The library is played by one process that has all rows and computes the sums as 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,13 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import play_library
 
-from megatron_ncclep.benchmark import UnavailableError, engines, shapes
+from megatron_ncclep.benchmark import Setting, UnavailableError, engines, shapes
 from megatron_ncclep.benchmark.engines import LibrarySubject
-from megatron_ncclep.benchmark.low_latency import LibraryLowLatencySubject
 from megatron_ncclep.benchmark.shapes import WEIGHTS, Workload, X
-from megatron_ncclep.errors import InputError, LibraryError
+from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH
 from megatron_ncclep.testing.cases import Case
 from megatron_ncclep.testing.table_oracle import table_dispatch
@@ -45,7 +42,7 @@ class Handle:
         work, table = self._work, self._work.tables[RANK]
         every = work.every(WEIGHTS)
         if w is not None:
-            # Weights stand beside the experts that this rank named, in its order.
+            # Weights are in the order in which this rank named its experts.
             assert self.picks is not None
             order = work.topk_idx[:, :, None] == self.picks[:, None]
             every[RANK] = torch.where(order, w[:, None], 0).sum(dim=2)
@@ -93,6 +90,19 @@ def in_another_block(block: torch.Tensor) -> torch.Tensor:
     place = torch.arange(len(block))
     place[[0, -1]] = place[[-1, 0]]
     return place
+
+
+def play_library(monkeypatch: pytest.MonkeyPatch, rank: int, **classes: Any) -> Any:
+    """Have the benchmark find `classes` in the extension; returns a `Setting` of `rank`."""
+    native = SimpleNamespace(**classes)
+    monkeypatch.setattr(engines.extension, "load", lambda: native)
+    monkeypatch.setattr(engines.extension, "current_stream", lambda: 0)
+    monkeypatch.setattr(engines, "communicator_of", lambda *_: None)
+    monkeypatch.setattr(engines, "open_library", lambda: SimpleNamespace(native=None))
+    monkeypatch.setattr(engines, "choose_engine", lambda *_: None)
+    monkeypatch.setattr(engines.EpGroup, "of", lambda group: group)
+    group: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    return Setting(rank, 2, "cpu", 60.0, lambda: group)
 
 
 @pytest.fixture
@@ -192,126 +202,3 @@ def test_a_package_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engines, "choose_engine", fail)
     with pytest.raises(UnavailableError, match="this package brings none"):
         LibrarySubject("nccl_ep_library:nccl-extensions", setting, work)
-
-
-# --- low-latency mode ----------------------------------------------------------------------------
-
-TWO = Case(name="two", tokens=(9, 12), hidden=24, num_experts=6, top_k=3, dtype=torch.bfloat16)
-THREE = replace(TWO, name="three", tokens=(9, 12, 7))
-
-
-class LowLatencyHandle:
-    """NVIDIA's handle as rank 1 sees it; each source's rows come in an order of the moment."""
-
-    def __init__(self, subject: Any, work: Workload) -> None:
-        self._subject, self._work = subject, work
-        self._num_local = work.case.num_experts // work.case.num_ranks
-        self.order: list[list[int]] = []
-
-    def _tokens(self, source: int, rank: int) -> list[int]:
-        """Those of `source` that go to `rank`."""
-        owners = self._work.case.topk_idx(source) // self._num_local
-        return [t for t, each in enumerate(owners.tolist()) if rank in each]
-
-    def dispatch(self, *arguments: Any) -> None:
-        """Takes x, experts, weights; fills rows, experts, weights and counts; and a stream."""
-        rows, experts, weights, counts = arguments[3:7]
-        self.order, self.combined = [], False
-        for source in range(self._work.case.num_ranks):
-            sent, sent_w = self._work.rows(X, source), self._work.weights(WEIGHTS, source)
-            picks = self._work.case.topk_idx(source)
-            tokens = self._tokens(source, RANK)
-            tokens = [tokens[i] for i in torch.randperm(len(tokens)).tolist()]
-            self.order.append(tokens)
-            counts[source] = len(tokens)
-            for place, t in enumerate(tokens):
-                rows[source, place] = sent[t]
-                local = picks[t] - RANK * self._num_local
-                here = (local >= 0) & (local < self._num_local)
-                experts[source, place] = torch.where(here, local, -1).int()
-                # Of an assignment of another rank the library writes no weight.
-                weights[source, place][here] = sent_w[t][here]
-
-    def combine(self, y: torch.Tensor, out: torch.Tensor, _: int) -> None:
-        self.combined = True
-        num_ranks = self._work.case.num_ranks
-        for t in range(len(out)):
-            total = torch.zeros(out.shape[1])
-            for peer in reversed(range(num_ranks)):  # not the contract's order
-                tokens = self._tokens(RANK, peer)
-                if t not in tokens:
-                    continue
-                if peer == RANK:
-                    row = y[RANK, self.order[RANK].index(t)]
-                else:
-                    every = self._subject._rows(peer).view_as(y)
-                    row = every[RANK, tokens.index(t)]
-                total += row.float()
-            out[t] = total.to(out.dtype)
-
-
-@pytest.fixture
-def prepare_low_latency(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LibraryLowLatencySubject]:
-    """Makes the yardstick of a case, over a `LowLatencyHandle`."""
-
-    def make(case: Case = TWO, error: str | None = None) -> LibraryLowLatencySubject:
-        torch.manual_seed(0)
-        work = Workload(case, RANK)
-
-        def handle(*_: Any) -> Any:
-            if error is not None:
-                raise LibraryError(error)
-            return SimpleNamespace()
-
-        setting = play_library(
-            monkeypatch, RANK, NcclEpGroup=lambda *_, **o: None, NcclEpLowLatencyHandle=handle
-        )
-        subject = LibraryLowLatencySubject("nccl_ep_library", setting, work)
-        subject._handle = LowLatencyHandle(subject, work)
-        return subject
-
-    return make
-
-
-@pytest.mark.parametrize("case", [TWO, THREE])
-def test_rows_of_a_source_may_lie_in_any_order(prepare_low_latency: Callable, case: Case) -> None:
-    subject = prepare_low_latency(case)
-    assert subject.problem() is None
-    assert subject.problem() is None  # another order
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("row", r"dispatch: rank 1, from rank 0: rows\["),
-        ("sum", r"combine: rank 1: out\["),
-        ("sum of three", "combine: rank 1"),  # the order is the library's, but not 2 %
-    ],
-)
-def test_one_low_latency_value_that_is_wrong(
-    prepare_low_latency: Callable, monkeypatch: pytest.MonkeyPatch, what: str, message: str
-) -> None:
-    """Of the other kinds: test_bench_low_latency.py, whose check this one is behind the order."""
-    subject = prepare_low_latency(THREE if what == "sum of three" else TWO)
-    handle = subject._handle
-    dispatch, combine = handle.dispatch, handle.combine
-
-    def wrong_dispatch(*arguments: Any) -> None:
-        dispatch(*arguments)
-        arguments[3][0, 2, 3] += what == "row"
-
-    def wrong_combine(y: Any, out: Any, stream: int) -> None:
-        combine(y, out, stream)
-        out[3, 20] *= 1.02 if what.startswith("sum") else 1
-
-    monkeypatch.setattr(handle, "dispatch", wrong_dispatch)
-    monkeypatch.setattr(handle, "combine", wrong_combine)
-    assert re.search(message, str(subject.problem()))
-    assert handle.combined  # whatever is wrong: the other ranks wait in it
-
-
-def test_what_cannot_be_measured_is_said(prepare_low_latency: Callable) -> None:
-    with pytest.raises(UnavailableError, match="no NVLink"):
-        prepare_low_latency(error="no NVLink")
-    with pytest.raises(UnavailableError, match="only rows of bfloat16, not of float32"):
-        prepare_low_latency(replace(TWO, dtype=torch.float32))

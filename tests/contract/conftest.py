@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from installation import VARIABLES
 
-from megatron_ncclep.libraries import search
+from megatron_ncclep.libraries import nccl_ep, search
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of packages in place of the real ones, and no NCCL in the process."""
-    for name in VARIABLES:
+    modes = (nccl_ep.PULL_PUSH, nccl_ep.FIXED_ORDER)
+    folders = (nccl_ep.SOURCES, nccl_ep.NCCL_HEADERS)
+    others = ("NCCLEP_NCCL_LIBRARY", "NCCL_EP_JIT_NVCC", "CUDA_HOME")
+    for name in (nccl_ep.CHOICE, *folders, *modes, *others):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "site"
     folder.mkdir()
@@ -32,14 +32,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Path or name of each libnccl.so.2 that can be opened -> its ncclGetVersion."""
     codes: dict[str, int] = {}
 
-    def run(command: list[str], **options: Any) -> SimpleNamespace:
-        assert options["timeout"] > 0
-        name = command[-1]
-        if name not in codes:
-            return SimpleNamespace(returncode=1, stdout="", stderr="OSError")
-        path = name if "/" in name else f"/usr/lib/{name}"
-        maps = f"1000-2000 r-xp 00000000 fe:00 1    {path}\n"
-        return SimpleNamespace(returncode=0, stdout=f"{codes[name]} {0x1800}\n{maps}", stderr="")
+    def probe(library: Path | str) -> search._Probe:
+        name = str(library)
+        path = Path(name if "/" in name else f"/usr/lib/{name}")
+        known = name in codes
+        return search._Probe(search.nccl_version(codes[name]), path) if known else search._Probe()
 
-    monkeypatch.setattr(search.subprocess, "run", run)
+    monkeypatch.setattr(search, "_probe", probe)
     return codes

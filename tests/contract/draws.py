@@ -1,19 +1,17 @@
-"""What random tests draw: single cases, and rounds of a few engines that live side by side.
+"""What random tests draw: single cases, and rounds of a few engines that are open together.
 
 A round is drawn as a whole before it runs, so that all ranks have the same one and hypothesis can
-shrink it.  Tensors are made from seeds on the ranks.
+shrink it.  Ranks make the tensors from seeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from contract_cases import LIBRARY_DTYPES, LIBRARY_HIDDEN
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as seeded
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from megatron_ncclep.engines.engine import EngineCaps
@@ -78,46 +76,13 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Routing:
-    """A batch: the tokens of each rank, and how they choose experts."""
-
-    kind: str
-    tokens: tuple[int, ...]
-    num_experts: int
-    top_k: int
-    chosen: int  # the expert, or an expert of the rank, that `kind` prefers
-    seed: int
-    index_dtype: torch.dtype
-
-    def topk_idx(self, rank: int, device: str) -> torch.Tensor:
-        """[tokens[rank], top_k]: distinct experts of each token, or -1."""
-        generator = torch.Generator(device).manual_seed(self.seed + rank)
-        shape, E, R = (self.tokens[rank], self.num_experts), self.num_experts, len(self.tokens)
-        uniform = torch.rand(shape, generator=generator, device=device)
-        # Gumbel's distribution: with logarithms of odds added, the largest are a draw by them.
-        score = -(-uniform.clamp(1e-20, 1 - 1e-7).log()).log()
-        if self.kind == "Zipf":
-            order = torch.randperm(E, generator=generator, device=device)
-            score -= 2 * (order + 1.0).log()
-        elif self.kind == "one expert":
-            score[:, self.chosen] = torch.inf
-        elif self.kind == "one rank":
-            score.view(len(score), R, E // R)[:, self.chosen // (E // R)] += 1e3
-        topk_idx = score.argsort(dim=1, descending=True)[:, : self.top_k]
-        if self.kind == "few assignments":
-            dropped = torch.rand(topk_idx.shape, generator=generator, device=device) < 0.7
-            topk_idx = topk_idx.masked_fill(dropped, -1)
-        return topk_idx.to(self.index_dtype)
-
-
-@dataclass(frozen=True)
 class Call:
     """A dispatch or a combine.
 
     Attributes:
-        plan: which one that is alive, counted from the newest.
+        plan: number of a live plan, counted from the newest.
         is_dispatch, has_weights: what is called.
-        width: of rows, from 0 to 1 between the smallest and the largest that the sizes allow.
+        hidden: number of columns, unless that is too many for the rows there are.
         dtype: of rows.
         salt: of their values.
     """
@@ -125,26 +90,55 @@ class Call:
     plan: int
     is_dispatch: bool
     has_weights: bool
-    width: float
+    hidden: int
     dtype: torch.dtype
     salt: int
-
-    def hidden(self, caps: EngineCaps, sizes: Sizes, num_rows: int) -> int:
-        """Number of columns when the largest rank has `num_rows` rows."""
-        if caps.compiles_at_run_time:
-            return LIBRARY_HIDDEN
-        least, most = sizes.hidden
-        most = max(least, min(most, sizes.elements // max(num_rows, 1)))
-        return 8 * round(least // 8 + self.width * (most - least) // 8)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A new batch for one of the engines, and calls with plans that are alive."""
+    """A new batch for one of the engines, and calls with live plans.
+
+    Attributes:
+        member: number of the engine.
+        routing: how tokens choose experts, one of ROUTINGS.
+        tokens: of each rank.
+        num_experts, top_k: of the batch.
+        chosen: the expert, or an expert of the rank, that `routing` prefers.
+        seed: of the routing.
+        index_dtype: of topk_idx.
+        calls: what follows the plan.
+    """
 
     member: int
-    routing: Routing
+    routing: str
+    tokens: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    chosen: int
+    seed: int
+    index_dtype: torch.dtype
     calls: tuple[Call, ...]
+
+    def topk_idx(self, rank: int, device: str) -> torch.Tensor:
+        """[tokens[rank], top_k]: distinct experts of each token, or -1."""
+        generator = torch.Generator(device).manual_seed(self.seed + rank)
+        shape, E, R = (self.tokens[rank], self.num_experts), self.num_experts, len(self.tokens)
+        uniform = torch.rand(shape, generator=generator, device=device)
+        # Gumbel noise: the largest sums of it and logarithms of odds are a draw by these odds.
+        score = -(-uniform.clamp(1e-20, 1 - 1e-7).log()).log()
+        if self.routing == "Zipf":
+            order = torch.randperm(E, generator=generator, device=device)
+            score -= 2 * (order + 1.0).log()
+        elif self.routing == "one expert":
+            score[:, self.chosen] = torch.inf
+        elif self.routing == "one rank":
+            score.view(len(score), R, E // R)[:, self.chosen // (E // R)] += 1e3
+        topk_idx = score.argsort(dim=1, descending=True)[:, : self.top_k]
+        if self.routing == "few assignments":
+            dropped = torch.rand(topk_idx.shape, generator=generator, device=device) < 0.7
+            topk_idx = topk_idx.masked_fill(dropped, -1)
+        return topk_idx.to(self.index_dtype)
 
 
 @dataclass(frozen=True)
@@ -170,9 +164,15 @@ def members(draw: st.DrawFn, caps: EngineCaps, sizes: Sizes, ranks: int, static:
 
 
 @st.composite
-def steps(draw: st.DrawFn, caps: EngineCaps, sizes: Sizes, number: int, of: Any) -> Step:
-    """Step `number` of a round with the engines `of`, on `of[0]` ranks."""
-    ranks, engines = of
+def steps(
+    draw: st.DrawFn,
+    caps: EngineCaps,
+    sizes: Sizes,
+    number: int,
+    ranks: int,
+    engines: Sequence[Member],
+) -> Step:
+    """Step `number` of a round."""
     index = draw(st.integers(0, len(engines) - 1))
     num_experts = engines[index].num_experts
     most = min(sizes.tokens, caps.max_tokens or sizes.tokens)
@@ -185,49 +185,37 @@ def steps(draw: st.DrawFn, caps: EngineCaps, sizes: Sizes, number: int, of: Any)
     dtypes = [dtype for dtype in DTYPES if dtype in caps.payload_dtypes]
     if caps.compiles_at_run_time:
         dtypes = list(LIBRARY_DTYPES[num_experts // ranks])
+    hidden_sizes = range(sizes.hidden[0], sizes.hidden[1] + 1, 8)
     call = st.builds(
         Call,
-        st.integers(0, MAX_PLANS_ALIVE - 1),
-        st.booleans(),
-        st.booleans(),
-        st.floats(0, 1),
-        st.sampled_from(dtypes),
-        st.integers(0, 2**31 - 1),
+        plan=st.integers(0, MAX_PLANS_ALIVE - 1),
+        is_dispatch=st.booleans(),
+        has_weights=st.booleans(),
+        hidden=st.sampled_from([LIBRARY_HIDDEN] if caps.compiles_at_run_time else hidden_sizes),
+        dtype=st.sampled_from(dtypes),
+        salt=st.integers(0, 2**31 - 1),
     )
-    routing = Routing(
+    return Step(
+        index,
         ROUTINGS[number % len(ROUTINGS)],
         tuple(tokens),
         num_experts,
-        draw(st.integers(1, min(MAX_TOP_K, num_experts, caps.max_top_k or MAX_TOP_K))),
-        draw(st.integers(0, num_experts - 1)),
-        draw(st.integers(0, 2**30)),
-        draw(st.sampled_from([torch.int64, torch.int32])),
+        top_k=draw(st.integers(1, min(MAX_TOP_K, num_experts, caps.max_top_k or MAX_TOP_K))),
+        chosen=draw(st.integers(0, num_experts - 1)),
+        seed=draw(st.integers(0, 2**30)),
+        index_dtype=draw(st.sampled_from([torch.int64, torch.int32])),
+        calls=tuple(draw(st.lists(call, min_size=2, max_size=5))),
     )
-    return Step(index, routing, tuple(draw(st.lists(call, min_size=2, max_size=5))))
 
 
 @st.composite
 def rounds(
     draw: st.DrawFn, caps: EngineCaps, sizes: Sizes, rank_counts: Sequence[int], length: int = 10
 ) -> Round:
-    """A round of `length` steps; every kind of routing comes, and static mode where there is it."""
+    """A round of `length` steps, with all kinds of routing, and static mode if there is one."""
     ranks = draw(st.sampled_from(list(rank_counts)))
     modes = [False, True] if "max_recv_rows" in caps.options else [False]
     modes += draw(st.lists(st.sampled_from(modes), max_size=1))
     engines = tuple(draw(members(caps, sizes, ranks, static)) for static in modes)
-    taken = [draw(steps(caps, sizes, number, (ranks, engines))) for number in range(length)]
+    taken = [draw(steps(caps, sizes, number, ranks, engines)) for number in range(length)]
     return Round(ranks, engines, tuple(taken))
-
-
-def drawn(strategy: st.SearchStrategy[Any], seed: int) -> Any:
-    """One example of a strategy: the same one in every process."""
-    found = []
-
-    @seeded(seed)
-    @settings(SAME_EXAMPLES, derandomize=False, max_examples=3, phases=[Phase.generate])
-    @given(strategy)
-    def draw(example: Any) -> None:
-        found.append(example)
-
-    draw()
-    return found[-1]  # the first is the simplest

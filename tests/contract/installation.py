@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# What decides where libraries are looked for.
-VARIABLES = (
-    "NCCLEP_NCCL_LIBRARY",
-    "NCCLEP_NCCL_EP_LIBRARY",
-    "NCCL_EP_JIT_NVCC",
-    "NCCL_EP_JIT_SOURCE_DIR",
-    "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
-    "NCCL_EP_HT_EM_PULL_PUSH",
-    "NCCL_EP_HT_EM_AG_SCAN_MODE",
-    "CUDA_HOME",
-)
-
 
 def touch(path: Path, content: bytes = b"") -> Path:
     """Write a file, and the folders above it."""

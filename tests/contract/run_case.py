@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -29,11 +30,13 @@ from megatron_ncclep.engines.engine import (
     NODE_SUMS_ROUNDED,
     Engine,
     EngineCaps,
+    RoutePlan,
 )
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case, refusal
+from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
 
 
 def caps_of(engine_name: str) -> EngineCaps:
@@ -90,13 +93,16 @@ def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
 
 
 @contextmanager
-def opened(ctx: RankContext, case: Case, engine_name: str) -> Iterator[tuple[Case, Engine]]:
+def opened(
+    ctx: RankContext, case: Case, engine_name: str, **options: Any
+) -> Iterator[tuple[Case, Engine]]:
     """The case with its tensors on this rank's device, and its engine, closed in the end.
 
-    What a wait of the device left as NaN is an error, and not a wrong result.
+    NaN that a failed wait of the device has left is an error here, and not a wrong result.
     """
     case = case.on(ctx.device)
-    engine = create_engine(ctx.group, case.num_experts, config_of(case, engine_name))
+    config = dataclasses.replace(config_of(case, engine_name), **options)
+    engine = create_engine(ctx.group, case.num_experts, config)
     try:
         yield case, engine
         EpGroup.of(ctx.group).check()
@@ -149,9 +155,11 @@ def error_on_rank(
     return [], ""
 
 
-def all_steps_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
+def all_steps_on_rank(
+    ctx: RankContext, case: Case, engine_name: str, **options: Any
+) -> list[torch.Tensor]:
     """Plan, dispatch, combine: received rows and weights, then returned rows and weights."""
-    with opened(ctx, case, engine_name) as (case, engine):
+    with opened(ctx, case, engine_name, **options) as (case, engine):
         plan = engine.plan(case.topk_idx(ctx.rank))
         x = case.rows(ctx.rank, plan.num_tokens, salt=2)
         rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
@@ -178,3 +186,52 @@ def assert_steps(case: Case, engine_name: str, results: list[list[torch.Tensor]]
     for rank, result in enumerate(results):
         assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")
         assert_same_bits(result[3], topk_w[rank], f"{case}: weights back at rank {rank}")
+
+
+class Tables:
+    """The table oracle for one batch of all ranks, in the engine's orders of slots and sums.
+
+    Attributes:
+        of_rank: the table of each rank.
+        num_rows: that each rank receives.
+    """
+
+    def __init__(
+        self,
+        engine_name: str,
+        topk_idx: list[torch.Tensor],
+        num_experts: int,
+        alignment: int = 1,
+        max_recv_rows: int | None = None,
+    ) -> None:
+        self._topk_idx, self._rounds = topk_idx, rounds_source_part(engine_name)
+        self._on_node = ranks_on_node(engine_name, len(topk_idx))
+        options = (num_experts, alignment, max_recv_rows, self._on_node)
+        self.of_rank = [slot_table(rank, topk_idx, *options) for rank in range(len(topk_idx))]
+        self.num_rows = [table.num_rows for table in self.of_rank]
+
+    def assert_plan(self, plan: RoutePlan, rank: int, what: str) -> None:
+        """Compare the numbers of a plan of `rank`."""
+        table = self.of_rank[rank]
+        assert plan.num_rows == table.num_rows, f"{what}: num_rows"
+        assert_same_bits(plan.tokens_per_expert, table.padded, f"{what}: tokens_per_expert")
+        assert_same_bits(plan.routed_per_expert, table.routed, f"{what}: routed_per_expert")
+        assert_same_bits(plan.num_dropped, table.num_dropped, f"{what}: num_dropped")
+
+    def dispatch(
+        self,
+        rank: int,
+        x: list[torch.Tensor],
+        w: list[torch.Tensor] | None = None,
+        rows: slice = slice(None),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `rank` receives, or these rows of it."""
+        return table_dispatch(self.of_rank[rank], x, w, rows=rows, ranks_on_node=self._on_node)
+
+    def combine(
+        self, rank: int, y: list[torch.Tensor], w: list[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What comes back to `rank`."""
+        num_tokens, top_k = [len(mine) for mine in self._topk_idx], self._topk_idx[rank].shape[1]
+        arguments = (self.of_rank, num_tokens, rank, top_k, y, w)
+        return table_combine(*arguments, self._rounds, self._on_node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -19,97 +20,53 @@ from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 
 CASES = [
-    Case("dropless", (9, 5, 12, 1), 8, 3, hidden=5, dtype=torch.float64),
-    Case(
-        "masked-and-padded",
-        (7, 0, 4),
-        6,
-        2,
-        hidden=3,
-        dtype=torch.float64,
-        alignment=16,
-        dropped=0.3,
-    ),
-    Case("overflow", (14, 9), 4, 2, hidden=4, dtype=torch.float64, max_recv_rows=12),
-    Case("one-rank", (8,), 4, 4, hidden=3, dtype=torch.float64),
+    Case("dropless", (9, 5, 12, 1), 8, 3, 5, torch.float64),
+    Case("masked-and-padded", (7, 0, 4), 6, 2, 3, torch.float64, alignment=16, dropped=0.3),
+    Case("overflow", (14, 9), 4, 2, 4, torch.float64, max_recv_rows=12),
+    Case("one-rank", (8,), 4, 4, 3, torch.float64),
 ]
 by_name = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def inner_products(ctx: RankContext, case: Case, engine_name: str) -> tuple[float, ...]:
-    # Small integers: every product and sum is exact, so the identity must hold exactly.
-    whole = torch.Generator().manual_seed(ctx.rank)
-
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.randint(-8, 9, shape, generator=whole).to(ctx.device, case.dtype)
-
-    def product(a: torch.Tensor, b: torch.Tensor) -> float:
-        return (a.double() * b.double()).sum().item()
-
-    with opened(ctx, case, engine_name) as (case, engine):
-        plan = engine.plan(case.topk_idx(ctx.rank))
-        x, w = integers(plan.num_tokens, case.hidden), integers(plan.num_tokens, case.top_k)
-        y, v = integers(plan.num_rows, case.hidden), integers(plan.num_rows)
-        rows, row_w = engine.dispatch(plan, x, w)
-        out, topk_w = engine.combine(plan, y, v)
-        return product(rows, y), product(x, out), product(row_w, v), product(w, topk_w)
-
-
-@by_name
-def test_combine_is_the_adjoint_of_dispatch(pool: RankPool, engine_name: str, case: Case) -> None:
-    products = run_case(pool, inner_products, fitted(case, pool, engine_name), engine_name)
-    if products is None:
-        return  # refused, as it must be
-    dx_y, x_cy, dw_v, w_cv = (sum(values) for values in zip(*products, strict=True))
-    assert dx_y == x_cy
-    assert dw_v == w_cv
-    assert dx_y != 0
-
-
-def gradcheck_on_rank(ctx: RankContext, case: Case, engine_name: str) -> bool:
+def compare_gradients_on_rank(ctx: RankContext, case: Case, engine_name: str) -> None:
     """Compare analytic and numeric gradients of sum over ranks of loss(combine(experts(dispatch))).
 
-    gradcheck perturbs one input of one rank at a time, while every call is collective; so all ranks
-    walk through all ranks' inputs together, and the loss is the sum over ranks.
+    One input of one rank is moved at a time, while every call is collective; so all ranks walk
+    through all ranks' inputs together, and the loss is the sum over ranks.
     """
     with opened(ctx, case, engine_name) as (case, engine):
-        check_gradients(ctx, case, engine)
-    return True
+        plan = engine.plan(case.topk_idx(ctx.rank))
+        x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
+        w = case.weights(ctx.rank).requires_grad_()
 
+        def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            rows, row_w = dispatch(engine, plan, x, w)
+            index = torch.arange(plan.num_rows, dtype=x.dtype, device=x.device)[:, None]
+            experts = torch.sin(rows * (1 + 0.1 * index)) * row_w[:, None]
+            out = combine(engine, plan, experts)
+            return (out * torch.cos(out)).sum()
 
-def check_gradients(ctx: RankContext, case: Case, engine: Engine) -> None:
-    plan = engine.plan(case.topk_idx(ctx.rank))
-    x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
-    w = case.weights(ctx.rank).requires_grad_()
-
-    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        rows, row_w = dispatch(engine, plan, x, w)
-        index = torch.arange(plan.num_rows, dtype=x.dtype, device=x.device)[:, None]
-        experts = torch.sin(rows * (1 + 0.1 * index)) * row_w[:, None]
-        out = combine(engine, plan, experts)
-        return (out * torch.cos(out)).sum()
-
-    loss(x, w).backward()
-    step = 1e-6
-    for source in range(ctx.num_ranks):
-        for kind, mine in (("x", x), ("w", w)):
-            mine_size = torch.tensor([mine.numel() if ctx.rank == source else 0], device=ctx.device)
-            torch.distributed.all_reduce(mine_size, group=ctx.group)
-            for element in range(int(mine_size)):
+        loss(x, w).backward()
+        step = 1e-6
+        for source, name in itertools.product(range(ctx.num_ranks), "xw"):
+            inputs = {"x": x, "w": w}
+            size = torch.tensor([inputs[name].numel()], device=ctx.device)
+            torch.distributed.broadcast(size, source, group=ctx.group)
+            for element in range(int(size)):
                 values = []
                 for sign in (1, -1):
-                    moved = {"x": x.detach().clone(), "w": w.detach().clone()}
+                    moved = {key: value.detach().clone() for key, value in inputs.items()}
                     if ctx.rank == source:
-                        moved[kind].view(-1)[element] += sign * step
+                        moved[name].view(-1)[element] += sign * step
                     total = loss(**moved).reshape(1)
                     torch.distributed.all_reduce(total, group=ctx.group)
                     values.append(total.item())
                 if ctx.rank == source:
                     numeric = (values[0] - values[1]) / (2 * step)
-                    analytic = mine.grad.view(-1)[element].item()
+                    analytic = inputs[name].grad.view(-1)[element].item()
                     # Central differences in fp64: error ~ step^2 + 1e-16 * |loss| / step ~ 1e-8.
                     assert abs(numeric - analytic) < 1e-6 * (1 + abs(analytic)), (
-                        f"d loss / d {kind}[{element}]: {analytic}, numerically {numeric}"
+                        f"d loss / d {name}[{element}]: {analytic}, numerically {numeric}"
                     )
 
 
@@ -119,36 +76,11 @@ def test_gradients_are_the_numeric_ones(pool: RankPool, engine_name: str, case: 
     small = dataclasses.replace(
         case, tokens=tuple(t // 3 for t in case.tokens), hidden=2, fixed_payload=True
     )
-    results = run_case(pool, gradcheck_on_rank, fitted(small, pool, engine_name), engine_name)
-    assert results is None or all(results)
+    run_case(pool, compare_gradients_on_rank, fitted(small, pool, engine_name), engine_name)
 
 
-def torch_gradcheck(ctx: RankContext, case: Case, engine_name: str) -> bool:
-    with opened(ctx, case, engine_name) as (case, engine):
-        plan = engine.plan(case.topk_idx(0))
-        x = case.rows(0, 6, salt=2).requires_grad_()
-        w = case.weights(0).requires_grad_()
-
-        def layer(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            rows, row_w = dispatch(engine, plan, x, w)
-            return combine(engine, plan, rows.sin() * row_w[:, None]), row_w
-
-        return torch.autograd.gradcheck(layer, (x, w))
-
-
-def test_torch_gradcheck_on_one_rank(pool: RankPool, engine_name: str) -> None:
-    case = Case(
-        "gradcheck",
-        (6,),
-        4,
-        2,
-        hidden=3,
-        dtype=torch.float64,
-        alignment=16,
-        dropped=0.2,
-        fixed_payload=True,
-    )
-    assert run_case(pool, torch_gradcheck, case, engine_name) in ([True], None)
+# Of a step.
+RESULTS = ("out", "x.grad", "w.grad")
 
 
 class Step:
@@ -189,7 +121,7 @@ def test_gradients_are_the_reference_engines(
     case = Case("gradients", (25, 12, 0, 31), 16, 4, dtype=dtype, alignment=16, dropped=0.2)
     results = run_case(pool, step_of_both, fitted(case, pool, engine_name), engine_name)
     for rank, (mine, expected) in enumerate(results or []):
-        for what, a, b in zip(("out", "x.grad", "w.grad"), mine, expected, strict=True):
+        for what, a, b in zip(RESULTS, mine, expected, strict=True):
             assert_same_bits(a, b, f"rank {rank}, {what}")
 
 
@@ -222,19 +154,11 @@ def schedule_on_rank(ctx: RankContext, order: str, engine_name: str) -> list[lis
 def test_plans_alive_together_do_not_disturb_each_other(pool: RankPool, engine_name: str) -> None:
     ranks = most_ranks(engine_name, min(3, pool.size))
     alone = pool.run(schedule_on_rank, "F0 B0 F1 B1 F2 B2", engine_name, ranks=ranks)
-    together = pool.run(schedule_on_rank, "F0 F1 B0 F2 B1 B2", engine_name, ranks=ranks)
-    backwards = pool.run(schedule_on_rank, "F0 F1 F2 B2 B0 B1", engine_name, ranks=ranks)
-    for rank in range(ranks):
-        for i in range(3):
-            for what, a, b, c in zip(
-                ("out", "x.grad", "w.grad"),
-                alone[rank][i],
-                together[rank][i],
-                backwards[rank][i],
-                strict=True,
-            ):
-                assert_same_bits(b, a, f"1F1B: rank {rank}, micro-batch {i}, {what}")
-                assert_same_bits(c, a, f"reversed: rank {rank}, micro-batch {i}, {what}")
+    for order in ("F0 F1 B0 F2 B1 B2", "F0 F1 F2 B2 B0 B1"):
+        together = pool.run(schedule_on_rank, order, engine_name, ranks=ranks)
+        for rank, i in itertools.product(range(ranks), range(3)):
+            for what, a, b in zip(RESULTS, together[rank][i], alone[rank][i], strict=True):
+                assert_same_bits(a, b, f"{order}: rank {rank}, micro-batch {i}, {what}")
 
 
 def recompute_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[torch.Tensor]:
@@ -254,20 +178,6 @@ def test_dispatching_again_from_a_saved_plan(pool: RankPool, engine_name: str, c
     for rank, (rows, w, rows2, w2) in enumerate(results or []):
         assert_same_bits(rows2, rows, f"rows of rank {rank}")
         assert_same_bits(w2, w, f"weights of rank {rank}")
-
-
-def repeat_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[list[torch.Tensor]]:
-    with opened(ctx, case, engine_name) as (case, engine):
-        return [Step(ctx, engine, case).backward() for _ in range(5)]
-
-
-def test_repeated_runs_give_the_same_bits(pool: RankPool, engine_name: str) -> None:
-    case = Case("repeat", (60, 30, 45, 0), 16, 6, hidden=64, dtype=torch.bfloat16, skew=0.5)
-    results = run_case(pool, repeat_on_rank, fitted(case, pool, engine_name), engine_name)
-    for rank, runs in enumerate(results or []):
-        for run in runs[1:]:
-            for what, a, b in zip(("out", "x.grad", "w.grad"), runs[0], run, strict=True):
-                assert_same_bits(b, a, f"rank {rank}, {what}")
 
 
 def double_weights_on_rank(

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from compare import assert_same_bits
-from contract_cases import config_of
 from oracle import oracle_combine
 from run_case import fitted, opened, oracle_of, ranks_on_node, rounds_source_part, run_case
 
-from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED
-from megatron_ncclep.engines.reference.engine import ReferenceEngine
-from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 
@@ -29,28 +24,23 @@ def row_values(case: Case, rank: int, num_rows: int) -> tuple[torch.Tensor, torc
 
 def combine_on_rank(
     ctx: RankContext, case: Case, engine_name: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor | None, ...]:
+    """Sums and values, and once more without values."""
     with opened(ctx, case, engine_name) as (case, engine):
         plan = engine.plan(case.topk_idx(ctx.rank))
         y, values = row_values(case, ctx.rank, plan.num_rows)
-        out, topk_w = engine.combine(plan, y, values)
-        assert topk_w is not None
-        out_alone, none = engine.combine(plan, y)
-        assert none is None
-        return out, topk_w, out_alone
+        return *engine.combine(plan, y, values), *engine.combine(plan, y)
 
 
-def expected_sums(
-    case: Case, engine_name: str, round_source_part: bool | None = None
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What combine must give; `round_source_part`: unless it is what the engine declares."""
+def expected_sums(case: Case, engine_name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What combine must give on each rank."""
     oracle = oracle_of(case, engine_name)
     values = [row_values(case, rank, len(slots)) for rank, slots in enumerate(oracle.slots)]
     return oracle_combine(
         oracle,
         [y for y, _ in values],
         [w for _, w in values],
-        rounds_source_part(engine_name) if round_source_part is None else round_source_part,
+        rounds_source_part(engine_name),
         ranks_on_node(engine_name, case.num_ranks),
     )
 
@@ -62,34 +52,11 @@ def test_sums_and_values_are_the_oracles(
     if results is None:
         return  # refused, as it must be
     out, topk_w = expected_sums(contract_case, engine_name)
-    for rank, (actual, actual_w, alone) in enumerate(results):
+    for rank, (actual, actual_w, alone, none) in enumerate(results):
+        assert none is None
         assert_same_bits(actual, out[rank], f"output of rank {rank}")
         assert_same_bits(actual_w, topk_w[rank], f"values of rank {rank}")
         assert_same_bits(alone, out[rank], f"output of rank {rank}, without values")
-
-
-def rounded_on_rank(ctx: RankContext, case: Case) -> torch.Tensor:
-    case = case.on(ctx.device)
-    engine = ReferenceEngine(
-        EpGroup.of(ctx.group), case.num_experts, config_of(case), EVERY_PART_ROUNDED
-    )
-    plan = engine.plan(case.topk_idx(ctx.rank))
-    return engine.combine(plan, row_values(case, ctx.rank, plan.num_rows)[0])[0]
-
-
-@pytest.mark.needs_ranks(
-    2
-)  # one rank has only a source rank's part, which is rounded in the end anyway
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_reference_can_round_every_part(pool: RankPool, dtype: torch.dtype) -> None:
-    """The other reduction, which an engine may declare; in fp32 there is nothing to round."""
-    case = Case("rounded", (25, 12, 0, 31), 16, 8, hidden=32, dtype=dtype).on_at_most(pool.size)
-    unrounded, _ = expected_sums(case, "reference", round_source_part=False)
-    out, _ = expected_sums(case, "reference", round_source_part=True)
-    for rank, actual in enumerate(pool.run(rounded_on_rank, case, ranks=case.num_ranks)):
-        assert_same_bits(actual, out[rank], f"output of rank {rank}")
-    differs = any(not torch.equal(a, b) for a, b in zip(out, unrounded, strict=True))
-    assert differs == (dtype != torch.float32)
 
 
 def nan_padding_on_rank(ctx: RankContext, case: Case, engine_name: str) -> torch.Tensor:

@@ -13,15 +13,12 @@ from megatron_ncclep.testing.cases import Case
 
 def dispatch_on_rank(
     ctx: RankContext, case: Case, engine_name: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor | None, ...]:
+    """Rows and weights, and once more without weights."""
     with opened(ctx, case, engine_name) as (case, engine):
         plan = engine.plan(case.topk_idx(ctx.rank))
         x = case.rows(ctx.rank, case.tokens[ctx.rank], salt=2)
-        rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
-        assert row_w is not None
-        rows_alone, none = engine.dispatch(plan, x)
-        assert none is None
-        return rows, row_w, rows_alone
+        return *engine.dispatch(plan, x, case.weights(ctx.rank)), *engine.dispatch(plan, x)
 
 
 def test_rows_and_weights_are_the_oracles(
@@ -36,7 +33,8 @@ def test_rows_and_weights_are_the_oracles(
     x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
     w = [case.weights(r) for r in ranks]
     expected, expected_w = oracle_dispatch(oracle, x, w)
-    for rank, (rows, row_w, rows_alone) in enumerate(results):
+    for rank, (rows, row_w, rows_alone, none) in enumerate(results):
+        assert none is None
         assert_dispatched(oracle, x, w, rank, rows, row_w)
         assert_same_bits(rows, expected[rank], f"rows of rank {rank}")
         assert_same_bits(row_w, expected_w[rank], f"weights of rank {rank}")

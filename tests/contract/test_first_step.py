@@ -1,6 +1,6 @@
-"""The first step of a group: a rank that compiles is late, and is waited for; later ones are not.
+"""The first step of a group has a longer deadline, because a rank that compiles is late.
 
-60 s ended jobs in which one rank compiled for longer: the others took it for dead.
+With 60 s, the other ranks took a rank that compiled for longer for dead.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def low_latency_of(engine: Engine) -> Callable[[], object]:
 
 
 def late_on_rank(
-    ctx: RankContext,
-    make: Callable[[Engine], Callable[[], object]],
-    shares_memory: bool,
+    ctx: RankContext, make: Callable[[Engine], Callable[[], object]], shares_memory: bool
 ) -> str:
     """What rank 0 says when rank 1 is late after the first steps of two engines."""
     process_group = dist.new_group(list(range(ctx.num_ranks)))  # that may fail without harm
@@ -75,9 +73,7 @@ def late_on_rank(
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "torch"])
 @pytest.mark.parametrize("make", [plan_of, low_latency_of])
 def test_a_rank_may_be_late_in_the_first_step(
-    pool: RankPool,
-    make: Callable[[Engine], Callable[[], object]],
-    shares_memory: bool,
+    pool: RankPool, make: Callable[[Engine], Callable[[], object]], shares_memory: bool
 ) -> None:
     said, *_ = pool.run(late_on_rank, make, shares_memory)
     assert f"(deadline {TIMEOUT_S:g} s)" in said

@@ -6,8 +6,6 @@ In a group of this process alone, with stand-ins for what engines share.
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -63,26 +61,18 @@ class Thing:
         self.log.append(f"close {self.name}")
 
 
-class Unchecked:
-    """A thing without `check`."""
-
-    def close(self) -> None:
-        pass
-
-
 # --- failures on the device ----------------------------------------------------------------------
 
 
 def test_everything_shared_is_checked(process_group: dist.ProcessGroup) -> None:
-    """A deadline that passed on the device once came out with the next call of an engine only.
-
-    After the last backward of a step none came before the optimizer had stepped on garbage.
+    """A deadline that passed on the device in the last backward must be told before the optimizer
+    steps: no call of an engine comes in between.
     """
     log: list[str] = []
     other = dist.new_group([0])
     first, second = EpGroup.of(process_group), EpGroup.of(other)
     megatron_ncclep.check()  # nothing is shared
-    first.share("communicator", Unchecked)
+    first.share("communicator", lambda: SimpleNamespace(close=lambda: None))  # has no check
     first.share("a", lambda: Thing("a", log))
     second.share("b", lambda: Thing("b", log))
     megatron_ncclep.check()
@@ -95,16 +85,6 @@ def test_everything_shared_is_checked(process_group: dist.ProcessGroup) -> None:
         megatron_ncclep.check()
     second.close()
     megatron_ncclep.check()
-
-
-def test_a_check_without_groups_imports_nothing() -> None:
-    code = (
-        "import sys, megatron_ncclep\n"
-        "megatron_ncclep.check()\n"
-        "assert 'torch' not in sys.modules\n"
-        "assert 'megatron_ncclep.engines' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
 
 
 # --- who may use what is shared, and how long ----------------------------------------------------
@@ -139,7 +119,6 @@ def test_a_group_closes_the_last_made_first(process_group: dist.ProcessGroup) ->
     group.share("other windows", lambda: Thing("other windows", log))
     group.close()
     assert log == ["close other windows", "close windows", "close communicator"]
-    group.release("windows", DEADLINE_S)  # an engine that is closed after its group
     group.close()
     assert len(log) == 3
 
@@ -166,7 +145,7 @@ def test_all_groups_are_closed_in_the_order_of_their_making(
     assert log == ["close thing 0", "close thing 2", "close thing 1"]
 
 
-def test_a_closed_group_says_what_to_do_and_can_be_used_anew(
+def test_a_closed_group_says_what_to_do_and_can_be_used_again(
     process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
@@ -199,9 +178,7 @@ def test_a_closed_group_says_what_to_do_and_can_be_used_anew(
     again.close()
 
 
-def test_what_is_over_a_destroyed_process_group_is_freed(
-    process_group: dist.ProcessGroup,
-) -> None:
+def test_what_is_over_a_destroyed_process_group_is_freed(process_group: dist.ProcessGroup) -> None:
     """No rank is left to agree with: `close` frees it, or the next group that is made."""
     log: list[str] = []
     first, second = dist.new_group([0]), dist.new_group([0])
@@ -263,10 +240,8 @@ def test_a_busy_device_does_not_keep_the_host(
 def test_how_hosts_exchange_is_read_where_all_can_be_told(
     process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCLEP_HOST_EXCHANGE=maybe on one node raised there, inside the group's first exchange.
-
-    The other ranks waited for that one until their deadline.  Now the first exchange goes the way
-    that needs nothing, and `create_engine` tells them.
+    """If the first exchange raised on one rank, the others would wait for it until their deadline:
+    it goes over torch, and `create_engine` tells them.
     """
     monkeypatch.setenv("NCCLEP_HOST_EXCHANGE", "maybe")
     link = HostLink(rank=1, size=2)

@@ -1,21 +1,18 @@
 """What engines open at run time is found where it is, and its version is the library's own word.
 
-The libraries are empty files here: a process that would open one is played by `answers`.
+The libraries are empty files here, and `answers` says what opening one would have told.
 tests/contract/test_nccl_ep_library.py has the rest, of libnccl_ep.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 import pytest
-from installation import install_nccl, package, touch
+from installation import install_nccl, touch
 from patience import patient
 
 from megatron_ncclep.errors import InputError
@@ -32,47 +29,32 @@ from megatron_ncclep.libraries.search import Library
 pytestmark = pytest.mark.usefixtures("site")
 
 ROOT = Path(__file__).resolve().parents[2]
-# Before a fixture replaces it.
-PYTHON_PATH = list(sys.path)
 MAPS = """\
 7f1000000000-7f1000100000 r--p 00000000 fe:00 11         /opt/a b/libnccl.so.2
-7f1000100000-7f1000900000 r-xp 00100000 fe:00 11         /opt/a b/libnccl.so.2
-7f1000900000-7f1000a00000 rw-p 00000000 00:00 0
+7f1000100000-7f1000200000 rw-p 00000000 00:00 0
 7f2000000000-7f2000100000 r-xp 00000000 fe:00 12         /opt/old/libnccl.so.2.28.9 (deleted)
-7ffd00000000-7ffd00021000 rw-p 00000000 00:00 0          [stack]
 """
 
 
 # --- what text and numbers mean ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("code", "version"),
-    [(23007, (2, 30, 7)), (22809, (2, 28, 9)), (20900, (2, 9, 0)), (2804, (2, 8, 4))],
-)
-def test_versions_of_nccl(code: int, version: tuple[int, int, int]):
-    assert search.nccl_version(code) == version
+def test_versions_of_nccl():
+    for code, version in ((23007, (2, 30, 7)), (22809, (2, 28, 9)), (2804, (2, 8, 4))):
+        assert search.nccl_version(code) == version
 
 
 @pytest.mark.parametrize(
     ("address", "path"),
     [
         (0x7F1000000000, "/opt/a b/libnccl.so.2"),
-        (0x7F10008FFFFF, "/opt/a b/libnccl.so.2"),
-        (0x7F1000900000, None),  # no file there
-        (0x7F1000A00000, None),  # nothing there: an end is the first address behind
+        (0x7F1000100000, None),  # behind the end, and memory without a file
         (0x7F2000000001, "/opt/old/libnccl.so.2.28.9"),
         (0, None),
     ],
 )
 def test_file_at_an_address(address: int, path: str | None):
     assert search.mapped_file(MAPS, address) == (path and Path(path))
-
-
-def test_text_of_a_library():
-    path = Path("/opt/libnccl.so.2")
-    assert str(Library(path, (2, 30, 7), "so")) == "2.30.7, /opt/libnccl.so.2 (so)"
-    assert str(Library(path, None, "so")) == "version unknown, /opt/libnccl.so.2 (so)"
 
 
 # --- NCCL ----------------------------------------------------------------------------------------
@@ -94,33 +76,6 @@ def test_the_loaded_nccl_is_torchs():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, text=True, capture_output=True,
         timeout=patient(120),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.cpu_only  # as above
-def test_looking_for_nccl_loads_none():
-    """In a process without torch's, where the loader would find the one of NVIDIA's package."""
-    code = """
-import importlib.util, sys, types
-sys.modules["torch"] = types.ModuleType("torch")
-spec = importlib.util.spec_from_file_location("libraries", sys.argv[1])
-sys.modules["libraries"] = search = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(search)
-assert search.loaded_nccl() is None
-packaged, system = search.packaged_nccl(), search.system_nccl()
-assert search.find_nccl() == (packaged or system)
-if packaged:
-    assert packaged.version == system.version and packaged.path == system.path
-assert "/libnccl.so" not in open("/proc/self/maps").read()
-"""
-    spec = PathFinder.find_spec("nvidia", PYTHON_PATH)
-    folders = spec.submodule_search_locations if spec else None
-    library_path = ":".join(f"{folder}/nccl/lib" for folder in folders or ())
-    done = subprocess.run(
-        [sys.executable, "-c", code, search.__file__], cwd=ROOT, text=True,
-        capture_output=True, timeout=patient(120),
-        env={**os.environ, "LD_LIBRARY_PATH": library_path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -165,30 +120,13 @@ def test_a_loaded_library_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "link").symlink_to(path)
     monkeypatch.setenv("NCCLEP_NCCL_LIBRARY", str(tmp_path / "link"))
     found = search.find_nccl()
-    assert found is not None
-    assert (found.path, found.version) == (tmp_path / "link", (2, 29, 7))
+    origin = "NCCLEP_NCCL_LIBRARY, loaded in this process"
+    assert found == Library(tmp_path / "link", (2, 29, 7), origin)
 
 
-def test_two_packages_with_the_same_file(site: Path, answers: dict[str, int]):
-    install_nccl(site, answers)
-    package(site, "nvidia_nccl_cu12")
-    package(site, "nvidia-cublas")
-    found = search.packaged_nccl()
-    assert found is not None
-    assert found.found == "package nvidia-nccl-cu12 or nvidia-nccl-cu13"
-
-
-def test_a_library_that_does_not_open_has_no_version(
-    site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_library_that_does_not_open_has_no_version(site: Path, answers: dict[str, int]):
     path = install_nccl(site, answers)
     answers.clear()
-    assert search.find_nccl() == Library(path, None, "package nvidia-nccl-cu13")
-
-    def hang(command: list[str], timeout: float, **options: Any) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(search.subprocess, "run", hang)
     assert search.find_nccl() == Library(path, None, "package nvidia-nccl-cu13")
 
 

@@ -1,6 +1,6 @@
 """An engine with the limits of a GPU engine, on the CPU: it keeps the contract within its caps.
 
-What exceeds them must be refused with the limit's name, as `EngineBase` does for every engine.
+Whatever exceeds a limit must be refused with its name, as `EngineBase` does for every engine.
 """
 
 from __future__ import annotations
@@ -50,40 +50,30 @@ class RestrictedEngine(ReferenceEngine):
         self.caps = CAPS
 
 
-def entry(engine: type[RestrictedEngine]) -> EngineEntry:
-    return EngineEntry(CAPS, engine, lambda group, config, num_experts: None)
+ENTRY = EngineEntry(CAPS, RestrictedEngine, lambda group, config, num_experts: None)
 
 
-def with_engine(
-    ctx: RankContext, engine: type[RestrictedEngine], function: Callable[..., Any], *args: Any
-) -> Any:
-    """Call `function` on a rank while the registry knows `engine`."""
-    ENGINES["restricted"] = entry(engine)
-    try:
+def with_engine(ctx: RankContext, function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function` on a rank while the registry knows the engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENGINES, "restricted", ENTRY)
         return function(ctx, *args)
-    finally:
-        del ENGINES["restricted"]
 
 
-class PoolWith:
-    """A pool on whose ranks the registry knows `engine` as "restricted"."""
+class PoolWithEngine:
+    """A pool on whose ranks the registry knows the engine."""
 
-    def __init__(self, pool: RankPool, engine: type[RestrictedEngine]) -> None:
-        self.pool, self.engine, self.size = pool, engine, pool.size
+    def __init__(self, pool: RankPool) -> None:
+        self.pool, self.size = pool, pool.size
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
-        return self.pool.run(with_engine, self.engine, function, *args, ranks=ranks)
-
-    def close(self) -> None:
-        self.pool.close()
+        return self.pool.run(with_engine, function, *args, ranks=ranks)
 
 
 @pytest.fixture
-def pool_with(
-    pool: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[type[RestrictedEngine]], PoolWith]:
-    monkeypatch.setitem(ENGINES, "restricted", entry(RestrictedEngine))
-    return lambda engine: PoolWith(pool, engine)
+def restricted(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> PoolWithEngine:
+    monkeypatch.setitem(ENGINES, "restricted", ENTRY)
+    return PoolWithEngine(pool)
 
 
 STEPS = {
@@ -96,57 +86,22 @@ MAPPED = [for_engine(case, CAPS) for ranks in (1, 2) for case in contract_cases(
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", MAPPED, ids=lambda case: f"{case.num_ranks}ranks-{case}")
-def test_its_contract_holds(pool_with: Callable, step: str, case: Case) -> None:
-    STEPS[step](pool_with(RestrictedEngine), "restricted", case)
+def test_its_contract_holds(restricted: PoolWithEngine, step: str, case: Case) -> None:
+    STEPS[step](restricted, "restricted", case)
 
 
-OTHER_TESTS = [
-    test_plan.test_int32_indices_plan_the_same,
-    test_combine.test_padding_rows_are_not_read,
-    test_autograd.test_torch_gradcheck_on_one_rank,
-    test_autograd.test_plans_alive_together_do_not_disturb_each_other,
-    test_autograd.test_fp64_weights_come_back_as_fp64,
-]
-
-
-@pytest.mark.parametrize("test", OTHER_TESTS, ids=lambda test: test.__name__)
-def test_other_tests_hold(pool_with: Callable, test: Callable[..., None]) -> None:
-    test(pool_with(RestrictedEngine), "restricted")
-
-
-@pytest.mark.parametrize("case", test_autograd.CASES, ids=str)
-def test_gradients_hold(pool_with: Callable, case: Case) -> None:
-    pool = pool_with(RestrictedEngine)
-    test_autograd.test_combine_is_the_adjoint_of_dispatch(pool, "restricted", case)
-    test_autograd.test_gradients_are_the_numeric_ones(pool, "restricted", case)
-    test_autograd.test_dispatching_again_from_a_saved_plan(pool, "restricted", case)
-
-
-def test_random_batches_keep_to_the_caps(pool_with: Callable) -> None:
+def test_random_batches_keep_to_the_caps(restricted: PoolWithEngine) -> None:
     test_random.test_random_batches_are_the_oracles(
-        pool_with(RestrictedEngine), "restricted", "gloo", [1, 2], iterations=30, seed=0
+        restricted, "restricted", "gloo", [1, 2], iterations=30, seed=0
     )
 
 
-def test_gradients_of_an_engine_without_fp64(pool_with: Callable) -> None:
+def test_gradients_of_an_engine_without_fp64(restricted: PoolWithEngine) -> None:
     test = test_autograd.test_gradients_are_the_reference_engines
-    test(pool_with(RestrictedEngine), "restricted", torch.bfloat16)
+    test(restricted, "restricted", torch.bfloat16)
 
 
-def test_every_limit_is_met_by_a_case() -> None:
-    """Otherwise the refusals above are not all seen."""
-    broken = {refusal(case, CAPS) for case in MAPPED} - {None}
-    assert broken == {
-        "options",
-        "min_ranks",
-        "max_tokens",
-        "max_top_k",
-        "payload_dtypes",
-        "row_bytes_multiple",
-    }
-
-
-def test_too_many_experts_on_a_rank(pool_with: Callable) -> None:
+def test_too_many_experts_on_a_rank(restricted: PoolWithEngine) -> None:
     case = Case("66-experts", (3, 4), num_experts=66, hidden=64)
-    STEPS["plan"](pool_with(RestrictedEngine), "restricted", case)
+    STEPS["plan"](restricted, "restricted", case)
     assert refusal(case, CAPS) == "max_local_experts"

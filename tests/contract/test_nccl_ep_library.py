@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -69,48 +70,42 @@ def test_each_package_brings_one_for_torchs_cuda(
         assert find_nccl_ep() is None
 
 
-def test_transformer_engine_for_another_cuda_lies_in_the_same_place(
+def test_transformer_engine_built_from_its_sources_for_another_cuda(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_transformer_engine(site, cuda="12.9")
+    built = install_transformer_engine(site, cuda="12.9")
+    built = built.rename(built.parents[1] / built.name)
     assert find_nccl_ep() is None
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     found = find_nccl_ep()
     assert found is not None
-    assert (found.found, found.interface) == ("package transformer-engine-cu12", 3)
-
-
-def test_transformer_engine_that_was_built_from_its_sources(site: Path) -> None:
-    built = install_transformer_engine(site)
-    built = built.rename(built.parents[1] / built.name)
-    found = find_nccl_ep()
-    assert found is not None
-    assert found.path == built
+    assert (found.path, found.found) == (built, "package transformer-engine-cu12")
 
 
 @pytest.mark.parametrize(
-    ("version", "package"),
+    ("version", "takers"),
     [
-        ((2, 30, 7), "nccl-extensions"),
-        ((2, 32, 3), "transformer-engine"),
-        ((2, 33, 0), "transformer-engine"),
-        # None of them runs with these, and the first one says what it takes.
-        ((2, 28, 9), "nccl-extensions"),
-        ((2, 31, 2), "nccl-extensions"),
-        (None, "nccl-extensions"),
+        # NVIDIA built one for 2.30.7 and no other, the other for 2.32.3 and what came after it.
+        ((2, 30, 7), ["nccl-extensions"]),
+        ((2, 32, 3), ["transformer-engine"]),
+        ((3, 0, 0), ["transformer-engine"]),
+        ((2, 28, 9), []),
+        ((2, 31, 2), []),
+        (None, []),
     ],
 )
-def test_of_two_the_one_that_takes_the_nccl_in_use(
-    version: Version | None, package: str, site: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_library_that_takes_the_nccl_in_use_is_found(
+    version: Version | None, takers: list[str], site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extensions(site)
-    transformer_engine(site)
+    """If neither takes it, the first one says what it takes."""
+    both = [extensions(site), transformer_engine(site)]
     loaded = nccl(*version) if version else None
     monkeypatch.setattr(search, "loaded_nccl", lambda: loaded)
     monkeypatch.setattr(search, "find_nccl", lambda: loaded)
+    assert [one.package for one in both if nccl_problem(one, loaded) is None] == takers
     found = find_nccl_ep()
     assert found is not None
-    assert found.package == package
+    assert found.package == (takers or ["nccl-extensions"])[0]
 
 
 def test_one_can_be_chosen(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,39 +122,7 @@ def test_one_can_be_chosen(site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert find_nccl_ep() == NcclEpLibrary(mine, (0, 11, 3), CHOICE)
 
 
-@pytest.mark.parametrize("content", [b"", b"NCCL version 2.30.7+cuda13.0"])
-def test_a_file_without_libnccl_eps_version(site: Path, content: bytes) -> None:
-    install_nccl_extensions(site, content)
-    found = find_nccl_ep()
-    assert found is not None
-    assert (found.version, found.interface, found.build) == (None, None, None)
-
-
 # --- the NCCL that it takes ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("version", "fits_extensions", "fits_transformer_engine"),
-    [
-        ((2, 28, 9), False, False),
-        ((2, 30, 4), False, False),
-        ((2, 30, 7), True, False),
-        ((2, 31, 2), False, False),
-        ((2, 32, 2), False, False),
-        ((2, 32, 3), False, True),
-        ((2, 33, 0), False, True),
-        ((3, 0, 0), False, True),
-    ],
-)
-def test_the_nccl_that_each_takes(
-    version: Version, fits_extensions: bool, fits_transformer_engine: bool, site: Path
-) -> None:
-    """As NVIDIA built them: 2.30.7 and no other; 2.32.3 and what came after it."""
-    for library, fits in (
-        (extensions(site), fits_extensions),
-        (transformer_engine(site), fits_transformer_engine),
-    ):
-        assert (nccl_problem(library, nccl(*version)) is None) == fits
 
 
 def test_what_is_said_of_an_nccl_that_does_not_fit(site: Path) -> None:
@@ -171,17 +134,12 @@ def test_what_is_said_of_an_nccl_that_does_not_fit(site: Path) -> None:
         "own"
     )
     newer = transformer_engine(site)
-    text = nccl_problem(alone, nccl(2, 32, 3))
-    assert text is not None
-    assert text.endswith(f"set {CHOICE}=transformer-engine, whose libnccl_ep runs with it")
-    text = nccl_problem(newer, None)
-    assert text is not None
-    assert "requires NCCL 2.32.3 or newer, and this process has none" in text
+    choose = f"set {CHOICE}=transformer-engine, whose libnccl_ep takes it"
+    assert str(nccl_problem(alone, nccl(2, 32, 3))).endswith(choose)
+    text = str(nccl_problem(newer, None))
+    assert "takes NCCL 2.32.3 or newer, and this process has none" in text
     assert "pip install 'nvidia-nccl-cu13>=2.32.3'" in text
-
-
-def test_of_a_library_that_is_not_known_nothing_is_said() -> None:
-    """It looks itself, before anything else."""
+    # A library that is not known looks itself.
     assert nccl_problem(NcclEpLibrary(Path("/x.so"), (0, 2, 1), ""), nccl(2, 28, 9)) is None
 
 
@@ -208,24 +166,6 @@ def test_folders_of_the_jit(
     assert jit_folders(library) == {SOURCES: site / "nccl", NCCL_HEADERS: site / "nvidia"}
 
 
-def test_headers_are_those_of_the_nccl_in_use(
-    site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    library = extensions(site)
-    install_nccl(site, answers, 23007)
-
-    def headers(path: Path, version: tuple[int, int, int]) -> Path | None:
-        monkeypatch.setattr(search, "loaded_nccl", lambda: Library(path, version, ""))
-        return jit_folders(library).get(NCCL_HEADERS)
-
-    alone = touch(tmp_path / "preloaded" / "libnccl.so.2")
-    assert headers(alone, (2, 30, 7)) == site / "nvidia" / "nccl" / "include"
-    assert headers(alone, (2, 29, 7)) is None
-    touch(tmp_path / "usr" / "include" / "nccl.h")
-    system = touch(tmp_path / "usr" / "lib" / "node" / "libnccl.so.2.29.7")
-    assert headers(system, (2, 29, 7)) == tmp_path / "usr" / "include"
-
-
 def test_sources_and_headers_of_something_else(
     site: Path, answers: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,19 +174,14 @@ def test_sources_and_headers_of_something_else(
     install_nccl(site, answers, 23007)
     folders = jit_folders(old)
     assert jit_problem(old, folders, nccl(2, 30, 7)) is None
-    text = jit_problem(new, folders, nccl(2, 30, 7))
-    assert text is not None
-    assert re.search(
-        f"{SOURCES}=.* has the sources of interface 2, and .* is of interface 3: unset it", text
-    )
-    text = jit_problem(new, {**folders, SOURCES: jit_folders(new)[SOURCES]}, nccl(2, 32, 3))
-    assert text is not None
-    assert re.search(
-        f"{NCCL_HEADERS}=.* has the headers of NCCL 2.30.7, and this process has NCCL 2.32.3", text
-    )
+    text = str(jit_problem(new, folders, nccl(2, 30, 7)))
+    assert re.search(f"{SOURCES}=.* has the sources of interface 2, and .* 3: unset it", text)
+    right = {**folders, SOURCES: jit_folders(new)[SOURCES]}
+    text = str(jit_problem(new, right, nccl(2, 32, 3)))
+    assert re.search(f"{NCCL_HEADERS}=.* headers of NCCL 2.30.7, and .* NCCL 2.32.3", text)
     for missing in (SOURCES, NCCL_HEADERS):
-        text = jit_problem(old, {k: v for k, v in folders.items() if k != missing}, nccl(2, 30, 7))
-        assert text is not None
+        others = {name: folder for name, folder in folders.items() if name != missing}
+        text = str(jit_problem(old, others, nccl(2, 30, 7)))
         assert f"set {missing} to the folder" in text
 
 
@@ -269,15 +204,8 @@ def test_modes_that_would_be_ignored(site: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_environment_is_what_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FIXED_ORDER, "0")
-    during = {}
-
-    def fail() -> None:
-        with environment({FIXED_ORDER: "1", PULL_PUSH: "1"}):
-            during.update(os.environ)
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert (during[FIXED_ORDER], during[PULL_PUSH]) == ("1", "1")
+    with suppress(RuntimeError), environment({FIXED_ORDER: "1", PULL_PUSH: "1"}):
+        assert (os.environ[FIXED_ORDER], os.environ[PULL_PUSH]) == ("1", "1")
+        raise RuntimeError
     assert os.environ[FIXED_ORDER] == "0"
     assert PULL_PUSH not in os.environ

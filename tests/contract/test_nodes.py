@@ -1,4 +1,4 @@
-"""Several nodes: the grid of ranks, and the contract over it with ranks that only count as some.
+"""Several nodes: the grid of ranks, and the contract over it, with ranks of one host.
 
 All of the contract's tests run over a grid with, for 2 x 2:
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_same_bits
-from contract_cases import config_of, contract_cases, for_engine
+from contract_cases import contract_cases, for_engine
 from patience import PatientPool, patient
 from run_case import all_steps_on_rank, assert_steps, caps_of, ranks_on_node
 from test_autograd import step_of_both
@@ -24,13 +24,9 @@ from test_overflow import TOO_MUCH, raised_on_rank
 from megatron_ncclep.benchmark.shapes import network_rows, tables_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.engine import NODE_SUMS_ROUNDED
 from megatron_ncclep.engines.hierarchical import engine as hierarchical
 from megatron_ncclep.engines.hierarchical.engine import HierarchicalPlan
-from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, PeerError
-from megatron_ncclep.libraries.extension import StreamKeeper
-from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes, nodes_from
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -93,7 +89,7 @@ def error_on_rank(ctx: RankContext) -> tuple[str, str]:
         ((2, 2, 1, 2), EngineUnavailableError, "node 0 has ranks 0 to 1, node 2 has rank 2"),
     ],
 )
-def test_every_rank_hears_that_there_is_no_grid(
+def test_every_rank_is_told_that_there_is_no_grid(
     pool: RankPool, local_ranks: Any, error: type, text: str
 ) -> None:
     for name, said in pool.run(in_grid, local_ranks, error_on_rank, ranks=4):
@@ -117,8 +113,17 @@ def possible_cases(num_ranks: int) -> list[Case]:
     return [c for c in contract_cases(num_ranks) if refusal(c, caps_of(ENGINE)) is None]
 
 
-def every_case_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
-    return [all_steps_on_rank(ctx, case, ENGINE) for case in cases]
+def every_case_on_rank(
+    ctx: RankContext, cases: list[Case], chunks: int | None = None
+) -> list[list[torch.Tensor]]:
+    return [all_steps_on_rank(ctx, case, ENGINE, network_chunks=chunks) for case in cases]
+
+
+def assert_all_steps(cases: list[Case], results: list[list[list[torch.Tensor]]]) -> None:
+    """Compare what `every_case_on_rank` gave on each rank with the oracle."""
+    assert len(cases) > 5
+    for case, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+        assert_steps(case, ENGINE, list(of_ranks))
 
 
 @pytest.mark.parametrize("local_ranks", [1, 2, 4])
@@ -127,44 +132,15 @@ def test_every_step_is_the_oracles(
 ) -> None:
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
     cases = possible_cases(4)
-    results = pool.run(in_grid, local_ranks, every_case_on_rank, cases, ranks=4)
     assert ranks_on_node(ENGINE, 4) == local_ranks
-    assert len(cases) > 20
-    for i, case in enumerate(cases):
-        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
+    assert_all_steps(cases, pool.run(in_grid, local_ranks, every_case_on_rank, cases, ranks=4))
 
 
-def reference_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
-    results = []
-    for case in cases:
-        group, config = EpGroup.of(ctx.group), config_of(case)
-        nodes = Nodes(2, 2)
-        engine = ReferenceEngine(group, case.num_experts, config, NODE_SUMS_ROUNDED, nodes)
-        plan = engine.plan(case.topk_idx(ctx.rank))
-        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
-        rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
-        y = case.rows(ctx.rank, plan.num_rows, salt=5)
-        results.append([rows, row_w, *engine.combine(plan, y, row_w)])
-    return results
-
-
-def test_the_reference_can_follow_a_grid(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
-    cases = possible_cases(4)
-    results = pool.run(reference_on_rank, cases, ranks=4)
-    for i, case in enumerate(cases):
-        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
-
-
-@pytest.mark.parametrize(("num_ranks", "local_ranks"), [(6, 2), (8, 4)])
-def test_larger_grids(monkeypatch: pytest.MonkeyPatch, num_ranks: int, local_ranks: int) -> None:
-    """3 x 2 and 2 x 4."""
-    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
-    cases = possible_cases(num_ranks)
-    with closing(PatientPool(num_ranks)) as pool:
-        results = pool.run(every_case_on_rank, cases)
-    for i, case in enumerate(cases):
-        assert_steps(case, ENGINE, [of_rank[i] for of_rank in results])
+    cases = possible_cases(6)
+    with closing(PatientPool(6)) as pool:
+        assert_all_steps(cases, pool.run(every_case_on_rank, cases))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -180,7 +156,7 @@ def test_gradients_are_the_reference_engines(pool: RankPool, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("rows", [64, "0.5x"])
-def test_all_nodes_hear_that_rows_were_dropped(pool: RankPool, rows: int | str) -> None:
+def test_all_nodes_are_told_that_rows_were_dropped(pool: RankPool, rows: int | str) -> None:
     """Rows are dropped on node 0 alone; the other one's ranks must not step on."""
     case = dataclasses.replace(TOO_MUCH, tokens=(40,) * 4, max_recv_rows=rows)
     step = dataclasses.replace(case, skew=0.0, dropped=0.9)
@@ -204,7 +180,7 @@ def wrong_on_rank(ctx: RankContext, culprit: int) -> tuple[str, str]:
     return str(caught.value), str(list(rows.shape))
 
 
-def test_all_nodes_hear_of_a_wrong_argument(pool: RankPool) -> None:
+def test_all_nodes_are_told_of_a_wrong_argument(pool: RankPool) -> None:
     results = pool.run(in_grid, 2, wrong_on_rank, 3, ranks=4)
     assert {text for text, _ in results} == {
         "dispatch: rank 3: x has shape [2, 16]: the plan expects [1, hidden]"
@@ -233,7 +209,7 @@ def failed_inside_on_rank(ctx: RankContext) -> None:
 
 
 def test_what_fails_inside_a_node_is_told_before_an_optimizer_steps(pool: RankPool) -> None:
-    """The group of a node's ranks is not in torch's list: only this engine checks it."""
+    """The group of a node's ranks is not in torch's list, so only this engine checks it."""
     pool.run(in_grid, 2, failed_inside_on_rank, ranks=4)
 
 
@@ -258,67 +234,16 @@ def test_the_ranks_of_a_node_are_in_the_step_of_the_group(pool: RankPool) -> Non
 # --- chunks --------------------------------------------------------------------------------------
 
 
-def chunked_on_rank(
-    ctx: RankContext, cases: list[Case], chunks: int
-) -> list[tuple[list[torch.Tensor], list[str]]]:
-    """All steps of each case, and in what order things happened."""
-    events: list[str] = []
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            events.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    finish, group = AllToAll.finish, EpGroup.of(ctx.group)
-
-    def come(exchange: AllToAll, on_host: bool = True) -> torch.Tensor:
-        if exchange._group is group:  # not what moves inside
-            events.append("come")
-        return finish(exchange, on_host)
-
-    def all_steps(case: Case) -> tuple[list[torch.Tensor], list[str]]:
-        config = dataclasses.replace(config_of(case, ENGINE), network_chunks=chunks)
-        with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
-            plan = engine.plan(case.topk_idx(ctx.rank))
-            assert isinstance(plan, HierarchicalPlan)
-            x = case.rows(ctx.rank, plan.num_tokens, salt=2)
-            y = case.rows(ctx.rank, plan.num_rows, salt=5)
-            events.clear()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(hierarchical, "start", noted("cross", hierarchical.start))
-                patch.setattr(AllToAll, "finish", come)
-                for step in ("dispatch", "combine"):
-                    patch.setattr(plan.engine, step, noted(step, getattr(plan.engine, step)))
-                rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
-                out, topk_w = engine.combine(plan, y, row_w)
-        return [rows, row_w, out, topk_w], list(events)
-
-    return [all_steps(case) for case in cases]
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_chunks_change_no_bit(pool: RankPool, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    """All chunks of a dispatch are on their way before the first moves inside, and a combine's
-    first one before the second is added up.
-    """
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
-    cases = possible_cases(4)[::2]
-    results = pool.run(in_grid, 2, chunked_on_rank, cases, chunks, ranks=4)
-    most = 0
-    for i, case in enumerate(cases):
-        assert_steps(case, ENGINE, [of_rank[i][0] for of_rank in results])
-        number = min(chunks, case.hidden * case.dtype.itemsize // 16)
-        expected = ["cross"] * number + ["come", "dispatch"] * number
-        expected += ["combine", "cross"] * number + ["come"] * number
-        assert [of_rank[i][1] for of_rank in results] == [expected] * 4
-        most = max(most, number)
-    assert most == chunks
+    cases = possible_cases(4)
+    assert_all_steps(cases, pool.run(in_grid, 2, every_case_on_rank, cases, chunks, ranks=4))
 
 
-def default_chunks_on_rank(ctx: RankContext) -> list[int]:
-    with closing(create_engine(ctx.group, 4, EpConfig(engine=ENGINE))) as engine:
+def number_of_chunks_on_rank(ctx: RankContext, chunks: int | None) -> list[int]:
+    config = EpConfig(engine=ENGINE, network_chunks=chunks)
+    with closing(create_engine(ctx.group, 4, config)) as engine:
         plan = engine.plan(torch.tensor([[0, 3]]))
         return [
             len(engine._pieces(dataclasses.replace(plan, most_tokens=tokens), torch.empty(1, 4096)))
@@ -326,10 +251,16 @@ def default_chunks_on_rank(ctx: RankContext) -> list[int]:
         ]
 
 
-def test_how_many_chunks_there_are(pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("local_ranks", "chunks", "expected"),
+    [(2, None, [1, 1, 2, 3, 4]), (4, None, [1] * 5), (2, 3, [3] * 5)],
+)
+def test_how_many_chunks_there_are(
+    pool: RankPool, local_ranks: int, chunks: int | None, expected: list[int]
+) -> None:
     """Rows of 16 KiB: 1024 of them to a node are two chunks of 8 MiB."""
-    assert pool.run(in_grid, 2, default_chunks_on_rank, ranks=4) == [[1, 1, 2, 3, 4]] * 4
-    assert pool.run(in_grid, 4, default_chunks_on_rank, ranks=4) == [[1] * 5] * 4
+    found = pool.run(in_grid, local_ranks, number_of_chunks_on_rank, chunks, ranks=4)
+    assert found == [expected] * 4
 
 
 def ignored_on_rank(ctx: RankContext, chunks: tuple[int, ...], engine_name: str) -> str:
@@ -339,7 +270,7 @@ def ignored_on_rank(ctx: RankContext, chunks: tuple[int, ...], engine_name: str)
     return str(caught.value)
 
 
-def test_chunks_that_nobody_would_make_or_all_differently(pool: RankPool) -> None:
+def test_chunks_that_are_ignored_or_differ_are_refused(pool: RankPool) -> None:
     for text in pool.run(ignored_on_rank, (2, 2, 2, 2), "reference", ranks=4):
         assert "engine 'reference' would ignore network_chunks" in text
     for text in pool.run(in_grid, 2, ignored_on_rank, (2, 2, 3, 2), ENGINE, ranks=4):
@@ -369,52 +300,3 @@ def test_a_token_crosses_once_for_each_node_that_needs_it(pool: RankPool) -> Non
     assert network_rows(tables_of([CROSSING] * 4, 4), [len(CROSSING)] * 4, 2) == (3, 4)
     static = pool.run(in_grid, 2, crossings_on_rank, "worst", ranks=4)
     assert static == [([5, 5], [5, 5])] * 4
-
-
-# --- memory --------------------------------------------------------------------------------------
-
-
-def not_kept_on_rank(ctx: RankContext, engine: str, rows: int | None) -> list[str]:
-    """What a call uses on the current stream, and does not say so: names of tensors."""
-    kept: list[torch.Tensor | None] = []
-    missed = []
-
-    def look(call: str, **tensors: torch.Tensor) -> None:
-        ours = {id(tensor) for tensor in kept}
-        missed.extend(f"{call}: {name}" for name in tensors if id(tensors[name]) not in ours)
-        kept.clear()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StreamKeeper, "keep", lambda keeper, *tensors: kept.extend(tensors))
-        config = EpConfig(engine=engine, max_recv_rows=rows)
-        with closing(create_engine(ctx.group, 8, config)) as opened:
-            topk_idx = torch.tensor([[0, 7], [2, 4]])
-            plan = opened.plan(topk_idx)
-            if engine == ENGINE:  # the other one has read it when it returns
-                look("plan", topk_idx=topk_idx)
-            whole = {"": plan, "inside: ": getattr(plan, "inside", plan)}
-            parts = {
-                f"{where}{field.name}": getattr(part, field.name)
-                for where, part in whole.items()
-                for field in dataclasses.fields(part)
-                if isinstance(getattr(part, field.name), torch.Tensor)
-            }
-            assert len(parts) > 4
-            x, w = torch.ones(2, 16), torch.ones(2, 2)
-            opened.dispatch(plan, x, w)
-            look("dispatch", x=x, w=w, **parts)
-            y, row_w = torch.ones(plan.num_rows, 16), torch.ones(plan.num_rows)
-            opened.combine(plan, y, row_w)
-            look("combine", y=y, w=row_w, **parts)
-    return missed
-
-
-@pytest.mark.parametrize("rows", [None, 64], ids=["exact", "static"])
-@pytest.mark.parametrize("engine", ["reference", ENGINE])
-def test_memory_is_kept_for_the_stream_that_uses_it(
-    pool: RankPool, engine: str, rows: int | None
-) -> None:
-    """A plan made on one stream, used on another and dropped: what was allocated on the first one
-    then overwrote it while a kernel read it.  On GPUs: tests/gpu/test_gpu_stream_order.py.
-    """
-    assert pool.run(in_grid, 2, not_kept_on_rank, engine, rows, ranks=4) == [[]] * 4

@@ -7,19 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from compare import assert_dispatched, assert_same_bits
-from oracle import (
-    OraclePlan,
-    Slot,
-    oracle_combine,
-    oracle_dispatch,
-    oracle_plan,
-)
+from oracle import Slot, oracle_combine, oracle_dispatch, oracle_plan
 
 from megatron_ncclep.testing.cases import Case
 
 
 def test_the_worked_example_of_the_reference_engine() -> None:
-    """The example at the top of engines/reference.py, slot by slot."""
+    """The example at the top of engines/reference/engine.py, slot by slot."""
     plan = oracle_plan([torch.tensor([[0, 1], [3, 0]]), torch.tensor([[2, 1]])], num_experts=4)
     assert plan.slots[0] == [Slot(0, 0, 0, 0), Slot(0, 1, 1, 0), Slot(0, 0, 1, 1), Slot(1, 0, 1, 1)]
     assert plan.slots[1] == [Slot(1, 0, 0, 0), Slot(0, 1, 0, 1)]
@@ -35,7 +29,7 @@ def test_alignment_pads_each_block() -> None:
 def test_overflow_drops_the_last_source_and_token_first() -> None:
     # Expert 0 gets (0, t0) (0, t1) (1, t0); expert 1 gets (0, t1) (1, t0).  Three rows fit.
     topk = [torch.tensor([[0, -1], [0, 1]]), torch.tensor([[1, 0]])]
-    plan = oracle_plan([torch.cat([t]) for t in topk], num_experts=2, max_recv_rows=3)
+    plan = oracle_plan(topk, num_experts=2, max_recv_rows=3)
     assert plan.num_dropped == [0, 0]  # each rank holds one expert, with at most three rows
     plan = oracle_plan([topk[0]], num_experts=2, max_recv_rows=2)
     assert plan.slots == [[Slot(0, 0, 0, 0), Slot(0, 1, 0, 0)]]
@@ -76,138 +70,87 @@ def test_combine_rounds_where_the_contract_says(
 # -- What a bug would produce, made from a right result of rank 0. --------------------------------
 
 CASE = Case("mutated", (6, 5), 4, 3, hidden=4, alignment=16, seed=1)
-Result = tuple[torch.Tensor, torch.Tensor]
 
 
-def right_result() -> tuple[OraclePlan, list[torch.Tensor], list[torch.Tensor], Result]:
-    plan = oracle_plan([CASE.topk_idx(0), CASE.topk_idx(1)], CASE.num_experts, CASE.alignment)
-    x = [CASE.rows(r, CASE.tokens[r], salt=2) for r in range(2)]
-    w = [CASE.weights(r) for r in range(2)]
-    rows, row_w = oracle_dispatch(plan, x, w)
-    return plan, x, w, (rows[0], row_w[0])
+class Result:
+    """A right result of rank 0, and what belongs to it."""
+
+    def __init__(self) -> None:
+        topk_idx = [CASE.topk_idx(0), CASE.topk_idx(1)]
+        self.plan = oracle_plan(topk_idx, CASE.num_experts, CASE.alignment)
+        self.x = [CASE.rows(r, CASE.tokens[r], salt=2) for r in range(2)]
+        self.w = [CASE.weights(r) for r in range(2)]
+        (self.rows, self.others), (self.row_w, _) = oracle_dispatch(self.plan, self.x, self.w)
+        self.padding = self.plan.slots[0].index(None)
+
+    def where(self, **wanted: int) -> list[int]:
+        """Rows whose slot has the wanted values."""
+        return [
+            row
+            for row, slot in enumerate(self.plan.slots[0])
+            if slot is not None and all(getattr(slot, k) == v for k, v in wanted.items())
+        ]
+
+    def of_one_token(self) -> list[int]:
+        """The rows of a token with two experts here."""
+        tokens = ((source, token) for source in range(2) for token in range(CASE.tokens[source]))
+        found = (self.where(source=source, token=token) for source, token in tokens)
+        return next(rows for rows in found if len(rows) == 2)
+
+    def combined(self) -> list[torch.Tensor]:
+        """What comes back to rank 0 from experts that differ: sums, and weights."""
+        slots = self.plan.slots[0]
+        factors = torch.tensor([float(slot.local_expert + 1) if slot else 0.0 for slot in slots])
+        y, other = self.rows * factors[:, None], torch.ones_like(self.others)
+        out, weights = oracle_combine(self.plan, [y, other], [self.row_w, other[:, 0]])
+        return [out[0], weights[0]]
 
 
-def rows_of(plan: OraclePlan, **wanted: int) -> list[int]:
-    """Rows of rank 0 whose slot has the wanted values."""
-    return [
-        row
-        for row, slot in enumerate(plan.slots[0])
-        if slot is not None and all(getattr(slot, k) == v for k, v in wanted.items())
-    ]
+def swap(rows: list[int], *tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor[rows] = tensor[rows[::-1]]
 
 
-def swap(tensor: torch.Tensor, a: int, b: int) -> None:
-    tensor[[a, b]] = tensor[[b, a]]
+def repeat(rows: list[int], *tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor[rows[1]] = tensor[rows[0]]
 
 
-def two_rows_swapped(plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.Tensor) -> None:
-    a, b = rows_of(plan, local_expert=0)[:2]
-    swap(rows, a, b)
+SEEN_IN_BOTH: dict[str, Callable[[Result], object]] = {
+    "two rows swapped": lambda r: swap(r.where(local_expert=0)[:2], r.rows),
+    "a row of another rank": lambda r: r.rows[r.where(source=0)[0]].copy_(r.x[1][0]),
+    "two weights of a token swapped": lambda r: swap(r.of_one_token(), r.row_w),
+    "another local expert": lambda r: swap(
+        [r.where(local_expert=0)[0], r.where(local_expert=1)[-1]], r.rows, r.row_w
+    ),
+    "one assignment twice, another never": lambda r: repeat(
+        r.where(local_expert=1)[:2], r.rows, r.row_w
+    ),
+}
+MUTATIONS: dict[str, Callable[[Result], object]] = {
+    **SEEN_IN_BOTH,
+    "padding is not zero": lambda r: r.rows[r.padding].fill_(1e-30),
+    "the weight of padding is not zero": lambda r: r.row_w[r.padding].fill_(1e-30),
+    "a row too many": lambda r: r.rows.resize_(len(r.rows) + 1, CASE.hidden),
+}
 
 
-def another_ranks_row(plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.Tensor) -> None:
-    row = rows_of(plan, source=0)[0]
-    rows[row] = x[1][0]
-
-
-def two_weights_of_a_token_swapped(
-    plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.Tensor
-) -> None:
-    for row in rows_of(plan, source=0):
-        slot = plan.slots[0][row]
-        others = [r for r in rows_of(plan, source=0, token=slot.token) if r != row]
-        if others:
-            swap(w, row, others[0])
-            return
-    raise AssertionError("the case has no token with two experts on rank 0")
-
-
-def wrong_local_expert(plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.Tensor) -> None:
-    a, b = rows_of(plan, local_expert=0)[0], rows_of(plan, local_expert=1)[-1]
-    swap(rows, a, b)
-    swap(w, a, b)
-
-
-def one_assignment_twice_and_another_never(
-    plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.Tensor
-) -> None:
-    a, b = rows_of(plan, local_expert=1)[:2]
-    rows[b], w[b] = rows[a], w[a]
-
-
-def padding_row_not_zero(plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.Tensor) -> None:
-    rows[plan.slots[0].index(None)] = 1e-30
-
-
-def padding_weight_not_zero(plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.Tensor) -> None:
-    w[plan.slots[0].index(None)] = 1e-30
-
-
-def a_row_too_many(plan: OraclePlan, x: list, rows: torch.Tensor, w: torch.Tensor) -> None:
-    rows.resize_(len(rows) + 1, rows.shape[1])
-
-
-MUTATIONS = [
-    two_rows_swapped,
-    another_ranks_row,
-    two_weights_of_a_token_swapped,
-    wrong_local_expert,
-    one_assignment_twice_and_another_never,
-    padding_row_not_zero,
-    padding_weight_not_zero,
-    a_row_too_many,
-]
-
-
-def test_the_right_result_is_accepted() -> None:
-    plan, x, w, (rows, row_w) = right_result()
-    assert_dispatched(plan, x, w, 0, rows, row_w)
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda f: f.__name__)
-def test_dispatch_rejects(mutate: Callable[..., None]) -> None:
-    plan, x, w, (rows, row_w) = right_result()
-    mutate(plan, x, rows, row_w)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_dispatch_rejects(name: str) -> None:
+    result = Result()
+    assert_dispatched(result.plan, result.x, result.w, 0, result.rows, result.row_w)
+    MUTATIONS[name](result)
     with pytest.raises(AssertionError, match=r"rank 0(, row \d+ \(| has \d+ rows)"):
-        assert_dispatched(plan, x, w, 0, rows, row_w)
+        assert_dispatched(result.plan, result.x, result.w, 0, result.rows, result.row_w)
 
 
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        two_rows_swapped,
-        another_ranks_row,
-        wrong_local_expert,
-        one_assignment_twice_and_another_never,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_combine_rejects(mutate: Callable[..., None]) -> None:
-    """Experts that differ turn a wrong row into a wrong sum, which the exact comparison sees."""
-    plan, x, _, (rows, row_w) = right_result()
-    other = torch.ones(len(plan.slots[1]), CASE.hidden)
-
-    def sums() -> list[torch.Tensor]:
-        experts = torch.tensor([float(s.local_expert + 1) if s else 0.0 for s in plan.slots[0]])
-        y = [rows * experts[:, None] * row_w[:, None], other]
-        return oracle_combine(plan, y, [row_w, torch.zeros(len(other))])[0]
-
-    expected = sums()
-    mutate(plan, x, rows, row_w)
-    wrong = sums()
-    with pytest.raises(AssertionError, match="elements differ"):
-        assert_same_bits(torch.cat(wrong), torch.cat(expected), "outputs")
-
-
-def test_returned_weights_reject_a_swap() -> None:
-    plan, _, _, (rows, row_w) = right_result()
-    other = torch.zeros(len(plan.slots[1]), CASE.hidden)
-    y = [rows, other]
-    _, expected = oracle_combine(plan, y, [row_w.clone(), other[:, 0]])
-    two_weights_of_a_token_swapped(plan, [], rows, row_w)
-    _, wrong = oracle_combine(plan, y, [row_w, other[:, 0]])
-    with pytest.raises(AssertionError, match="elements differ"):
-        assert_same_bits(wrong[0], expected[0], "weights")
+@pytest.mark.parametrize("name", SEEN_IN_BOTH)
+def test_combine_rejects(name: str) -> None:
+    """Experts that differ turn a wrong row into a wrong sum."""
+    result = Result()
+    expected = result.combined()
+    SEEN_IN_BOTH[name](result)
+    assert not all(map(torch.equal, result.combined(), expected))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +159,7 @@ def test_returned_weights_reject_a_swap() -> None:
         (torch.tensor([0.0]), torch.tensor([-0.0]), r"here\[0\] is 0.0, expected -0.0"),
         (torch.ones(2, 3), torch.ones(3, 2), r"here: torch.float32 \[2, 3\], expected"),
         (torch.ones(2), torch.ones(2).bfloat16(), "expected torch.bfloat16"),
+        (torch.ones(2), None, "here: an unexpected tensor"),
         (
             torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
             torch.tensor([[1.0, 2.0], [3.0, 5.0]]),
@@ -224,7 +168,7 @@ def test_returned_weights_reject_a_swap() -> None:
     ],
 )
 def test_comparison_is_exact_and_says_where(
-    actual: torch.Tensor, expected: torch.Tensor, message: str
+    actual: torch.Tensor, expected: torch.Tensor | None, message: str
 ) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_same_bits(actual, expected, "here")

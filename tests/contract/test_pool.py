@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from unittest import mock
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 from patience import patient
 
@@ -32,10 +30,6 @@ def whereabouts(ctx: RankContext) -> tuple[int, int, list[int]]:
     return os.getpid(), os.getppid(), PREPARED
 
 
-def has_imported(ctx: RankContext, tensor: torch.Tensor, module: str) -> tuple[float, bool]:
-    return tensor.item(), module in sys.modules
-
-
 def end(ctx: RankContext) -> None:
     if ctx.rank == 1:
         os._exit(3)
@@ -51,11 +45,6 @@ def fail(ctx: RankContext) -> None:
     if ctx.rank == 1:
         raise ZeroDivisionError("a bug")
     dist.barrier(ctx.group)
-
-
-def fail_early_and_late(ctx: RankContext) -> None:
-    time.sleep(ctx.rank)
-    raise ZeroDivisionError(f"a bug of rank {ctx.rank}")
 
 
 def give_up(ctx: RankContext) -> None:
@@ -89,59 +78,38 @@ def test_ranks_are_forks_of_one_process(pool: RankPool) -> None:
     assert not [pid for pid in (first, second, parent) if psutil.pid_exists(pid)]
 
 
-def test_tensors_import_nothing(pool: RankPool) -> None:
-    """Megatron-Core replaces the function that pickled tensors name: the ranks of other tests all
-    imported Megatron-Core, once this process had.
-    """
-    import tabnanny  # here: what this file imports is imported with the ranks' function
-
-    with mock.patch("torch.storage._load_from_bytes", tabnanny.check):
-        assert pool.run(has_imported, torch.tensor(2.0), "tabnanny") == [(2.0, False)] * 2
+def assert_replaced(pool: RankPool, before: list[tuple[int, int, list[int]]]) -> None:
+    """The pool has new processes, and the old ones are gone."""
+    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in pool.run(whereabouts))
+    assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
-    [(end, "rank 1 died"), (hang, "rank 1 did not answer within 3 s")],
+    ("mistake", "told"), [(end, "rank 1 died"), (hang, "rank 1 did not answer within 2 s")]
 )
 def test_a_rank_that_is_gone_costs_all_processes(
     pool: RankPool, mistake: Callable[[RankContext], None], told: str
 ) -> None:
     before = pool.run(whereabouts)
     with pytest.raises(RankError, match=told):
-        pool.run(mistake, timeout=3)
-    after = pool.run(whereabouts)
-    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in after)
-    assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
+        pool.run(mistake, timeout=2)
+    assert_replaced(pool, before)
 
 
 def test_a_failure_is_told_while_others_wait(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank raised, the others waited for it in a collective for up to five minutes, and the pool
-    waited for them: that looked like a hang.
+    """A rank raises while the others wait for it in a collective, for minutes: that must not look
+    like a hang.
     """
     monkeypatch.setattr("megatron_ncclep.ranks.pool.GRACE_S", 1.5)
     before = pool.run(whereabouts)
-    start = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool.run(fail, timeout=LONG_S)
-    assert time.monotonic() - start < LONG_S / 2
     late = "rank 0 did not answer within 1.5 s after rank 1 had failed"
     assert re.search(rf"(?s){late}.*--- rank 1 ---.*ZeroDivisionError: a bug", str(caught.value))
     assert "--- rank 0 ---" not in str(caught.value)
-    after = pool.run(whereabouts)
-    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in after)
-    assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
-
-
-def test_later_errors_are_collected(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ncclep.ranks.pool.GRACE_S", LONG_S)
-    with pytest.raises(RankError) as caught:
-        pool.run(fail_early_and_late)
-    text = str(caught.value)
-    for rank in range(2):
-        assert re.search(rf"(?s)--- rank {rank} ---.*Error: a bug of rank {rank}\n", text), text
-    assert "did not answer" not in text
+    assert_replaced(pool, before)
 
 
 def test_a_group_that_gave_up_is_not_used_again(pool: RankPool) -> None:

@@ -1,9 +1,8 @@
 """A rank whose device is late, or that leaves something out: NaN where nothing came, and an error.
 
-A kernel whose wait passed its deadline used to leave its outputs as the allocator gave them, which
-is what an earlier tensor held: numbers.  The error came with the group's next call; after the last
-layer of a backward pass there is none before the optimizer, and in a replayed graph there never is.
-Tests with ranks that end (tests/faults) read only what each rank said, and so saw none of it.
+Without the NaN, outputs of a kernel whose wait passed its deadline would hold the numbers of some
+earlier tensor, and no later call of the group may come that could raise: none before an optimizer's
+step, and none in a replayed graph.
 
 Each fault happens in a group of its own, which is of no use afterwards; the pool lives on.
 """
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same_bits
 from contract_cases import config_of
-from run_case import rounds_source_part
+from run_case import Tables
 from test_graphs import CASE, RESULTS, Layer, captured
 
 import megatron_ncclep
@@ -32,7 +31,6 @@ from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.errors import PeerError
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.contents import rows_of, weights_of
-from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
 
 pytestmark = [
     pytest.mark.needs_ranks(2),
@@ -123,17 +121,15 @@ class Job:
         self.topk_idx = [first + (token + r) % EXPERTS_OF_A_RANK for r in ranks]
         limit = NUM_TOKENS * ctx.num_ranks if is_static else None
         config = EpConfig(engine=engine_name, max_recv_rows=limit, timeout_s=LONG_S)
-        tables = [slot_table(r, self.topk_idx, num_experts, 1, limit) for r in ranks]
-        num_rows = [table.num_rows for table in tables]
+        tables = Tables(engine_name, self.topk_idx, num_experts, 1, limit)
         x = [rows_of(r, NUM_TOKENS, HIDDEN, torch.float32, 1, device) for r in ranks]
         w = [weights_of(r, (NUM_TOKENS, ctx.num_ranks), 1, device) for r in ranks]
-        y = [rows_of(r, num_rows[r], HIDDEN, torch.float32, 2, device) for r in ranks]
-        v = [weights_of(r, (num_rows[r],), 2, device) for r in ranks]
+        y = [rows_of(r, tables.num_rows[r], HIDDEN, torch.float32, 2, device) for r in ranks]
+        v = [weights_of(r, (tables.num_rows[r],), 2, device) for r in ranks]
         self.x, self.w, self.y, self.v = (each[ctx.rank] for each in (x, w, y, v))
-        arguments = (tables, [NUM_TOKENS] * ctx.num_ranks, ctx.rank, ctx.num_ranks, y, v)
         self.expected = {
-            "dispatch": table_dispatch(tables[ctx.rank], x, w),
-            "combine": table_combine(*arguments, rounds_source_part(engine_name)),
+            "dispatch": tables.dispatch(ctx.rank, x, w),
+            "combine": tables.combine(ctx.rank, y, v),
         }
         # The first engine makes what takes long; both have the same windows.
         patient = create_engine(ctx.group, num_experts, config)

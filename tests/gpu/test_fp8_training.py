@@ -14,7 +14,6 @@ each of the two products: 5e-2 leaves room.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +21,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
+from needs import needs_te
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None,
-        reason="TransformerEngine, which computes in FP8, is not installed",
-    ),
-]
+pytestmark = needs_te
 
 WIDTH, EXPERTS, TOKENS, STEPS = 256, 16, 200, 4
 RECIPES: dict[str, dict[str, Any]] = {
@@ -45,7 +40,7 @@ RATE = 10.0  # of plain descent; weights and losses move a few percent a step
 
 @dataclass(frozen=True)
 class Fp8Case:
-    """One training; `options` are TransformerConfig's beside the recipe's, `ncclep` EpConfig's."""
+    """One training: a recipe, further TransformerConfig fields, and EpConfig fields."""
 
     recipe: str | None
     grouped_gemm: bool = True
@@ -56,9 +51,7 @@ class Fp8Case:
 
 def build(ctx: RankContext, dispatcher: str, engine_name: str, case: Fp8Case) -> Any:
     """One MoELayer of TransformerEngine's modules in bf16, with experts that all differ."""
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     initialize(ctx.num_ranks, device=ctx.device)

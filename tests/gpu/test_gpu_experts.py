@@ -7,7 +7,6 @@ another size may add up in another order.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,16 +16,12 @@ import torch
 import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training, options_shown, train_on_rank
 from megatron_setup import ep_config
+from needs import needs_te
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None,
-        reason="TransformerEngine, whose experts are compared, is not installed",
-    ),
-]
+pytestmark = needs_te
 
 OPTIONS: dict[str, Any] = {
     "hidden_size": 256,
@@ -91,8 +86,7 @@ KINDS = [
     Experts("gpt-oss", GPT_OSS),
     Experts("squared-relu", SQUARED_RELU),
     Experts(
-        "te-activation",
-        {**SWIGLU, "bias_activation_fusion": False, "use_te_activation_func": True},
+        "te-activation", {**SWIGLU, "bias_activation_fusion": False, "use_te_activation_func": True}
     ),
     Experts("probs-on-input", {**SWIGLU, **TOP_1, "moe_apply_probs_on_input": True}),
     Experts(

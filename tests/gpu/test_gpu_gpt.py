@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 from megatron_setup import ep_config
+from needs import needs_te
 from test_checkpoints import assert_goes_on
 from test_gpt_model import STAGES
 from trainer import SAME, ModelCase, Training, differences, train
 
 from megatron_ncclep.ranks.pool import RankContext
-
-needs_te = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine, whose layers are trained, is not installed",
-)
 
 STEPS = 6
 

@@ -5,27 +5,20 @@ What needs TransformerEngine is skipped, by name, where it is not installed.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
+from needs import needs_te
 from on_ranks import gathered
-from trainer import checkpoints_written
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.ranks.pool import RankContext
-
-needs_te = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine, whose experts are compared, is not installed",
-)
 
 HIDDEN, FFN, EXPERTS, TOP_K = 256, 192, 16, 2
 OPTIONS: dict[str, Any] = {
@@ -139,34 +132,6 @@ def test_layer_equals_transformer_engines(
         assert error <= TOLERANCE * scale, f"{name}: {error} of {scale}"
         trained += "experts" in name and scale > 0
     assert sum(gathered(ctx, trained)) >= 4  # not zeros against zeros
-
-
-@needs_te
-@checkpoints_written()
-def test_checkpoints_go_both_ways(ctx: RankContext, engine_name: str, tmp_path: Path) -> None:
-    from megatron.core import dist_checkpointing, parallel_state
-
-    for before, after in [("megatron", "grouped"), ("grouped", "megatron")]:
-        saved = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts=before))
-        make_experts_differ(saved)
-        metadata = {
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
-        }
-        target = tmp_path / before
-        if ctx.rank == 0:
-            target.mkdir()
-        torch.distributed.barrier()
-        dist_checkpointing.save(saved.sharded_state_dict("mlp.", (), metadata), str(target))
-        torch.distributed.barrier()
-        loaded = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts=after))
-        state = dist_checkpointing.load(
-            loaded.sharded_state_dict("mlp.", (), metadata), str(target)
-        )
-        loaded.load_state_dict({name.removeprefix("mlp."): v for name, v in state.items()})
-        for (name, mine), other in zip(loaded.named_parameters(), saved.parameters(), strict=True):
-            assert torch.equal(mine, other), (before, after, name)
-        for layer in (saved, loaded):
-            layer.token_dispatcher.engine.close()
 
 
 # ---- the experts alone: no host, and a graph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Any
 
@@ -17,16 +16,14 @@ from inference_case import (
     text_generated,
     use_whole_numbers,
 )
+from needs import needs_te
 
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [
     pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens > 0 and caps.captures_static),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None,
-        reason="TransformerEngine, whose experts generate text, is not installed",
-    ),
+    needs_te,
 ]
 
 OPTIONS: dict[str, Any] = {

@@ -113,7 +113,7 @@ def missed_on_rank(
     group = dist.new_group(list(range(ctx.num_ranks)))
     answer = miss(dataclasses.replace(ctx, group=group), engine_name, case, missed)
     torch.cuda.synchronize()
-    dist.barrier(ctx.group)  # nobody takes the group away while another rank waits
+    dist.barrier(ctx.group)  # no rank takes the group away while another one waits
     dist.destroy_process_group(group)
     return answer
 
@@ -121,7 +121,7 @@ def missed_on_rank(
 def miss(
     ctx: RankContext, engine_name: str, case: LowLatencyCase, missed: str
 ) -> tuple[str, list[torch.Tensor]]:
-    """The last rank leaves a call out; what the others have of it, and what they are told."""
+    """The last rank leaves a call out; returns what the others have of it, and their error."""
     engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks, 60.0)
     ll = object_for(engine, case)
     calls: Any = ll._calls
@@ -148,8 +148,8 @@ def miss(
 @pytest.mark.needs_ranks(2)
 @pytest.mark.parametrize("missed", ["dispatch", "combine"])
 def test_a_rank_that_does_not_come(pool: RankPool, engine_name: str, missed: str) -> None:
-    """The weights of what did not come were spoiled as vectors of 16 bytes, wherever they began:
-    a misaligned address, after which the process could not use its GPU at all.
+    """Weights that did not come become NaN wherever they begin: written as vectors of 16 bytes they
+    once were a misaligned address, after which the process could not use its GPU.
     """
     case = LowLatencyCase("missed", pool.size, 4, 9, 3)
     *others, (late, _) = pool.run(missed_on_rank, engine_name, case, missed, ranks=pool.size)

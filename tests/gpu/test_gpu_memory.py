@@ -8,7 +8,6 @@ they are so within one rounding of bf16.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,14 +19,10 @@ import pytest
 import torch
 from compile_case import AS_IT_IS, Compiler, assert_compiles
 from megatron_setup import ep_config
+from needs import needs_te
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.ranks.pool import RankContext
-
-needs_te = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine, whose layers are trained, is not installed",
-)
 
 # Rows and activations of a layer have more than 256 K elements, the least that is offloaded.
 SEQUENCE, HIDDEN = 512, 512
@@ -62,11 +57,7 @@ def offloaded(*modules: str) -> dict[str, Any]:
     }
 
 
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARED = {"moe_shared_expert_intermediate_size": 256}
 # Options that make another model or name its weights otherwise: alltoall has them, too.
 MODELLED = (*SHARED, "use_transformer_engine_op_fuser")
@@ -84,10 +75,7 @@ CASES = [
     # The rows that dispatch delivers are freed as soon as they are on the host.
     saving("offload", offloaded("expert_fc1", "moe_act", "mlp_norm")),
     saving("offload-attention", offloaded(*ATTENTION)),
-    saving(
-        "offload-everything",
-        offloaded(*ATTENTION, "mlp_norm", "expert_fc1", "moe_act"),
-    ),
+    saving("offload-everything", offloaded(*ATTENTION, "mlp_norm", "expert_fc1", "moe_act")),
     # All that experts keep, and the rows of the dispatch, freed before they compute on.
     saving(
         "offload-fused-experts",

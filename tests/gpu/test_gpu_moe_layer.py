@@ -8,13 +8,13 @@ slices are compared to the bit, with whole numbers that a bf16 has.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
 from megatron_setup import ep_config
+from needs import needs_te
 
 from megatron_ncclep.ranks.pool import RankContext
 
@@ -67,10 +67,6 @@ def test_layer_equals_alltoall(
     assert_same_training(ctx, case, engine_name)
 
 
-needs_te = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine, whose experts are compared, is not installed",
-)
 EXPERTS = {
     "local": {},
     "te": {"te": True},

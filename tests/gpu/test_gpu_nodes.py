@@ -3,8 +3,8 @@
     NCCLEP_LOCAL_RANKS=1 pytest tests/gpu/test_gpu_nodes.py --backend nccl \
         --engine hierarchical --ranks 2
 
-What static mode over several nodes promises beside: test_gpu_static_mode.py and test_graphs.py,
-in the same way; the kernels of messages: tests/contract/test_network_rows.py.
+What else static mode promises over several nodes: test_gpu_static_mode.py and test_graphs.py, in
+the same way; the kernels of messages: tests/contract/test_network_rows.py.
 """
 
 from __future__ import annotations

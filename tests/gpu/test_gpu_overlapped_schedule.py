@@ -6,7 +6,6 @@ On a CPU streams are dummies and the allocator knows of none.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from dataclasses import replace
@@ -15,15 +14,11 @@ from typing import Any
 import pytest
 import torch
 from megatron_setup import build_layer, ep_config, initialize, make_config
+from needs import needs_te
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext, RankPool
-
-needs_te = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine, which delays weight gradients, is not installed",
-)
 
 # About half a second, in which the host has long queued, and dropped, what the test is about.
 SLOW_CYCLES = 1_000_000_000

@@ -163,7 +163,7 @@ def test_main_grads(ctx: RankContext) -> None:
 
 
 def test_no_rows(ctx: RankContext) -> None:
-    """A rank to which no token goes; and one with rows of nobody."""
+    """A rank to which no token goes, without any rows and with padding."""
     for rows in (0, 64):
         experts = Experts()
         experts.used = 0

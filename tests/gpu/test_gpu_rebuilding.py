@@ -1,5 +1,6 @@
-"""Models that are built anew in one process give the GPU's memory back: windows, communicators and
-what kernels keep, with process groups of their own and over one and the same.
+"""Models that are built one after the other in one process give the GPU's memory back: windows,
+communicators and what kernels keep.  Over one and the same group, on a CPU:
+tests/integration/dispatcher/test_rebuilding.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from rebuilding_case import MODELS, SETTLED, growth, held
 import megatron_ncclep
 from megatron_ncclep import metrics
 from megatron_ncclep.engines.engine import Engine
-from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 # Windows of at least 3 x 32 MiB: 16384 rows of 2 KiB, for dispatch, for combine and its own part.
@@ -62,11 +62,11 @@ def free_bytes() -> int:
     dist.barrier()  # ranks that share this GPU have given theirs back
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
-    dist.barrier()  # and none goes on before all have looked
+    dist.barrier()  # and no rank continues before all have looked
     return free
 
 
-def groups_anew_on_rank(
+def models_on_rank(
     ctx: RankContext, engine_name: str
 ) -> tuple[list[int], dict[str, Any], list[tuple[int, int]]]:
     """Each model has process groups of its own.
@@ -93,44 +93,7 @@ def groups_anew_on_rank(
 
 @pytest.mark.needs_caps(test=lambda caps: caps.name == "native")
 def test_models_with_groups_of_their_own(few: RankPool, engine_name: str) -> None:
-    for free, grown, windows in few.run(groups_anew_on_rank, engine_name, timeout=480):
+    for free, grown, windows in few.run(models_on_rank, engine_name, timeout=480):
         assert all(had >= LEAST_WINDOWS and has == 0 for had, has in windows), windows
         assert min(free[:SETTLED]) - free[-1] < TOLERANCE, free
         assert grown == {}
-
-
-def same_groups_on_rank(
-    ctx: RankContext, engine_name: str
-) -> tuple[list[int], dict[str, Any], list[int]]:
-    """All models share the windows of one group, which `close` frees.
-
-    Returns:
-        free memory after each model, before the first and at the end; what grew; bytes of windows
-        that each model saw.
-    """
-    initialize(ctx.num_ranks, device="cuda")
-    megatron_ncclep.close()
-    before = free_bytes()
-    free, seen, windows = [], [], []
-    for _ in range(MODELS):
-        engine: Any = train(ctx, engine_name)
-        windows.append(engine.nbytes())
-        group = EpGroup.of(engine.group.process_group)
-        assert group is engine.group
-        del engine, group
-        free.append(free_bytes())
-        seen.append(held())
-    megatron_ncclep.close()
-    return [*free, before, free_bytes()], growth(seen), windows
-
-
-@pytest.mark.needs_caps(test=lambda caps: caps.name == "native")
-def test_models_over_the_same_groups(few: RankPool, engine_name: str) -> None:
-    for (*free, before, after), grown, windows in few.run(
-        same_groups_on_rank, engine_name, timeout=480
-    ):
-        assert windows == [windows[0]] * MODELS
-        assert min(free[:SETTLED]) - free[-1] < TOLERANCE, free
-        assert grown == {}
-        # The first model of the process also loads kernels, which stay: less than its windows.
-        assert after - free[-1] > windows[0] - TOLERANCE, (free, before, after)

@@ -38,11 +38,7 @@ CASES = [
     ),
     LayerCase(
         "router-fusion-aux-loss",
-        options={
-            **FUSED,
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": 0.1,
-        },
+        options={**FUSED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
     ),
     LayerCase("fp64-router", options={"moe_router_dtype": "fp64"}),
     LayerCase("capacity-by-position", options={**CAPACITY, "moe_token_drop_policy": "position"}),
@@ -63,8 +59,7 @@ MODES: dict[str, dict[str, Any]] = {
     "static": {"max_recv_rows": "worst", "alignment": 16},
 }
 each_mode = pytest.mark.parametrize(
-    "mode",
-    ["exact", pytest.param("static", marks=pytest.mark.supports("--ncclep-max-recv-rows"))],
+    "mode", ["exact", pytest.param("static", marks=pytest.mark.supports("--ncclep-max-recv-rows"))]
 )
 
 

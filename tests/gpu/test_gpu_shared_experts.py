@@ -1,4 +1,4 @@
-"""Shared experts beside dispatch and combine (moe_shared_expert_overlap): the bits of a layer
+"""Shared experts during dispatch and combine (moe_shared_expert_overlap): the bits of a layer
 without overlap.
 """
 

@@ -8,9 +8,7 @@ import dataclasses
 
 import pytest
 import torch
-from compare import assert_dispatched, assert_same_bits
-from oracle import oracle_combine
-from run_case import fitted, opened, oracle_of, rounds_source_part, run_case
+from run_case import assert_steps, fitted, opened, run_case
 
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
@@ -78,31 +76,11 @@ def both_cases(pool: RankPool, engine_name: str, dtype: torch.dtype) -> tuple[Ca
     return first, dataclasses.replace(first, name="second", tokens=tokens, top_k=2, seed=1)
 
 
-def assert_oracles(case: Case, engine_name: str, results: list[Results]) -> None:
-    """Compare what the ranks got for `case` with the oracle, exactly."""
-    ranks = range(case.num_ranks)
-    oracle = oracle_of(case)
-    x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
-    w = [case.weights(r) for r in ranks]
-    y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
-    for rank in ranks:
-        assert_dispatched(oracle, x, w, rank, *results[rank][:2])
-    out, topk_w = oracle_combine(
-        oracle,
-        y,
-        [result[1] for result in results],
-        round_source_part=rounds_source_part(engine_name),
-    )
-    for rank in ranks:
-        assert_same_bits(results[rank][2], out[rank], f"{case}: output of rank {rank}")
-        assert_same_bits(results[rank][3], topk_w[rank], f"{case}: values back at rank {rank}")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_inputs_of_a_slow_stream(pool: RankPool, engine_name: str, dtype: torch.dtype) -> None:
     first, second = both_cases(pool, engine_name, dtype)
     results = run_case(pool, steps_on_a_stream, first, engine_name, second)
     if results is None:
         return  # refused, as it must be
-    for i, case in enumerate((first, second)):
-        assert_oracles(case, engine_name, [both[i] for both in results])
+    for case, of_case in zip((first, second), zip(*results, strict=True), strict=True):
+        assert_steps(case, engine_name, list(of_case))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import config_of
-from run_case import caps_of, fitted, ranks_on_node, rounds_source_part
+from run_case import Tables, caps_of, fitted
 
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
@@ -19,12 +19,6 @@ from megatron_ncclep.integration.checks import optimizer_step as step_check
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 from megatron_ncclep.testing.contents import rows_of, weights_of
-from megatron_ncclep.testing.table_oracle import (
-    SlotTable,
-    slot_table,
-    table_combine,
-    table_dispatch,
-)
 
 pytestmark = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
 
@@ -49,8 +43,6 @@ class Layer:
 
     def __init__(self, ctx: RankContext, case: Case, engine: Engine) -> None:
         self.ctx, self.case, self.engine = ctx, case, engine
-        self.on_node = ranks_on_node(engine.caps.name, case.num_ranks)
-        self.round_source_part = rounds_source_part(engine.caps.name)
         T, limit, H, K = case.tokens[ctx.rank], case.max_recv_rows, case.hidden, case.top_k
         assert limit is not None
         placed = {"dtype": case.dtype, "device": ctx.device}
@@ -84,53 +76,35 @@ class Layer:
         case = self.case
         return rows_of(rank, num_rows, case.hidden, case.dtype, 10 * number + salt, case.device)
 
-    def expected(self, number: int) -> tuple[SlotTable, list[torch.Tensor | None]]:
+    def expected(self, number: int) -> tuple[Tables, list[torch.Tensor | None]]:
         """What the plan and the results of `step` must be for micro-batch `number`."""
         case, rank = dataclasses.replace(self.case, seed=number), self.ctx.rank
-        limit, device, tokens = case.max_recv_rows, self.ctx.device, list(case.tokens)
-        assert limit is not None
+        limit, device, tokens = case.max_recv_rows, self.ctx.device, case.tokens
+        assert isinstance(limit, int)
         ranks = range(case.num_ranks)
         topk_idx = [case.topk_idx(r) for r in ranks]
-        tables = [
-            slot_table(r, topk_idx, case.num_experts, case.alignment, limit, self.on_node)
-            for r in ranks
-        ]
+        name = self.engine.caps.name
+        tables = Tables(name, topk_idx, case.num_experts, case.alignment, limit)
         x, out_grad = ([self.rows(r, tokens[r], number, salt) for r in ranks] for salt in (0, 2))
         y, rows_grad = ([self.rows(r, limit, number, salt) for r in ranks] for salt in (1, 3))
         w = [weights_of(r, (tokens[r], case.top_k), number, device) for r in ranks]
         row_w_grad = [weights_of(r, (limit,), -number, device) for r in ranks]
-        arguments, order = (
-            (tables, tokens, rank, case.top_k),
-            (self.round_source_part, self.on_node),
-        )
-        return tables[rank], [
-            *table_dispatch(tables[rank], x, w, ranks_on_node=self.on_node),
-            *table_combine(*arguments, y, None, *order),
-            *table_dispatch(tables[rank], out_grad, ranks_on_node=self.on_node),
-            *table_combine(*arguments, rows_grad, row_w_grad, *order),
+        return tables, [
+            *tables.dispatch(rank, x, w),
+            *tables.combine(rank, y),
+            *tables.dispatch(rank, out_grad),
+            *tables.combine(rank, rows_grad, row_w_grad),
         ]
 
-    def check(
-        self,
-        plan: RoutePlan,
-        results: list[torch.Tensor | None],
-        number: int,
-    ) -> int:
+    def check(self, plan: RoutePlan, results: list[torch.Tensor | None], number: int) -> int:
         """Compare with the oracle; return how many assignments it dropped for this rank."""
-        table, values = self.expected(number)
-        what = f"{self.case}, micro-batch {number}, rank {self.ctx.rank}"
-        numbers = {
-            "tokens_per_expert": table.padded,
-            "routed_per_expert": table.routed,
-            "num_dropped": table.num_dropped,
-        }
-        for name, value in numbers.items():
-            assert_same_bits(getattr(plan, name), value, f"{what}: {name}")
+        tables, values = self.expected(number)
+        rank = self.ctx.rank
+        what = f"{self.case}, micro-batch {number}, rank {rank}"
+        tables.assert_plan(plan, rank, what)
         for name, result, value in zip(RESULTS, results, values, strict=True):
-            assert (result is None) == (value is None), f"{what}: {name}"
-            if result is not None and value is not None:
-                assert_same_bits(result, value, f"{what}: {name}")
-        return int(table.num_dropped)
+            assert_same_bits(result, value, f"{what}: {name}")
+        return int(tables.of_rank[rank].num_dropped)
 
 
 Results = tuple[RoutePlan, list[torch.Tensor | None]]
@@ -181,9 +155,7 @@ def replays_on_rank(
 def test_graphs_replayed_with_a_changed_routing(
     pool: RankPool, engine_name: str, case: Case, eager_between: bool
 ) -> None:
-    """With another dispatcher a layer hung in a CUDA graph (Megatron-Bridge 3517).  Here a graph is
-    replayed with routings that it was not captured with.
-    """
+    """With another dispatcher such a layer hung in a CUDA graph (Megatron-Bridge 3517)."""
     assert "max_recv_rows" in caps_of(engine_name).options
     case = fitted(case, pool, engine_name)
     results = pool.run(replays_on_rank, case, engine_name, eager_between, ranks=case.num_ranks)
@@ -194,7 +166,7 @@ def test_graphs_replayed_with_a_changed_routing(
 
 
 def bad_routing_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[tuple[str, bool]]:
-    """An optimizer's steps after replays, of which the second has a bad routing on rank 0.
+    """An optimizer's steps after three replays; the second has a bad routing on rank 0.
 
     Returns:
         what each step raised, and whether it changed the weight.
@@ -229,9 +201,7 @@ def bad_routing_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[
 
 
 def test_a_bad_routing_in_a_replay_reaches_no_weight(pool: RankPool, engine_name: str) -> None:
-    """Only calls asked whether a routing was bad, and a replay makes none: training went on without
-    those assignments, and nobody heard of it.
-    """
+    """A replay makes no call that could ask whether a routing is bad: the optimizer's step does."""
     case = fitted(CASE, pool, engine_name)
     first, bad, last = zip(
         *pool.run(bad_routing_on_rank, case, engine_name, ranks=case.num_ranks), strict=True

@@ -8,14 +8,13 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import deadline_s
-from run_case import rounds_source_part
+from run_case import Tables
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import EngineCaps
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.contents import rows_of, weights_of
-from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
 
 # 16 assignments of two ranks' tokens, on average half of them for each rank: 8.6 GB of rows, and
 # for the comparison three times that.
@@ -41,33 +40,30 @@ def steps_on_rank(
         torch.rand(count, NUM_EXPERTS, generator=generator, device=device).topk(TOP_K).indices
         for count in tokens
     ]
-    tables = [slot_table(r, topk_idx, NUM_EXPERTS) for r in ranks]
-    table = tables[rank]
+    tables = Tables(engine_name, topk_idx, NUM_EXPERTS)
+    num_rows = tables.num_rows[rank]
     x = [rows_of(r, tokens[r], hidden, DTYPE, 1, device) for r in ranks]
     w = [weights_of(r, (tokens[r], TOP_K), 1, device) for r in ranks]
-    y = [rows_of(r, tables[r].num_rows, hidden, DTYPE, 2, device) for r in ranks]
-    row_w = [weights_of(r, (tables[r].num_rows,), 2, device) for r in ranks]
+    y = [rows_of(r, tables.num_rows[r], hidden, DTYPE, 2, device) for r in ranks]
+    row_w = [weights_of(r, (tables.num_rows[r],), 2, device) for r in ranks]
     config = EpConfig(engine=engine_name, timeout_s=deadline_s(engine_name, device))
     with closing(create_engine(ctx.group, NUM_EXPERTS, config)) as engine:
         plan = engine.plan(topk_idx[rank])
         rows, weights = engine.dispatch(plan, x[rank], w[rank])
         out, values = engine.combine(plan, y[rank], row_w[rank])
     try:
-        assert len(rows) == table.num_rows
-        for first in range(0, table.num_rows, PIECE):
+        assert len(rows) == num_rows
+        for first in range(0, num_rows, PIECE):
             piece, what = slice(first, first + PIECE), f"rank {rank}, from row {first} on"
-            expected, expected_w = table_dispatch(table, x, w, rows=piece)
+            expected, expected_w = tables.dispatch(rank, x, w, piece)
             assert_same_bits(rows[piece], expected, f"{what}: rows")
             assert_same_bits(weights[piece], expected_w, f"{what}: weights")
-        round_source_part = rounds_source_part(engine_name)
-        expected, expected_w = table_combine(
-            tables, tokens, rank, TOP_K, y, row_w, round_source_part
-        )
+        expected, expected_w = tables.combine(rank, y, row_w)
         assert_same_bits(out, expected, f"rank {rank}: sums")
         assert_same_bits(values, expected_w, f"rank {rank}: values")
     except AssertionError as error:
-        return str(error), table.num_rows
-    return "", table.num_rows
+        return str(error), num_rows
+    return "", num_rows
 
 
 @pytest.mark.own_gpus(f"{GIB_OF_A_RANK} GiB are needed for each rank")

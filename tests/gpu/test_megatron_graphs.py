@@ -11,25 +11,68 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from graph_training import ALL_ROWS, SEQUENCE, STEPS, Job, Trained, start, train
 from layer_case import options_shown
+from megatron_setup import ep_config
 from patience import PatientPool
+from trainer import BATCH, Model, ModelCase, differences
 
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
-pytestmark = [
-    pytest.mark.needs_caps(test=lambda caps: caps.captures_static),
-]
+pytestmark = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
+
+SEQUENCE = 64
+MICRO_BATCHES = 2
+# Steps before graphs are captured, and all of them: at least two replays.
+WARMUP, STEPS = 2, 5
+# What all assignments need at most, with every block padded to 16 rows.
+ALL_ROWS = 384
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "ffn_hidden_size": 512,
+    "moe_ffn_hidden_size": 64,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "bias_activation_fusion": False,
+    "moe_grouped_gemm": True,
+    "pipeline_dtype": torch.bfloat16,
+    "cuda_graph_warmup_steps": WARMUP,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One way to train.
+
+    Attributes:
+        name: of it.
+        graphs: TransformerConfig's fields for CUDA graphs.
+        ncclep: fields of EpConfig.
+        options: further fields of TransformerConfig.
+        holds_dispatch: a graph holds the dispatch, so that replays do not call the dispatcher.
+        hybrid: the layers are MoETransformerLayers, as those of hybrid models.
+        eval_sequence: length of the sequences that are evaluated between steps.
+    """
+
+    name: str
+    graphs: dict[str, Any]
+    ncclep: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    holds_dispatch: bool = True
+    hybrid: bool = False
+    eval_sequence: int = SEQUENCE // 2
+
 
 STATIC = {"experts": "grouped", "max_recv_rows": ALL_ROWS}
 OVERFLOW = {**STATIC, "max_recv_rows": 208}
-RECOMPUTE_MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+NONE = {"cuda_graph_impl": "none"}
 RECOMPUTE_ALL = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -48,6 +91,19 @@ PARTS = Job(
     graphs("transformer_engine", "attn", "moe_router", "moe_preprocess"),
     holds_dispatch=False,
 )
+ATTENTION = dataclasses.replace(
+    PARTS,
+    name="attention",
+    graphs=graphs("transformer_engine", "attn"),
+    options={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+)
+LOCAL_PARTS = dataclasses.replace(
+    PARTS,
+    name="around the dispatch",
+    graphs=graphs("local", "moe_router", "moe_preprocess"),
+    hybrid=True,
+    eval_sequence=SEQUENCE,
+)
 SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
 # Megatron wants more than one rank; one is as good for what is compared.
 OVERLAPPED = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
@@ -64,24 +120,11 @@ JOBS = {
         dataclasses.replace(TE, name="overflow", ncclep=OVERFLOW),
         PARTS,
         dataclasses.replace(PARTS, name="before the dispatch, static", ncclep=STATIC),
-        Job(
-            "attention",
-            graphs("transformer_engine", "attn"),
-            options=RECOMPUTE_MOE,
-            holds_dispatch=False,
-        ),
+        ATTENTION,
     ],
     # Evaluations are replays as well, of the same graphs: Megatron has no others.
     "local": [Job("whole layers", graphs("local"), OVERFLOW, eval_sequence=SEQUENCE)],
-    "local parts": [
-        Job(
-            "around the dispatch",
-            graphs("local", "moe_router", "moe_preprocess"),
-            holds_dispatch=False,
-            hybrid=True,
-            eval_sequence=SEQUENCE,
-        )
-    ],
+    "local parts": [LOCAL_PARTS],
     "shared experts": [
         dataclasses.replace(TE, name="shared experts in whole layers", options=SHARED),
         dataclasses.replace(PARTS, name="shared experts beside the dispatch", options=SHARED),
@@ -100,6 +143,205 @@ JOBS = {
 }
 
 
+@dataclass
+class Trained:
+    """What a training leaves behind.
+
+    Attributes:
+        training: it keeps its graphs.
+        values: losses of all steps and evaluations, gradients of all steps, weights, and how many
+            rows were dropped, by name.
+        dispatches: calls of token_dispatch in each step.
+    """
+
+    training: Any
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    dispatches: list[int] = field(default_factory=list)
+
+
+def train(ctx: RankContext, engine: str, job: Job, *, with_graphs: bool) -> Trained:
+    """Train from the same weights on the same data, evaluating after each step."""
+    training = GraphTraining(ctx, engine, job, job.graphs if with_graphs else NONE)
+    trained = Trained(training)
+    values = trained.values
+    for step in range(STEPS):
+        before = training.num_dispatches
+        values[f"losses of step {step}"] = training.step(step)
+        trained.dispatches.append(training.num_dispatches - before)
+        for index, buffer in enumerate(training.gradient_buffers()):
+            values[f"gradients {index} of step {step}"] = buffer.clone()
+        training.optimizer.step()
+        values[f"losses evaluated after step {step}"] = training.evaluate(step)
+    for name, parameter in training.gpt.named_parameters():
+        values[name] = parameter.detach().clone()
+    for index, layer in enumerate(training.gpt.decoder.layers):
+        if (dropped := layer.mlp.token_dispatcher.num_dropped) is not None:
+            values[f"rows dropped in layer {index}"] = dropped.clone()
+    return trained
+
+
+class GraphTraining(Model):
+    """A model with its optimizer, trained as megatron.training does, with graphs of any kind.
+
+    Attributes:
+        gpt: the model, without what wraps it.
+        num_dispatches: calls of token_dispatch so far.
+        routings: numbers of tokens of each expert, of every call of a router.
+    """
+
+    def __init__(self, ctx: RankContext, engine: str, job: Job, graphs: dict[str, Any]) -> None:
+        self.job, self.impl = job, graphs["cuda_graph_impl"]
+        options = {**job.options, **graphs, "ncclep": ep_config(engine, **job.ncclep)}
+        how = {"te": True, "sequence": SEQUENCE, "micro_batches": MICRO_BATCHES}
+        case = ModelCase(job.name, options, SIZES, torch.bfloat16, ctx.num_ranks, **how)
+        super().__init__(ctx, "ncclep", case)
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        (self.gpt,), (self.model,) = self.chunks, self.wrapped
+        optimizer = OptimizerConfig(
+            optimizer="adam", lr=0.01, bf16=True, params_dtype=torch.bfloat16
+        )
+        self.optimizer = get_megatron_optimizer(
+            optimizer, [self.model], use_gloo_process_groups=False
+        )
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        schedule = super()._schedule
+        self.forward_backward = {
+            stage: self._captured(schedule(stage == "validation"))
+            for stage in ("training", "validation")
+        }
+        if self.impl == "full_iteration":
+            self._keep_graphs()
+        self.helper: Any = None
+        if self.impl == "transformer_engine":
+            from megatron.core.num_microbatches_calculator import (
+                init_num_microbatches_calculator,
+                unset_num_microbatches_calculator,
+            )
+            from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+            unset_num_microbatches_calculator()
+            init_num_microbatches_calculator(0, None, BATCH * MICRO_BATCHES, BATCH, 1)
+            self.helper = TECudaGraphHelper(
+                [self.model], self.config, SEQUENCE, BATCH, [self.optimizer]
+            )
+        self.num_dispatches = 0
+        self.routings: set[tuple[int, ...]] = set()
+        self._watch()
+
+    def _specs(self) -> tuple[Any, Any]:
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.enums import AttnBackend
+        from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+        # The others add up in whatever order their blocks come, run by run.
+        self.config.attention_backend = AttnBackend.unfused
+        # The tracker that graphs need serves without them too.
+        model_parallel_cuda_manual_seed(
+            1, te_rng_tracker=True, use_cudagraphable_rng=True, force_reset_rng=True
+        )
+        layer, ahead = super()._specs()
+        if self.job.hybrid:
+            layer = dataclasses.replace(layer, module=MoETransformerLayer)
+        return layer, ahead
+
+    def _in_ddp(self, chunk: Any, wrapping: Any) -> Any:
+        from megatron.core.transformer.module import Float16Module
+
+        chunk = Float16Module(self.config, chunk)
+        from megatron.core.full_cuda_graph import get_shared_capture_stream
+
+        full = self.impl == "full_iteration"
+        side = get_shared_capture_stream() if full else torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model = super()._in_ddp(chunk, wrapping)
+        torch.cuda.current_stream().wait_stream(side)
+        return model
+
+    def _captured(self, forward_backward: Any) -> Any:
+        if self.impl != "full_iteration":
+            return forward_backward
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        return FullCudaGraphWrapper(
+            forward_backward,
+            cuda_graph_warmup_steps=WARMUP,
+            use_single_mempool=self.config.cuda_graph_use_single_mempool,
+        )
+
+    def _schedule(self, forward_only: bool) -> Any:
+        return self.forward_backward["validation" if forward_only else "training"]
+
+    def _keep_graphs(self) -> None:
+        """Begin without graphs of whole iterations, and keep those that are there alive.
+
+        Megatron has them, and the tensors that they read and write, in classes, once per process.
+        """
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+        kept = (FullCudaGraphWrapper.cuda_graph, FullCudaGraphWrapper.result)
+        self.kept = (*kept, StaticBufferLoader.static_buffers)
+        FullCudaGraphWrapper.cuda_graph = dict.fromkeys(kept[0])
+        FullCudaGraphWrapper.result = dict.fromkeys(kept[1])
+        FullCudaGraphWrapper.curr_iteration = dict.fromkeys(kept[0], 0)
+        StaticBufferLoader.static_buffers = {stage: [] for stage in kept[0]}
+
+    def _watch(self) -> None:
+        """Count dispatches, and look at routings where that does not wait in a graph."""
+
+        def count(original: Any, *args: Any) -> Any:
+            self.num_dispatches += 1
+            return original(*args)
+
+        for layer in self.gpt.decoder.layers:
+            dispatcher = layer.mlp.token_dispatcher
+            dispatcher.token_dispatch = partial(count, dispatcher.token_dispatch)
+            if self.impl == "none":
+                layer.mlp.router.register_forward_hook(
+                    lambda module, args, out: self.routings.add(tuple(out[1].sum(0).tolist()))
+                )
+
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        for buffer in self.model.buffers + self.model.expert_parallel_buffers:
+            yield buffer.grad_data
+
+    def step(self, step: int) -> torch.Tensor:
+        """Forward and backward of all micro-batches; their losses."""
+        if self.helper is not None and step == WARMUP:
+            self.helper.create_cudagraphs()
+        self.optimizer.zero_grad()
+        return self.gradients(step).clone()
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> torch.Tensor:
+        """Losses of micro-batches of another length."""
+        self.model.eval()
+        try:
+            length = self.job.eval_sequence
+            return self._run(100 + step, length, forward_only=True).clone()
+        finally:
+            self.model.train()
+
+    def graphs(self) -> list[Any]:
+        """The graphs that were captured, by layer where they are a layer's."""
+        if self.impl == "full_iteration":
+            from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+            return [FullCudaGraphWrapper.cuda_graph[stage] for stage in self.forward_backward]
+        layers = list(self.gpt.decoder.layers)
+        if self.impl == "transformer_engine":
+            return [layer.cuda_graphs or None for layer in layers]
+        names = ("cudagraph_manager", "cudagraph_manager_router", "cudagraph_manager_postprocess")
+        managers = [
+            getattr(layer, name) for layer in layers for name in names if hasattr(layer, name)
+        ]
+        runners = [runner for manager in managers for runner in manager.cudagraph_runners]
+        assert managers
+        assert len(runners) >= len(managers)
+        return [graph for runner in runners for graph in (runner.fwd_graph, runner.bwd_graph)]
+
+
 @pytest.fixture
 def one_rank(backend: str) -> Iterator[RankPool]:
     """A process for one test."""
@@ -110,8 +352,9 @@ def one_rank(backend: str) -> Iterator[RankPool]:
 
 def jobs_on_rank(ctx: RankContext, engine: str, jobs: list[Job]) -> None:
     """Train without graphs, with, and without again, in one process; all graphs stay alive."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what it would compile takes longer than all the rest
     os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # the op fuser asks for it
-    start(ctx)
+    torch.cuda.set_stream(torch.cuda.Stream())  # as megatron.training does for graphs
     alive = []
     for job in jobs:
         if job.options == FUSER and not op_fuser_reads_on_device():
@@ -124,8 +367,8 @@ def jobs_on_rank(ctx: RankContext, engine: str, jobs: list[Job]) -> None:
             after = train(ctx, engine, job, with_graphs=False)
         assert len(eager.training.routings) > STEPS, "the routings hardly change"
         check_replayed(job, eager, graphed)
-        compare(graphed.values, eager.values, f"{job.name}: with graphs")
-        compare(after.values, eager.values, f"{job.name}: without graphs, after them")
+        assert differences(graphed.values, eager.values) == [], f"{job.name}: with graphs"
+        assert differences(after.values, eager.values) == [], f"{job.name}: after graphs"
         alive.append(graphed)
 
 
@@ -157,14 +400,6 @@ def check_replayed(job: Job, eager: Trained, graphed: Trained) -> None:
     assert all(number > 0 for number in eager.dispatches)
     expected = [0, 0] if job.holds_dispatch else eager.dispatches[-2:]
     assert graphed.dispatches[-2:] == expected, f"{job.name}: {graphed.dispatches}"
-
-
-def compare(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    assert values.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.isfinite(value).all(), f"{what}: {name}"
-        difference = (values[name].double() - value.double()).abs().max().item()
-        assert torch.equal(values[name], value), f"{what}: {name} differs, by {difference}"
 
 
 @pytest.mark.supports(compared="losses and gradients with those without graphs, to the bit")
