@@ -134,10 +134,10 @@ def test_what_is_said_of_an_nccl_that_does_not_fit(site: Path) -> None:
         "own"
     )
     newer = transformer_engine(site)
-    choose = f"set {CHOICE}=transformer-engine, whose libnccl_ep takes it"
+    choose = f"set {CHOICE}=transformer-engine, whose libnccl_ep runs with it"
     assert str(nccl_problem(alone, nccl(2, 32, 3))).endswith(choose)
     text = str(nccl_problem(newer, None))
-    assert "takes NCCL 2.32.3 or newer, and this process has none" in text
+    assert "requires NCCL 2.32.3 or newer, and this process has none" in text
     assert "pip install 'nvidia-nccl-cu13>=2.32.3'" in text
     # A library that is not known looks itself.
     assert nccl_problem(NcclEpLibrary(Path("/x.so"), (0, 2, 1), ""), nccl(2, 28, 9)) is None
