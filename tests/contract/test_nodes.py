@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.needs_ranks(4), pytest.mark.cpu_only]
 
 
 def in_grid(ctx: RankContext, local_ranks: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` returns where so many ranks (of each rank: its own entry) are a node."""
+    """What `function` returns where so many ranks (each rank: its own entry) are a node."""
     own = local_ranks[ctx.rank] if isinstance(local_ranks, tuple) else local_ranks
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCLEP_LOCAL_RANKS", str(own))

@@ -18,7 +18,7 @@ from megatron_ncclep.integration.experts import fused_swiglu
     [
         ("0.6.5", (9, 0), torch.bfloat16, None),
         (None, (9, 0), torch.bfloat16, "not installed: pip install 'megatron-ncclep[experts]'"),
-        ("0.7.0", (9, 0), torch.bfloat16, "quack-kernels 0.7.0 is installed and 0.6.5 is what was"),
+        ("0.7.0", (9, 0), torch.bfloat16, "quack-kernels 0.7.0 is installed, and only 0.6.5 was"),
         ("0.6.5", (10, 0), torch.bfloat16, "on compute capability 9.x, and NVIDIA B200 has 10.0"),
         ("0.6.5", (9, 0), torch.float16, "in bf16, and the experts compute in torch.float16"),
     ],

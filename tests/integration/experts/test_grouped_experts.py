@@ -228,7 +228,7 @@ def test_experts_that_are_not_megatrons(ctx: RankContext) -> None:
 
     layer = build_layer(make_config("ncclep", torch.float32, 4))
     layer.experts.__class__ = type("Own", (SequentialMLP,), {})
-    with pytest.raises(UnsupportedError, match="class Own: it takes the place of TEGroupedMLP and"):
+    with pytest.raises(UnsupportedError, match="class Own: it replaces TEGroupedMLP and"):
         group_experts(layer.experts)
 
     layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=GROUPED))
@@ -288,7 +288,7 @@ def test_the_choice(ctx: RankContext) -> None:
     accumulates = {"gradient_accumulation_fusion": True}
     experts, reason = chosen(4, quack=None, **LARGE, **accumulates, **SWIGLU)
     assert experts == "grouped"
-    assert "all shapes measured; products of quack-kernels" in reason
+    assert "all shapes measured; GEMMs of quack-kernels" in reason
     assert chosen(4, quack=None, **LARGE, **accumulates, activation_func=F.gelu)[0] == "megatron"
     cpu = torch.device("cpu")
     assert chosen(64, cpu, **SMALL) == ("megatron", "grouped ones were not measured on a CPU")

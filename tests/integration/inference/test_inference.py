@@ -245,7 +245,7 @@ def test_what_is_refused_at_build(ctx: RankContext) -> None:
         with pytest.raises(UnsupportedError, match=words):
             make_inference_config(dataclasses.replace(CASE, options=options))
     for changes, words in (
-        ({"params_dtype": torch.float32}, r"=torch.float32: .* take torch.bfloat16 only: set it"),
+        ({"params_dtype": torch.float32}, r"=torch.float32: .* take only torch.bfloat16: set it"),
         (
             {"inference_grouped_gemm_backend": "flashinfer"},
             r"inference_grouped_gemm_backend='flashinfer': .* set 'vllm' or 'torch'",
@@ -357,7 +357,7 @@ def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> 
     # With ours, as with Megatron's `nccl`, graphs hold decode steps only.
     assert not context.use_cuda_graphs_for_non_decode_steps
     assert layer.config.inference_moe_token_dispatcher_type == "ncclep"
-    words = r"graphs of 144 tokens .* mode was made for 136: .*--ncclep-inference-tokens 144"
+    words = r"graphs of 144 tokens .* mode was set up for 136: .*--ncclep-inference-tokens 144"
     with pytest.raises(InputError, match=words):
         context_of(layer.config, 144)
 
