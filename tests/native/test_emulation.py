@@ -158,7 +158,7 @@ MISTAKES = {
         "native/device/wait.cuh", "me.state->next = 0;\n    «__threadfence_system();»", "",
         "plans", 2, "plan: "),
     "what one lane has seen is not in what another one shows": Mistake(
-        "native/rows/progress.cuh", "«__threadfence_block();»  // what other lanes", "",
+        "native/rows/progress.cuh", "«__threadfence_block();»  // lane 0 also", "",
         "rows", 2, "dispatch: "),
     "the last staging CTA does not pass on the others' rows": Mistake(
         "native/rows/dispatch.cu", "«fence_system();»  // passes on", "",
@@ -242,7 +242,7 @@ MISTAKES = {
         "native/device/wait.cuh", "__syncthreads_and(all_here)", "__syncthreads_and(true)",
         "late", 3, "."),
     "a plan has rows after a failure": Mistake(
-        "native/plan/plan.cu", "if («has_failed(me)») {\n    // Nobody", "false",
+        "native/plan/plan.cu", "if («has_failed(me)») {\n    // No rank", "false",
         "failures", 3, "plan: rows of rank . after a failure"),
     "a CTA that starts after a failure leaves its grid waiting": Mistake(
         "native/plan/plan_receive.cu", "leave(me);\n    return;", "return;",
