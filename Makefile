@@ -19,6 +19,7 @@ help:  ## list the targets
 	@echo "ARGS=\"...\"  arguments of 'ncclep train', pytest or the script that is run"
 	@echo "PYTHON=...  the Python to use: a version such as 3.12, a command or a path"
 	@echo "VENV=...    the folder of the virtual environment (default: .venv)"
+	@echo "MEGATRON_LM=... a checkout of Megatron-LM's main branch, to test with too"
 	@echo "WORKERS=... how many processes share all the tests (default: 2)"
 
 train: ARGS = --ranks 2 --device cpu --compare alltoall --overwrite
@@ -27,9 +28,10 @@ train: $(READY)  ## train a small mixture-of-experts GPT on this machine's CPU
 
 # Tests take turns at both cores: what one process does is seldom work for more than one.
 # Then the tests that depend on the release of Megatron-Core, with each that scripts/fetch_megatron.sh
-# has unpacked; with the oldest one `make test PYTHON=3.11` runs all tests.
+# has unpacked, MEGATRON_LM's among them; with the oldest one `make test PYTHON=3.11` runs all tests.
 test: $(READY)  ## run the tests; ARGS="-k NAME" picks some
 	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS))
+	$(if $(ARGS),,[ ! -d $(VENV)/megatron ] || scripts/fetch_megatron.sh $(VENV))
 	$(if $(ARGS),,ls $(VENV)/megatron 2>/dev/null | grep -v '^0\.16' \
 	| xargs -r -P $(WORKERS) -I RELEASE $(BIN)/python -m pytest -q --megatron RELEASE)
 

@@ -30,6 +30,8 @@ VALUES = {
     "moe_expert_rank_capacity_factor": 1.5,
     "moe_flex_dispatcher_backend": "hybridep",
     "moe_flex_dispatcher_num_sms": 24,
+    "moe_dispatch_fwd_dtype": "mxfp8",
+    "moe_combine_bwd_dtype": "mxfp8",
     "moe_deepep_num_sms": 24,
     "moe_hybridep_num_sms": 24,
     "moe_hybridep_num_sms_preprocessing": 24,
@@ -42,6 +44,8 @@ NEWER = {
     "moe_expert_rank_capacity_factor",
     "moe_ncclep_static_shape",
     "moe_ncclep_zero_copy",
+    "moe_dispatch_fwd_dtype",
+    "moe_combine_bwd_dtype",
     "moe_flex_dispatcher_num_sms",
     "moe_hybridep_num_sms_preprocessing",
     "moe_hybridep_num_blocks_permute",
@@ -155,8 +159,8 @@ def test_a_newer_megatron(ctx: RankContext) -> None:
         """What a branch of Megatron's has after 0.19."""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron.core, "__version__", "0.20.0")
-        with pytest.warns(UserWarning, match=r"0\.16\.1 to 0\.19\.2; this is 0\.20\.0$"):
+        patch.setattr(megatron.core, "__version__", "0.21.0")
+        with pytest.warns(UserWarning, match=r"0\.16\.1 to 0\.20\.0; this is 0\.21\.0$"):
             layer = build_layer(config)
         layer.load_state_dict(known.state_dict())
         assert torch.equal(layer(hidden)[0], known(hidden)[0])

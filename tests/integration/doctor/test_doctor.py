@@ -103,7 +103,7 @@ def test_a_changed_hook_point_is_a_problem(
 
 def test_an_untested_megatron_is_a_problem(imported: ImportedMegatron) -> None:
     code = "import megatron.core; megatron.core.__version__ = '0.99.0'"
-    assert "tested are 0.16.1 to 0.19.2" in str(
+    assert "tested are 0.16.1 to 0.20.0" in str(
         findings(imported, code)["Megatron-Core"]["problem"]
     )
 
