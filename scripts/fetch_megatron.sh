@@ -6,7 +6,8 @@
 # take about 30 MB, since their dependencies are left out.
 #
 # pip has no 0.20 yet: that is the main branch of Megatron-LM, a checkout of which MEGATRON_LM names.
-# Its sources are copied to the folder of the version that they have.
+# Its sources are copied to the folder of the version that they have, and its helpers are compiled,
+# as pip's releases bring them.
 set -euo pipefail
 
 # Megatron-Core needs Python 3.12 from 0.17 on, and 0.16.1 can be imported there too.
@@ -39,6 +40,12 @@ if [ -n "${MEGATRON_LM:-}" ]; then
         rm -rf "$folder.part"
         mkdir -p "$folder.part"
         cp -r "$MEGATRON_LM/megatron" "$folder.part/"
+        datasets=$folder.part/megatron/core/datasets
+        read -ra includes < <("$1/bin/python" -m pybind11 --includes)
+        suffix=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+        g++ -O3 -shared -std=c++17 -fPIC "${includes[@]}" "$datasets/helpers.cpp" \
+            -o "$datasets/helpers_cpp$suffix"
+        rm -f "$datasets/Makefile"
         mv "$folder.part" "$folder"
     fi
 elif ! compgen -G "$1/megatron/0.20.*" >/dev/null; then

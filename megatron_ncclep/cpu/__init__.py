@@ -1,6 +1,6 @@
 """Let Megatron-Core train on a CPU with gloo: `enable()`, and `enable_training_scripts()` on top.
 
-Megatron-Core 0.16.1 to 0.19.2 takes for granted that there is a GPU, although nearly nothing in its
+Megatron-Core 0.16.1 to 0.20.0 takes for granted that there is a GPU, although nearly nothing in its
 local (not TransformerEngine) modules needs one.  torch_calls.py and megatron_calls.py replace what
 stands in the way, one thing in each function.  Nothing here is used on a machine that has a GPU,
 and importing this package changes nothing.

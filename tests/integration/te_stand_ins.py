@@ -60,50 +60,6 @@ class LatentProjection(torch.nn.Linear):
         return super().forward(x), None
 
 
-class GroupedLinear(torch.nn.Module):
-    """What TransformerEngine's is to TEGroupedMLP with moe_use_grouped_tensor: blocks of 256 rows,
-    and their numbers as a tensor.
-    """
-
-    def __init__(self, num: int, input_size: int, output_size: int, *, config: Any, **_: Any):
-        super().__init__()
-        size = (num, output_size, input_size)
-        self.weight = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype))
-
-    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Multiply every block by its expert's weight."""
-        assert isinstance(counts, torch.Tensor)
-        blocks = rows.split(counts.tolist())
-        assert all(len(block) % 256 == 0 for block in blocks)
-        return torch.cat([b @ w.t() for b, w in zip(blocks, self.weight, strict=True)]), None
-
-
-class Padding:
-    """What Fp8Padding and Fp8Unpadding are to it: zero rows between blocks, put in or taken out.
-
-    Attributes:
-        calls: of all of them.
-    """
-
-    calls = 0
-
-    def __init__(self, num: int, align_size: int) -> None:
-        self.align_size = align_size
-
-    def __call__(self, rows: torch.Tensor, counts: list[int]) -> Any:
-        """The rows with those that are missing, and their numbers; or those that were given."""
-        Padding.calls += 1
-        padded = [-(-count // self.align_size) * self.align_size for count in counts]
-        if len(rows) == sum(padded):
-            return torch.cat([b[:n] for b, n in zip(rows.split(padded), counts, strict=True)])
-        missing = [n - count for n, count in zip(padded, counts, strict=True)]
-        blocks = [
-            torch.nn.functional.pad(block, (0, 0, 0, n))
-            for block, n in zip(rows.split(counts), missing, strict=True)
-        ]
-        return torch.cat(blocks), padded
-
-
 @contextmanager
 def latent_projections() -> Iterator[None]:
     """Let Megatron build layers that dispatch in a latent size (moe_latent_size)."""

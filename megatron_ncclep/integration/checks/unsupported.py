@@ -77,8 +77,8 @@ REFUSALS = (
     Refusal(
         "moe_paged_stash",
         _is_on,
-        "leave it out: it takes the flex dispatcher to say that a rank got too many rows, and to "
-        "repeat the step; here recompute and offloading save memory",
+        "leave it out: it needs Megatron's flex dispatcher, which says that a rank got too many "
+        "rows and lets the step be repeated",
     ),
     Refusal(
         "moe_expert_rank_capacity_factor",

@@ -187,7 +187,6 @@ def text_of(error: type[Exception], call: Any) -> str:
 
 def refusals() -> dict[str, str]:
     initialize(2)
-    from megatron.core.inference.moe import InferenceGroupedGemmBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_ncclep.integration.inference import session as inference_exchange
@@ -231,7 +230,7 @@ def refusals() -> dict[str, str]:
             ),
         ),
         "dtype": build(params_dtype=torch.float32),
-        "backend": build(inference_grouped_gemm_backend=InferenceGroupedGemmBackend.FLASHINFER),
+        "backend": config(inference_grouped_gemm_backend="flashinfer"),
         "no mode": engine(low_latency_tokens=0),
         "few tokens": engine(low_latency_tokens=2),
         "few assignments": engine(max_top_k=2),
