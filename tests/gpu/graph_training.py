@@ -155,7 +155,7 @@ class GraphTraining(Model):
         self.routings: set[tuple[int, ...]] = set()
         self._watch()
 
-    def _specs(self) -> tuple[Any, Any]:
+    def _specs(self, stage: int | None) -> tuple[Any, Any]:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.enums import AttnBackend
         from megatron.core.transformer.transformer_layer import MoETransformerLayer
@@ -167,7 +167,7 @@ class GraphTraining(Model):
         model_parallel_cuda_manual_seed(
             1, te_rng_tracker=on_gpu, use_cudagraphable_rng=on_gpu, force_reset_rng=True
         )
-        layer, ahead = super()._specs()
+        layer, ahead = super()._specs(stage)
         if self.job.hybrid:
             layer = dataclasses.replace(layer, module=MoETransformerLayer)
         return layer, ahead

@@ -39,9 +39,16 @@ class Attention(torch.nn.Module):
         return torch.cat(parts)[:, 0]
 
     def _attend(self, *qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.permute(1, 2, 0, 3) for t in qkv)
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        # Context-parallel ranks have parts of a sequence, one after the other.
+        group = parallel_state.get_context_parallel_group()
+        keys = (gather_from_sequence_parallel_region(t, group=group) for t in qkv[1:])
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (qkv[0], *keys))
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(group.rank() * q.shape[2])
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale
+            q, k, v, mask.to(q.device), scale=self.scale, enable_gqa=True
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 

@@ -55,8 +55,8 @@ class ModelCase:
         options: fields of TransformerConfig.
         sizes: more of them, which are not what the case is about.
         dtype: of the model.
-        ep, tp, etp, pp: ranks that share experts, layers, one expert, and a pipeline, in which each
-            of them has two stages.
+        ep, tp, etp, pp, cp: ranks that share experts, layers, one expert, a pipeline, in which each
+            of them has two stages, and a sequence.
         te: the layers are TransformerEngine's.
         grouped_gemm: so are the experts.
         sequence: tokens of a sequence; evaluations have twice as many.
@@ -77,6 +77,7 @@ class ModelCase:
     tp: int = 1
     etp: int = 1
     pp: int = 1
+    cp: int = 1
     te: bool = False
     grouped_gemm: bool = True
     sequence: int = 12
@@ -95,6 +96,7 @@ class ModelCase:
         """The options that the case shows to work, for docs/support.md."""
         shown = options_shown(self.options)
         sizes = {"expert": self.ep, "tensor": self.tp, "pipeline": self.pp}
+        shown += ["context_parallel_size"] if self.cp > 1 else []
         if self.te:
             shown.append("transformer_impl=transformer_engine")
         shown += [f"{kind}_model_parallel_size" for kind, size in sizes.items() if size > 1]
@@ -127,7 +129,7 @@ class Model:
             case: what is built.
             of_ddp: fields of DistributedDataParallelConfig.
         """
-        initialize(case.ep, case.tp, ctx.device, case.etp, case.pp)
+        initialize(case.ep, case.tp, ctx.device, case.etp, case.pp, case.cp)
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.models.gpt.gpt_model import GPTModel
@@ -135,12 +137,17 @@ class Model:
 
         MTPLossLoggingHelper.tracker = {}  # for as many predictions as the last model had
         self.case, self.rank, self.device = case, ctx.rank, ctx.device
-        self.replica = parallel_state.get_data_parallel_rank()
+        self.replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         pipeline = {**PIPELINE, "pipeline_model_parallel_size": case.pp} if case.pp > 1 else {}
-        options = {"expert_tensor_parallel_size": case.etp, **pipeline, **case.options}
-        self.config = make_config(dispatcher, case.dtype, case.ep, case.tp, **options, **case.sizes)
+        pipeline["context_parallel_size"] = case.cp
+        options = {
+            "expert_tensor_parallel_size": case.etp,
+            **pipeline,
+            **case.options,
+            **case.sizes,
+        }
+        self.config = make_config(dispatcher, case.dtype, case.ep, case.tp, **options)
         self.config.finalize_model_grads_func = finalize_model_grads
-        layers, ahead = self._specs()
         wrapping = DistributedDataParallelConfig(
             grad_reduce_in_fp32=case.dtype != torch.float64,
             delay_wgrad_compute=self.config.delay_wgrad_compute,
@@ -150,6 +157,7 @@ class Model:
         self.wrapped: list[Any] = []
         for stage in (0, 1) if case.pp > 1 else (None,):
             place = {"ignore_virtual": stage is None, "vp_stage": stage}
+            layers, ahead = self._specs(stage)
             with _output_layer_adds_nothing_itself():
                 chunk = GPTModel(
                     self.config,
@@ -165,8 +173,8 @@ class Model:
             self.chunks.append(chunk)
             self.wrapped.append(self._in_ddp(chunk, wrapping))
 
-    def _specs(self) -> tuple[Any, Any]:
-        """Specs of the model's layers, and of those that predict further tokens."""
+    def _specs(self, stage: int | None) -> tuple[Any, Any]:
+        """Specs of a stage's layers, and of those that predict further tokens."""
         from megatron.core.models.gpt import gpt_layer_specs as specs
 
         config, case = self.config, self.case
@@ -174,15 +182,14 @@ class Model:
         if case.te:
             grouped = {"num_experts": experts, "moe_grouped_gemm": case.grouped_gemm}
             return specs.get_gpt_layer_with_transformer_engine_spec(**grouped), None
-        if case.pp > 1:
-            return specs.get_gpt_layer_local_spec(experts, moe_grouped_gemm=False), None
-        layers = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-        if config.multi_latent_attention or case.lengths:
+        place = {"use_transformer_engine": False, "vp_stage": stage}
+        layers = specs.get_gpt_decoder_block_spec(config, **place)
+        if config.multi_latent_attention or case.lengths or case.cp > 1:
             for layer in layers.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = Attention
         if not config.mtp_num_layers:
             return layers, None
-        return layers, specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
+        return layers, specs.get_gpt_mtp_block_spec(config, layers, **place)
 
     def _in_ddp(self, chunk: Any, wrapping: Any) -> Any:
         from megatron.core.distributed import DistributedDataParallel
@@ -436,7 +443,8 @@ class Training(Model):
         self._seed, self._of_experts = seed, of_experts
         overlaps = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         super().__init__(ctx, dispatcher, case, **dict.fromkeys(overlaps, distributed))
-        self.config.no_sync_func = self.wrapped[0].no_sync
+        no_syncs = [chunk.no_sync for chunk in self.wrapped]
+        self.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -459,7 +467,8 @@ class Training(Model):
         with torch.no_grad():  # a checkpoint that is loaded has to bring everything
             for parameter in chunk.parameters():
                 parameter += self._seed
-        self.experts = [layer.mlp.experts for layer in chunk.decoder.layers]
+        moe = [layer.mlp for layer in chunk.decoder.layers if hasattr(layer.mlp, "experts")]
+        self.experts = [mlp.experts for mlp in moe]
         for module in self.experts:  # options that the other layers would need a GPU for
             module.config = copy.copy(module.config)
             vars(module.config).update(self._of_experts)
@@ -511,19 +520,19 @@ class Training(Model):
 
 
 @contextmanager
-def checkpoints_written() -> Iterator[None]:
+def checkpoints_written(in_background: bool = False) -> Iterator[None]:
     """Let Megatron write checkpoints in a process of a pool.
 
     The pool's processes are daemons, which may not start others, as 0.16.1 does to write.  All
     releases keep what was written in a queue that lives in a further process, which takes longer to
-    start than a test takes; nothing is written in the background here, so a plain one does.
+    start than a test takes; where nothing is written in the background a plain one does.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     process: Any = multiprocessing.current_process()
     is_daemon, process._config["daemon"] = process.daemon, False
     assert filesystem_async._results_queue is None
-    filesystem_async._results_queue = queue.Queue()
+    filesystem_async._results_queue = None if in_background else queue.Queue()
     try:
         yield
     finally:

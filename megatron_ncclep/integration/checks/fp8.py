@@ -65,7 +65,8 @@ def change_padding(module: ModuleType) -> None:
     def skip_routed_expert_padding(config: Any) -> bool:
         return config.moe_token_dispatcher_type == NAME or bool(original(config))
 
-    module.skip_routed_expert_padding = mark_patched(skip_routed_expert_padding)
+    changed = mark_patched(skip_routed_expert_padding)
+    setattr(module, "skip_routed_expert_padding", changed)  # noqa: B010
 
 
 def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
