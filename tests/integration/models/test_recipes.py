@@ -61,6 +61,7 @@ FULL = {
 }
 # What a case is not about.
 SIZES = {*MLA, "num_layers", "num_query_groups", "pipeline_dtype", "rope_type"}
+LAYOUT = "pipeline_model_parallel_layout"
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -79,11 +80,11 @@ def mtp(layers: int) -> dict[str, Any]:
 
 def recipe(name: str, *parts: dict[str, Any], **layout: int) -> ModelCase:
     options = {option: value for part in parts for option, value in part.items()}
-    sizes = {option: options.pop(option) for option in SIZES & options.keys()}
+    sizes = {option: options.pop(option) for option in {*SIZES, LAYOUT} & options.keys()}
     return ModelCase(name, options, sizes, torch.float32, **layout)
 
 
-UNEVEN = {"moe_layer_freq": [0, 1, 1, 1, 1], "pipeline_model_parallel_layout": "Ett|t|t|tmL"}
+UNEVEN = {"moe_layer_freq": [0, 1, 1, 1, 1], LAYOUT: "Ett|t|t|tmL"}
 COUNTED = {f"account_for_{end}_in_pipeline_split": True for end in ("embedding", "loss")}
 RECIPES = [
     recipe(
@@ -112,6 +113,7 @@ RECIPES = [
 
 
 @pytest.mark.supports(
+    LAYOUT,
     "use_distributed_optimizer",
     "overlap_grad_reduce",
     "overlap_param_gather",
