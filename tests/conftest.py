@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="RELEASE",
         help="Megatron-Core of VENV/megatron/RELEASE, as scripts/fetch_megatron.sh unpacks it "
         "(default: the installed one); with another one, only the tests with the marker "
-        "each_release run",
+        "each_release run, and all on GPUs",
     )
     parser.addoption(
         "--iterations",
@@ -225,7 +225,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         any_python = item.get_closest_marker("any_python")
         for_each_release = item.get_closest_marker("each_release") is not None
         too_old = any(release < Version(mark.args[0]) for mark in item.iter_markers("since"))
-        other_release = release != Version(INSTALLED) and not for_each_release
+        # On GPUs all tests are about Megatron as it is there.
+        other_release = release != Version(INSTALLED) and not for_each_release and backend == "gloo"
         not_on_gpus = backend != "gloo" and on_cpu_only
         if lists_only(config):
             continue
