@@ -10,10 +10,10 @@ grouped tensors of 256).  Megatron provides that in one of two ways:
     for_quantization       probability zero, until their numbers fit: these rows travel too
 
 Here dispatch itself leaves the zero rows between the blocks: they are the engine's alignment.  So
-the experts have nothing to do.  TEGroupedMLP from 0.18 on does not even look, as with Megatron's own
-dispatchers that pad (`change_padding`); all others check the numbers of rows before they copy any.
-The map stays as the router made it.  Zero rows do not change the scale of a tensor or of a block of
-it, which depends on the largest magnitude, and add nothing to a weight's gradient.
+the experts have nothing to do.  TEGroupedMLP from 0.18 on does not even look, as with dispatchers
+of Megatron's own that pad (`change_padding`); all others check the numbers of rows before they copy
+any.  The map stays as the router made it.  Zero rows do not change the scale of a tensor or of a
+block of it, which depends on the largest magnitude, and add nothing to a weight's gradient.
 """
 
 from __future__ import annotations
