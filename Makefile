@@ -19,6 +19,7 @@ help:  ## list the targets
 	@echo "ARGS=\"...\"  arguments for 'ncclep train', pytest or the script that runs"
 	@echo "PYTHON=...  the Python to use: a version such as 3.12, a command or a path"
 	@echo "VENV=...    the folder of the virtual environment (default: .venv)"
+	@echo "MEGATRON_LM=... a checkout of Megatron-LM's main branch, to test with too"
 	@echo "WORKERS=... how many processes share all the tests (default: 2)"
 
 train: ARGS = --ranks 2 --device cpu --compare alltoall --overwrite
@@ -27,9 +28,11 @@ train: $(READY)  ## train a small mixture-of-experts GPT on this machine's CPU
 
 # The processes share both cores: one process rarely has work for more than one.
 # Then the tests that depend on the release of Megatron-Core, with each release that
-# scripts/fetch_megatron.sh has unpacked; `make test PYTHON=3.11` runs all tests with the oldest one.
+# scripts/fetch_megatron.sh has unpacked, including MEGATRON_LM's; `make test PYTHON=3.11` runs all
+# tests with the oldest one.
 test: $(READY)  ## run the tests; ARGS="-k NAME" picks some
 	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS))
+	$(if $(ARGS),,[ ! -d $(VENV)/megatron ] || scripts/fetch_megatron.sh $(VENV))
 	$(if $(ARGS),,ls $(VENV)/megatron 2>/dev/null | grep -v '^0\.16' \
 	| xargs -r -P $(WORKERS) -I RELEASE $(BIN)/python -m pytest -q --megatron RELEASE)
 

@@ -24,6 +24,7 @@ HOOKED_MODULES = (
     "megatron.core.distributed.torch_fully_sharded_data_parallel",
     "megatron.core.parallel_state",
     "megatron.core.transformer.transformer_config",
+    "megatron.core.transformer.moe.experts",
     "megatron.core.transformer.moe.moe_layer",
     "megatron.core.transformer.transformer_layer",
     "megatron.core.transformer.moe.moe_utils",

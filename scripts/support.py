@@ -55,7 +55,7 @@ SUBJECTS = {
     "Batches": r"ranks |other sizes|packed|padding_mask",
     "Router": r"moe_(router|aux|z_loss|input_jitter|expert_capacity|pad_expert_input|token_drop)"
     r"|moe_apply_probs",
-    "Parallelism, optimizer and checkpoints": r".*parallel|.*pipeline|use_distributed|ckpt"
+    "Parallelism, optimizer and checkpoints": r".*parallel|.*pipeline|use_distributed|ckpt|async"
     r"|overlap_(grad|param|p2p)|gradient_acc|calculate_per",
     "Experts and the rest of the model": r"",
 }

@@ -84,7 +84,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=INSTALLED,
         metavar="RELEASE",
         help="Megatron-Core of VENV/megatron/RELEASE, as scripts/fetch_megatron.sh unpacks it "
-        "(default: the installed one); with another one, only tests with the marker each_release",
+        "(default: the installed one); with another one, only tests with the marker each_release, "
+        "and all on GPUs",
     )
     add("--iterations", type=int, default=60, metavar="N", help="random batches (default: 60)")
     add("--seed", type=int, default=0, metavar="N", help="of the random test (default: 0)")
@@ -183,7 +184,8 @@ def reason_to_leave_out(config: pytest.Config, item: pytest.Function) -> str | N
         )
         or any(release < Version(since.args[0]) for since in item.iter_markers("since"))
         or (on_gpus and mark("cpu_only") is not None)
-        or (release != Version(INSTALLED) and mark("each_release") is None)
+        # On GPUs all tests are about Megatron as it is there.
+        or (release != Version(INSTALLED) and mark("each_release") is None and not on_gpus)
     ):
         return ""
     if on_gpus and (own_gpus := mark("own_gpus")) is not None and shares_gpus(most):

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 INSTALLED = version("megatron-core")
-SUPPORTED = ["0.16.1", "0.17.1", "0.18.2", "0.19.2"]
+SUPPORTED = ["0.16.1", "0.17.1", "0.18.2", "0.19.2", "0.20.0"]
 
 
 def put_first(release: str) -> None:

@@ -1,6 +1,6 @@
 """Let Megatron-Core train on a CPU with gloo: `enable()`, and `enable_training_scripts()` on top.
 
-Megatron-Core 0.16.1 to 0.19.2 assumes that there is a GPU, although almost nothing in its local
+Megatron-Core 0.16.1 to 0.20.0 assumes that there is a GPU, although almost nothing in its local
 (not TransformerEngine) modules needs one.  torch_calls.py and megatron_calls.py replace the
 obstacles, one in each function.  Nothing here is used on a machine that has a GPU, and importing
 this package changes nothing.

@@ -22,6 +22,7 @@ def replace_in_core() -> None:
     _define_missing_gemm()
     _convert_split_sizes()
     _allow_sequence_parallel_norm()
+    _recognise_no_inference_linear()
 
 
 def replace_in_training() -> None:
@@ -112,6 +113,17 @@ def _allow_sequence_parallel_norm() -> None:
         return module
 
     replace(norm, __new__=new)
+
+
+def _recognise_no_inference_linear() -> None:
+    """Say of every linear layer that it is none of those for inference.
+
+    From 0.20 on, transformer.multi_token_prediction without TransformerEngine: their classes are
+    mocks, and `isinstance` with a mock is a TypeError.
+    """
+    prediction = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    if hasattr(prediction, "is_inference_column_parallel_linear"):
+        replace(prediction, is_inference_column_parallel_linear=lambda module: False)
 
 
 # ---- megatron.training

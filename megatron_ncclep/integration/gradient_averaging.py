@@ -47,7 +47,14 @@ def refuse_in(class_name: str) -> Any:
     """A change that makes a class refuse the option because it divides gradients among ranks."""
 
     def change(module: Any) -> None:
-        sharding = getattr(module, class_name)
+        found = getattr(module, class_name)
+        if isinstance(found, type):
+            refuse(module, found)
+            return
+        for version in ("V1", "V2"):  # from 0.20 on a function that makes one of them
+            refuse(module, getattr(module, class_name + version))
+
+    def refuse(module: Any, sharding: Any) -> None:
         original = unpatched(module, sharding, "__init__", ["config"])
         if original is None:
             return

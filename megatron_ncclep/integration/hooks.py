@@ -8,6 +8,7 @@ It patches these places in Megatron, in memory only and without effect on other 
     TransformerConfig.__post_init__                      validates the value as 'alltoall'
     MoELayer.__init__                                    builds our dispatcher, groups experts
     MoELayer._setup_inference_mode                       builds our dispatcher for generating text
+    skip_routed_expert_padding                           the dispatch has padded the rows
     DynamicInferenceContext.__init__, update_requests    ready for CUDA graphs; asks for failures
     TransformerLayer.__init__                            refuses CUDA graphs that would fail
     add_megatron_arguments                               offers our options, --ncclep-*
@@ -49,7 +50,11 @@ from megatron_ncclep.integration.checks.cuda_graphs import (
     check_captured,
     check_graph_options,
 )
-from megatron_ncclep.integration.checks.fp8 import align_for_experts, announce_alignment
+from megatron_ncclep.integration.checks.fp8 import (
+    align_for_experts,
+    announce_alignment,
+    change_padding,
+)
 from megatron_ncclep.integration.checks.optimizer_step import check_before_steps
 from megatron_ncclep.integration.checks.schedule import keep_inputs
 from megatron_ncclep.integration.checks.unsupported import (
@@ -108,6 +113,7 @@ _DISPATCHER_HOOKS = {
 
 _CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 _LAYER_MODULE = "megatron.core.transformer.moe.moe_layer"
+_EXPERTS_MODULE = "megatron.core.transformer.moe.experts"
 _TRANSFORMER_LAYER_MODULE = "megatron.core.transformer.transformer_layer"
 _CONTEXT_MODULE = "megatron.core.inference.contexts.dynamic_context"
 _ARGUMENTS_MODULE = "megatron.training.arguments"
@@ -358,6 +364,7 @@ HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _GROUPS_MODULE: (change_destroy,),
     _CONFIG_MODULE: (_change_field, change_inference_field, _add_options, _change_post_init),
     _LAYER_MODULE: (_change_layer, change_inference_setup),
+    _EXPERTS_MODULE: (change_padding,),
     _CONTEXT_MODULE: (change_inference_context,),
     _TRANSFORMER_LAYER_MODULE: (_change_transformer_layer,),
     _OPTIMIZER_GRAPH_MODULE: (_change_optimizer_graph,),

@@ -168,8 +168,7 @@ def assert_same_training(ctx: RankContext, engine_name: str, case: Fp8Case, need
     mine, copied, alignment = train_on_rank(ctx, "ncclep", engine_name, case)
     other, copied_there, _ = train_on_rank(ctx, "alltoall", engine_name, case)
     assert alignment == needed
-    assert copied
-    assert not any(copied)
+    assert not any(copied)  # from 0.18 on TEGroupedMLP does not even look
     assert any(copied_there)  # the way that this looks for copies finds some
     compare(mine, other)
 

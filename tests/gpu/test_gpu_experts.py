@@ -48,6 +48,7 @@ GPT_OSS: dict[str, Any] = {
 }
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 FUSER = {**SWIGLU, "use_transformer_engine_op_fuser": True}
+GROUPED_TENSORS = {**SWIGLU, "moe_use_grouped_tensor": True}
 INFERENCE: dict[str, Any] = {
     **SQUARED_RELU,
     "transformer_impl": "inference_optimized",
@@ -66,6 +67,7 @@ class Experts:
     name: str
     options: dict[str, Any]
     ncclep: dict[str, Any] = field(default_factory=dict)
+    since: str = "0.16"
 
     def __str__(self) -> str:
         return self.name
@@ -98,6 +100,8 @@ KINDS = [
     Experts("op-fuser", FUSER),
     Experts("op-fuser-static", FUSER, STATIC),
     Experts("op-fuser-gpt-oss", {**GPT_OSS, "use_transformer_engine_op_fuser": True}),
+    Experts("grouped-tensors", GROUPED_TENSORS, since="0.20"),
+    Experts("grouped-tensors-static", GROUPED_TENSORS, STATIC, since="0.20"),
     Experts("inference", INFERENCE),
 ]
 
@@ -122,7 +126,9 @@ def train_kind_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> di
     compared="outputs and all gradients of TransformerEngine's experts with alltoall's, to the "
     "bit; in static mode within rounding"
 )
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.since(kind.since)) for kind in KINDS], ids=str
+)
 def test_experts_equal_alltoall(ctx: RankContext, engine_name: str, kind: Experts) -> None:
     prepare_on_rank(ctx)
     ncclep = ep_config(engine_name, **kind.ncclep)

@@ -108,6 +108,10 @@ SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap"
 # Megatron wants more than one rank; one is as good for what is compared.
 OVERLAPPED = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
 FUSER = {"use_transformer_engine_op_fuser": True}
+GROUPED_TENSORS = {"moe_use_grouped_tensor": True}
+# Room for 8 blocks, each padded to a multiple of 256 rows.
+ALL_PADDED = {"max_recv_rows": 4096}
+SINCE = {"grouped tensors": "0.20"}
 JOBS = {
     "full_iteration": [
         FULL,
@@ -135,9 +139,10 @@ JOBS = {
         dataclasses.replace(PARTS, name="overlapped", options=OVERLAPPED),
         dataclasses.replace(PARTS, name="overlapped, static", options=OVERLAPPED, ncclep=STATIC),
     ],
-    "op fuser": [
+    "op fuser": [dataclasses.replace(FULL, name="op fuser", ncclep=ALL_PADDED, options=FUSER)],
+    "grouped tensors": [
         dataclasses.replace(
-            FULL, name="op fuser", ncclep={"max_recv_rows": ALL_ROWS}, options=FUSER
+            FULL, name="grouped tensors", ncclep=ALL_PADDED, options=GROUPED_TENSORS
         )
     ],
 }
@@ -229,7 +234,7 @@ class GraphTraining(Model):
         self.routings: set[tuple[int, ...]] = set()
         self._watch()
 
-    def _specs(self) -> tuple[Any, Any]:
+    def _specs(self, stage: int | None) -> tuple[Any, Any]:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.enums import AttnBackend
         from megatron.core.transformer.transformer_layer import MoETransformerLayer
@@ -240,7 +245,7 @@ class GraphTraining(Model):
         model_parallel_cuda_manual_seed(
             1, te_rng_tracker=True, use_cudagraphable_rng=True, force_reset_rng=True
         )
-        layer, ahead = super()._specs()
+        layer, ahead = super()._specs(stage)
         if self.job.hybrid:
             layer = dataclasses.replace(layer, module=MoETransformerLayer)
         return layer, ahead
@@ -357,7 +362,7 @@ def jobs_on_rank(ctx: RankContext, engine: str, jobs: list[Job]) -> None:
     torch.cuda.set_stream(torch.cuda.Stream())  # as megatron.training does for graphs
     alive = []
     for job in jobs:
-        if job.options == FUSER and not op_fuser_reads_on_device():
+        if job.options in (FUSER, GROUPED_TENSORS) and not reads_on_device(job.options):
             with pytest.raises(UnsupportedError, match="TEGroupedMLP reads on the host"):
                 train(ctx, engine, job, with_graphs=True)
             continue
@@ -384,11 +389,13 @@ def gradients_through_ddp(job: Job) -> AbstractContextManager[Any]:
     return mock.patch.object(GroupedExperts, "_adds_to_main_grad", return_value=False)
 
 
-def op_fuser_reads_on_device() -> bool:
-    """What TransformerEngine says of its op fuser on this GPU; older releases have no such word."""
-    from transformer_engine.pytorch.ops.basic import grouped_linear
+def reads_on_device(options: dict[str, Any]) -> bool:
+    """What TransformerEngine says of such experts on this GPU; older releases have no such word."""
+    from transformer_engine.pytorch.module import grouped_linear as module
+    from transformer_engine.pytorch.ops.basic import grouped_linear as op
 
-    has_kernels = getattr(grouped_linear, "is_op_fuser_grouped_tensor_path_supported", None)
+    place, kind = (op, "op_fuser") if options == FUSER else (module, "module")
+    has_kernels = getattr(place, f"is_{kind}_grouped_tensor_path_supported", None)
     return has_kernels is not None and has_kernels(None, torch.bfloat16)
 
 
@@ -408,9 +415,12 @@ def check_replayed(job: Job, eager: Trained, graphed: Trained) -> None:
     [
         pytest.param(
             kind,
-            marks=pytest.mark.supports(
-                *(option for job in jobs for option in options_shown({**job.graphs, **job.options}))
-            ),
+            marks=[
+                pytest.mark.since(SINCE.get(kind, "0.16")),
+                pytest.mark.supports(
+                    *(o for job in jobs for o in options_shown({**job.graphs, **job.options}))
+                ),
+            ],
         )
         for kind, jobs in JOBS.items()
     ],

@@ -28,7 +28,9 @@ def has(name: str) -> bool:
     return (Path(megatron.core.__file__).parents[1] / name).exists()
 
 
-def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int = 1) -> None:
+def initialize(
+    ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int = 1, cp: int = 1
+) -> None:
     """Set Megatron up on this rank, over all ranks of the pool, with fresh random numbers.
 
     On "cpu" Megatron is made to run on one.  With pipeline stages each rank has two of them.
@@ -59,6 +61,7 @@ def initialize(ep: int, tp: int = 1, device: str = "cpu", etp: int = 1, pp: int 
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": etp,
         "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
         "virtual_pipeline_model_parallel_size": 2 if pp > 1 else None,
     }
     if not parallel_state.model_parallel_is_initialized() or wanted != SIZES:

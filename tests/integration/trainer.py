@@ -50,8 +50,8 @@ class ModelCase:
         options: fields of TransformerConfig.
         sizes: more of them, which the case is not about.
         dtype: of the model.
-        ep, tp, etp, pp: ranks that share experts, layers, one expert, and a pipeline, in which each
-            of them has two stages.
+        ep, tp, etp, pp, cp: ranks that share experts, layers, one expert, a pipeline, in which each
+            of them has two stages, and a sequence.
         te: the layers are TransformerEngine's.
         grouped_gemm: so are the experts.
         sequence: tokens of a sequence; evaluations have twice as many.
@@ -71,6 +71,7 @@ class ModelCase:
     tp: int = 1
     etp: int = 1
     pp: int = 1
+    cp: int = 1
     te: bool = False
     grouped_gemm: bool = True
     sequence: int = 12
@@ -88,6 +89,7 @@ class ModelCase:
         """The options that the case shows to work, for docs/support.md."""
         shown = options_shown(self.options)
         sizes = {"expert": self.ep, "tensor": self.tp, "pipeline": self.pp}
+        shown += ["context_parallel_size"] if self.cp > 1 else []
         if self.te:
             shown.append("transformer_impl=transformer_engine")
         shown += [f"{kind}_model_parallel_size" for kind, size in sizes.items() if size > 1]
@@ -112,13 +114,25 @@ class Attention(torch.nn.Module):
         """From queries, keys and values, each [length, batch, heads, size], and a mask to
         [length, batch, heads * size]; where sequences are packed, there is no batch.
         """
-        starts = [0, len(qkv[0])]
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        q, *kv = qkv[:3]
+        group, before = parallel_state.get_context_parallel_group(), 0
+        if group.size() > 1:  # ranks have parts of a sequence, one after the other
+            kv = [gather_from_sequence_parallel_region(t, group=group) for t in kv]
+            before = group.rank() * len(q)
+        starts = [0, len(kv[0])]
         if packed_seq_params is not None:
             starts = packed_seq_params.cu_seqlens_q.tolist()
         parts = []
         for start, end in pairwise(starts):
-            q, k, v = (t[start:end].movedim(0, -2) for t in qkv[:3])
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            of_sequence = [t[start:end].movedim(0, -2) for t in (q, *kv)]
+            lengths = [t.shape[-2] for t in of_sequence[:2]]
+            mask = torch.ones(lengths, dtype=torch.bool, device=q.device).tril(before)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *of_sequence, mask, enable_gqa=True
+            )
             parts.append(out.movedim(-2, 0).flatten(-2))
         return torch.cat(parts)
 
@@ -137,7 +151,7 @@ class Model:
 
         `of_ddp`: fields of DistributedDataParallelConfig.
         """
-        initialize(case.ep, case.tp, ctx.device, case.etp, case.pp)
+        initialize(case.ep, case.tp, ctx.device, case.etp, case.pp, case.cp)
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.models.gpt.gpt_model import GPTModel
@@ -145,12 +159,17 @@ class Model:
 
         MTPLossLoggingHelper.tracker = {}  # for as many predictions as the last model had
         self.case, self.rank, self.device = case, ctx.rank, ctx.device
-        self.replica = parallel_state.get_data_parallel_rank()
+        self.replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         pipeline = {**PIPELINE, "pipeline_model_parallel_size": case.pp} if case.pp > 1 else {}
-        options = {"expert_tensor_parallel_size": case.etp, **pipeline, **case.options}
-        self.config = make_config(dispatcher, case.dtype, case.ep, case.tp, **options, **case.sizes)
+        pipeline["context_parallel_size"] = case.cp
+        options = {
+            "expert_tensor_parallel_size": case.etp,
+            **pipeline,
+            **case.options,
+            **case.sizes,
+        }
+        self.config = make_config(dispatcher, case.dtype, case.ep, case.tp, **options)
         self.config.finalize_model_grads_func = finalize_model_grads
-        layers, ahead = self._specs()
         wrapping = DistributedDataParallelConfig(
             grad_reduce_in_fp32=case.dtype != torch.float64,
             delay_wgrad_compute=self.config.delay_wgrad_compute,
@@ -160,6 +179,7 @@ class Model:
         self.wrapped: list[Any] = []
         for stage in (0, 1) if case.pp > 1 else (None,):
             place = {"ignore_virtual": stage is None, "vp_stage": stage}
+            layers, ahead = self._specs(stage)
             with _output_layer_adds_nothing_itself():
                 chunk = GPTModel(
                     self.config,
@@ -175,8 +195,8 @@ class Model:
             self.chunks.append(chunk)
             self.wrapped.append(self._in_ddp(chunk, wrapping))
 
-    def _specs(self) -> tuple[Any, Any]:
-        """Specs of the model's layers, and of those that predict further tokens."""
+    def _specs(self, stage: int | None) -> tuple[Any, Any]:
+        """Specs of a stage's layers, and of those that predict further tokens."""
         from megatron.core.models.gpt import gpt_layer_specs as specs
 
         config, case = self.config, self.case
@@ -184,15 +204,14 @@ class Model:
         if case.te:
             grouped = {"num_experts": experts, "moe_grouped_gemm": case.grouped_gemm}
             return specs.get_gpt_layer_with_transformer_engine_spec(**grouped), None
-        if case.pp > 1:
-            return specs.get_gpt_layer_local_spec(experts, moe_grouped_gemm=False), None
-        layers = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-        if config.multi_latent_attention or case.lengths:
+        place = {"use_transformer_engine": False, "vp_stage": stage}
+        layers = specs.get_gpt_decoder_block_spec(config, **place)
+        if config.multi_latent_attention or case.lengths or case.cp > 1:
             for layer in layers.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = Attention
         if not config.mtp_num_layers:
             return layers, None
-        return layers, specs.get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
+        return layers, specs.get_gpt_mtp_block_spec(config, layers, **place)
 
     def _in_ddp(self, chunk: Any, wrapping: Any) -> Any:
         from megatron.core.distributed import DistributedDataParallel
@@ -380,7 +399,8 @@ class Training(Model):
         self._seed, self._of_experts = seed, of_experts
         overlaps = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         super().__init__(ctx, dispatcher, case, **dict.fromkeys(overlaps, distributed))
-        self.config.no_sync_func = self.wrapped[0].no_sync
+        no_syncs = [chunk.no_sync for chunk in self.wrapped]
+        self.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -402,8 +422,9 @@ class Training(Model):
         with torch.no_grad():  # a checkpoint that is loaded has to bring everything
             for parameter in chunk.parameters():
                 parameter += self._seed
-        self.experts = [layer.mlp.experts for layer in chunk.decoder.layers]
-        for module in self.experts:
+        moe = [layer.mlp for layer in chunk.decoder.layers if hasattr(layer.mlp, "experts")]
+        self.experts = [mlp.experts for mlp in moe]
+        for module in self.experts:  # options that the other layers would need a GPU for
             module.config = copy.copy(module.config)
             vars(module.config).update(self._of_experts)
 
@@ -441,20 +462,32 @@ class Training(Model):
         with torch.no_grad():  # Megatron's leaves it out for fp32 parameters
             self.optimizer.load_state_dict(state["optimizer"])
 
+    def everything(self) -> Results:
+        """Parameters, and this rank's shards of the optimizer's state, by place."""
+        self.wrapped[0].start_param_sync(force_sync=True)
+        found = {name: p.detach().clone() for name, p in self.chunks[0].named_parameters()}
+        for i, optimizer in enumerate(self.optimizer.chained_optimizers):
+            for j, state in enumerate(optimizer.optimizer.state.values()):
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{i}.{j}.{key}"] = value.detach().clone()
+        return found
+
 
 @contextmanager
-def checkpoints_written() -> Iterator[None]:
+def checkpoints_written(in_background: bool = False) -> Iterator[None]:
     """Let Megatron write checkpoints in a process of a pool.
 
-    Its processes are daemons, which may not start others, as 0.16.1 does to write.  All releases
-    start one for a queue of what is written in the background; here nothing is.
+    The pool's processes are daemons, which may not start others, as 0.16.1 does to write.  All
+    releases keep what is being written in a queue, in a further process that takes longer to start
+    than a test; where nothing is written in the background, a plain queue does.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     process: Any = multiprocessing.current_process()
     is_daemon, process._config["daemon"] = process.daemon, False
     assert filesystem_async._results_queue is None
-    filesystem_async._results_queue = queue.Queue()
+    filesystem_async._results_queue = None if in_background else queue.Queue()
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from packaging.version import Version
 from megatron_ncclep.errors import UnsupportedError
 
 # Versions of Megatron-Core that the tests run with.
-OLDEST, NEWEST = "0.16.1", "0.19.2"
+OLDEST, NEWEST = "0.16.1", "0.20.0"
 
 
 def is_tested(version: str) -> bool:
@@ -75,7 +75,10 @@ TUNES_OTHERS = (
 )
 REFUSALS = (
     Refusal(
-        "moe_paged_stash", _is_on, "leave it out: it needs the flex dispatcher's over-budget report"
+        "moe_paged_stash",
+        _is_on,
+        "leave it out: it needs Megatron's flex dispatcher, which says that a rank got too many "
+        "rows and lets the step be repeated",
     ),
     Refusal(
         "moe_expert_rank_capacity_factor",
@@ -88,6 +91,15 @@ REFUSALS = (
         "it belongs to Megatron's flex dispatcher; set the option max_recv_rows instead",
     ),
     Refusal("moe_ncclep_zero_copy", _is_on, "it belongs to Megatron's flex dispatcher"),
+    *(
+        Refusal(
+            option,
+            _other_than("bf16"),
+            "leave it out: it belongs to Megatron's flex dispatcher; here rows cross in the "
+            "model's dtype",
+        )
+        for option in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
+    ),
     Refusal("moe_enable_deepep", _is_on, _OUR_ENGINE),
     *TUNES_OTHERS,
 )

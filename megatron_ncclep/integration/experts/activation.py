@@ -5,6 +5,7 @@ It calls Megatron's own functions under the same options, so the results have th
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_qui
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
 from torch import Tensor
+
+# From 0.20 on Megatron's fused SwiGLU clamps too; before, it passes over the option.
+_SWIGLU_CLAMPS = "clamp_value" in inspect.signature(weighted_bias_swiglu_impl).parameters
 
 
 def activate(config: Any, rows: Tensor, probs: Tensor) -> Tensor:
@@ -33,7 +37,8 @@ def activate(config: Any, rows: Tensor, probs: Tensor) -> Tensor:
         activated = _gated(config, rows) if config.gated_linear_unit else function(rows)
         result = (activated * probs).to(activated.dtype)
     elif function is F.silu:
-        result = weighted_bias_swiglu_impl(rows, None, probs)
+        limits = (config.activation_func_clamp_value,) if _SWIGLU_CLAMPS else ()
+        result = weighted_bias_swiglu_impl(rows, None, probs, False, *limits)
     elif function is quick_gelu:
         offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
         result = weighted_bias_quick_geglu_impl(rows, None, probs, False, offset, limit)

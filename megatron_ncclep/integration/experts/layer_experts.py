@@ -71,7 +71,7 @@ def counts_wanted(experts: Any) -> dict[str, bool]:
         return {"counts_on_device": True}
     # The op fuser passes the counts on; where TransformerEngine has no kernel that reads them, it
     # splits the rows by them, and then they must add up.
-    if _is_op_fused(experts):
+    if _is_op_fused(experts) or _have_grouped_tensors(experts):
         return {"counts_on_device": True, "counts_add_up": True}
     return {}
 
@@ -80,12 +80,21 @@ def need_no_host(experts: Any, config: Any) -> bool:
     """Whether experts read their numbers of rows only on the device."""
     if _read_on_device(experts):
         return True
-    if not _is_op_fused(experts) or is_quantized(config):  # it pads quantised rows by the counts
+    if is_quantized(config):  # not shown, and until 0.17 Megatron pads the rows by the counts
         return False
     # TransformerEngine has such kernels depending on release, GPU and cuBLAS; otherwise it splits
     # the rows on the host.
-    ops = importlib.import_module("transformer_engine.pytorch.ops.basic.grouped_linear")
-    has_kernels = getattr(ops, "is_op_fuser_grouped_tensor_path_supported", None)
+    if _is_op_fused(experts):
+        place, question = "ops.basic", "is_op_fuser_grouped_tensor_path_supported"
+    elif _have_grouped_tensors(experts):
+        # A bias for each expert is added to rows that the host has split.
+        if config.add_bias_linear and not config.moe_single_grouped_bias:
+            return False
+        place, question = "module", "is_module_grouped_tensor_path_supported"
+    else:
+        return False
+    modules = importlib.import_module(f"transformer_engine.pytorch.{place}.grouped_linear")
+    has_kernels = getattr(modules, question, None)
     return has_kernels is not None and bool(has_kernels(None, config.params_dtype))
 
 
@@ -97,3 +106,8 @@ def _read_on_device(experts: Any) -> bool:
 def _is_op_fused(experts: Any) -> bool:
     """Whether they are Megatron's TEGroupedMLP over TransformerEngine's op fuser (from 0.18 on)."""
     return getattr(experts, "_with_fused_impl", False)
+
+
+def _have_grouped_tensors(experts: Any) -> bool:
+    """Whether they are TEGroupedMLP with moe_use_grouped_tensor (from 0.20 on)."""
+    return getattr(experts, "_use_grouped_tensor", False)

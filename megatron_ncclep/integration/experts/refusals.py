@@ -34,6 +34,11 @@ REFUSALS = (
         "leave it out: with it TransformerEngine computes the experts in another way",
     ),
     Refusal(
+        "moe_use_grouped_tensor",
+        _is_on,
+        "leave it out: it has TransformerEngine compute the experts, from its own grouped tensors",
+    ),
+    Refusal(
         "moe_single_grouped_weight",
         _is_on,
         "leave it out: they keep one parameter for each expert, without copying them",

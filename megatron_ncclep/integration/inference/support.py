@@ -122,7 +122,7 @@ def training_options(config: Any, options: EpConfig) -> EpConfig:
 
 
 def check_inference_type(config: Any) -> None:
-    """Refuse the value where Megatron would ignore it.
+    """Refuse the value where Megatron would ignore it, and with experts that were not tested.
 
     Args:
         config: TransformerConfig before its validation.
@@ -137,6 +137,14 @@ def check_inference_type(config: Any) -> None:
             f"num_moe_experts={config.num_moe_experts}: Megatron-Core has dispatchers for "
             f"inference only with transformer_impl={IMPL!r}, in models with experts, and would "
             f"ignore it: leave it out, or set both"
+        )
+    # Before Megatron asks for its package.
+    backend = getattr(config, "inference_grouped_gemm_backend", None)
+    backend = getattr(backend, "value", backend)
+    if is_wanted(config) and backend not in ("torch", "vllm"):
+        raise UnsupportedError(
+            f"{FIELD}={NAME!r} does not support inference_grouped_gemm_backend={backend!r}: how "
+            "its kernels treat rows without an expert was not tested: set 'vllm' or 'torch'"
         )
 
 
@@ -182,8 +190,6 @@ def _check_layer(config: Any, pg_collection: Any) -> None:
         UnsupportedError: names the option, its value and the remedy.
     """
     slices = pg_collection.expt_tp.size()
-    backend = config.inference_grouped_gemm_backend
-    backend = getattr(backend, "value", backend)
     for option, value, is_refused, remedy in (
         (
             "params_dtype",
@@ -196,12 +202,6 @@ def _check_layer(config: Any, pg_collection: Any) -> None:
             slices,
             slices != 1,
             "Megatron-Core's inference experts are whole: set 1",
-        ),
-        (
-            "inference_grouped_gemm_backend",
-            backend,
-            backend not in ("torch", "vllm"),
-            "how its kernels treat rows without an expert was not tested: set 'vllm' or 'torch'",
         ),
     ):
         if is_refused:

@@ -26,6 +26,7 @@ from megatron_ncclep import EpConfig, engines
 from megatron_ncclep.benchmark import training_model
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import GroupClosedError, RowsDroppedError, UnsupportedError
+from megatron_ncclep.integration.experts.layer_experts import need_no_host
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
 
@@ -205,26 +206,40 @@ def test_rules(ctx: RankContext) -> None:
             MADE[-1].plan(torch.zeros(1, 1, dtype=torch.int64))
 
 
+@pytest.mark.parametrize(
+    ("attribute", "place", "question"),
+    [
+        ("_with_fused_impl", "ops.basic", "is_op_fuser_grouped_tensor_path_supported"),
+        ("_use_grouped_tensor", "module", "is_module_grouped_tensor_path_supported"),
+    ],
+)
 @engines_with_graphs()
-def test_op_fuser(ctx: RankContext) -> None:
-    """TransformerEngine's op fuser reads the counts where TransformerEngine says so, if it does."""
+def test_kernels_that_read_counts(
+    ctx: RankContext, attribute: str, place: str, question: str
+) -> None:
+    """TransformerEngine's op fuser reads the counts where TransformerEngine says so, if it does;
+    and so do its grouped tensors.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SequentialMLP, "_with_fused_impl", True, raising=False)
+        patch.setattr(SequentialMLP, attribute, True, raising=False)
         asked = []
 
         def has_kernels(recipe: Any, dtype: torch.dtype) -> bool:
             asked.append((recipe, dtype))
             return dtype == torch.bfloat16
 
-        ops = SimpleNamespace(is_op_fuser_grouped_tensor_path_supported=has_kernels)
-        name = "transformer_engine.pytorch.ops.basic.grouped_linear"
-        patch.setitem(sys.modules, name, ops)
+        name = f"transformer_engine.pytorch.{place}.grouped_linear"
+        patch.setitem(sys.modules, name, SimpleNamespace(**{question: has_kernels}))
         ncclep = dataclasses.replace(CAPTURABLE, experts="megatron")
         half = {"params_dtype": torch.bfloat16, "bf16": True}
         build(make_config(FULL_ITERATION, ncclep, **half))
         with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
             build(make_config(FULL_ITERATION, ncclep))
         assert asked == [(None, torch.bfloat16), (None, torch.float32)]
+        if place == "module":  # which adds a bias for each expert to rows split on the host
+            config = make_config(FULL_ITERATION, ncclep, **half)
+            config.add_bias_linear, config.moe_single_grouped_bias = True, False
+            assert not need_no_host(SimpleNamespace(_use_grouped_tensor=True), config)
         patch.setitem(sys.modules, name, SimpleNamespace())  # of older releases
         with pytest.raises(UnsupportedError, match=HOST_EXPERTS):
             build(make_config(FULL_ITERATION, ncclep, **half))

@@ -26,13 +26,20 @@ from megatron_ncclep.ranks.pool import RankContext
 pytestmark = pytest.mark.each_release
 
 # Of options that are no switches; numbers of SMs and blocks are 24.
-VALUES = {"moe_expert_rank_capacity_factor": 1.5, "moe_flex_dispatcher_backend": "hybridep"}
+VALUES = {
+    "moe_expert_rank_capacity_factor": 1.5,
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_dispatch_fwd_dtype": "mxfp8",
+    "moe_combine_bwd_dtype": "mxfp8",
+}
 # Fields that an older Megatron-Core does not have yet.
 NEWER = {
     "moe_paged_stash",
     "moe_expert_rank_capacity_factor",
     "moe_ncclep_static_shape",
     "moe_ncclep_zero_copy",
+    "moe_dispatch_fwd_dtype",
+    "moe_combine_bwd_dtype",
     "moe_flex_dispatcher_num_sms",
     "moe_hybridep_num_sms_preprocessing",
     "moe_hybridep_num_blocks_permute",
@@ -143,8 +150,8 @@ def test_a_newer_megatron(ctx: RankContext) -> None:
         """What a branch of Megatron's has after 0.19."""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron.core, "__version__", "0.20.0")
-        with pytest.warns(UserWarning, match=r"0\.16\.1 to 0\.19\.2; this is 0\.20\.0$"):
+        patch.setattr(megatron.core, "__version__", "0.21.0")
+        with pytest.warns(UserWarning, match=r"0\.16\.1 to 0\.20\.0; this is 0\.21\.0$"):
             layer = build_layer(config)
         layer.load_state_dict(known.state_dict())
         assert torch.equal(layer(hidden)[0], known(hidden)[0])

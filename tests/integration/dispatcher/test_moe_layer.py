@@ -124,7 +124,11 @@ CASES = [
     LayerCase("aligned", options={"ncclep": EpConfig(alignment=32)}),
     LayerCase("static-worst", options={"ncclep": EpConfig(max_recv_rows="worst", alignment=16)}),
     LayerCase("grouped-swiglu", ep=2, dtype=torch.float32, options={**GROUPED, **SWIGLU}),
-    LayerCase("grouped-bf16", dtype=torch.bfloat16, options={**GROUPED, **SWIGLU}),
+    LayerCase(
+        "grouped-bf16",
+        dtype=torch.bfloat16,
+        options={**GROUPED, **SWIGLU, "activation_func_clamp_value": 0.2},
+    ),
     LayerCase(
         "grouped-swiglu-again",
         ep=2,

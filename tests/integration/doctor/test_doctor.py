@@ -137,7 +137,7 @@ def test_a_changed_hook_point_is_a_problem(
 
 def test_an_untested_megatron_is_a_problem(findings: Callable[..., Report]) -> None:
     found = findings("import megatron.core; megatron.core.__version__ = '0.99.0'")
-    assert "0.16.1 to 0.19.2 are tested" in str(found["Megatron-Core"]["problem"])
+    assert "0.16.1 to 0.20.0 are tested" in str(found["Megatron-Core"]["problem"])
 
 
 def test_without_megatron_it_says_how_to_get_it(findings: Callable[..., Report]) -> None:
