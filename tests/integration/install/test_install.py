@@ -41,7 +41,7 @@ def run_imported(imported: ImportedMegatron, code: str, **environment: str) -> s
 
 
 def test_autoload_names_the_modules_that_integration_changes() -> None:
-    assert set(autoload.HOOKED_MODULES) == set(hooks.HOOKS)
+    assert set(autoload.HOOKED_MODULES) == {*hooks.HOOKS, *hooks.BRIDGE_HOOKS}
 
 
 def test_a_plain_install_is_enough() -> None:
