@@ -103,6 +103,7 @@ PARTS: dict[str, list[Step]] = {
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
+        Step("native", (1, 2), "tests/gpu/test_gpu_batch_invariance.py"),
         Step("native", (1,), "tests/gpu/test_gpu_quack.py tests/gpu/test_gpu_gradient_fusion.py"),
         Step("native", (4,), "tests/gpu/test_gpu_moe_layer.py"),
         Step("native", (4,), "tests/gpu/test_gpu_shapes.py"),
@@ -119,6 +120,7 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_overlapped_schedule.py"),
         Step("native", (2,), "tests/gpu/test_gpu_memory.py tests/gpu/test_megatron_graphs.py"),
         Step("native", (2,), "tests/gpu/test_fp8_training.py"),
+        Step("native", (1,), "tests/gpu/test_gpu_bridge.py"),
     ],
     "mistakes": [Step("native", (2,), "-n 4 tests/gpu/test_gpu_mistakes.py")],
     "faults": [
