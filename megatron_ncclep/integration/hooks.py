@@ -43,7 +43,11 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.error_reporting import install_excepthook
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
 from megatron_ncclep.integration.bridge import HOOKS as BRIDGE_HOOKS
-from megatron_ncclep.integration.checks.batch_invariance import check_invariance, warn_of_experts
+from megatron_ncclep.integration.checks.batch_invariance import (
+    check_generation,
+    check_invariance,
+    warn_of_experts,
+)
 from megatron_ncclep.integration.checks.cuda_graphs import (
     Captured,
     captured_by,
@@ -218,6 +222,7 @@ def _change_post_init(module: ModuleType) -> None:
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         check_inference_type(self)
+        check_generation(self)
         if getattr(self, TYPE_FIELD) != NAME:
             original(self)
             return

@@ -16,6 +16,8 @@ from packaging.version import Version
 from megatron_ncclep.config import DROP, EpConfig
 from megatron_ncclep.engines.overflow import can_drop
 from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.integration.inference.support import FIELD, is_wanted
+from megatron_ncclep.integration.options.field import NAME
 from megatron_ncclep.ranks.group import EpGroup
 
 OPTION = "batch_invariant_mode"
@@ -38,6 +40,23 @@ def check_invariance(config: Any, options: EpConfig) -> None:
             f"{OPTION}=True with max_recv_rows={options.max_recv_rows!r}: rows that do not fit are "
             "dropped, so that a token's output would depend on the other tokens: leave "
             "max_recv_rows out, set it to 'worst', or set on_overflow='raise'"
+        )
+
+
+def check_generation(config: Any) -> None:
+    """Refuse our dispatcher for generating text.
+
+    Args:
+        config: TransformerConfig before its validation.
+
+    Raises:
+        UnsupportedError: names the options and the remedy.
+    """
+    if _is_on(config) and is_wanted(config):
+        raise UnsupportedError(
+            f"{FIELD}={NAME!r} with {OPTION}=True: the size of a batch decides whether low-latency "
+            "mode takes it, which rounds a token's sums at other places than the engine: set "
+            f"{FIELD} to a dispatcher of Megatron's"
         )
 
 

@@ -122,7 +122,7 @@ def training_options(config: Any, options: EpConfig) -> EpConfig:
 
 
 def check_inference_type(config: Any) -> None:
-    """Refuse the value where Megatron would ignore it, or would be promised what it is not.
+    """Refuse the value where Megatron would ignore it.
 
     Args:
         config: TransformerConfig before its validation.
@@ -137,12 +137,6 @@ def check_inference_type(config: Any) -> None:
             f"num_moe_experts={config.num_moe_experts}: Megatron-Core has dispatchers for "
             f"inference only with transformer_impl={IMPL!r}, in models with experts, and would "
             f"ignore it: leave it out, or set that"
-        )
-    if is_wanted(config) and getattr(config, "batch_invariant_mode", False):
-        raise UnsupportedError(
-            f"{FIELD}={NAME!r} with batch_invariant_mode=True: the size of a batch decides whether "
-            "low-latency mode takes it, which rounds a token's sums at other places than the "
-            f"engine: set {FIELD} to a dispatcher of Megatron's"
         )
 
 
