@@ -17,7 +17,6 @@ import torch
 from compare import assert_same_bits
 from contract_cases import deadline_s
 from run_case import fitted, opened, run_case
-from test_nodes import in_grid
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
@@ -115,14 +114,6 @@ def watch(ctx: RankContext, case: Case, engine_name: str) -> int:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_company_changes_no_bit(pool: RankPool, engine_name: str, case: Case) -> None:
     for times in run_case(pool, watch, fitted(case, pool, engine_name), engine_name) or []:
-        assert times > BATCHES // 2
-
-
-@pytest.mark.needs_ranks(4)
-@pytest.mark.cpu_only  # there --hosts makes nodes of the ranks
-@pytest.mark.parametrize("local_ranks", [1, 2])
-def test_company_changes_no_bit_over_nodes(pool: RankPool, local_ranks: int) -> None:
-    for times in pool.run(in_grid, local_ranks, watch, CASES[0], "hierarchical", ranks=4):
         assert times > BATCHES // 2
 
 
