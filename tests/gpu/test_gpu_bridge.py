@@ -79,7 +79,6 @@ ONE_GPU = (
     "dataset.num_workers=0",
     "tokenizer.tokenizer_type=NullTokenizer",
     "tokenizer.tokenizer_model=null",
-    "tokenizer.hf_tokenizer_kwargs=null",
     "tokenizer.vocab_size=4096",
     "train.micro_batch_size=2",
     "train.global_batch_size=4",
