@@ -16,8 +16,8 @@ from types import ModuleType
 from megatron_ncclep import envs
 from megatron_ncclep.integration.import_hook import after_import
 
-# The modules that hooks.HOOKS changes, repeated here because importing `integration` would slow
-# down every `import torch`.  A test compares the two lists.
+# The modules that hooks.HOOKS and BRIDGE_HOOKS change, repeated here because importing
+# `integration` would slow down every `import torch`.  A test compares the lists.
 HOOKED_MODULES = (
     "megatron.core.distributed.distributed_data_parallel",
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
@@ -33,6 +33,9 @@ HOOKED_MODULES = (
     "megatron.core.optimizer.optimizer_cuda_graph",
     "megatron.training.arguments",
     "megatron.training.yaml_arguments",
+    "megatron.bridge.training.comm_overlap",
+    "megatron.bridge.training.utils.moe_token_drop",
+    "megatron.bridge.training.utils.omegaconf_utils",
 )
 
 

@@ -110,6 +110,7 @@ PARTS: dict[str, list[Step]] = {
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
+        Step("native", (1, 2), "tests/gpu/test_gpu_batch_invariance.py"),
         Step("native", (1,), "tests/gpu/test_gpu_quack.py tests/gpu/test_gpu_gradient_fusion.py"),
         Step("native", (4,), "tests/gpu/test_gpu_moe_layer.py"),
         Step("native", (4,), "tests/gpu/test_gpu_shapes.py"),
@@ -127,6 +128,7 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_memory.py", alone=True),
         Step("native", (2,), "tests/gpu/test_megatron_graphs.py"),
         Step("native", (2,), "tests/gpu/test_fp8_training.py"),
+        Step("native", (1,), "tests/gpu/test_gpu_bridge.py"),
     ],
     "faults": [
         Step("native", (4,), "tests/faults --ignore tests/faults/test_growth.py", mps=False),

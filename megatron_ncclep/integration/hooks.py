@@ -24,8 +24,9 @@ steps (checks/optimizer_step.py), puts an error that ends the script into torchr
 (error_reporting.py), and, with overlap_moe_expert_parallel_comm, makes Megatron's schedule keep the
 inputs that backward needs (checks/schedule.py).
 
-`HOOKS` lists the changes by module.  `install()` changes the modules that are already imported and
-hooks the import of the others (import_hook.py), so the order of imports does not matter.
+`HOOKS` lists the changes by module; bridge.py has three more, in Megatron-Bridge.  `install()`
+changes the modules that are already imported and hooks the import of the others (import_hook.py),
+so the order of imports does not matter.
 """
 
 from __future__ import annotations
@@ -39,10 +40,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.error_reporting import install_excepthook
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
+from megatron_ncclep.integration.bridge import HOOKS as BRIDGE_HOOKS
+from megatron_ncclep.integration.checks.batch_invariance import (
+    check_generation,
+    check_invariance,
+    warn_of_experts,
+)
 from megatron_ncclep.integration.checks.cuda_graphs import (
     Captured,
     captured_by,
@@ -55,11 +61,15 @@ from megatron_ncclep.integration.checks.fp8 import (
     announce_alignment,
     change_padding,
 )
-from megatron_ncclep.integration.checks.optimizer_step import check_before_steps
+from megatron_ncclep.integration.checks.optimizer_step import (
+    change_optimizer_graph,
+    check_before_steps,
+)
 from megatron_ncclep.integration.checks.schedule import keep_inputs
 from megatron_ncclep.integration.checks.unsupported import (
     NEWEST,
     OLDEST,
+    announce_unused,
     check_supported,
     is_tested,
 )
@@ -147,7 +157,7 @@ def install(**options: Any) -> None:
     layer_module = sys.modules.get(_LAYER_MODULE)
     if layer_module is not None:
         _require_no_model(layer_module, resolved is not None)
-    for name in HOOKS:
+    for name in (*HOOKS, *BRIDGE_HOOKS):
         after_import(name, change_module)
     if resolved is not None:
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -158,12 +168,12 @@ def install(**options: Any) -> None:
 
 
 def change_module(module: ModuleType) -> None:
-    """Patch one of the modules that `HOOKS` names; does nothing to what is already patched.
+    """Patch a module of `HOOKS` or `BRIDGE_HOOKS`; does nothing to what is already patched.
 
     Raises:
         IntegrationError: a place is not what the integration expects; names it.
     """
-    for change in HOOKS[module.__name__]:
+    for change in (HOOKS | BRIDGE_HOOKS)[module.__name__]:
         change(module)
 
 
@@ -218,6 +228,7 @@ def _change_post_init(module: ModuleType) -> None:
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         check_inference_type(self)
+        check_generation(self)
         if getattr(self, TYPE_FIELD) != NAME:
             original(self)
             return
@@ -258,6 +269,7 @@ def _change_layer(module: ModuleType) -> None:
             )
         options = training_options(config, resolve_options(config) or EpConfig.resolve())
         check_experts(config, options, groups.ep.size(), groups.expt_tp.size())
+        check_invariance(config, options)
         options = align_for_experts(config, options)
         check_before_steps()
         install_excepthook()
@@ -286,6 +298,8 @@ def _change_layer(module: ModuleType) -> None:
         if overlapped is not None:
             self.token_dispatcher.set_shared_experts(overlapped)
         announce_alignment(config, options, self.token_dispatcher.group)
+        announce_unused(config, self.token_dispatcher.group)
+        warn_of_experts(config, self.experts, self.token_dispatcher.group)
         if choice is not None:
             choice.announce(self.token_dispatcher.group)
         _check_graphs(self, captured_by(config))
@@ -344,21 +358,6 @@ def _refuse_ignored_experts(config: Any) -> None:
         )
 
 
-def _change_optimizer_graph(module: Any) -> None:
-    """Check before optimizer steps in CUDA graphs (`--optimizer-cuda-graph`): they run no hooks."""
-    wrapper = module.OptimizerCudaGraphWrapper
-    original = unpatched(module, wrapper, "__call__", ["self"])
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        megatron_ncclep.check()  # does nothing where no layer has our dispatcher
-        return original(self, *args, **kwargs)
-
-    wrapper.__call__ = mark_patched(call)
-
-
 # Module -> the patches for it.
 HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _GROUPS_MODULE: (change_destroy,),
@@ -367,7 +366,7 @@ HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _EXPERTS_MODULE: (change_padding,),
     _CONTEXT_MODULE: (change_inference_context,),
     _TRANSFORMER_LAYER_MODULE: (_change_transformer_layer,),
-    _OPTIMIZER_GRAPH_MODULE: (_change_optimizer_graph,),
+    _OPTIMIZER_GRAPH_MODULE: (change_optimizer_graph,),
     _DDP_MODULE: (change_ddp,),
     _FSDP_MODULE: (refuse_in("FullyShardedDataParallel"),),
     _TORCH_FSDP_MODULE: (refuse_in("TorchFullyShardedDataParallel"),),

@@ -19,6 +19,7 @@ from contract_cases import contract_cases, for_engine
 from patience import PatientPool, patient
 from run_case import all_steps_on_rank, assert_steps, caps_of, ranks_on_node
 from test_autograd import step_of_both
+from test_batch_invariance import BATCHES, CASES, watch
 from test_overflow import TOO_MUCH, raised_on_rank
 
 from megatron_ncclep.benchmark.shapes import network_rows, tables_of
@@ -134,6 +135,12 @@ def test_every_step_is_the_oracles(
     cases = possible_cases(4)
     assert ranks_on_node(ENGINE, 4) == local_ranks
     assert_all_steps(cases, pool.run(in_grid, local_ranks, every_case_on_rank, cases, ranks=4))
+
+
+@pytest.mark.parametrize("local_ranks", [1, 2])
+def test_company_changes_no_bit(pool: RankPool, local_ranks: int) -> None:
+    for times in pool.run(in_grid, local_ranks, watch, CASES[0], ENGINE, ranks=4):
+        assert times > BATCHES // 2
 
 
 def test_three_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

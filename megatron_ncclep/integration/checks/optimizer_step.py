@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import megatron_ncclep
+from megatron_ncclep.integration.patching import mark_patched, unpatched
 
 
 @functools.cache
@@ -40,3 +41,18 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     # While a step is being captured in a CUDA graph nothing runs, and queries are not allowed.
     if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         megatron_ncclep.check()
+
+
+def change_optimizer_graph(module: Any) -> None:
+    """Check before optimizer steps in CUDA graphs (`--optimizer-cuda-graph`): they run no hooks."""
+    wrapper = module.OptimizerCudaGraphWrapper
+    original = unpatched(module, wrapper, "__call__", ["self"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        megatron_ncclep.check()  # does nothing where no layer has our dispatcher
+        return original(self, *args, **kwargs)
+
+    wrapper.__call__ = mark_patched(call)

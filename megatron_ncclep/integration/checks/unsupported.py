@@ -7,6 +7,7 @@ fp8.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.ranks.group import EpGroup
 
 # Versions of Megatron-Core that the tests run with.
 OLDEST, NEWEST = "0.16.1", "0.20.0"
@@ -119,7 +121,9 @@ def check_supported(config: Any) -> None:
         value = getattr(config, refusal.option, None)
         if not refusal.is_set(value):
             continue
-        if refusal in TUNES_OTHERS and _is_default(config, refusal.option, value):
+        if refusal in TUNES_OTHERS and (
+            _is_default(config, refusal.option, value) or _is_of_a_recipe(config)
+        ):
             continue
         raise UnsupportedError(
             f"moe_token_dispatcher_type='ncclep' does not support {refusal.option}={value!r}: "
@@ -141,3 +145,26 @@ def _is_default(config: Any, option: str, value: Any) -> bool:
         return True
     field = getattr(type(config), "__dataclass_fields__", {}).get(option)
     return field is not None and bool(value == field.default)
+
+
+def _is_of_a_recipe(config: Any) -> bool:
+    """Whether the config is Megatron-Bridge's, whose recipes set options of the flex dispatcher.
+
+    They do in every MoE model, also in those that use another one, and whoever overrides the
+    dispatcher's type cannot leave them out.
+    """
+    return any(kind.__module__.startswith("megatron.bridge.") for kind in type(config).__mro__)
+
+
+def announce_unused(config: Any, process_group: Any) -> None:
+    """Log which of a recipe's options are not used, once per group and on its first rank only."""
+    group = EpGroup.of(process_group)
+    unused = [
+        f"{refusal.option}={value!r}"
+        for refusal in TUNES_OTHERS
+        if refusal.is_set(value := getattr(config, refusal.option, None))
+        and not _is_default(config, refusal.option, value)
+    ]
+    if unused and group.rank == 0:
+        text = f"not used, because it is for Megatron's flex dispatcher: {', '.join(unused)}"
+        group.log_once(logging.INFO, text, text)

@@ -39,7 +39,7 @@ def run_python(code: str, **environment: str) -> str:
 
 
 def test_autoload_names_the_modules_that_integration_changes() -> None:
-    assert set(autoload.HOOKED_MODULES) == set(hooks.HOOKS)
+    assert set(autoload.HOOKED_MODULES) == {*hooks.HOOKS, *hooks.BRIDGE_HOOKS}
 
 
 def test_a_plain_install_is_enough() -> None:

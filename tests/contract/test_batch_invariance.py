@@ -1,0 +1,158 @@
+"""What a token gets depends on itself, its experts and the layout, and not on its batch.
+
+A few tokens of each rank are watched: their rows, experts, weights and gradients are always the
+same.  All else changes from batch to batch: how many other tokens their rank has, where between
+these they are, and what the other ranks have, which may be nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
+from typing import NamedTuple
+
+import pytest
+import torch
+from compare import assert_same_bits
+from contract_cases import deadline_s
+from run_case import fitted, opened, run_case
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import Engine
+from megatron_ncclep.engines.low_latency import create_low_latency
+from megatron_ncclep.ops.combine import combine
+from megatron_ncclep.ops.dispatch import dispatch
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.testing.cases import Case
+
+WATCHED, BATCHES = 4, 9
+MOST = 60  # tokens beside them
+FIVE = (WATCHED + MOST,) * 5
+CASES = [
+    Case("bf16", FIVE[:4], 16, 6, hidden=64, dtype=torch.bfloat16),
+    # Sums of three rows and more, which round in fp32 in every order.
+    Case("fp32-aligned", FIVE[:4], 16, 11, alignment=16, dropped=0.1),
+    Case("static", FIVE[:4], 16, 6, dtype=torch.bfloat16, alignment=16, max_recv_rows=2048),
+]
+
+
+class Tokens(NamedTuple):
+    """Some tokens of a rank: what they bring, forward and backward."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    w: torch.Tensor
+    grad: torch.Tensor
+
+
+def tokens(case: Case, rank: int, number: int, seed: int) -> Tokens:
+    """That many tokens; nothing but the seed tells two of such calls apart."""
+    made = dataclasses.replace(case, tokens=(number,) * case.num_ranks, seed=seed)
+    rows = (made.rows(rank, number, salt=salt) for salt in (2, 7))
+    x, grad = (((r - rank - 1.5) * 3).to(case.dtype) for r in rows)
+    return Tokens(x, made.topk_idx(rank), made.weights(rank), grad)
+
+
+def batches(case: Case, rank: int, most: int) -> Iterator[tuple[Tokens, torch.Tensor | None]]:
+    """The batches of a rank, and where the watched tokens are in each; None: nowhere.
+
+    First one rank has its watched tokens and the others nothing, each in turn; then there is
+    company, most of it for few experts.
+    """
+    watched = tokens(case, rank, WATCHED, seed=0)
+    for batch in range(case.num_ranks + BATCHES):
+        has_company = batch >= case.num_ranks
+        is_here = (rank == batch) or (has_company and (rank + batch) % 4 != 0)
+        number = (0, most, 1, most // 3)[(batch + rank) % 4] if has_company else 0
+        crowded = dataclasses.replace(case, skew=float(batch % 3))
+        company = tokens(crowded, rank, number, seed=batch + 1)
+        together = company
+        if is_here:
+            together = Tokens(*(torch.cat(pair) for pair in zip(watched, company, strict=True)))
+        order = torch.randperm(len(together.x), generator=torch.Generator().manual_seed(batch))
+        places = order.argsort()[:WATCHED].to(case.device) if is_here else None
+        yield Tokens(*(t[order.to(case.device)] for t in together)), places
+
+
+def factors(num_experts: int, case: Case) -> torch.Tensor:
+    """What each expert multiplies its rows by: products round by themselves, wherever they are."""
+    return torch.linspace(-1.5, 2, num_experts, device=case.device).to(case.dtype)
+
+
+def steps(engine: Engine, case: Case, rank: int, batch: Tokens) -> list[torch.Tensor]:
+    """Outputs and the gradients of rows and weights, of all tokens."""
+    plan = engine.plan(batch.topk_idx)
+    x, w = batch.x.clone().requires_grad_(), batch.w.clone().requires_grad_()
+    rows, row_w = dispatch(engine, plan, x, w)
+    num_local = case.num_experts // case.num_ranks
+    mine = factors(case.num_experts, case)[rank * num_local : (rank + 1) * num_local]
+    factor = mine.repeat_interleave(plan.tokens_per_expert.to(case.device))
+    factor = torch.nn.functional.pad(factor, (0, plan.num_rows - len(factor)))
+    y = rows * factor[:, None] * row_w.detach()[:, None].to(case.dtype)
+    out = combine(engine, plan, y)
+    torch.autograd.backward([out, row_w], [batch.grad, factor.to(row_w.dtype)])
+    return [out.detach(), x.grad, w.grad]
+
+
+def watch(ctx: RankContext, case: Case, engine_name: str) -> int:
+    """Compare all batches of this rank; how many of them had the watched tokens."""
+    seen: list[list[torch.Tensor]] = []
+    with opened(ctx, case, engine_name) as (case, engine):
+        for batch, places in batches(case, ctx.rank, MOST):
+            results = steps(engine, case, ctx.rank, batch)
+            if places is not None:
+                seen.append([result[places] for result in results])
+    for number, others in enumerate(seen):
+        for what, mine, first in zip(("out", "x.grad", "w.grad"), others, seen[0], strict=True):
+            assert_same_bits(mine, first, f"rank {ctx.rank}, {what}, occurrence {number}")
+    assert all(result.any() for result in seen[0])
+    return len(seen)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_company_changes_no_bit(pool: RankPool, engine_name: str, case: Case) -> None:
+    for times in run_case(pool, watch, fitted(case, pool, engine_name), engine_name) or []:
+        assert times > BATCHES // 2
+
+
+def watch_low_latency(ctx: RankContext, engine_name: str, dtype: torch.dtype) -> int:
+    """As `watch`, of an object whose experts take blocks, right behind each other or not."""
+    case = Case("", FIVE[: ctx.num_ranks], 4 * ctx.num_ranks, 4, 64, dtype, device=ctx.device)
+    num_local, most = 4, 20
+    config = EpConfig(engine=engine_name, timeout_s=deadline_s(engine_name, ctx.device))
+    seen: list[torch.Tensor] = []
+    with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
+        low_latency = create_low_latency(
+            engine, max_tokens=WATCHED + most, hidden=case.hidden, top_k=case.top_k, dtype=dtype
+        )
+        mine = factors(case.num_experts, case)[ctx.rank * num_local : (ctx.rank + 1) * num_local]
+        for number, (batch, places) in enumerate(batches(case, ctx.rank, most)):
+            received = low_latency.dispatch(batch.x, batch.topk_idx, batch.w)
+            if number % 2:
+                blocks = received.packed_by_expert()
+                factor = mine.repeat_interleave(blocks.counts.to(case.device))
+                factor = torch.nn.functional.pad(factor, (0, len(blocks.rows) - len(factor)))
+                y = blocks.rows * factor[:, None]
+            else:
+                blocks = received.by_expert()
+                y = blocks.rows * mine[:, None, None]
+            out = low_latency.combine(y, blocks.rows_of)
+            if places is not None:
+                seen.append(out[places].clone())
+        low_latency.close()
+    for occurrence, out in enumerate(seen):
+        assert_same_bits(out, seen[0], f"rank {ctx.rank}, occurrence {occurrence}")
+    assert seen[0].any()
+    return len(seen)
+
+
+@pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens > 0)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_company_changes_no_bit_in_low_latency_mode(
+    pool: RankPool, engine_name: str, dtype: torch.dtype
+) -> None:
+    ranks = min(4, pool.size)
+    for times in pool.run(watch_low_latency, engine_name, dtype, ranks=ranks):
+        assert times > BATCHES // 2

@@ -1,0 +1,72 @@
+"""Through experts on a GPU too, company changes no bit of what a token gets.
+
+Grouped experts, with both kinds of products: their tiles, and the order in which a tile adds up, do
+not depend on the number of rows.  The routing is given, because a router's own product may.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from compare import assert_same_bits
+from megatron_setup import make_experts_differ
+from test_batch_invariance import BATCHES, batches
+from test_gpu_grouped_experts import build, in_ddp
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.ranks.pool import RankContext
+from megatron_ncclep.testing.cases import Case
+
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="TransformerEngine, whose experts are grouped, is not installed",
+)
+needs_quack = pytest.mark.skipif(
+    importlib.util.find_spec("quack") is None, reason="quack-kernels is not installed"
+)
+
+MOST = 6000  # tokens of a rank beside the watched ones
+SIZES = {"hidden_size": 2048, "ffn_hidden_size": 768, "moe_ffn_hidden_size": 768}
+
+
+@needs_te
+@pytest.mark.supports(
+    "--ncclep-experts=grouped",
+    compared="outputs and gradients of the same tokens in batches of all sizes and company, to the "
+    "bit",
+)
+@pytest.mark.parametrize("products", ["torch", pytest.param("quack-kernels", marks=needs_quack)])
+def test_company_changes_no_bit(ctx: RankContext, engine_name: str, products: str) -> None:
+    from megatron_ncclep.integration.experts import grouped
+
+    case = Case(
+        "", (MOST,) * ctx.num_ranks, 16, 6, 2048, torch.bfloat16, alignment=16, device="cuda"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if products == "torch":
+            patch.setattr(grouped, "fused_unavailable", lambda *_: "the test takes torch's")
+        config = EpConfig(engine=engine_name, experts="grouped")
+        layer = build(ctx.num_ranks, True, config, moe_router_topk=6, **SIZES)
+        make_experts_differ(layer)
+        wrapped = in_ddp(layer)
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for batch, places in batches(case, ctx.rank, MOST):
+            probs = torch.zeros(len(batch.x), 16, device="cuda")
+            probs.scatter_(1, batch.topk_idx, batch.w)
+            layer.router.forward = lambda *_, given=probs, **__: (given, given > 0)
+            x = batch.x.unsqueeze(1).requires_grad_()
+            out, _ = wrapped(x)
+            out.backward(batch.grad.unsqueeze(1))
+            if places is not None:
+                seen.append((out.detach()[places], x.grad[places]))
+        assert type(layer.experts).__name__ == "GroupedTEExperts"
+        assert (layer.experts._products is not None) == (products != "torch")
+        layer.token_dispatcher.engine.close()
+    for occurrence, (out, gradient) in enumerate(seen):
+        where = f"rank {ctx.rank}, occurrence {occurrence}"
+        assert_same_bits(out, seen[0][0], f"output, {where}")
+        assert_same_bits(gradient, seen[0][1], f"gradient, {where}")
+    assert len(seen) > BATCHES // 2
+    assert seen[0][0].any()

@@ -1,0 +1,145 @@
+"""`batch_invariant_mode`: through Megatron's router and experts too, company changes no bit.
+
+A CPU's matrix products depend on the number of rows, as those of a GPU do.  Megatron's option
+replaces them there; here a product stands in that adds up every row by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron_setup import HIDDEN, build_layer, ep_config, initialize, make_config
+from on_ranks import IS_RANK
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.integration.checks.batch_invariance import warn_of_experts
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = pytest.mark.each_release
+
+WATCHED = 3
+COMPANY = ((0, 0, 0, 0), (9, 1, 4, 0), (1, 30, 0, 2), (17, 17, 17, 17))
+
+if IS_RANK:
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def mode_dtype() -> torch.dtype:
+    """What the mode takes: from 0.20 on nothing but bf16, in which fewer orders of sums show."""
+    is_newer = hasattr(TransformerConfig, "batch_invariant_backend")
+    return torch.bfloat16 if is_newer else torch.float32
+
+
+def options(**others: Any) -> dict[str, Any]:
+    """What asks for the mode in this release."""
+    version = {"flash_attention_version": 3}
+    known = {name: value for name, value in version.items() if hasattr(TransformerConfig, name)}
+    return {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash, **known, **others}
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a[:, None, :] * b.t().contiguous()).sum(-1)
+
+
+@contextmanager
+def products_by_row() -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("aten::mm", product, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@pytest.mark.supports(
+    "batch_invariant_mode",
+    compared="outputs and gradients of the same tokens in batches of all sizes and company, in "
+    "training and in evaluation, to the bit",
+)
+def test_company_changes_no_bit(ctx: RankContext) -> None:
+    initialize(ep=4)
+    # In 0.18 and 0.19 the router sorts no chosen experts where there are no gradients, and a
+    # softmax over them then adds up in another order: it has to come first.
+    many = {"num_moe_experts": 24, "moe_router_topk": 20, "moe_router_pre_softmax": True}
+    mode = options(**many, ncclep=ep_config("reference"))
+    layer = build_layer(make_config("ncclep", mode_dtype(), 4, **mode))
+    seen: list[tuple[torch.Tensor, ...]] = []
+    with products_by_row():
+        for batch, numbers in enumerate(COMPANY):
+            drawn = [torch.Generator().manual_seed(97 * s + ctx.rank) for s in (0, batch + 1)]
+            sizes = (WATCHED, numbers[ctx.rank])
+            parts = [
+                torch.randn(2, n, 1, HIDDEN, generator=g) for n, g in zip(sizes, drawn, strict=True)
+            ]
+            order = torch.randperm(sum(sizes), generator=drawn[1])
+            places = order.argsort()[:WATCHED]
+            hidden, probe = torch.cat(parts, dim=1)[:, order].to(mode_dtype())
+            with torch.no_grad():
+                evaluated = layer.eval()(hidden)[0][places]
+            out = layer.train()(hidden.requires_grad_())[0]
+            out.backward(probe)
+            seen.append((out.detach()[places], evaluated, hidden.grad[places]))
+    for out, evaluated, gradient in seen:
+        assert torch.equal(out, seen[0][0])
+        assert torch.equal(evaluated, seen[0][0])
+        assert torch.equal(gradient, seen[0][2])
+    assert seen[0][0].any()
+
+
+@pytest.mark.refuses("batch_invariant_mode", words="rows that do not fit are dropped")
+def test_what_would_depend_on_company_is_refused(ctx: RankContext) -> None:
+    initialize(ep=4)
+    for own, is_refused in (
+        (EpConfig(max_recv_rows="1.25x"), True),
+        (EpConfig(max_recv_rows="1.25x", on_overflow="raise"), False),
+        (EpConfig(max_recv_rows="worst"), False),
+    ):
+        config = make_config("ncclep", mode_dtype(), 4, ncclep=own, **options())
+        if is_refused:
+            with pytest.raises(UnsupportedError, match="output would depend on the other"):
+                build_layer(config)
+        else:
+            build_layer(config)
+
+
+@pytest.mark.since("0.18")
+def test_generating_text_is_refused(ctx: RankContext) -> None:
+    initialize(ep=4)
+    generates = {
+        "transformer_impl": "inference_optimized",
+        "inference_moe_token_dispatcher_type": "ncclep",
+    }
+    with pytest.raises(UnsupportedError, match="batch_invariant_mode=True: the size of a batch"):
+        make_config("ncclep", torch.bfloat16, 4, **options(**generates))
+
+
+@pytest.mark.parametrize(("release", "warns"), [("0.19.2", True), ("0.20.0rc1", False)])
+def test_experts_that_are_not_invariant(ctx: RankContext, release: str, warns: bool) -> None:
+    """Once, on the group's first rank, and only where the release leaves them as they are."""
+    import megatron.core
+
+    from megatron_ncclep.ranks.group import EpGroup
+
+    initialize(ep=4)
+    said: list[str] = []
+    group = EpGroup.of(ctx.group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron.core, "__version__", release)
+        patch.setattr(group, "log_once", lambda level, subject, text: said.append((level, text)))
+        for kind in ("TEGroupedMLP", "GroupedTEExperts"):
+            experts = type(kind, (), {})()
+            warn_of_experts(SimpleNamespace(batch_invariant_mode=True), experts, ctx.group)
+            warn_of_experts(SimpleNamespace(batch_invariant_mode=False), experts, ctx.group)
+            warn_of_experts(SimpleNamespace(), experts, ctx.group)
+    assert len(said) == (warns and ctx.rank == 0)
+    for level, text in said:
+        assert level == logging.WARNING
+        assert "TEGroupedMLP's products are not batch-invariant in Megatron-Core 0.19.2" in text
