@@ -127,11 +127,11 @@ class Attention(torch.nn.Module):
             starts = packed_seq_params.cu_seqlens_q.tolist()
         parts = []
         for start, end in pairwise(starts):
-            of_sequence = [t[start:end].movedim(0, -2) for t in (q, *kv)]
-            lengths = [t.shape[-2] for t in of_sequence[:2]]
+            queries, keys, values = (t[start:end].movedim(0, -2) for t in (q, *kv))
+            lengths = queries.shape[-2], keys.shape[-2]
             mask = torch.ones(lengths, dtype=torch.bool, device=q.device).tril(before)
             out = torch.nn.functional.scaled_dot_product_attention(
-                *of_sequence, mask, enable_gqa=True
+                queries, keys, values, mask, enable_gqa=True
             )
             parts.append(out.movedim(-2, 0).flatten(-2))
         return torch.cat(parts)
