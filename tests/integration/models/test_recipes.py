@@ -63,9 +63,7 @@ LAYOUT = "pipeline_model_parallel_layout"
 
 
 def selective(*modules: str) -> dict[str, Any]:
-    # Megatron wants grouped GEMMs for moe_act.
-    grouped = {"moe_grouped_gemm": True} if "moe_act" in modules else {}
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules), **grouped}
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 def stages(layers: int, **options: Any) -> dict[str, Any]:
@@ -91,16 +89,16 @@ RECIPES = [
         tp=2,
         ep=4,
     ),
-    recipe("qwen3", QWEN, selective("layernorm", "moe_act")),
+    recipe("qwen3", QWEN, selective("moe")),
     recipe("qwen3-uneven", QWEN, FULL, stages(6, num_layers_in_last_pipeline_stage=4), pp=2),
     recipe("qwen3-long", QWEN, FULL, cp=2, ep=4),
     recipe(
         "deepseek-v3",
-        *(DEEPSEEK, mtp(1), selective("mla_up_proj", "mlp"), stages(5, **UNEVEN)),
+        *(DEEPSEEK, mtp(1), selective("core_attn", "mlp"), stages(5, **UNEVEN)),
         pp=2,
     ),
     recipe("deepseek-v3-overlap", DEEPSEEK, {"moe_shared_expert_overlap": True}, ep=4),
-    recipe("kimi-k2", DEEPSEEK, selective("moe_act"), stages(6, **COUNTED), pp=2),
+    recipe("kimi-k2", DEEPSEEK, selective("moe", "shared_experts"), stages(6, **COUNTED), pp=2),
     recipe("gpt-oss", GPT_OSS, ep=4),
     recipe("nemotron", SHARED | mtp(2) | {"mtp_use_repeated_layer": True}, ep=4),
 ]
