@@ -1,9 +1,10 @@
 """The convergence protocol in bf16; docs/convergence.md derives the criterion.
 
-    python tests/convergence/gpu_protocol.py run OUT [--seconds N]
+    python tests/convergence/gpu_protocol.py run OUT [--seconds N] [--ranks N --steps N]
 
 trains the arms below on one or two GPUs, one after the other, prints a table, and exits with 0 only
 if every arm holds and both mistakes are rejected.  The same command continues with what OUT lacks.
+With `--ranks 4 --steps 400` four ranks share the GPUs, and see as much text as one in 1600 steps.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megatron_ncclep.benchmark.shapes import TrainingShape
 from megatron_ncclep.benchmark.training import curve_problem
 from megatron_ncclep.benchmark.training_model import SubjectModel, load_text
 from megatron_ncclep.logs import remarks_hidden
+from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 from megatron_ncclep.training import corpus, data
 
@@ -106,23 +108,33 @@ def plant(mistake: str, dispatcher: Any) -> None:
 
 
 @remarks_hidden()
-def train(context: RankContext, small: bool, arm: Arm, seed: int, out: Path) -> dict[str, Any]:
+def train(
+    context: RankContext, steps: int | None, arm: Arm, seed: int, out: Path
+) -> dict[str, Any]:
     """Train an arm with one seed.  Collective.
+
+    Args:
+        context: this rank.
+        steps: of the large model; None: the small one.
+        arm, seed: what is trained.
+        out: folder for the text, and for how the control starts.
 
     Returns:
         dict: `problem`: how the first MoE layer differs from the control's before the first step,
         "" if it does not; `validated`: losses after 50, 60, ... 100 % of the steps, in nats per
         token, and none if there is a problem; `entropy` of the text's letters.
     """
-    model_file, changes = ("model.yaml", SMALL_CHANGES) if small else ("gpu_model.yaml", {})
+    model_file, changes = "model.yaml", SMALL_CHANGES
+    if steps is not None:
+        model_file, changes = "gpu_model.yaml", {"train-iters": steps}
     shape = TrainingShape(arm.name, str(HERE / model_file), {**changes, "seed": seed})
     settings = shape.settings(context.num_ranks)
-    steps, count = settings["train-iters"], settings["eval-iters"]
+    num_steps, count = settings["train-iters"], settings["eval-iters"]
     ranks = Ranks(context, 60.0, arm.name)
     try:
         ranks.deadline()
         initialize(ranks.setting)
-        text = load_text(settings, ranks, out / "text", steps)
+        text = load_text(settings, ranks, out / "text", num_steps)
         # The same questions for all arms and seeds.
         _, dataset = data.build_datasets(out / "text", settings, 1, count, 0)
         where = ranks.rank, ranks.num_ranks, torch.device(ranks.setting.device)
@@ -140,11 +152,11 @@ def train(context: RankContext, small: bool, arm: Arm, seed: int, out: Path) -> 
         problem = curve_problem(start, control, settings["moe-router-topk"])
         problem = next(filter(None, ranks.gather(problem)), "")
         validated = []
-        for step in range(1, 1 if problem else steps + 1):
+        for step in range(1, 1 if problem else num_steps + 1):
             model.step()
             scheduler.step(increment=settings["global-batch-size"])
             ranks.deadline()
-            if step * 10 % steps == 0 and step * 2 >= steps:
+            if step * 10 % num_steps == 0 and step * 2 >= num_steps:
                 validated.append(float(model.validate(validation).double().mean()))
         of_ranks = zip(*ranks.gather(validated), strict=True)
         found = {
@@ -195,8 +207,10 @@ def report(arms: tuple[Arm, ...], trained: Trained) -> tuple[bool, str]:
     return holds, "\n".join([*lines, "", f"The protocol {'holds' if holds else 'DOES NOT HOLD'}."])
 
 
-def run(arms: tuple[Arm, ...], pool: RankPool, seconds: float, out: Path) -> Trained:
-    """Train what OUT lacks of the arms, as far as the time goes."""
+def run(
+    arms: tuple[Arm, ...], pool: RankPool, steps: int | None, seconds: float, out: Path
+) -> Trained:
+    """Train what OUT lacks of the arms, as far as the time goes; `steps` as in `train`."""
     end, log = time.monotonic() + seconds, out / "trained.jsonl"
     out.mkdir(parents=True, exist_ok=True)
     lines = map(json.loads, log.read_text().splitlines() if log.is_file() else [])
@@ -207,7 +221,7 @@ def run(arms: tuple[Arm, ...], pool: RankPool, seconds: float, out: Path) -> Tra
             continue
         print(f"{arm.name}, seed {seed}", flush=True)
         try:
-            found = pool.run(train, arms is SMALL, arm, seed, out, timeout=left)[0]
+            found = pool.run(train, steps, arm, seed, out, timeout=left)[0]
         except RankError as error:
             print(error, flush=True)  # the table says that it is missing
             continue
@@ -224,21 +238,29 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for what was trained")
     parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--seconds", type=float, default=1e6, help="train for so long at most")
+    parser.add_argument("--ranks", type=int, help="default: as many as GPUs, at most 2")
+    parser.add_argument("--steps", type=int, default=1000, help="a multiple of 10 (default: 1000)")
     args = parser.parse_args(argv)
     # Otherwise TransformerEngine's attention differs from run to run; and multicast, which nothing
     # here needs, does not work on every machine.
     os.environ.update(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", NCCL_NVLS_ENABLE="0")
-    gpus = min(2, torch.cuda.device_count())
-    if not (args.small or gpus):
+    ranks = args.ranks or min(2, torch.cuda.device_count())
+    if not (args.small or torch.cuda.is_available()):
         parser.error("no GPU here: --small trains a tiny model on a CPU")
-    pool = RankPool(2, prepare=cpu.enable) if args.small else RankPool(gpus, "nccl")
-    arms = SMALL if args.small else GPU if gpus == 2 else GPU[:-1]
+    if args.small and (args.ranks or args.steps != parser.get_default("steps")):
+        parser.error("--small has its own ranks and steps: leave out --ranks and --steps")
+    if args.steps < 10 or args.steps % 10:
+        parser.error(f"--steps {args.steps}: must be a multiple of 10")
+    if ranks > torch.cuda.device_count():
+        os.environ[place.ENABLE] = "1"
+    pool = RankPool(2, prepare=cpu.enable) if args.small else RankPool(ranks, "nccl")
+    arms = SMALL if args.small else GPU if ranks > 1 else GPU[:-1]
     with closing(pool):
-        trained = run(arms, pool, args.seconds, args.out)
+        trained = run(arms, pool, None if args.small else args.steps, args.seconds, args.out)
     holds, table = report(arms, trained)
     print(table)
-    if not args.small and gpus == 1:
-        print("Left out: nccl_ep, which takes two GPUs")
+    if not args.small and ranks == 1:
+        print("Left out: nccl_ep, which takes two ranks")
     return 0 if holds else 1
 
 
