@@ -39,6 +39,8 @@ MESSAGE = struct.Struct(f"<5q{HASH_BYTES}s")
 TEXT_BYTES = 1024
 # A wait for the device polls without pause for this long, and then with pauses of this length.
 BUSY_WAIT_S = 1e-3
+# Seconds for NCCL to abort a communicator.
+ABORT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -343,29 +345,33 @@ class Hosts:
             else:
                 self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
+            named, node = self._whole or self, "" if self._whole is None else " on this node"
             if self._whole is not None:
                 self._abort()
             # The backend's own text rarely names the rank, and may only describe a consequence.
             lost = self.lost() or "a rank died, is late, or made a different sequence of calls"
             raise PeerError(
-                f"rank {self.rank} of {self.size}: no answer from the other ranks of the "
-                f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "
-                f"other ranks' output. {error}"
+                f"rank {named.rank} of {named.size}: no answer from the other ranks of the "
+                f"expert-parallel group{node} in {what} (deadline {timeout_s:g} s): {lost}; look "
+                f"at the other ranks' output. {error}"
             ) from error
 
     def _abort(self) -> None:
-        """End the collectives of a group that torch does not list.  Not collective; does not wait.
+        """End the collectives of a group that torch does not list.  Not collective.
 
         At the end of the process torch aborts the groups that it lists, and NCCL frees their memory
         only when the device is idle: a kernel of this group that waits for a dead rank would keep
-        the process from ending (pytorch issue 119797).
+        the process from ending (pytorch issue 119797).  Waits at most ABORT_S: a process that ends
+        meanwhile is ended by SIGABRT.
         """
         group = self._process_group()
         if group is None or self.device.type != "cuda":
             return
         backend: Any = group._get_backend(self.device)
         # NCCL tells its kernels at once, but then waits for those of other groups.
-        threading.Thread(target=backend.abort, name="ncclep-abort", daemon=True).start()
+        thread = threading.Thread(target=backend.abort, name="ncclep-abort", daemon=True)
+        thread.start()
+        thread.join(ABORT_S)
 
     def _wait_for_device(self, work: Any, timeout_s: float) -> None:
         """Wait until the collective `work` is done on the device.

@@ -233,7 +233,6 @@ def test_static_mode(ctx: RankContext, engine_name: str) -> None:
     case = Fp8Case("blockwise", ncclep={"max_recv_rows": 2 * 4 * TOKENS})
     mine, copied, _ = train_on_rank(ctx, "ncclep", engine_name, case)
     other, _, _ = train_on_rank(ctx, "alltoall", engine_name, Fp8Case("blockwise"))
-    assert copied
     assert not any(copied)
     for name, b in other.items():
         if "step 0, micro-batch 0" not in name:

@@ -110,6 +110,9 @@ def main() -> None:
     import megatron_ncclep
 
     megatron_ncclep.install()
+    # Megatron-Core's wheel brings these compiled, and no Makefile.
+    datasets: Any = importlib.import_module("megatron.core.datasets.utils")
+    datasets.compile_helpers = lambda: None
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
