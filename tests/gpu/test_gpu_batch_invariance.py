@@ -1,8 +1,7 @@
 """With grouped experts on a GPU too, other tokens change no bit of a token's results.
 
 In both implementations of their GEMMs, the tiles and the order of additions within a tile do not
-depend on the number of rows.  The test sets the routing, because the router's GEMM may depend on
-that number.
+depend on the number of rows.  The test sets the routing, because the router's GEMM may.
 """
 
 from __future__ import annotations

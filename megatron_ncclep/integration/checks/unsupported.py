@@ -1,6 +1,6 @@
 """The Megatron options that the dispatcher refuses, and the remedy for each.
 
-The dispatcher refuses an option that it would get wrong or ignore, when the model is built.
+When the model is built, the dispatcher refuses options that it would get wrong or ignore.
 docs/support.md shows the same table to users.  For CUDA graphs see cuda_graphs.py, for FP8 and FP4
 fp8.py.
 """

@@ -96,9 +96,7 @@ def test_company_changes_no_bit(ctx: RankContext) -> None:
 
 @pytest.mark.refuses(
     "batch_invariant_mode",
-    words="in static mode: rows that do not fit are dropped, and a token's output would depend on "
-    "the other tokens: leave `--ncclep-max-recv-rows` out, set it to `worst`, or set "
-    "`--ncclep-on-overflow raise`",
+    words="rows may be dropped: set `--ncclep-max-recv-rows worst` or `--ncclep-on-overflow raise`",
 )
 def test_what_would_depend_on_company_is_refused(ctx: RankContext) -> None:
     initialize(ep=4)
