@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Unpacks the other supported versions of Megatron-Core next to the installed one.
 #
-# They go to VENV/megatron/VERSION/, each a folder to put first on the import path; otherwise they
-# cannot be imported.  `pytest --megatron VERSION` runs tests with one of them.  Together they
-# take about 30 MB, since their dependencies are left out.
+# Each version goes to VENV/megatron/VERSION/, and is used only if that folder comes first on the
+# import path; `pytest --megatron VERSION` runs the tests with it.  Without their dependencies, the
+# versions take about 30 MB together.
 #
-# pip has no 0.20 yet: that is the main branch of Megatron-LM, a checkout of which MEGATRON_LM names.
-# Its sources are copied to the folder of the version that they have, and its helpers are compiled,
-# as pip's releases bring them.
+# 0.20 is not on pip yet; it is the main branch of Megatron-LM.  MEGATRON_LM names a checkout of it.
+# This script copies the sources to the folder of the checkout's version and compiles its helpers,
+# which pip's releases contain already compiled.
 set -euo pipefail
 
 # Megatron-Core needs Python 3.12 from 0.17 on, and 0.16.1 can be imported there too.
@@ -21,7 +21,7 @@ for version in "${versions[@]}"; do
     folder=$1/megatron/$version
     [ ! -d "$folder" ] || continue
     echo "fetch: Megatron-Core $version"
-    # Under another name until it is complete, so an interrupted download is not taken for a finished one.
+    # Under another name until complete: an interrupted download must not look finished.
     rm -rf "$folder.part"
     "$1/bin/pip" install --quiet --no-deps --target "$folder.part" "megatron-core==$version"
     mv "$folder.part" "$folder"
@@ -30,13 +30,13 @@ done
 if [ -n "${MEGATRON_LM:-}" ]; then
     info=$MEGATRON_LM/megatron/core/package_info.py
     [ -f "$info" ] || {
-        echo "fetch: MEGATRON_LM=$MEGATRON_LM: no checkout of Megatron-LM: $info is missing" >&2
+        echo "fetch: MEGATRON_LM=$MEGATRON_LM is not a checkout of Megatron-LM: $info is missing" >&2
         exit 2
     }
     version=$(sed -nE 's/^(MAJOR|MINOR|PATCH) = //p' "$info" | paste -sd .)
     folder=$1/megatron/$version
     if [ ! -d "$folder" ]; then
-        echo "fetch: Megatron-Core $version of $MEGATRON_LM"
+        echo "fetch: Megatron-Core $version from $MEGATRON_LM"
         rm -rf "$folder.part"
         mkdir -p "$folder.part"
         cp -r "$MEGATRON_LM/megatron" "$folder.part/"
@@ -49,6 +49,6 @@ if [ -n "${MEGATRON_LM:-}" ]; then
         mv "$folder.part" "$folder"
     fi
 elif ! compgen -G "$1/megatron/0.20.*" >/dev/null; then
-    echo "fetch: Megatron-Core 0.20 is left out, because pip does not have it: give a checkout of" \
+    echo "fetch: skipping Megatron-Core 0.20, which is not on pip: name a checkout of" \
         "Megatron-LM, as in MEGATRON_LM=../Megatron-LM make test"
 fi

@@ -1,10 +1,11 @@
-"""Megatron-Bridge: three places that know only the dispatcher types Megatron comes with.
+"""Patches for three functions of Megatron-Bridge that know only Megatron's own dispatcher types.
 
     CommOverlapConfig.setup    checks overlap_moe_expert_parallel_comm as for `alltoall`
     apply_moe_token_drop       checks capacity factors as for `alltoall`
-    parse_hydra_overrides      takes model.ncclep.NAME=VALUE, though the config has no options yet
+    parse_hydra_overrides      accepts model.ncclep.NAME=VALUE before the config has any options
 
-A Bridge without one of these is left as it is: then its own words say what it does not take.
+A Megatron-Bridge that lacks one of these functions is not patched there; its own errors then say
+what it does not support.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_ncclep.integration.options.field import NAME
 from megatron_ncclep.integration.patching import is_changed, mark_patched, validated_as
 
 _VALIDATED_AS = "alltoall"
-# An option of ours in Hydra's syntax; with a + or ++ before it, it is one already.
+# An option of this package in Hydra's syntax, without a + or ++, which would already add it.
 _OPTION = re.compile(rf"([A-Za-z_][\w.]*\.)?{NAME}\.\w+=")
 
 
@@ -35,7 +36,7 @@ def _change_token_drop(module: ModuleType) -> None:
 
 
 def _check_as_alltoall(owner: Any, name: str, parameter: str) -> None:
-    """Show `owner.name` our type as the one that it is checked as, in the config `parameter`."""
+    """Make `owner.name` treat our type as `alltoall` in its argument `parameter`, a config."""
     original = getattr(owner, name, None)
     if original is None or is_changed(original):
         return
@@ -54,10 +55,10 @@ def _check_as_alltoall(owner: Any, name: str, parameter: str) -> None:
 
 
 def _change_overrides(module: Any) -> None:
-    """Let `model.ncclep.engine=native` make the options that a config does not have yet.
+    """Let `model.ncclep.engine=native` create the options if the config has none yet.
 
-    Hydra refuses to set what is in a None, unless a `++` precedes it.  A wrong name is refused with
-    the layer, like that of every mapping.
+    Hydra refuses to set a field inside None unless the override starts with `++`.  An unknown name
+    is refused when the layer is built, as in every mapping of options.
     """
     original = getattr(module, "parse_hydra_overrides", None)
     if original is None or is_changed(original):

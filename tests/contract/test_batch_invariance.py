@@ -1,8 +1,8 @@
-"""What a token gets depends on itself, its experts and the layout, and not on its batch.
+"""A token's output and gradients depend on the token, its experts and the layout, not on the batch.
 
-A few tokens of each rank are watched: their rows, experts, weights and gradients are always the
-same.  All else changes from batch to batch: how many other tokens their rank has, where between
-these they are, and what the other ranks have, which may be nothing.
+Each rank has a few watched tokens, whose rows, experts, weights and gradients are the same in every
+batch.  Everything else changes from batch to batch: the number of other tokens on the rank, the
+positions of the watched tokens among them, and the tokens of the other ranks, which may have none.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 
 WATCHED, BATCHES = 4, 9
-MOST = 60  # tokens beside them
+MOST = 60  # other tokens of a rank, at most
 FIVE = (WATCHED + MOST,) * 5
 CASES = [
     Case("bf16", FIVE[:4], 16, 6, hidden=64, dtype=torch.bfloat16),
-    # Sums of three rows and more, which round in fp32 in every order.
+    # Sums of three or more rows, which round in fp32 in any order.
     Case("fp32-aligned", FIVE[:4], 16, 11, alignment=16, dropped=0.1),
     Case("static", FIVE[:4], 16, 6, dtype=torch.bfloat16, alignment=16, max_recv_rows=2048),
 ]
 
 
 class Tokens(NamedTuple):
-    """Some tokens of a rank: what they bring, forward and backward."""
+    """Some tokens of a rank: their inputs to forward and backward."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor
@@ -48,7 +48,7 @@ class Tokens(NamedTuple):
 
 
 def tokens(case: Case, rank: int, number: int, seed: int) -> Tokens:
-    """That many tokens; nothing but the seed tells two of such calls apart."""
+    """Make `number` tokens for a rank; another seed gives other tokens."""
     made = dataclasses.replace(case, tokens=(number,) * case.num_ranks, seed=seed)
     rows = (made.rows(rank, number, salt=salt) for salt in (2, 7))
     x, grad = (((r - rank - 1.5) * 3).to(case.dtype) for r in rows)
@@ -56,10 +56,10 @@ def tokens(case: Case, rank: int, number: int, seed: int) -> Tokens:
 
 
 def batches(case: Case, rank: int, most: int) -> Iterator[tuple[Tokens, torch.Tensor | None]]:
-    """The batches of a rank, and where the watched tokens are in each; None: nowhere.
+    """The batches of a rank, each with the positions of its watched tokens, or None without them.
 
-    First one rank has its watched tokens and the others nothing, each in turn; then there is
-    company, most of it for few experts.
+    In the first batches, one rank after the other has its watched tokens while the others have no
+    tokens.  Later batches have other tokens too, and in most of them a few experts get most rows.
     """
     watched = tokens(case, rank, WATCHED, seed=0)
     for batch in range(case.num_ranks + BATCHES):
@@ -77,12 +77,12 @@ def batches(case: Case, rank: int, most: int) -> Iterator[tuple[Tokens, torch.Te
 
 
 def factors(num_experts: int, case: Case) -> torch.Tensor:
-    """What each expert multiplies its rows by: products round by themselves, wherever they are."""
+    """The factor of each expert for its rows: every product rounds independently of the others."""
     return torch.linspace(-1.5, 2, num_experts, device=case.device).to(case.dtype)
 
 
 def steps(engine: Engine, case: Case, rank: int, batch: Tokens) -> list[torch.Tensor]:
-    """Outputs and the gradients of rows and weights, of all tokens."""
+    """Run a step; return all tokens' outputs and the gradients of their rows and weights."""
     plan = engine.plan(batch.topk_idx)
     x, w = batch.x.clone().requires_grad_(), batch.w.clone().requires_grad_()
     rows, row_w = dispatch(engine, plan, x, w)
@@ -97,7 +97,7 @@ def steps(engine: Engine, case: Case, rank: int, batch: Tokens) -> list[torch.Te
 
 
 def watch(ctx: RankContext, case: Case, engine_name: str) -> int:
-    """Compare all batches of this rank; how many of them had the watched tokens."""
+    """Compare all batches of this rank, and count those that had the watched tokens."""
     seen: list[list[torch.Tensor]] = []
     with opened(ctx, case, engine_name) as (case, engine):
         for batch, places in batches(case, ctx.rank, MOST):
@@ -118,7 +118,7 @@ def test_company_changes_no_bit(pool: RankPool, engine_name: str, case: Case) ->
 
 
 def watch_low_latency(ctx: RankContext, engine_name: str, dtype: torch.dtype) -> int:
-    """As `watch`, of an object whose experts take blocks, right behind each other or not."""
+    """As `watch`, in low-latency mode, with the experts' blocks packed or with gaps, in turn."""
     case = Case("", FIVE[: ctx.num_ranks], 4 * ctx.num_ranks, 4, 64, dtype, device=ctx.device)
     num_local, most = 4, 20
     config = EpConfig(engine=engine_name, timeout_s=deadline_s(engine_name, ctx.device))

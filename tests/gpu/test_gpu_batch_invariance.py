@@ -1,7 +1,7 @@
-"""Through experts on a GPU too, company changes no bit of what a token gets.
+"""With grouped experts on a GPU too, other tokens change no bit of a token's results.
 
-Grouped experts, with both kinds of products: their tiles, and the order in which a tile adds up, do
-not depend on the number of rows.  The routing is given, because a router's own product may.
+In both implementations of their GEMMs, the tiles and the order of additions within a tile do not
+depend on the number of rows.  The test sets the routing, because the router's GEMM may.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from megatron_ncclep.testing.cases import Case
 
 needs_te = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine, whose experts are grouped, is not installed",
+    reason="TransformerEngine, which builds the experts to group, is not installed",
 )
 needs_quack = pytest.mark.skipif(
     importlib.util.find_spec("quack") is None, reason="quack-kernels is not installed"
 )
 
-MOST = 6000  # tokens of a rank beside the watched ones
+MOST = 6000  # other tokens of a rank, at most
 SIZES = {"hidden_size": 2048, "ffn_hidden_size": 768, "moe_ffn_hidden_size": 768}
 
 
 @needs_te
 @pytest.mark.supports(
     "--ncclep-experts=grouped",
-    compared="outputs and gradients of the same tokens in batches of all sizes and company, to the "
-    "bit",
+    compared="outputs and gradients of the same tokens in batches of different sizes and contents, "
+    "to the bit",
 )
 @pytest.mark.parametrize("products", ["torch", pytest.param("quack-kernels", marks=needs_quack)])
 def test_company_changes_no_bit(ctx: RankContext, engine_name: str, products: str) -> None:
@@ -46,7 +46,7 @@ def test_company_changes_no_bit(ctx: RankContext, engine_name: str, products: st
     )
     with pytest.MonkeyPatch.context() as patch:
         if products == "torch":
-            patch.setattr(grouped, "fused_unavailable", lambda *_: "the test takes torch's")
+            patch.setattr(grouped, "fused_unavailable", lambda *_: "the test uses those of torch")
         config = EpConfig(engine=engine_name, experts="grouped")
         layer = build(ctx.num_ranks, True, config, moe_router_topk=6, **SIZES)
         make_experts_differ(layer)

@@ -1,9 +1,9 @@
-"""Recipes of Megatron-Bridge on one GPU: 20 steps with our dispatcher, by one override.
+"""Recipes of Megatron-Bridge train on one GPU for 20 steps; one override selects our dispatcher.
 
-This file is also the program that trains: `test_gpu_bridge.py RECIPE OVERRIDES...`.  The recipe
-function is Bridge's own.  What it would fetch, the model's configuration, is made here, with the
-model's layers and widths cut down; overrides are in Hydra's syntax, as Bridge's own launcher takes
-them.
+This file is also the training program: `test_gpu_bridge.py RECIPE OVERRIDES...`.  It calls
+Megatron-Bridge's own recipe functions.  They would download the model's configuration; this file
+makes a configuration with fewer layers and smaller widths instead.  Overrides have Hydra's syntax,
+as in Megatron-Bridge's launcher.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ pytestmark = [
 ]
 
 TIMEOUT_S = 240
-# In bf16, with up to eight assignments a token: sums of their rows round in two orders.
+# In bf16, with up to eight assignments per token, whose rows are added in different orders.
 TOLERANCE = 2e-2
-# As many experts and assignments as the models have, but few layers of little width.
+# Few layers and small widths; RECIPES sets the numbers of experts and assignments.
 SMALL = {
     "num_hidden_layers": 2,
     "hidden_size": 512,
@@ -39,7 +39,7 @@ SMALL = {
     "vocab_size": 4096,
     "max_position_embeddings": 4096,
 }
-# Name -> module and function of the recipe, class of the model's configuration, and its sizes.
+# Name -> the recipe's module and function, the class of the model's configuration, and its sizes.
 RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "qwen3-30b-a3b": (
         "qwen.h100.qwen3_moe",
@@ -68,7 +68,7 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {"num_local_experts": 32, "num_experts_per_tok": 4, "head_dim": 64},
     ),
 }
-# What fits one GPU, and a log of every step.
+# Settings that fit one GPU and log every step.
 ONE_GPU = (
     *(f"model.{kind}_model_parallel_size=1" for kind in ("tensor", "pipeline", "expert")),
     "model.virtual_pipeline_model_parallel_size=null",
@@ -93,7 +93,7 @@ ONE_GPU = (
 
 
 def cut_down(name: str, overrides: list[str]) -> Any:
-    """Bridge's ConfigContainer of the recipe, with the overrides laid over it."""
+    """Megatron-Bridge's ConfigContainer for the recipe, with the overrides applied."""
     import transformers
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
@@ -120,8 +120,8 @@ def main() -> None:
 
 
 def train(folder: Path, recipe: str, *overrides: str) -> tuple[str, list[float]]:
-    """The log of 20 steps, and their losses."""
-    from small_job import environment  # which the program lacks
+    """Train for 20 steps; return the log and the losses."""
+    from small_job import environment  # not importable in the training program
 
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     done = subprocess.run(
@@ -141,7 +141,7 @@ def train(folder: Path, recipe: str, *overrides: str) -> tuple[str, list[float]]
 @pytest.mark.limit_s(2 * TIMEOUT_S)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_trains(tmp_path: Path, engine_name: str, recipe: str) -> None:
-    """Also where it names HybridEP; and `native` reaches the layer by an override of its own."""
+    """Even if the recipe sets HybridEP; another override selects the engine."""
     kind = "model.moe_token_dispatcher_type"
     log, ours = train(tmp_path, recipe, f"{kind}=ncclep", f"model.ncclep.engine={engine_name}")
     assert f"engine {engine_name!r} for 1 ranks" in log

@@ -1,9 +1,9 @@
 """`batch_invariant_mode`: a token's output depends on no other token (docs/contract.md).
 
-The dispatcher keeps that promise by itself, in every mode that drops nothing.  What Megatron's
-option adds is the rest of the model: from 0.16.1 on its products, norms and attention.  Until 0.19
-it leaves TransformerEngine's grouped products out, whose kernel, and with it the order of their
-sums, TransformerEngine chooses by the number of rows.
+The dispatcher guarantees this without the option, in every mode that drops no rows.  Megatron's
+option covers the rest of the model: GEMMs, norms and attention from 0.16.1 on.  Up to 0.19 it does
+not cover TransformerEngine's grouped GEMMs.  TransformerEngine chooses their kernel by the number
+of rows, and the kernel determines the order of additions.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron_ncclep.integration.options.field import NAME
 from megatron_ncclep.ranks.group import EpGroup
 
 OPTION = "batch_invariant_mode"
-# The release whose option replaces TransformerEngine's grouped products too.
+# The first release in which the option also covers TransformerEngine's grouped GEMMs.
 GROUPED_SINCE = "0.20"
 
 
 def check_invariance(config: Any, options: EpConfig) -> None:
-    """Refuse static mode where a token may lose an expert because of other tokens.
+    """Refuse static mode if other tokens can cause a token's rows to be dropped.
 
     Args:
         config: TransformerConfig.
-        options: of the dispatcher.
+        options: the dispatcher's options.
 
     Raises:
         UnsupportedError: names the option and the remedy.
@@ -38,13 +38,13 @@ def check_invariance(config: Any, options: EpConfig) -> None:
     if _is_on(config) and can_drop(options) and options.on_overflow == DROP:
         raise UnsupportedError(
             f"{OPTION}=True with max_recv_rows={options.max_recv_rows!r}: rows that do not fit are "
-            "dropped, so that a token's output would depend on the other tokens: leave "
-            "max_recv_rows out, set it to 'worst', or set on_overflow='raise'"
+            "dropped, and a token's output would depend on the other tokens: leave max_recv_rows "
+            "out, set it to 'worst', or set on_overflow='raise'"
         )
 
 
 def check_generation(config: Any) -> None:
-    """Refuse our dispatcher for generating text.
+    """Refuse text generation with our dispatcher.
 
     Args:
         config: TransformerConfig before its validation.
@@ -54,14 +54,14 @@ def check_generation(config: Any) -> None:
     """
     if _is_on(config) and is_wanted(config):
         raise UnsupportedError(
-            f"{FIELD}={NAME!r} with {OPTION}=True: the size of a batch decides whether low-latency "
-            "mode takes it, which rounds a token's sums at other places than the engine: set "
-            f"{FIELD} to a dispatcher of Megatron's"
+            f"{FIELD}={NAME!r} with {OPTION}=True: the size of a batch decides whether it goes "
+            "through low-latency mode, which rounds a token's sums at other points than the engine "
+            f"does: set {FIELD} to one of Megatron's dispatchers"
         )
 
 
 def warn_of_experts(config: Any, experts: Any, process_group: Any) -> None:
-    """Log, once per group, that the experts break what the option promises.  Not collective."""
+    """Warn once per group about experts that are not batch-invariant.  Not collective."""
     group = EpGroup.of(process_group)
     if not _is_on(config) or group.rank or type(experts).__name__ != "TEGroupedMLP":
         return
@@ -71,10 +71,10 @@ def warn_of_experts(config: Any, experts: Any, process_group: Any) -> None:
     if Version(Version(release).base_version) >= Version(GROUPED_SINCE):
         return
     text = (
-        f"{OPTION}=True: TEGroupedMLP's products are not batch-invariant in Megatron-Core "
-        f"{release}, which replaces those of single experts only: the same token may get other "
-        "bits in a batch of another size. Take grouped experts (experts='grouped', "
-        "--ncclep-experts grouped), or moe_grouped_gemm=False"
+        f"{OPTION}=True: TEGroupedMLP's GEMMs are not batch-invariant in Megatron-Core "
+        f"{release}, which replaces only those of experts computed one by one: the bits of a "
+        "token's output may change with the size of the batch. Use grouped experts "
+        "(experts='grouped', --ncclep-experts grouped) or moe_grouped_gemm=False"
     )
     group.log_once(logging.WARNING, text, text)
 

@@ -1,19 +1,18 @@
-"""Experts that compute in FP8, or from TransformerEngine's grouped tensors: the alignment of their
-blocks of rows, and where it comes from.
+"""Row alignment for experts that compute in FP8 or from TransformerEngine's grouped tensors.
 
-TransformerEngine's FP8 GEMMs need a multiple of 16 rows (MXFP8 of 32, FP4 of 128, its op fuser and
-grouped tensors of 256).  Megatron provides that in one of two ways:
+TransformerEngine's FP8 GEMMs need each expert block to be a multiple of 16 rows (32 for MXFP8, 128
+for FP4, 256 for its op fuser and grouped tensors).  Megatron pads the blocks in one of two ways:
 
-    without an option      the experts copy their rows to where zero rows fit in between, and cut
-                           those out of their output: two passes over the rows, and two backward
-    moe_router_padding_    the router's map gives each expert tokens that did not choose it, with
-    for_quantization       probability zero, until their numbers fit: these rows travel too
+    by default             the experts copy their rows apart, insert zero rows, and remove these
+                           from their output: two passes over the rows, and two more in backward
+    moe_router_padding_    the router also assigns tokens to experts that they did not choose, with
+    for_quantization       probability zero, until the row counts fit: these rows are sent too
 
-Here dispatch itself leaves the zero rows between the blocks: they are the engine's alignment.  So
-the experts have nothing to do.  TEGroupedMLP from 0.18 on does not even look, as with dispatchers
-of Megatron's own that pad (`change_padding`); all others check the numbers of rows before they copy
-any.  The map stays as the router made it.  Zero rows do not change the scale of a tensor or of a
-block of it, which depends on the largest magnitude, and add nothing to a weight's gradient.
+Here, dispatch leaves zero rows between the blocks as the engine's alignment, so the experts need
+not pad.  From 0.18 on, TEGroupedMLP skips padding without reading the row counts, as it does with
+Megatron's own dispatchers that pad (`change_padding`); all other experts read the counts before
+they copy any rows.  The routing map is unchanged.  Zero rows do not affect the scale of a tensor or
+of one of its blocks, which depends on the largest magnitude, and add nothing to weight gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from megatron_ncclep.integration.options.field import NAME
 from megatron_ncclep.integration.patching import is_changed, mark_patched
 from megatron_ncclep.ranks.group import EpGroup
 
-# Compute capability of GPUs whose GEMMs take blocks of 16 or 32 numbers with a scale each.
+# The lowest compute capability with GEMMs for blocks of 16 or 32 numbers that share a scale.
 BLACKWELL = (10, 0)
 
 
@@ -42,19 +41,18 @@ def is_quantized(config: Any) -> bool:
 
 
 def needs_padding(config: Any) -> bool:
-    """Whether Megatron's experts would pad their rows if no dispatcher had."""
-    # Before 0.20 the op fuser pads rows in FP8 only; from then on it sets the option, and does so
-    # in bf16 too.
+    """Whether Megatron's experts would pad their rows if the dispatcher did not."""
+    # Before 0.20 the op fuser pads rows only in FP8; from 0.20 on it sets the option, in bf16 too.
     return is_quantized(config) or bool(getattr(config, "moe_use_grouped_tensor", False))
 
 
 def change_padding(module: ModuleType) -> None:
-    """Let the experts of layers with our dispatcher take their blocks as they come.
+    """Make experts behind our dispatcher skip their own padding.
 
-    What they do otherwise reads the numbers of rows on the host, even where it copies none.
+    Otherwise they read the row counts on the host, even if no rows have to be copied.
 
     Args:
-        module: Megatron's `experts`, which has the question whether to pad by name from 0.18 on.
+        module: Megatron's `experts`, which has `skip_routed_expert_padding` from 0.18 on.
     """
     original = getattr(module, "skip_routed_expert_padding", None)
     if original is None or is_changed(original):
@@ -73,10 +71,10 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
 
     Args:
         config: TransformerConfig, validated.
-        options: of the dispatcher; an alignment that is not set becomes the one needed.
+        options: the dispatcher's options; if the alignment is not set, it becomes the one needed.
 
     Returns:
-        the options, unchanged if these experts need none.
+        the options, unchanged if these experts need no alignment.
 
     Raises:
         UnsupportedError: this GPU does not support the recipe; names the option, its value, the
@@ -96,11 +94,11 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
         try:
             options = dataclasses.replace(options, alignment=needed)
         except InputError as error:  # about an alignment that the user did not set
-            raise InputError(f"{recipe} makes the alignment {needed}: {error}") from None
+            raise InputError(f"{recipe} sets the alignment to {needed}: {error}") from None
     if options.block_alignment % needed:
         raise InputError(
             f"alignment {options.alignment}: experts with {recipe} need blocks of a multiple of "
-            f"{needed} rows: leave it out (--ncclep-alignment), or ask for {needed} or more"
+            f"{needed} rows: leave it out (--ncclep-alignment), or set it to {needed} or more"
         )
     return options
 
@@ -110,8 +108,8 @@ def announce_alignment(config: Any, options: EpConfig, process_group: Any) -> No
     group = EpGroup.of(process_group)
     if needs_padding(config) and group.rank == 0:
         text = (
-            f"{_recipe(config)}: experts get blocks of a multiple of {options.alignment} rows from "
-            "the dispatch, and pad none themselves"
+            f"{_recipe(config)}: dispatch pads expert blocks to a multiple of {options.alignment} "
+            "rows, so the experts do not pad them"
         )
         group.log_once(logging.INFO, text, text)
 
@@ -125,7 +123,7 @@ def _recipe(config: Any) -> str:
 
 
 def _check_gpu(config: Any) -> None:
-    """Refuse a recipe that TransformerEngine would refuse in the first step."""
+    """Refuse a recipe that TransformerEngine would reject in the first step."""
     if not torch.cuda.is_available():
         return
     major, minor = torch.cuda.get_device_capability()
@@ -133,6 +131,6 @@ def _check_gpu(config: Any) -> None:
     if needs_blackwell and (major, minor) < BLACKWELL:
         raise UnsupportedError(
             f"{_recipe(config)}: a GPU of compute capability {major}.{minor} has no GEMMs for "
-            "such blocks, whatever the dispatcher: TransformerEngine needs 10.0 or newer; use fp8 "
+            "this format, with any dispatcher: TransformerEngine needs 10.0 or newer; use fp8 "
             "with fp8_recipe 'blockwise', 'tensorwise' or 'delayed'"
         )

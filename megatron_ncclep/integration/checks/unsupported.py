@@ -1,6 +1,6 @@
-"""Which Megatron options the dispatcher refuses, and what to do instead.
+"""The Megatron options that the dispatcher refuses, and the remedy for each.
 
-A Megatron option that the dispatcher would get wrong or ignore is refused when the model is built.
+When the model is built, the dispatcher refuses options that it would get wrong or ignore.
 docs/support.md shows the same table to users.  For CUDA graphs see cuda_graphs.py, for FP8 and FP4
 fp8.py.
 """
@@ -17,15 +17,15 @@ from packaging.version import Version
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
 
-# Versions of Megatron-Core that the tests run with.
+# The range of Megatron-Core versions that the tests run with.
 OLDEST, NEWEST = "0.16.1", "0.20.0"
 
 
 def is_tested(version: str) -> bool:
-    """Say whether a version of Megatron-Core is in the range that the tests run with.
+    """Whether a version of Megatron-Core is in the range that the tests run with.
 
-    The part after a `+` does not count: Megatron-Core 0.18 and later add the commit of any git
-    checkout that they happen to be installed under.
+    The part after a `+` does not count: if Megatron-Core 0.18 or later is installed inside any git
+    checkout, it adds the commit of that checkout.
     """
     return Version(OLDEST) <= Version(Version(version).public) <= Version(NEWEST)
 
@@ -36,8 +36,8 @@ class Refusal:
 
     Attributes:
         option: name of the TransformerConfig field.
-        is_set: whether a value of it is refused.
-        remedy: what the user can do, as the rest of a sentence.
+        is_set: whether a given value is refused.
+        remedy: what the user can do instead, as the end of a sentence.
     """
 
     option: str
@@ -58,10 +58,10 @@ _DEEPEP_NUM_SMS, _HYBRIDEP_NUM_SMS = "moe_deepep_num_sms", "moe_hybridep_num_sms
 _NUM_SMS = "moe_flex_dispatcher_num_sms"
 _OUR_NUM_SMS = "set the option num_sms (--ncclep-num-sms) instead"
 _OUR_ENGINE = (
-    "leave it out: it is for Megatron's flex dispatcher; here the option engine (--ncclep-engine) "
-    "chooses what moves the tokens"
+    "leave it out: it is for Megatron's flex dispatcher; to choose an engine, set the option "
+    "engine (--ncclep-engine)"
 )
-_TUNES_HYBRIDEP = "leave it out: it tunes HybridEP, which Megatron's flex dispatcher runs on"
+_TUNES_HYBRIDEP = "leave it out: it tunes HybridEP, a backend of Megatron's flex dispatcher"
 
 # Options that only affect other dispatchers.
 TUNES_OTHERS = (
@@ -79,8 +79,8 @@ REFUSALS = (
     Refusal(
         "moe_paged_stash",
         _is_on,
-        "leave it out: it needs Megatron's flex dispatcher, which says that a rank got too many "
-        "rows and lets the step be repeated",
+        "leave it out: it needs Megatron's flex dispatcher, which reports a rank with too many "
+        "rows so that the step can be repeated",
     ),
     Refusal(
         "moe_expert_rank_capacity_factor",
@@ -111,8 +111,8 @@ def check_supported(config: Any) -> None:
     """Refuse a TransformerConfig that the dispatcher would get wrong or ignore.
 
     Args:
-        config: TransformerConfig, before or after its validation; a field that this Megatron-Core
-            does not have counts as not set.
+        config: TransformerConfig, before or after its validation; a field that this release of
+            Megatron-Core does not have counts as not set.
 
     Raises:
         UnsupportedError: names the option, its value and the remedy.
@@ -132,13 +132,13 @@ def check_supported(config: Any) -> None:
 
 
 def _is_default(config: Any, option: str, value: Any) -> bool:
-    """Whether the user did not set this value.
+    """Whether a value comes from a default and not from the user.
 
-    It is then the default of a config class, such as a framework's or a newer release's; or, from
-    0.19 on, a value that Megatron's validation copied from an older name.
+    Such a value is the default of the config's own class, which may be a framework's or a newer
+    release's; or, from 0.19 on, Megatron's validation copied it from an option's older name.
 
-    Another release's default does not count as set either (`_other_than`): Megatron-Bridge's
-    recipes set HybridEP's 16 SMs in every model, including those with `alltoall`.
+    The default of another release does not count as set either (`_other_than`): Megatron-Bridge's
+    recipes set 16 SMs for HybridEP in every model, even with `alltoall`.
     """
     older = (getattr(config, name, None) for name in (_DEEPEP_NUM_SMS, _HYBRIDEP_NUM_SMS))
     if option == _NUM_SMS and value in older:
@@ -150,14 +150,14 @@ def _is_default(config: Any, option: str, value: Any) -> bool:
 def _is_of_a_recipe(config: Any) -> bool:
     """Whether the config is Megatron-Bridge's, whose recipes set options of the flex dispatcher.
 
-    They do in every MoE model, also in those that use another one, and whoever overrides the
-    dispatcher's type cannot leave them out.
+    The recipes set them in every MoE model, even with another dispatcher, and a user who overrides
+    the dispatcher's type cannot leave them out.
     """
     return any(kind.__module__.startswith("megatron.bridge.") for kind in type(config).__mro__)
 
 
 def announce_unused(config: Any, process_group: Any) -> None:
-    """Log which of a recipe's options are not used, once per group and on its first rank only."""
+    """Log the options of a recipe that are not used, once per group and on its first rank only."""
     group = EpGroup.of(process_group)
     unused = [
         f"{refusal.option}={value!r}"
@@ -166,5 +166,5 @@ def announce_unused(config: Any, process_group: Any) -> None:
         and not _is_default(config, refusal.option, value)
     ]
     if unused and group.rank == 0:
-        text = f"not used, because it is for Megatron's flex dispatcher: {', '.join(unused)}"
+        text = f"options for Megatron's flex dispatcher are not used: {', '.join(unused)}"
         group.log_once(logging.INFO, text, text)

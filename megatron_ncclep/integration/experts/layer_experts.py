@@ -1,4 +1,4 @@
-"""The experts of a layer: which ones it gets, and how they read their numbers of rows."""
+"""Select a layer's experts, and find out how they read their row counts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: int) -> None:
-    """Refuse unsupported grouped experts before Megatron builds any.
+    """Refuse unsupported grouped experts before Megatron builds any experts.
 
     Args:
         config: TransformerConfig.
-        options: of the dispatcher.
-        num_ranks: ranks of the expert-parallel group.
-        num_slices: ranks that each expert's own hidden size is divided among.
+        options: the dispatcher's options.
+        num_ranks: number of ranks in the expert-parallel group.
+        num_slices: number of ranks that share each expert's FFN hidden size.
 
     Raises:
         UnsupportedError, InputError: see `experts.refusals.check_config`.
@@ -35,16 +35,16 @@ def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: in
 def select_experts(
     layer: Any, options: EpConfig, num_slices: int
 ) -> tuple[EpConfig, Choice | None]:
-    """Give the layer the experts that the options ask for.  Not collective.
+    """Give the layer the experts that the options select.  Not collective.
 
     Args:
         layer: an MoELayer with the experts that Megatron has built.
-        options: of the dispatcher.
-        num_slices: ranks that each expert's own hidden size is divided among.
+        options: the dispatcher's options.
+        num_slices: number of ranks that share each expert's FFN hidden size.
 
     Returns:
-        the options, in which `experts` is no longer "auto"; and the choice, if there was one, or
-        how grouped experts compute.
+        the options, in which "auto" is resolved; and the choice made for "auto", or for "grouped"
+        how these experts compute, or None for "megatron".
     """
     if options.experts == "megatron":
         return options, None
@@ -66,28 +66,28 @@ def select_experts(
 
 
 def counts_wanted(experts: Any) -> dict[str, bool]:
-    """How the experts read their numbers of rows: arguments of the dispatcher."""
+    """The dispatcher's keyword arguments that match how the experts read their row counts."""
     if _read_on_device(experts):
         return {"counts_on_device": True}
-    # The op fuser passes the counts on; where TransformerEngine has no kernel that reads them, it
-    # splits the rows by them, and then they must add up.
+    # The op fuser passes the counts on.  Where TransformerEngine has no kernel that reads them, it
+    # splits the rows by these counts, so they must add up to the number of rows.
     if _is_op_fused(experts) or _have_grouped_tensors(experts):
         return {"counts_on_device": True, "counts_add_up": True}
     return {}
 
 
 def need_no_host(experts: Any, config: Any) -> bool:
-    """Whether experts read their numbers of rows only on the device."""
+    """Whether the experts read their row counts only on the device."""
     if _read_on_device(experts):
         return True
-    if is_quantized(config):  # not shown, and until 0.17 Megatron pads the rows by the counts
+    if is_quantized(config):  # not tested, and up to 0.17 Megatron pads the rows by the counts
         return False
-    # TransformerEngine has such kernels depending on release, GPU and cuBLAS; otherwise it splits
-    # the rows on the host.
+    # Whether TransformerEngine has such kernels depends on its release, the GPU and cuBLAS; without
+    # them it splits the rows on the host.
     if _is_op_fused(experts):
         place, question = "ops.basic", "is_op_fuser_grouped_tensor_path_supported"
     elif _have_grouped_tensors(experts):
-        # A bias for each expert is added to rows that the host has split.
+        # Separate biases are added expert by expert, to rows that the host has split.
         if config.add_bias_linear and not config.moe_single_grouped_bias:
             return False
         place, question = "module", "is_module_grouped_tensor_path_supported"
@@ -99,15 +99,15 @@ def need_no_host(experts: Any, config: Any) -> bool:
 
 
 def _read_on_device(experts: Any) -> bool:
-    """Whether they are this package's, which never read the counts on the host."""
+    """Whether the experts are this package's, which never read the counts on the host."""
     return getattr(experts, "takes_counts_on_device", False)
 
 
 def _is_op_fused(experts: Any) -> bool:
-    """Whether they are Megatron's TEGroupedMLP over TransformerEngine's op fuser (from 0.18 on)."""
+    """Whether the experts are TEGroupedMLP with TransformerEngine's op fuser (from 0.18 on)."""
     return getattr(experts, "_with_fused_impl", False)
 
 
 def _have_grouped_tensors(experts: Any) -> bool:
-    """Whether they are TEGroupedMLP with moe_use_grouped_tensor (from 0.20 on)."""
+    """Whether the experts are TEGroupedMLP with moe_use_grouped_tensor (from 0.20 on)."""
     return getattr(experts, "_use_grouped_tensor", False)

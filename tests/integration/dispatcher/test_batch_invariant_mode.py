@@ -1,7 +1,7 @@
-"""`batch_invariant_mode`: through Megatron's router and experts too, company changes no bit.
+"""`batch_invariant_mode`: with Megatron's router and experts too, other tokens change no bit.
 
-A CPU's matrix products depend on the number of rows, as those of a GPU do.  Megatron's option
-replaces them there; here a product stands in that adds up every row by itself.
+The rounding of a matrix product depends on its number of rows, on a CPU as on a GPU.  On a GPU,
+Megatron's option replaces the products; in these tests, a stand-in adds up each row separately.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if IS_RANK:
 
 
 def mode_dtype() -> torch.dtype:
-    """What the mode takes: from 0.20 on nothing but bf16, in which fewer orders of sums show."""
+    """A dtype that the mode supports; from 0.20 on only bf16, which hides more changes of order."""
     is_newer = hasattr(TransformerConfig, "batch_invariant_backend")
     return torch.bfloat16 if is_newer else torch.float32
 
 
 def options(**others: Any) -> dict[str, Any]:
-    """What asks for the mode in this release."""
+    """The options that turn the mode on in this release."""
     version = {"flash_attention_version": 3}
     known = {name: value for name, value in version.items() if hasattr(TransformerConfig, name)}
     return {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash, **known, **others}
@@ -61,13 +61,13 @@ def products_by_row() -> Iterator[None]:
 
 @pytest.mark.supports(
     "batch_invariant_mode",
-    compared="outputs and gradients of the same tokens in batches of all sizes and company, in "
-    "training and in evaluation, to the bit",
+    compared="outputs and gradients of the same tokens in batches of different sizes and contents, "
+    "in training and in evaluation, to the bit",
 )
 def test_company_changes_no_bit(ctx: RankContext) -> None:
     initialize(ep=4)
-    # In 0.18 and 0.19 the router sorts no chosen experts where there are no gradients, and a
-    # softmax over them then adds up in another order: it has to come first.
+    # In 0.18 and 0.19 the router does not sort the chosen experts when there are no gradients, and
+    # a softmax over them adds in another order; so the softmax has to come before the choice.
     many = {"num_moe_experts": 24, "moe_router_topk": 20, "moe_router_pre_softmax": True}
     mode = options(**many, ncclep=ep_config("reference"))
     layer = build_layer(make_config("ncclep", mode_dtype(), 4, **mode))
@@ -94,7 +94,10 @@ def test_company_changes_no_bit(ctx: RankContext) -> None:
     assert seen[0][0].any()
 
 
-@pytest.mark.refuses("batch_invariant_mode", words="rows that do not fit are dropped")
+@pytest.mark.refuses(
+    "batch_invariant_mode",
+    words="rows may be dropped: set `--ncclep-max-recv-rows worst` or `--ncclep-on-overflow raise`",
+)
 def test_what_would_depend_on_company_is_refused(ctx: RankContext) -> None:
     initialize(ep=4)
     for own, is_refused in (
@@ -123,7 +126,7 @@ def test_generating_text_is_refused(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize(("release", "warns"), [("0.19.2", True), ("0.20.0rc1", False)])
 def test_experts_that_are_not_invariant(ctx: RankContext, release: str, warns: bool) -> None:
-    """Once, on the group's first rank, and only where the release leaves them as they are."""
+    """They are warned about once, on the group's first rank, and only in releases before 0.20."""
     import megatron.core
 
     from megatron_ncclep.ranks.group import EpGroup
@@ -142,4 +145,4 @@ def test_experts_that_are_not_invariant(ctx: RankContext, release: str, warns: b
     assert len(said) == (warns and ctx.rank == 0)
     for level, text in said:
         assert level == logging.WARNING
-        assert "TEGroupedMLP's products are not batch-invariant in Megatron-Core 0.19.2" in text
+        assert "TEGroupedMLP's GEMMs are not batch-invariant in Megatron-Core 0.19.2" in text

@@ -65,7 +65,7 @@ def test_blocks_are_as_experts_need_them(ctx: RankContext) -> None:
         patch.setattr(logger, "log", lambda level, text: lines.append(text))
         for _ in range(2):
             build_layer(config_with(PLAIN, {"fp8": "hybrid", "fp8_recipe": "custom"}))
-    said = "fp8='hybrid', fp8_recipe='custom': experts get blocks of a multiple of 16 rows"
+    said = "fp8='hybrid', fp8_recipe='custom': dispatch pads expert blocks to a multiple of 16 rows"
     assert [said in line for line in lines].count(True) == 1, lines
 
     import megatron.core
@@ -82,7 +82,7 @@ IN_BF16 = (
     "they compute in bf16, because scales, their history and the recipes' use of them are inside "
     "TransformerEngine's modules, which grouped experts do not call"
 )
-NO_PRODUCTS = "has no GEMMs for such blocks, whatever the dispatcher: TransformerEngine needs"
+NO_PRODUCTS = "has no GEMMs for this format, with any dispatcher: TransformerEngine needs"
 
 
 @pytest.mark.refuses(
@@ -100,7 +100,7 @@ def test_what_cannot_be_says_why(ctx: RankContext) -> None:
             EpConfig(engine="reference", alignment=16),
             InputError,
             r"alignment 16: experts with fp8='e4m3', fp8_recipe='mxfp8' need blocks of a multiple "
-            r"of 32 rows: leave it out \(--ncclep-alignment\), or ask for 32 or more",
+            r"of 32 rows: leave it out \(--ncclep-alignment\), or set it to 32 or more",
         ),
         # It looked like the default, and was raised silently.
         (
@@ -108,13 +108,13 @@ def test_what_cannot_be_says_why(ctx: RankContext) -> None:
             EpConfig(engine="reference", alignment=1),
             InputError,
             r"alignment 1: experts with fp8='e4m3', fp8_recipe='delayed' need blocks of a multiple "
-            r"of 16 rows: leave it out \(--ncclep-alignment\), or ask for 16 or more",
+            r"of 16 rows: leave it out \(--ncclep-alignment\), or set it to 16 or more",
         ),
         (
             {"fp8": "e4m3"},
             EpConfig(engine="reference", max_recv_rows=40),
             InputError,
-            "fp8_recipe='delayed' makes the alignment 16: max_recv_rows 40: must be a multiple of",
+            "fp8_recipe='delayed' sets the alignment to 16: max_recv_rows 40: must be a multiple",
         ),
         *(
             (

@@ -1,7 +1,7 @@
-"""What Megatron-Bridge's recipes and Megatron's own examples set for models with experts, together,
-as far as a CPU goes: five steps of Megatron's optimizer with `alltoall`'s losses.
+"""The combinations of options in recipes of Megatron-Bridge and examples of Megatron-LM for MoE.
 
-docs/support.md has the list, and what of it needs a GPU.
+Each model trains for five steps with Megatron's optimizer, and its losses match those of
+`alltoall`.  docs/support.md lists the combinations, and the options that a CPU cannot run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FULL = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-# What a case is not about.
+# Options that a case needs but does not test.
 SIZES = {*MLA, "num_layers", "num_query_groups", "pipeline_dtype", "rope_type"}
 LAYOUT = "pipeline_model_parallel_layout"
 
@@ -109,7 +109,7 @@ RECIPES = [
     "use_distributed_optimizer",
     "overlap_grad_reduce",
     "overlap_param_gather",
-    compared="losses with alltoall's, 2e-6, and gradient norms, 2e-5 (fp32, Adam)",
+    compared="losses with alltoall's, within 2e-6, and gradient norms, within 2e-5 (fp32, Adam)",
 )
 @pytest.mark.parametrize("case", RECIPES, ids=str)
 def test_recipes_train_as_with_alltoall(ctx: RankContext, case: ModelCase) -> None:
@@ -117,7 +117,7 @@ def test_recipes_train_as_with_alltoall(ctx: RankContext, case: ModelCase) -> No
 
     curves = []
     for kind in ("ncclep", "alltoall"):
-        destroy_moe_metrics_tracker()  # it has room for the layers of the last model
+        destroy_moe_metrics_tracker()  # its size is that of the previous model
         training = Training(ctx, kind, case)
         curves.append([training.step() for _ in range(STEPS)])
     for (loss, norm), (other_loss, other_norm) in zip(*curves, strict=True):
@@ -126,7 +126,7 @@ def test_recipes_train_as_with_alltoall(ctx: RankContext, case: ModelCase) -> No
         assert norm > 0.1
 
 
-@pytest.mark.supports("async_save", compared="parameters and state of Adam, to the bit")
+@pytest.mark.supports("async_save", compared="parameters and Adam's state, to the bit")
 @checkpoints_written(in_background=True)
 def test_a_checkpoint_is_written_during_training(ctx: RankContext, tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing

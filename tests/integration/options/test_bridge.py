@@ -1,8 +1,8 @@
-"""Megatron-Bridge: its recipes with our dispatcher by one override.
+"""Megatron-Bridge: one override selects our dispatcher in its recipes.
 
-Its own modules are used where the package is installed (`pip install --no-deps megatron-bridge`,
-hydra-core): those that need no TransformerEngine, so without any `__init__`.  Stand-ins follow the
-places that we change, and tests/gpu/test_gpu_bridge.py trains recipes.
+Some tests call stand-ins for the functions that we patch.  Where Megatron-Bridge is installed (`pip
+install --no-deps megatron-bridge`, hydra-core), another uses its own modules that do not need
+TransformerEngine, without any `__init__`.  tests/gpu/test_gpu_bridge.py trains recipes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ needs_bridge = pytest.mark.skipif(not is_installed, reason="Megatron-Bridge is n
 
 @dataclass
 class Settings:
-    """As much of a config as the stand-ins look at."""
+    """The fields of a config that the stand-ins use."""
 
     moe_token_dispatcher_type: str = "ncclep"
     seen: str = ""
 
 
 class CommOverlapConfig:
-    """Checks the type as Megatron-Bridge's does."""
+    """Checks the dispatcher's type as Megatron-Bridge's class does."""
 
     def setup(self, model_config: Any, optimizer_config: Any = None) -> None:
         model_config.seen = model_config.moe_token_dispatcher_type
@@ -56,7 +56,7 @@ def parse_hydra_overrides(cfg: Any, overrides: list[str]) -> list[str]:
 
 
 def changed(name: str, **contents: Any) -> Any:
-    """A module of that name after our change, which is made twice."""
+    """A module of that name with our patches, which are applied twice."""
     module = ModuleType(f"{PACKAGE}.{name}")
     vars(module).update(contents)
     for _ in range(2):
@@ -66,7 +66,7 @@ def changed(name: str, **contents: Any) -> Any:
 
 def test_the_places() -> None:
     """`CommOverlapConfig(overlap_moe_expert_parallel_comm=True)` and token drop asserted that the
-    type is one of Megatron's; a user's next step was to give up one or the other.
+    type is one of Megatron's; users had to give up these features or our dispatcher.
     """
     overlap = changed(
         "training.comm_overlap", CommOverlapConfig=type("C", (CommOverlapConfig,), {})
@@ -84,11 +84,11 @@ def test_the_places() -> None:
     with pytest.raises(AssertionError):
         drop.apply_moe_token_drop(Settings("flex"))
     for name in ("training.comm_overlap", "training.utils.moe_token_drop"):
-        changed(name)  # of a release without the place: left as it is
+        changed(name)  # a release without the function: nothing to patch
 
 
 def test_overrides_of_single_options() -> None:
-    """`model.ncclep.engine=native` was refused: the config has no options that it could change."""
+    """`model.ncclep.engine=native` was refused, because the config had no options to override."""
     name = "training.utils.omegaconf_utils"
     module = changed(name, parse_hydra_overrides=parse_hydra_overrides)
     given = ["model.ncclep.engine=native", "+model.ncclep.alignment=16", "train.train_iters=2"]
@@ -97,7 +97,7 @@ def test_overrides_of_single_options() -> None:
 
 
 def without_init(patch: pytest.MonkeyPatch) -> None:
-    """Let modules of Megatron-Bridge be imported without what their packages import."""
+    """Make modules of Megatron-Bridge importable without running the `__init__` of any package."""
     (root,) = importlib.util.find_spec(PACKAGE).submodule_search_locations
     for folder in ("", "models", "training", "training/utils", "utils"):
         name = ".".join([PACKAGE, *folder.split("/")]).rstrip(".")
@@ -108,7 +108,7 @@ def without_init(patch: pytest.MonkeyPatch) -> None:
 
 @needs_bridge
 def test_one_override_of_a_recipe(ctx: RankContext) -> None:
-    """What a recipe for HybridEP sets, then one override; options of ours one by one."""
+    """The settings of a recipe for HybridEP, then one override; then single options of ours."""
     initialize(ep=1)
     with pytest.MonkeyPatch.context() as patch:
         without_init(patch)
@@ -141,7 +141,7 @@ def test_one_override_of_a_recipe(ctx: RankContext) -> None:
         patch.setattr(EpGroup, "log_once", lambda group, level, subject, text: said.append(text))
         layer = layer_of(recipe(ours))
         unused = "moe_flex_dispatcher_backend='hybridep', moe_hybridep_num_sms=32"
-        assert f"not used, because it is for Megatron's flex dispatcher: {unused}" in said
+        assert f"options for Megatron's flex dispatcher are not used: {unused}" in said
         assert type(layer.token_dispatcher).__name__ == "NcclEpTokenDispatcher"
         model = recipe(ours, "model.ncclep.engine=reference", "model.ncclep.alignment=32")
         engine = layer_of(drop.apply_moe_token_drop(model)).token_dispatcher.engine
