@@ -345,15 +345,16 @@ class Hosts:
             else:
                 self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
-            named, node = self._whole or self, "" if self._whole is None else " on this node"
+            named = self
             if self._whole is not None:
+                named, what = self._whole, f"{what} on this node"
                 self._abort()
             # The backend's own text rarely names the rank, and may only describe a consequence.
             lost = self.lost() or "a rank died, is late, or made a different sequence of calls"
             raise PeerError(
                 f"rank {named.rank} of {named.size}: no answer from the other ranks of the "
-                f"expert-parallel group{node} in {what} (deadline {timeout_s:g} s): {lost}; look "
-                f"at the other ranks' output. {error}"
+                f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "
+                f"other ranks' output. {error}"
             ) from error
 
     def _abort(self) -> None:
