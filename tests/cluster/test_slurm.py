@@ -129,7 +129,7 @@ def test_a_slurm_that_counts_no_gpus(slurm: SlurmCluster, tmp_path: Path):
     job = Job(slurm, tmp_path, HERE / "signalled.py", gpus="")
     wait_until(lambda: job.state() == "FAILED", job.describe)
     assert slurm.facts(job.number)["ExitCode"] == "2:0"
-    assert "--gpus-per-node=0 --export=ALL,SLURM_GPUS_ON_NODE=8 says that" in job.text()
+    assert "--gpus-per-node=0 --export=ALL,SLURM_GPUS_ON_NODE=8 means eight" in job.text()
 
 
 def test_a_rank_that_fails_ends_the_job(slurm: SlurmCluster, tmp_path: Path):
