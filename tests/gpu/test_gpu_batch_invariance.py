@@ -12,6 +12,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from megatron_setup import make_experts_differ
+from needs import needs_te
 from test_batch_invariance import BATCHES, batches
 from test_gpu_grouped_experts import build, in_ddp
 
@@ -19,10 +20,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext
 from megatron_ncclep.testing.cases import Case
 
-needs_te = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine, which builds the experts to group, is not installed",
-)
 needs_quack = pytest.mark.skipif(
     importlib.util.find_spec("quack") is None, reason="quack-kernels is not installed"
 )
