@@ -312,6 +312,8 @@ def main() -> int:
         print("\n".join(f"{part}: {step.name}" for part, step in steps))
         return 0
     gpus, size = visible_gpus(), args.gpus_per_step
+    if args.at_once < 1:
+        parser.error(f"--at-once {args.at_once}: must be at least 1")
     if len(gpus) < size:
         parser.error(f"--gpus-per-step {size}: torch sees {len(gpus)} GPUs")
     groups = [
@@ -321,9 +323,7 @@ def main() -> int:
 
     lock, until = threading.Lock(), time.monotonic() + args.seconds
 
-    free: queue.Queue[str]
-
-    def run(part: str, step: Step) -> bool:
+    def run(free: queue.Queue[str], part: str, step: Step) -> bool:
         chosen = free.get()
         try:
             left = int(until - time.monotonic())
@@ -339,12 +339,12 @@ def main() -> int:
 
     passed: list[bool] = []
     for alone, at_once in ((False, args.at_once), (True, 1)):
-        chosen = [each for each in steps if each[1].alone is alone]
-        free = queue.Queue()  # GPUs, as often as steps may use them
+        free: queue.Queue[str] = queue.Queue()  # each GPU as often as steps may share it
         for group in groups * at_once:
             free.put(group)
         with ThreadPoolExecutor(free.qsize()) as workers:
-            passed += workers.map(lambda each: run(*each), chosen)
+            begun = [workers.submit(run, free, *each) for each in steps if each[1].alone is alone]
+        passed += [each.result() for each in begun]
     if (args.out / SUMMARY).is_file():
         print((args.out / SUMMARY).read_text())
     return 0 if all(passed) else 1
