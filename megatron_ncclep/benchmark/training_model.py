@@ -7,8 +7,8 @@ with Adam's moments and everything in fp32 a parameter takes 18 bytes.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,8 +119,6 @@ class SubjectModel(TrainedModel):
             _wrapping_stream(choice.graphs), distributed=True,
             **_optimizer_fields(choice.optimizer_graph),
         )  # fmt: skip
-        if on_gpu:
-            torch.cuda.synchronize()  # it may have been wrapped on another stream
         self._graphs = _Graphs(choice, self, setting.num_ranks)
         self._batches, self._done = text.steps, 0
 
@@ -268,17 +266,20 @@ def graph_fields(graphs: str | None) -> dict[str, Any]:
     return {**fields, "cuda_graph_impl": "local", parts: [FULL_ITERATION]}  # before 0.18
 
 
-def _wrapping_stream(graphs: str | None) -> AbstractContextManager[Any]:
+@contextmanager
+def _wrapping_stream(graphs: str | None) -> Iterator[None]:
     """The stream that DistributedDataParallel's hooks remember: that of the whole graph."""
-    if graphs != FULL_ITERATION:
-        return nullcontext()
     from megatron.core import full_cuda_graph
 
-    if not hasattr(full_cuda_graph, "get_shared_capture_stream"):  # before 0.18
-        return nullcontext()
-    stream = full_cuda_graph.get_shared_capture_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    return torch.cuda.stream(stream)
+    # Before 0.18 there is none.
+    if graphs != FULL_ITERATION or not hasattr(full_cuda_graph, "get_shared_capture_stream"):
+        yield
+        return
+    stream, current = full_cuda_graph.get_shared_capture_stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)  # which initializes the weights that are copied
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)  # the optimizer copies the copies
 
 
 def _optimizer_fields(optimizer_graph: bool) -> dict[str, Any]:
