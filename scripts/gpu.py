@@ -100,12 +100,8 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (8,), f"{GRAPHS} tests/gpu/test_gpu_low_latency.py"),
         Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
         Step("hierarchical", (2,), "tests/gpu/test_gpu_nodes.py", hosts=2),
-        Step(
-            "native",
-            (2,),
-            "tests/gpu/test_gpu_rebuilding.py tests/gpu/test_large_offsets.py",
-            alone=True,
-        ),
+        Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py", alone=True),
+        Step("native", (2,), "tests/gpu/test_large_offsets.py", alone=True),
         Step("native", (2,), "tests/gpu/test_gpu_c_example.py"),
     ],
     "layers": [

@@ -38,7 +38,7 @@ MARKERS = """
 needs_ranks(n): left out when the largest --ranks is less
 needs_caps(test=...): left out for an engine whose EngineCaps fail the test
 cpu_only: left out on GPUs; a comment says why
-own_gpus(reason): left out when ranks share GPUs, and listed
+needs_gib(gib): GPU memory of each rank; left out where ranks have less, and listed
 supports(option, ..., compared=...): options that the test shows to work, and what it compares, \
 for docs/support.md (scripts/support.py)
 refuses(option, ..., words=...): options that are refused, and why, for docs/support.md
@@ -188,8 +188,11 @@ def reason_to_leave_out(config: pytest.Config, item: pytest.Function) -> str | N
         or (release != Version(INSTALLED) and mark("each_release") is None and not on_gpus)
     ):
         return ""
-    if on_gpus and (own_gpus := mark("own_gpus")) is not None and shares_gpus(most):
-        return str(own_gpus.args[0])
+    if on_gpus and (needs_gib := mark("needs_gib")) is not None:
+        num_gpus = torch.cuda.device_count()
+        total = num_gpus * torch.cuda.get_device_properties(0).total_memory
+        if total < needs_gib.args[0] * 2**30 * max(most, num_gpus):
+            return f"{needs_gib.args[0]} GiB are needed for each rank"
     if (any_python := mark("any_python")) is not None and sys.version_info < (3, 12):
         return f"{any_python.args[0]}; with Python 3.12 it is run"
     return None

@@ -66,7 +66,7 @@ def steps_on_rank(
     return "", num_rows
 
 
-@pytest.mark.own_gpus(f"{GIB_OF_A_RANK} GiB are needed for each rank")
+@pytest.mark.needs_gib(GIB_OF_A_RANK)
 @pytest.mark.needs_ranks(NUM_RANKS)
 @pytest.mark.needs_caps(test=takes_so_many)
 def test_more_elements_than_32_bits_count(pool: RankPool, engine_name: str) -> None:
