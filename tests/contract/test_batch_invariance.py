@@ -100,6 +100,8 @@ def watch(ctx: RankContext, case: Case, engine_name: str) -> int:
     """Compare all batches of this rank, and count those that had the watched tokens."""
     seen: list[list[torch.Tensor]] = []
     with opened(ctx, case, engine_name) as (case, engine):
+        # In static mode over several nodes the largest batch must come first.
+        steps(engine, case, ctx.rank, tokens(case, ctx.rank, WATCHED + MOST, seed=0))
         for batch, places in batches(case, ctx.rank, MOST):
             results = steps(engine, case, ctx.rank, batch)
             if places is not None:

@@ -34,7 +34,9 @@ SIZES = {"hidden_size": 2048, "ffn_hidden_size": 768, "moe_ffn_hidden_size": 768
     compared="outputs and gradients of the same tokens in batches of different sizes and contents, "
     "to the bit",
 )
-@pytest.mark.parametrize("products", ["torch", pytest.param("quack-kernels", marks=needs_quack)])
+@pytest.mark.parametrize(
+    "products", ["torch", pytest.param("quack-kernels", marks=needs_quack), "TransformerEngine"]
+)
 def test_company_changes_no_bit(ctx: RankContext, engine_name: str, products: str) -> None:
     from megatron_ncclep.integration.experts import grouped
 
@@ -44,7 +46,8 @@ def test_company_changes_no_bit(ctx: RankContext, engine_name: str, products: st
     with pytest.MonkeyPatch.context() as patch:
         if products == "torch":
             patch.setattr(grouped, "fused_unavailable", lambda *_: "the test uses those of torch")
-        config = EpConfig(engine=engine_name, experts="grouped")
+        experts = "megatron" if products == "TransformerEngine" else "grouped"
+        config = EpConfig(engine=engine_name, experts=experts)
         layer = build(ctx.num_ranks, True, config, moe_router_topk=6, **SIZES)
         make_experts_differ(layer)
         wrapped = in_ddp(layer)
@@ -58,8 +61,11 @@ def test_company_changes_no_bit(ctx: RankContext, engine_name: str, products: st
             out.backward(batch.grad.unsqueeze(1))
             if places is not None:
                 seen.append((out.detach()[places], x.grad[places]))
-        assert type(layer.experts).__name__ == "GroupedTEExperts"
-        assert (layer.experts._products is not None) == (products != "torch")
+        if products == "TransformerEngine":
+            assert type(layer.experts).__name__ == "TEGroupedMLP"
+        else:
+            assert type(layer.experts).__name__ == "GroupedTEExperts"
+            assert (layer.experts._products is not None) == (products != "torch")
         layer.token_dispatcher.engine.close()
     for occurrence, (out, gradient) in enumerate(seen):
         where = f"rank {ctx.rank}, occurrence {occurrence}"

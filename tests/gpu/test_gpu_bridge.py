@@ -74,6 +74,7 @@ ONE_GPU = (
     "model.virtual_pipeline_model_parallel_size=null",
     "model.pipeline_model_parallel_layout=null",
     "model.sequence_parallel=false",
+    "model.gradient_accumulation_fusion=false",  # needs Apex
     "model.seq_length=512",
     "dataset.seq_length=512",
     "dataset.num_workers=0",
