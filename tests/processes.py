@@ -1,15 +1,12 @@
-"""Fresh processes that are the ranks of one job, without a supervisor: how each of them ends.
+"""Processes that are the ranks of one job, without a supervisor: where they meet, how each ends.
 
-`RankPool` keeps its processes alive; here each one goes through its own exit, destructors and all,
-as under torchrun, but the others are not ended when one has failed.
+`RankPool` keeps its processes alive; those of `fork_server.py` each go through their own exit,
+destructors and all, as under torchrun, but the others are not ended when one has failed.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -24,8 +21,6 @@ from megatron_ncclep.ranks.pool import RankContext
 LOCAL_RANKS = "TESTED_LOCAL_RANKS"
 # What a process that did not end in time gets to write down where it hangs.
 DUMP_S = patient(5.0)
-# How the command `timeout` ends when the time was up.
-TIMED_OUT = 124
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class Ended:
     """How a rank ended.
 
     Attributes:
-        exit_code: as of subprocess; None: it did not end in time and was killed.
+        exit_code: None: it did not end in time and was killed; negative: the signal's number.
         output: of both streams; where it hung, when it was killed.
     """
 
@@ -58,51 +53,8 @@ class Store:
         }
 
 
-def run_ranks(
-    command: list[str], num_ranks: int, timeout: float, **environment: str
-) -> list[Ended]:
-    """Start `command` as every rank of a job, with torchrun's variables, and wait for all to end.
-
-    Args:
-        command: of one rank, which calls `join`.
-        num_ranks: R.
-        timeout: seconds for each of them, on an idle machine; then it is killed.
-        environment: more variables.
-    """
-    store = Store()
-    variables = {
-        **os.environ,
-        **store.variables(num_ranks),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONFAULTHANDLER": "1",  # writes the stacks when a rank is aborted
-        **environment,
-    }
-    limit = ["timeout", "--signal=ABRT", f"--kill-after={DUMP_S}", str(patient(timeout))]
-    with ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
-        processes = [
-            subprocess.Popen(
-                [*limit, *command],
-                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-            for rank, output in enumerate(outputs)
-        ]
-        for process in processes:
-            stack.callback(process.terminate)  # of an interrupted test
-        codes = [process.wait() for process in processes]
-        for output in outputs:
-            output.seek(0)
-        return [
-            Ended(None if code == TIMED_OUT else code, output.read())
-            for code, output in zip(codes, outputs, strict=True)
-        ]
-
-
 def join(backend: str) -> RankContext:
-    """Be a rank of the job that `run_ranks` started this process for.  Collective.
+    """Be a rank of the job that this process was started for.  Collective.
 
     Args:
         backend: "gloo", or "nccl": ranks share GPUs where there are fewer.

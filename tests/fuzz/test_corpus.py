@@ -56,22 +56,6 @@ def test_any_bytes(folder: Path, tmp_path: Path, contents: list[bytes]) -> None:
     assert corpus.prepare([str(folder)], tmp_path / "out") == made  # as it is kept
 
 
-# What Megatron's reader did not open it tries to close.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@settings(FUZZ, max_examples=40)
-@given(index=st.binary(max_size=80), data=st.binary(max_size=80), is_headed=st.booleans())
-def test_an_indexed_corpus_of_any_bytes(
-    tmp_path: Path, index: bytes, data: bytes, is_headed: bool
-) -> None:
-    header = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") if is_headed else b""
-    prefix = tmp_path / "indexed"
-    prefix.with_suffix(".idx").write_bytes(header + index)
-    prefix.with_suffix(".bin").write_bytes(data)
-    shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    _, refusal = attempt(lambda: corpus.prepare([str(prefix)], tmp_path / "out"))
-    assert refusal is None or str(prefix) in refusal
-
-
 @pytest.mark.parametrize("kept", [b"", b"[]", b"\xff", b'{"train": 1}', b'{"train": "'])
 def test_a_corpus_that_is_not_whole_is_made_again(tmp_path: Path, kept: bytes) -> None:
     """As a run leaves it that was killed while it wrote."""

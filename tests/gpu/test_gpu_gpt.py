@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from adam_training import SAME, Training
 from megatron_setup import ep_config
 from needs import needs_te
 from test_checkpoints import assert_goes_on
 from test_gpt_model import STAGES
-from trainer import SAME, ModelCase, Training, differences, train
+from trainer import ModelCase, differences, train
 
 from megatron_ncclep.ranks.pool import RankContext
 

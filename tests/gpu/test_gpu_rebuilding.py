@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from megatron_setup import build_layer, ep_config, initialize, make_config
 from patience import PatientPool
-from rebuilding_case import MODELS, SETTLED, growth, held
+from rebuilding_case import SETTLED, growth, held
 
 import megatron_ncclep
 from megatron_ncclep import metrics
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
+MODELS = 20
 # Windows of at least 3 x 32 MiB: 16384 rows of 2 KiB, for dispatch, for combine and its own part.
 SEQUENCE, BATCH, HIDDEN = 4096, 4, 1024
 LEAST_WINDOWS = 3 * SEQUENCE * BATCH * HIDDEN * 2

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-MODELS = 20
 # Models after which no more thread pools, caches and late imports are expected.
 SETTLED = 3
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from imports import import_megatron_on_cpu
 from megatron_setup import build_layer, initialize, make_config
 from patience import PatientPool, patient
-from rebuilding_case import MODELS, growth, held, mapped
+from rebuilding_case import growth, held, mapped
 
 import megatron_ncclep
 from megatron_ncclep import metrics
@@ -30,7 +30,7 @@ from megatron_ncclep.metrics import Metrics
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
-LAYERS, RANKS = 2, 2
+LAYERS, RANKS, MODELS = 2, 2, 8
 LONG_S = patient(60)
 EXPERTS = 4
 

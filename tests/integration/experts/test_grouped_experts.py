@@ -14,9 +14,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from adam_training import SAME, Training, checkpoints_written
 from megatron_setup import BATCH, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import gathered
-from trainer import SAME, ModelCase, Training, checkpoints_written
+from trainer import ModelCase
 
 from megatron_ncclep.benchmark.shapes import load
 from megatron_ncclep.config import EpConfig
@@ -120,17 +121,6 @@ def test_training_with_the_distributed_optimizer(ctx: RankContext) -> None:
 # ---- checkpoints
 
 
-def everything(training: Training) -> dict[str, torch.Tensor]:
-    """Parameters, and this rank's shards of the optimizer's state, by place."""
-    training.wrapped[0].start_param_sync(force_sync=True)
-    found = dict(training.chunks[0].named_parameters())
-    for i, optimizer in enumerate(training.optimizer.chained_optimizers):
-        for j, state in enumerate(optimizer.optimizer.state.values()):
-            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-            found |= {f"{i}.{j}.{key}": value for key, value in tensors.items()}
-    return {name: value.detach().clone() for name, value in found.items()}
-
-
 @pytest.mark.each_release
 @checkpoints_written()
 def test_checkpoints_go_both_ways(ctx: RankContext, tmp_path: Path) -> None:
@@ -141,7 +131,7 @@ def test_checkpoints_go_both_ways(ctx: RankContext, tmp_path: Path) -> None:
         saved = Training(ctx, "ncclep", model_of(before))
         for _ in range(2):
             saved.step()
-        expected = everything(saved)
+        expected = saved.everything()
         target = tmp_path / before
         if ctx.rank == 0:
             target.mkdir()
@@ -150,7 +140,7 @@ def test_checkpoints_go_both_ways(ctx: RankContext, tmp_path: Path) -> None:
 
         loaded = Training(ctx, "ncclep", model_of(after), seed=1)
         loaded.load(target)
-        found = everything(loaded)
+        found = loaded.everything()
         assert found.keys() == expected.keys()
         assert any("exp_avg" in key for key in found)
         for key, value in expected.items():

@@ -11,13 +11,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
-import processes
 import pytest
+from fork_server import ForkServer
 from megatron_versions import INSTALLED
 from patience import patient
 
+from megatron_ncclep import cli
 from megatron_ncclep.cli import run as launch
 from megatron_ncclep.errors import InputError, IntegrationError
 from megatron_ncclep.integration.import_hook import after_import
@@ -52,13 +54,17 @@ EXPERTS = {
     "divided": ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"],
 }
 
-RUN = ["-m", "megatron_ncclep", "run", "--cpu"]
-
 
 def environment() -> dict[str, str]:
     """Variables for this package, without what `import torch` does where it is installed."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCLEP_AUTOLOAD": "0"}
+
+
+def be_rank(folder: str, *arguments: str) -> int:
+    """Be a rank of a script."""
+    os.chdir(folder)
+    return cli.main(["run", "--cpu", *arguments])
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -84,7 +90,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.each_release
 @pytest.mark.since("0.17")  # whose wheel has megatron.training
 def test_pretrain_script_trains_like_alltoall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """With tensor parallelism, for which Megatron's validate_args asks for the GPU's properties:
     its scripts ended in "Found no NVIDIA driver".
@@ -95,26 +101,27 @@ def test_pretrain_script_trains_like_alltoall(
     is_installed = request.config.getoption("--megatron") == INSTALLED
     experts = EXPERTS["slices" if is_installed else "divided"]
     shutil.copy(HERE / "pretrain_template.py", tmp_path / "pretrain_gpt.py")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # a toolkit; without a GPU torch remarks on it
+    # A toolkit; without a GPU torch remarks on it.
+    toolkit = {"CUDA_HOME": str(tmp_path)}
 
     def losses(dispatcher: str, *arguments: str) -> tuple[list[float], str]:
-        command = [*RUN, "pretrain_gpt.py", *PRETRAIN_ARGUMENTS, *experts]
+        command = [str(tmp_path), "pretrain_gpt.py", *PRETRAIN_ARGUMENTS, *experts]
         command += ["--moe-token-dispatcher-type", dispatcher, *arguments]
-        # Without torchrun, which takes as long again.
-        ended = processes.run_ranks([sys.executable, *command], 2, TIMEOUT_S, **environment())
+        ended = server.run("test_launch:be_rank", command, 2, TIMEOUT_S, **toolkit)
         output = "".join(rank.output for rank in ended)
         assert [rank.exit_code for rank in ended] == [0, 0], output[-4000:]
         assert f"trained with {dispatcher}" in output
         return [float(loss) for loss in re.findall(r"\| lm loss: (\S+)", output)], output
 
-    ours, output = losses("ncclep", "--ncclep-engine", "reference")
+    # Forks have imported torch, and nothing of Megatron.
+    with closing(ForkServer("test_launch", NCCLEP_AUTOLOAD="0")) as server:
+        ours, output = losses("ncclep", "--ncclep-engine", "reference")
+        theirs = losses("alltoall")[0] if is_installed else ours
     assert "No CUDA runtime is found" not in output
     assert "engine 'reference' for 2 ranks" in output, "another dispatcher has run"
     assert len(ours) == 10
     assert ours[-1] < ours[0] - 0.3, ours
-    if is_installed:
-        assert ours == pytest.approx(losses("alltoall")[0], rel=SAME_LOSS_REL)
+    assert ours == pytest.approx(theirs, rel=SAME_LOSS_REL)
 
 
 def test_script_sees_what_python_would_show_it(tmp_path: Path) -> None:

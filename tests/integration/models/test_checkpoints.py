@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer import SAME, ModelCase, Training, checkpoints_written
+from adam_training import SAME, Training, checkpoints_written
+from trainer import ModelCase
 
 from megatron_ncclep.ranks.pool import RankContext
 

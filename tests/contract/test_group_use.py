@@ -1,0 +1,86 @@
+"""Engines and groups that a rank cannot use, and ranks that use them for different calls."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch.distributed as dist
+from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
+
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.errors import GroupClosedError, InputError, PeerError
+from megatron_ncclep.ranks.pool import RankContext, RankPool
+
+pytestmark = pytest.mark.needs_ranks(2)
+
+
+def closed_on_rank(ctx: RankContext, engine_name: str) -> None:
+    engine = create_engine(ctx.group, NUM_EXPERTS, config(engine_name))
+    plan = engine.plan(topk(ctx))
+    engine.close()
+    engine.close()
+    for call in (
+        lambda: engine.plan(topk(ctx)),
+        lambda: engine.dispatch(plan, rows(ctx)),
+        lambda: engine.combine(plan, rows(ctx, plan.num_rows)),
+    ):
+        with pytest.raises(GroupClosedError, match="create a new one"):
+            call()
+
+
+def test_a_closed_engine_says_so(pool: RankPool, engine_name: str) -> None:
+    pool.run(closed_on_rank, engine_name, ranks=2)
+
+
+def destroyed_on_rank(ctx: RankContext, engine_name: str) -> None:
+    group = dist.new_group(list(range(ctx.num_ranks)))
+    num_experts = 4 * ctx.num_ranks
+    engine = create_engine(group, num_experts, config(engine_name))
+    plan = engine.plan(topk(ctx))
+    dispatched, _ = engine.dispatch(plan, rows(ctx))  # whatever it needs is there from now on
+    dist.destroy_process_group(group)
+    for call in (
+        lambda: engine.plan(topk(ctx)),
+        lambda: engine.dispatch(plan, rows(ctx)),
+        lambda: engine.combine(plan, dispatched),
+        lambda: create_engine(group, num_experts, config(engine_name)),
+    ):
+        with pytest.raises(GroupClosedError, match="destroyed"):
+            call()
+
+
+def test_a_destroyed_process_group_says_so(pool: RankPool, engine_name: str) -> None:
+    pool.run(destroyed_on_rank, engine_name)
+
+
+def not_a_member(ctx: RankContext) -> str:
+    num_members = ctx.num_ranks - 1
+    group = dist.new_group(list(range(num_members)))
+    if ctx.rank < num_members:
+        return create_engine(group, 4 * num_members, config()).caps.name
+    with pytest.raises(InputError) as caught:
+        create_engine(group, 4 * num_members, config())
+    return str(caught.value)
+
+
+def test_a_rank_outside_the_group_says_so(pool: RankPool) -> None:
+    """Whatever the engine: it is found before one is chosen."""
+    *members, outsider = pool.run(not_a_member)
+    assert members == ["reference"] * (pool.size - 1)
+    assert "not a member" in outsider
+
+
+def diverge_on_rank(ctx: RankContext, engine_name: str) -> str:
+    with closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine:
+        plan = engine.plan(topk(ctx))
+        call, num_rows = (engine.combine, plan.num_rows) if ctx.rank == 0 else (engine.dispatch, 3)
+        with pytest.raises(PeerError) as caught:
+            until_checked(lambda: call(plan, rows(ctx, num_rows)))
+    return str(caught.value)
+
+
+def test_ranks_in_different_calls_are_told(pool: RankPool, engine_name: str) -> None:
+    for text in pool.run(diverge_on_rank, engine_name, ranks=2):
+        assert "rank 0 is in combine" in text
+        assert "rank 1 is in dispatch" in text
