@@ -124,7 +124,7 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_memory.py", alone=True),
         Step("native", (2,), "tests/gpu/test_megatron_graphs.py"),
         Step("native", (2,), "tests/gpu/test_fp8_training.py"),
-        Step("native", (1,), "tests/gpu/test_gpu_bridge.py"),
+        Step("native", (1,), "tests/gpu/test_gpu_bridge.py -rP"),
     ],
     "faults": [
         Step("native", (4,), "tests/faults --ignore tests/faults/test_growth.py", mps=False),

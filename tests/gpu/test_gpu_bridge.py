@@ -145,6 +145,7 @@ def test_a_recipe_trains(tmp_path: Path, engine_name: str, recipe: str) -> None:
     """Even if the recipe sets HybridEP; another override selects the engine."""
     kind = "model.moe_token_dispatcher_type"
     log, ours = train(tmp_path, recipe, f"{kind}=ncclep", f"model.ncclep.engine={engine_name}")
+    print(*(line for line in log.splitlines() if "ncclep" in line or "lm loss" in line), sep="\n")
     assert f"engine {engine_name!r} for 1 ranks" in log
     _, theirs = train(tmp_path, recipe, f"{kind}=alltoall")
     assert len(ours) == len(theirs) == 20
