@@ -127,16 +127,6 @@ def test_the_yardstick_is_the_quickest_of_nvidias() -> None:
     assert row(text, "lib:TE+pull-push+fixed@64")[7:9] == ["1500", "1.00"]
 
 
-def test_what_is_too_wide_follows_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [["head", "a", "b"], ["one", "1", "2"], ["", "", "3"]]
-    monkeypatch.setattr(table, "WIDTH", 7)
-    assert table.align(rows) == [
-        "head  a", "one   1", "", "head  b", "one   2", "      3",
-    ]  # fmt: skip
-    monkeypatch.setattr(table, "WIDTH", 100)
-    assert max(map(len, render(sample_result()).splitlines())) <= 100
-
-
 def test_numbers_of_training_steps() -> None:
     """160 and 164 ms, 60 of them in kernels; 8192 tokens in 65.5 ms are 125,069 a second."""
     result = sample_result()
@@ -226,18 +216,6 @@ def test_bars_are_the_jsons_times(tmp_path: Path) -> None:
     # Each piece of a row begins where the one before it ends.
     assert bars == [(sum(row[:i]), width) for row in rows for i, width in enumerate(row)]
     assert lines == pytest.approx([4 * 159e6 / 350e3])  # not in those of layers and experts
-
-
-def test_an_older_result_is_drawn(tmp_path: Path) -> None:
-    source = tmp_path / "bench.json"
-    old = sample_result()
-    shape = old["shapes"][0]
-    shape["subjects"] = [s for s in shape["subjects"] if s["kind"] != "experts"]
-    del old["trainings"], shape["network"], shape["expert_rows"], shape["products_us"]
-    results.save(old, source)
-    assert results.load(source)["shapes"][0]["network"] is None
-    assert cli.main(["plot", str(source), "--subjects", "native@24"]) == 0
-    assert "training" not in render(results.load(source))
 
 
 @pytest.mark.parametrize(

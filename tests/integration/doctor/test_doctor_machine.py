@@ -54,14 +54,6 @@ def section(title: str) -> dict[str, Finding]:
 # --- GPUs and their links -----------------------------------------------------------------------
 
 
-def test_how_a_gpu_reaches_the_others() -> None:
-    assert gpus.peers({}) == "the only one"
-    assert gpus.peers({1: ("NV18", True), 2: ("NV18", True), 3: ("SYS", False)}) == (
-        "reads GPU 1..2 (NV18), cannot read GPU 3 (SYS)"
-    )
-    assert gpus.peers({0: (None, True)}) == "reads GPU 0"
-
-
 def test_gpus_that_torch_does_not_see() -> None:
     driver = gpus.Driver("550.1", (12, 4), tuple(UUIDS), {})
     assert gpus.why_not_visible(gpus.Driver("550.1", (12, 4), (), {}), "13.0") is None
