@@ -100,19 +100,6 @@ def test_ranks_that_share_a_gpu_have_no_ratios() -> None:
         assert ratio not in tables, ratio
 
 
-def test_bytes_over_the_network_are_shown_with_the_times() -> None:
-    result = sample_result()
-    assert "over the network" not in render(result)
-    result["shapes"][0]["network"] = {
-        "machines": 2, "ranks_on_each": 8, "hierarchical_bytes": 58_700_000,
-        "flat_bytes": 234_900_000,
-    }  # fmt: skip
-    text = " ".join(render(result).split())
-    assert "over the network, 2 x 8 (nodes x ranks): 58.7 MB with hierarchical, 235 MB with" in text
-    del result["shapes"][0]["network"]  # as older results have it
-    assert "over the network" not in render(result)
-
-
 def test_the_yardstick_is_the_quickest_of_nvidias() -> None:
     """With the longest title that there is, in the longest form that a number has."""
     result = sample_result()

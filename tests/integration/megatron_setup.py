@@ -87,10 +87,7 @@ def initialize(
 
 def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **options: Any) -> Any:
     """A TransformerConfig for small MoE layers; `options` win over the defaults."""
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     ncclep = options.pop("ncclep", None)
     values: dict[str, Any] = {

@@ -74,15 +74,6 @@ def test_metrics_are_logged_and_drawn(finished: Finished, tmp_path: Path):
     assert "training loss (nats per token)" in without.read_text()
 
 
-def test_learning_rate_warms_up_and_decays(finished: Finished):
-    rates = [entry["lr"] for entry in entries(finished.out, "step")]
-    warmup = int(MODEL["lr-warmup-fraction"] * STEPS)
-    assert rates[0] == 0
-    assert rates[warmup] == pytest.approx(MODEL["lr"])
-    assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
-    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-
-
 def test_two_nodes_have_the_losses_of_alltoall(
     arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path
 ):

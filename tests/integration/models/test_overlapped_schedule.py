@@ -35,8 +35,7 @@ CASES = [
         options={"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32},
     ),
     case_of(
-        "grouped-static",
-        options={"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")},
+        "grouped-static", options={"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")}
     ),
     case_of("pipeline", pp=2, micro_batches=4),
 ]
