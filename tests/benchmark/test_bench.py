@@ -189,7 +189,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Done:
     shape = {"tokens": 12, "hidden": 16, "top_k": 2, "dtype": "float32"}
     config = folder / "config.yaml"
     shapes = [{"name": f"experts-{n}", "experts": n, **shape} for n in (WRONG, RAISES, HANGS, 16)]
-    config.write_text(yaml.safe_dump({"shapes": shapes, "timeout_s": patient(3)}))
+    config.write_text(yaml.safe_dump({"shapes": shapes, "timeout_s": patient(2)}))
     return run(
         folder / "out", [str(FOLDER / "broken_bench.py")],
         "--config", str(config), "--device", "cpu", "--ranks", "2", "--samples", "1",

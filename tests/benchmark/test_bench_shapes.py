@@ -151,14 +151,6 @@ def test_wire_rows_count_each_rank_once_and_take_the_busiest() -> None:
     assert crossing([topk_idx[0][:1], *topk_idx[1:]], 6) == 2
 
 
-def test_network_rows_of_the_worked_example() -> None:
-    """The example of network_rows."""
-    none = torch.full((1, 2), -1)
-    topk_idx = [torch.tensor([[2, 3]]), none, none, none]
-    assert crossing(topk_idx, 4, 2) == (1, 2)
-    assert crossing(topk_idx, 4, 4) == (0, 0)
-
-
 # --- the model of several nodes ------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -153,21 +152,6 @@ def test_what_cannot_run_is_a_failure_only_when_it_was_asked_for() -> None:
     assert sample_result()["failures"] == []
     (failure,) = sample_result(required=("flex_deepep", "alltoall"))["failures"]
     assert "flex_deepep was requested and cannot run: ImportError: no DeepEP" in failure
-
-
-def test_without_a_ceiling_there_is_no_percentage() -> None:
-    result = sample_result()
-    shape: dict[str, Any] = result["shapes"][0]
-    shape |= {"ceiling": {}, "ceiling_reason": "no GPUs", "limit_us": None}
-    result["trainings"] = []  # which have another percentage
-    for subject in shape["subjects"]:
-        for times in subject["passes"].values():
-            times.pop("percent_of_ceiling", None)
-    text = render(result)
-    assert "ceiling not measured: no GPUs" in text
-    assert "%" not in text.partition("Times are")[0]
-    limits = [line for line in text.splitlines() if line.startswith("limit")]
-    assert len(limits) == 2  # of layers and experts: what products take
 
 
 # --- plot ----------------------------------------------------------------------------------------

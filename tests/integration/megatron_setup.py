@@ -155,6 +155,17 @@ def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
     return layer.to(device, config.params_dtype)
 
 
+def log_calls(order: list[str], owner: Any, name: str, text: str) -> None:
+    """Have each call of the method `name` add `text` to `order`."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        order.append(text)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
 def moe_submodules(layer_spec: Any) -> Any:
     """The modules inside the MoELayer of a layer's spec."""
     spec = layer_spec.submodules.mlp
