@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import InputError, UnsupportedError
 
-# Per bucket: two means in fp32.
-BYTES_PER_BUCKET = 8
-
 
 def two_means(gradients: torch.Tensor) -> torch.Tensor:
     """The mean of the non-negative gradients and the mean magnitude of the negative ones.

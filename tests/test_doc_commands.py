@@ -114,20 +114,14 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
-@pytest.fixture(scope="module")
-def ran() -> list[list[str]]:
-    """What has run and need not run again."""
-    return []
-
-
 # --- rules: how a command is run, by its first word ------------------------------------
 
 
 class Shell:
     """Runs the commands of a block, in a folder that also has a Megatron-LM."""
 
-    def __init__(self, server: ForkServer, folder: Path, ran: list[list[str]]) -> None:
-        self.server, self.folder, self.ran = server, folder, ran
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self.server, self.folder = server, folder
         self.variables: dict[str, str] = {}
         (folder / "Megatron-LM").mkdir()
         template = ROOT / "tests" / "integration" / "install" / "pretrain_template.py"
@@ -199,9 +193,8 @@ class Shell:
             ranks = int(words[words.index("--ranks") + 1]) if "--ranks" in words else 2
             short = shlex.split(f"--steps 5 --set eval-iters=1 --text {ROOT}/docs/support.md")
             self.in_forks("run_ncclep", [str(self.folder), *words[1:], *short], ranks)
-        elif words not in self.ran:
-            self.output(*words, *(["--smoke"] if words[1] == "bench" else []))
-            self.ran.append(words)
+        elif words != ["ncclep", "doctor"]:  # which tests/integration/doctor runs
+            self.output(*words)
 
     def torchrun(self, words: list[str]) -> None:
         from torch.distributed.run import get_args_parser
@@ -270,8 +263,8 @@ RULES: dict[str, Callable[[Shell, list[str]], None]] = {
 
 @pytest.mark.any_python("the commands are the same")
 @pytest.mark.parametrize("block", OF_COMMANDS, ids=str)
-def test_commands_run(server: ForkServer, tmp_path: Path, ran: list[list[str]], block: Block):
-    shell = Shell(server, tmp_path, ran)
+def test_commands_run(server: ForkServer, tmp_path: Path, block: Block):
+    shell = Shell(server, tmp_path)
     for words in commands(block.text):
         shell.run(words)
 

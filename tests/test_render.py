@@ -326,14 +326,6 @@ def test_only_variables_and_sums_are_left_to_the_shell(text: str, expected: str)
 # --- the scripts ---------------------------------------------------------------------------------
 
 
-def test_launch_local_runs_the_command(fake_commands):
-    given = ["--model", "tiny", "--dispatcher", "alltoall", "--script", "my train.py"]
-    extra = ["--data-path", "a b"]
-    started = words("tiny", "alltoall", "local-cpu", "my train.py", extra)
-    done = run_script("launch_local.sh", *given, "--", *extra, env=fake_commands)
-    assert done.stdout.splitlines()[-len(started) :] == started
-
-
 @pytest.mark.parametrize("cluster", ["slurm", "slurm-pyxis"])
 def test_slurm_script_fills_in_the_job(fake_commands, cluster: str):
     container = {"CONTAINER_IMAGE": "a b.sqsh", "CONTAINER_MOUNTS": "/data:/data"}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import PeerError, RefusedError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.hosts import BUSY_WAIT_S
+from megatron_ncclep.ranks.torch_group import BUSY_WAIT_S
 
 
 class AllToAll:

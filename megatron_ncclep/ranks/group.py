@@ -21,7 +21,8 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import EpError, GroupClosedError
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import place
-from megatron_ncclep.ranks.hosts import Hosts, require_alive
+from megatron_ncclep.ranks.hosts import Hosts
+from megatron_ncclep.ranks.torch_group import require_alive
 
 _Thing = TypeVar("_Thing")
 

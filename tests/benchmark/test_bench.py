@@ -128,6 +128,7 @@ def test_training_steps_of_the_smoke_run(smoke: Done) -> None:
         assert len(subject["turns_us"]) == 2
         assert subject["tokens_per_s"] == pytest.approx(512 / times["median_us"] * 1e6)
         assert subject["losses"][-1] < subject["losses"][0]
+        assert subject["loss_apart"] is None or subject["loss_apart"] < 1e-5
         assert (subject["kinds_us"], subject["host_us"], subject["memory"]) == ({}, None, None)
 
 
@@ -137,17 +138,16 @@ def test_training_steps_that_are_wrong_or_cannot_run_are_failures(tmp_path: Path
         tmp_path, [str(FOLDER / "broken_bench.py")], "--smoke", "--samples", "1",
         # 128 tokens of a rank in a micro-batch choose 4 experts each.
         "--max-recv-rows", "448", "--subjects", "train:ncclep:native,train:ncclep:wrong,"
-        "train:ncclep:reference:static,train:ncclep:reference",
+        "train:ncclep:reference:static",
     )  # fmt: skip
     assert done.status == 1
     (training,) = done.result["trainings"]
-    assert [s["status"] for s in training["subjects"]] == ["unavailable", "wrong", "wrong", "ok"]
-    unavailable, wrong, dropping, right = training["subjects"]
+    assert [s["status"] for s in training["subjects"]] == ["unavailable", "wrong", "wrong"]
+    unavailable, wrong, dropping = training["subjects"]
     assert "turn 1: engine 'native'" in unavailable["reason"]
     assert "the output of the first MoE layer is " in wrong["reason"]
     assert (wrong["step"], wrong["tokens_per_s"]) == ({}, None)
     assert "rows did not fit into 448 received rows and were dropped" in dropping["reason"]
-    assert right["loss_apart"] < 1e-5
     assert "train:ncclep:native was requested and cannot run" in done.stderr
     assert "train:ncclep:wrong wrong: rank " in done.stderr
 
@@ -189,7 +189,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Done:
     shape = {"tokens": 12, "hidden": 16, "top_k": 2, "dtype": "float32"}
     config = folder / "config.yaml"
     shapes = [{"name": f"experts-{n}", "experts": n, **shape} for n in (WRONG, RAISES, HANGS, 16)]
-    config.write_text(yaml.safe_dump({"shapes": shapes, "timeout_s": patient(3)}))
+    config.write_text(yaml.safe_dump({"shapes": shapes, "timeout_s": patient(2)}))
     return run(
         folder / "out", [str(FOLDER / "broken_bench.py")],
         "--config", str(config), "--device", "cpu", "--ranks", "2", "--samples", "1",

@@ -14,7 +14,6 @@ from megatron_ncclep.benchmark.job import (
     default_names,
     known_variant,
     split_name,
-    unavailable_reason,
 )
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
@@ -218,16 +217,6 @@ def test_variants_of_a_training() -> None:
     assert (eager.graphs, eager.captures_optimizer, eager.optimizer_graph) == (None, False, True)
     assert (eager.static, eager.captured) == (True, None)
     assert known_variant("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
-
-
-def test_what_a_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    (small,), (large, _) = shapes.load("smoke").trainings, shapes.load("training").trainings
-    choice = known_variant("train:alltoall")
-    assert unavailable_reason(choice, "cpu", small) is None
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "megatron" or None)
-    assert "pip install 'megatron-ncclep[te]'" in str(unavailable_reason(choice, "cuda", large))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'megatron-ncclep[train]'" in str(unavailable_reason(choice, "cpu", small))
 
 
 def test_on_gpus_graphs_hold_what_is_measured() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,19 +77,3 @@ def test_random_rows_of_the_worked_example() -> None:
     assert sorted(zip(peer.tolist(), row.tolist(), strict=True)) == [
         (0, 2), (0, 3), (2, 2), (2, 3),
     ]  # fmt: skip
-
-
-def test_a_rate_is_what_one_rank_copies_in_the_median_of_the_slowest() -> None:
-    """1000 rows of 4096 bytes in 40 us, where another rank takes 50, are 81.92 GB/s."""
-    copies: Any = object.__new__(ranks._Copies)
-    copies._row, copies._local = torch.zeros(1000), torch.zeros(1000, 1024, dtype=torch.int32)
-    copies.copy = lambda direction, num_sms: None
-    copies._group = SimpleNamespace(gather=lambda mine, *_: torch.stack([mine, mine + 10]))
-
-    class Warming(FakeTimer):
-        def sample(self, call: Callable[[], Any], include_host: bool) -> float:
-            return 1e6 if super().sample(call, include_host) <= ranks.COPY_WARMUP else 40.0
-
-    timer = Warming()
-    assert copies.rate("push", 16, timer, timeout_s=1.0) == pytest.approx(81.92)
-    assert len(timer.calls) == ranks.COPY_WARMUP + ranks.COPY_SAMPLES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -100,19 +99,6 @@ def test_ranks_that_share_a_gpu_have_no_ratios() -> None:
         assert ratio not in tables, ratio
 
 
-def test_bytes_over_the_network_are_shown_with_the_times() -> None:
-    result = sample_result()
-    assert "over the network" not in render(result)
-    result["shapes"][0]["network"] = {
-        "machines": 2, "ranks_on_each": 8, "hierarchical_bytes": 58_700_000,
-        "flat_bytes": 234_900_000,
-    }  # fmt: skip
-    text = " ".join(render(result).split())
-    assert "over the network, 2 x 8 (nodes x ranks): 58.7 MB with hierarchical, 235 MB with" in text
-    del result["shapes"][0]["network"]  # as older results have it
-    assert "over the network" not in render(result)
-
-
 def test_the_yardstick_is_the_quickest_of_nvidias() -> None:
     """With the longest title that there is, in the longest form that a number has."""
     result = sample_result()
@@ -125,16 +111,6 @@ def test_the_yardstick_is_the_quickest_of_nvidias() -> None:
     assert row(text, "native@24")[7:9] == ["2100", "1.40"]
     assert row(text, "nccl_ep (library)")[7:9] == ["3130", "2.09"]
     assert row(text, "lib:TE+pull-push+fixed@64")[7:9] == ["1500", "1.00"]
-
-
-def test_what_is_too_wide_follows_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [["head", "a", "b"], ["one", "1", "2"], ["", "", "3"]]
-    monkeypatch.setattr(table, "WIDTH", 7)
-    assert table.align(rows) == [
-        "head  a", "one   1", "", "head  b", "one   2", "      3",
-    ]  # fmt: skip
-    monkeypatch.setattr(table, "WIDTH", 100)
-    assert max(map(len, render(sample_result()).splitlines())) <= 100
 
 
 def test_numbers_of_training_steps() -> None:
@@ -178,21 +154,6 @@ def test_what_cannot_run_is_a_failure_only_when_it_was_asked_for() -> None:
     assert "flex_deepep was requested and cannot run: ImportError: no DeepEP" in failure
 
 
-def test_without_a_ceiling_there_is_no_percentage() -> None:
-    result = sample_result()
-    shape: dict[str, Any] = result["shapes"][0]
-    shape |= {"ceiling": {}, "ceiling_reason": "no GPUs", "limit_us": None}
-    result["trainings"] = []  # which have another percentage
-    for subject in shape["subjects"]:
-        for times in subject["passes"].values():
-            times.pop("percent_of_ceiling", None)
-    text = render(result)
-    assert "ceiling not measured: no GPUs" in text
-    assert "%" not in text.partition("Times are")[0]
-    limits = [line for line in text.splitlines() if line.startswith("limit")]
-    assert len(limits) == 2  # of layers and experts: what products take
-
-
 # --- plot ----------------------------------------------------------------------------------------
 
 PNG = b"\x89PNG"
@@ -226,18 +187,6 @@ def test_bars_are_the_jsons_times(tmp_path: Path) -> None:
     # Each piece of a row begins where the one before it ends.
     assert bars == [(sum(row[:i]), width) for row in rows for i, width in enumerate(row)]
     assert lines == pytest.approx([4 * 159e6 / 350e3])  # not in those of layers and experts
-
-
-def test_an_older_result_is_drawn(tmp_path: Path) -> None:
-    source = tmp_path / "bench.json"
-    old = sample_result()
-    shape = old["shapes"][0]
-    shape["subjects"] = [s for s in shape["subjects"] if s["kind"] != "experts"]
-    del old["trainings"], shape["network"], shape["expert_rows"], shape["products_us"]
-    results.save(old, source)
-    assert results.load(source)["shapes"][0]["network"] is None
-    assert cli.main(["plot", str(source), "--subjects", "native@24"]) == 0
-    assert "training" not in render(results.load(source))
 
 
 @pytest.mark.parametrize(

@@ -80,15 +80,14 @@ def oracle_of(case: Case, engine_name: str = "reference") -> OraclePlan:
     )
 
 
-def most_ranks(engine_name: str, wanted: int) -> int:
-    """At most `wanted` ranks: as many as fill nodes, for an engine to which they matter."""
-    on_node = ranks_on_node(engine_name, wanted)
-    return wanted if on_node is None else wanted // on_node * on_node
-
-
 def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
-    """The case on the ranks that the pool has, in shapes that the engine is tested with."""
-    ranks = most_ranks(engine_name, min(pool.size, case.num_ranks))
+    """The case on the ranks that the pool has, in shapes that the engine is tested with.
+
+    They fill nodes, for an engine to which nodes matter.
+    """
+    ranks = min(pool.size, case.num_ranks)
+    if (on_node := ranks_on_node(engine_name, ranks)) is not None:
+        ranks = ranks // on_node * on_node
     return for_engine(case.on_at_most(ranks), caps_of(engine_name))
 
 

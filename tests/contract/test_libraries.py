@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from installation import install_nccl, touch
-from patience import patient
 
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries import search
@@ -58,26 +57,6 @@ def test_file_at_an_address(address: int, path: str | None):
 
 
 # --- NCCL ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.cpu_only  # a node with GPUs may have an NCCL preloaded, for NVIDIA's library
-def test_the_loaded_nccl_is_torchs():
-    """In a process of its own: this one's look-up is replaced.  A torch for the CPU loads none."""
-    code = (
-        "import torch\n"
-        "from megatron_ncclep.libraries.search import loaded_nccl\n"
-        "found, maps = loaded_nccl(), open('/proc/self/maps').read()\n"
-        "assert (found is None) == ('/libnccl.so.2' not in maps), found\n"
-        "if found:\n"
-        "    assert found.path.is_file() and str(found.path) in maps\n"
-        "    assert found.version == torch.cuda.nccl.version(), found\n"
-        "    assert found.found == 'loaded in this process'\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, text=True, capture_output=True,
-        timeout=patient(120),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_script_that_asks_a_library():

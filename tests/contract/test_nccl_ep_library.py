@@ -5,10 +5,8 @@ The libraries are short texts here, with what the code reads in the real ones.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,6 @@ from megatron_ncclep.libraries.nccl_ep import (
     PULL_PUSH,
     SOURCES,
     NcclEpLibrary,
-    environment,
     find_nccl_ep,
     jit_folders,
     jit_problem,
@@ -200,12 +197,3 @@ def test_modes_that_would_be_ignored(site: Path, monkeypatch: pytest.MonkeyPatch
     assert f"{FIXED_ORDER}=0: " in str(mode_problem(new))
     assert nccl_ep_library.group_modes(new) == {FIXED_ORDER: "1"}
     assert nccl_ep_library.group_modes(old) == {}
-
-
-def test_the_environment_is_what_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FIXED_ORDER, "0")
-    with suppress(RuntimeError), environment({FIXED_ORDER: "1", PULL_PUSH: "1"}):
-        assert (os.environ[FIXED_ORDER], os.environ[PULL_PUSH]) == ("1", "1")
-        raise RuntimeError
-    assert os.environ[FIXED_ORDER] == "0"
-    assert PULL_PUSH not in os.environ

@@ -30,7 +30,6 @@ from megatron_ncclep.engines.hierarchical import engine as hierarchical
 from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
-from megatron_ncclep.ranks import all_to_all
 from megatron_ncclep.ranks.all_to_all import AllToAll, Unwaited
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -226,25 +225,6 @@ def test_batches_of_many_sizes_leave_nothing_behind(pool: RankPool) -> None:
     """Each new number of tokens made another engine inside, and an entry that stayed."""
     results = pool.run(in_grid, 2, many_batch_sizes_on_rank, ranks=4)
     assert results == [[3, 6, 9, 12]] * 4
-
-
-def waits_on_rank(ctx: RankContext) -> None:
-    group, assignments = EpGroup.of(ctx.group), torch.tensor([[0, 7]])
-    with far(group):
-        for what, call in {
-            "Tensor.tolist": lambda: assignments.tolist(),
-            "aten.index": lambda: assignments[assignments > 0],
-            "for other hosts": lambda: group.exchange(b"", "a test", 60),
-            "for a test": lambda: all_to_all.exchange(
-                group, assignments[:0], [0] * 4, [0] * 4, "a test", 60
-            ),
-        }.items():
-            with pytest.raises(WaitedError, match=what):
-                call()
-
-
-def test_a_wait_would_be_noticed(pool: RankPool) -> None:
-    pool.run(waits_on_rank, ranks=4)
 
 
 def dropped_on_rank(ctx: RankContext, topk_idx: torch.Tensor) -> str:

@@ -128,21 +128,3 @@ def test_packing() -> None:
     assert unpacked.data_ptr() == packed.data_ptr()
     empty, no_scales = unpack_rows(pack_rows(data[:0], scales[:0, :0]), 256, 0, BYTES)
     assert (empty.shape, no_scales.shape) == ((0, 256), (0, 0))
-
-
-@pytest.mark.parametrize(
-    ("data", "scales"),
-    [
-        (torch.zeros(2, 16), torch.zeros(2, 1)),
-        (torch.zeros(2, 16, dtype=BYTES), torch.zeros(2, 1, dtype=torch.bfloat16)),
-        (torch.zeros(2, 16, dtype=BYTES), torch.zeros(3, 1)),
-        (torch.zeros(2, 18, dtype=BYTES), torch.zeros(2, 1)),
-        (torch.zeros(16, dtype=BYTES), torch.zeros(2, 1)),
-    ],
-    ids=["data of 4 bytes", "scales in bf16", "more scales", "unaligned", "one dimension"],
-)
-def test_what_cannot_be_packed(data: torch.Tensor, scales: torch.Tensor) -> None:
-    with pytest.raises(InputError, match=r"data is .*\[.* and scales .* float32 \[num_tokens"):
-        pack_rows(data, scales)
-    with pytest.raises(InputError, match=r"\[2, 32\]: rows of 16 bytes with 8 .*\[num_rows, 48\]"):
-        unpack_rows(torch.zeros(2, 32, dtype=BYTES), 16, 8, E4M3)

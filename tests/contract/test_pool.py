@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -54,13 +53,6 @@ def give_up(ctx: RankContext) -> None:
 
 def meet(ctx: RankContext) -> bytes:
     return EpGroup.of(ctx.group).exchange(bytes([ctx.rank]), "a call", 60.0)
-
-
-def end_later(ctx: RankContext) -> int:
-    """The rank answers, and dies while it has no job."""
-    if ctx.rank == 1:
-        threading.Timer(0.1, os._exit, (3,)).start()
-    return os.getpid()
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +109,6 @@ def test_a_group_that_gave_up_is_not_used_again(pool: RankPool) -> None:
     with pytest.raises(RankError, match="PeerError: rank 0 of 2: no answer from the other ranks"):
         pool.run(give_up)
     assert pool.run(meet) == [bytes([0, 1])] * 2
-
-
-def test_a_rank_that_died_between_jobs_is_told(pool: RankPool) -> None:
-    _, dying = pool.run(end_later)
-    assert pool._pipes[1].poll(LONG_S)  # its end is closed
-    with pytest.raises(RankError, match="rank 1 died"):
-        pool.run(whereabouts)
-    assert dying not in [pid for pid, *_ in pool.run(whereabouts)]
 
 
 def test_an_interrupted_job_leaves_no_answers_behind(

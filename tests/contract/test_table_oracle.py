@@ -64,11 +64,6 @@ def test_random_cases(case: Case) -> None:
     check(case)
 
 
-def test_the_worked_example() -> None:
-    topk_idx = [torch.tensor([[0, 1], [3, 0]]), torch.tensor([[2, 1]])]
-    assert slot_table(0, topk_idx, 4).slot.tolist() == [[0, 2], [1, -1], [-1, 3]]
-
-
 def all_rows(salt: int) -> torch.Tensor:
     return torch.cat([rows_of(rank, 300, 8, torch.bfloat16, salt, "cpu") for rank in range(3)])
 

@@ -15,9 +15,7 @@ from rank import DEADLINE_S, LONG_S
 
 from megatron_ncclep.engines import ENGINES
 
-pytestmark = [
-    pytest.mark.needs_ranks(2),
-]
+pytestmark = [pytest.mark.needs_ranks(2)]
 
 # How the hosts agree: through shared memory, or over the process group, as ranks of several hosts
 # always do.

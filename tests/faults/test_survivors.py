@@ -22,9 +22,7 @@ from megatron_ncclep.errors import GroupClosedError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
-pytestmark = [
-    pytest.mark.needs_ranks(2),
-]
+pytestmark = [pytest.mark.needs_ranks(2)]
 
 # Seconds that a rank waits for one that does not come.
 DEADLINE_S = 1.0
@@ -78,11 +76,7 @@ def member(
 def forks_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
     with member(ctx, engine_name) as me:
         plan = me.plan()
-        calls: list[Callable[[], object]] = [
-            me.plan,
-            lambda: me.check(plan, 1),
-            me.new_engine,
-        ]
+        calls: list[Callable[[], object]] = [me.plan, lambda: me.check(plan, 1), me.new_engine]
         read, write = os.pipe()
         # A process group of an earlier test that only a cycle holds would be destroyed in the
         # child, and wait there for gloo's threads, which are not forked.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from anything import FUZZ, attempt, documents, numbers, scalars, yaml_bytes
+from anything import FUZZ, attempt, numbers, scalars, yaml_bytes
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -75,19 +74,3 @@ def test_values_of_a_model(changes: dict[str, Any], ranks: int) -> None:
     assert 0 <= settings["lr-warmup-fraction"] < 1
     pattern = layer_pattern(settings["moe-layer-freq"], settings["num-layers"])
     assert len(pattern) == settings["num-layers"]
-
-
-@FUZZ
-@given(mapping=st.dictionaries(KEYS, documents(KEYS), max_size=4))
-def test_a_command_line_has_a_word_for_each_value(mapping: dict[str, Any]) -> None:
-    """What is accepted becomes words that a shell reads back as they were."""
-    _, refusal = attempt(lambda: config_files.check_arguments("a file", mapping))
-    if refusal is not None:
-        assert refusal.startswith("a file: ")
-        return
-    expected: list[str] = []
-    for name, value in mapping.items():
-        values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
-        expected += [] if value is False else [f"--{name}", *map(str, values)]
-    line = render.format_command(render.arguments(mapping), one_line=True)
-    assert shlex.split(line) == expected

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
+from megatron_setup import build_layer, initialize, make_config
 from needs import needs_te
 from on_ranks import gathered
 
@@ -42,22 +42,10 @@ TOLERANCE = 2e-2
 
 def build(ep: int, use_te: bool, ncclep: EpConfig, **options: Any) -> Any:
     """One MoELayer in bf16 on this rank's GPU, with experts that all differ."""
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
     initialize(ep, device="cuda")
     values = {**OPTIONS, **(TE_OPTIONS if use_te else {}), **options}
     config = make_config("ncclep", torch.bfloat16, ep, ncclep=ncclep, **values)
-    spec = (get_gpt_layer_with_transformer_engine_spec if use_te else get_gpt_layer_local_spec)(
-        num_experts=EXPERTS, moe_grouped_gemm=use_te
-    )
-    layer = MoELayer(config, submodules=moe_submodules(spec), layer_number=1)
-    layer.set_layer_number(1)
-    layer.to("cuda", torch.bfloat16)
-    return layer
+    return build_layer(config, "cuda", use_te)
 
 
 def in_ddp(layer: Any) -> Any:
@@ -78,7 +66,6 @@ def train_on_rank(
 ) -> dict[str, Any]:
     """Two micro-batches: everything that comes out, by name."""
     layer = build(ctx.num_ranks, True, EpConfig(engine=engine_name, experts=experts), **options)
-    make_experts_differ(layer)
     wrapped = in_ddp(layer)
     results: dict[str, Any] = {"class": type(layer.experts).__name__}
     for micro_batch in range(2):
@@ -150,7 +137,6 @@ class Static:
             # The local layers' fused kernel is Apex's; the experts need none.
             **({} if use_te else {"gradient_accumulation_fusion": False}),
         )
-        make_experts_differ(layer)
         layer.token_dispatcher.engine.close()
         self.experts = layer.experts
         self.experts.config.gradient_accumulation_fusion = True

@@ -20,17 +20,8 @@ def test_losses_are_those_of_alltoall(
 ) -> None:
     out = tmp_path / "out"
     job = ["--ranks", rank_counts[-1], "--steps", 10, "--set", "micro-batch-size=2", "eval-iters=2"]
-    job += [
-        "--overwrite",
-        "--compare",
-        "alltoall",
-        "--ncclep-engine",
-        engine_name,
-        "--ncclep-experts",
-        "megatron",
-        "--out",
-        out,
-    ]
+    job += ["--overwrite", "--compare", "alltoall", "--out", out]
+    job += ["--ncclep-engine", engine_name, "--ncclep-experts", "megatron"]
     done = subprocess.run(
         command(*job), env=environment(), text=True, capture_output=True, timeout=TIMEOUT_S
     )

@@ -87,10 +87,7 @@ def initialize(
 
 def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **options: Any) -> Any:
     """A TransformerConfig for small MoE layers; `options` win over the defaults."""
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     ncclep = options.pop("ncclep", None)
     values: dict[str, Any] = {
@@ -156,6 +153,17 @@ def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
     layer.set_layer_number(1)
     make_experts_differ(layer)
     return layer.to(device, config.params_dtype)
+
+
+def log_calls(order: list[str], owner: Any, name: str, text: str) -> None:
+    """Have each call of the method `name` add `text` to `order`."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        order.append(text)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
 
 
 def moe_submodules(layer_spec: Any) -> Any:

@@ -191,31 +191,13 @@ IN_THE_WAY = {
         "rank 1: NVIDIA A100 is older than Hopper (sm_90)",
         gpu={"capability": (8, 0), "name": "NVIDIA A100"},
     ),
-    "another architecture": Case(
-        "rank 1: the extension is built for sm_90a, which NVIDIA B200 (compute capability 10.0) "
-        "does not run: install the package again without NCCLEP_CUDA_ARCHITECTURES in the "
-        "environment",
-        gpu={"capability": (10, 0), "name": "NVIDIA B200"},
-    ),
     "few SMs": Case(
         "rank 1: num_sms 32: at most 0 on NVIDIA H200 with 16 SMs",
         gpu={"multi_processor_count": 16},
     ),
-    "an old driver": Case(
-        "the extension is built with CUDA 13.0, which needs a driver for CUDA 13.0 (580.65) or "
-        "newer, and this machine's supports CUDA up to 12.4: update the driver",
-        lacks=(extension, "driver_version", (12, 4)),
-    ),
-    "no extension": Case(
-        "build it", lacks=(extension, "unavailable_reason", "there is none: build it")
-    ),
     "no NCCL": Case(
         "it needs NCCL 2.28.9 or newer, found none: pip install 'nvidia-nccl-cu",
         lacks=(search, "find_nccl", None),
-    ),
-    "an old NCCL": Case(
-        "found 2.27.3, x.so (named)",
-        lacks=(search, "find_nccl", Library(Path("x.so"), (2, 27, 3), "named")),
     ),
     # Limits.
     "experts": Case("it takes at most 512 experts in total: there are 513", experts=513),
@@ -346,13 +328,6 @@ def test_without_gpus(pool: RankPool, num_ranks: int) -> None:
 
 
 # --- what the ranks find together ----------------------------------------------------------------
-
-
-def test_a_gpu_that_is_no_ranks_does_not_matter(machine: Machine) -> None:
-    """Four GPUs, three ranks; the fourth is out of reach."""
-    machine.gpus.append(Gpu("uuid-3", "NVIDIA A100", (8, 0)))
-    machine.no_access = {(0, 3), (3, 0)}
-    assert choice(NUM_RANKS) == ("native", "native can run")
 
 
 @pytest.mark.parametrize(

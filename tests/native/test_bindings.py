@@ -231,11 +231,6 @@ def test_every_kind_of_work_has_ctas_and_every_rank_warps(
         native.split_combine(fewest - 1, num_ranks, 8, 64)
 
 
-def test_the_fewest_sms(native: ModuleType) -> None:
-    """One more than it takes to give every other rank one of a CTA's 15 adding warps."""
-    assert [native.native_min_sms(n) for n in (1, 2, 16, 17, 31, 32)] == [3, 3, 3, 3, 3, 4]
-
-
 def test_rows_are_staged_in_more_phases_the_more_there_are(native: ModuleType) -> None:
     phases = [native.num_phases_of(tokens, 14336) for tokens in (0, 1, 128, 4096, 65536)]
     assert phases == [1, 1, 2, 6, 9]

@@ -19,7 +19,6 @@ from megatron_ncclep.errors import EngineUnavailableError, EpError, LibraryError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.libraries.search import Library
 from megatron_ncclep.ranks import communicator
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 
 NUM_RANKS = 3
@@ -126,16 +125,3 @@ def test_a_rank_that_waits_in_vain_hears_why(
     assert [type(error) for error in errors] == [kind] * NUM_RANKS, errors
     assert all(text in str(error) for error in errors)
     assert all(made.names == ["abort"] for fake in fakes for made in fake.communicators)
-
-
-def test_an_error_without_words_is_one_all_the_same() -> None:
-    """An empty text is what a rank says with which nothing is wrong."""
-
-    def step(group: ThreadGroup) -> int:
-        if group.rank == 1:
-            raise LibraryError()
-        return group.rank
-
-    errors = on_threads(2, lambda group: on_all_ranks(group, "x", lambda: step(group), DEADLINE_S))
-    assert [type(error) for error in errors] == [LibraryError] * 2, errors
-    assert "x: rank 1: LibraryError" in str(errors[0])

@@ -360,4 +360,4 @@ def test_ranks_without_shared_memory_refuse_to_agree_in_a_cuda_graph(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     on_gpu: Any = SimpleNamespace(_stream=object())
     with pytest.raises(UnsupportedError, match=r"plan, call 3: .*NCCLEP_HOST_EXCHANGE"):
-        EpGroup._exchange_by_torch(on_gpu, b"message", "plan, call 3", LONG_S)
+        EpGroup.exchange_by_torch(on_gpu, b"message", "plan, call 3", LONG_S)

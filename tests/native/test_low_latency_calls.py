@@ -71,8 +71,7 @@ def test_a_rank_with_few_tokens_adds_up_what_many_bring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sms", "num_sms", "most"),
-    [(78, None, 46), (132, None, 100), (160, None, 120), (132, 24, 24)],
+    ("sms", "num_sms", "most"), [(78, None, 46), (132, None, 100), (160, None, 120), (132, 24, 24)]
 )
 def test_sms_are_left_to_nccl(
     monkeypatch: pytest.MonkeyPatch, sms: int, num_sms: int | None, most: int

@@ -19,11 +19,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.native import group as native_group
 from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.engines.native.plan import next_capacity_factor
-from megatron_ncclep.errors import (
-    InputError,
-    RefusedError,
-    RowsDroppedError,
-)
+from megatron_ncclep.errors import InputError, RefusedError, RowsDroppedError
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
 # More than the engine has room for before it knows what comes.

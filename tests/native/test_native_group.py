@@ -102,11 +102,7 @@ def test_a_check_in_a_capture_waits_for_nothing(
     [("bad_ranks", "plan (static mode)"), ("bad_low_latency", "low-latency dispatch")],
 )
 def test_a_check_tells_of_a_bad_routing_once(
-    native: FakeGroup,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    call: str,
-    was_captured: bool,
+    native: FakeGroup, monkeypatch: pytest.MonkeyPatch, kind: str, call: str, was_captured: bool
 ) -> None:
     """Only calls asked for it: with replayed graphs, which make none, it was never reported."""
     group = group_of(native)

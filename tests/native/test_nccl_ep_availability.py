@@ -25,7 +25,6 @@ TRANSFORMER_ENGINE = NcclEpLibrary(
     Path("/te/libnccl_ep.so"), (0, 2, 0), "", "transformer-engine", 3
 )
 NCCL_OF = {EXTENSIONS: (2, 30, 7), TRANSFORMER_ENGINE: (2, 32, 3)}
-BOTH = pytest.mark.parametrize("library", list(NCCL_OF), ids=lambda library: library.package)
 
 
 class Gpu:
@@ -83,17 +82,10 @@ class Machine:
         self.num_communicators += 1
 
 
-@BOTH
-def test_a_machine_that_has_everything(
-    library: NcclEpLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert Machine(monkeypatch, library).unavailable_reason() is None
-
-
-def test_a_library_that_does_not_say_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says it when it is opened."""
-    library = NcclEpLibrary(Path("/opt/libnccl_ep.so"), None, "")
-    assert Machine(monkeypatch, library).unavailable_reason() is None
+def test_a_machine_that_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that does not say its version says it when it is opened."""
+    for library in (*NCCL_OF, NcclEpLibrary(Path("/opt/libnccl_ep.so"), None, "")):
+        assert Machine(monkeypatch, library).unavailable_reason() is None
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,7 @@ START = r"rank 1: it reads 0x\w{16} from the start of the"
         ),
         ("another window", rf"{START} rows window of rank 0"),
         ("the last page is not mapped", "rank 1: it reads 0x0{16} from the end of the rows window"),
-        (
-            "stores are lost",
-            "rank 0: it finds 0x0{16} where rank 1 wrote to the start of its",
-        ),
+        ("stores are lost", "rank 0: it finds 0x0{16} where rank 1 wrote to the start of its"),
         # Windows that were there before are not taken for the new ones.
         ("stays behind", rf"{START} control window of rank 0"),
     ],

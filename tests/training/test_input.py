@@ -17,11 +17,7 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import corpus
 from megatron_ncclep.training.command import NEEDED
 from megatron_ncclep.training.model import transformer_config
-from megatron_ncclep.training.settings import (
-    Settings,
-    flops_per_token,
-    layer_pattern,
-)
+from megatron_ncclep.training.settings import Settings, flops_per_token, layer_pattern
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

@@ -14,7 +14,7 @@ from megatron_ncclep import metrics
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.metrics import Interval, LayerCounts
+from megatron_ncclep.metrics import Interval
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ops.nvtx import step_range
@@ -160,18 +160,6 @@ def test_an_even_load_and_no_load_at_all(single: EpGroup, monkeypatch: pytest.Mo
     engine: Any = SimpleNamespace(config=EpConfig())
     with pytest.raises(InputError, match=r"metrics_interval is 0: .* EpConfig"):
         metrics.count_layer(engine, engine)
-
-
-def test_rows_of_wrong_and_missing_assignments(single: EpGroup) -> None:
-    """-1 goes nowhere, and a token with two experts of a rank sends one row."""
-    counts = LayerCounts(single, 2)
-    counts._ranks = torch.arange(3)
-    counts.sent = torch.zeros(3, dtype=torch.int64)
-    plan: Any = SimpleNamespace(counts=torch.tensor([4, 4, 1, 3, 2]))
-    counts.count(torch.tensor([[0, 1], [-1, 5], [-1, -1], [1, 2]], dtype=torch.int32), plan)
-    counts.count(torch.tensor([[4, 0]], dtype=torch.int64), plan)
-    assert counts.take().tolist() == [3, 1, 2, 8, 4]
-    assert counts.take().tolist() == [0, 0, 0, 0, 0]
 
 
 def test_ranges_have_the_names_of_the_steps(

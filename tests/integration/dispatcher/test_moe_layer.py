@@ -64,8 +64,7 @@ CASES = [
     LayerCase("bf16", dtype=torch.bfloat16, options={"moe_router_topk": 4}),
     LayerCase("bf16-router-too", dtype=torch.bfloat16, options={"moe_router_dtype": None}),
     LayerCase(
-        "sinkhorn",
-        options={"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
+        "sinkhorn", options={"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1}
     ),
     LayerCase("sigmoid", options={"moe_router_score_function": "sigmoid", "moe_router_topk": 3}),
     LayerCase("groups", options={"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
@@ -115,10 +114,7 @@ CASES = [
     # Rows of padding would add to the biases' gradients, had they any weight.
     LayerCase(
         "biased-static",
-        options={
-            "add_bias_linear": True,
-            "ncclep": EpConfig(max_recv_rows="worst", alignment=16),
-        },
+        options={"add_bias_linear": True, "ncclep": EpConfig(max_recv_rows="worst", alignment=16)},
         micro_batches=2,
     ),
     LayerCase("aligned", options={"ncclep": EpConfig(alignment=32)}),
@@ -150,8 +146,7 @@ CASES = [
         options={"ncclep": EpConfig(experts="grouped", max_recv_rows=512), "num_moe_experts": 6},
     ),
     LayerCase(
-        "grouped-probs-on-input",
-        options={**GROUPED, **TOP_1, "moe_apply_probs_on_input": True},
+        "grouped-probs-on-input", options={**GROUPED, **TOP_1, "moe_apply_probs_on_input": True}
     ),
     LayerCase(
         "grouped-pad-to-capacity",

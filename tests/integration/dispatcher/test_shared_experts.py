@@ -6,12 +6,11 @@ Results are compared in test_moe_layer.py, and to the bit in tests/gpu/test_gpu_
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, log_calls, make_config
 
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.pool import RankContext
@@ -35,23 +34,14 @@ def test_our_kernels_are_queued_first(ctx: RankContext) -> None:
     layer = build_layer(make_config("ncclep", torch.float64, 4, **OVERLAP))
     order: list[str] = []
 
-    def log(owner: Any, name: str, text: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            order.append(text)
-            return original(*args, **kwargs)
-
-        setattr(owner, name, call)
-
     shared, engine = layer.shared_experts, layer.token_dispatcher.engine
     shared.stream = CpuStream()
-    log(shared.stream, "wait_stream", "wait")
+    log_calls(order, shared.stream, "wait_stream", "wait")
     for step in ("plan", "dispatch", "combine"):
-        log(engine, step, step)
-    log(shared, "linear_fc1_forward_and_act", "fc1")
-    log(shared, "linear_fc2_forward", "fc2")
-    log(shared, "get_output", "sum")
+        log_calls(order, engine, step, step)
+    log_calls(order, shared, "linear_fc1_forward_and_act", "fc1")
+    log_calls(order, shared, "linear_fc2_forward", "fc2")
+    log_calls(order, shared, "get_output", "sum")
     for name in ("fc1", "fc2"):
         weight = getattr(shared, f"linear_{name}").weight
         weight.register_hook(lambda _, name=name: order.append(f"{name} backward"))

@@ -225,14 +225,6 @@ def test_the_lsa_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [*choice.lsa_domain(pool)]
 
 
-def test_ranks_that_find_different_reasons() -> None:
-    def answer(first: str | None, second: str | None) -> choice.Answer:
-        return choice.Answer("reference", {"first": first, "second": second})
-
-    merged = choice.merge([answer("no GPU", None), answer("no GPU", "no library")])
-    assert merged == answer("no GPU", "rank 1: no library")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_more_ranks_than_gpus_are_a_problem() -> None:
     (finding,) = examine("Engines", 4)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ncclep.integration.experts import grouped_gemm, main_grad
-from megatron_ncclep.integration.experts.expert_stack import lay_out, stack_of, view_of
+from megatron_ncclep.integration.experts.expert_stack import stack_of, view_of
 from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
@@ -154,15 +154,6 @@ def test_when_the_first_gradient_is_added(
         assert (weight.grad is not None) == has_flag
 
 
-def test_main_grads_that_were_not_asked_for() -> None:
-    """Without gradient_accumulation_fusion DDP adds .grad up itself, and only it."""
-    problem = Problem((16, 32), 0, torch.float32)
-    buffer = with_main_grads(problem)
-    problem.run()
-    assert (buffer == 0.5).all()
-    assert not any(weight.grad_added_to_main_grad for weight in problem.weights)
-
-
 def test_frozen_experts_and_zeros_where_megatron_wants_them() -> None:
     problem = Problem((16, 32, 16), 0, torch.float32)
     with_main_grads(problem)
@@ -215,15 +206,6 @@ MEMORY = torch.arange(32, dtype=torch.float32).numpy()
 def test_no_view(tensors: list[Tensor]) -> None:
     assert view_of(tensors) is None
     assert torch.equal(stack_of(tensors), torch.stack(tensors))
-
-
-def test_laying_out() -> None:
-    parameters = [torch.nn.Parameter(torch.randn(2, 8)) for _ in range(3)]
-    values = [parameter.detach().clone() for parameter in parameters]
-    lay_out(parameters)
-    assert all(torch.equal(p, value) for p, value in zip(parameters, values, strict=True))
-    assert view_of(parameters) is not None
-    lay_out([torch.nn.Parameter(torch.empty(2, 8, device="meta"))])
 
 
 # ---- devices

@@ -374,10 +374,7 @@ def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> 
 def test_the_option_on_command_lines_and_in_older_releases(ctx: RankContext) -> None:
     initialize(2)
     import megatron.core
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     is_old = megatron.core.__version__.startswith(("0.16", "0.17"))
     field = "inference_moe_token_dispatcher_type"

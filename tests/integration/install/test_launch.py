@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -21,8 +20,7 @@ from patience import patient
 
 from megatron_ncclep import cli
 from megatron_ncclep.cli import run as launch
-from megatron_ncclep.errors import InputError, IntegrationError
-from megatron_ncclep.integration.import_hook import after_import
+from megatron_ncclep.errors import InputError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -185,28 +183,3 @@ def test_script_that_is_no_file(tmp_path: Path, name: str, problem: str) -> None
     path = str(tmp_path / name)
     with pytest.raises(InputError, match=f"{re.escape(path)}.* is {problem}: give the path"):
         launch.main(parser.parse_args([path]))
-
-
-@pytest.mark.parametrize(
-    ("compiled", "makefile"), [(True, True), (False, True), (True, False), (False, False)]
-)
-def test_a_makefile_that_is_missing_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool, makefile: bool
-) -> None:
-    """Wheels of Megatron-Core have compiled helpers of its datasets, and no Makefile for them."""
-    name = f"datasets_{compiled}_{makefile}".lower()  # a package like megatron.core.datasets
-    files = {"__init__.py": "", "utils.py": "def compile_helpers():\n    return 'make'\n"}
-    files |= {"helpers_cpp.py": ""} if compiled else {}
-    files |= {"Makefile": ""} if makefile else {}
-    (tmp_path / name).mkdir()
-    for file, text in files.items():
-        (tmp_path / name / file).write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    after_import(f"{name}.utils", launch.skip_missing_makefile)
-    compile_helpers = importlib.import_module(f"{name}.utils").compile_helpers
-    if makefile or compiled:
-        assert compile_helpers() == ("make" if makefile else None)
-        return
-    with pytest.raises(IntegrationError, match=f"{name}.helpers_cpp is not compiled.*Makefile"):
-        compile_helpers()

@@ -28,11 +28,7 @@ def selective(*modules: str) -> dict[str, Any]:
 
 
 def full(method: str) -> dict[str, Any]:
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": method,
-        "recompute_num_layers": 1,
-    }
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
 
 
 # What backward computes again, and how many plans all layers then make in a micro-batch.

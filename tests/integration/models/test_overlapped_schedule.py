@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, log_calls, make_config
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
@@ -35,8 +35,7 @@ CASES = [
         options={"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32},
     ),
     case_of(
-        "grouped-static",
-        options={"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")},
+        "grouped-static", options={"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")}
     ),
     case_of("pipeline", pp=2, micro_batches=4),
 ]
@@ -71,7 +70,7 @@ def test_weight_gradients_beside_the_backward_of_dispatch(ctx: RankContext) -> N
         if is_delayed:
             engine = layer.token_dispatcher.engine
             for owner, name in ((engine, "dispatch"), (engine, "combine"), (layer, "backward_dw")):
-                _log(order, owner, name)
+                log_calls(order, owner, name, name)
         generator = torch.Generator().manual_seed(ctx.rank)
         hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, requires_grad=True)
         out, _ = layer(hidden)
@@ -82,13 +81,3 @@ def test_weight_gradients_beside_the_backward_of_dispatch(ctx: RankContext) -> N
     steps = ["dispatch", "combine", "dispatch", "combine", "backward_dw"]
     knows_it = not megatron.core.__version__.startswith(("0.16", "0.17"))
     assert order == (steps if knows_it else steps[:-1])
-
-
-def _log(order: list[str], owner: Any, name: str) -> None:
-    original = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        order.append(name)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, call)

@@ -54,11 +54,7 @@ GPT_OSS = {
     "window_attn_skip_freq": 2,
     "moe_router_topk": 4,
 }
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Options that a case needs but does not test.
 SIZES = {*MLA, "num_layers", "num_query_groups", "pipeline_dtype", "rope_type"}
 LAYOUT = "pipeline_model_parallel_layout"
@@ -95,9 +91,7 @@ RECIPES = [
     recipe("qwen3-uneven", QWEN, FULL, stages(6, num_layers_in_last_pipeline_stage=4), pp=2),
     recipe("qwen3-long", QWEN, FULL, cp=2, ep=4),
     recipe(
-        "deepseek-v3",
-        *(DEEPSEEK, mtp(1), selective("core_attn", "mlp"), stages(5, **UNEVEN)),
-        pp=2,
+        "deepseek-v3", *(DEEPSEEK, mtp(1), selective("core_attn", "mlp"), stages(5, **UNEVEN)), pp=2
     ),
     recipe("deepseek-v3-overlap", DEEPSEEK, {"moe_shared_expert_overlap": True}, ep=4),
     recipe("kimi-k2", DEEPSEEK, selective("moe", "shared_experts"), stages(6, **COUNTED), pp=2),

@@ -171,15 +171,6 @@ def test_overrides(ctx: RankContext) -> None:
         without.provide()
 
 
-def test_a_copy_in_the_layer(ctx: RankContext) -> None:
-    """Options that are set after the layer was built change no rank's engine."""
-    made = Provider(**{**MOE, "ncclep": copy.copy(OWN)})
-    layer = made.provide()
-    made.ncclep.timeout_s = 1e-3
-    assert layer.token_dispatcher.engine.config == OWN
-    layer.token_dispatcher.engine.close()
-
-
 def test_files(ctx: RankContext) -> None:
     """A config that was written to a file and read again has the same options."""
     converters = [as_file]

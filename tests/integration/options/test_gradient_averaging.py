@@ -29,10 +29,7 @@ CLOSE = {"rtol": 1e-5, "atol": 3e-6}
 def means(gradients: NDArray[np.float64]) -> tuple[float, float]:
     """Of the non-negative gradients, and of the magnitudes of the others."""
     kept, negative = gradients[gradients >= 0], gradients[gradients < 0]
-    return (
-        kept.mean() if kept.size else 0.0,
-        np.abs(negative).mean() if negative.size else 0.0,
-    )
+    return (kept.mean() if kept.size else 0.0, np.abs(negative).mean() if negative.size else 0.0)
 
 
 def encoded(gradients: NDArray[np.float64], plus: float, minus: float) -> NDArray[np.float64]:

@@ -271,7 +271,6 @@ void results() {
   must_fail("1 ncclepCommConfig_t: NULL", [&] { must(ncclepCommCreate(&comm, nullptr)); });
   must_fail("1 ncclepCommConfig_t of 16 bytes: this library, version", with(&Config::size, 16));
   must_fail("1 rank 2 of 2", with(&Config::rank, 2));
-  must_fail("1 a deadline of 0 s", with(&Config::timeout_s, 0));
   must_fail("3 cannot open /nowhere", with(&Config::nccl_path, "/nowhere"));
   fake_wait_for_ranks(300);
   must_fail("4 no communicator over the 2 ranks", with(&Config::timeout_s, 0.01));
@@ -282,15 +281,12 @@ void results() {
   connect(right);
 
   ncclepGroup_t group = nullptr;
-  ncclepGroupConfig_t config = NCCLEP_GROUP_CONFIG_INIT;
-  config.num_experts = 3;
+  ncclepGroupConfig_t of_group = NCCLEP_GROUP_CONFIG_INIT;
+  of_group.num_experts = 3;
   must_fail("1 3 experts: from 1 to 512, and a multiple of the 2 ranks",
-            [&] { must(ncclepGroupCreate(&group, comm, &config)); });
-  config.num_experts = 4;
-  standin::fail_after(0);
-  must_fail("3 cudaMalloc failed", [&] { must(ncclepGroupCreate(&group, comm, &config)); });
-  must_fail("1 the native group was closed, or is NULL", [&] { must(ncclepGroupDestroy(group)); });
+            [&] { must(ncclepGroupCreate(&group, comm, &of_group)); });
   must(ncclepCommDestroy(comm));
+  must_fail("1 the native group was closed, or is NULL", [] { must(ncclepGroupDestroy(nullptr)); });
 }
 
 // The same of a call with each of these tensors replaced by one of another dtype, of

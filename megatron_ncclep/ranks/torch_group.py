@@ -1,0 +1,199 @@
+"""Torch's process group of some ranks: whether it is alive, and collectives with a deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.errors import GroupClosedError, PeerError, UnsupportedError
+from megatron_ncclep.ranks.exchange import DYING_S
+
+# A wait for the device polls without pause for this long, and then with pauses of this length.
+BUSY_WAIT_S = 1e-3
+# Seconds for NCCL to abort a communicator.
+ABORT_S = 5.0
+_CPU = torch.device("cpu")
+_DESTROYED = (
+    "the expert-parallel process group was destroyed: create the engine (or the model) again after "
+    "torch.distributed is initialised again"
+)
+
+
+class TorchGroup:
+    """The ranks of one process group, as torch sees them.
+
+    Attributes:
+        process_group: the torch.distributed group.
+        rank, size: of this process in the group.
+        device: the device of the tensors that the group's backend moves.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, whole: TorchGroup | None = None) -> None:
+        """Not collective.
+
+        Args:
+            process_group: torch's group; referenced weakly.
+            whole: the whole group, if this is a part of it that torch does not list; the part lives
+                as long as the whole group.
+        """
+        self._process_group = weakref.ref(process_group)
+        self._whole = whole
+        if whole is None:
+            require_alive(process_group)
+        self.rank, self.size = process_group.rank(), process_group.size()
+        if whole is None:
+            on_gpu = "nccl" in dist.get_backend_config(process_group) and torch.cuda.is_available()
+            self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
+        else:
+            on_gpu, self.device = whole.device.type == "cuda", whole.device
+        # Collectives must not wait for the model's queued work.
+        self._stream = torch.cuda.Stream() if on_gpu else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether torch still knows the process group."""
+        if self._whole is not None:
+            return self._whole.is_alive
+        group = self._process_group()
+        return group is not None and _is_alive(group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch group; raises GroupClosedError once it is destroyed."""
+        group = self._process_group()
+        if group is None or not self.is_alive:
+            raise GroupClosedError(_DESTROYED)
+        return group
+
+    def lost(self, wait_s: float = DYING_S) -> str:
+        """Say which ranks have died or left; empty if that is not known, as here."""
+        return ""
+
+    def exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:
+        """Send `mine` to all ranks by a collective; return every rank's, in the order of ranks.
+
+        Collective, with as many bytes on every rank.
+
+        Args:
+            mine: at least one byte.
+            what: names the call in errors.
+            timeout_s: seconds to wait for the other ranks.
+
+        Raises:
+            GroupClosedError, PeerError: see `wait`.
+            UnsupportedError: a CUDA graph is being captured, which would record the collective and
+                not run it.
+        """
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{what}: the ranks cannot agree while a CUDA graph is captured, because not all "
+                "of them share memory: set max_recv_rows and run the same calls once before the "
+                "capture, or put the ranks on one node and in one network namespace, with "
+                "NCCLEP_HOST_EXCHANGE on"
+            )
+        with torch.cuda.stream(self._stream):  # no effect on a CPU
+            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+            received = sent.new_empty(self.size, len(mine))
+
+            def start(group: dist.ProcessGroup) -> Any:
+                if self._stream is None:  # gloo: half of the time of its all-gather
+                    to_all = sent.expand(self.size, -1).contiguous()
+                    return dist.all_to_all_single(received, to_all, group=group, async_op=True)
+                return dist.all_gather(list(received.unbind()), sent, group=group, async_op=True)
+
+            self.wait(start, what, timeout_s)
+            return bytes_of(received)
+
+    def wait(self, start: Callable[[dist.ProcessGroup], Any], what: str, timeout_s: float) -> None:
+        """Start a collective on the torch group and wait for it, at most `timeout_s` seconds.
+
+        Raises:
+            GroupClosedError: the process group was destroyed.
+            PeerError: the backend gave up or the deadline passed; names this rank and `what`.
+        """
+        group = self.process_group
+        try:
+            work = start(group)
+            if self._stream is None:
+                work.wait(timedelta(seconds=timeout_s))
+            else:
+                self._wait_for_device(work, timeout_s)
+        except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
+            named = self
+            if self._whole is not None:
+                named, what = self._whole, f"{what} on this node"
+                self._abort()
+            # The backend's own text rarely names the rank, and may only describe a consequence.
+            lost = self.lost() or "a rank died, is late, or made a different sequence of calls"
+            raise PeerError(
+                f"rank {named.rank} of {named.size}: no answer from the other ranks of the "
+                f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "
+                f"other ranks' output. {error}"
+            ) from error
+
+    def _abort(self) -> None:
+        """End the collectives of a group that torch does not list.  Not collective.
+
+        At the end of the process torch aborts the groups that it lists, and NCCL frees their memory
+        only when the device is idle: a kernel of this group that waits for a dead rank would keep
+        the process from ending (pytorch issue 119797).  Waits at most ABORT_S: a process that ends
+        meanwhile is ended by SIGABRT.
+        """
+        group = self._process_group()
+        if group is None or self.device.type != "cuda":
+            return
+        backend: Any = group._get_backend(self.device)
+        # NCCL tells its kernels at once, but then waits for those of other groups.
+        thread = threading.Thread(target=backend.abort, name="ncclep-abort", daemon=True)
+        thread.start()
+        thread.join(ABORT_S)
+
+    def _wait_for_device(self, work: Any, timeout_s: float) -> None:
+        """Wait until the collective `work` is done on the device.
+
+        NCCL's own wait with a deadline sleeps a millisecond at a time, longer than a whole layer
+        takes; so this polls an event.
+        """
+        work.wait()  # the current stream, not the host
+        done = torch.cuda.Event()
+        done.record()
+        start = time.monotonic()
+        while not done.query():
+            waited = time.monotonic() - start
+            if waited > timeout_s:
+                raise RuntimeError("the collective did not finish")
+            if waited > BUSY_WAIT_S:
+                time.sleep(BUSY_WAIT_S)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A copy of a tensor's bytes; torch itself needs numpy for that."""
+    tensor = tensor.cpu().contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _is_alive(process_group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group.
+
+    Every call of an engine asks this; it uses the fastest of torch's functions that fail for an
+    unknown group.
+    """
+    try:
+        dist.get_process_group_ranks(process_group)
+    except KeyError:
+        return False
+    return True
+
+
+def require_alive(process_group: dist.ProcessGroup) -> None:
+    """Raise GroupClosedError when torch no longer knows the group."""
+    if not _is_alive(process_group):
+        raise GroupClosedError(_DESTROYED)
